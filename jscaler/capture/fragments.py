@@ -1,0 +1,162 @@
+"""Group flat equations into fragments: the ops of the graph.
+
+Neighbouring equations of one scope that share data are one fragment. A contraction ends it (else a tensor that is read
+twice puts one factor on two dims), and so does a reduction to a scalar (what follows would meet a partial sum).
+Equations that depend on no input (iota, masks) are copied into every fragment that reads them.
+
+Fragments never form a cycle, by levels: a fragment's level is above those of all it reads, and an equation joins a
+fragment only if everything else it reads lies on lower levels.
+"""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jax.extend import core
+
+from jscaler.capture.jaxprs import Atom
+from jscaler.capture.trace import TaggedEquation, Trace
+
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+# Constructs that stay one op of their own.
+ALONE = frozenset({"scan", "while", "cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint", "pallas_call"})
+# What a fragment must not hold to be a mere preparation (a cast, a mask, a reshape) of the one that reads it.
+HEAVY = ("reduce_", "arg", "cum", "gather", "scatter", "sort", "top_k", "dynamic_")
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A growing group of equations of one scope."""
+
+    call: int | None
+    scope: str
+    level: int
+    scalar: bool
+    eqns: list[tuple[int, core.JaxprEqn]] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def is_preparation(self) -> bool:
+        names = [e.primitive.name for _, e in self.eqns]
+        return bool(self.scope) and not any(n in CONTRACTIONS or n in ALONE or n.startswith(HEAVY) for n in names)
+
+    def takes(self, preparation: "Fragment") -> bool:
+        """Whether ``preparation``, which only this fragment reads, may become part of it."""
+        alone = any(e.primitive.name in ALONE for _, e in self.eqns)
+        return (self.call, self.scope) == (preparation.call, preparation.scope) and not alone
+
+
+def fragments(step: Trace) -> tuple[list[Fragment], dict[core.Var, core.JaxprEqn]]:
+    """The fragments of ``step`` in an order that respects their dependencies, and the equations to be copied.
+
+    Gradient variables count as produced by their call's forward fragments, so that updates come after them.
+    """
+    builder = _Builder(step)
+    for index, tagged in enumerate(step.equations):
+        builder.add(index, tagged)
+    builder.merge_preparations(step.outvars)
+    return _topological(builder.fragments, builder.home), builder.generated
+
+
+def scope_of(eqn: core.JaxprEqn) -> str:
+    """The Flax module path of an equation; ``jnp.einsum`` adds a scope of its own, which is dropped."""
+    parts = str(eqn.source_info.name_stack).split("/")
+    return "/".join(p for p in parts if p and "->" not in p)
+
+
+class _Builder:
+    def __init__(self, step: Trace):
+        self.fragments: list[Fragment] = []
+        self.home: dict[core.Var, Fragment] = {}
+        self.readers: dict[core.Var, list[Fragment]] = {}
+        self.generated: dict[core.Var, core.JaxprEqn] = {}
+        self.gradient_call = {g: i for i, call in enumerate(step.calls) for g in call.gradients}
+        self.call_level: dict[int, int] = {}
+
+    def add(self, index: int, tagged: TaggedEquation) -> None:
+        eqn, call = tagged.eqn, tagged.call
+        reads = [v for v in eqn.invars if isinstance(v, core.Var) and v not in self.generated]
+        if not reads and not eqn.effects and eqn.primitive.name not in ALONE:
+            self.generated.update({v: eqn for v in eqn.outvars})
+            return
+        fragment = self._choose(eqn, call, reads)
+        fragment.eqns.append((index, eqn))
+        for var in eqn.outvars:
+            self.home[var] = fragment
+        for var in reads:
+            if var.aval.shape and fragment not in self.readers.setdefault(var, []):
+                self.readers[var].append(fragment)
+        name = eqn.primitive.name
+        full_reduction = name.startswith("reduce_") and name != "reduce_precision" and not eqn.outvars[0].aval.shape
+        fragment.closed = name in CONTRACTIONS or name in ALONE or full_reduction
+        if call is not None:
+            self.call_level[call] = max(self.call_level.get(call, 0), fragment.level)
+
+    def _choose(self, eqn: core.JaxprEqn, call: int | None, reads: list[core.Var]) -> Fragment:
+        scope = scope_of(eqn)
+        scalar = not any(v.aval.shape for v in (*eqn.outvars, *reads))
+        sources = [self.home[v] for v in reads if v in self.home]
+        beside = [f for v in reads if v.aval.shape for f in self.readers.get(v, ())]
+        below = max((self._level(v) for v in reads), default=0)
+        for candidate in (*sources, *beside):
+            others = max((self._level(v) for v in reads if self.home.get(v) is not candidate), default=0)
+            joins = (candidate.call, candidate.scope, candidate.scalar, candidate.closed) == (call, scope, scalar, False)
+            if joins and others < candidate.level and eqn.primitive.name not in ALONE:
+                return candidate
+        fragment = Fragment(call, scope, below + 1, scalar)
+        self.fragments.append(fragment)
+        return fragment
+
+    def _level(self, var: core.Var) -> int:
+        if var in self.home:
+            return self.home[var].level
+        if var in self.gradient_call:  # a gradient comes after the whole forward program of its call
+            return self.call_level.get(self.gradient_call[var], 0)
+        return 0
+
+    def merge_preparations(self, outvars: Iterable[Atom]) -> None:
+        """Casts, reshapes and masks with one reader, in their own scope, become part of it. Cannot close a cycle."""
+        results = {v for v in outvars if isinstance(v, core.Var)}
+        uses: dict[core.Var, list[core.Var]] = {}
+        for fragment in self.fragments:
+            for _, eqn in fragment.eqns:
+                for var in eqn.invars:
+                    if isinstance(var, core.Var):
+                        uses.setdefault(var, []).append(eqn.outvars[0])
+        kept = []
+        for fragment in self.fragments:
+            produced = {v for _, e in fragment.eqns for v in e.outvars}
+            readers = {self.home[out] for v in produced for out in uses.get(v, ())} - {fragment}
+            reader = readers.pop() if len(readers) == 1 and not produced & results else None
+            if reader is None or not fragment.is_preparation or not reader.takes(fragment):
+                kept.append(fragment)
+                continue
+            reader.eqns = sorted(fragment.eqns + reader.eqns, key=lambda pair: pair[0])
+            self.home.update({v: reader for v in produced})
+        self.fragments = kept
+
+
+def _topological(found: list[Fragment], home: dict[core.Var, Fragment]) -> list[Fragment]:
+    """Dependencies first, otherwise in program order (by last equation)."""
+    number = {id(f): i for i, f in enumerate(found)}
+    after: dict[int, set[int]] = {i: set() for i in range(len(found))}
+    waiting = [0] * len(found)
+    for i, fragment in enumerate(found):
+        sources = {
+            number[id(home[v])] for _, e in fragment.eqns for v in e.invars if isinstance(v, core.Var) and v in home
+        } - {i}
+        waiting[i] = len(sources)
+        for source in sources:
+            after[source].add(i)
+    ready = [(f.eqns[-1][0], i) for i, f in enumerate(found) if not waiting[i]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(found[i])
+        for j in after[i]:
+            waiting[j] -= 1
+            if not waiting[j]:
+                heapq.heappush(ready, (found[j].eqns[-1][0], j))
+    assert len(order) == len(found), "fragments form a cycle: a level was broken"
+    return order

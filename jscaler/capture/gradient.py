@@ -1,0 +1,170 @@
+"""``jscaler.value_and_grad``: like JAX's, but a plan can see the forward program inside it.
+
+It binds a primitive of ours that holds the loss function's jaxpr. Under plain ``jax.jit``, ``vmap`` and ``grad`` the
+primitive stands for ``jax.value_and_grad`` of that jaxpr; ``jscaler.parallelize`` opens it into ops.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from jscaler.capture.jaxprs import anonymous_info, open_jaxpr
+
+value_and_grad_p = core.Primitive("jscaler_value_and_grad")
+value_and_grad_p.multiple_results = True
+
+
+def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``jax.value_and_grad`` that ``jscaler.parallelize`` can split, place and order.
+
+    Args:
+        fun: a function of pytrees to a scalar, or to ``(scalar, aux)`` with ``has_aux``. Arguments that are not
+            arrays are passed to it as they are.
+        argnums: which positional arguments to differentiate.
+        has_aux: whether ``fun`` returns auxiliary data next to the scalar.
+
+    Returns:
+        A function with ``fun``'s arguments that returns ``(value, gradients)``, or ``((value, aux), gradients)``.
+
+    Raises:
+        TypeError: a differentiated leaf is not real floating point, or the value is not a real scalar.
+
+    Example:
+        >>> jscaler.value_and_grad(lambda x: x ** 2)(3.0)
+        (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
+    """
+    nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dynamic = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        wanted = _differentiated(args, nums)
+
+        def flat_fun(*values: Any) -> list[Any]:
+            nonlocal out_tree
+            full = list(leaves)
+            for i, value in zip(dynamic, values, strict=True):
+                full[i] = value
+            call_args, call_kwargs = jax.tree.unflatten(tree, full)
+            out = fun(*call_args, **call_kwargs)
+            value, aux = out if has_aux else (out, ())
+            _check_scalar(value)
+            flat, out_tree = jax.tree.flatten((value, aux))
+            return flat
+
+        out_tree: Any = None
+        values = [leaves[i] for i in dynamic]
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(flat_fun)(*values))
+        # What the loss closes over (arrays, tracers of an outer trace) becomes operands, so that nothing is hidden.
+        invars = [*jaxpr.constvars, *jaxpr.invars]
+        info = anonymous_info(jaxpr, len(invars), len(jaxpr.outvars))
+        hoisted = core.Jaxpr([], invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info)
+        wrt = tuple(len(consts) + position for position, i in enumerate(dynamic) if i in wanted)
+        results = value_and_grad_p.bind(*consts, *map(jnp.asarray, values), jaxpr=core.ClosedJaxpr(hoisted, []), wrt=wrt)
+        num_out = out_tree.num_leaves
+        value, aux = jax.tree.unflatten(out_tree, results[:num_out])
+        gradients = dict(zip([i for i in dynamic if i in wanted], results[num_out:], strict=True))
+        trees = _gradient_trees(args, nums, gradients)
+        return (value, aux) if has_aux else value, trees[0] if isinstance(argnums, int) else tuple(trees)
+
+    return wrapped
+
+
+def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``jax.grad`` that a plan can see into; see `value_and_grad`. With ``has_aux`` it returns ``(gradients, aux)``."""
+    with_value = value_and_grad(fun, argnums, has_aux)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = with_value(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return wrapped
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "dtype")
+
+
+def _differentiated(args: tuple[Any, ...], nums: tuple[int, ...]) -> set[int]:
+    """Flat leaf indices of the differentiated arguments; they come first in the flattened ``(args, kwargs)``."""
+    if bad := [n for n in nums if not 0 <= n < len(args)]:
+        raise TypeError(f"argnums {bad} with {len(args)} positional arguments; legal: 0 to {len(args) - 1}")
+    found, start = set(), 0
+    for position, arg in enumerate(args):
+        leaves = jax.tree_util.tree_leaves_with_path(arg)
+        if position in nums:
+            for path, leaf in leaves:
+                if not _is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                    kind = getattr(leaf, "dtype", type(leaf).__name__)
+                    where = f"args[{position}]{jax.tree_util.keystr(path)}"
+                    raise TypeError(f"{where} is {kind}: gradients are taken of real floating-point leaves only")
+            found.update(range(start, start + len(leaves)))
+        start += len(leaves)
+    return found
+
+
+def _gradient_trees(args: tuple[Any, ...], nums: tuple[int, ...], gradients: dict[int, Any]) -> list[Any]:
+    starts, start = [], 0
+    for arg in args:
+        starts.append(start)
+        start += len(jax.tree.leaves(arg))
+    trees = []
+    for n in nums:
+        tree = jax.tree.structure(args[n])
+        trees.append(jax.tree.unflatten(tree, [gradients[starts[n] + i] for i in range(tree.num_leaves)]))
+    return trees
+
+
+def _check_scalar(value: Any) -> None:
+    aval = jax.typeof(value)
+    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+        raise TypeError(f"value_and_grad needs a real scalar from the loss function; it returned {aval}")
+
+
+def _apply(*args: Any, jaxpr: Any, wrt: tuple[int, ...]) -> list[Any]:
+    """What the primitive means: loss outputs, then the gradients of the first output."""
+
+    def loss(diff: list[Any]) -> tuple[Any, list[Any]]:
+        full = list(args)
+        for i, value in zip(wrt, diff, strict=True):
+            full[i] = value
+        value, *aux = core.jaxpr_as_fun(jaxpr)(*full)
+        return value, aux
+
+    (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)([args[i] for i in wrt])
+    return [value, *aux, *gradients]
+
+
+def _abstract(*avals: Any, jaxpr: Any, wrt: tuple[int, ...]) -> tuple[list[Any], Any]:
+    inner, _ = open_jaxpr(jaxpr)
+    strong = [avals[i].update(weak_type=False) if hasattr(avals[i], "weak_type") else avals[i] for i in wrt]
+    return [v.aval for v in inner.outvars] + strong, inner.effects
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    dense = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(functools.partial(_apply, **params), tuple(primals), dense)
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, list[int]]:
+    names = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
+    results = jax.vmap(functools.partial(_apply, **params), in_axes=tuple(dims), axis_size=axis.size, **names)(*args)
+    return results, [0] * len(results)
+
+
+def _impl(*args: Any, **params: Any) -> Any:
+    return jax.jit(functools.partial(_apply, **params))(*args)
+
+
+value_and_grad_p.def_impl(_impl)
+value_and_grad_p.def_effectful_abstract_eval(_abstract)
+ad.primitive_jvps[value_and_grad_p] = _jvp
+batching.fancy_primitive_batchers[value_and_grad_p] = _batch
+mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_apply, multiple_results=True))

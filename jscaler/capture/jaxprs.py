@@ -1,0 +1,177 @@
+"""Small tools on jaxprs that every stage shares: build, inline, drop dead equations, tell equal programs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+# Call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
+# where no autodiff follows, because their custom derivative would be lost (relu'(0) becomes 0.5).
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint"})
+
+Atom = core.Var | core.Literal
+
+
+def make_jaxpr(eqns: Sequence[core.JaxprEqn], invars: Sequence[core.Var], outvars: Sequence[Atom], like: Any) -> core.Jaxpr:
+    """A jaxpr without constants; ``like`` is any jaxpr whose debug info it may carry."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    return core.Jaxpr([], list(invars), list(outvars), list(eqns), effects, anonymous_info(like, len(invars), len(outvars)))
+
+
+def anonymous_info(like: Any, num_in: int, num_out: int) -> Any:
+    """``like``'s debug info for another number of arguments and results."""
+    info = like.debug_info
+    return info._replace(arg_names=("",) * num_in, result_paths=("",) * num_out)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[core.Jaxpr, list[Any]]:
+    """A closed jaxpr as (jaxpr, constants); JAX 0.12 merged the two classes."""
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
+    """The jaxpr that a call equation calls."""
+    return open_jaxpr(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr", eqn.params.get("fun_jaxpr"))))
+
+
+def evaluate(jaxpr: core.Jaxpr, args: Iterable[Any]) -> list[Any]:
+    """Run a jaxpr without constants on values or tracers."""
+    return jax.core.eval_jaxpr(jaxpr, [], *args)
+
+
+class Inliner:
+    """Copies equations of a jaxpr, and of every jaxpr it calls, into one flat list over fresh variables."""
+
+    def __init__(self, calls: frozenset[str] = CALLS):
+        self.calls = calls
+        self.eqns: list[core.JaxprEqn] = []
+        self.constants: list[tuple[core.Var, Any]] = []
+
+    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Atom], stack: Any = None) -> list[Atom]:
+        """Inline ``jaxpr`` applied to ``args``; returns the atoms of its results. ``stack`` is the outer name stack."""
+        env: dict[core.Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self._constant(var, value)
+        for eqn in jaxpr.eqns:
+            self._equation(eqn, env, stack)
+        return [_read(env, v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: core.JaxprEqn, env: dict[core.Var, Atom], stack: Any) -> None:
+        invars = [_read(env, v) for v in eqn.invars]
+        info = eqn.source_info
+        if stack is not None:
+            info = info.replace(name_stack=stack + info.name_stack)
+        if eqn.primitive.name in self.calls:
+            inner, consts = inner_jaxpr(eqn)
+            env.update(zip(eqn.outvars, self.run(inner, consts, invars, info.name_stack), strict=True))
+            return
+        outvars = [fresh(v) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outvars, strict=True))
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+
+    def _constant(self, var: core.Var, value: Any) -> core.Var:
+        for known, held in self.constants:
+            if held is value:
+                return known
+        new = core.Var(var.aval)
+        self.constants.append((new, value))
+        return new
+
+
+def _read(env: dict[core.Var, Atom], atom: Atom) -> Atom:
+    return atom if isinstance(atom, core.Literal) else env[atom]
+
+
+def fresh(var: core.Var) -> core.Var:
+    """A new variable of the same type; unused results stay unused."""
+    return core.Var(var.aval)
+
+
+def inline(jaxpr: core.Jaxpr, calls: frozenset[str] = CALLS | CUSTOM_CALLS) -> core.Jaxpr:
+    """``jaxpr`` (without constants) with the given calls opened and dead equations dropped."""
+    if not any(e.primitive.name in calls for e in jaxpr.eqns):
+        return jaxpr
+    return _flatten(jaxpr, [], calls)
+
+
+def _flatten(jaxpr: core.Jaxpr, consts: Sequence[Any], calls: frozenset[str]) -> core.Jaxpr:
+    inliner = Inliner(calls)
+    invars = [fresh(v) for v in jaxpr.invars]
+    outvars = inliner.run(jaxpr, consts, invars)
+    literals = {var: core.Literal(value, var.aval) for var, value in inliner.constants}
+    eqns = [e.replace(invars=[_swap(literals, v) for v in e.invars]) for e in live_equations(inliner.eqns, outvars)]
+    return make_jaxpr(eqns, invars, [_swap(literals, v) for v in outvars], jaxpr)
+
+
+def _swap(table: dict[core.Var, Any], atom: Atom) -> Atom:
+    return atom if isinstance(atom, core.Literal) else table.get(atom, atom)
+
+
+def live_equations(eqns: Sequence[core.JaxprEqn], outvars: Iterable[Atom]) -> list[core.JaxprEqn]:
+    """The equations that ``outvars`` need, and those with side effects."""
+    needed = {v for v in outvars if isinstance(v, core.Var)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if isinstance(v, core.Var))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.Jaxpr:
+    """Trace ``fun(*avals) -> list`` into a flat jaxpr: plain calls inlined, dead equations dropped, constants literal."""
+    jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*map(shape_struct, avals)))
+    return _flatten(jaxpr, consts, CALLS)
+
+
+def shape_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """What ``jax.make_jaxpr`` takes for an abstract value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def fingerprint(jaxpr: core.Jaxpr) -> tuple[Any, ...]:
+    """A key that two jaxprs share exactly if they are the same program up to the names of variables."""
+    number: dict[core.Var, int] = {}
+
+    def atom(a: Atom) -> Any:
+        if isinstance(a, core.Literal):
+            return literal_key(a)
+        return number[a]
+
+    def define(v: core.Var) -> Any:
+        number[v] = len(number)
+        return v.aval
+
+    head = tuple(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
+    body = tuple(
+        (e.primitive, params_key(e.params), tuple(map(atom, e.invars)), tuple(map(define, e.outvars))) for e in jaxpr.eqns
+    )
+    return head, body, tuple(map(atom, jaxpr.outvars))
+
+
+def literal_key(literal: core.Literal) -> tuple[Any, ...]:
+    """Value and type of a literal; an array literal is known by identity."""
+    value = literal.val if getattr(literal.val, "shape", ()) == () else id(literal.val)
+    return ("literal", repr(value), literal.aval)
+
+
+def params_key(params: dict[str, Any]) -> tuple[Any, ...]:
+    """A hashable key of an equation's parameters; inner jaxprs by structure, what cannot be hashed by identity."""
+    return tuple((k, _param_key(params[k])) for k in sorted(params))
+
+
+def _param_key(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_param_key, value))
+    if isinstance(value, core.Jaxpr):
+        return fingerprint(value)
+    if isinstance(value, core.ClosedJaxpr):
+        jaxpr, consts = open_jaxpr(value)
+        return fingerprint(jaxpr), tuple(map(id, consts))
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

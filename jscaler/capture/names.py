@@ -1,0 +1,63 @@
+"""Names of ops and inputs: Flax module path and function for ops, argument and tree path for inputs."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jscaler.capture.jaxprs import inner_jaxpr
+
+# The primitive that names a fragment is its weightiest: the first of these it holds, else its last one.
+WEIGHTY = tuple(
+    "dot_general conv_general_dilated scan while cond custom_vjp_call pallas_call dot conv gather scatter-add scatter sort "
+    "top_k cumsum random_bits erf tanh logistic exp log rsqrt reduce_max reduce_sum argmax sqrt select_n".split()
+)
+TRANSPARENT = frozenset({"custom_jvp_call", "remat2", "checkpoint"})
+SHORT = {"dot_general": "dot", "conv_general_dilated": "conv", "scatter-add": "scatter_add", "select_n": "where"}
+
+
+def function_name(eqns: Sequence[core.JaxprEqn]) -> str:
+    """One word for what a group of equations does; functions with custom derivatives are named by their inside."""
+    primitives: list[str] = []
+    for eqn in eqns:
+        name = eqn.primitive.name
+        primitives.append(function_name(inner_jaxpr(eqn)[0].eqns) if name in TRANSPARENT else name)
+    weighty = next((name for name in WEIGHTY if name in primitives), primitives[-1])
+    return SHORT.get(weighty, weighty)
+
+
+def common_root(scopes: Iterable[str]) -> str:
+    """The first component that all non-empty scopes share (the top module's class); empty if they do not."""
+    roots = {scope.split("/")[0] for scope in scopes if scope}
+    return roots.pop() if len(roots) == 1 else ""
+
+
+class PathNames:
+    """Hands out unique paths: the second ``block/dot`` is ``block/dot.1``."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, int] = {}
+
+    def unique(self, path: str) -> str:
+        count = self._used.get(path, 0)
+        self._used[path] = count + 1
+        return path if not count else f"{path}.{count}"
+
+
+def key_string(entry: Any) -> str:
+    """One step of a tree path, without brackets and quotes."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def tree_path(prefix: str, path: Sequence[Any]) -> str:
+    """``state/params/kernel`` for a leaf of the argument ``state``."""
+    return "/".join([prefix, *map(key_string, path)] if prefix else map(key_string, path))
+
+
+def leaf_names(prefix: str, tree: Any) -> list[str]:
+    """The path of every leaf of ``tree``."""
+    return [tree_path(prefix, path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

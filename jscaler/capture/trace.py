@@ -1,0 +1,112 @@
+"""Trace a step once, flat: one list of equations, each tagged with the gradient call it belongs to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jscaler.capture.gradient import value_and_grad_p
+from jscaler.capture.jaxprs import Atom, Inliner, open_jaxpr, trace
+
+
+@dataclass(frozen=True)
+class TaggedEquation:
+    """An equation, and the index of the gradient call whose forward program it is part of (None outside)."""
+
+    eqn: core.JaxprEqn
+    call: int | None
+
+
+@dataclass(frozen=True)
+class GradientCall:
+    """A gradient call: the loss, and for each differentiated input the variable that receives its gradient."""
+
+    loss: Atom
+    wrt: tuple[core.Var, ...]
+    gradients: tuple[core.Var, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step as flat equations. Gradient variables are produced by no equation: autodiff on the graph fills them in."""
+
+    invars: tuple[core.Var, ...]
+    constants: tuple[tuple[core.Var, Any], ...]
+    equations: tuple[TaggedEquation, ...]
+    calls: tuple[GradientCall, ...]
+    outvars: tuple[Atom, ...]
+    opaque_gradients: int
+    source: core.Jaxpr
+
+
+def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace:
+    """Trace ``fun(*leaves) -> leaves`` and open its gradient calls."""
+    jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*avals))
+    inliner = Inliner()
+    invars = [core.Var(v.aval) for v in jaxpr.invars]
+    outvars = inliner.run(jaxpr, consts, invars)
+    opener = _Opener(inliner.constants)
+    for eqn in inliner.eqns:
+        opener.add(eqn)
+    hidden = sum(_count_gradients(t.eqn) for t in opener.equations)
+    return Trace(
+        tuple(invars),
+        tuple(opener.constants),
+        tuple(opener.equations),
+        tuple(opener.calls),
+        tuple(opener.read(v) for v in outvars),
+        hidden,
+        jaxpr,
+    )
+
+
+class _Opener:
+    """Replaces each gradient equation by its forward equations; what read its value now reads the forward's own."""
+
+    def __init__(self, constants: list[tuple[core.Var, Any]]):
+        self.constants = list(constants)
+        self.equations: list[TaggedEquation] = []
+        self.calls: list[GradientCall] = []
+        self.alias: dict[core.Var, Atom] = {}
+
+    def read(self, atom: Atom) -> Atom:
+        return atom if isinstance(atom, core.Literal) else self.alias.get(atom, atom)
+
+    def add(self, eqn: core.JaxprEqn) -> None:
+        eqn = eqn.replace(invars=[self.read(v) for v in eqn.invars])
+        if eqn.primitive is not value_and_grad_p:
+            self.equations.append(TaggedEquation(eqn, None))
+            return
+        index = len(self.calls)
+        wrt = eqn.params["wrt"]
+        args = list(eqn.invars)
+        for i in wrt:
+            # The loss may also read the same array without differentiating it: keep the two apart.
+            if isinstance(args[i], core.Literal) or sum(a is args[i] for a in args) > 1:
+                args[i] = self._copy(args[i], index, eqn)
+        inner, consts = open_jaxpr(eqn.params["jaxpr"])
+        inliner = Inliner()
+        results = inliner.run(inner, consts, args, eqn.source_info.name_stack)
+        self.constants += inliner.constants
+        self.equations += [TaggedEquation(e, index) for e in inliner.eqns]
+        values, gradients = eqn.outvars[: len(results)], eqn.outvars[len(results) :]
+        self.alias.update(zip(values, results, strict=True))
+        self.calls.append(GradientCall(results[0], tuple(args[i] for i in wrt), tuple(gradients)))
+
+    def _copy(self, atom: Atom, call: int, like: core.JaxprEqn) -> core.Var:
+        copy = trace(lambda x: [jnp.copy(x)], [atom.aval]).eqns[0]
+        out = core.Var(atom.aval)
+        self.equations.append(
+            TaggedEquation(copy.replace(invars=[atom], outvars=[out], source_info=like.source_info), call)
+        )
+        return out
+
+
+def _count_gradients(eqn: core.JaxprEqn) -> int:
+    count = int(eqn.primitive is value_and_grad_p)
+    for inner in core.jaxprs_in_params(eqn.params):
+        count += sum(_count_gradients(e) for e in open_jaxpr(inner)[0].eqns)
+    return count

@@ -1,0 +1,78 @@
+"""Every error that a user of jscaler can meet, each with its cause and its remedy.
+
+A message says what went wrong, where (op, input or argument path), the numbers, and what to do about it. User
+mistakes raise one of these classes; a broken invariant of our own is an ``assert``.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class JscalerError(Exception):
+    """The base class of everything jscaler raises."""
+
+
+class CaptureError(JscalerError):
+    """The step cannot be captured as a graph: a non-array argument, or no gradient where the plan needs one."""
+
+
+class PlanError(JscalerError):
+    """The plan contradicts itself, the graph or the devices."""
+
+
+class OrderError(PlanError):
+    """Order constraints and data dependencies form a cycle."""
+
+
+class DeviceError(JscalerError):
+    """The devices asked for are not the devices at hand."""
+
+
+class DataError(JscalerError):
+    """Training data is missing or too short."""
+
+
+class UnknownNameError(JscalerError):
+    """A name that nothing carries.
+
+    Example:
+        >>> raise UnknownNameError("plan", "data_paralel", ["single", "data_parallel"])
+        Traceback (most recent call last):
+        jscaler.errors.UnknownNameError: no plan named 'data_paralel'; did you mean 'data_parallel'? known: single, data_parallel
+    """
+
+    def __init__(self, what: str, name: str, known: Iterable[str], where: str = ""):
+        known = list(known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"; did you mean '{near[0]}'?" if near else ";"
+        shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
+        super().__init__(f"no {what} named '{name}'{where}{hint} known: {shown or 'none'}")
+
+
+class SplitError(PlanError):
+    """An op cannot be split as asked.
+
+    Example:
+        >>> raise SplitError("attn/qkv", "h", 12, 8)
+        Traceback (most recent call last):
+        jscaler.errors.SplitError: 'attn/qkv' cannot split factor 'h' of size 12 into 8 parts; legal: 1, 2, 3, 4, 6, 12
+    """
+
+    def __init__(self, op: str, factor: str, size: int, parts: int, why: str = ""):
+        reason = why or "legal: " + ", ".join(map(str, divisors(size)))
+        super().__init__(f"'{op}' cannot split factor '{factor}' of size {size} into {parts} parts; {reason}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number`` in rising order."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def listing(names: Sequence[str], most: int = 6) -> str:
+    """``names`` in quotes, the rest of a long list as a count."""
+    shown = ", ".join(f"'{n}'" for n in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+class UnknownPrimitiveWarning(UserWarning):
+    """A primitive without a rule: ops that contain it are replicated, never split."""

@@ -1,0 +1,155 @@
+"""``Graph``: the captured program as ops over PTensors, in an order that respects data dependencies. Immutable."""
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from jscaler.errors import CaptureError, UnknownNameError
+from jscaler.ir.op import Op, OpKind
+from jscaler.ir.rule import Rule
+from jscaler.ir.tensor import PTensor
+
+
+class RuleSource(Protocol):
+    """Whoever knows rules. Rules are derived on demand, once per body."""
+
+    def rule(self, op: Op) -> Rule: ...
+
+    def factor_of(self, graph: "Graph", path: str, dim: int) -> Mapping[Op, str]: ...
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The captured step.
+
+    Attributes:
+        ops: in a valid execution order; backward ops are handles (``body is None``) until the policy has run.
+        inputs: one PTensor per leaf of the step's arguments, named by argument and tree path (``batch/tokens``).
+        constants: arrays the step closes over, with their values.
+        outputs: one PTensor per leaf of the step's result.
+        output_names: tree paths of the outputs.
+        next_version: output index -> input index where an output is the next version of a state leaf.
+        calls: number of gradient calls in the step.
+        opaque_gradients: gradient calls hidden inside another construct (a scan), where no plan can reach them.
+        rules: derives the ops' rules.
+    """
+
+    ops: tuple[Op, ...]
+    inputs: tuple[PTensor, ...]
+    constants: tuple[tuple[PTensor, Any], ...]
+    outputs: tuple[PTensor, ...]
+    output_names: tuple[str, ...]
+    next_version: Mapping[int, int]
+    calls: int
+    rules: RuleSource = field(repr=False)
+    opaque_gradients: int = 0
+
+    @cached_property
+    def by_path(self) -> dict[str, Op]:
+        return {op.path: op for op in self.ops}
+
+    @cached_property
+    def producer(self) -> dict[PTensor, Op]:
+        return {t: op for op in self.ops for t in op.outputs}
+
+    @cached_property
+    def consumers(self) -> dict[PTensor, tuple[Op, ...]]:
+        table: dict[PTensor, list[Op]] = {}
+        for op in self.ops:
+            for tensor in dict.fromkeys(op.inputs):
+                table.setdefault(tensor, []).append(op)
+        return {t: tuple(ops) for t, ops in table.items()}
+
+    def __getitem__(self, path: str) -> Op:
+        """The op at ``path``; raises UnknownNameError with the near one."""
+        if path not in self.by_path:
+            raise UnknownNameError("op", path, self.by_path)
+        return self.by_path[path]
+
+    def of_kind(self, kind: OpKind) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.kind == kind)
+
+    def forward(self) -> tuple[Op, ...]:
+        """The forward ops, in order."""
+        return self.of_kind("forward")
+
+    def backward(self) -> tuple[Op, ...]:
+        """The backward handles, in order; raises CaptureError where the step takes no gradient."""
+        self.require_gradient()
+        return self.of_kind("backward")
+
+    def update(self) -> tuple[Op, ...]:
+        """What the step does with gradients: clipping, optimizer, metrics."""
+        return self.of_kind("update")
+
+    def select(self, pattern: str, kind: OpKind | None = "forward") -> tuple[Op, ...]:
+        """Ops whose path matches a shell pattern, e.g. ``"block_*/mlp/*"``; ``kind=None`` takes every kind.
+
+        Raises:
+            UnknownNameError: nothing matches.
+        """
+        ops = [op for op in self.ops if kind in (None, op.kind)]
+        found = tuple(op for op in ops if fnmatch.fnmatchcase(op.path, pattern))
+        if not found:
+            raise UnknownNameError("op", pattern, [op.path for op in ops])
+        return found
+
+    def input(self, path: str) -> PTensor:
+        """The input leaf at ``path``."""
+        for tensor in self.inputs:
+            if tensor.name == path:
+                return tensor
+        raise UnknownNameError("input", path, [t.name for t in self.inputs])
+
+    def select_inputs(self, pattern: str) -> tuple[PTensor, ...]:
+        """Input leaves whose path is ``pattern``, lies below it, or matches it as a shell pattern."""
+        return tuple(
+            t
+            for t in self.inputs
+            if t.name == pattern or t.name.startswith(pattern + "/") or fnmatch.fnmatchcase(t.name, pattern)
+        )
+
+    def rule(self, op: Op) -> Rule:
+        """The factors of ``op``."""
+        return self.rules.rule(op)
+
+    def factor_of(self, path: str, dim: int) -> Mapping[Op, str]:
+        """For every op that dim ``dim`` of input ``path`` reaches through the dataflow: the factor it is there.
+
+        Where a dim reaches an op as two factors (query and key positions of self-attention), the one that comes first
+        in the op's rule is given. Ops it does not reach are absent.
+        """
+        return self.rules.factor_of(self, path, dim)
+
+    @property
+    def updates_state(self) -> bool:
+        """Whether the step returns a next version of one of its arguments."""
+        return bool(self.next_version)
+
+    def require_gradient(self) -> None:
+        """Raises CaptureError unless the step has a gradient call that plans can see."""
+        if self.calls:
+            return
+        if self.opaque_gradients:
+            raise CaptureError(
+                f"the step calls jscaler.value_and_grad {self.opaque_gradients} times, but inside a scan, while, cond or "
+                "vmap, where a plan cannot reach its ops; call it at the top level of the step"
+            )
+        raise CaptureError(
+            "the captured step has no gradient, and this plan needs one: use jscaler.value_and_grad (or jscaler.grad) "
+            "in the step instead of jax.value_and_grad, so that the forward program arrives whole"
+        )
+
+    def __str__(self) -> str:
+        """One line per op: path, rule, shapes, source line. Backward handles are shown by their forward op's line."""
+        rows = [(op.path, *self._describe(op), op.source) for op in self.ops if op.kind != "backward"]
+        widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, (*widths, 0), strict=True)).rstrip() for r in rows]
+        kinds = ", ".join(f"{len(self.of_kind(k))} {k}" for k in ("forward", "backward", "update"))
+        return "\n".join([f"Graph: {len(self.ops)} ops ({kinds}), {len(self.inputs)} inputs", *lines])
+
+    def _describe(self, op: Op) -> tuple[str, str]:
+        shapes = [", ".join(t.aval.str_short(short_dtypes=True) for t in ts) for ts in (op.inputs, op.outputs)]
+        return str(self.rule(op)), f"{shapes[0]} -> {shapes[1]}"

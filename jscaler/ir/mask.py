@@ -1,0 +1,91 @@
+"""``Mask``: which part of a PTensor an op reads or writes. A box over refined sub-dims, and a value share.
+
+A dim may be refined into ordered sub-dims (a flat qkv kernel's last dim of ``3·h·d`` as ``(3, h, d)``), so that
+"heads 0 and 1 of q, k and v" is a box. A value share says that the part holds one of ``count`` summands (or maxima,
+minima) of those elements; shares nest: a summand of a summand.
+
+    shape (4, 6), dim 1 refined to (3, 2)          box: rows 0-1, all three, second of two
+    . # . # . #                                    Mask(((4,), (3, 2)), (((0, 2),), ((0, 3), (1, 2))))
+    . # . # . #
+    . . . . . .
+    . . . . . .
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Combiner = Literal["add", "max", "min"]
+Interval = tuple[int, int]  # start, stop
+SubDims = tuple[tuple[int, ...], ...]  # per dim the sizes of its sub-dims, major first
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of ``count`` values that ``combiner`` joins to the whole."""
+
+    position: int
+    count: int
+    combiner: Combiner = "add"
+
+    def __str__(self) -> str:
+        return f"{self.position}/{self.count} {self.combiner}"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A box over refined sub-dims and nested value shares, outermost share first."""
+
+    subdims: SubDims
+    box: tuple[tuple[Interval, ...], ...]
+    shares: tuple[Share, ...] = ()
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> "Mask":
+        """The mask of a whole tensor of ``shape``."""
+        return Mask(tuple((s,) for s in shape), tuple(((0, s),) for s in shape))
+
+    @property
+    def size(self) -> int:
+        """Number of elements in the box."""
+        return math.prod(stop - start for dim in self.box for start, stop in dim)
+
+    def intersect(self, other: "Mask") -> "Mask | None":
+        """The part that both cover, or None. Both need the same refinement; the deeper share wins."""
+        assert self.subdims == other.subdims, f"refine first: {self.subdims} against {other.subdims}"
+        if not _shares_meet(self.shares, other.shares):
+            return None
+        box = tuple(
+            tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(mine, theirs, strict=True))
+            for mine, theirs in zip(self.box, other.box, strict=True)
+        )
+        if any(stop <= start for dim in box for start, stop in dim):
+            return None
+        return Mask(self.subdims, box, max(self.shares, other.shares, key=len))
+
+    def overlaps(self, other: "Mask") -> bool:
+        """Whether two ops that view the tensor through these masks depend on each other."""
+        return self.intersect(other) is not None
+
+    def elements(self) -> Iterator[tuple[int, ...]]:
+        """The index of every element of the box in the *unrefined* tensor: the slow, obvious meaning of a mask."""
+        for index in itertools.product(*(_positions(s, b) for s, b in zip(self.subdims, self.box, strict=True))):
+            yield index
+
+    def __str__(self) -> str:
+        dims = ", ".join("·".join(f"{a}:{b}" for a, b in dim) for dim in self.box)
+        return f"[{dims}]" + "".join(f" share {s}" for s in self.shares)
+
+
+def _positions(sizes: tuple[int, ...], intervals: tuple[Interval, ...]) -> list[int]:
+    positions = [0]
+    for size, (start, stop) in zip(sizes, intervals, strict=True):
+        positions = [p * size + i for p in positions for i in range(start, stop)]
+    return positions
+
+
+def _shares_meet(a: tuple[Share, ...], b: tuple[Share, ...]) -> bool:
+    # Nested shares are paths in a tree of summands: they meet where one path leads to the other.
+    return all(x == y for x, y in zip(a, b, strict=False))

@@ -1,0 +1,94 @@
+"""``Op``: a fragment of the captured program, and ``VTensor``: an op's own view of a PTensor."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr
+
+from jscaler.ir.mask import Mask
+from jscaler.ir.tensor import PTensor
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames of jscaler itself are nobody's model
+OpKind = Literal["forward", "backward", "update"]
+
+
+def user_line(source_info: Any) -> str:
+    """``file:line`` of the innermost frame outside installed packages; the innermost frame where there is none."""
+    frames = source_info.traceback.frames if source_info.traceback else ()
+    for frame in frames:
+        if "site-packages" not in frame.file_name and not frame.file_name.startswith(PACKAGE):
+            return f"{os.path.relpath(frame.file_name)}:{frame.line_num}"
+    return source_info_util.summarize(source_info).split(" (")[0].rsplit(":", 1)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """What an op computes: a jaxpr without constants. Equal ops (equal layers) hold the *same* Body object.
+
+    Bodies are interned at capture, so identity is equality, and whatever is derived from a body (its rule, its backward
+    jaxpr, its parts) is worked out once for all the ops that share it.
+    """
+
+    jaxpr: Jaxpr
+
+    def __repr__(self) -> str:
+        return f"Body({len(self.jaxpr.eqns)} equations)"
+
+
+@dataclass(frozen=True)
+class VTensor:
+    """A part of a PTensor as one op sees it. Ops never share VTensors; overlapping masks are dependencies."""
+
+    ptensor: PTensor
+    mask: Mask
+
+    def __str__(self) -> str:
+        return f"{self.ptensor.name}{self.mask}"
+
+
+@dataclass(frozen=True)
+class Op:
+    """A fragment of the program.
+
+    Attributes:
+        path: unique name: Flax module path and function, e.g. ``block_0/mlp/up/dot``.
+        kind: ``forward``, ``backward`` or ``update`` (what a train step does outside its gradient calls).
+        inputs, outputs: the PTensors it reads and writes.
+        body: what it computes. None for a backward handle, until the policy has run.
+        source_info: JAX's record of the user's code, handed on to the compiled program.
+        call: which gradient call of the step the op belongs to; None outside.
+        backward: the handle of its backward op; None where no gradient flows through it.
+        forward: on a backward op, its forward op.
+        cotangents: on a backward op, the gradient PTensors of ``forward``'s outputs, by output index.
+        gradients: on a backward op, which inputs of ``forward`` its outputs belong to.
+    """
+
+    path: str
+    kind: OpKind
+    inputs: tuple[PTensor, ...]
+    outputs: tuple[PTensor, ...]
+    body: Body | None = field(default=None, compare=False)
+    source_info: Any = field(default=None, compare=False, repr=False)
+    call: int | None = None
+    backward: "Op | None" = field(default=None, compare=False, repr=False)
+    forward: "Op | None" = field(default=None, compare=False, repr=False)
+    cotangents: tuple[tuple[int, PTensor], ...] = field(default=(), compare=False, repr=False)
+    gradients: tuple[int, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def source(self) -> str:
+        """``file:line`` of the user's own code that made the op; empty for ops of our own making."""
+        return user_line(self.source_info) if self.source_info is not None else ""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path: the function."""
+        return self.path.rsplit("/", 1)[-1]
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __str__(self) -> str:
+        return self.path

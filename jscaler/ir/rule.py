@@ -1,0 +1,61 @@
+"""``Rule``: the factors of an op. For each operand and result dim, which factors it carries; like an einsum."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jscaler.errors import UnknownNameError
+from jscaler.ir.mask import Combiner, SubDims
+
+FactorKind = Literal["parallel", "reduction", "blocked"]
+DimFactors = tuple[str, ...]  # the factors of one dim, major first; empty for a dim of size 1
+TensorFactors = tuple[DimFactors, ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One independent index of an op's iteration space.
+
+    ``parallel`` splits outputs, ``reduction`` splits the op into value shares of some output, ``blocked`` cannot split
+    (``reason`` says at which primitive and why).
+    """
+
+    name: str
+    size: int
+    kind: FactorKind = "parallel"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The factors of an op and where its operands and results carry them.
+
+    Attributes:
+        factors: by name.
+        operands, results: per tensor, per dim, the factors it carries (a flat qkv dim carries three).
+        shares: ``(factor, result index) -> combiner`` where splitting the factor leaves a result in value shares.
+    """
+
+    factors: dict[str, Factor]
+    operands: tuple[TensorFactors, ...]
+    results: tuple[TensorFactors, ...]
+    shares: dict[tuple[str, int], Combiner] = field(default_factory=dict)
+
+    def factor(self, name: str, op: str) -> Factor:
+        """The factor called ``name``; raises UnknownNameError with the near ones."""
+        if name not in self.factors:
+            raise UnknownNameError("factor", name, self.factors, f" in op '{op}' ({self})")
+        return self.factors[name]
+
+    def subdims(self, tensor: TensorFactors, shape: tuple[int, ...]) -> SubDims:
+        """How the rule refines a tensor's dims: the sizes of the factors each dim carries."""
+        return tuple(
+            tuple(self.factors[f].size for f in dim) or (size,) for dim, size in zip(tensor, shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        def one(tensor: TensorFactors) -> str:
+            dims = [d[0] if len(d) == 1 else f"({' '.join(d)})" if d else "1" for d in tensor]
+            return " ".join(dims) or "·"
+
+        left = ", ".join(map(one, self.operands)) or "·"
+        return f"{left} -> {', '.join(map(one, self.results)) or '·'}"

@@ -1,0 +1,122 @@
+"""``Program``: what every device of the group executes, as data: an ordered list of computes and adapters over slots.
+
+A slot holds one local array: a PTensor in one layout. The program is the same for all devices of the group; what
+differs per device are the part indices, which come from its place in the mesh.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.extend import core
+
+from jscaler.ir import Graph, Op, PTensor
+from jscaler.materialize import Completed, DeviceMesh, Layout, adapter_stages
+from jscaler.materialize.search import Stage
+from jscaler.rules.book import RuleBook
+
+Slot = int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run ``jaxpr`` (a local body) of ``op``; its last operands are the part indices along ``parts``."""
+
+    op: Op
+    jaxpr: core.Jaxpr
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    parts: tuple[tuple[str, ...], ...] = ()
+    after: tuple[Slot, ...] = ()  # what op_order puts before it, beside its data
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """Bring ``tensor`` from one layout to another."""
+
+    tensor: PTensor
+    stages: tuple[Stage, ...]
+    source: Layout
+    target: Layout
+    input: Slot
+    output: Slot
+
+
+@dataclass(frozen=True)
+class Program:
+    """One segment: the whole step on one device group."""
+
+    mesh: DeviceMesh
+    tasks: tuple[Compute | Adapt, ...]
+    inputs: tuple[tuple[Slot, Layout], ...]  # step inputs, then constants
+    outputs: tuple[tuple[Slot, Layout], ...]
+
+    @property
+    def adapters(self) -> tuple[Adapt, ...]:
+        return tuple(t for t in self.tasks if isinstance(t, Adapt))
+
+
+def make_program(
+    graph: Graph, order: Sequence[Op], completed: Completed, book: RuleBook, after: Mapping[str, Sequence[str]]
+) -> Program:
+    """Lay the ops out in ``order``, with an adapter wherever a reader wants another layout than is at hand.
+
+    Args:
+        after: op path -> paths of ops that ``op_order`` puts before it.
+    """
+    writer = _Writer(completed, book)
+    inputs = [writer.define(t, completed.inputs[t]) for t in graph.inputs]
+    constants = [writer.define(t, Layout.replicated(completed.mesh, t.shape)) for t, _ in graph.constants]
+    for op in order:
+        writer.compute(op, after.get(op.path, ()))
+    outputs = [writer.read(t, layout) for t, layout in zip(graph.outputs, completed.outputs, strict=True)]
+    held = [
+        *((s, completed.inputs[t]) for s, t in zip(inputs, graph.inputs, strict=True)),
+        *((s, Layout.replicated(completed.mesh, t.shape)) for s, (t, _) in zip(constants, graph.constants, strict=True)),
+    ]
+    return Program(
+        completed.mesh, tuple(writer.tasks), tuple(held), tuple(zip(outputs, completed.outputs, strict=True))
+    )
+
+
+@dataclass
+class _Writer:
+    completed: Completed
+    book: RuleBook
+    tasks: list[Compute | Adapt] = field(default_factory=list)
+    slots: dict[PTensor, list[tuple[Layout, Slot]]] = field(default_factory=dict)
+    count: int = 0
+
+    def define(self, tensor: PTensor, layout: Layout) -> Slot:
+        slot = self.count
+        self.count += 1
+        self.slots.setdefault(tensor, []).append((layout, slot))
+        return slot
+
+    def read(self, tensor: PTensor, layout: Layout) -> Slot:
+        """The slot that holds ``tensor`` in ``layout``, adapted from the cheapest layout at hand."""
+        held = self.slots[tensor]
+        for known, slot in held:
+            if known == layout:
+                return slot
+        itemsize = getattr(tensor.dtype, "itemsize", 8)
+        options = [(adapter_stages(known, layout, itemsize), known, slot) for known, slot in held]
+        (stages, _), source, slot = min(options, key=lambda o: o[0][1])
+        if not stages:
+            held.append((layout, slot))
+            return slot
+        output = self.define(tensor, layout)
+        self.tasks.append(Adapt(tensor, stages, source, layout, slot, output))
+        return output
+
+    def compute(self, op: Op, after: Sequence[str]) -> None:
+        laid = self.completed.ops[op.path]
+        parts = laid.placement.parts(self.completed.mesh)
+        jaxpr, indexed = self.book.local(op, parts)
+        inputs = tuple(self.read(t, layout) for t, layout in zip(op.inputs, laid.inputs, strict=True))
+        outputs = tuple(self.define(t, layout) for t, layout in zip(op.outputs, laid.outputs, strict=True))
+        axes = tuple(laid.placement.factors[f] for f in indexed)
+        before = tuple(slot for path in after for slot in self._results_of(path))
+        self.tasks.append(Compute(op, jaxpr, inputs, outputs, axes, before))
+
+    def _results_of(self, path: str) -> tuple[Slot, ...]:
+        return next((t.outputs for t in self.tasks if isinstance(t, Compute) and t.op.path == path), ())

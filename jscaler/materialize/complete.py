@@ -1,0 +1,196 @@
+"""Complete a plan: give every op a placement and every tensor its layouts.
+
+What the policy placed stays. A backward op mirrors its forward through their common factors. Every other op takes,
+axis by axis, the use that makes its adapters cheapest, given how its inputs lie. Everything is deterministic.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jscaler.ir import Graph, Op, PTensor, Rule
+from jscaler.ir.mask import Combiner
+from jscaler.materialize.layout import Layout
+from jscaler.materialize.mesh import DeviceMesh, common_mesh
+from jscaler.materialize.placement import (
+    Combiners,
+    Placement,
+    check_devices,
+    decided_placements,
+    operand_layout,
+    placed_grid,
+    placement_of,
+    result_layout,
+)
+from jscaler.materialize.search import adapter_stages
+from jscaler.primitives import Plan
+from jscaler.rules.book import RuleBook
+
+
+@dataclass(frozen=True)
+class OpLayouts:
+    """How one op is placed, and the layouts it reads and leaves."""
+
+    placement: Placement
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A complete plan: placements for all ops, layouts for all inputs and outputs of the step."""
+
+    mesh: DeviceMesh
+    ops: Mapping[str, OpLayouts]
+    inputs: Mapping[PTensor, Layout]
+    outputs: tuple[Layout, ...]
+
+
+def complete(graph: Graph, plan: Plan, book: RuleBook) -> Completed:
+    """Fill in what the policy left open.
+
+    Raises:
+        PlanError: incomplete or contradictory decisions, or device groups that differ.
+    """
+    decided = decided_placements(graph, plan)
+    check_devices(decided, plan.num_devices)
+    mesh, covered = common_mesh([placed_grid(p, d) for p, d in decided.items()], plan.num_devices)
+    given = {p: placement_of(d, covered[placed_grid(p, d)]) for p, d in decided.items()}
+    return _Completer(graph, mesh, given, book).run()
+
+
+class _Completer:
+    def __init__(self, graph: Graph, mesh: DeviceMesh, given: Mapping[str, Placement], book: RuleBook):
+        self.graph = graph
+        self.mesh = mesh
+        self.given = given
+        self.book = book
+        self.ops: dict[str, OpLayouts] = {}
+        # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
+        self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
+        self.inputs: dict[PTensor, Layout] = {}
+
+    def run(self) -> Completed:
+        for op in self.graph.ops:
+            done = self._lay_out(op, self._place(op))
+            self.ops[op.path] = done
+            for tensor, layout in zip(op.inputs, done.inputs, strict=True):
+                self._read(tensor, layout)
+            for tensor, layout in zip(op.outputs, done.outputs, strict=True):
+                self.at_hand[tensor] = [layout]
+        for tensor in self.graph.inputs:
+            self.inputs.setdefault(tensor, self._whole(tensor))
+        outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
+        return Completed(self.mesh, self.ops, self.inputs, outputs)
+
+    def _whole(self, tensor: PTensor) -> Layout:
+        return Layout.replicated(self.mesh, tensor.shape)
+
+    def _read(self, tensor: PTensor, layout: Layout) -> None:
+        if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
+            self.inputs[tensor] = _storable(layout)
+            self.at_hand[tensor] = [self.inputs[tensor]]
+        if layout not in self.at_hand[tensor]:
+            self.at_hand[tensor].append(layout)
+
+    def _output(self, index: int, tensor: PTensor) -> Layout:
+        """State leaves as it came; anything else as it was made, with value shares joined."""
+        if index in self.graph.next_version:
+            return self.inputs[self.graph.inputs[self.graph.next_version[index]]]
+        layout = self.at_hand[tensor][0] if tensor in self.at_hand else self.inputs[tensor]
+        return _storable(layout)
+
+    def _place(self, op: Op) -> Placement:
+        if not self.mesh.axes or not op.inputs:
+            return self.given.get(op.path, Placement(origin="filled"))
+        if op.path in self.given:
+            return self._possible(op, self.given[op.path])
+        if op.forward is not None:
+            mirrored = dataclasses.replace(self.ops[op.forward.path].placement, shares={}, origin="mirrored")
+            return self._possible(op, mirrored)
+        return self._fill(op)
+
+    def _possible(self, op: Op, placement: Placement) -> Placement:
+        """``placement`` without the factors that this op (a backward of its forward) lacks or cannot split."""
+        if not placement.factors:
+            return placement
+        factors = self.book.rule(op).factors
+        legal = {f: a for f, a in placement.factors.items() if f in factors and factors[f].kind != "blocked"}
+        return dataclasses.replace(placement, factors=legal)
+
+    def _fill(self, op: Op) -> Placement:
+        """Axis by axis the cheapest use; among equals the earlier candidate (replicate first)."""
+        if all(t not in self.at_hand or not _uses_axes(self.at_hand[t][0]) for t in op.inputs):
+            return Placement(origin="filled")
+        rule = self.book.rule(op)
+        chosen, runner_up = Placement(origin="filled"), ""
+        for axis in self.mesh.names:
+            costs = [(self._cost(op, c), i, c) for i, c in enumerate(self._candidates(op, rule, chosen, axis))]
+            costs.sort(key=lambda entry: entry[:2])
+            chosen = costs[0][2]
+            if len(costs) > 1:
+                runner_up = f"{costs[1][2].describe(self.mesh)} (+{costs[1][0] - costs[0][0]:.0f} B)"
+        return dataclasses.replace(chosen, runner_up=runner_up)
+
+    def _candidates(self, op: Op, rule: Rule, chosen: Placement, axis: str) -> list[Placement]:
+        found = [chosen]
+        for name, factor in rule.factors.items():
+            if factor.kind != "blocked" and self._lies_split(op, rule, name, axis):
+                axes = (*chosen.factors.get(name, ()), axis)
+                if factor.size % self.mesh.size(axes) == 0:
+                    found.append(dataclasses.replace(chosen, factors={**chosen.factors, name: axes}))
+        combiners: Combiners = tuple(self._share_along(t, axis) for t in op.inputs)
+        if any(combiners) and self.book.passes(op, combiners) is not None:
+            found.append(dataclasses.replace(chosen, shares={**chosen.shares, axis: combiners}))
+        return found
+
+    def _lies_split(self, op: Op, rule: Rule, factor: str, axis: str) -> bool:
+        """Whether some input is cut by ``axis`` on a dim that carries ``factor``."""
+        for tensor, dims in zip(op.inputs, rule.operands, strict=True):
+            for layout in self.at_hand.get(tensor, [])[:1]:
+                pairs = zip(dims, layout.by_dim, strict=True)
+                if any(factor in names and any(axis in cut for cut in cuts) for names, cuts in pairs):
+                    return True
+        return False
+
+    def _share_along(self, tensor: PTensor, axis: str) -> Combiner | None:
+        layouts = self.at_hand.get(tensor)
+        return dict(layouts[0].values).get(axis) if layouts else None
+
+    def _cost(self, op: Op, placement: Placement) -> float:
+        """Bytes per device: the adapters of the inputs, and what joining the results' value shares will take."""
+        laid = self._lay_out(op, placement)
+        total = 0.0
+        for tensor, wanted in zip(op.inputs, laid.inputs, strict=True):
+            if tensor in self.at_hand:
+                total += min(adapter_stages(h, wanted, _itemsize(tensor))[1] for h in self.at_hand[tensor])
+        for tensor, left in zip(op.outputs, laid.outputs, strict=True):
+            if left.values:
+                total += adapter_stages(left, dataclasses.replace(left, values=()), _itemsize(tensor))[1]
+        return total
+
+    def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
+        if not placement.factors and not placement.shares:
+            inputs = tuple(map(self._whole, op.inputs))
+            return OpLayouts(placement, inputs, tuple(map(self._whole, op.outputs)))
+        rule = self.book.rule(op)
+        passed = {axis: self.book.passes(op, combiners) for axis, combiners in placement.shares.items()}
+        known = {axis: combiners for axis, combiners in passed.items() if combiners is not None}
+        assert len(known) == len(passed), f"{op.path} does not pass the shares it was given"
+        inputs = tuple(operand_layout(self.mesh, rule, placement, op, i) for i in range(len(op.inputs)))
+        outputs = tuple(result_layout(self.mesh, rule, placement, op, i, known) for i in range(len(op.outputs)))
+        return OpLayouts(placement, inputs, outputs)
+
+
+def _storable(layout: Layout) -> Layout:
+    """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say."""
+    plain = dataclasses.replace(layout, values=())
+    return plain if plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)
+
+
+def _uses_axes(layout: Layout) -> bool:
+    return bool(layout.values) or any(layout.cuts)
+
+
+def _itemsize(tensor: PTensor) -> int:
+    return getattr(tensor.dtype, "itemsize", 8)

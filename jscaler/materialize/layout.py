@@ -1,0 +1,157 @@
+"""``Layout`` (RVD): how one PTensor lies on the devices of a mesh. Every axis is replicated, value-split, or cuts a dim.
+
+    R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]      replicated twice, no value shares, dim 0 cut in four
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from jscaler.ir.mask import Combiner, Mask, Share, SubDims
+from jscaler.materialize.mesh import Axes, DeviceMesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An assignment of mesh axes. Axes that neither cut a sub-dim nor carry values replicate.
+
+    Attributes:
+        mesh: the devices and their axes; the order of members is the mesh's.
+        subdims: the tensor's dims, each refined into sub-dims.
+        cuts: per sub-dim (of all dims, in order) the ordered axes that cut it.
+        values: the axes along which devices hold value shares, with their combiner.
+    """
+
+    mesh: DeviceMesh
+    subdims: SubDims
+    cuts: tuple[Axes, ...]
+    values: tuple[tuple[str, Combiner], ...] = ()
+
+    @staticmethod
+    def replicated(mesh: DeviceMesh, shape: tuple[int, ...]) -> "Layout":
+        """A full copy on every device."""
+        return Layout(mesh, tuple((s,) for s in shape), ((),) * len(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(math.prod(dim) for dim in self.subdims)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sub-dim sizes in order: the shape of the refined view."""
+        return tuple(s for dim in self.subdims for s in dim)
+
+    @property
+    def local_sizes(self) -> tuple[int, ...]:
+        """The refined view of one device's part."""
+        return tuple(s // self.mesh.size(axes) for s, axes in zip(self.sizes, self.cuts, strict=True))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of one device's part."""
+        rest = iter(self.local_sizes)
+        return tuple(math.prod(next(rest) for _ in dim) for dim in self.subdims)
+
+    @property
+    def free(self) -> Axes:
+        """The axes that replicate."""
+        used = {a for axes in self.cuts for a in axes} | {a for a, _ in self.values}
+        return tuple(a for a in self.mesh.names if a not in used)
+
+    @property
+    def by_dim(self) -> tuple[tuple[Axes, ...], ...]:
+        """``cuts`` grouped by dim."""
+        rest = iter(self.cuts)
+        return tuple(tuple(next(rest) for _ in dim) for dim in self.subdims)
+
+    def partition_spec(self) -> PartitionSpec | None:
+        """The PartitionSpec that says the same; None for value shares and for cuts on minor sub-dims."""
+        if self.values:
+            return None
+        entries: list[Axes] = []
+        for sizes, cuts in zip(self.subdims, self.by_dim, strict=True):
+            joined: Axes = ()
+            contiguous = True
+            for size, axes in zip(sizes, cuts, strict=True):
+                if axes and not contiguous:
+                    return None
+                joined += axes
+                contiguous = contiguous and self.mesh.size(axes) == size
+            entries.append(joined)
+        while entries and not entries[-1]:
+            entries.pop()
+        return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+
+    def mask(self, position: int) -> Mask:
+        """What the device at ``position`` of the mesh holds."""
+        box = []
+        for size, axes in zip(self.sizes, self.cuts, strict=True):
+            local = size // self.mesh.size(axes)
+            start = self.mesh.coordinate(position, axes) * local
+            box.append((start, start + local))
+        rest = iter(box)
+        shares = tuple(
+            Share(self.mesh.coordinate(position, (axis,)), self.mesh.size(axis), combiner)
+            for axis, combiner in self.values
+        )
+        return Mask(self.subdims, tuple(tuple(next(rest) for _ in dim) for dim in self.subdims), shares)
+
+    def refined(self, subdims: SubDims) -> "Layout | None":
+        """The same layout seen over a finer refinement; None where a cut does not fall on the new boundaries."""
+        cuts: list[Axes] = []
+        for old, new, by in zip(self.subdims, subdims, self.by_dim, strict=True):
+            rest = list(new)
+            for size, axes in zip(old, by, strict=True):
+                pieces = []
+                while math.prod(pieces) < size:
+                    pieces.append(rest.pop(0))
+                assert math.prod(pieces) == size, f"{new} does not refine {old}"
+                dealt = self._deal(axes, pieces)
+                if dealt is None:
+                    return None
+                cuts += dealt
+            cuts += [()] * len(rest)
+        return dataclasses.replace(self, subdims=subdims, cuts=tuple(cuts))
+
+    def _deal(self, axes: Axes, pieces: list[int]) -> list[Axes] | None:
+        """Deal the axes of one sub-dim to the pieces it is refined into: each piece is filled before the next."""
+        dealt: list[Axes] = []
+        rest = list(axes)
+        for piece in pieces:
+            mine: list[str] = []
+            while rest and piece % self.mesh.size((*mine, rest[0])) == 0:
+                mine.append(rest.pop(0))
+            if rest and self.mesh.size(tuple(mine)) != piece:
+                return None
+            dealt.append(tuple(mine))
+        return None if rest else dealt
+
+    def __str__(self) -> str:
+        value = math.prod(self.mesh.size(a) for a, _ in self.values)
+        parts = ",".join(
+            "·".join(str(self.mesh.size(axes)) for axes in dim) or "1" for dim in self.by_dim
+        )
+        devices = " ".join(map(str, self.mesh.devices[:16])) + (" …" if len(self.mesh.devices) > 16 else "")
+        return f"R{self.mesh.size(self.free)} V{value} D({parts}) on [{devices}]"
+
+
+def common_subdims(a: SubDims, b: SubDims) -> SubDims | None:
+    """The coarsest refinement of both, dim by dim; None where sizes do not match from the minor end."""
+    result = []
+    for mine, theirs in zip(a, b, strict=True):
+        left, right = [s for s in mine if s > 1], [s for s in theirs if s > 1]
+        found: list[int] = []
+        while left and right:
+            small, large = sorted((left[-1], right[-1]))
+            if large % small:
+                return None
+            found.append(small)
+            for side in (left, right):
+                size = side.pop()
+                if size != small:
+                    side.append(size // small)
+        result.append(tuple(found[::-1]) or (1,))
+    return tuple(result)

@@ -1,0 +1,123 @@
+"""``DeviceMesh``: logical devices in an order, under axes fine enough for every grid of a plan.
+
+Grids of 2×4 and 4×2 cells over the same eight devices cut the device number at 4 and at 2; together they need axes of
+2, 2 and 2. The axes are the coarsest common refinement of all the cuts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jscaler.errors import PlanError
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DeviceMesh:
+    """Devices, row-major over named axes.
+
+    Attributes:
+        devices: logical device numbers.
+        axes: (name, size), major first; sizes multiply to the number of devices.
+    """
+
+    devices: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        assert math.prod(s for _, s in self.axes) == len(self.devices)
+
+    @property
+    def names(self) -> Axes:
+        return tuple(name for name, _ in self.axes)
+
+    def size(self, axes: str | Axes) -> int:
+        """Number of devices along an axis, or along several."""
+        names = (axes,) if isinstance(axes, str) else axes
+        table = dict(self.axes)
+        return math.prod(table[name] for name in names)
+
+    def coordinate(self, position: int, axes: Axes) -> int:
+        """The index of the device at ``position`` along ``axes`` taken together, the first axis major."""
+        index = dict(zip(self.names, np.unravel_index(position, [s for _, s in self.axes] or [1]), strict=False))
+        result = 0
+        for name in axes:
+            result = result * self.size(name) + int(index[name])
+        return result
+
+
+@dataclass(frozen=True)
+class PlacedGrid:
+    """The devices of one op's grid: row-major, one per cell."""
+
+    op: str
+    shape: tuple[int, ...]
+    devices: tuple[int, ...]
+
+
+def common_mesh(grids: Sequence[PlacedGrid], num_devices: int) -> tuple[DeviceMesh, dict[PlacedGrid, tuple[Axes, ...]]]:
+    """The mesh of a plan, and for each grid the mesh axes that each of its axes covers.
+
+    The device order is that of the first grid whose order makes all others regular.
+
+    Raises:
+        PlanError: device orders that no common mesh can express.
+    """
+    distinct = list(dict.fromkeys(grids))
+    orders = list(dict.fromkeys([tuple(range(num_devices)), *(g.devices for g in distinct)]))
+    for order in orders:
+        rank = {d: i for i, d in enumerate(order)}
+        strides = {g: _strides([rank[d] for d in g.devices], g.shape) for g in distinct}
+        if all(s is not None for s in strides.values()):
+            cuts = _cuts([(g, s) for g, s in strides.items() if s is not None], num_devices)
+            if cuts is not None:
+                return _mesh(order, cuts, {g: s for g, s in strides.items() if s is not None})
+    raise PlanError(
+        "the plan's device arrays share no common mesh: "
+        + "; ".join(f"'{g.op}' {g.shape} on {list(g.devices)}" for g in distinct[:4])
+        + ". Use reshapes and transposes of one device array"
+    )
+
+
+def _strides(ranks: list[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The stride of each axis, if the device numbers are regular along it; None otherwise."""
+    array = np.array(ranks).reshape(shape)
+    strides = []
+    for axis, size in enumerate(shape):
+        first = [0] * len(shape)
+        first[axis] = 1
+        strides.append(int(array[tuple(first)] - array.flat[0]) if size > 1 else 0)
+    index = np.indices(shape).reshape(len(shape), -1)
+    regular = np.array(strides, dtype=int) @ index if shape else np.zeros(1, int)
+    return tuple(strides) if ranks[0] == 0 and (regular == np.array(ranks)).all() else None
+
+
+def _cuts(grids: Sequence[tuple[PlacedGrid, tuple[int, ...]]], num_devices: int) -> list[int] | None:
+    """Where the device number is cut: each cut divides the next."""
+    cuts = {1, num_devices}
+    for grid, strides in grids:
+        for size, stride in zip(grid.shape, strides, strict=True):
+            if size > 1:
+                cuts |= {stride, stride * size}
+    ordered = sorted(cuts)
+    return ordered if all(b % a == 0 for a, b in zip(ordered, ordered[1:], strict=False)) else None
+
+
+def _mesh(
+    order: tuple[int, ...], cuts: list[int], strides: dict[PlacedGrid, tuple[int, ...]]
+) -> tuple[DeviceMesh, dict[PlacedGrid, tuple[Axes, ...]]]:
+    spans = list(zip(cuts, cuts[1:], strict=False))[::-1]  # major first
+    names = [f"x{i}" for i in range(len(spans))]
+    mesh = DeviceMesh(order, tuple((n, high // low) for n, (low, high) in zip(names, spans, strict=True)))
+
+    def covered(stride: int, size: int) -> Axes:
+        inside = (n for n, (low, high) in zip(names, spans, strict=True) if stride <= low and high <= stride * size)
+        return tuple(inside) if size > 1 else ()
+
+    table = {
+        g: tuple(covered(stride, size) for stride, size in zip(s, g.shape, strict=True)) for g, s in strides.items()
+    }
+    return mesh, table

@@ -1,0 +1,163 @@
+"""``Placement``: what each mesh axis means for one op; from it follow the layouts of its operands and results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jscaler.errors import PlanError, listing
+from jscaler.ir import Graph, Op, PTensor, Rule
+from jscaler.ir.mask import Combiner
+from jscaler.ir.rule import TensorFactors
+from jscaler.materialize.layout import Layout
+from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
+from jscaler.primitives import Assign, GridAxis, Plan, Trans
+
+Combiners = tuple[Combiner | None, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The uses of the mesh axes in one op. Axes not named here replicate the op.
+
+    Attributes:
+        factors: factor -> the axes that split it, major first.
+        shares: axis -> per operand the combiner of the value shares that pass through the (linear) op along it.
+        origin: who decided: ``policy``, ``mirrored`` (a backward after its forward) or ``filled``.
+        runner_up: for what was filled in, the best alternative and the extra bytes it would send.
+    """
+
+    factors: Mapping[str, Axes] = field(default_factory=dict)
+    shares: Mapping[str, Combiners] = field(default_factory=dict)
+    origin: str = "policy"
+    runner_up: str = ""
+
+    def parts(self, mesh: DeviceMesh) -> dict[str, int]:
+        """How many parts each factor is split into."""
+        return {f: mesh.size(axes) for f, axes in self.factors.items() if axes}
+
+    def describe(self, mesh: DeviceMesh) -> str:
+        """``a:8`` for factor a in eight parts, ``share:8`` for shares passed on, ``copy`` where all replicate."""
+        used = [f"{f}:{n}" for f, n in self.parts(mesh).items()]
+        if self.shares:
+            used.append(f"share:{mesh.size(tuple(self.shares))}")
+        return " ".join(used) or "copy"
+
+
+def operand_layout(mesh: DeviceMesh, rule: Rule, placement: Placement, op: Op, index: int) -> Layout:
+    """The layout in which ``op`` reads its input ``index``."""
+    values = {axis: combiners[index] for axis, combiners in placement.shares.items()}
+    return _layout(mesh, rule, placement, rule.operands[index], op.inputs[index], values)
+
+
+def result_layout(
+    mesh: DeviceMesh, rule: Rule, placement: Placement, op: Op, index: int, passed: Mapping[str, Combiners]
+) -> Layout:
+    """The layout in which ``op`` leaves its output ``index``; ``passed`` gives the combiners of passed-on shares."""
+    values: dict[str, Combiner | None] = {axis: combiners[index] for axis, combiners in passed.items()}
+    for factor, axes in placement.factors.items():
+        values.update({axis: rule.shares.get((factor, index)) for axis in axes})
+    return _layout(mesh, rule, placement, rule.results[index], op.outputs[index], values)
+
+
+def _layout(
+    mesh: DeviceMesh,
+    rule: Rule,
+    placement: Placement,
+    factors: TensorFactors,
+    tensor: PTensor,
+    values: Mapping[str, Combiner | None],
+) -> Layout:
+    used = {f for dim in factors for f in dim if placement.factors.get(f)}
+    # Refine only the dims whose factors are split: a coarse layout is a cheap layout to search.
+    split_dims = [any(f in used for f in dim) for dim in factors]
+    refined = rule.subdims(factors, tensor.shape)
+    subdims = tuple(r if s else (size,) for r, s, size in zip(refined, split_dims, tensor.shape, strict=True))
+    cuts: list[Axes] = []
+    for dim, split in zip(factors, split_dims, strict=True):
+        cuts += [placement.factors.get(f, ()) for f in dim] if split else [()]
+    shares = tuple((axis, values[axis]) for axis in mesh.names if values.get(axis))
+    return Layout(mesh, subdims, tuple(cuts), shares)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The decisions of a plan on one op: its grid and the device of each cell."""
+
+    axes: tuple[GridAxis, ...]
+    devices: tuple[int, ...]
+
+
+def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
+    """The plan's decisions per op, checked for completeness.
+
+    Raises:
+        UnknownNameError: a decision names an op that the graph lacks.
+        PlanError: a cell is assigned twice or not at all.
+    """
+    grids: dict[str, tuple[GridAxis, ...]] = {}
+    cells: dict[str, dict[tuple[int, ...], int]] = {}
+    for decision in plan.decisions:
+        if isinstance(decision, Trans):
+            grids[graph[decision.op].path] = decision.axes
+        elif isinstance(decision, Assign):
+            _assign(cells.setdefault(decision.op, {}), decision)
+    table = {}
+    for path, axes in grids.items():
+        every = list(_cells(tuple((0, a.parts) for a in axes)))
+        missing = [c for c in every if c not in cells.get(path, {})]
+        if missing:
+            raise PlanError(
+                f"'{path}' was split into {len(every)} cells and {len(missing)} of them have no device: "
+                f"{listing([str(list(c)) for c in missing])}; call op_assign for them"
+            )
+        table[path] = Decided(axes, tuple(cells[path][c] for c in every))
+    return table
+
+
+def _assign(assigned: dict[tuple[int, ...], int], decision: Assign) -> None:
+    for cell, device in zip(_cells(decision.index), decision.devices, strict=True):
+        if cell in assigned:
+            raise PlanError(
+                f"cell {list(cell)} of '{decision.op}' is assigned twice: to device {assigned[cell]} and to device {device}"
+            )
+        assigned[cell] = device
+
+
+def _cells(index: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for start, stop in index:
+        found = [(*c, i) for c in found for i in range(start, stop)]
+    return found
+
+
+def check_devices(table: Mapping[str, Decided], num_devices: int) -> None:
+    """One executable runs on one device group: every op has one cell on every device.
+
+    Raises:
+        PlanError: an op leaves devices out (a crossing between groups), or stacks cells on one device (a time axis).
+    """
+    for path, decided in table.items():
+        if len(set(decided.devices)) < len(decided.devices):
+            raise PlanError(
+                f"'{path}' has {len(decided.devices)} cells on {len(set(decided.devices))} devices: cells that share a "
+                "device run one after another (a time axis), which jscaler cannot lower yet; give each cell its own device"
+            )
+        if len(decided.devices) < num_devices:
+            raise PlanError(
+                f"'{path}' runs on {len(decided.devices)} of the plan's {num_devices} devices {sorted(decided.devices)}: "
+                "crossings between different device groups cannot be lowered yet; place every op on all devices "
+                "(Replicate what is not split)"
+            )
+
+
+def placed_grid(path: str, decided: Decided) -> PlacedGrid:
+    """The grid as the mesh sees it."""
+    return PlacedGrid(path, tuple(a.parts for a in decided.axes), decided.devices)
+
+
+def placement_of(decided: Decided, covered: Sequence[Axes]) -> Placement:
+    """The policy's placement of an op, its grid axes written as mesh axes."""
+    factors: dict[str, Axes] = {}
+    for axis, names in zip(decided.axes, covered, strict=True):
+        if axis.factor is not None and names:
+            factors[axis.factor] = factors.get(axis.factor, ()) + names
+    return Placement(factors)

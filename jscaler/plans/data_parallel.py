@@ -1,0 +1,45 @@
+"""Data parallelism: every op that sees the batch is split along it; parameters and their updates are copied.
+
+Each device computes the gradient of its part of the batch; the parts are value shares, which one all-reduce per
+gradient joins before the update. (Li et al., PyTorch Distributed, VLDB 2020.)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jscaler.errors import SplitError, UnknownNameError
+from jscaler.primitives import Split
+
+
+def data_parallel(batch: str = "batch") -> Callable[..., None]:
+    """Split dim 0 of every input that ``batch`` names over all devices.
+
+    Args:
+        batch: path or shell pattern of the batch among the step's inputs, e.g. ``"batch"`` or ``"batch/tok*"``.
+
+    Raises (when the plan is made):
+        UnknownNameError: no input is called so.
+        SplitError: the batch does not divide by the number of devices.
+        CaptureError: the step updates state, but jscaler sees no gradient.
+    """
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        leaves = [t for t in graph.select_inputs(batch) if t.shape]
+        if not leaves:
+            raise UnknownNameError("input", batch, [t.name for t in graph.inputs], "; pass data_parallel(batch=...)")
+        if graph.updates_state:
+            graph.require_gradient()
+        factors: dict[Any, str] = {}
+        for leaf in leaves:
+            if leaf.shape[0] % devices.size:
+                raise SplitError(leaf.name, "batch (dim 0)", leaf.shape[0], devices.size)
+            factors = {**graph.factor_of(leaf.name, 0), **factors}
+        for op, factor in factors.items():
+            # Backward ops mirror their forward; an op that needs the whole batch (blocked) is left to be filled in.
+            if op.kind != "backward" and graph.rule(op).factors[factor].kind != "blocked":
+                graph.op_assign(graph.op_trans(op, Split(factor, devices.size)), devices)
+
+    policy.__name__ = "data_parallel"
+    return policy

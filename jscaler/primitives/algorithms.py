@@ -1,0 +1,76 @@
+"""What ``op_trans`` takes: ``Split`` and ``Replicate``; each gives the grid one axis."""
+
+from dataclasses import dataclass
+
+from jscaler.errors import PlanError, SplitError, UnknownNameError
+from jscaler.ir import Op, Rule
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split a factor into equal parts.
+
+    Attributes:
+        factor: the factor's name in the op's rule, or ``(input name, dim)``, e.g. ``("kernel", 1)``.
+        parts: how many; must divide the factor's size.
+    """
+
+    factor: str | tuple[str, int]
+    parts: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Run ``copies`` equal copies of the op."""
+
+    copies: int
+
+
+Algorithm = Split | Replicate
+
+
+@dataclass(frozen=True)
+class GridAxis:
+    """One axis of an op's grid of cells; ``factor`` is None where the cells are copies."""
+
+    factor: str | None
+    parts: int
+
+    def __str__(self) -> str:
+        return f"{self.factor or 'copy'}:{self.parts}"
+
+
+def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, taken: int = 1) -> GridAxis:
+    """Check ``algorithm`` against the op's rule; ``taken`` is how many parts earlier axes made of the same factor.
+
+    Raises:
+        UnknownNameError: there is no such factor.
+        SplitError: the factor is blocked, or its size does not divide.
+    """
+    if isinstance(algorithm, Replicate):
+        _check_count(op, algorithm.copies)
+        return GridAxis(None, algorithm.copies)
+    _check_count(op, algorithm.parts)
+    factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
+    if factor.kind == "blocked" and algorithm.parts > 1:
+        raise SplitError(op.path, factor.name, factor.size, algorithm.parts, f"it is blocked: {factor.reason}")
+    if factor.size // taken % algorithm.parts:
+        raise SplitError(op.path, factor.name, factor.size // taken, algorithm.parts)
+    return GridAxis(factor.name, algorithm.parts)
+
+
+def _check_count(op: Op, count: int) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise PlanError(f"'{op.path}': the number of parts is a positive whole number, not {count!r}")
+
+
+def _factor_name(op: Op, rule: Rule, factor: str | tuple[str, int]) -> str:
+    if isinstance(factor, str):
+        return factor
+    name, dim = factor
+    for tensor, dims in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
+        if tensor.name == name or tensor.name.endswith("/" + name):
+            if not -len(dims) <= dim < len(dims) or not dims[dim]:
+                raise PlanError(f"'{op.path}': '{tensor.name}' of shape {tensor.shape} has no splittable dim {dim}")
+            return dims[dim][0]
+    raise UnknownNameError("tensor", name, [t.name for t in (*op.inputs, *op.outputs)], f" at op '{op.path}'")

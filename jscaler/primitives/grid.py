@@ -1,0 +1,61 @@
+"""``Grid``: the cells that ``op_trans`` made of an op. Indexing gives cells or sub-grids, as with an array."""
+
+from dataclasses import dataclass
+
+from jscaler.errors import PlanError
+from jscaler.ir import Op
+from jscaler.primitives.algorithms import GridAxis
+from jscaler.primitives.plan import Index
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A box of the grid of cells of one op. The whole grid, a sub-grid, and a single cell are all Grids.
+
+    Attributes:
+        op: the op that was split.
+        axes: the axes of the whole grid.
+        index: per axis the range of cells that this object stands for.
+    """
+
+    op: Op
+    axes: tuple[GridAxis, ...]
+    index: Index
+
+    @staticmethod
+    def whole(op: Op, axes: tuple[GridAxis, ...]) -> "Grid":
+        return Grid(op, axes, tuple((0, a.parts) for a in axes))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Cells along each axis."""
+        return tuple(stop - start for start, stop in self.index)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == tuple(a.parts for a in self.axes)
+
+    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> "Grid":
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) > len(self.index):
+            raise PlanError(f"'{self.op.path}': {len(keys)} indices for a grid of {len(self.index)} axes")
+        index = list(self.index)
+        for axis, one in enumerate(keys):
+            index[axis] = self._range(axis, one)
+        return Grid(self.op, self.axes, tuple(index))
+
+    def _range(self, axis: int, key: int | slice) -> tuple[int, int]:
+        start, stop = self.index[axis]
+        size = stop - start
+        if isinstance(key, slice):
+            first, last, step = key.indices(size)
+            if step != 1 or last <= first:
+                raise PlanError(f"'{self.op.path}': grid slice {key} is empty or has a step; axis {axis} has {size} cells")
+            return start + first, start + last
+        if not -size <= key < size:
+            raise PlanError(f"'{self.op.path}': cell {key} of grid axis {axis}, which has {size} cells")
+        return start + key % size, start + key % size + 1
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.axes))
+        return f"Grid({self.op.path} [{axes}])" if self.is_whole else f"Grid({self.op.path} [{axes}] at {self.index})"

@@ -1,0 +1,70 @@
+"""``Plan``: the list of decisions that a policy's primitives append. Everything after it is a pure function."""
+
+import hashlib
+from dataclasses import dataclass
+
+from jscaler.primitives.algorithms import GridAxis
+
+Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
+
+
+@dataclass(frozen=True)
+class Trans:
+    """Replace an op by a grid of cells."""
+
+    op: str
+    axes: tuple[GridAxis, ...]
+
+    def __str__(self) -> str:
+        return f"op_trans  {self.op} -> [{', '.join(map(str, self.axes))}]"
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Put the cells of ``index`` (a box of the grid) on ``devices``, listed row-major."""
+
+    op: str
+    index: Index
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        box = ", ".join(f"{a}:{b}" for a, b in self.index)
+        return f"op_assign {self.op}[{box}] -> {list(self.devices)}"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Run ``before`` before ``after``."""
+
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"op_order  {self.before} < {self.after}"
+
+
+Decision = Trans | Assign | Order
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of one policy for one graph, in the order they were made.
+
+    Attributes:
+        name: the policy's name.
+        num_devices: how many logical devices it was given.
+        decisions: what the primitives appended.
+    """
+
+    name: str
+    num_devices: int
+    decisions: tuple[Decision, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """A short hash, equal in every process that made the same decisions."""
+        text = "\n".join([f"{self.num_devices}", *map(str, self.decisions)])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def __str__(self) -> str:
+        return "\n".join([f"Plan {self.name} on {self.num_devices} devices", *map(str, self.decisions)])

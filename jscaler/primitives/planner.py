@@ -1,0 +1,121 @@
+"""The three primitives. A policy gets a ``Planner``: the graph to read, and a pen."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jscaler.errors import PlanError
+from jscaler.ir import Graph, Op
+from jscaler.primitives.algorithms import Algorithm, Replicate, grid_axis
+from jscaler.primitives.grid import Grid
+from jscaler.primitives.plan import Assign, Decision, Order, Plan, Trans
+
+
+class Policy(Protocol):
+    """A plan policy (sProgram): plain Python that calls the three primitives.
+
+    ``graph`` is a `Planner`; ``devices`` is an array of logical device numbers, to be reshaped at will.
+    """
+
+    def __call__(self, graph: Any, devices: np.ndarray) -> None: ...
+
+
+class Planner:
+    """A graph whose ops can be split, placed and ordered. Reads like the `Graph`; appends decisions to a plan.
+
+    Example:
+        >>> def two_way(graph, devices):
+        ...     for op in graph.select("mlp/*"):
+        ...         graph.op_assign(graph.op_trans(op, Split("a", 2)), devices)
+    """
+
+    def __init__(self, graph: Graph, num_devices: int):
+        self.graph = graph
+        self.num_devices = num_devices
+        self._decisions: list[Decision] = []
+        self._grids: dict[str, Grid] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.graph, name)
+
+    def __getitem__(self, path: str) -> Op:
+        return self.graph[path]
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+    def op_trans(self, op: Op | Grid, *algorithms: Algorithm) -> Grid:
+        """Replace ``op`` by a grid of cells, one axis per algorithm; on a whole grid, add axes to it.
+
+        Returns:
+            The whole grid; indexing it gives cells or sub-grids.
+
+        Raises:
+            SplitError: a factor is blocked or does not divide.
+            UnknownNameError: an op has no such factor.
+            PlanError: the op was split before, or only part of a grid is split further.
+        """
+        target, axes = (op.op, op.axes) if isinstance(op, Grid) else (op, ())
+        if isinstance(op, Grid) and not op.is_whole:
+            raise PlanError(f"{op} is part of a grid: cells that are split differently from their neighbours need their own ops")
+        if not isinstance(op, Grid) and target.path in self._grids:
+            raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
+        rule = self.graph.rule(target)
+        for algorithm in algorithms:
+            taken = int(np.prod([a.parts for a in axes if a.factor is not None and a.factor == _name(algorithm)]))
+            axes = (*axes, grid_axis(target, rule, algorithm, taken))
+        grid = Grid.whole(target, axes)
+        self._decisions.append(Trans(target.path, axes))
+        self._grids[target.path] = grid
+        return grid
+
+    def op_assign(self, cells: Op | Grid, devices: int | Sequence[Any] | np.ndarray) -> None:
+        """Put cells on devices. An unsplit op on several devices is replicated on them.
+
+        Args:
+            cells: an op, a grid, a sub-grid or a cell.
+            devices: one device, or an array with as many devices as there are cells.
+
+        Raises:
+            PlanError: the numbers differ, or a device does not exist.
+        """
+        array = np.asarray(devices)
+        if isinstance(cells, Op):
+            cells = self.op_trans(cells, Replicate(array.size)) if array.size > 1 else self.op_trans(cells)
+        count = int(np.prod(cells.shape, dtype=int))
+        if array.size != count:
+            raise PlanError(f"{cells} has {count} cells and is assigned to {array.size} devices: {array.tolist()}")
+        if array.size > 1 and array.ndim > 1 and _squeezed(array.shape) != _squeezed(cells.shape):
+            raise PlanError(f"{cells} has shape {cells.shape} and its devices have shape {array.shape}")
+        wrong = [int(d) for d in array.flat if not 0 <= d < self.num_devices]
+        if wrong:
+            raise PlanError(f"{cells} is assigned to devices {wrong}; there are {self.num_devices}: 0 to {self.num_devices - 1}")
+        self._decisions.append(Assign(cells.op.path, cells.index, tuple(int(d) for d in array.flat)))
+
+    def op_order(self, before: Op | Grid, after: Op | Grid) -> None:
+        """Run ``before`` before ``after``."""
+        first, second = (x.op if isinstance(x, Grid) else x for x in (before, after))
+        self._decisions.append(Order(first.path, second.path))
+
+    def plan(self, name: str) -> Plan:
+        """The decisions so far."""
+        return Plan(name, self.num_devices, tuple(self._decisions))
+
+
+def _name(algorithm: Algorithm) -> str | None:
+    factor = getattr(algorithm, "factor", None)
+    return factor if isinstance(factor, str) else None
+
+
+def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(s for s in shape if s != 1)
+
+
+def make_plan(policy: Callable[..., Any], graph: Graph, num_devices: int) -> Plan:
+    """Run ``policy`` on ``graph`` and ``num_devices`` logical devices."""
+    planner = Planner(graph, num_devices)
+    policy(planner, np.arange(num_devices))
+    return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))
+
+

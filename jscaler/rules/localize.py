@@ -1,0 +1,157 @@
+"""Localize: re-bind an op's body at the shapes of one part.
+
+Most primitives take their shapes from their operands; about ten carry shapes among their parameters and get them
+shrunk here. Two depend on *where* the part lies: ``iota`` adds the part's offset, and random bits are drawn by the
+element's global index, so that a part draws exactly the bits of the whole. Literals (a mean's N) stay global.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.extend.random import threefry2x32_p
+
+from jscaler.capture.jaxprs import evaluate, make_jaxpr, trace
+from jscaler.rules.derive import Analysis
+
+Parts = Mapping[int, int]  # leaf atom -> number of parts
+
+
+class Localizer:
+    """Traces an analysed fragment at part shapes. The result takes the part's index for each split leaf, last."""
+
+    def __init__(self, analysis: Analysis, parts: Parts):
+        self.analysis = analysis
+        self.parts = {leaf: n for leaf, n in parts.items() if n > 1}
+        self.leaves = tuple(self.parts)
+        self.index: dict[int, Any] = {}
+
+    def run(self) -> core.Jaxpr:
+        """The local jaxpr: operands at part shapes, then one int32 part index per leaf of ``leaves``."""
+        jaxpr = self.analysis.jaxpr
+
+        def local(*args: Any) -> list[Any]:
+            operands = args[: len(jaxpr.invars)]
+            self.index = dict(zip(self.leaves, args[len(jaxpr.invars) :], strict=True))
+            env: dict[core.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+            for eqn in jaxpr.eqns:
+                values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+                env.update(zip(eqn.outvars, self._bind(eqn, values), strict=True))
+            return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+
+        avals = [v.aval.update(shape=self.shape(v)) for v in jaxpr.invars]
+        index = [jax.ShapeDtypeStruct((), jnp.int32)] * len(self.leaves)
+        return trace(local, [*avals, *index])
+
+    def shape(self, var: core.Var) -> tuple[int, ...]:
+        """The shape of ``var``'s part."""
+        return tuple(
+            size // math.prod(self.parts.get(leaf, 1) for leaf in dim)
+            for size, dim in zip(var.aval.shape, self.analysis.leaves(var), strict=True)
+        )
+
+    def _bind(self, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        out = eqn.outvars[0]
+        if name in SPECIAL and self.shape(out) != tuple(out.aval.shape):
+            return [SPECIAL[name](self, eqn, values)]
+        params = dict(eqn.params)
+        if name in SHAPED:
+            params.update(SHAPED[name](self, eqn))
+        if any(core.jaxprs_in_params(eqn.params)):
+            one = make_jaxpr([eqn], [v for v in eqn.invars if isinstance(v, core.Var)], eqn.outvars, self.analysis.jaxpr)
+            return evaluate(one, [x for x, v in zip(values, eqn.invars, strict=True) if isinstance(v, core.Var)])
+        results = eqn.primitive.bind(*values, **params)
+        return results if eqn.primitive.multiple_results else [results]
+
+    def offset(self, var: core.Var, dim: int) -> list[tuple[Any, int, int]]:
+        """For each sub-dim of a dim, major first: (part index or 0, local size, parts)."""
+        sizes = self.analysis.atoms.size
+        return [
+            (self.index.get(leaf, 0), sizes[leaf] // self.parts.get(leaf, 1), self.parts.get(leaf, 1))
+            for leaf in self.analysis.leaves(var)[dim]
+        ]
+
+    def positions(self, var: core.Var, dim: int, dtype: Any) -> Any:
+        """The global positions of a part's rows along ``dim``, as a vector of the local size."""
+        total = jnp.zeros((1,), dtype)
+        for part, size, parts in self.offset(var, dim):
+            own = jnp.asarray(part, dtype) * jnp.asarray(size, dtype) + lax.iota(dtype, size)
+            total = (total[:, None] * jnp.asarray(size * parts, dtype) + own[None, :]).reshape(-1)
+        return total
+
+
+def _iota(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:
+    dim = eqn.params["dimension"]
+    dtype = eqn.params["dtype"]
+    positions = part.positions(eqn.outvars[0], dim, jnp.int32).astype(dtype)
+    return lax.broadcast_in_dim(positions, part.shape(eqn.outvars[0]), (dim,))
+
+
+def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:
+    """Threefry in its partitionable form is a function of the key and the 64-bit global index of the element."""
+    (key,), out = values, eqn.outvars[0]
+    width, keys = eqn.params["bit_width"], len(eqn.invars[0].aval.shape)
+    whole = eqn.params["shape"]
+    by_index = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and "fry" in str(key.dtype)
+    if not by_index or not jax.config.jax_threefry_partitionable or math.prod(whole) >= 2**32:  # type: ignore[attr-defined]
+        return _draw_whole(part, eqn, key)
+    local = part.shape(out)
+    index = jnp.zeros(local, jnp.uint32)
+    for dim in range(keys, len(local)):
+        place = part.positions(out, dim, jnp.uint32)
+        stride = math.prod(out.aval.shape[dim + 1 :])
+        index = index + lax.broadcast_in_dim(place * jnp.uint32(stride), local, (dim,))
+    words = jax.random.key_data(key)
+    first, second = (lax.broadcast_in_dim(words[..., i], local, tuple(range(keys))) for i in (0, 1))
+    high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(index), index)
+    if width == 64:
+        return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
+    return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])
+
+
+def _draw_whole(part: Localizer, eqn: core.JaxprEqn, key: Any) -> Any:
+    """Other generators have no form by index: draw the whole's bits, then take the part's."""
+    out = eqn.outvars[0]
+    keys = len(eqn.invars[0].aval.shape)
+    bits = eqn.primitive.bind(key, **eqn.params)
+    for dim in range(keys, len(out.aval.shape)):
+        bits = jnp.take(bits, part.positions(out, dim, jnp.int32), axis=dim)
+    return bits
+
+
+SPECIAL: dict[str, Callable[[Localizer, core.JaxprEqn, Sequence[Any]], Any]] = {
+    "iota": _iota,
+    "random_bits": _random_bits,
+}
+
+
+def _slice(part: Localizer, eqn: core.JaxprEqn) -> dict[str, Any]:
+    # A dim that is cut is blocked, so its limit stays; a dim taken whole ends where the part ends.
+    pairs = zip(eqn.params["limit_indices"], eqn.invars[0].aval.shape, part.shape(eqn.invars[0]), strict=True)
+    return {"limit_indices": tuple(local if size != local else limit for limit, size, local in pairs)}
+
+
+def _gather(part: Localizer, eqn: core.JaxprEqn) -> dict[str, Any]:
+    operand = eqn.invars[0]
+    pairs = zip(eqn.params["slice_sizes"], operand.aval.shape, part.shape(operand), strict=True)
+    return {"slice_sizes": tuple(local if size == whole else size for size, whole, local in pairs)}
+
+
+def _sized(parameter: str) -> Callable[[Localizer, core.JaxprEqn], dict[str, Any]]:
+    return lambda part, eqn: {parameter: part.shape(eqn.outvars[0])}
+
+
+SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
+    "broadcast_in_dim": _sized("shape"),
+    "reshape": _sized("new_sizes"),
+    "iota": _sized("shape"),
+    "dynamic_slice": _sized("slice_sizes"),
+    "slice": _slice,
+    "gather": _gather,
+}
+

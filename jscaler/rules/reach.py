@@ -1,0 +1,53 @@
+"""How far a dim of an input reaches through the dataflow: the answer to ``graph.factor_of``."""
+
+from collections import deque
+
+from jscaler.errors import PlanError
+from jscaler.ir import Graph, Op, PTensor
+
+Place = tuple[PTensor, int, int]  # tensor, dim, sub-dim counted from the major end
+
+
+def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
+    """For every op that dim ``dim`` of ``tensor`` reaches, forwards or backwards along the dataflow, its factor.
+
+    A dim that an op refines is followed on all its sub-dims; factors that came first in the rule win.
+    """
+    if not 0 <= dim < len(tensor.shape):
+        raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}")
+    by_op: dict[Op, set[str]] = {}
+    seen: set[tuple[PTensor, int]] = {(tensor, dim)}
+    queue = deque(seen)
+    while queue:
+        here, place = queue.popleft()
+        producer = graph.producer.get(here)
+        readers = graph.consumers.get(here, ())
+        for op in (*readers, *((producer,) if producer else ())):
+            for factor in _factors_at(graph, op, here, place):
+                if factor in by_op.setdefault(op, set()):
+                    continue
+                by_op[op].add(factor)
+                for beyond in _carriers(graph, op, factor):
+                    if beyond not in seen:
+                        seen.add(beyond)
+                        queue.append(beyond)
+    return {op: _first(graph, op, by_op[op]) for op in graph.ops if by_op.get(op)}
+
+
+def _factors_at(graph: Graph, op: Op, tensor: PTensor, dim: int) -> list[str]:
+    rule = graph.rule(op)
+    found: list[str] = []
+    for mine, factors in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
+        if mine == tensor:
+            found += factors[dim][:1]  # the major sub-dim: where a contiguous part of the dim lies
+    return found
+
+
+def _carriers(graph: Graph, op: Op, factor: str) -> list[tuple[PTensor, int]]:
+    rule = graph.rule(op)
+    tensors = (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True))
+    return [(t, d) for t, dims in tensors for d, names in enumerate(dims) if names[:1] == (factor,)]
+
+
+def _first(graph: Graph, op: Op, names: set[str]) -> str:
+    return next(name for name in graph.rule(op).factors if name in names)

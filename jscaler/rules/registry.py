@@ -1,0 +1,68 @@
+"""Which primitive has which spec. What is not here replicates, with one warning that names it."""
+
+from jscaler.rules import table as t
+from jscaler.rules.indexing import gather, scatter_add
+
+ELEMENTWISE = """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp cos cosh
+    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow is_finite le le_to lgamma
+    log log1p logistic lt lt_to max min ne nextafter not or polygamma population_count pow random_fold_in
+    reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh sqrt square tan tanh threefry2x32 xor
+"""
+
+TABLE: dict[str, t.SpecFunction] = {
+    **{name: t.elementwise() for name in ELEMENTWISE.split()},
+    # linear in all operands together, in each alone, in the first alone; plain movements of data
+    **{name: t.elementwise("add") for name in ("add", "sub", "add_any")},
+    "mul": t.elementwise("each"),
+    "neg": t.elementwise("add"),
+    "real": t.elementwise("add"),
+    "imag": t.elementwise("add"),
+    "div": t.elementwise("first"),
+    "copy": t.elementwise("move"),
+    "copy_p": t.elementwise("move"),
+    "stop_gradient": t.elementwise("move"),
+    "select_n": t.elementwise("select"),
+    "convert_element_type": t.convert,
+    "broadcast_in_dim": t.broadcast_in_dim,
+    "reshape": t.reshape,
+    "transpose": t.transpose,
+    "squeeze": t.squeeze,
+    "expand_dims": t.expand_dims,
+    "optimization_barrier": t.optimization_barrier,
+    # reductions
+    "reduce_sum": t.reduce("add", "add"),
+    "reduce_max": t.reduce("max"),
+    "reduce_min": t.reduce("min"),
+    "reduce_prod": t.reduce(None),
+    "reduce_or": t.reduce("max"),
+    "reduce_and": t.reduce("min"),
+    "reduce_xor": t.reduce(None),
+    "argmax": t.reduce(None),
+    "argmin": t.reduce(None),
+    # contractions
+    "dot_general": t.dot_general,
+    # one dim is walked in order
+    "cumsum": t.along("axis", "first", "it is summed along"),
+    "cumlogsumexp": t.along("axis", "", "it is summed along"),
+    "cumprod": t.along("axis", "", "it is multiplied along"),
+    "cummax": t.along("axis", "", "its running maximum is taken"),
+    "cummin": t.along("axis", "", "its running minimum is taken"),
+    "sort": t.along("dimension", "", "it is sorted"),
+    "top_k": t.along("axis", "", "its largest are taken"),
+    "rev": t.along("dimensions", "move", "it is reversed"),
+    # parts of tensors
+    "slice": t.slice_like,
+    "dynamic_slice": t.slice_like,
+    "pad": t.pad,
+    "concatenate": t.concatenate,
+    "split": t.split,
+    "gather": gather,
+    "scatter-add": scatter_add,
+    # made from nothing, or from a key
+    "iota": t.iota,
+    "random_bits": t.random_bits,
+    "random_wrap": t.trailing(),
+    "random_unwrap": t.trailing(),
+}

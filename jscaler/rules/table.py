@@ -1,0 +1,282 @@
+"""The table of primitives: for each, which dims of operands and results are one index, and what is linear.
+
+Read it against the documentation of ``jax.lax``. A rule is a function from an equation to a `Spec`, written with
+labels as in an einsum: dims that carry the same label are one index; a label that no result carries is reduced; a
+label in ``blocked`` cannot be split. Dims of size 1 carry no label, since JAX broadcasts them silently.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jscaler.ir.mask import Combiner
+
+Label = tuple[Any, int]  # any hashable name, and the size
+Dims = tuple[tuple[Label, ...], ...]  # per dim its labels, major first
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one equation carries indices and partial sums.
+
+    Attributes:
+        operands, results: labels per dim.
+        combiner: how a label that no result carries is joined.
+        blocked: label -> why it cannot be split.
+        linear: how partial operands (value shares) pass: ``add`` all operands together, ``each`` one operand of several
+            (multilinear), ``first`` the first operand only, ``move`` a data movement that any combiner passes, ``""`` not.
+        base: an operand that a reduction adds to (scatter-add): it must be zero for the reduced label to be split.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    combiner: Combiner = "add"
+    blocked: dict[Label, str] = field(default_factory=dict)
+    linear: str = ""
+    base: int | None = None
+
+
+SpecFunction = Callable[[core.JaxprEqn], Spec]
+
+
+def shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def dims(sizes: Sequence[int], names: Sequence[Any]) -> Dims:
+    """One label per dim; none for a dim of size 1."""
+    return tuple(() if size == 1 else ((name, size),) for size, name in zip(sizes, names, strict=True))
+
+
+def elementwise(linear: str = "") -> SpecFunction:
+    """Every operand dim is the result dim at the same place; scalars and size-1 dims broadcast."""
+
+    def spec(eqn: core.JaxprEqn) -> Spec:
+        rank = len(shape(eqn.outvars[0]))
+        operands = tuple(dims(shape(v), range(rank)) if shape(v) else () for v in eqn.invars)
+        return Spec(operands, tuple(dims(shape(v), range(rank)) for v in eqn.outvars), linear=linear)
+
+    return spec
+
+
+def convert(eqn: core.JaxprEqn) -> Spec:
+    """Casts are linear between floats, unless they narrow: a partial sum in fewer bits is another number."""
+    source, target = (np.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
+    widens = all(d.kind in "fV" for d in (source, target)) and target.itemsize >= source.itemsize
+    return elementwise("move" if widens else "")(eqn)
+
+
+def reduce(combiner: Combiner | None, linear: str = "") -> SpecFunction:
+    """Reduce over ``axes``; ``combiner=None`` where parts cannot be joined (argmax)."""
+
+    def spec(eqn: core.JaxprEqn) -> Spec:
+        axes = eqn.params["axes"]
+        source = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
+        result = tuple(d for i, d in enumerate(source) if i not in axes)
+        blocked = {} if combiner else {label: "its reduction cannot be joined" for a in axes for label in source[a]}
+        results = (result,) * len(eqn.outvars)
+        return Spec((source,) * len(eqn.invars), results, combiner or "add", blocked, linear)
+
+    return spec
+
+
+def along(parameter: str, linear: str, why: str) -> SpecFunction:
+    """All dims pass but those that ``parameter`` names, which are blocked (cumsum, sort, reverse)."""
+
+    def spec(eqn: core.JaxprEqn) -> Spec:
+        value = eqn.params[parameter]
+        axes = value if isinstance(value, tuple) else (value,)
+        all_dims = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
+        blocked = {label: why for a in axes for label in all_dims[a]}
+        results = tuple(
+            tuple(d if shape(v)[i] == shape(eqn.invars[0])[i] else () for i, d in enumerate(all_dims)) for v in eqn.outvars
+        )
+        operands = (all_dims, *(((),) * len(shape(v)) for v in eqn.invars[1:]))
+        same = all(shape(v) == shape(eqn.invars[0]) for v in eqn.invars)
+        return Spec((all_dims,) * len(eqn.invars) if same else operands, results, blocked=blocked, linear=linear)
+
+    return spec
+
+
+def dot_general(eqn: core.JaxprEqn) -> Spec:
+    (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
+    left_shape, right_shape = shape(eqn.invars[0]), shape(eqn.invars[1])
+    left: list[Any] = [("l", i) for i in range(len(left_shape))]
+    right: list[Any] = [("r", i) for i in range(len(right_shape))]
+    for kind, pairs in (("c", zip(contract_l, contract_r, strict=True)), ("b", zip(batch_l, batch_r, strict=True))):
+        for i, j in pairs:
+            left[i] = right[j] = (kind, i)
+    free_l = [n for i, n in enumerate(left) if i not in (*contract_l, *batch_l)]
+    free_r = [n for i, n in enumerate(right) if i not in (*contract_r, *batch_r)]
+    out = [left[i] for i in batch_l] + free_l + free_r
+    return Spec(
+        (dims(left_shape, left), dims(right_shape, right)), (dims(shape(eqn.outvars[0]), out),), linear="each"
+    )
+
+
+def broadcast_in_dim(eqn: core.JaxprEqn) -> Spec:
+    target = eqn.params["shape"]
+    result = dims(target, range(len(target)))
+    places = eqn.params["broadcast_dimensions"]
+    source = tuple(
+        () if size == 1 else result[place] for size, place in zip(shape(eqn.invars[0]), places, strict=True)
+    )
+    return Spec((source,), (result,), linear="move")
+
+
+def transpose(eqn: core.JaxprEqn) -> Spec:
+    source = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
+    return Spec((source,), (tuple(source[p] for p in eqn.params["permutation"]),), linear="move")
+
+
+def squeeze(eqn: core.JaxprEqn) -> Spec:
+    source = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
+    return Spec((source,), (tuple(d for i, d in enumerate(source) if i not in eqn.params["dimensions"]),), linear="move")
+
+
+def expand_dims(eqn: core.JaxprEqn) -> Spec:
+    source = list(dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0])))))
+    new = {d % len(shape(eqn.outvars[0])) for d in eqn.params["dimensions"]}
+    result = tuple(() if i in new else source.pop(0) for i in range(len(shape(eqn.outvars[0]))))
+    return Spec((dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0])))),), (result,), linear="move")
+
+
+def reshape(eqn: core.JaxprEqn) -> Spec:
+    """Match sizes from the minor end; where one side is a multiple, the larger dim is refined."""
+    source, target = shape(eqn.invars[0]), shape(eqn.outvars[0])
+    pieces, matched = common_refinement(source, target)
+    operand, result = _group(pieces, source), _group(pieces, target)
+    return Spec((operand,), (result,), linear="move") if matched else _blocked_remainder(eqn, operand, result)
+
+
+def common_refinement(a: Sequence[int], b: Sequence[int]) -> tuple[list[Label], bool]:
+    """The sizes (as labels, major first) whose products make both shapes, and whether they match down to the major end.
+
+    Example: ``(6, 4)`` and ``(3, 8)`` have the common refinement ``(3, 2, 4)``; ``(4, 9)`` and ``(6, 6)`` share nothing.
+    """
+    left, right = [s for s in a if s != 1], [s for s in b if s != 1]
+    found: list[int] = []
+    while left and right:
+        small, large = sorted((left[-1], right[-1]))
+        if large % small:
+            return list(enumerate(found[::-1])), False
+        found.append(small)
+        for side in (left, right):
+            size = side.pop()
+            if size != small:
+                side.append(size // small)
+    return list(enumerate(found[::-1])), True
+
+
+def _group(pieces: list[Label], sizes: Sequence[int]) -> Dims:
+    """Deal ``pieces`` (major first) out to dims of ``sizes``; what does not fit the majors stays out."""
+    rest = list(pieces)
+    result = []
+    for size in reversed(sizes):
+        dim: list[Label] = []
+        while rest and math.prod(s for _, s in dim) < size and size % (math.prod(s for _, s in dim) * rest[-1][1]) == 0:
+            dim.insert(0, rest.pop())
+        result.append(tuple(dim))
+    return tuple(reversed(result))
+
+
+def _blocked_remainder(eqn: core.JaxprEqn, operand: Dims, result: Dims) -> Spec:
+    """Give each dim that the labels do not fill a label of its own, blocked."""
+    blocked: dict[Label, str] = {}
+
+    def fill(side: str, labels: Dims, sizes: tuple[int, ...]) -> Dims:
+        full = []
+        for i, (dim, size) in enumerate(zip(labels, sizes, strict=True)):
+            rest = size // math.prod(s for _, s in dim)
+            extra = (((side, i), rest),) if rest > 1 else ()
+            blocked.update({label: "a reshape mixes it with its neighbour" for label in extra})
+            full.append((*extra, *dim))
+        return tuple(full)
+
+    source, target = shape(eqn.invars[0]), shape(eqn.outvars[0])
+    return Spec((fill("in", operand, source),), (fill("out", result, target),), blocked=blocked, linear="move")
+
+
+def iota(eqn: core.JaxprEqn) -> Spec:
+    return Spec((), (dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0])))),))
+
+
+def random_bits(eqn: core.JaxprEqn) -> Spec:
+    """Bits are a function of the key and the element's global index, so every dim can be split (see localize)."""
+    keys = len(shape(eqn.invars[0]))
+    result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
+    return Spec((result[:keys],), (result,))
+
+
+def trailing(linear: str = "") -> SpecFunction:
+    """Leading dims pass; dims that only one side has are blocked (random_wrap and its inverse)."""
+
+    def spec(eqn: core.JaxprEqn) -> Spec:
+        ranks = [len(shape(v)) for v in (*eqn.invars, *eqn.outvars)]
+        common = min(ranks)
+        longest = max((*eqn.invars, *eqn.outvars), key=lambda v: len(shape(v)))
+        labels = dims(shape(longest), range(len(shape(longest))))
+        blocked = {label: "it is the inside of a random key" for d in labels[common:] for label in d}
+        operands = tuple(labels[: len(shape(v))] for v in eqn.invars)
+        return Spec(operands, tuple(labels[: len(shape(v))] for v in eqn.outvars), blocked=blocked, linear=linear)
+
+    return spec
+
+
+def slice_like(eqn: core.JaxprEqn) -> Spec:
+    """Dims taken whole pass (slice, dynamic_slice, pad without padding); the others are blocked."""
+    source, target = shape(eqn.invars[0]), shape(eqn.outvars[0])
+    full = dims(source, range(len(source)))
+    operand, result, blocked = [], [], {}
+    for i, (before, after) in enumerate(zip(source, target, strict=True)):
+        if before == after:
+            operand.append(full[i])
+            result.append(full[i])
+            continue
+        mine, out = dims((before,), (("cut", i),))[0], dims((after,), (("made", i),))[0]
+        blocked.update({label: "it is sliced or padded" for label in (*mine, *out)})
+        operand.append(mine)
+        result.append(out)
+    others = tuple(((),) * len(shape(v)) for v in eqn.invars[1:])
+    return Spec((tuple(operand), *others), (tuple(result),), blocked=blocked, linear="first")
+
+
+def pad(eqn: core.JaxprEqn) -> Spec:
+    spec = slice_like(eqn)
+    return Spec(spec.operands, spec.results, blocked=spec.blocked, linear="add")
+
+
+def concatenate(eqn: core.JaxprEqn) -> Spec:
+    axis = eqn.params["dimension"]
+    blocked: dict[Label, str] = {}
+
+    def one(v: Any, name: Any) -> Dims:
+        labels = dims(shape(v), [(name, i) if i == axis else i for i in range(len(shape(v)))])
+        blocked.update({label: "it is concatenated" for label in labels[axis]})
+        return labels
+
+    operands = tuple(one(v, i) for i, v in enumerate(eqn.invars))
+    return Spec(operands, (one(eqn.outvars[0], "out"),), blocked=blocked, linear="add")
+
+
+def split(eqn: core.JaxprEqn) -> Spec:
+    axis = eqn.params["axis"]
+    blocked: dict[Label, str] = {}
+
+    def one(v: Any, name: Any) -> Dims:
+        labels = dims(shape(v), [(name, i) if i == axis else i for i in range(len(shape(v)))])
+        blocked.update({label: "it is cut into unequal meanings by jnp.split" for label in labels[axis]})
+        return labels
+
+    return Spec(
+        (one(eqn.invars[0], "in"),), tuple(one(v, i) for i, v in enumerate(eqn.outvars)), blocked=blocked, linear="move"
+    )
+
+
+def optimization_barrier(eqn: core.JaxprEqn) -> Spec:
+    each = tuple(dims(shape(v), [(i, d) for d in range(len(shape(v)))]) for i, v in enumerate(eqn.invars))
+    return Spec(each, each)

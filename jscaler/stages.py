@@ -1,0 +1,125 @@
+"""The chain: capture, transform, schedule, materialize, lower. Each stage is a call; nothing else happens here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from jscaler.capture.autodiff import with_backward_bodies
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.build import build_graph
+from jscaler.capture.trace import trace_step
+from jscaler.ir import Graph
+from jscaler.lower.emit import emit, physical_mesh, sharding
+from jscaler.lower.numbering import FlatProgram, flatten
+from jscaler.lower.program import Program, make_program
+from jscaler.materialize import Completed, Layout, complete
+from jscaler.primitives import Order, Plan, make_plan
+from jscaler.report.explain import explain
+from jscaler.rules.book import RuleBook
+from jscaler.schedule import ordered_ops
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and what later stages need of its capture."""
+
+    graph: Graph
+    bodies: BodyTable
+    rules: RuleBook
+    source: core.Jaxpr
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A plan completed for one graph, and the program it lowers to."""
+
+    graph: Graph
+    plan: Plan
+    completed: Completed
+    program: Program
+    flat: FlatProgram
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def digest(self) -> str:
+        return self.plan.digest
+
+    def explain(self) -> str:
+        """A table: how every group of ops is split, who decided, and which collectives with how many bytes follow."""
+        return explain(self.graph, self.plan, self.completed, self.program)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def capture(
+    fun: Callable[..., Sequence[Any]],
+    avals: Sequence[Any],
+    input_names: Sequence[str],
+    output_names: Callable[[], Sequence[str]],
+    next_version: Callable[[], Mapping[int, int]],
+) -> Captured:
+    """Trace ``fun(*leaves) -> leaves`` once. The last two are asked after the trace, when the result's tree is known."""
+    step = trace_step(fun, avals)
+    bodies, rules = BodyTable(), RuleBook()
+    graph = build_graph(step, input_names, output_names(), next_version(), bodies, rules)
+    return Captured(graph, bodies, rules, step.source)
+
+
+def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices: int) -> Plan:
+    """Run the policy, unless a finished plan is given."""
+    return policy if isinstance(policy, Plan) else make_plan(policy, captured.graph, num_devices)
+
+
+def lower(captured: Captured, plan: Plan) -> StepPlan:
+    """Schedule, materialize and lower: from decisions to one program."""
+    graph = with_backward_bodies(captured.graph, captured.bodies)
+    orders = [d for d in plan.decisions if isinstance(d, Order)]
+    ops = ordered_ops(graph, orders)
+    after: dict[str, list[str]] = {}
+    for order in orders:
+        after.setdefault(order.after, []).append(order.before)
+    completed = complete(graph, plan, captured.rules)
+    program = make_program(graph, ops, completed, captured.rules, after)
+    avals = [t.aval for t in (*graph.inputs, *(c for c, _ in graph.constants))]
+    return StepPlan(graph, plan, completed, program, flatten(program, avals, captured.source))
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A step as a jitted function of flat leaves, with the shardings of its arguments and results."""
+
+    jitted: Any
+    in_shardings: tuple[Any, ...]
+    out_shardings: tuple[Any, ...]
+
+
+def executable(step: StepPlan, devices: Sequence[jax.Device], donate: Sequence[int]) -> Executable:
+    """The program on real devices; ``donate`` lists flat argument indices whose buffers may be reused."""
+    mesh = physical_mesh(step.program, devices)
+    fun = emit(step.program, step.flat, mesh)
+    constants = [value for _, value in step.graph.constants]
+    in_shardings, out_shardings = shardings(step, mesh)
+
+    def run(*leaves: Any) -> Any:
+        return fun(*leaves, *constants)
+
+    jitted = jax.jit(run, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=tuple(donate))
+    return Executable(jitted, in_shardings, out_shardings)
+
+
+def shardings(step: StepPlan, mesh: Mesh) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The shardings of the step's inputs and outputs on ``mesh``."""
+
+    def one(layout: Layout) -> NamedSharding | SingleDeviceSharding:
+        return sharding(layout, mesh) if step.program.mesh.axes else SingleDeviceSharding(mesh.devices.flat[0])
+
+    inputs = tuple(one(step.completed.inputs[t]) for t in step.graph.inputs)
+    return inputs, tuple(one(layout) for _, layout in step.program.outputs)
