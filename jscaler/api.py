@@ -322,7 +322,9 @@ def _difference(expected: _Call, given: _Call) -> str:
 def _leaf_names(call: _Call) -> list[str]:
     rest = iter(range(len(call.leaves)))
     return [
-        n for name, tree in call.trees for n in leaf_names(name, jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)]))
+        n
+        for name, tree in call.trees
+        for n in leaf_names(name, jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)]))
     ]
 
 
@@ -359,7 +361,9 @@ def _next_versions(arguments: _Arguments, call: _Call, result: _Result) -> dict[
 
     Without donation, a bare array that comes back is no state: state is a tree.
     """
-    parts = result.tree.children() if result.tree.node_data() and result.tree.node_data()[0] in (tuple, list) else [result.tree]
+    parts = (
+        result.tree.children() if result.tree.node_data() and result.tree.node_data()[0] in (tuple, list) else [result.tree]
+    )
     versions: dict[int, int] = {}
     in_start = 0
     for name, tree in call.trees:
@@ -368,9 +372,7 @@ def _next_versions(arguments: _Arguments, call: _Call, result: _Result) -> dict[
         for part in parts:
             ins = range(in_start, in_start + tree.num_leaves)
             outs = range(out_start, out_start + part.num_leaves)
-            same = part == tree and all(
-                _alike(call.avals[i], result.avals[o]) for i, o in zip(ins, outs, strict=True)
-            )
+            same = part == tree and all(_alike(call.avals[i], result.avals[o]) for i, o in zip(ins, outs, strict=True))
             if is_state and same and not versions.keys() & set(outs):
                 versions.update(zip(outs, ins, strict=True))
                 break

@@ -146,4 +146,3 @@ class _Builder:
 
     def _loss_tensor(self, atom: Atom) -> PTensor:
         return self.tensors[atom] if isinstance(atom, core.Var) and atom in self.tensors else self.result(atom, "loss")
-

@@ -19,7 +19,9 @@ from jscaler.capture.trace import TaggedEquation, Trace
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Constructs that stay one op of their own.
-ALONE = frozenset({"scan", "while", "cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint", "pallas_call"})
+ALONE = frozenset(
+    {"scan", "while", "cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint", "pallas_call"}
+)
 # What a fragment must not hold to be a mere preparation (a cast, a mask, a reshape) of the one that reads it.
 HEAVY = ("reduce_", "arg", "cum", "gather", "scatter", "sort", "top_k", "dynamic_")
 

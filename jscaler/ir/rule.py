@@ -48,9 +48,7 @@ class Rule:
 
     def subdims(self, tensor: TensorFactors, shape: tuple[int, ...]) -> SubDims:
         """How the rule refines a tensor's dims: the sizes of the factors each dim carries."""
-        return tuple(
-            tuple(self.factors[f].size for f in dim) or (size,) for dim, size in zip(tensor, shape, strict=True)
-        )
+        return tuple(tuple(self.factors[f].size for f in dim) or (size,) for dim, size in zip(tensor, shape, strict=True))
 
     def __str__(self) -> str:
         def one(tensor: TensorFactors) -> str:

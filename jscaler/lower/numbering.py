@@ -73,9 +73,7 @@ def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatPro
         else:
             numbering.adapt(task)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
-    return FlatProgram(
-        tuple(inputs), tuple(numbering.indices.items()), _steps(numbering.items, outputs, like), outputs
-    )
+    return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), _steps(numbering.items, outputs, like), outputs)
 
 
 @dataclass
@@ -138,7 +136,9 @@ def _atom_key(atom: Atom) -> Any:
     return literal_key(atom) if isinstance(atom, core.Literal) else atom
 
 
-def _steps(items: Sequence[core.JaxprEqn | Exchange], outputs: Sequence[Atom], like: core.Jaxpr) -> tuple[Run | Exchange, ...]:
+def _steps(
+    items: Sequence[core.JaxprEqn | Exchange], outputs: Sequence[Atom], like: core.Jaxpr
+) -> tuple[Run | Exchange, ...]:
     """Cut ``items`` at the exchanges; each run hands on only what is read after it."""
     groups: list[list[core.JaxprEqn] | Exchange] = [[]]
     for item in items:

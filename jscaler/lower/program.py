@@ -73,9 +73,7 @@ def make_program(
         *((s, completed.inputs[t]) for s, t in zip(inputs, graph.inputs, strict=True)),
         *((s, Layout.replicated(completed.mesh, t.shape)) for s, (t, _) in zip(constants, graph.constants, strict=True)),
     ]
-    return Program(
-        completed.mesh, tuple(writer.tasks), tuple(held), tuple(zip(outputs, completed.outputs, strict=True))
-    )
+    return Program(completed.mesh, tuple(writer.tasks), tuple(held), tuple(zip(outputs, completed.outputs, strict=True)))
 
 
 @dataclass

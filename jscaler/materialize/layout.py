@@ -1,6 +1,6 @@
 """``Layout`` (RVD): how one PTensor lies on the devices of a mesh. Every axis is replicated, value-split, or cuts a dim.
 
-    R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]      replicated twice, no value shares, dim 0 cut in four
+R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]      replicated twice, no value shares, dim 0 cut in four
 """
 
 import dataclasses
@@ -94,8 +94,7 @@ class Layout:
             box.append((start, start + local))
         rest = iter(box)
         shares = tuple(
-            Share(self.mesh.coordinate(position, (axis,)), self.mesh.size(axis), combiner)
-            for axis, combiner in self.values
+            Share(self.mesh.coordinate(position, (axis,)), self.mesh.size(axis), combiner) for axis, combiner in self.values
         )
         return Mask(self.subdims, tuple(tuple(next(rest) for _ in dim) for dim in self.subdims), shares)
 
@@ -131,9 +130,7 @@ class Layout:
 
     def __str__(self) -> str:
         value = math.prod(self.mesh.size(a) for a, _ in self.values)
-        parts = ",".join(
-            "·".join(str(self.mesh.size(axes)) for axes in dim) or "1" for dim in self.by_dim
-        )
+        parts = ",".join("·".join(str(self.mesh.size(axes)) for axes in dim) or "1" for dim in self.by_dim)
         devices = " ".join(map(str, self.mesh.devices[:16])) + (" …" if len(self.mesh.devices) > 16 else "")
         return f"R{self.mesh.size(self.free)} V{value} D({parts}) on [{devices}]"
 

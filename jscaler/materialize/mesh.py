@@ -117,7 +117,5 @@ def _mesh(
         inside = (n for n, (low, high) in zip(names, spans, strict=True) if stride <= low and high <= stride * size)
         return tuple(inside) if size > 1 else ()
 
-    table = {
-        g: tuple(covered(stride, size) for stride, size in zip(s, g.shape, strict=True)) for g, s in strides.items()
-    }
+    table = {g: tuple(covered(stride, size) for stride, size in zip(s, g.shape, strict=True)) for g, s in strides.items()}
     return mesh, table

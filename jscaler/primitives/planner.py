@@ -58,7 +58,9 @@ class Planner:
         """
         target, axes = (op.op, op.axes) if isinstance(op, Grid) else (op, ())
         if isinstance(op, Grid) and not op.is_whole:
-            raise PlanError(f"{op} is part of a grid: cells that are split differently from their neighbours need their own ops")
+            raise PlanError(
+                f"{op} is part of a grid: cells that are split differently from their neighbours need their own ops"
+            )
         if not isinstance(op, Grid) and target.path in self._grids:
             raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
         rule = self.graph.rule(target)
@@ -90,7 +92,9 @@ class Planner:
             raise PlanError(f"{cells} has shape {cells.shape} and its devices have shape {array.shape}")
         wrong = [int(d) for d in array.flat if not 0 <= d < self.num_devices]
         if wrong:
-            raise PlanError(f"{cells} is assigned to devices {wrong}; there are {self.num_devices}: 0 to {self.num_devices - 1}")
+            raise PlanError(
+                f"{cells} is assigned to devices {wrong}; there are {self.num_devices}: 0 to {self.num_devices - 1}"
+            )
         self._decisions.append(Assign(cells.op.path, cells.index, tuple(int(d) for d in array.flat)))
 
     def op_order(self, before: Op | Grid, after: Op | Grid) -> None:
@@ -117,5 +121,3 @@ def make_plan(policy: Callable[..., Any], graph: Graph, num_devices: int) -> Pla
     planner = Planner(graph, num_devices)
     policy(planner, np.arange(num_devices))
     return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))
-
-

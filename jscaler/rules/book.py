@@ -96,7 +96,10 @@ class RuleBook:
         assert op.body is not None and op.forward is not None
         analysis = self.analysis(op.body)
         names: dict[int, str] = {}
-        tensors = [*zip(analysis.jaxpr.invars, op.inputs, strict=True), *zip(analysis.jaxpr.outvars, op.outputs, strict=True)]
+        tensors = [
+            *zip(analysis.jaxpr.invars, op.inputs, strict=True),
+            *zip(analysis.jaxpr.outvars, op.outputs, strict=True),
+        ]
         for atom, tensor in tensors:
             if not isinstance(atom, core.Var):
                 continue
@@ -127,8 +130,6 @@ def _tensor_factors(forward: Rule, op: Op, tensor: PTensor) -> TensorFactors:
 
 def _handle_rule(forward: Rule, op: Op) -> Rule:
     """What is known of a backward handle before it has a body: its forward's factors."""
-    factors = {
-        name: f if f.kind == "blocked" else Factor(name, f.size, "parallel") for name, f in forward.factors.items()
-    }
+    factors = {name: f if f.kind == "blocked" else Factor(name, f.size, "parallel") for name, f in forward.factors.items()}
     operands = tuple(_tensor_factors(forward, op, t) for t in op.inputs)
     return Rule(factors, operands, tuple(_tensor_factors(forward, op, t) for t in op.outputs))

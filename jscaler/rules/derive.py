@@ -80,9 +80,7 @@ def _constant(atoms: Atoms, sizes: tuple[int, ...]) -> tuple[list[int], ...]:
     return fresh
 
 
-def _unify_tensor(
-    atoms: Atoms, mine: Sequence[list[int]], tensor: Dims, labels: dict[object, int], where: str
-) -> None:
+def _unify_tensor(atoms: Atoms, mine: Sequence[list[int]], tensor: Dims, labels: dict[object, int], where: str) -> None:
     for dim, names in zip(mine, tensor, strict=True):
         if not dim or not names:
             continue
@@ -120,7 +118,9 @@ def _known_zeros(jaxpr: core.Jaxpr) -> frozenset[core.Var]:
     for eqn in jaxpr.eqns:
         flags = [_is_zero(v, zeros) for v in eqn.invars]
         name = eqn.primitive.name
-        if (name in ZERO_KEEPS and any(flags)) or (name in ("add", "add_any", "sub", "select_n") and _all_zero(name, flags)):
+        if (name in ZERO_KEEPS and any(flags)) or (
+            name in ("add", "add_any", "sub", "select_n") and _all_zero(name, flags)
+        ):
             zeros.update(eqn.outvars)
     return frozenset(zeros)
 

@@ -154,4 +154,3 @@ SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
     "slice": _slice,
     "gather": _gather,
 }
-

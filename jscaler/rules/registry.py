@@ -4,11 +4,13 @@ from jscaler.rules import table as t
 from jscaler.rules.indexing import gather, scatter_add
 
 ELEMENTWISE = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp cos cosh
-    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow is_finite le le_to lgamma
-    log log1p logistic lt lt_to max min ne nextafter not or polygamma population_count pow random_fold_in
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz cos cosh
+    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le
+    le_to lgamma
+    log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma population_count pow
+    random_fold_in
     reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh sqrt square tan tanh threefry2x32 xor
+    sign sin sinh sqrt square tan tanh threefry2x32 xor zeta
 """
 
 TABLE: dict[str, t.SpecFunction] = {
@@ -17,6 +19,8 @@ TABLE: dict[str, t.SpecFunction] = {
     **{name: t.elementwise("add") for name in ("add", "sub", "add_any")},
     "mul": t.elementwise("each"),
     "neg": t.elementwise("add"),
+    "conj": t.elementwise("add"),
+    "complex": t.elementwise("add"),
     "real": t.elementwise("add"),
     "imag": t.elementwise("add"),
     "div": t.elementwise("first"),

@@ -113,18 +113,14 @@ def dot_general(eqn: core.JaxprEqn) -> Spec:
     free_l = [n for i, n in enumerate(left) if i not in (*contract_l, *batch_l)]
     free_r = [n for i, n in enumerate(right) if i not in (*contract_r, *batch_r)]
     out = [left[i] for i in batch_l] + free_l + free_r
-    return Spec(
-        (dims(left_shape, left), dims(right_shape, right)), (dims(shape(eqn.outvars[0]), out),), linear="each"
-    )
+    return Spec((dims(left_shape, left), dims(right_shape, right)), (dims(shape(eqn.outvars[0]), out),), linear="each")
 
 
 def broadcast_in_dim(eqn: core.JaxprEqn) -> Spec:
     target = eqn.params["shape"]
     result = dims(target, range(len(target)))
     places = eqn.params["broadcast_dimensions"]
-    source = tuple(
-        () if size == 1 else result[place] for size, place in zip(shape(eqn.invars[0]), places, strict=True)
-    )
+    source = tuple(() if size == 1 else result[place] for size, place in zip(shape(eqn.invars[0]), places, strict=True))
     return Spec((source,), (result,), linear="move")
 
 

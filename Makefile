@@ -1,0 +1,44 @@
+# `make demo` runs the main job, `make test` the tests; both make the environment they need in .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test smoke lint format types bench lock clean
+
+demo: $(VENV)/.installed  ## train a small GPT on 8 virtual devices
+	$(BIN)/jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu --steps 60
+
+test: $(VENV)/.installed  ## the full test suite
+	$(BIN)/python -m pytest
+
+smoke: $(VENV)/.installed  ## the tests that guard against a new JAX
+	$(BIN)/python -m pytest -m smoke
+
+lint: $(VENV)/.installed  ## style and formatting, without changing anything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed  ## rewrite files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed  ## static types
+	$(BIN)/basedpyright
+
+bench: $(VENV)/.installed  ## every benchmark, quick form
+	for b in parity collectives overhead; do $(BIN)/python -m bench.$$b --quick || exit 1; done
+
+lock: $(VENV)/.installed  ## write down the versions that the tests ran with
+	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# CONSTRAINTS= (empty) takes the newest versions that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jscaler needs Python 3.11 or newer: make PYTHON=python3.11')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]"
+	touch $@
