@@ -36,9 +36,9 @@ class UnknownNameError(JscalerError):
     """A name that nothing carries.
 
     Example:
-        >>> raise UnknownNameError("plan", "data_paralel", ["single", "data_parallel"])
+        >>> raise UnknownNameError("plan", "singel", ["single", "data_parallel"])
         Traceback (most recent call last):
-        jscaler.errors.UnknownNameError: no plan named 'data_paralel'; did you mean 'data_parallel'? known: single, data_parallel
+        jscaler.errors.UnknownNameError: no plan named 'singel'; did you mean 'single'? known: single, data_parallel
     """
 
     def __init__(self, what: str, name: str, known: Iterable[str], where: str = ""):

@@ -99,9 +99,10 @@ class Executable:
     jitted: Any
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
+    donated: tuple[int, ...]
 
 
-def executable(step: StepPlan, devices: Sequence[jax.Device], donate: Sequence[int]) -> Executable:
+def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
     """The program on real devices; ``donate`` lists flat argument indices whose buffers may be reused."""
     mesh = physical_mesh(step.program, devices)
     fun = emit(step.program, step.flat, mesh)
@@ -112,7 +113,15 @@ def executable(step: StepPlan, devices: Sequence[jax.Device], donate: Sequence[i
         return fun(*leaves, *constants)
 
     jitted = jax.jit(run, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=tuple(donate))
-    return Executable(jitted, in_shardings, out_shardings)
+    return Executable(jitted, in_shardings, out_shardings, tuple(donate))
+
+
+def input_structs(step: StepPlan, in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """What ``jax.jit(...).lower`` takes for the step's inputs."""
+    return [
+        jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=s, weak_type=getattr(t.aval, "weak_type", False))
+        for t, s in zip(step.graph.inputs, in_shardings, strict=True)
+    ]
 
 
 def shardings(step: StepPlan, mesh: Mesh) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -7,11 +7,11 @@ from jax.extend import core
 
 from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.fragments import Fragment, fragments, scope_of
+from jscaler.capture.fragments import Fragment, fragments
 from jscaler.capture.jaxprs import Atom, live_equations, make_jaxpr
 from jscaler.capture.names import PathNames, common_root, function_name
 from jscaler.capture.trace import Trace
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import GradientCall, Graph, Op, PTensor
 from jscaler.ir.graph import RuleSource
 from jscaler.ir.op import OpKind
 
@@ -38,8 +38,9 @@ def build_graph(
     outputs = tuple(builder.result(v, name) for v, name in zip(step.outvars, output_names, strict=True))
     inputs = tuple(builder.tensors[v] for v in step.invars)
     constants = tuple((builder.tensors[v], value) for v, value in step.constants)
+    calls = tuple(builder.calls[i] for i in sorted(builder.calls))
     return Graph(
-        tuple(builder.ops), inputs, constants, outputs, tuple(output_names), next_version, len(step.calls), rules,
+        tuple(builder.ops), inputs, constants, outputs, tuple(output_names), next_version, calls, rules,
         step.opaque_gradients,
     )  # fmt: skip
 
@@ -49,6 +50,7 @@ class _Builder:
         self.step = step
         self.bodies = bodies
         self.ops: list[Op] = []
+        self.calls: dict[int, GradientCall] = {}
         self.names = PathNames()
         self.tensors = {v: PTensor(n, v.aval, "input") for v, n in zip(step.invars, input_names, strict=True)}
         for i, (var, _) in enumerate(step.constants):
@@ -112,7 +114,7 @@ class _Builder:
                 if isinstance(atom, core.Var) and atom in self.generated and atom not in needed:
                     eqn = self.generated[atom]
                     need(eqn.invars)
-                    needed.update({v: eqn for v in eqn.outvars})
+                    needed.update(dict.fromkeys(eqn.outvars, eqn))
 
         for eqn in eqns:
             need(eqn.invars)
@@ -138,7 +140,9 @@ class _Builder:
         forward = [op for op in self.ops if op.call == index and op.kind == "forward"]
         loss = self._loss_tensor(call.loss)
         differentiator = Differentiator(self.bodies, index)
-        gradients = differentiator.run(forward, loss, tuple(self.tensors[v] for v in call.wrt))
+        wrt = tuple(self.tensors[v] for v in call.wrt)
+        gradients = differentiator.run(forward, loss, wrt)
+        self.calls[index] = GradientCall(loss, wrt, tuple(gradients))
         handles = differentiator.handles
         self.ops = [dataclasses.replace(o, backward=handles.get(o.path)) if o.call == index else o for o in self.ops]
         self.ops += differentiator.ops

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom
+from jscaler.capture.jaxprs import Atom, shape
 from jscaler.capture.trace import TaggedEquation, Trace
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
@@ -79,26 +79,26 @@ class _Builder:
         eqn, call = tagged.eqn, tagged.call
         reads = [v for v in eqn.invars if isinstance(v, core.Var) and v not in self.generated]
         if not reads and not eqn.effects and eqn.primitive.name not in ALONE:
-            self.generated.update({v: eqn for v in eqn.outvars})
+            self.generated.update(dict.fromkeys(eqn.outvars, eqn))
             return
         fragment = self._choose(eqn, call, reads)
         fragment.eqns.append((index, eqn))
         for var in eqn.outvars:
             self.home[var] = fragment
         for var in reads:
-            if var.aval.shape and fragment not in self.readers.setdefault(var, []):
+            if shape(var) and fragment not in self.readers.setdefault(var, []):
                 self.readers[var].append(fragment)
         name = eqn.primitive.name
-        full_reduction = name.startswith("reduce_") and name != "reduce_precision" and not eqn.outvars[0].aval.shape
+        full_reduction = name.startswith("reduce_") and name != "reduce_precision" and not shape(eqn.outvars[0])
         fragment.closed = name in CONTRACTIONS or name in ALONE or full_reduction
         if call is not None:
             self.call_level[call] = max(self.call_level.get(call, 0), fragment.level)
 
     def _choose(self, eqn: core.JaxprEqn, call: int | None, reads: list[core.Var]) -> Fragment:
         scope = scope_of(eqn)
-        scalar = not any(v.aval.shape for v in (*eqn.outvars, *reads))
+        scalar = not any(shape(v) for v in (*eqn.outvars, *reads))
         sources = [self.home[v] for v in reads if v in self.home]
-        beside = [f for v in reads if v.aval.shape for f in self.readers.get(v, ())]
+        beside = [f for v in reads if shape(v) for f in self.readers.get(v, ())]
         below = max((self._level(v) for v in reads), default=0)
         for candidate in (*sources, *beside):
             others = max((self._level(v) for v in reads if self.home.get(v) is not candidate), default=0)
@@ -134,7 +134,7 @@ class _Builder:
                 kept.append(fragment)
                 continue
             reader.eqns = sorted(fragment.eqns + reader.eqns, key=lambda pair: pair[0])
-            self.home.update({v: reader for v in produced})
+            self.home.update(dict.fromkeys(produced, reader))
         self.fragments = kept
 
 

@@ -154,7 +154,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, list[int]]:
-    names = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
+    names: dict[str, Any] = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
     results = jax.vmap(functools.partial(_apply, **params), in_axes=tuple(dims), axis_size=axis.size, **names)(*args)
     return results, [0] * len(results)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend import core
 
 # Call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
@@ -12,6 +13,16 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"
 CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint"})
 
 Atom = core.Var | core.Literal
+
+
+def shape(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    return tuple(atom.aval.shape)
+
+
+def dtype(atom: Any) -> Any:
+    """The dtype of a variable or literal."""
+    return atom.aval.dtype
 
 
 def make_jaxpr(eqns: Sequence[core.JaxprEqn], invars: Sequence[core.Var], outvars: Sequence[Atom], like: Any) -> core.Jaxpr:
@@ -38,7 +49,7 @@ def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
 
 def evaluate(jaxpr: core.Jaxpr, args: Iterable[Any]) -> list[Any]:
     """Run a jaxpr without constants on values or tracers."""
-    return jax.core.eval_jaxpr(jaxpr, [], *args)
+    return eval_jaxpr(jaxpr, [], *args)
 
 
 class Inliner:

@@ -10,8 +10,10 @@ from jscaler.capture.jaxprs import inner_jaxpr
 
 # The primitive that names a fragment is its weightiest: the first of these it holds, else its last one.
 WEIGHTY = tuple(
-    "dot_general conv_general_dilated scan while cond custom_vjp_call pallas_call dot conv gather scatter-add scatter sort "
-    "top_k cumsum random_bits erf tanh logistic exp log rsqrt reduce_max reduce_sum argmax sqrt select_n".split()
+    """
+    dot_general conv_general_dilated scan while cond custom_vjp_call pallas_call dot conv gather scatter-add scatter
+    sort top_k cumsum random_bits erf tanh logistic exp log rsqrt reduce_max reduce_sum argmax sqrt select_n
+    """.split()  # noqa: SIM905
 )
 TRANSPARENT = frozenset({"custom_jvp_call", "remat2", "checkpoint"})
 SHORT = {"dot_general": "dot", "conv_general_dilated": "conv", "scatter-add": "scatter_add", "select_n": "where"}

@@ -21,6 +21,15 @@ class RuleSource(Protocol):
 
 
 @dataclass(frozen=True)
+class GradientCall:
+    """One ``value_and_grad`` of the step: what it differentiates, with respect to what, and the gradients."""
+
+    loss: PTensor
+    wrt: tuple[PTensor, ...]
+    gradients: tuple[PTensor, ...]
+
+
+@dataclass(frozen=True)
 class Graph:
     """The captured step.
 
@@ -31,7 +40,7 @@ class Graph:
         outputs: one PTensor per leaf of the step's result.
         output_names: tree paths of the outputs.
         next_version: output index -> input index where an output is the next version of a state leaf.
-        calls: number of gradient calls in the step.
+        calls: the step's gradient calls; an op's ``call`` is an index into them.
         opaque_gradients: gradient calls hidden inside another construct (a scan), where no plan can reach them.
         rules: derives the ops' rules.
     """
@@ -42,7 +51,7 @@ class Graph:
     outputs: tuple[PTensor, ...]
     output_names: tuple[str, ...]
     next_version: Mapping[int, int]
-    calls: int
+    calls: tuple[GradientCall, ...]
     rules: RuleSource = field(repr=False)
     opaque_gradients: int = 0
 

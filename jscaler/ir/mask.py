@@ -71,8 +71,7 @@ class Mask:
 
     def elements(self) -> Iterator[tuple[int, ...]]:
         """The index of every element of the box in the *unrefined* tensor: the slow, obvious meaning of a mask."""
-        for index in itertools.product(*(_positions(s, b) for s, b in zip(self.subdims, self.box, strict=True))):
-            yield index
+        yield from itertools.product(*(_positions(s, b) for s, b in zip(self.subdims, self.box, strict=True)))
 
     def __str__(self) -> str:
         dims = ", ".join("·".join(f"{a}:{b}" for a, b in dim) for dim in self.box)

@@ -25,8 +25,18 @@ def exchange(adapt: Adapt, local: Any) -> Any:
     return local.reshape(adapt.target.local_shape)
 
 
+def axis_names(axes: tuple[str, ...]) -> Any:
+    """Axis names as ``lax`` takes them: one by itself, several as a tuple."""
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _dim(dim: int | None) -> int:
+    assert dim is not None
+    return dim
+
+
 def _axes(step: Transition) -> Any:
-    return step.axes if len(step.axes) > 1 else step.axes[0]
+    return axis_names(step.axes)
 
 
 def _all_reduce(local: Any, step: Transition, layout: Layout) -> Any:
@@ -36,21 +46,21 @@ def _all_reduce(local: Any, step: Transition, layout: Layout) -> Any:
 
 
 def _all_gather(local: Any, step: Transition, layout: Layout) -> Any:
-    return lax.all_gather(local, _axes(step), axis=step.source, tiled=True)
+    return lax.all_gather(local, _axes(step), axis=_dim(step.source), tiled=True)
 
 
 def _reduce_scatter(local: Any, step: Transition, layout: Layout) -> Any:
-    return lax.psum_scatter(local, _axes(step), scatter_dimension=step.target, tiled=True)
+    return lax.psum_scatter(local, _axes(step), scatter_dimension=_dim(step.target), tiled=True)
 
 
 def _all_to_all(local: Any, step: Transition, layout: Layout) -> Any:
-    return lax.all_to_all(local, _axes(step), split_axis=step.target, concat_axis=step.source, tiled=True)
+    return lax.all_to_all(local, _axes(step), split_axis=step.target, concat_axis=_dim(step.source), tiled=True)
 
 
 def _slice(local: Any, step: Transition, layout: Layout) -> Any:
-    assert step.target is not None
-    size = local.shape[step.target] // layout.mesh.size(step.axes)
-    return lax.dynamic_slice_in_dim(local, lax.axis_index(_axes(step)) * size, size, axis=step.target)
+    dim = _dim(step.target)
+    size = local.shape[dim] // layout.mesh.size(step.axes)
+    return lax.dynamic_slice_in_dim(local, lax.axis_index(_axes(step)) * size, size, axis=dim)
 
 
 def _value_mask(local: Any, step: Transition, layout: Layout) -> Any:

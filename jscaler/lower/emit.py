@@ -10,13 +10,13 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
-from jscaler.lower.collectives import exchange
+from jscaler.lower.collectives import axis_names, exchange
 from jscaler.lower.numbering import FlatProgram, Run
 from jscaler.lower.program import Program
 from jscaler.materialize import Layout
 
 
-def physical_mesh(program: Program, devices: Sequence[jax.Device]) -> Mesh:
+def physical_mesh(program: Program, devices: Sequence[Any]) -> Mesh:
     """The mesh of real devices: logical device i is ``devices[i]``."""
     chosen = np.array([devices[d] for d in program.mesh.devices], dtype=object)
     return Mesh(chosen.reshape([s for _, s in program.mesh.axes]), program.mesh.names)
@@ -33,9 +33,9 @@ def emit(program: Program, flat: FlatProgram, mesh: Mesh) -> Callable[..., list[
     """A function of the program's inputs (whole arrays, to be jitted) that returns its outputs."""
 
     def local(*args: Any) -> list[Any]:
-        env: dict[core.Var, Any] = dict(zip(flat.inputs, args, strict=True))
+        env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
         for axes, var in flat.part_indices:
-            env[var] = lax.axis_index(axes if len(axes) > 1 else axes[0])
+            env[var] = lax.axis_index(axis_names(axes))
         for step in flat.steps:
             if isinstance(step, Run):
                 results = evaluate(step.jaxpr, [env[v] for v in step.jaxpr.invars])
@@ -51,5 +51,5 @@ def emit(program: Program, flat: FlatProgram, mesh: Mesh) -> Callable[..., list[
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _value(env: dict[core.Var, Any], atom: core.Var | core.Literal) -> Any:
+def _value(env: dict[Any, Any], atom: core.Var | core.Literal) -> Any:
     return atom.val if isinstance(atom, core.Literal) else env[atom]

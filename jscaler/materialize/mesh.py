@@ -4,6 +4,7 @@ Grids of 2×4 and 4×2 cells over the same eight devices cut the device number a
 2, 2 and 2. The axes are the coarsest common refinement of all the cuts.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,13 +104,13 @@ def _cuts(grids: Sequence[tuple[PlacedGrid, tuple[int, ...]]], num_devices: int)
             if size > 1:
                 cuts |= {stride, stride * size}
     ordered = sorted(cuts)
-    return ordered if all(b % a == 0 for a, b in zip(ordered, ordered[1:], strict=False)) else None
+    return ordered if all(b % a == 0 for a, b in itertools.pairwise(ordered)) else None
 
 
 def _mesh(
     order: tuple[int, ...], cuts: list[int], strides: dict[PlacedGrid, tuple[int, ...]]
 ) -> tuple[DeviceMesh, dict[PlacedGrid, tuple[Axes, ...]]]:
-    spans = list(zip(cuts, cuts[1:], strict=False))[::-1]  # major first
+    spans = list(itertools.pairwise(cuts))[::-1]  # major first
     names = [f"x{i}" for i in range(len(spans))]
     mesh = DeviceMesh(order, tuple((n, high // low) for n, (low, high) in zip(names, spans, strict=True)))
 

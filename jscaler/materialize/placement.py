@@ -44,7 +44,7 @@ class Placement:
 
 def operand_layout(mesh: DeviceMesh, rule: Rule, placement: Placement, op: Op, index: int) -> Layout:
     """The layout in which ``op`` reads its input ``index``."""
-    values = {axis: combiners[index] for axis, combiners in placement.shares.items()}
+    values: dict[str, Combiner | None] = {axis: combiners[index] for axis, combiners in placement.shares.items()}
     return _layout(mesh, rule, placement, rule.operands[index], op.inputs[index], values)
 
 

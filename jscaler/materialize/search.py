@@ -16,7 +16,8 @@ def cheapest_path(source: Layout, target: Layout, itemsize: int) -> tuple[tuple[
 
     Always finds one: everything can be reduced and gathered, then sliced and masked.
     """
-    assert source.mesh == target.mesh and source.subdims == target.subdims
+    assert source.mesh == target.mesh
+    assert source.subdims == target.subdims
     if source == target:
         return (), 0.0
     wanted = {combiner for _, combiner in target.values} | {combiner for _, combiner in source.values}

@@ -66,7 +66,7 @@ class Atoms:
         children = (self.new(self.size[atom] // minor), self.new(minor))
         if atom in self.reason:
             reason = self.reason.pop(atom)
-            self.reason.update({child: reason for child in children})
+            self.reason.update(dict.fromkeys(children, reason))
         self._children[atom] = children
         return list(children)
 

@@ -21,8 +21,7 @@ class RuleBook:
 
     _analyses: dict[Body, Analysis] = field(default_factory=dict)
     _rules: dict[Any, Rule] = field(default_factory=dict)
-    _names: dict[Any, dict[str, int]] = field(default_factory=dict)
-    _locals: dict[Any, tuple[core.Jaxpr, tuple[str, ...]]] = field(default_factory=dict)
+    _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
     _partials: dict[Any, tuple[Combiner | None, ...] | None] = field(default_factory=dict)
 
     def rule(self, op: Op) -> Rule:
@@ -50,7 +49,7 @@ class RuleBook:
         key = (op.body, tuple(partial))
         if key not in self._partials:
             analysis = self.analysis(op.body)
-            given = {v: c for v, c in zip(analysis.jaxpr.invars, partial, strict=True) if c}
+            given: dict[core.Var, Combiner] = {v: c for v, c in zip(analysis.jaxpr.invars, partial, strict=True) if c}
             try:
                 states = interpret(analysis, None, given)
             except Blocked:
@@ -93,7 +92,8 @@ class RuleBook:
 
     def _shared_names(self, forward: Rule, op: Op) -> dict[int, str]:
         """Names for the leaves of a backward body, from the dims it has in common with its forward."""
-        assert op.body is not None and op.forward is not None
+        assert op.body is not None
+        assert op.forward is not None
         analysis = self.analysis(op.body)
         names: dict[int, str] = {}
         tensors = [

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend import core
 
+from jscaler.capture.jaxprs import shape
 from jscaler.errors import UnknownPrimitiveWarning
 from jscaler.ir import Factor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.rules.atoms import Atoms
 from jscaler.rules.registry import TABLE
-from jscaler.rules.table import Dims, Spec, shape
+from jscaler.rules.table import Dims, Spec
 
 SPLIT, INDEPENDENT = "split", "independent"
 State = str  # SPLIT, INDEPENDENT, or the combiner of a partial: "add", "max", "min"
@@ -110,7 +111,10 @@ def _spec(eqn: core.JaxprEqn) -> Spec:
     return Spec(operands, tuple(one("out", i, shape(v)) for i, v in enumerate(eqn.outvars)), blocked=blocked)
 
 
-ZERO_KEEPS = frozenset("broadcast_in_dim convert_element_type reshape transpose squeeze copy neg reduce_sum mul".split())
+# Primitives that make zero of any zero operand.
+ZERO_KEEPS = frozenset(
+    "broadcast_in_dim convert_element_type reshape transpose squeeze copy neg reduce_sum mul".split()  # noqa: SIM905
+)
 
 
 def _known_zeros(jaxpr: core.Jaxpr) -> frozenset[core.Var]:

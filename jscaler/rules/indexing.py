@@ -4,7 +4,8 @@ from typing import Any
 
 from jax.extend import core
 
-from jscaler.rules.table import Dims, Label, Spec, dims, shape
+from jscaler.capture.jaxprs import shape
+from jscaler.rules.table import Dims, Label, Spec, dims
 
 
 def gather(eqn: core.JaxprEqn) -> Spec:
@@ -65,7 +66,7 @@ def _window_labels(
         whole = i not in collapsed and sizes[i] == size
         own = dims((size,), (("w", i),))[0]
         if not whole:
-            blocked.update({label: "it is looked up by index" for label in own})
+            blocked.update(dict.fromkeys(own, "it is looked up by index"))
         operand.append(own)
         if i not in collapsed:
             part = own if whole else dims((sizes[i],), (("part", i),))[0]

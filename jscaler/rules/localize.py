@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
-from jscaler.capture.jaxprs import evaluate, make_jaxpr, trace
+from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace
 from jscaler.rules.derive import Analysis
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
@@ -47,17 +47,17 @@ class Localizer:
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * len(self.leaves)
         return trace(local, [*avals, *index])
 
-    def shape(self, var: core.Var) -> tuple[int, ...]:
+    def shape(self, var: Any) -> tuple[int, ...]:
         """The shape of ``var``'s part."""
         return tuple(
             size // math.prod(self.parts.get(leaf, 1) for leaf in dim)
-            for size, dim in zip(var.aval.shape, self.analysis.leaves(var), strict=True)
+            for size, dim in zip(shape(var), self.analysis.leaves(var), strict=True)
         )
 
     def _bind(self, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         out = eqn.outvars[0]
-        if name in SPECIAL and self.shape(out) != tuple(out.aval.shape):
+        if name in SPECIAL and self.shape(out) != shape(out):
             return [SPECIAL[name](self, eqn, values)]
         params = dict(eqn.params)
         if name in SHAPED:
@@ -95,7 +95,7 @@ def _iota(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:
 def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:
     """Threefry in its partitionable form is a function of the key and the 64-bit global index of the element."""
     (key,), out = values, eqn.outvars[0]
-    width, keys = eqn.params["bit_width"], len(eqn.invars[0].aval.shape)
+    width, keys = eqn.params["bit_width"], len(shape(eqn.invars[0]))
     whole = eqn.params["shape"]
     by_index = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and "fry" in str(key.dtype)
     if not by_index or not jax.config.jax_threefry_partitionable or math.prod(whole) >= 2**32:  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> 
     index = jnp.zeros(local, jnp.uint32)
     for dim in range(keys, len(local)):
         place = part.positions(out, dim, jnp.uint32)
-        stride = math.prod(out.aval.shape[dim + 1 :])
+        stride = math.prod(shape(out)[dim + 1 :])
         index = index + lax.broadcast_in_dim(place * jnp.uint32(stride), local, (dim,))
     words = jax.random.key_data(key)
     first, second = (lax.broadcast_in_dim(words[..., i], local, tuple(range(keys))) for i in (0, 1))
@@ -117,9 +117,9 @@ def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> 
 def _draw_whole(part: Localizer, eqn: core.JaxprEqn, key: Any) -> Any:
     """Other generators have no form by index: draw the whole's bits, then take the part's."""
     out = eqn.outvars[0]
-    keys = len(eqn.invars[0].aval.shape)
+    keys = len(shape(eqn.invars[0]))
     bits = eqn.primitive.bind(key, **eqn.params)
-    for dim in range(keys, len(out.aval.shape)):
+    for dim in range(keys, len(shape(out))):
         bits = jnp.take(bits, part.positions(out, dim, jnp.int32), axis=dim)
     return bits
 
@@ -132,13 +132,13 @@ SPECIAL: dict[str, Callable[[Localizer, core.JaxprEqn, Sequence[Any]], Any]] = {
 
 def _slice(part: Localizer, eqn: core.JaxprEqn) -> dict[str, Any]:
     # A dim that is cut is blocked, so its limit stays; a dim taken whole ends where the part ends.
-    pairs = zip(eqn.params["limit_indices"], eqn.invars[0].aval.shape, part.shape(eqn.invars[0]), strict=True)
+    pairs = zip(eqn.params["limit_indices"], shape(eqn.invars[0]), part.shape(eqn.invars[0]), strict=True)
     return {"limit_indices": tuple(local if size != local else limit for limit, size, local in pairs)}
 
 
 def _gather(part: Localizer, eqn: core.JaxprEqn) -> dict[str, Any]:
     operand = eqn.invars[0]
-    pairs = zip(eqn.params["slice_sizes"], operand.aval.shape, part.shape(operand), strict=True)
+    pairs = zip(eqn.params["slice_sizes"], shape(operand), part.shape(operand), strict=True)
     return {"slice_sizes": tuple(local if size == whole else size for size, whole, local in pairs)}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from jscaler.capture.jaxprs import dtype, shape
 from jscaler.ir.mask import Combiner
 
 Label = tuple[Any, int]  # any hashable name, and the size
@@ -43,10 +44,6 @@ class Spec:
 SpecFunction = Callable[[core.JaxprEqn], Spec]
 
 
-def shape(atom: Any) -> tuple[int, ...]:
-    return tuple(atom.aval.shape)
-
-
 def dims(sizes: Sequence[int], names: Sequence[Any]) -> Dims:
     """One label per dim; none for a dim of size 1."""
     return tuple(() if size == 1 else ((name, size),) for size, name in zip(sizes, names, strict=True))
@@ -65,7 +62,7 @@ def elementwise(linear: str = "") -> SpecFunction:
 
 def convert(eqn: core.JaxprEqn) -> Spec:
     """Casts are linear between floats, unless they narrow: a partial sum in fewer bits is another number."""
-    source, target = (np.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
+    source, target = (np.dtype(dtype(v)) for v in (eqn.invars[0], eqn.outvars[0]))
     widens = all(d.kind in "fV" for d in (source, target)) and target.itemsize >= source.itemsize
     return elementwise("move" if widens else "")(eqn)
 
@@ -189,7 +186,7 @@ def _blocked_remainder(eqn: core.JaxprEqn, operand: Dims, result: Dims) -> Spec:
         for i, (dim, size) in enumerate(zip(labels, sizes, strict=True)):
             rest = size // math.prod(s for _, s in dim)
             extra = (((side, i), rest),) if rest > 1 else ()
-            blocked.update({label: "a reshape mixes it with its neighbour" for label in extra})
+            blocked.update(dict.fromkeys(extra, "a reshape mixes it with its neighbour"))
             full.append((*extra, *dim))
         return tuple(full)
 
@@ -234,7 +231,7 @@ def slice_like(eqn: core.JaxprEqn) -> Spec:
             result.append(full[i])
             continue
         mine, out = dims((before,), (("cut", i),))[0], dims((after,), (("made", i),))[0]
-        blocked.update({label: "it is sliced or padded" for label in (*mine, *out)})
+        blocked.update(dict.fromkeys((*mine, *out), "it is sliced or padded"))
         operand.append(mine)
         result.append(out)
     others = tuple(((),) * len(shape(v)) for v in eqn.invars[1:])
@@ -252,7 +249,7 @@ def concatenate(eqn: core.JaxprEqn) -> Spec:
 
     def one(v: Any, name: Any) -> Dims:
         labels = dims(shape(v), [(name, i) if i == axis else i for i in range(len(shape(v)))])
-        blocked.update({label: "it is concatenated" for label in labels[axis]})
+        blocked.update(dict.fromkeys(labels[axis], "it is concatenated"))
         return labels
 
     operands = tuple(one(v, i) for i, v in enumerate(eqn.invars))
@@ -265,7 +262,7 @@ def split(eqn: core.JaxprEqn) -> Spec:
 
     def one(v: Any, name: Any) -> Dims:
         labels = dims(shape(v), [(name, i) if i == axis else i for i in range(len(shape(v)))])
-        blocked.update({label: "it is cut into unequal meanings by jnp.split" for label in labels[axis]})
+        blocked.update(dict.fromkeys(labels[axis], "it is cut into unequal meanings by jnp.split"))
         return labels
 
     return Spec(

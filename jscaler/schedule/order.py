@@ -1,6 +1,7 @@
 """Order constraints and data dependencies together form a DAG; a cycle is found here, before anything is compiled."""
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 from jscaler.errors import OrderError
@@ -49,7 +50,8 @@ def _raise_cycle(stuck: set[str], before: dict[str, set[str]], orders: Sequence[
         walk.append(min(s for s in before[walk[-1]] if s in stuck))
     cycle = walk[walk.index(walk[-1]) :][::-1]
     asked = {(o.before, o.after) for o in orders}
-    arrows = [f"{a} {'<' if (a, b) in asked else '->'} {b}" for a, b in zip(cycle, cycle[1:], strict=False)]
+    arrows = [f"{a} {'<' if (a, b) in asked else '->'} {b}" for a, b in itertools.pairwise(cycle)]
     raise OrderError(
-        f"the order is cyclic: {'; '.join(arrows)} ('<' was asked by op_order, '->' is data); drop one of the op_order calls"
+        f"the order is cyclic: {'; '.join(arrows)} ('<' was asked by op_order, '->' is data); "
+        "drop one of the op_order calls"
     )

@@ -1,0 +1,74 @@
+"""The same split through GSPMD: the step for ``jax.jit`` with a sharding constraint on every op output.
+
+The plan writes this out itself, so that a comparison is between explicit collectives and XLA's partitioner, and not
+between two hands. Gradients are ``jax.value_and_grad`` of the constrained forward program; constraints transpose to
+constraints on the cotangents.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jscaler.capture.jaxprs import evaluate
+from jscaler.ir import Graph, Op, PTensor
+from jscaler.materialize import Completed
+
+Values = dict[PTensor, Any]
+
+
+def constrained_step(graph: Graph, completed: Completed, mesh: Mesh) -> Callable[..., list[Any]]:
+    """A function of whole leaves to whole leaves, with ``with_sharding_constraint`` wherever the plan fixes a layout."""
+    evaluator = _Evaluator(graph, completed, mesh)
+
+    def step(*leaves: Any) -> list[Any]:
+        values: Values = dict(zip(graph.inputs, leaves, strict=True))
+        values.update(graph.constants)
+        differentiated: set[int] = set()
+        for op in graph.ops:
+            if op.call is None:
+                evaluator.run(op, values)
+            elif op.call not in differentiated:
+                differentiated.add(op.call)
+                evaluator.differentiate(op.call, values)
+        return [values[t] for t in graph.outputs]
+
+    return step
+
+
+class _Evaluator:
+    def __init__(self, graph: Graph, completed: Completed, mesh: Mesh):
+        self.graph = graph
+        self.completed = completed
+        self.mesh = mesh
+
+    def run(self, op: Op, values: Values) -> None:
+        assert op.body is not None
+        results = evaluate(op.body.jaxpr, [values[t] for t in op.inputs])
+        for tensor, value, layout in zip(op.outputs, results, self.completed.ops[op.path].outputs, strict=True):
+            spec = layout.partition_spec() if self.mesh.axis_names else None
+            if spec is not None:
+                value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
+            values[tensor] = value
+
+    def differentiate(self, index: int, values: Values) -> None:
+        """Run one gradient call: all its forward ops, and JAX's gradient of them."""
+        call = self.graph.calls[index]
+        forward = [op for op in self.graph.ops if op.call == index and op.kind == "forward"]
+
+        def loss(wrt: list[Any]) -> tuple[Any, list[Any]]:
+            inner = {**values, **dict(zip(call.wrt, wrt, strict=True))}
+            for op in forward:
+                self.run(op, inner)
+            return inner[call.loss], [inner[t] for t in made]
+
+        # a differentiated input may be copied first (see capture), by ops of the call that come before all others
+        missing = {t for t in call.wrt if t not in values}
+        for op in [op for op in forward if missing & set(op.outputs)]:
+            self.run(op, values)
+            forward.remove(op)
+        made = [t for op in forward for t in op.outputs]
+        (_, results), gradients = jax.value_and_grad(loss, has_aux=True)([values[t] for t in call.wrt])
+        values.update(zip(made, results, strict=True))
+        values.update(zip(call.gradients, gradients, strict=True))
