@@ -149,7 +149,7 @@ def _leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
             "undecorated function (.fun) there"
         )
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
-        return LeafType(leaf.shape, leaf.dtype, bool(leaf.weak_type))
+        return LeafType(leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False)))
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         aval = jax.typeof(leaf)
         return LeafType(aval.shape, aval.dtype, aval.weak_type)

@@ -1,5 +1,6 @@
 """The train step of a language model: what `jscaler train` runs, written as for one device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -30,13 +31,18 @@ def make_state(model: nn.Module, sequence: int, optimizer: optax.GradientTransfo
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, key=dropout_key)
 
 
-def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One step on ``batch`` (tokens and labels, b s); returns the next state and the mean loss."""
+def train_step(
+    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One step on ``batch`` (tokens and labels, b s); returns the next state and the mean loss.
+
+    ``value_and_grad`` may be JAX's own, for a baseline that owes nothing to jscaler.
+    """
     key = jax.random.fold_in(state.key, state.step)
 
     def loss_fn(params: Any) -> jax.Array:
         logits = state.apply_fn({"params": params}, batch["tokens"], train=True, rngs={"dropout": key})
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    loss, grads = jscaler.value_and_grad(loss_fn)(state.params)
+    loss, grads = value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), {"loss": loss}

@@ -68,17 +68,17 @@ def compare(step: Parallelized, arguments: Arguments, steps: int = 5, rounds: in
     ours_seconds = time.perf_counter() - started
     plan = lowered.plan
     started = time.perf_counter()
-    twin = _compile_twin(plan, lowered, lowered.executable.donated)
+    other = twin(lowered)
     twin_seconds = time.perf_counter() - started
     leaves = [step.leaves(*arguments(i)) for i in range(steps)]
     numbers = _differences(lowered, leaves)
-    times = interleaved([_Loop(run, lowered, leaves[0]) for run in (mine, twin)], rounds)
+    times = interleaved([_Loop(run, lowered, leaves[0]) for run in (mine, other)], rounds)
     return Comparison(
         plan.name,
         plan.plan.num_devices,
         steps,
         _side(mine, ours_seconds, float(np.median(times[0]))),
-        _side(twin, twin_seconds, float(np.median(times[1]))),
+        _side(other, twin_seconds, float(np.median(times[1]))),
         *numbers,
         median_ratio(*times),
     )
@@ -103,6 +103,11 @@ def _placed(leaves: Sequence[Any], lowered: Lowered) -> list[Any]:
     """Copies of ``leaves`` in the plan's layout (copies, since a step may consume them)."""
     shardings_ = lowered.executable.in_shardings
     return [jax.device_put(jax.numpy.copy(x), s) for x, s in zip(leaves, shardings_, strict=True)]
+
+
+def twin(lowered: Lowered) -> Any:
+    """The same split, compiled by ``jax.jit`` through GSPMD, with the same donation."""
+    return _compile_twin(lowered.plan, lowered, lowered.executable.donated)
 
 
 def _compile_twin(plan: StepPlan, lowered: Lowered, donated: Sequence[int]) -> Any:

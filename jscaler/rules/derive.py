@@ -135,7 +135,7 @@ def _all_zero(name: str, flags: Sequence[bool]) -> bool:
 
 def _is_zero(atom: core.Var | core.Literal, zeros: Iterable[core.Var]) -> bool:
     if isinstance(atom, core.Literal):
-        return np.ndim(atom.val) == 0 and np.issubdtype(np.asarray(atom.val).dtype, np.number) and atom.val == 0
+        return np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype != np.bool_ and bool(atom.val == 0)
     return atom in zeros
 
 

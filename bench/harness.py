@@ -1,0 +1,49 @@
+"""What every benchmark shares: options, a table for people, one JSON object as the last line for machines."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def main(
+    name: str, description: str, columns: Sequence[str], rows: Callable[[bool], Iterable[Row]], devices: int = 8
+) -> None:
+    """Run a benchmark's command line.
+
+    Args:
+        name: the benchmark.
+        columns: of the table; a row may leave some out.
+        rows: measures; its argument is whether to be quick (under a minute). A row with ``"bound"`` is held to it:
+            ``value <= bound``, or the run exits with code 1.
+        devices: virtual CPU devices to make.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    from rich.console import Console
+    from rich.progress import track
+
+    from jscaler.report.tables import table
+
+    wide = None if sys.stdout.isatty() else 140
+    console = Console(stderr=options.json, width=wide)
+    measured = list(track(rows(options.quick), f"bench.{name}", console=Console(stderr=True), transient=True))
+    title = f"bench.{name}: jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    console.print(table(title, columns, [[row.get(c, "") for c in columns] for row in measured]))
+    failed = [r for r in measured if r.get("bound") is not None and not r["value"] <= r["bound"]]
+    if options.json:
+        print(json.dumps({"bench": name, "jax": jax.__version__, "rows": measured}))
+    if failed:
+        print(f"bench.{name}: {len(failed)} rows miss their bound: {failed[:3]}", file=sys.stderr)
+        sys.exit(1)
