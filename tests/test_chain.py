@@ -22,7 +22,8 @@ class Net(nn.Module):
 def make_state() -> TrainState:
     net = Net()
     params = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.zeros((1, 8)))["params"]
-    return TrainState.create(apply_fn=net.apply, params=params, tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01)))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+    return TrainState.create(apply_fn=net.apply, params=params, tx=tx)
 
 
 def make_batch() -> dict[str, jax.Array]:

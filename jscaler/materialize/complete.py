@@ -106,9 +106,9 @@ class _Completer:
         if op.path in self.given:
             return self._possible(op, self.given[op.path])
         if op.forward is not None:
-            mirrored = dataclasses.replace(self.ops[op.forward.path].placement, shares={}, origin="mirrored")
-            return self._possible(op, mirrored)
-        return self._fill(op)
+            forward = self.ops[op.forward.path].placement
+            return self._fill(op, self._possible(op, Placement(forward.factors, origin="mirrored")))
+        return self._fill(op, Placement(origin="filled"))
 
     def _possible(self, op: Op, placement: Placement) -> Placement:
         """``placement`` without the factors that this op (a backward of its forward) lacks or cannot split."""
@@ -118,13 +118,15 @@ class _Completer:
         legal = {f: a for f, a in placement.factors.items() if f in factors and factors[f].kind != "blocked"}
         return dataclasses.replace(placement, factors=legal)
 
-    def _fill(self, op: Op) -> Placement:
-        """Axis by axis the cheapest use; among equals the earlier candidate (replicate first)."""
-        if all(t not in self.at_hand or not _uses_axes(self.at_hand[t][0]) for t in op.inputs):
-            return Placement(origin="filled")
-        rule = self.book.rule(op)
-        chosen, runner_up = Placement(origin="filled"), ""
-        for axis in self.mesh.names:
+    def _fill(self, op: Op, chosen: Placement) -> Placement:
+        """Give each axis that ``chosen`` leaves open its cheapest use; among equals the earlier candidate."""
+        used = {a for axes in chosen.factors.values() for a in axes}
+        touching = {a for t in op.inputs if t in self.at_hand for a in _axes_of(self.at_hand[t][0])}
+        open_axes = [a for a in self.mesh.names if a in touching - used]
+        if not open_axes:
+            return chosen
+        rule, runner_up = self.book.rule(op), ""
+        for axis in open_axes:
             costs = [(self._cost(op, c), i, c) for i, c in enumerate(self._candidates(op, rule, chosen, axis))]
             costs.sort(key=lambda entry: entry[:2])
             chosen = costs[0][2]
@@ -141,7 +143,9 @@ class _Completer:
                     found.append(dataclasses.replace(chosen, factors={**chosen.factors, name: axes}))
         combiners: Combiners = tuple(self._share_along(t, axis) for t in op.inputs)
         if any(combiners) and self.book.passes(op, combiners) is not None:
-            found.append(dataclasses.replace(chosen, shares={**chosen.shares, axis: combiners}))
+            share = dataclasses.replace(chosen, shares={**chosen.shares, axis: combiners})
+            # Backward ops reduce late: a gradient may yet meet others, and their sum is reduced once.
+            found.insert(0 if op.kind == "backward" else len(found), share)
         return found
 
     def _lies_split(self, op: Op, rule: Rule, factor: str, axis: str) -> bool:
@@ -188,8 +192,9 @@ def _storable(layout: Layout) -> Layout:
     return plain if plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)
 
 
-def _uses_axes(layout: Layout) -> bool:
-    return bool(layout.values) or any(layout.cuts)
+def _axes_of(layout: Layout) -> set[str]:
+    """The axes along which the devices differ."""
+    return {a for axes in layout.cuts for a in axes} | {a for a, _ in layout.values}
 
 
 def _itemsize(tensor: PTensor) -> int:

@@ -31,7 +31,7 @@ def comparison_table(result: "Comparison") -> Table:
         ("parameter", result.parameter_difference),
     ):
         rows.append((f"largest {what} difference", f"{value:.3g}", "", ""))
-    return table(title, ("", "jscaler", "jax.jit with the same split", "ratio"), rows)
+    return table(title, ("", "jscaler", "jax.jit, same split", "ratio"), rows)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -53,7 +53,9 @@ def _ratio(mine: float, theirs: float) -> str:
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """A table of strings and numbers; numbers are shown in four digits."""
-    made = Table(*header, title=title, title_justify="left")
+    made = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        made.add_column(name, no_wrap=i == 0)
     for row in rows:
         made.add_row(*(f"{c:.4g}" if isinstance(c, float) else str(c) for c in row))
     return made

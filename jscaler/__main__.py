@@ -1,0 +1,5 @@
+"""``python -m jscaler`` is ``jscaler``."""
+
+from jscaler.cli import main
+
+main()

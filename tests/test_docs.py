@@ -1,0 +1,58 @@
+"""README's code blocks and the tutorial run as they stand."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def run(*arguments: str) -> str:
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error::UserWarning:jscaler"}
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_readme_s_python_blocks_run_one_after_another() -> None:
+    output = run("-c", "\n".join(blocks("python")))
+    assert "plan data_parallel" in output
+    assert "plan hidden_units" in output
+    assert "1× all_reduce" in output
+
+
+def test_readme_s_first_example_is_short() -> None:
+    assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 20
+
+
+@pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
+def test_readme_s_commands_exist(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    assert words[0] == "jscaler"
+    help_text = run("-m", "jscaler", words[1], "--help")
+    for flag in (w for w in words if w.startswith("--")):
+        assert flag in help_text
+
+
+@pytest.mark.smoke
+def test_the_tutorial_runs() -> None:
+    assert "the same numbers" in run("docs/tutorial.py")
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document}: {target}"
