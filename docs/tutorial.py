@@ -67,10 +67,16 @@ for adapter in lowered.plan.program.adapters:
     steps = ", ".join(str(step) for _, path in adapter.stages for step in path)
     print(f"{adapter.tensor.name}:  {adapter.source}  ->  {adapter.target}  by {steps}")
 
+# What one device sees of an op is a view of each tensor: a box, and perhaps one of several summands.
+
+reads, writes = lowered.plan.vtensors("loss/dot.1", device=3)
+print("\ndevice 3 reads", *map(str, reads), "and writes", *map(str, writes))
+assert str(writes[0]) == "loss/dot.1:0[8:16, 0:2] share 1/2 add"
+
 # 6. Run: one executable on all devices, with one device's numbers.
 
 compiled = lowered.compile()
-ours, theirs = (params, None), (params, None)
+ours, theirs = (params, jnp.inf), (params, jnp.inf)
 for _ in range(5):
     ours = compiled(ours[0], batch)
     theirs = jax.jit(train_step)(theirs[0], batch)

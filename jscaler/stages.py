@@ -12,7 +12,7 @@ from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.trace import trace_step
-from jscaler.ir import Graph
+from jscaler.ir import Graph, VTensor
 from jscaler.lower.emit import emit, physical_mesh, sharding
 from jscaler.lower.numbering import FlatProgram, flatten
 from jscaler.lower.program import Program, make_program
@@ -54,6 +54,11 @@ class StepPlan:
     def explain(self) -> str:
         """A table: how every group of ops is split, who decided, and which collectives with how many bytes follow."""
         return explain(self.graph, self.plan, self.completed, self.program)
+
+    def vtensors(self, path: str, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
+        """The parts of tensors that the cell of op ``path`` on logical ``device`` reads, and those that it writes."""
+        position = self.completed.mesh.devices.index(device)
+        return self.completed.ops[path].vtensors(self.graph[path], position)
 
     def __str__(self) -> str:
         return self.explain()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend import core
 
@@ -164,8 +165,8 @@ def fingerprint(jaxpr: core.Jaxpr) -> tuple[Any, ...]:
 
 def literal_key(literal: core.Literal) -> tuple[Any, ...]:
     """Value and type of a literal; an array literal is known by identity."""
-    value = literal.val if getattr(literal.val, "shape", ()) == () else id(literal.val)
-    return ("literal", repr(value), literal.aval)
+    value = np.asarray(literal.val).tobytes() if np.ndim(literal.val) == 0 else id(literal.val)
+    return ("literal", value, literal.aval)
 
 
 def params_key(params: dict[str, Any]) -> tuple[Any, ...]:

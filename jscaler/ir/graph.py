@@ -132,11 +132,6 @@ class Graph:
         """
         return self.rules.factor_of(self, path, dim)
 
-    @property
-    def updates_state(self) -> bool:
-        """Whether the step returns a next version of one of its arguments."""
-        return bool(self.next_version)
-
     def require_gradient(self) -> None:
         """Raises CaptureError unless the step has a gradient call that plans can see."""
         if self.calls:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jscaler.ir import Graph, Op, PTensor, Rule
+from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import DeviceMesh, common_mesh
@@ -34,6 +34,11 @@ class OpLayouts:
     placement: Placement
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+
+    def vtensors(self, op: Op, position: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
+        """What the cell at ``position`` of the mesh reads and what it writes."""
+        reads = tuple(VTensor(t, layout.mask(position)) for t, layout in zip(op.inputs, self.inputs, strict=True))
+        return reads, tuple(VTensor(t, layout.mask(position)) for t, layout in zip(op.outputs, self.outputs, strict=True))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jscaler.errors import PlanError, listing
-from jscaler.ir import Graph, Op, PTensor, Rule
+from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.materialize.layout import Layout
@@ -83,7 +83,11 @@ class Decided:
     """The decisions of a plan on one op: its grid and the device of each cell."""
 
     axes: tuple[GridAxis, ...]
-    devices: tuple[int, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(p.device for p in self.places)
 
 
 def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
@@ -94,7 +98,7 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
         PlanError: a cell is assigned twice or not at all.
     """
     grids: dict[str, tuple[GridAxis, ...]] = {}
-    cells: dict[str, dict[tuple[int, ...], int]] = {}
+    cells: dict[str, dict[tuple[int, ...], Place]] = {}
     for decision in plan.decisions:
         if isinstance(decision, Trans):
             grids[graph[decision.op].path] = decision.axes
@@ -113,13 +117,11 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
     return table
 
 
-def _assign(assigned: dict[tuple[int, ...], int], decision: Assign) -> None:
-    for cell, device in zip(_cells(decision.index), decision.devices, strict=True):
+def _assign(assigned: dict[tuple[int, ...], Place], decision: Assign) -> None:
+    for cell, place in zip(_cells(decision.index), decision.places, strict=True):
         if cell in assigned:
-            raise PlanError(
-                f"cell {list(cell)} of '{decision.op}' is assigned twice: to device {assigned[cell]} and to device {device}"
-            )
-        assigned[cell] = device
+            raise PlanError(f"cell {list(cell)} of '{decision.op}' is assigned twice: to {assigned[cell]} and to {place}")
+        assigned[cell] = place
 
 
 def _cells(index: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -136,6 +138,11 @@ def check_devices(table: Mapping[str, Decided], num_devices: int) -> None:
         PlanError: an op leaves devices out (a crossing between groups), or stacks cells on one device (a time axis).
     """
     for path, decided in table.items():
+        hosted = [str(p) for p in decided.places if p.space != "device"]
+        if hosted:
+            raise PlanError(
+                f"'{path}' is assigned to {listing(hosted)}: ops cannot run in host memory; use the device's own"
+            )
         if len(set(decided.devices)) < len(decided.devices):
             raise PlanError(
                 f"'{path}' has {len(decided.devices)} cells on {len(set(decided.devices))} devices: cells that share a "

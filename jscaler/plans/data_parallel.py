@@ -29,8 +29,8 @@ def data_parallel(batch: str = "batch") -> Callable[..., None]:
         leaves = [t for t in graph.select_inputs(batch) if t.shape]
         if not leaves:
             raise UnknownNameError("input", batch, [t.name for t in graph.inputs], "; pass data_parallel(batch=...)")
-        if graph.updates_state:
-            graph.require_gradient()
+        if any(graph.inputs[i] not in leaves for i in graph.next_version.values()):
+            graph.require_gradient()  # a step that updates state is a training step
         factors: dict[Any, str] = {}
         for leaf in leaves:
             if leaf.shape[0] % devices.size:

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 
+from jscaler.ir import Place
 from jscaler.primitives.algorithms import GridAxis
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
@@ -21,15 +22,20 @@ class Trans:
 
 @dataclass(frozen=True)
 class Assign:
-    """Put the cells of ``index`` (a box of the grid) on ``devices``, listed row-major."""
+    """Put the cells of ``index`` (a box of the grid) on ``places``, listed row-major."""
 
     op: str
     index: Index
-    devices: tuple[int, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices of the places."""
+        return tuple(p.device for p in self.places)
 
     def __str__(self) -> str:
         box = ", ".join(f"{a}:{b}" for a, b in self.index)
-        return f"op_assign {self.op}[{box}] -> {list(self.devices)}"
+        return f"op_assign {self.op}[{box}] -> [{' '.join(map(str, self.places))}]"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Op
+from jscaler.ir import Graph, Op, Place
 from jscaler.primitives.algorithms import Algorithm, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
 from jscaler.primitives.plan import Assign, Decision, Order, Plan, Trans
@@ -77,7 +77,7 @@ class Planner:
 
         Args:
             cells: an op, a grid, a sub-grid or a cell.
-            devices: one device, or an array with as many devices as there are cells.
+            devices: one device (a number or a `Place`), or an array with as many devices as there are cells.
 
         Raises:
             PlanError: the numbers differ, or a device does not exist.
@@ -90,12 +90,13 @@ class Planner:
             raise PlanError(f"{cells} has {count} cells and is assigned to {array.size} devices: {array.tolist()}")
         if array.size > 1 and array.ndim > 1 and _squeezed(array.shape) != _squeezed(cells.shape):
             raise PlanError(f"{cells} has shape {cells.shape} and its devices have shape {array.shape}")
-        wrong = [int(d) for d in array.flat if not 0 <= d < self.num_devices]
+        places = tuple(_place(d) for d in array.flat)
+        wrong = [p.device for p in places if not 0 <= p.device < self.num_devices]
         if wrong:
             raise PlanError(
                 f"{cells} is assigned to devices {wrong}; there are {self.num_devices}: 0 to {self.num_devices - 1}"
             )
-        self._decisions.append(Assign(cells.op.path, cells.index, tuple(int(d) for d in array.flat)))
+        self._decisions.append(Assign(cells.op.path, cells.index, places))
 
     def op_order(self, before: Op | Grid, after: Op | Grid) -> None:
         """Run ``before`` before ``after``."""
@@ -110,6 +111,14 @@ class Planner:
 def _name(algorithm: Algorithm) -> str | None:
     factor = getattr(algorithm, "factor", None)
     return factor if isinstance(factor, str) else None
+
+
+def _place(device: Any) -> Place:
+    if isinstance(device, Place):
+        return device
+    if not isinstance(device, (int, np.integer)):
+        raise PlanError(f"a device is a whole number or a Place, not {device!r}")
+    return Place(int(device))
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
