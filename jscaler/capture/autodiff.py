@@ -24,6 +24,7 @@ class Differentiator:
     def __init__(self, bodies: BodyTable, call: int):
         self.bodies = bodies
         self.call = call
+        self.mark = f"#{call}" if call else ""  # a second call may differentiate the same tensors
         self.ops: list[Op] = []
         self.handles: dict[str, Op] = {}
         self._arrived: dict[PTensor, list[PTensor]] = {}
@@ -31,8 +32,10 @@ class Differentiator:
     def run(self, forward: list[Op], loss: PTensor, wrt: tuple[PTensor, ...]) -> list[PTensor]:
         """Returns the gradient PTensor of each tensor of ``wrt``; ``ops`` and ``handles`` hold the new ops."""
         active = _active(forward, wrt)
-        seed = PTensor(f"d({loss.name})", loss.aval, "gradient")
-        self._add(Op(f"{loss.name}@seed", "backward", (), (seed,), self.bodies.fill(loss.aval, 1.0), call=self.call))
+        seed = PTensor(f"d({loss.name}){self.mark}", loss.aval, "gradient")
+        self._add(
+            Op(f"{loss.name}@seed{self.mark}", "backward", (), (seed,), self.bodies.fill(loss.aval, 1.0), call=self.call)
+        )
         self._arrived[loss] = [seed]
         for op in reversed(forward):
             self._visit(op, active)
@@ -60,10 +63,10 @@ class Differentiator:
         parts = self._arrived.get(tensor, [])
         if len(parts) == 1:
             return parts[0]
-        total = PTensor(f"d({tensor.name})", tensor.aval, "gradient")
+        total = PTensor(f"d({tensor.name}){self.mark}", tensor.aval, "gradient")
         body = self.bodies.join(tensor.aval, len(parts)) if parts else self.bodies.fill(tensor.aval, 0.0)
         suffix = "@join" if parts else "@unused"
-        self._add(Op(f"{tensor.name}{suffix}", "backward", tuple(parts), (total,), body, call=self.call))
+        self._add(Op(f"{tensor.name}{suffix}{self.mark}", "backward", tuple(parts), (total,), body, call=self.call))
         self._arrived[tensor] = [total]
         return total
 

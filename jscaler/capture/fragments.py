@@ -22,6 +22,7 @@ CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "
 ALONE = frozenset(
     {"scan", "while", "cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint", "pallas_call"}
 )
+MOVEMENTS = frozenset({"reshape", "broadcast_in_dim", "convert_element_type", "transpose", "squeeze"})
 # What a fragment must not hold to be a mere preparation (a cast, a mask, a reshape) of the one that reads it.
 HEAVY = ("reduce_", "arg", "cum", "gather", "scatter", "sort", "top_k", "dynamic_")
 
@@ -32,7 +33,7 @@ class Fragment:
 
     call: int | None
     scope: str
-    level: int
+    level: float
     scalar: bool
     eqns: list[tuple[int, core.JaxprEqn]] = field(default_factory=list)
     closed: bool = False
@@ -73,12 +74,13 @@ class _Builder:
         self.readers: dict[core.Var, list[Fragment]] = {}
         self.generated: dict[core.Var, core.JaxprEqn] = {}
         self.gradient_call = {g: i for i, call in enumerate(step.calls) for g in call.gradients}
-        self.call_level: dict[int, int] = {}
+        self.call_level: dict[int, float] = {}
+        self.wrt = {v for call in step.calls for v in call.wrt}
 
     def add(self, index: int, tagged: TaggedEquation) -> None:
         eqn, call = tagged.eqn, tagged.call
         reads = [v for v in eqn.invars if isinstance(v, core.Var) and v not in self.generated]
-        if not reads and not eqn.effects and eqn.primitive.name not in ALONE:
+        if not reads and not eqn.effects and eqn.primitive.name not in ALONE and not self.wrt & set(eqn.outvars):
             self.generated.update(dict.fromkeys(eqn.outvars, eqn))
             return
         fragment = self._choose(eqn, call, reads)
@@ -105,11 +107,13 @@ class _Builder:
             joins = (candidate.call, candidate.scope, candidate.scalar, candidate.closed) == (call, scope, scalar, False)
             if joins and others < candidate.level and eqn.primitive.name not in ALONE:
                 return candidate
-        fragment = Fragment(call, scope, below + 1, scalar)
+        # What only prepares an input (a reshape of a bias) lies below all else, so that its reader need not.
+        inputs_only = not sources and below == 0 and eqn.primitive.name in MOVEMENTS
+        fragment = Fragment(call, scope, 0.5 if inputs_only else int(below) + 1, scalar)
         self.fragments.append(fragment)
         return fragment
 
-    def _level(self, var: core.Var) -> int:
+    def _level(self, var: core.Var) -> float:
         if var in self.home:
             return self.home[var].level
         if var in self.gradient_call:  # a gradient comes after the whole forward program of its call
@@ -119,12 +123,15 @@ class _Builder:
     def merge_preparations(self, outvars: Iterable[Atom]) -> None:
         """Casts, reshapes and masks with one reader, in their own scope, become part of it. Cannot close a cycle."""
         results = {v for v in outvars if isinstance(v, core.Var)}
+        # what an equation without results reads (a debug print) stays a tensor of its own
+        mute = (e for f in self.fragments for _, e in f.eqns if not e.outvars)
+        results |= {v for e in mute for v in e.invars if isinstance(v, core.Var)}
         uses: dict[core.Var, list[core.Var]] = {}
         for fragment in self.fragments:
             for _, eqn in fragment.eqns:
                 for var in eqn.invars:
                     if isinstance(var, core.Var):
-                        uses.setdefault(var, []).append(eqn.outvars[0])
+                        uses.setdefault(var, []).extend(eqn.outvars[:1])
         kept = []
         for fragment in self.fragments:
             produced = {v for _, e in fragment.eqns for v in e.outvars}

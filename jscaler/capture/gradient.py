@@ -38,12 +38,13 @@ def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, ha
         >>> jscaler.value_and_grad(lambda x: x ** 2)(3.0)
         (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
     """
-    nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        nums = _positions(args, given)
         wanted = _differentiated(args, nums)
 
         def flat_fun(*values: Any) -> list[Any]:
@@ -53,6 +54,10 @@ def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, ha
                 full[i] = value
             call_args, call_kwargs = jax.tree.unflatten(tree, full)
             out = fun(*call_args, **call_kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    f"with has_aux=True the loss function returns a pair (value, aux); it returned {type(out).__name__}"
+                )
             value, aux = out if has_aux else (out, ())
             _check_scalar(value)
             flat, out_tree = jax.tree.flatten((value, aux))
@@ -92,10 +97,15 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "dtype")
 
 
+def _positions(args: tuple[Any, ...], nums: tuple[int, ...]) -> tuple[int, ...]:
+    """``argnums`` counted from the front."""
+    if bad := [n for n in nums if not -len(args) <= n < len(args)]:
+        raise TypeError(f"argnums {bad} with {len(args)} positional arguments; legal: 0 to {len(args) - 1}")
+    return tuple(n % len(args) for n in nums)
+
+
 def _differentiated(args: tuple[Any, ...], nums: tuple[int, ...]) -> set[int]:
     """Flat leaf indices of the differentiated arguments; they come first in the flattened ``(args, kwargs)``."""
-    if bad := [n for n in nums if not 0 <= n < len(args)]:
-        raise TypeError(f"argnums {bad} with {len(args)} positional arguments; legal: 0 to {len(args) - 1}")
     found, start = set(), 0
     for position, arg in enumerate(args):
         leaves = jax.tree_util.tree_leaves_with_path(arg)
@@ -123,6 +133,11 @@ def _gradient_trees(args: tuple[Any, ...], nums: tuple[int, ...], gradients: dic
 
 
 def _check_scalar(value: Any) -> None:
+    if not _is_array(value):
+        hint = "; pass has_aux=True for a pair (value, aux)" if isinstance(value, tuple) else ""
+        raise TypeError(
+            f"value_and_grad needs a real scalar from the loss function; it returned {type(value).__name__}{hint}"
+        )
     aval = jax.typeof(value)
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
         raise TypeError(f"value_and_grad needs a real scalar from the loss function; it returned {aval}")
@@ -144,8 +159,7 @@ def _apply(*args: Any, jaxpr: Any, wrt: tuple[int, ...]) -> list[Any]:
 
 def _abstract(*avals: Any, jaxpr: Any, wrt: tuple[int, ...]) -> tuple[list[Any], Any]:
     inner, _ = open_jaxpr(jaxpr)
-    strong = [avals[i].update(weak_type=False) if hasattr(avals[i], "weak_type") else avals[i] for i in wrt]
-    return [v.aval for v in inner.outvars] + strong, inner.effects
+    return [v.aval for v in inner.outvars] + [avals[i] for i in wrt], inner.effects
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:

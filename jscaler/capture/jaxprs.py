@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend import core
 
@@ -77,11 +78,23 @@ class Inliner:
             info = info.replace(name_stack=stack + info.name_stack)
         if eqn.primitive.name in self.calls:
             inner, consts = inner_jaxpr(eqn)
+            if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):  # a checkpoint's recomputation
+                invars = self._fenced(invars)
             env.update(zip(eqn.outvars, self.run(inner, consts, invars, info.name_stack), strict=True))
             return
         outvars = [fresh(v) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outvars, strict=True))
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+
+    def _fenced(self, atoms: list[Atom]) -> list[Atom]:
+        """``atoms`` behind an optimization barrier, so that what follows is computed again."""
+        both = [a for a in atoms if isinstance(a, core.Var)]
+        barrier = jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*[shape_struct(a.aval) for a in both])
+        eqn = open_jaxpr(barrier)[0].eqns[0]
+        outvars = [fresh(v) for v in both]
+        self.eqns.append(eqn.replace(invars=list[Atom](both), outvars=outvars))
+        table = dict(zip(both, outvars, strict=True))
+        return [table[a] if isinstance(a, core.Var) else a for a in atoms]
 
     def _constant(self, var: core.Var, value: Any) -> core.Var:
         for known, held in self.constants:
@@ -158,7 +171,7 @@ def fingerprint(jaxpr: core.Jaxpr) -> tuple[Any, ...]:
 
     head = tuple(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     body = tuple(
-        (e.primitive, params_key(e.params), tuple(map(atom, e.invars)), tuple(map(define, e.outvars))) for e in jaxpr.eqns
+        (e.primitive, _equation_key(e), tuple(map(atom, e.invars)), tuple(map(define, e.outvars))) for e in jaxpr.eqns
     )
     return head, body, tuple(map(atom, jaxpr.outvars))
 
@@ -167,6 +180,30 @@ def literal_key(literal: core.Literal) -> tuple[Any, ...]:
     """Value and type of a literal; an array literal is known by identity."""
     value = np.asarray(literal.val).tobytes() if np.ndim(literal.val) == 0 else id(literal.val)
     return ("literal", value, literal.aval)
+
+
+CUSTOM_RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
+
+
+def _equation_key(eqn: core.JaxprEqn) -> tuple[Any, ...]:
+    """Parameters; a custom derivative (a fresh function object at each use) by the program of its vjp."""
+    if not CUSTOM_RULES & eqn.params.keys():
+        return params_key(eqn.params)
+    rest = params_key({k: v for k, v in eqn.params.items() if k not in CUSTOM_RULES})
+    reads = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)))
+    call = make_jaxpr([eqn], reads, eqn.outvars, inner_jaxpr(eqn)[0])
+    wrt = [i for i, v in enumerate(reads) if jax.numpy.issubdtype(dtype(v), jax.numpy.inexact)]
+
+    def vjp(args: Any, cotangents: Any) -> Any:
+        def chosen(*diff: Any) -> list[Any]:
+            full = dict(enumerate(args)) | dict(zip(wrt, diff, strict=True))
+            return evaluate(call, [full[i] for i in range(len(args))])
+
+        return jax.vjp(chosen, *(args[i] for i in wrt))[1](cotangents)
+
+    structs = [[shape_struct(v.aval) for v in vs] for vs in (call.invars, call.outvars)]
+    jaxpr, consts = open_jaxpr(jax.make_jaxpr(vjp)(*structs))
+    return rest, fingerprint(_flatten(jaxpr, consts, CALLS | CUSTOM_CALLS))
 
 
 def params_key(params: dict[str, Any]) -> tuple[Any, ...]:

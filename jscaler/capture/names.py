@@ -15,7 +15,7 @@ WEIGHTY = tuple(
     sort top_k cumsum random_bits erf tanh logistic exp log rsqrt reduce_max reduce_sum argmax sqrt select_n
     """.split()  # noqa: SIM905
 )
-TRANSPARENT = frozenset({"custom_jvp_call", "remat2", "checkpoint"})
+TRANSPARENT = frozenset({"jit", "pjit", "custom_jvp_call", "remat2", "checkpoint"})
 SHORT = {"dot_general": "dot", "conv_general_dilated": "conv", "scatter-add": "scatter_add", "select_n": "where"}
 
 

@@ -100,7 +100,7 @@ class _Opener:
         copy = trace(lambda x: [jnp.copy(x)], [atom.aval]).eqns[0]
         out = core.Var(atom.aval)
         self.equations.append(
-            TaggedEquation(copy.replace(invars=[atom], outvars=[out], source_info=like.source_info), call)
+            TaggedEquation(copy.replace(invars=[atom], outvars=[out], source_info=like.source_info), None)
         )
         return out
 

@@ -1,7 +1,9 @@
 """Complete a plan: give every op a placement and every tensor its layouts.
 
 What the policy placed stays. A backward op mirrors its forward through their common factors. Every other op takes,
-axis by axis, the use that makes its adapters cheapest, given how its inputs lie. Everything is deterministic.
+axis by axis, the use that makes its adapters cheapest, given how its inputs lie. An op that reads nothing but inputs of
+the step which lie nowhere yet (the decay of a momentum) waits, and then takes the layout that its reader wants: so
+optimizer state follows its parameter. Everything is deterministic.
 """
 
 import dataclasses
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.mesh import DeviceMesh, common_mesh
+from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh
 from jscaler.materialize.placement import (
     Combiners,
     Placement,
@@ -74,19 +76,70 @@ class _Completer:
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
         self.inputs: dict[PTensor, Layout] = {}
+        self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
 
     def run(self) -> Completed:
         for op in self.graph.ops:
-            done = self._lay_out(op, self._place(op))
-            self.ops[op.path] = done
-            for tensor, layout in zip(op.inputs, done.inputs, strict=True):
-                self._read(tensor, layout)
-            for tensor, layout in zip(op.outputs, done.outputs, strict=True):
-                self.at_hand[tensor] = [layout]
+            if self._waits(op):
+                self.waiting.update(dict.fromkeys(op.outputs, op))
+            else:
+                self._settle(op, self._place(op))
+        for tensor in list(self.waiting):
+            self._settle_waiting(tensor, self._whole(tensor))
         for tensor in self.graph.inputs:
             self.inputs.setdefault(tensor, self._whole(tensor))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
         return Completed(self.mesh, self.ops, self.inputs, outputs)
+
+    def _waits(self, op: Op) -> bool:
+        """Whether nothing that ``op`` reads lies anywhere yet, so that its readers may choose."""
+        if not self.mesh.axes or op.path in self.given or op.forward is not None:
+            return False
+        large = [t for t in op.inputs if t.shape]
+        return bool(large) and all(t not in self.at_hand for t in large)
+
+    def _settle(self, op: Op, placement: Placement) -> None:
+        """Fix the placement of ``op``; what it reads of waiting ops settles them."""
+        todo = [(op, placement)]
+        while todo:
+            op, placement = todo.pop()
+            done = self._lay_out(op, placement)
+            self.ops[op.path] = done
+            for tensor, layout in zip(op.outputs, done.outputs, strict=True):
+                self.at_hand[tensor] = [layout]
+                self.waiting.pop(tensor, None)
+            for tensor, layout in zip(op.inputs, done.inputs, strict=True):
+                maker = self.waiting.get(tensor)
+                if maker is None:
+                    self._read(tensor, layout)
+                elif all(maker is not waiting for waiting, _ in todo):
+                    todo.append((maker, self._as_wanted(maker, tensor, layout)))
+
+    def _settle_waiting(self, tensor: PTensor, wanted: Layout) -> None:
+        if tensor in self.waiting:
+            self._settle(self.waiting[tensor], self._as_wanted(self.waiting[tensor], tensor, wanted))
+
+    def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
+        """The placement of ``op`` that makes ``tensor`` in the layout its reader wants; a copy where none does."""
+        copy = Placement(origin="filled")
+        if wanted.values or not any(wanted.cuts):
+            return copy
+        rule = self.book.rule(op)
+        factors: dict[str, Axes] = {}
+        dims = zip(rule.results[op.outputs.index(tensor)], wanted.subdims, wanted.by_dim, strict=True)
+        for names, sizes, cuts in dims:
+            if not any(cuts):
+                continue
+            if len(sizes) == 1:  # a cut of a whole dim is one of its major factor
+                names = names[:1]
+            if len(names) != len(cuts):
+                return copy
+            factors.update({name: axes for name, axes in zip(names, cuts, strict=True) if axes})
+        legal = all(
+            rule.factors[f].kind != "blocked" and rule.factors[f].size % self.mesh.size(axes) == 0
+            for f, axes in factors.items()
+        )
+        return dataclasses.replace(copy, factors=factors) if legal else copy
 
     def _whole(self, tensor: PTensor) -> Layout:
         return Layout.replicated(self.mesh, tensor.shape)
@@ -99,7 +152,7 @@ class _Completer:
             self.at_hand[tensor].append(layout)
 
     def _output(self, index: int, tensor: PTensor) -> Layout:
-        """State leaves as it came; anything else as it was made, with value shares joined."""
+        """A state leaf leaves as it came; anything else as it was made, with value shares joined."""
         if index in self.graph.next_version:
             return self.inputs[self.graph.inputs[self.graph.next_version[index]]]
         layout = self.at_hand[tensor][0] if tensor in self.at_hand else self.inputs[tensor]
@@ -111,6 +164,8 @@ class _Completer:
         if op.path in self.given:
             return self._possible(op, self.given[op.path])
         if op.forward is not None:
+            for tensor in op.forward.outputs:
+                self._settle_waiting(tensor, self._whole(tensor))
             forward = self.ops[op.forward.path].placement
             return self._fill(op, self._possible(op, Placement(forward.factors, origin="mirrored")))
         return self._fill(op, Placement(origin="filled"))

@@ -85,6 +85,8 @@ def common_mesh(grids: Sequence[PlacedGrid], num_devices: int) -> tuple[DeviceMe
 
 def _strides(ranks: list[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The stride of each axis, if the device numbers are regular along it; None otherwise."""
+    if not shape:
+        return () if ranks[0] == 0 else None
     array = np.array(ranks).reshape(shape)
     strides = []
     for axis, size in enumerate(shape):
@@ -92,7 +94,7 @@ def _strides(ranks: list[int], shape: tuple[int, ...]) -> tuple[int, ...] | None
         first[axis] = 1
         strides.append(int(array[tuple(first)] - array.flat[0]) if size > 1 else 0)
     index = np.indices(shape).reshape(len(shape), -1)
-    regular = np.array(strides, dtype=int) @ index if shape else np.zeros(1, int)
+    regular = np.array(strides, dtype=int) @ index
     return tuple(strides) if ranks[0] == 0 and (regular == np.array(ranks)).all() else None
 
 

@@ -5,7 +5,7 @@ import itertools
 from functools import lru_cache
 
 from jscaler.materialize.layout import Layout, common_subdims
-from jscaler.materialize.transitions import Transition, merged, transitions_from
+from jscaler.materialize.transitions import Transition, transitions_from
 
 STEP_BYTES = 1e-3  # what a transition costs beside its bytes: fewer steps win among equals
 
@@ -27,7 +27,7 @@ def cheapest_path(source: Layout, target: Layout, itemsize: int) -> tuple[tuple[
     while queue:
         cost, _, here, path = heapq.heappop(queue)
         if here == target:
-            return merged(path), sum(_bytes(source, path, itemsize))
+            return path, sum(_bytes(source, path, itemsize))
         if here in done:
             continue
         done.add(here)

@@ -10,6 +10,7 @@ Only the last axis of a dim's tuple can be gathered or exchanged, and a new one 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ BYTES = {  # bytes sent per device, as a multiple of x
 
 @dataclass(frozen=True)
 class Transition:
-    """One step of an adapter along mesh axes (one while searching; neighbours that merge have several).
+    """One step of an adapter along mesh axes.
 
     Attributes:
         kind: the collective or local step.
@@ -74,19 +75,24 @@ class Transition:
 
 
 def transitions_from(layout: Layout) -> Iterator[Transition]:
-    """Every single-axis transition that ``layout`` allows."""
+    """Every transition that ``layout`` allows.
+
+    All-reduces run over any set of value axes and gathers over any suffix, since one collective over several axes sends
+    less (or the same in one step); the others run along one axis at a time.
+    """
     sizes = layout.local_sizes
-    for axis, combiner in layout.values:
-        yield Transition("all_reduce", (axis,), combiner=combiner)
-        if combiner == "add":
-            yield from (
-                Transition("reduce_scatter", (axis,), target=d)
-                for d, size in enumerate(sizes)
-                if size % layout.mesh.size(axis) == 0
-            )
+    inner = _innermost(layout)  # shares of shares are joined from the inside
+    for count in range(1, len(inner) + 1):
+        for some in itertools.combinations(inner, count):
+            yield Transition("all_reduce", some, combiner=layout.values[-1][1])
+    for axis in inner if layout.values and layout.values[-1][1] == "add" else ():
+        for target, size in enumerate(sizes):
+            if size % layout.mesh.size(axis) == 0:
+                yield Transition("reduce_scatter", (axis,), target=target)
     for source, axes in enumerate(layout.cuts):
+        for start in range(len(axes)):
+            yield Transition("all_gather", axes[start:], source=source)
         if axes:
-            yield Transition("all_gather", axes[-1:], source=source)
             for target, size in enumerate(sizes):
                 if target != source and size % layout.mesh.size(axes[-1]) == 0:
                     yield Transition("all_to_all", axes[-1:], source, target)
@@ -94,19 +100,13 @@ def transitions_from(layout: Layout) -> Iterator[Transition]:
         for target, size in enumerate(sizes):
             if size % layout.mesh.size(axis) == 0:
                 yield Transition("slice", (axis,), target=target)
+        inside = {c for a, c in layout.values if layout.mesh.names.index(a) > layout.mesh.names.index(axis)}
         for combiner in ("add", "max", "min"):
-            yield Transition("value_mask", (axis,), combiner=combiner)
+            if inside <= {combiner}:  # shares of another combiner that lie inside are made after it
+                yield Transition("value_mask", (axis,), combiner=combiner)
 
 
-def merged(path: tuple[Transition, ...]) -> tuple[Transition, ...]:
-    """``path`` with neighbouring all-reduces, and neighbouring gathers of one dim, run as one collective."""
-    result: list[Transition] = []
-    for step in path:
-        last = result[-1] if result else None
-        if last and last.kind == step.kind == "all_reduce" and last.combiner == step.combiner:
-            result[-1] = dataclasses.replace(last, axes=last.axes + step.axes)
-        elif last and last.kind == step.kind == "all_gather" and last.source == step.source:
-            result[-1] = dataclasses.replace(last, axes=step.axes + last.axes)
-        else:
-            result.append(step)
-    return tuple(result)
+def _innermost(layout: Layout) -> tuple[str, ...]:
+    """The innermost axes of ``layout``'s value shares that have one combiner."""
+    axes = [axis for axis, _ in itertools.takewhile(lambda v: v[1] == layout.values[-1][1], reversed(layout.values))]
+    return tuple(axes[::-1])

@@ -1,5 +1,7 @@
 """What ``op_trans`` takes: ``Split`` and ``Replicate``; each gives the grid one axis."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError
@@ -40,8 +42,8 @@ class GridAxis:
         return f"{self.factor or 'copy'}:{self.parts}"
 
 
-def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, taken: int = 1) -> GridAxis:
-    """Check ``algorithm`` against the op's rule; ``taken`` is how many parts earlier axes made of the same factor.
+def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxis] = ()) -> GridAxis:
+    """Check ``algorithm`` against the op's rule; ``before`` are the axes that the grid has already.
 
     Raises:
         UnknownNameError: there is no such factor.
@@ -54,8 +56,9 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, taken: int = 1) -> GridA
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
     if factor.kind == "blocked" and algorithm.parts > 1:
         raise SplitError(op.path, factor.name, factor.size, algorithm.parts, f"it is blocked: {factor.reason}")
-    if factor.size // taken % algorithm.parts:
-        raise SplitError(op.path, factor.name, factor.size // taken, algorithm.parts)
+    rest = factor.size // math.prod(a.parts for a in before if a.factor == factor.name)
+    if rest % algorithm.parts:
+        raise SplitError(op.path, factor.name, rest, algorithm.parts)
     return GridAxis(factor.name, algorithm.parts)
 
 

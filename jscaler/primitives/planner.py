@@ -65,8 +65,7 @@ class Planner:
             raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
         rule = self.graph.rule(target)
         for algorithm in algorithms:
-            taken = int(np.prod([a.parts for a in axes if a.factor is not None and a.factor == _name(algorithm)]))
-            axes = (*axes, grid_axis(target, rule, algorithm, taken))
+            axes = (*axes, grid_axis(target, rule, algorithm, axes))
         grid = Grid.whole(target, axes)
         self._decisions.append(Trans(target.path, axes))
         self._grids[target.path] = grid
@@ -106,11 +105,6 @@ class Planner:
     def plan(self, name: str) -> Plan:
         """The decisions so far."""
         return Plan(name, self.num_devices, tuple(self._decisions))
-
-
-def _name(algorithm: Algorithm) -> str | None:
-    factor = getattr(algorithm, "factor", None)
-    return factor if isinstance(factor, str) else None
 
 
 def _place(device: Any) -> Place:

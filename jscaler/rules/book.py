@@ -6,11 +6,11 @@ from typing import Any
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import inline
+from jscaler.capture.jaxprs import evaluate, inline, trace
 from jscaler.ir import Body, Factor, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
-from jscaler.rules.derive import INDEPENDENT, SPLIT, Analysis, Blocked, analyse, derive_rule, interpret
+from jscaler.rules.derive import INDEPENDENT, SPLIT, Analysis, Blocked, Leaves, analyse, derive_rule, interpret
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reach import reached_factors
 
@@ -20,7 +20,7 @@ class RuleBook:
     """A memo over bodies. ``rule`` and ``factor_of`` serve policies; the rest serves materialize and lower."""
 
     _analyses: dict[Body, Analysis] = field(default_factory=dict)
-    _rules: dict[Any, Rule] = field(default_factory=dict)
+    _rules: dict[Any, tuple[Rule, dict[str, Leaves]]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
     _partials: dict[Any, tuple[Combiner | None, ...] | None] = field(default_factory=dict)
 
@@ -29,11 +29,7 @@ class RuleBook:
         if op.body is None:
             assert op.forward is not None
             return _handle_rule(self.rule(op.forward), op)
-        if op.forward is None:
-            return self._derive(op.body, op.body, {})
-        forward = self.rule(op.forward)
-        key = (op.body, tuple(_tensor_factors(forward, op, t) for t in op.inputs))
-        return self._rules[key] if key in self._rules else self._derive(key, op.body, self._shared_names(forward, op))
+        return self._derived(op)[0]
 
     def factor_of(self, graph: Graph, path: str, dim: int) -> Mapping[Op, str]:
         return reached_factors(graph, graph.input(path), dim)
@@ -51,7 +47,7 @@ class RuleBook:
             analysis = self.analysis(op.body)
             given: dict[core.Var, Combiner] = {v: c for v, c in zip(analysis.jaxpr.invars, partial, strict=True) if c}
             try:
-                states = interpret(analysis, None, given)
+                states = interpret(analysis, (), given)
             except Blocked:
                 self._partials[key] = None
             else:
@@ -63,35 +59,40 @@ class RuleBook:
         assert op.body is not None
         split = {f: n for f, n in parts.items() if n > 1}
         if not split:
-            return op.body.jaxpr, ()
-        rule = self.rule(op)
-        leaf = self._leaves(op.body, rule)
-        key = (op.body, tuple(sorted((leaf[f], n) for f, n in split.items())))
+            if (op.body, ()) not in self._locals:
+                # Traced again like the backward body and the parts: calls opened, casts of literals folded. Otherwise
+                # value numbering would not see that the backward's recomputation is the same arithmetic.
+                body = op.body.jaxpr
+                retraced = trace(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
+                self._locals[op.body, ()] = (retraced, ())
+            return self._locals[op.body, ()][0], ()
+        groups = self._derived(op)[1]
+        key = (op.body, tuple(sorted((groups[f], n) for f, n in split.items())))
         if key not in self._locals:
-            localizer = Localizer(self.analysis(op.body), {leaf[f]: n for f, n in split.items()})
-            self._locals[key] = (localizer.run(), tuple(localizer.leaves))
+            localizer = Localizer(self.analysis(op.body), {leaf: n for f, n in split.items() for leaf in groups[f]})
+            self._locals[key] = (localizer.run(), localizer.leaves)
         jaxpr, leaves = self._locals[key]
-        name = {v: k for k, v in leaf.items()}
-        return jaxpr, tuple(name[x] for x in leaves)
+        name = {leaf: f for f in split for leaf in groups[f]}
+        return jaxpr, tuple(name[leaf] for leaf in leaves)
 
-    def _derive(self, key: Any, body: Body, names: Mapping[int, str]) -> Rule:
+    def _derived(self, op: Op) -> tuple[Rule, dict[str, Leaves]]:
+        """The rule of an op with a body, and the leaf atoms of its factors."""
+        assert op.body is not None
+        key, names = (op.body, ()), {}
+        if op.forward is not None:
+            forward = self.rule(op.forward)
+            key = (op.body, tuple(_tensor_factors(forward, op, t) for t in (*op.inputs, *op.outputs)))
+            names = {} if key in self._rules else self._shared_names(forward, op)
         if key not in self._rules:
-            self._rules[key] = derive_rule(self.analysis(body), names)
+            self._rules[key] = derive_rule(self.analysis(op.body), names)
         return self._rules[key]
 
-    def _leaves(self, body: Body, rule: Rule) -> dict[str, int]:
-        """Factor name -> leaf atom."""
-        analysis = self.analysis(body)
-        table: dict[str, int] = {}
-        atoms = [*analysis.jaxpr.invars, *analysis.jaxpr.outvars]
-        for atom, factors in zip(atoms, (*rule.operands, *rule.results), strict=True):
-            if isinstance(atom, core.Var):
-                for dim, leaves in zip(factors, analysis.leaves(atom), strict=True):
-                    table.update(zip(dim, leaves, strict=True))
-        return table
-
     def _shared_names(self, forward: Rule, op: Op) -> dict[int, str]:
-        """Names for the leaves of a backward body, from the dims it has in common with its forward."""
+        """Names for the leaves of a backward body, from the dims it has in common with its forward.
+
+        One forward factor may be several leaves: of a dot, the contracted dim is the rows of ``dx = dy·Kᵀ``'s kernel
+        and, as another index, the columns of x in ``dK = xᵀ·dy``.
+        """
         assert op.body is not None
         assert op.forward is not None
         analysis = self.analysis(op.body)
@@ -107,8 +108,7 @@ class RuleBook:
                 sizes = [forward.factors[f].size for f in factors]
                 if [analysis.atoms.size[leaf] for leaf in leaves] == sizes:
                     for leaf, name in zip(leaves, factors, strict=True):
-                        if leaf not in names and name not in names.values():
-                            names[leaf] = name
+                        names.setdefault(leaf, name)
         return names
 
 

@@ -21,6 +21,7 @@ from jscaler.rules.registry import TABLE
 from jscaler.rules.table import Dims, Spec
 
 SPLIT, INDEPENDENT = "split", "independent"
+Leaves = tuple[int, ...]
 State = str  # SPLIT, INDEPENDENT, or the combiner of a partial: "add", "max", "min"
 
 
@@ -41,9 +42,6 @@ class Analysis:
     def leaves(self, var: core.Var) -> tuple[tuple[int, ...], ...]:
         """Per dim of ``var`` its factors as leaf atoms, major first."""
         return tuple(tuple(self.atoms.leaves(dim)) for dim in self.dims[var])
-
-    def carries(self, atom: core.Var | core.Literal, leaf: int) -> bool:
-        return isinstance(atom, core.Var) and any(leaf in dim for dim in self.leaves(atom))
 
 
 def analyse(jaxpr: core.Jaxpr) -> Analysis:
@@ -139,8 +137,8 @@ def _is_zero(atom: core.Var | core.Literal, zeros: Iterable[core.Var]) -> bool:
     return atom in zeros
 
 
-def interpret(analysis: Analysis, leaf: int | None, partial: Mapping[core.Var, Combiner]) -> dict[core.Var, State]:
-    """The state of every variable when ``leaf`` is split (None: nothing is) and the inputs in ``partial`` are shares.
+def interpret(analysis: Analysis, split: Leaves, partial: Mapping[core.Var, Combiner]) -> dict[core.Var, State]:
+    """The state of every variable when the leaves in ``split`` are split together and the inputs in ``partial`` are shares.
 
     Raises:
         Blocked: a partial meets something that is not linear.
@@ -151,18 +149,21 @@ def interpret(analysis: Analysis, leaf: int | None, partial: Mapping[core.Var, C
         return states[atom] if isinstance(atom, core.Var) else INDEPENDENT
 
     def own(var: core.Var) -> State:
-        if leaf is None or not analysis.carries(var, leaf):
-            return INDEPENDENT
-        dims = [dim for dim in analysis.leaves(var) if leaf in dim]
-        if len(dims) > 1 or dims[0].count(leaf) > 1:
+        count = sum(leaf in split for dim in analysis.leaves(var) for leaf in dim)
+        if count > 1:
             raise Blocked("it is on two dims of one tensor")
-        return SPLIT
+        return SPLIT if count else INDEPENDENT
 
     for var in analysis.jaxpr.invars:
         states[var] = partial.get(var) or own(var)
     for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
         before = [state(v) for v in eqn.invars]
+        if eqn.effects and any(s != INDEPENDENT for s in before):
+            raise Blocked(f"'{eqn.primitive.name}' has a side effect")
         zero = [_is_zero(v, analysis.zeros) for v in eqn.invars]
+        if spec.pairwise:  # each result is its operand
+            states.update(zip(eqn.outvars, before, strict=True))
+            continue
         for var in eqn.outvars:
             after = own(var)
             if all(s == INDEPENDENT for s in before):
@@ -189,6 +190,7 @@ def _pass_partial(name: str, linear: str, before: list[State], zero: list[bool],
         "each": additive and sum(partial) == 1,
         "first": additive and partial[0] and not any(partial[1:]),
         "select": additive and not partial[0] and all(p or z for p, z in zip(partial[1:], zero[1:], strict=True)),
+        "update": additive and not any(partial[2:]) and all(p or z for p, z in zip(partial[:2], zero[:2], strict=True)),
         "move": partial[0] and not any(partial[1:]),
     }
     monotone = name == combiner and all(partial)
@@ -202,36 +204,59 @@ def _check_base(name: str, spec: Spec, before: list[State], zero: list[bool]) ->
         raise Blocked(f"'{name}' adds it to a tensor that is not zero")
 
 
-def derive_rule(analysis: Analysis, names: Mapping[int, str] | None = None) -> Rule:
-    """The rule of an analysed fragment. ``names`` fixes names of leaf atoms (those a backward op shares)."""
+def derive_rule(analysis: Analysis, names: Mapping[int, str] | None = None) -> tuple[Rule, dict[str, Leaves]]:
+    """The rule of an analysed fragment, and the leaf atoms of each factor.
+
+    Args:
+        names: names of leaf atoms (those that a backward op shares with its forward). Several leaves of one name are
+            one factor, split together, if that is possible; else the name stays with the first of them.
+    """
     jaxpr = analysis.jaxpr
-    given = dict(names or {})
     tensors = [*jaxpr.invars, *(v for v in jaxpr.outvars if isinstance(v, core.Var))]
     order = list(dict.fromkeys(leaf for v in tensors for dim in analysis.leaves(v) for leaf in dim))
-    free = (n for n in _letters() if n not in given.values())
-    label = {leaf: given.get(leaf) or next(free) for leaf in order}
-    factors, shares = {}, {}
-    for leaf in order:
-        name, size = label[leaf], analysis.atoms.size[leaf]
-        reason = analysis.atoms.reason.get(leaf)
-        found: dict[int, Combiner] = {}
-        if reason is None:
-            try:
-                states = interpret(analysis, leaf, {})
-            except Blocked as blocked:
-                reason = str(blocked)
-            else:
-                found = _partial_results(jaxpr, states)
+    groups: dict[str, Leaves] = {}
+    factors: dict[str, Factor] = {}
+    shares: dict[tuple[str, int], Combiner] = {}
+    free = (n for n in _letters() if n not in (names or {}).values())
+    for group in _groups(analysis, order, names or {}):
+        name = (names or {}).get(group[0]) or next(free)
+        name = name if name not in groups else next(free)
+        groups[name] = group
+        found, reason = _use(analysis, group)
         kind = "blocked" if reason else "reduction" if found else "parallel"
-        factors[name] = Factor(name, size, kind, reason or "")
+        factors[name] = Factor(name, analysis.atoms.size[group[0]], kind, reason)
         shares.update({(name, i): combiner for i, combiner in found.items()})
+    label = {leaf: name for name, group in groups.items() for leaf in group}
 
     def tensor(atom: core.Var | core.Literal) -> tuple[tuple[str, ...], ...]:
         if isinstance(atom, core.Literal):
             return ((),) * len(shape(atom))
         return tuple(tuple(label[leaf] for leaf in dim) for dim in analysis.leaves(atom))
 
-    return Rule(factors, tuple(map(tensor, jaxpr.invars)), tuple(map(tensor, jaxpr.outvars)), shares)
+    return Rule(factors, tuple(map(tensor, jaxpr.invars)), tuple(map(tensor, jaxpr.outvars)), shares), groups
+
+
+def _groups(analysis: Analysis, order: Sequence[int], names: Mapping[int, str]) -> list[Leaves]:
+    """Leaves that are one factor: those of one name, unless only each by itself can be split."""
+    found: list[Leaves] = []
+    for leaf in order:
+        if any(leaf in group for group in found):
+            continue
+        same = tuple(other for other in order if leaf in names and names.get(other) == names[leaf])
+        together = len(same) > 1 and not _use(analysis, same)[1]
+        found.append(same if together else (leaf,))
+    return found
+
+
+def _use(analysis: Analysis, group: Leaves) -> tuple[dict[int, Combiner], str]:
+    """Which results become value shares when ``group`` is split, and why it cannot be (empty if it can)."""
+    for leaf in group:
+        if leaf in analysis.atoms.reason:
+            return {}, analysis.atoms.reason[leaf]
+    try:
+        return _partial_results(analysis.jaxpr, interpret(analysis, group, {})), ""
+    except Blocked as blocked:
+        return {}, str(blocked)
 
 
 def _partial_results(jaxpr: core.Jaxpr, states: Mapping[core.Var, State]) -> dict[int, Combiner]:

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
+from jax.lax import GatherScatterMode
 
-from jscaler.capture.jaxprs import shape
+from jscaler.capture.jaxprs import dtype, shape
 from jscaler.rules.table import Dims, Label, Spec, dims
 
 
@@ -17,7 +19,15 @@ def gather(eqn: core.JaxprEqn) -> Spec:
         operand_shape, index_shape, out_shape, sizes, numbers.offset_dims, numbers.collapsed_slice_dims,
         numbers.operand_batching_dims, numbers.start_indices_batching_dims,
     )  # fmt: skip
-    return Spec((operand, indices), (result,), blocked=blocked, linear="first")
+    return Spec((operand, indices), (result,), blocked=blocked, linear="first" if _fills_linearly(eqn) else "")
+
+
+def _fills_linearly(eqn: core.JaxprEqn) -> bool:
+    """Whether what lies outside is read as zero (or as NaN), so that shares still add up."""
+    if eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = eqn.params["fill_value"]
+    return fill == 0 if fill is not None else jnp.issubdtype(dtype(eqn.invars[0]), jnp.inexact)
 
 
 def scatter_add(eqn: core.JaxprEqn) -> Spec:

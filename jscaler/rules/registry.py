@@ -4,7 +4,7 @@ from jscaler.rules import table as t
 from jscaler.rules.indexing import gather, scatter_add
 
 ELEMENTWISE = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz cos cosh
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
     digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le
     le_to lgamma
     log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma population_count pow
@@ -23,13 +23,14 @@ TABLE: dict[str, t.SpecFunction] = {
     "complex": t.elementwise("add"),
     "real": t.elementwise("add"),
     "imag": t.elementwise("add"),
-    "div": t.elementwise("first"),
+    "div": t.divide,
     "copy": t.elementwise("move"),
     "copy_p": t.elementwise("move"),
     "stop_gradient": t.elementwise("move"),
     "select_n": t.elementwise("select"),
     "convert_element_type": t.convert,
     "broadcast_in_dim": t.broadcast_in_dim,
+    "bitcast_convert_type": t.bitcast,
     "reshape": t.reshape,
     "transpose": t.transpose,
     "squeeze": t.squeeze,
@@ -40,8 +41,8 @@ TABLE: dict[str, t.SpecFunction] = {
     "reduce_max": t.reduce("max"),
     "reduce_min": t.reduce("min"),
     "reduce_prod": t.reduce(None),
-    "reduce_or": t.reduce("max"),
-    "reduce_and": t.reduce("min"),
+    "reduce_or": t.reduce_logical("max"),
+    "reduce_and": t.reduce_logical("min"),
     "reduce_xor": t.reduce(None),
     "argmax": t.reduce(None),
     "argmin": t.reduce(None),
@@ -62,11 +63,16 @@ TABLE: dict[str, t.SpecFunction] = {
     "pad": t.pad,
     "concatenate": t.concatenate,
     "split": t.split,
+    "stack": t.stack,
+    "unstack": t.unstack,
+    "dynamic_update_slice": t.dynamic_update_slice,
     "gather": gather,
     "scatter-add": scatter_add,
     # made from nothing, or from a key
     "iota": t.iota,
     "random_bits": t.random_bits,
+    "random_seed": t.elementwise(),
+    "random_split": t.random_split,
     "random_wrap": t.trailing(),
     "random_unwrap": t.trailing(),
 }

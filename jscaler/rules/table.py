@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -29,8 +30,10 @@ class Spec:
         combiner: how a label that no result carries is joined.
         blocked: label -> why it cannot be split.
         linear: how partial operands (value shares) pass: ``add`` all operands together, ``each`` one operand of several
-            (multilinear), ``first`` the first operand only, ``move`` a data movement that any combiner passes, ``""`` not.
+            (multilinear), ``first`` the first operand only, ``select`` all but the first together, ``update`` the first
+            two together, ``move`` a data movement that any combiner passes, ``""`` not at all.
         base: an operand that a reduction adds to (scatter-add): it must be zero for the reduced label to be split.
+        pairwise: whether the i-th result depends on the i-th operand alone.
     """
 
     operands: tuple[Dims, ...]
@@ -39,6 +42,7 @@ class Spec:
     blocked: dict[Label, str] = field(default_factory=dict)
     linear: str = ""
     base: int | None = None
+    pairwise: bool = False
 
 
 SpecFunction = Callable[[core.JaxprEqn], Spec]
@@ -63,7 +67,7 @@ def elementwise(linear: str = "") -> SpecFunction:
 def convert(eqn: core.JaxprEqn) -> Spec:
     """Casts are linear between floats, unless they narrow: a partial sum in fewer bits is another number."""
     source, target = (np.dtype(dtype(v)) for v in (eqn.invars[0], eqn.outvars[0]))
-    widens = all(d.kind in "fV" for d in (source, target)) and target.itemsize >= source.itemsize
+    widens = all(d.kind in "fV" for d in (source, target)) and (target == source or target.itemsize > source.itemsize)
     return elementwise("move" if widens else "")(eqn)
 
 
@@ -81,6 +85,23 @@ def reduce(combiner: Combiner | None, linear: str = "") -> SpecFunction:
     return spec
 
 
+def divide(eqn: core.JaxprEqn) -> Spec:
+    """Linear in the dividend; integer division rounds each share, and is not."""
+    floating = jnp.issubdtype(dtype(eqn.invars[0]), jnp.inexact)
+    return elementwise("first" if floating else "")(eqn)
+
+
+def reduce_logical(combiner: Combiner) -> SpecFunction:
+    """And is min and or is max for booleans only; on integers they work bit by bit."""
+    return lambda eqn: reduce(combiner if dtype(eqn.invars[0]) == np.dtype(bool) else None)(eqn)
+
+
+def bitcast(eqn: core.JaxprEqn) -> Spec:
+    """Elementwise between words of one size; else the minor dim holds the pieces of a word."""
+    same = len(shape(eqn.invars[0])) == len(shape(eqn.outvars[0]))
+    return (elementwise() if same else trailing(why="it holds the pieces of a word"))(eqn)
+
+
 def along(parameter: str, linear: str, why: str) -> SpecFunction:
     """All dims pass but those that ``parameter`` names, which are blocked (cumsum, sort, reverse)."""
 
@@ -89,9 +110,15 @@ def along(parameter: str, linear: str, why: str) -> SpecFunction:
         axes = value if isinstance(value, tuple) else (value,)
         all_dims = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
         blocked = {label: why for a in axes for label in all_dims[a]}
+        made = [("made", i) for i in range(len(all_dims))]
+        sizes = shape(eqn.invars[0])
         results = tuple(
-            tuple(d if shape(v)[i] == shape(eqn.invars[0])[i] else () for i, d in enumerate(all_dims)) for v in eqn.outvars
+            tuple(
+                d if n == m else cut for d, n, m, cut in zip(all_dims, shape(v), sizes, dims(shape(v), made), strict=True)
+            )
+            for v in eqn.outvars
         )
+        blocked |= {label: why for result in results for a in axes for label in result[a]}
         operands = (all_dims, *(((),) * len(shape(v)) for v in eqn.invars[1:]))
         same = all(shape(v) == shape(eqn.invars[0]) for v in eqn.invars)
         return Spec((all_dims,) * len(eqn.invars) if same else operands, results, blocked=blocked, linear=linear)
@@ -202,10 +229,12 @@ def random_bits(eqn: core.JaxprEqn) -> Spec:
     """Bits are a function of the key and the element's global index, so every dim can be split (see localize)."""
     keys = len(shape(eqn.invars[0]))
     result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
-    return Spec((result[:keys],), (result,))
+    by_index = "fry" in str(dtype(eqn.invars[0]))
+    blocked = {} if by_index else {label: "its keys are drawn from together" for d in result[:keys] for label in d}
+    return Spec((result[:keys],), (result,), blocked=blocked)
 
 
-def trailing(linear: str = "") -> SpecFunction:
+def trailing(linear: str = "", why: str = "it is the inside of a random key") -> SpecFunction:
     """Leading dims pass; dims that only one side has are blocked (random_wrap and its inverse)."""
 
     def spec(eqn: core.JaxprEqn) -> Spec:
@@ -213,7 +242,7 @@ def trailing(linear: str = "") -> SpecFunction:
         common = min(ranks)
         longest = max((*eqn.invars, *eqn.outvars), key=lambda v: len(shape(v)))
         labels = dims(shape(longest), range(len(shape(longest))))
-        blocked = {label: "it is the inside of a random key" for d in labels[common:] for label in d}
+        blocked = {label: why for d in labels[common:] for label in d}
         operands = tuple(labels[: len(shape(v))] for v in eqn.invars)
         return Spec(operands, tuple(labels[: len(shape(v))] for v in eqn.outvars), blocked=blocked, linear=linear)
 
@@ -240,7 +269,9 @@ def slice_like(eqn: core.JaxprEqn) -> Spec:
 
 def pad(eqn: core.JaxprEqn) -> Spec:
     spec = slice_like(eqn)
-    return Spec(spec.operands, spec.results, blocked=spec.blocked, linear="add")
+    moved = [i for i, widths in enumerate(eqn.params["padding_config"]) if any(widths)]
+    blocked = spec.blocked | {label: "it is sliced or padded" for i in moved for label in spec.results[0][i]}
+    return Spec(spec.operands, spec.results, blocked=blocked, linear="add")
 
 
 def concatenate(eqn: core.JaxprEqn) -> Spec:
@@ -254,6 +285,42 @@ def concatenate(eqn: core.JaxprEqn) -> Spec:
 
     operands = tuple(one(v, i) for i, v in enumerate(eqn.invars))
     return Spec(operands, (one(eqn.outvars[0], "out"),), blocked=blocked, linear="add")
+
+
+def stack(eqn: core.JaxprEqn) -> Spec:
+    """A new dim, one operand after the other; the other dims pass."""
+    axis = eqn.params["axis"] % len(shape(eqn.outvars[0]))
+    result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
+    blocked = dict.fromkeys(result[axis], "it is stacked from several tensors")
+    return Spec((result[:axis] + result[axis + 1 :],) * len(eqn.invars), (result,), blocked=blocked, linear="add")
+
+
+def unstack(eqn: core.JaxprEqn) -> Spec:
+    """One result for each index of a dim; the other dims pass."""
+    axis = eqn.params["axis"] % len(shape(eqn.invars[0]))
+    operand = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
+    blocked = dict.fromkeys(operand[axis], "it is taken apart index by index")
+    return Spec((operand,), (operand[:axis] + operand[axis + 1 :],) * len(eqn.outvars), blocked=blocked, linear="move")
+
+
+def dynamic_update_slice(eqn: core.JaxprEqn) -> Spec:
+    """Dims that are replaced whole pass; where a window is written, the position decides, and they are blocked."""
+    operand, update = shape(eqn.invars[0]), shape(eqn.invars[1])
+    whole = dims(operand, range(len(operand)))
+    window = dims(update, [i if n == m else ("window", i) for i, (n, m) in enumerate(zip(operand, update, strict=True))])
+    cut = [d for i, (n, m) in enumerate(zip(operand, update, strict=True)) if n != m for d in (*whole[i], *window[i])]
+    positions = ((),) * (len(eqn.invars) - 2)
+    return Spec(
+        (whole, window, *positions), (whole,), blocked=dict.fromkeys(cut, "a window of it is written"), linear="update"
+    )
+
+
+def random_split(eqn: core.JaxprEqn) -> Spec:
+    """New keys along new dims, which are drawn together."""
+    keys = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
+    result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
+    blocked = {label: "its keys are split together" for dim in result[len(keys) :] for label in dim}
+    return Spec((keys,), (result,), blocked=blocked)
 
 
 def split(eqn: core.JaxprEqn) -> Spec:
@@ -272,4 +339,4 @@ def split(eqn: core.JaxprEqn) -> Spec:
 
 def optimization_barrier(eqn: core.JaxprEqn) -> Spec:
     each = tuple(dims(shape(v), [(i, d) for d in range(len(shape(v)))]) for i, v in enumerate(eqn.invars))
-    return Spec(each, each)
+    return Spec(each, each, pairwise=True)

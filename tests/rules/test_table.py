@@ -1,0 +1,454 @@
+"""Every primitive of the table, at several shapes and dimension numbers: the parts make the whole, forward and backward."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import primitives
+from parts import check, check_both, fragment
+
+from jscaler.rules.registry import ELEMENTWISE, TABLE
+from jscaler.rules.table import common_refinement
+
+rng = np.random.default_rng(0)
+
+
+def real(*shape: int, low: float = 0.1, high: float = 0.9, dtype: Any = np.float64) -> np.ndarray:
+    return rng.uniform(low, high, shape).astype(dtype)
+
+
+def whole(*shape: int, low: int = 0, high: int = 6, dtype: Any = np.int32) -> np.ndarray:
+    return rng.integers(low, high, shape).astype(dtype)
+
+
+def flags(*shape: int) -> np.ndarray:
+    return rng.random(shape) < 0.5
+
+
+def keys(*shape: int, impl: str = "threefry2x32") -> jax.Array:
+    return jax.random.split(jax.random.key(4, impl=impl), shape) if shape else jax.random.key(4, impl=impl)
+
+
+def words(*shape: int) -> np.ndarray:
+    return rng.integers(0, 2**32, shape, dtype=np.uint32)
+
+
+# Operands that elementwise primitives take, where two real ones in (0, 1) will not do.
+S = (2, 3)
+OPERANDS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "acosh": lambda: (real(*S, low=1.1, high=3),),
+    "zeta": lambda: (real(*S, low=1.5, high=3), real(*S)),
+    "polygamma": lambda: (whole(*S, low=1, high=3, dtype=np.float64), real(*S)),
+    "regularized_incomplete_beta": lambda: (real(*S), real(*S), real(*S)),
+    "clamp": lambda: (np.float64(0.3), real(*S), np.float64(0.6)),
+    "threefry2x32": lambda: tuple(words(*S) for _ in range(4)),
+    "random_fold_in": lambda: (keys(*S), words(*S)),
+    **{n: lambda: (whole(*S), whole(*S)) for n in ("and", "or", "xor", "mulhi")},
+    **{n: lambda: (whole(*S),) for n in ("not", "clz", "population_count")},
+    **{n: lambda: (whole(*S), whole(*S, high=3)) for n in ("shift_left", "shift_right_arithmetic", "shift_right_logical")},
+}  # fmt: skip
+ROUNDED = frozenset(
+    ["cbrt", "cos", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rsqrt", "sin", "sqrt", "tan", "tanh"]
+)
+PARAMS: dict[str, dict[str, Any]] = {
+    "integer_pow": {"y": 3},
+    "bitcast_convert_type": {"new_dtype": np.dtype(np.int64)},
+    "reduce_precision": {"exponent_bits": 5, "mantissa_bits": 7},
+    "round": {"rounding_method": lax.RoundingMethod.TO_NEAREST_EVEN},
+    **{n: {"accuracy": None} for n in ROUNDED},
+}
+BINARY = frozenset(
+    [
+        "atan2",
+        "eq",
+        "eq_to",
+        "ge",
+        "gt",
+        "igamma",
+        "igamma_grad_a",
+        "igammac",
+        "le",
+        "le_to",
+        "lt",
+        "lt_to",
+        "max",
+        "min",
+        "ne",
+        "nextafter",
+        "pow",
+        "rem",
+    ]
+)
+PRIMITIVES = {p.name: p for p in vars(primitives).values() if hasattr(p, "bind")}
+
+
+ELEMENTWISE_HERE = [n for n in ELEMENTWISE.split() if n in PRIMITIVES]
+
+
+@pytest.mark.parametrize("names", [ELEMENTWISE_HERE[i : i + 8] for i in range(0, len(ELEMENTWISE_HERE), 8)], ids=" ".join)
+def test_elementwise(names: Sequence[str]) -> None:
+    """Eight primitives in one program, each on operands of its own."""
+    operands = [OPERANDS.get(n, lambda n=n: tuple(real(*S) for _ in range(1 + (n in BINARY))))() for n in names]
+
+    def all_of_them(*flat: Any) -> list[Any]:
+        rest = iter(flat)
+        each = [[next(rest) for _ in own] for own in operands]
+        return [PRIMITIVES[n].bind(*own, **PARAMS.get(n, {})) for n, own in zip(names, each, strict=True)]
+
+    made = check(all_of_them, *(x for own in operands for x in own))
+    assert made.primitives == set(names)
+    assert sorted(made.open.values()) == sorted(S * len(names))
+
+
+def cases() -> dict[str, list[tuple[Callable[..., Any], tuple[Any, ...]]]]:
+    """For each other primitive, functions that trace to it."""
+    x, y, z = real(4, 6), real(4, 6), real(2, 3, 4)
+    n = whole(4, 6)
+    c = real(4, 6) + 1j * real(4, 6)
+    row, one = real(6), real(1, 6)
+    words8 = words(4, 6)
+    return {
+        # linear in all, in each, in the first
+        "add": [(jnp.add, (x, y)), (jnp.add, (x, row)), (jnp.add, (x, one)), (lambda x: x + 1.5, (x,)), (jnp.add, (n, n))],
+        "sub": [(jnp.subtract, (x, y)), (lambda x, y: x.sum(0) - y.sum(0), (x, y)), (lambda x: x.sum(0) - 1, (x,))],
+        "add_any": [(primitives.add_jaxvals_p.bind, (x, y))],
+        "mul": [
+            (jnp.multiply, (x, y)),
+            (lambda x, y: x.sum(0) * y.sum(1), (x, real(6, 3))),
+            (lambda x: x.sum(0) * x.sum(0), (x,)),
+            (lambda n: n.sum(0) * 3, (n,)),
+        ],
+        "neg": [(lambda x: -x, (x,)), (lambda x: -x.sum(1), (x,)), (lambda x: -x.max(1), (x,))],
+        "div": [
+            (jnp.divide, (x, y)),
+            (lambda x, r: x.sum(0) / r, (x, row)),
+            (lambda x, r: r / x.sum(0), (x, row)),
+            (lambda n: lax.div(n.sum(0), jnp.int64(3)), (n,)),
+        ],
+        "conj": [(jnp.conj, (c,)), (lambda c: jnp.conj(c.sum(0)), (c,))],
+        "complex": [(lax.complex, (x, y)), (lambda x, y: lax.complex(x.sum(0), y.sum(0)), (x, y))],
+        "real": [(jnp.real, (c,)), (lambda c: jnp.real(c.sum(0)), (c,))],
+        "imag": [(jnp.imag, (c,)), (lambda c: jnp.imag(c.sum(0)), (c,))],
+        "copy_p": [(jnp.copy, (x,)), (lambda x: jnp.copy(x.max(0)), (x,))],
+        "copy": [(jnp.copy, (x,)), (lambda x: primitives.copy_p.bind(x.sum(1)), (x,))],
+        "stop_gradient": [(lax.stop_gradient, (x,))],
+        "select_n": [
+            (lax.select_n, (flags(4, 6), x, y)),
+            (lax.select_n, (whole(4, 6, high=3), x, y, x * y)),
+            (lax.select_n, (np.bool_(True), x, y)),
+            (lambda p, x, y: jnp.where(p, x.sum(0), y.sum(0)), (flags(6), x, y)),
+            (lambda p, x: jnp.where(p, x.sum(0), 0.0), (flags(6), x)),
+            (lambda p, x: jnp.where(p, x.sum(0), 1.0), (flags(6), x)),
+            (lambda x: jnp.where(x.sum(0) > 2, 1.0, x.max(0)), (x,)),
+        ],
+        "convert_element_type": [
+            (lambda x: x.astype(jnp.float32), (x,)),
+            (lambda x: x.sum(0).astype(jnp.float64), (whole(4, 6).astype(np.float32),)),
+            (lambda x: x.max(0).astype(jnp.float32), (x,)),
+            (lambda x: x.sum(0).astype(jnp.float32), (x,)),
+            (lambda x: x.sum(0).astype(jnp.int32), (x,)),
+            (lambda n: n.sum(0).astype(jnp.int8), (n * 50,)),
+        ],
+        # movements
+        "broadcast_in_dim": [
+            (lambda r: jnp.broadcast_to(r, (4, 6)), (row,)),
+            (lambda o: jnp.broadcast_to(o, (4, 6)), (one,)),
+            (lambda x: x[:, None, :, None], (x,)),
+            (lambda x: x.sum(0)[:, None] + jnp.zeros((6, 3)), (x,)),
+            (lambda x: jnp.broadcast_to(x.max(0), (3, 6)), (x,)),
+            (lambda s, x: jnp.full((4, 6), s) * x, (np.float64(2), x)),
+        ],
+        "reshape": [
+            (lambda z: z.reshape(6, 4), (z,)),
+            (lambda z: z.reshape(2, 12), (z,)),
+            (lambda z: z.reshape(24), (z,)),
+            (lambda x: x.reshape(4, 2, 3), (x,)),
+            (lambda x: x.reshape(2, 2, 3, 2), (x,)),
+            (lambda x: x.reshape(1, 4, 1, 6, 1), (x,)),
+            (lambda x: x.reshape(3, 8), (x,)),
+            (lambda x: x.reshape(6, 4), (x,)),
+            (lambda w: w.reshape(6, 6), (real(4, 9),)),
+            (lambda w: w.reshape(4, 3, 4), (real(6, 2, 4),)),
+            (lambda w: w.reshape(10, 18), (real(6, 15, 2),)),
+            (lambda x: x.sum(0).reshape(2, 3), (x,)),
+            (lambda w: w.reshape(3, 4), (real(12),)),
+            (lambda x: lax.reshape(x, (6, 4), dimensions=(1, 0)), (x,)),
+            (lambda w: w.reshape(4, 6) + w.reshape(6, 4).T, (real(24),)),
+            (lambda w: w.reshape(4, 6) @ w.reshape(6, 4), (real(24),)),
+        ],
+        "transpose": [
+            *((lambda z, p=p: z.transpose(p), (z,)) for p in list(itertools.permutations(range(3)))[1:]),
+            (lambda z: z.sum(0).T, (z,)),
+            (lambda x: x @ x.T, (x,)),
+            (lambda w: w + w.T, (real(6, 6),)),
+        ],
+        "squeeze": [
+            (lambda o: o[0], (one,)),
+            (lambda w: jnp.squeeze(w), (real(1, 4, 1, 6),)),
+            (lambda w: w.sum(1)[0], (real(1, 4, 6),)),
+        ],
+        "expand_dims": [(lambda x: jnp.expand_dims(x, (0, 2)), (x,))],
+        "optimization_barrier": [
+            (lax.optimization_barrier, (x,)),
+            (lambda x, y: lax.optimization_barrier((x, y)), (x, row)),
+            (lambda x, y: lax.optimization_barrier((x.sum(0), y)), (x, real(3))),
+        ],
+        # reductions
+        "reduce_sum": [
+            *((lambda z, a=a: z.sum(a), (z,)) for a in (0, 1, (0, 2), None)),
+            (lambda z: z.sum(0).sum(1), (z,)),
+            (lambda z: z.max(0).sum(0), (z,)),
+            (lambda n: n.sum(1), (n,)),
+            (lambda x: x.mean(), (x,)),
+        ],
+        "reduce_max": [
+            *((lambda z, a=a: z.max(a), (z,)) for a in (0, (1, 2), None)),
+            (lambda n: n.max(0), (n,)),
+            (lambda z: z.sum(1).max(0), (z,)),
+            (lambda x, y: jnp.maximum(x.max(0), y.max(0)), (x, y)),
+            (lambda x, y: jnp.maximum(x.max(0), y), (x, row)),
+        ],
+        "reduce_min": [
+            *((lambda z, a=a: z.min(a), (z,)) for a in (0, (1, 2), None)),
+            (lambda n: n.min(0), (n,)),
+            (lambda x: -x.min(0), (x,)),
+            (lambda x, y: jnp.minimum(x.min(0), y.min(0)), (x, y)),
+        ],
+        "reduce_prod": [(lambda z: z.prod(1), (z,)), (lambda z: z.prod((0, 2)), (z,))],
+        "reduce_or": [(lambda p: p.any(0), (flags(4, 6),)), (lambda n: primitives.reduce_or_p.bind(n, axes=(0,)), (n,))],
+        "reduce_and": [
+            (lambda p: p.all(0), (flags(4, 6),)),
+            (lambda n: primitives.reduce_and_p.bind(n, axes=(0,)), (n + 1,)),
+        ],
+        "reduce_xor": [(lambda n: primitives.reduce_xor_p.bind(n, axes=(0,)), (n,))],
+        "argmax": [
+            (lambda x: x.argmax(0), (x,)),
+            (lambda x: x.argmax(1), (x,)),
+            (lambda z: lax.argmax(z, 1, jnp.int8), (z,)),
+        ],
+        "argmin": [(lambda x: x.argmin(0), (x,)), (lambda z: z.argmin(2), (z,))],
+        # contractions
+        "dot_general": [
+            (jnp.dot, (x, real(6, 3))),
+            (jnp.dot, (row, row)),
+            (jnp.dot, (z, real(4, 6))),
+            (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (z, real(2, 6, 4))),
+            (lambda a, b: jnp.einsum("ibj,kjb->bki", a, b), (z, real(6, 4, 3))),
+            (lambda a, b: jnp.einsum("bij,bij->b", a, b), (z, z)),
+            (lambda a, b: jnp.einsum("bqhd,bkhd->bhqk", a, b), (real(2, 3, 4, 2), real(2, 6, 4, 2))),
+            (lambda a, b: jnp.einsum("ij,kl->ikjl", a, b), (x, real(3, 2))),
+            (lambda a, b, c: (a @ b) @ c, (x, real(6, 3), real(3, 2))),
+            (lambda a, b: (a @ b).reshape(4, 3, 2, 4), (x, real(6, 24))),
+            (lambda a, b: a.reshape(4, 6) @ b, (real(4, 2, 3), real(6, 3))),
+            (lambda a: a.reshape(2, 2, 6) @ a.T, (x,)),
+        ],
+        # walked in order
+        "cumsum": [
+            (lambda x: jnp.cumsum(x, 0), (x,)),
+            (lambda x: lax.cumsum(x, 1, reverse=True), (x,)),
+            (lambda z: jnp.cumsum(z.sum(0), 1), (z,)),
+        ],
+        "cumprod": [(lambda x: jnp.cumprod(x, 1), (x,))],
+        "cummax": [(lambda x: lax.cummax(x, 1), (x,))],
+        "cummin": [(lambda x: lax.cummin(x, 0), (x,))],
+        "cumlogsumexp": [(lambda x: lax.cumlogsumexp(x, 1), (x,))],
+        "sort": [
+            (lambda x: jnp.sort(x, 0), (x,)),
+            (lambda x: jnp.argsort(x, 1), (x,)),
+            (lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), (x, y)),
+        ],
+        "top_k": [
+            (lambda x: lax.top_k(x, 2), (x,)),
+            (lambda x: lax.top_k(x, 6), (x,)),
+            (lambda z: lax.top_k(z, 1)[0], (z,)),
+        ],
+        "rev": [(lambda x: x[::-1], (x,)), (lambda z: jnp.flip(z, (0, 2)), (z,)), (lambda z: jnp.flip(z.max(0), 1), (z,))],
+        # parts of tensors
+        "slice": [
+            (lambda x: x[1:3], (x,)),
+            (lambda x: x[:, 1:5:2], (x,)),
+            (lambda z: z[:, 1:, :2], (z,)),
+            (lambda x: x[:, :1] + x[:, 5:], (x,)),
+            (lambda z: z.sum(0)[1:], (z,)),
+        ],
+        "dynamic_slice": [
+            (lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 6)), (x, np.int64(1))),
+            (lambda x, i: lax.dynamic_slice(x, (i, i), (4, 3)), (x, np.int32(2))),
+            (lambda x, i: lax.dynamic_slice(x.sum(0), (i,), (2,)), (x, np.int32(2))),
+            (lambda x, n: lax.dynamic_slice(x, (n.sum(), 0), (2, 6)), (x, whole(4, high=1, dtype=np.int64))),
+        ],
+        "pad": [
+            (lambda x: jnp.pad(x, ((1, 2), (0, 0))), (x,)),
+            (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 0, 2))), (x,)),
+            (lambda x: lax.pad(x.sum(0), 0.0, ((1, 1, 0),)), (x,)),
+            (lambda x: lax.pad(x.sum(0), 1.0, ((1, 1, 0),)), (x,)),
+            (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-1, -2, 0))), (x,)),
+            (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))), (x,)),
+        ],
+        "concatenate": [
+            (lambda x, y: jnp.concatenate([x, y], 0), (x, real(3, 6))),
+            (lambda x, y: jnp.concatenate([x, y], 1), (x, real(4, 1))),
+            (lambda x, y: jnp.concatenate([x.sum(0), y.sum(0)]), (x, y)),
+            (lambda x: jnp.concatenate([x[:, 3:], x[:, :3]], 1), (x,)),
+        ],
+        "split": [
+            (lambda x: jnp.split(x, 3, 1), (x,)),
+            (lambda x: jnp.split(x, [1], 0), (x,)),
+            (lambda z: jnp.split(z.sum(0), 2, 1), (z,)),
+        ],
+        # made from nothing
+        "iota": [
+            (lambda x: x * jnp.arange(6), (x,)),
+            (lambda x: x * jnp.arange(4)[:, None], (x,)),
+            (
+                lambda x: jnp.where(
+                    lax.broadcasted_iota(jnp.int32, (4, 6), 0) > lax.broadcasted_iota(jnp.int32, (4, 6), 1), x, 0
+                ),
+                (x,),
+            ),
+            (lambda x: (x * jnp.arange(6.0)).sum(1), (x,)),
+            (lambda x: x.reshape(24) * jnp.arange(24), (x,)),
+            (lambda x: x + jnp.arange(24).reshape(4, 6), (x,)),
+            (lambda x: x.reshape(4, 2, 3) + jnp.arange(12).reshape(4, 3)[:, None], (x,)),
+            (lambda x: x + lax.iota(jnp.uint8, 6), (n,)),
+        ],
+        # keys
+        "random_bits": [
+            *((lambda k, b=b: jax.random.bits(k, (4, 6), jnp.dtype(f"uint{b}")), (keys(),)) for b in (8, 16, 32, 64)),
+            *(
+                (lambda k, b=b: jax.vmap(lambda k: jax.random.bits(k, (3, 2), jnp.dtype(f"uint{b}")))(k), (keys(4),))
+                for b in (8, 64)
+            ),
+            (lambda k: jax.random.bits(k, (24,)).reshape(4, 6), (keys(),)),
+            (lambda k: jax.random.bits(k, (4, 6), jnp.uint32), (keys(impl="rbg"),)),
+            (lambda k: jax.vmap(lambda k: jax.random.bits(k, (6,), jnp.uint32))(k), (keys(4, impl="rbg"),)),
+        ],
+        "stack": [(lambda x, y: jnp.stack([x, y], 1), (x, y)), (lambda x, y: jnp.stack([x.sum(0), y.sum(0)]), (x, y))],
+        "unstack": [(lambda x: sum(jnp.tanh(row) for row in x), (x,))],
+        "dynamic_update_slice": [
+            (lambda x, y: lax.dynamic_update_slice(x, y[:2], (1, 0)), (x, y)),
+            (lambda x, y: lax.dynamic_update_slice(jnp.zeros(4), y.sum(1)[:2], (1,)), (x, y)),
+        ],
+        "random_split": [
+            (lambda k: jax.random.key_data(jax.vmap(lambda one: jax.random.split(one, 3))(k)), (keys(4),)),
+        ],
+        "random_seed": [(lambda n: jax.random.key_data(jax.vmap(jax.random.key)(n)), (np.arange(4),))],
+        "random_wrap": [(jax.random.wrap_key_data, (words(4, 2),)), (jax.random.wrap_key_data, (words(4, 3, 2),))],
+        "random_unwrap": [(jax.random.key_data, (keys(4),)), (jax.random.key_data, (keys(2, 3),))],
+        "bitcast_convert_type": [
+            (lambda x: lax.bitcast_convert_type(x, jnp.uint32), (x,)),
+            (lambda w: lax.bitcast_convert_type(w, jnp.uint8), (words8,)),
+            (lambda w: lax.bitcast_convert_type(w, jnp.float64), (words(4, 2),)),
+        ],
+        "clamp": [(lambda x: lax.clamp(0.2, x, 0.7), (x,)), (lax.clamp, (x * 0.5, y, x))],
+        "integer_pow": [(lambda x: x**3, (x,)), (lambda x: x.sum(0) ** 2, (x,))],
+        "tanh": [(lambda x: jnp.tanh(x.sum(0)), (x,)), (lambda x: jnp.tanh(x.max(0)), (x,))],
+    }
+
+
+CASES = cases()
+
+
+def all_cases() -> list[Any]:
+    return [
+        pytest.param(name, fun, args, id=f"{name}-{i}")
+        for name, several in CASES.items()
+        if name in KNOWN
+        for i, (fun, args) in enumerate(several)
+    ]
+
+
+def traced_names() -> set[str]:
+    """Names that primitives of this JAX have: those it exports, and those that the cases trace to."""
+    private = {"optimization_barrier", "random_wrap", "random_unwrap", "split"}
+    return set(PRIMITIVES) | private
+
+
+KNOWN = traced_names()
+
+
+def test_every_primitive_of_the_table_has_a_case() -> None:
+    here = {name for name in TABLE if name in KNOWN} - {"gather", "scatter-add"}  # those two: test_indexing
+    assert here <= set(CASES) | set(ELEMENTWISE.split()), "add a case"
+
+
+@pytest.mark.parametrize(("name", "fun", "args"), all_cases())
+def test_parts_make_the_whole(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    assert name in check_both(fun, *args).primitives
+
+
+def test_the_gradient_of_one_row_needs_no_warning() -> None:
+    assert check_both(lambda x, i: x[i], real(4, 6), np.int64(2)).open == {"b": 6}
+
+
+def test_stack_needs_no_warning() -> None:
+    x, y = real(4, 6), real(4, 6)
+    assert check_both(lambda x: jnp.stack([x, 2 * x], 1), x).open == {"a": 4, "b": 6}
+    check_both(lambda x, y: jnp.stack([x.sum(0), y.sum(0)]), x, y)
+
+
+@pytest.mark.smoke
+def test_a_layer_in_one_piece() -> None:
+    def layer(x: jax.Array, up: jax.Array, down: jax.Array, key: jax.Array) -> jax.Array:
+        h = jax.nn.gelu(jnp.einsum("bsd,df->bsf", x, up))
+        h = jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h / 0.8, 0)
+        return jnp.einsum("bsf,fd->bsd", h, down)
+
+    made = check_both(layer, real(2, 3, 4), real(4, 6), real(6, 4), keys())
+    assert str(made.rule) == "a b c, c d, d e, · -> a b e"
+    assert {f.name: f.kind for f in made.rule.factors.values()} == {
+        "a": "parallel", "b": "parallel", "c": "blocked", "d": "reduction", "e": "parallel",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "pieces", "matched"),
+    [
+        ((6, 4), (3, 8), [3, 2, 4], True),
+        ((2, 3, 4), (24,), [2, 3, 4], True),
+        ((4, 9), (6, 6), [], False),
+        ((6, 15, 2), (10, 18), [2], False),
+        ((1, 4, 1), (2, 1, 2), [2, 2], True),
+        ((), (1, 1), [], True),
+    ],
+)
+def test_common_refinement(a: tuple[int, ...], b: tuple[int, ...], pieces: list[int], matched: bool) -> None:
+    assert common_refinement(a, b) == (list(enumerate(pieces)), matched)
+
+
+def test_a_cast_that_narrows_a_partial_sum_blocks() -> None:
+    x = real(4, 6).astype(jnp.bfloat16)
+    mean = fragment(lambda x: x.mean(0), x)
+    assert "a partial add of it meets 'convert_element_type'" in mean.blocked(0, 0)
+    assert fragment(lambda x: x.astype(jnp.float32).mean(0), x).rule.factors["a"].kind == "reduction"
+
+
+@pytest.mark.parametrize(("source", "target"), [(jnp.float16, jnp.bfloat16), (jnp.bfloat16, jnp.float16)])
+def test_a_cast_between_floats_of_equal_size_narrows_too(source: Any, target: Any) -> None:
+    x = real(4, 6).astype(source)
+    made = fragment(lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None).astype(target), x)
+    assert "meets 'convert_element_type'" in made.blocked(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fun", "reason"),
+    [
+        (lambda x: jnp.sort(x, 1), "at sort it is sorted"),
+        (lambda x: lax.top_k(x, 2), "at top_k its largest are taken"),
+        (lambda x: jnp.cumsum(x, 1), "at cumsum it is summed along"),
+        (lambda x: x[:, ::-1], "at rev it is reversed"),
+        (lambda x: x[:, 1:], "at slice it is sliced or padded"),
+        (lambda x: jnp.concatenate([x, x], 1), "at concatenate it is concatenated"),
+        (lambda x: x.argmax(1), "at argmax its reduction cannot be joined"),
+        (lambda x: x.prod(1), "at reduce_prod its reduction cannot be joined"),
+    ],
+)
+def test_blocked_factors_say_where_and_why(fun: Callable[..., Any], reason: str) -> None:
+    made = fragment(fun, real(4, 6))
+    assert made.blocked(0, 1) == reason
+    assert made.blocked(0, 0) == ""
