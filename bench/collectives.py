@@ -1,5 +1,6 @@
 """What does a plan send? Kinds, counts and payload bytes per device from the compiled HLO, beside GSPMD's for the same
-split. Data parallelism must reduce each gradient once: parameter bytes and one scalar, and nothing else.
+split. ``count`` is of tensors (XLA launches neighbours together). Data parallelism must reduce each gradient once:
+parameter bytes and one scalar, and nothing else.
 """
 
 import math
@@ -54,7 +55,7 @@ def gpt_step(size: str, dtype: Any = None) -> tuple[Callable[..., Any], tuple[An
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    from jscaler.report.compare import twin
+    from jscaler.compare import twin
     from jscaler.report.hlo import totals
 
     cases = [("mlp-6 f32", mlp_step()), ("gpt-nano f32", gpt_step("nano"))]

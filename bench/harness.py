@@ -11,6 +11,11 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def bounds_of(row: Row) -> dict[str, float]:
+    """The limits that a row is held to, by column."""
+    return {**row.get("bounds", {}), **({"value": row["bound"]} if row.get("bound") is not None else {})}
+
+
 def main(
     name: str, description: str, columns: Sequence[str], rows: Callable[[bool], Iterable[Row]], devices: int = 8
 ) -> None:
@@ -19,8 +24,8 @@ def main(
     Args:
         name: the benchmark.
         columns: of the table; a row may leave some out.
-        rows: measures; its argument is whether to be quick (under a minute). A row with ``"bound"`` is held to it:
-            ``value <= bound``, or the run exits with code 1.
+        rows: measures; its argument is whether to be quick (under a minute). A row's ``"bound"`` is the limit of its
+            ``"value"``, its ``"bounds"`` those of several columns; a row above one makes the run exit with code 1.
         devices: virtual CPU devices to make.
     """
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description)
@@ -41,7 +46,7 @@ def main(
     measured = list(track(rows(options.quick), f"bench.{name}", console=Console(stderr=True), transient=True))
     title = f"bench.{name}: jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     console.print(table(title, columns, [[row.get(c, "") for c in columns] for row in measured]))
-    failed = [r for r in measured if r.get("bound") is not None and not r["value"] <= r["bound"]]
+    failed = [r for r in measured if not all(r[c] <= limit for c, limit in bounds_of(r).items())]
     if options.json:
         print(json.dumps({"bench": name, "jax": jax.__version__, "rows": measured}))
     if failed:

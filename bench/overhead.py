@@ -1,7 +1,8 @@
 """What does jscaler cost where it has nothing to do? The plan ``single`` against ``jax.jit`` of the undecorated step.
 
 ``time_ratio``: median step times, run in turn. ``compile_ratio``: tracing and lowering (XLA's own compilation is not
-ours), medians of several. ``flops_ratio``: FLOPs of the compiled programs, which is exact and is held to 1 %.
+ours), medians of several, held to 4. ``flops_ratio``: FLOPs of the compiled programs, which is exact and held to 1 %.
+Times are goals (1.03 for mini), not bounds: machines are noisy.
 """
 
 import functools
@@ -55,8 +56,7 @@ def measure(size: str, batch: int, rounds: int) -> Row:
         "time_ratio": round(median_ratio(times[1], times[0]), 4),
         "compile_ratio": round(statistics.median(seconds[1]) / statistics.median(seconds[0]), 3),
         "flops_ratio": round(flops, 5),
-        "value": abs(flops - 1),
-        "bound": 0.01,
+        "bounds": {"compile_ratio": 4.0, "flops_ratio": 1.01},
     }
 
 

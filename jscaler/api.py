@@ -10,7 +10,7 @@ import jax
 from jscaler import plans
 from jscaler.arguments import Arguments, Call, difference
 from jscaler.capture.names import tree_path
-from jscaler.errors import CaptureError, DeviceError
+from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
 from jscaler.primitives import Plan
 from jscaler.stages import Captured, Executable, StepPlan, capture, executable, input_structs, lower, transform
@@ -29,7 +29,7 @@ def parallelize(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], "Parallelized"]:
-    """Decorate a step function of pytrees so that it runs on many devices as ``plan`` says.
+    """Decorate a step function of pytrees (not a method) so that it runs on many devices as ``plan`` says.
 
     Args:
         plan: a policy, the name of a built-in one (``"data_parallel"``), or a finished `Plan`.
@@ -42,6 +42,8 @@ def parallelize(
         ... def train_step(state, batch): ...
     """
     policy = plans.by_name(plan) if isinstance(plan, str) else plan
+    if not isinstance(policy, Plan) and not callable(policy):
+        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
 
     def decorate(fun: Callable[..., Any]) -> Parallelized:
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
@@ -170,14 +172,18 @@ def resolve_devices(devices: Devices) -> list[Device]:
         return list(jax.devices())
     if isinstance(devices, int):
         at_hand = jax.devices()
-        if not 1 <= devices <= len(at_hand):
+        if devices < 1:
+            raise DeviceError(f"{devices} devices are asked for; ask for 1 to {len(at_hand)}")
+        if devices > len(at_hand):
             raise DeviceError(
                 f"{devices} devices are asked for and {len(at_hand)} are at hand ({at_hand[0].platform}); ask for 1 to "
                 f"{len(at_hand)}, or make virtual CPU devices with jax.config.update('jax_num_cpu_devices', {devices}) "
                 "before JAX is first used (`--platform cpu` on the command line)"
             )
         return list(at_hand[:devices])
-    chosen = list(devices)
+    chosen = [] if isinstance(devices, str) else list(devices)
+    if not all(hasattr(d, "platform") for d in chosen):
+        raise DeviceError(f"devices are a number or a list of jax.Device, not {devices!r}")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise DeviceError(f"devices must be distinct and at least one: {chosen}")
     return chosen
@@ -207,11 +213,13 @@ def _capture(fun: Callable[..., Any], arguments: Arguments, call: Call) -> tuple
         return [tree_path("", path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
     structs = [t.struct for t in call.types]
-    made = capture(flat_fun, structs, call.names, output_names, lambda: _next_versions(arguments, call, result))
+    made = capture(
+        flat_fun, structs, call.names, output_names, lambda gradients: _next_versions(arguments, call, result, gradients)
+    )
     return made, result
 
 
-def _next_versions(arguments: Arguments, call: Call, result: _Result) -> dict[int, int]:
+def _next_versions(arguments: Arguments, call: Call, result: _Result, gradients: frozenset[int]) -> dict[int, int]:
     """Output leaf -> input leaf, for every argument whose tree comes back with the same shapes.
 
     Without donation, a bare array that comes back is no state: state is a tree.
@@ -228,7 +236,7 @@ def _next_versions(arguments: Arguments, call: Call, result: _Result) -> dict[in
             ins = range(in_start, in_start + tree.num_leaves)
             outs = range(out_start, out_start + part.num_leaves)
             same = part == tree and all(_alike(call.types[i], result.avals[o]) for i, o in zip(ins, outs, strict=True))
-            if is_state and same and not versions.keys() & set(outs):
+            if is_state and same and not (versions.keys() | gradients) & set(outs):
                 versions.update(zip(outs, ins, strict=True))
                 break
             out_start += part.num_leaves

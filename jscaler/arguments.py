@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jscaler.capture.names import leaf_names
+from jscaler.capture.names import PathNames, leaf_names
 from jscaler.errors import CaptureError, UnknownNameError
 
 
@@ -47,7 +47,9 @@ class Call:
     @property
     def names(self) -> list[str]:
         """The path of every leaf: argument name and tree path."""
-        return [n for name, tree in self.trees for n in leaf_names(name, tree.unflatten(range(tree.num_leaves)))]
+        paths = [n for name, tree in self.trees for n in leaf_names(name, tree.unflatten(range(tree.num_leaves)))]
+        unique = PathNames()
+        return [unique.unique(path) for path in paths]
 
 
 @dataclass(frozen=True)

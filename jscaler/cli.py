@@ -73,8 +73,8 @@ def compare(
 
     Example: jscaler compare --size nano --plan data_parallel --devices 8 --platform cpu
     """
-    from jscaler.report.compare import compare as run
-    from jscaler.report.tables import comparison_table
+    from jscaler.compare import compare as run
+    from jscaler.compare import comparison_table
 
     use_platform(platform, devices)
     job = _Job(model, size, plan, devices, data, batch, seq, 3e-3, 100, seed)

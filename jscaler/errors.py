@@ -43,10 +43,16 @@ class UnknownNameError(JscalerError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], where: str = ""):
         known = list(known)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = near_names(name, known)
         hint = f"; did you mean '{near[0]}'?" if near else ";"
         shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
         super().__init__(f"no {what} named '{name}'{where}{hint} known: {shown or 'none'}")
+
+
+def near_names(name: str, known: Sequence[str]) -> list[str]:
+    """The one of ``known`` that ``name`` may be meant for: by its whole path or its last part, whatever the case."""
+    folded = {k.lower(): k for k in reversed(known)} | {k.rsplit("/", 1)[-1].lower(): k for k in reversed(known)}
+    return [folded[m] for m in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)]
 
 
 class SplitError(PlanError):

@@ -12,6 +12,7 @@ from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.trace import trace_step
+from jscaler.errors import DeviceError
 from jscaler.ir import Graph, VTensor
 from jscaler.lower.emit import emit, physical_mesh, sharding
 from jscaler.lower.numbering import FlatProgram, flatten
@@ -69,18 +70,32 @@ def capture(
     avals: Sequence[Any],
     input_names: Sequence[str],
     output_names: Callable[[], Sequence[str]],
-    next_version: Callable[[], Mapping[int, int]],
+    next_version: Callable[[frozenset[int]], Mapping[int, int]],
 ) -> Captured:
-    """Trace ``fun(*leaves) -> leaves`` once. The last two are asked after the trace, when the result's tree is known."""
+    """Trace ``fun(*leaves) -> leaves`` once.
+
+    The last two are asked after the trace, when the result's tree is known; ``next_version`` is told which outputs are
+    gradients, which look like a next version of the parameters and are not.
+    """
     step = trace_step(fun, avals)
     bodies, rules = BodyTable(), RuleBook()
-    graph = build_graph(step, input_names, output_names(), next_version(), bodies, rules)
+    gradients = {v for call in step.calls for v in call.gradients}
+    are_gradients = frozenset(i for i, v in enumerate(step.outvars) if isinstance(v, core.Var) and v in gradients)
+    graph = build_graph(step, input_names, output_names(), next_version(are_gradients), bodies, rules)
     return Captured(graph, bodies, rules, step.source)
 
 
 def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices: int) -> Plan:
-    """Run the policy, unless a finished plan is given."""
-    return policy if isinstance(policy, Plan) else make_plan(policy, captured.graph, num_devices)
+    """Run the policy, unless a finished plan is given.
+
+    Raises:
+        DeviceError: the finished plan is for another number of devices.
+    """
+    if not isinstance(policy, Plan):
+        return make_plan(policy, captured.graph, num_devices)
+    if policy.num_devices != num_devices:
+        raise DeviceError(f"the plan '{policy.name}' is for {policy.num_devices} devices, and {num_devices} are given")
+    return policy
 
 
 def lower(captured: Captured, plan: Plan) -> StepPlan:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, fingerprint, make_jaxpr, trace
+from jscaler.capture.jaxprs import evaluate, fingerprint, make_jaxpr, trace_flat
 from jscaler.ir import Body, Op
 
 
@@ -24,7 +24,7 @@ class BodyTable:
         return self.bodies.setdefault(fingerprint(jaxpr), Body(jaxpr))
 
     def traced(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Body:
-        return self.intern(trace(fun, avals))
+        return self.intern(trace_flat(fun, avals))
 
     def join(self, aval: Any, count: int) -> Body:
         """The n-ary add that joins ``count`` gradients of one tensor."""
@@ -68,7 +68,7 @@ class BodyTable:
             return list(vjp(list(cotangents)))
 
         avals = [v.aval for v in jaxpr.invars] + [jaxpr.outvars[i].aval for i in outputs]
-        traced = trace(backward, avals)
+        traced = trace_flat(backward, avals)
         read = {v for e in traced.eqns for v in e.invars if isinstance(v, core.Var)}
         read |= {v for v in traced.outvars if isinstance(v, core.Var)}
         kept = tuple(i for i, v in enumerate(traced.invars) if v in read)

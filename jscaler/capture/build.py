@@ -62,12 +62,20 @@ class _Builder:
     def run(self) -> None:
         last = {f.call: i for i, f in enumerate(self.fragments) if f.call is not None}
         for i, fragment in enumerate(self.fragments):
+            self._differentiate_before(fragment)
             self.ops.append(self._op(fragment))
             if fragment.call is not None and last[fragment.call] == i:
                 self._differentiate(fragment.call)
         for call in range(len(self.step.calls)):
-            if call not in last:  # a loss that computes nothing
+            if call not in self.calls:
                 self._differentiate(call)
+
+    def _differentiate_before(self, fragment: Fragment) -> None:
+        """A loss that computes nothing has no last fragment: its call is differentiated when a gradient is read."""
+        reads = {v for _, e in fragment.eqns for v in e.invars if isinstance(v, core.Var)}
+        for index, call in enumerate(self.step.calls):
+            if index not in self.calls and reads & set(call.gradients):
+                self._differentiate(index)
 
     def result(self, atom: Atom, name: str) -> PTensor:
         """The PTensor of an output atom; a constant result gets an op that makes it."""

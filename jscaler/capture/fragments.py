@@ -9,13 +9,13 @@ fragment only if everything else it reads lies on lower levels.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, shape
-from jscaler.capture.trace import TaggedEquation, Trace
+from jscaler.capture.trace import TaggedEquation, Trace, TracedCall
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Constructs that stay one op of their own.
@@ -52,13 +52,13 @@ class Fragment:
 def fragments(step: Trace) -> tuple[list[Fragment], dict[core.Var, core.JaxprEqn]]:
     """The fragments of ``step`` in an order that respects their dependencies, and the equations to be copied.
 
-    Gradient variables count as produced by their call's forward fragments, so that updates come after them.
+    What reads a gradient comes after the whole forward program of its call, since autodiff comes between the two.
     """
     builder = _Builder(step)
     for index, tagged in enumerate(step.equations):
         builder.add(index, tagged)
     builder.merge_preparations(step.outvars)
-    return _topological(builder.fragments, builder.home), builder.generated
+    return _topological(builder.fragments, builder.home, step.calls), builder.generated
 
 
 def scope_of(eqn: core.JaxprEqn) -> str:
@@ -74,6 +74,7 @@ class _Builder:
         self.readers: dict[core.Var, list[Fragment]] = {}
         self.generated: dict[core.Var, core.JaxprEqn] = {}
         self.gradient_call = {g: i for i, call in enumerate(step.calls) for g in call.gradients}
+        self.calls = step.calls
         self.call_level: dict[int, float] = {}
         self.wrt = {v for call in step.calls for v in call.wrt}
 
@@ -116,8 +117,11 @@ class _Builder:
     def _level(self, var: core.Var) -> float:
         if var in self.home:
             return self.home[var].level
-        if var in self.gradient_call:  # a gradient comes after the whole forward program of its call
-            return self.call_level.get(self.gradient_call[var], 0)
+        if var in self.gradient_call:  # a gradient comes after all that its call reads and computes
+            index = self.gradient_call[var]
+            call = self.calls[index]
+            before = (self._level(v) for v in (call.loss, *call.wrt) if isinstance(v, core.Var))
+            return max(self.call_level.get(index, 0), *before, 0)
         return 0
 
     def merge_preparations(self, outvars: Iterable[Atom]) -> None:
@@ -145,15 +149,23 @@ class _Builder:
         self.fragments = kept
 
 
-def _topological(found: list[Fragment], home: dict[core.Var, Fragment]) -> list[Fragment]:
+def _topological(found: list[Fragment], home: dict[core.Var, Fragment], calls: Sequence[TracedCall]) -> list[Fragment]:
     """Dependencies first, otherwise in program order (by last equation)."""
     number = {id(f): i for i, f in enumerate(found)}
+    gradient_call = {v: index for index, call in enumerate(calls) for v in call.gradients}
+    # what must be there before a call is differentiated: its forward fragments, its loss, what it differentiates
+    members = [{number[id(home[v])] for v in (c.loss, *c.wrt) if isinstance(v, core.Var) and v in home} for c in calls]
+    for i, fragment in enumerate(found):
+        if fragment.call is not None:
+            members[fragment.call].add(i)
     after: dict[int, set[int]] = {i: set() for i in range(len(found))}
     waiting = [0] * len(found)
     for i, fragment in enumerate(found):
-        sources = {
-            number[id(home[v])] for _, e in fragment.eqns for v in e.invars if isinstance(v, core.Var) and v in home
-        } - {i}
+        reads = {v for _, e in fragment.eqns for v in e.invars if isinstance(v, core.Var)}
+        sources = {number[id(home[v])] for v in reads if v in home}
+        for call in {gradient_call[v] for v in reads if v in gradient_call}:
+            sources |= members[call]
+        sources -= {i}
         waiting[i] = len(sources)
         for source in sources:
             after[source].add(i)

@@ -24,7 +24,7 @@ def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, ha
 
     Args:
         fun: a function of pytrees to a scalar, or to ``(scalar, aux)`` with ``has_aux``. Arguments that are not
-            arrays are passed to it as they are.
+            arrays (flags, Python numbers) are passed to it as they are.
         argnums: which positional arguments to differentiate.
         has_aux: whether ``fun`` returns auxiliary data next to the scalar.
 
@@ -43,9 +43,9 @@ def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, ha
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        dynamic = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
         nums = _positions(args, given)
         wanted = _differentiated(args, nums)
+        dynamic = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype") or i in wanted]
 
         def flat_fun(*values: Any) -> list[Any]:
             nonlocal out_tree

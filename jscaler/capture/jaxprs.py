@@ -145,7 +145,7 @@ def live_equations(eqns: Sequence[core.JaxprEqn], outvars: Iterable[Atom]) -> li
     return kept[::-1]
 
 
-def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.Jaxpr:
+def trace_flat(fun: Callable[..., Any], avals: Sequence[Any]) -> core.Jaxpr:
     """Trace ``fun(*avals) -> list`` into a flat jaxpr: plain calls inlined, dead equations dropped, constants literal."""
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*map(shape_struct, avals)))
     return _flatten(jaxpr, consts, CALLS)

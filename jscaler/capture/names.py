@@ -44,7 +44,9 @@ class PathNames:
     def unique(self, path: str) -> str:
         count = self._used.get(path, 0)
         self._used[path] = count + 1
-        return path if not count else f"{path}.{count}"
+        if not count:
+            return path
+        return self.unique(f"{path}.{count}")
 
 
 def key_string(entry: Any) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.gradient import value_and_grad_p
-from jscaler.capture.jaxprs import Atom, Inliner, open_jaxpr, trace
+from jscaler.capture.jaxprs import Atom, Inliner, open_jaxpr, trace_flat
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TaggedEquation:
 
 
 @dataclass(frozen=True)
-class GradientCall:
+class TracedCall:
     """A gradient call: the loss, and for each differentiated input the variable that receives its gradient."""
 
     loss: Atom
@@ -36,7 +36,7 @@ class Trace:
     invars: tuple[core.Var, ...]
     constants: tuple[tuple[core.Var, Any], ...]
     equations: tuple[TaggedEquation, ...]
-    calls: tuple[GradientCall, ...]
+    calls: tuple[TracedCall, ...]
     outvars: tuple[Atom, ...]
     opaque_gradients: int
     source: core.Jaxpr
@@ -69,7 +69,7 @@ class _Opener:
     def __init__(self, constants: list[tuple[core.Var, Any]]):
         self.constants = list(constants)
         self.equations: list[TaggedEquation] = []
-        self.calls: list[GradientCall] = []
+        self.calls: list[TracedCall] = []
         self.alias: dict[core.Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
@@ -94,10 +94,10 @@ class _Opener:
         self.equations += [TaggedEquation(e, index) for e in inliner.eqns]
         values, gradients = eqn.outvars[: len(results)], eqn.outvars[len(results) :]
         self.alias.update(zip(values, results, strict=True))
-        self.calls.append(GradientCall(results[0], tuple(args[i] for i in wrt), tuple(gradients)))
+        self.calls.append(TracedCall(results[0], tuple(args[i] for i in wrt), tuple(gradients)))
 
     def _copy(self, atom: Atom, call: int, like: core.JaxprEqn) -> core.Var:
-        copy = trace(lambda x: [jnp.copy(x)], [atom.aval]).eqns[0]
+        copy = trace_flat(lambda x: [jnp.copy(x)], [atom.aval]).eqns[0]
         out = core.Var(atom.aval)
         self.equations.append(
             TaggedEquation(copy.replace(invars=[atom], outvars=[out], source_info=like.source_info), None)

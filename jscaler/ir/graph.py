@@ -55,6 +55,11 @@ class Graph:
     rules: RuleSource = field(repr=False)
     opaque_gradients: int = 0
 
+    def __post_init__(self) -> None:
+        made = [*self.inputs, *(t for t, _ in self.constants), *(t for op in self.ops for t in op.outputs)]
+        assert len({t.name for t in made}) == len(made), "two PTensors share a name"
+        assert len({op.path for op in self.ops}) == len(self.ops), "two ops share a path"
+
     @cached_property
     def by_path(self) -> dict[str, Op]:
         return {op.path: op for op in self.ops}
@@ -143,7 +148,8 @@ class Graph:
             )
         raise CaptureError(
             "the captured step has no gradient, and this plan needs one: use jscaler.value_and_grad (or jscaler.grad) "
-            "in the step instead of jax.value_and_grad, so that the forward program arrives whole"
+            "in the step instead of jax.value_and_grad, so that the forward program arrives whole; under jax.vmap it is "
+            "not seen either: take one gradient of the mapped loss"
         )
 
     def __str__(self) -> str:

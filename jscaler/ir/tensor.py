@@ -30,9 +30,14 @@ class PTensor:
         return self.aval.dtype
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element; a PRNG key counts as the eight bytes of a threefry key."""
+        return getattr(self.dtype, "itemsize", 8)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor; a PRNG key counts as the eight bytes of a threefry key."""
-        return math.prod(self.shape) * getattr(self.dtype, "itemsize", 8)
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
         return f"{self.name}: {self.aval.str_short(short_dtypes=True)}"

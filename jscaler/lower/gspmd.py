@@ -63,11 +63,6 @@ class _Evaluator:
                 self.run(op, inner)
             return inner[call.loss], [inner[t] for t in made]
 
-        # a differentiated input may be copied first (see capture), by ops of the call that come before all others
-        missing = {t for t in call.wrt if t not in values}
-        for op in [op for op in forward if missing & set(op.outputs)]:
-            self.run(op, values)
-            forward.remove(op)
         made = [t for op in forward for t in op.outputs]
         (_, results), gradients = jax.value_and_grad(loss, has_aux=True)([values[t] for t in call.wrt])
         values.update(zip(made, results, strict=True))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace
+from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
 from jscaler.lower.program import Adapt, Compute, Program, Slot
 
 # Equations whose equal copies are kept apart.
@@ -127,7 +127,7 @@ class _Numbering:
     def _wait(self, atoms: list[Atom], before: list[Atom]) -> list[Atom]:
         """Fence ``atoms`` behind ``before``: neither XLA nor we may run the reader first."""
         both = [a for a in (*atoms, *before) if isinstance(a, core.Var)]
-        eqn = trace(lambda *xs: lax.optimization_barrier(xs), [a.aval for a in both]).eqns[0]
+        eqn = trace_flat(lambda *xs: lax.optimization_barrier(xs), [a.aval for a in both]).eqns[0]
         fenced = dict(zip(both, self._number(eqn, list(both), None), strict=True))
         return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
 

@@ -96,8 +96,7 @@ class _Writer:
         for known, slot in held:
             if known == layout:
                 return slot
-        itemsize = getattr(tensor.dtype, "itemsize", 8)
-        options = [(adapter_stages(known, layout, itemsize), known, slot) for known, slot in held]
+        options = [(adapter_stages(known, layout, tensor.itemsize), known, slot) for known, slot in held]
         (stages, _), source, slot = min(options, key=lambda o: o[0][1])
         if not stages:
             held.append((layout, slot))

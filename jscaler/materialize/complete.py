@@ -162,7 +162,7 @@ class _Completer:
         if not self.mesh.axes or not op.inputs:
             return self.given.get(op.path, Placement(origin="filled"))
         if op.path in self.given:
-            return self._possible(op, self.given[op.path])
+            return self.given[op.path]
         if op.forward is not None:
             for tensor in op.forward.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))
@@ -171,7 +171,7 @@ class _Completer:
         return self._fill(op, Placement(origin="filled"))
 
     def _possible(self, op: Op, placement: Placement) -> Placement:
-        """``placement`` without the factors that this op (a backward of its forward) lacks or cannot split."""
+        """``placement``, mirrored from a forward op, without the factors that its backward lacks or cannot split."""
         if not placement.factors:
             return placement
         factors = self.book.rule(op).factors
@@ -227,10 +227,10 @@ class _Completer:
         total = 0.0
         for tensor, wanted in zip(op.inputs, laid.inputs, strict=True):
             if tensor in self.at_hand:
-                total += min(adapter_stages(h, wanted, _itemsize(tensor))[1] for h in self.at_hand[tensor])
+                total += min(adapter_stages(h, wanted, tensor.itemsize)[1] for h in self.at_hand[tensor])
         for tensor, left in zip(op.outputs, laid.outputs, strict=True):
             if left.values:
-                total += adapter_stages(left, dataclasses.replace(left, values=()), _itemsize(tensor))[1]
+                total += adapter_stages(left, dataclasses.replace(left, values=()), tensor.itemsize)[1]
         return total
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
@@ -255,7 +255,3 @@ def _storable(layout: Layout) -> Layout:
 def _axes_of(layout: Layout) -> set[str]:
     """The axes along which the devices differ."""
     return {a for axes in layout.cuts for a in axes} | {a for a, _ in layout.values}
-
-
-def _itemsize(tensor: PTensor) -> int:
-    return getattr(tensor.dtype, "itemsize", 8)

@@ -9,7 +9,8 @@ from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
-from jscaler.primitives import Assign, GridAxis, Plan, Trans
+from jscaler.primitives import Assign, GridAxis, Plan, Split, Trans
+from jscaler.primitives.algorithms import grid_axis
 
 Combiners = tuple[Combiner | None, ...]
 
@@ -101,7 +102,11 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
     cells: dict[str, dict[tuple[int, ...], Place]] = {}
     for decision in plan.decisions:
         if isinstance(decision, Trans):
-            grids[graph[decision.op].path] = decision.axes
+            op, axes = graph[decision.op], decision.axes
+            for i, axis in enumerate(axes):  # a saved plan meets a graph that its policy never saw
+                if axis.factor is not None:
+                    grid_axis(op, graph.rule(op), Split(axis.factor, axis.parts), axes[:i])
+            grids[op.path] = axes
         elif isinstance(decision, Assign):
             _assign(cells.setdefault(decision.op, {}), decision)
     table = {}

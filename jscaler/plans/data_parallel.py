@@ -36,10 +36,12 @@ def data_parallel(batch: str = "batch") -> Callable[..., None]:
             if leaf.shape[0] % devices.size:
                 raise SplitError(leaf.name, "batch (dim 0)", leaf.shape[0], devices.size)
             factors = {**graph.factor_of(leaf.name, 0), **factors}
-        for op, factor in factors.items():
-            # Backward ops mirror their forward; an op that needs the whole batch (blocked) is left to be filled in.
-            if op.kind != "backward" and graph.rule(op).factors[factor].kind != "blocked":
-                graph.op_assign(graph.op_trans(op, Split(factor, devices.size)), devices)
+        for op, name in factors.items():
+            factor = graph.rule(op).factors[name]
+            # Backward ops mirror their forward. An op that needs the whole batch (blocked), or has cut it otherwise
+            # (a reshape into micro-batches), is left to be filled in.
+            if op.kind != "backward" and factor.kind != "blocked" and factor.size % devices.size == 0:
+                graph.op_assign(graph.op_trans(op, Split(name, devices.size)), devices)
 
     policy.__name__ = "data_parallel"
     return policy

@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jscaler.errors import PlanError, SplitError, UnknownNameError
+import numpy as np
+
+from jscaler.errors import PlanError, SplitError, UnknownNameError, listing
 from jscaler.ir import Op, Rule
 
 
@@ -51,7 +53,7 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     """
     if isinstance(algorithm, Replicate):
         _check_count(op, algorithm.copies)
-        return GridAxis(None, algorithm.copies)
+        return GridAxis(None, int(algorithm.copies))
     _check_count(op, algorithm.parts)
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
     if factor.kind == "blocked" and algorithm.parts > 1:
@@ -59,11 +61,11 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     rest = factor.size // math.prod(a.parts for a in before if a.factor == factor.name)
     if rest % algorithm.parts:
         raise SplitError(op.path, factor.name, rest, algorithm.parts)
-    return GridAxis(factor.name, algorithm.parts)
+    return GridAxis(factor.name, int(algorithm.parts))
 
 
 def _check_count(op: Op, count: int) -> None:
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, (int, np.integer)) or count < 1:
         raise PlanError(f"'{op.path}': the number of parts is a positive whole number, not {count!r}")
 
 
@@ -71,9 +73,13 @@ def _factor_name(op: Op, rule: Rule, factor: str | tuple[str, int]) -> str:
     if isinstance(factor, str):
         return factor
     name, dim = factor
-    for tensor, dims in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
-        if tensor.name == name or tensor.name.endswith("/" + name):
-            if not -len(dims) <= dim < len(dims) or not dims[dim]:
-                raise PlanError(f"'{op.path}': '{tensor.name}' of shape {tensor.shape} has no splittable dim {dim}")
-            return dims[dim][0]
-    raise UnknownNameError("tensor", name, [t.name for t in (*op.inputs, *op.outputs)], f" at op '{op.path}'")
+    tensors = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
+    found = [(t, dims) for t, dims in tensors if t.name == name or t.name.endswith("/" + name)]
+    if not found:
+        raise UnknownNameError("tensor", name, [t.name for t, _ in tensors], f" at op '{op.path}'")
+    if len({t for t, _ in found}) > 1:
+        raise PlanError(f"'{op.path}': '{name}' may be {listing([t.name for t, _ in found])}; give more of the path")
+    tensor, dims = found[0]
+    if not -len(dims) <= dim < len(dims) or not dims[dim]:
+        raise PlanError(f"'{op.path}': '{tensor.name}' of shape {tensor.shape} has no splittable dim {dim}")
+    return dims[dim][0]

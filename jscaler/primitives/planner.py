@@ -45,8 +45,8 @@ class Planner:
     def __str__(self) -> str:
         return str(self.graph)
 
-    def op_trans(self, op: Op | Grid, *algorithms: Algorithm) -> Grid:
-        """Replace ``op`` by a grid of cells, one axis per algorithm; on a whole grid, add axes to it.
+    def op_trans(self, op: Op | Grid | str, *algorithms: Algorithm) -> Grid:
+        """Replace ``op`` (or the op at a path) by a grid of cells, one axis per algorithm; on a whole grid, add axes.
 
         Returns:
             The whole grid; indexing it gives cells or sub-grids.
@@ -56,6 +56,7 @@ class Planner:
             UnknownNameError: an op has no such factor.
             PlanError: the op was split before, or only part of a grid is split further.
         """
+        op = self.graph[op] if isinstance(op, str) else op
         target, axes = (op.op, op.axes) if isinstance(op, Grid) else (op, ())
         if isinstance(op, Grid) and not op.is_whole:
             raise PlanError(
@@ -71,7 +72,7 @@ class Planner:
         self._grids[target.path] = grid
         return grid
 
-    def op_assign(self, cells: Op | Grid, devices: int | Sequence[Any] | np.ndarray) -> None:
+    def op_assign(self, cells: Op | Grid | str, devices: int | Sequence[Any] | np.ndarray) -> None:
         """Put cells on devices. An unsplit op on several devices is replicated on them.
 
         Args:
@@ -82,7 +83,10 @@ class Planner:
             PlanError: the numbers differ, or a device does not exist.
         """
         array = np.asarray(devices)
+        cells = self.graph[cells] if isinstance(cells, str) else cells
         if isinstance(cells, Op):
+            if cells.path in self._grids:
+                raise PlanError(f"'{cells.path}' is {self._grids[cells.path]}: assign that grid or its cells, once each")
             cells = self.op_trans(cells, Replicate(array.size)) if array.size > 1 else self.op_trans(cells)
         count = int(np.prod(cells.shape, dtype=int))
         if array.size != count:
@@ -97,9 +101,10 @@ class Planner:
             )
         self._decisions.append(Assign(cells.op.path, cells.index, places))
 
-    def op_order(self, before: Op | Grid, after: Op | Grid) -> None:
+    def op_order(self, before: Op | Grid | str, after: Op | Grid | str) -> None:
         """Run ``before`` before ``after``."""
-        first, second = (x.op if isinstance(x, Grid) else x for x in (before, after))
+        named = (self.graph[x] if isinstance(x, str) else x for x in (before, after))
+        first, second = (x.op if isinstance(x, Grid) else x for x in named)
         self._decisions.append(Order(first.path, second.path))
 
     def plan(self, name: str) -> Plan:

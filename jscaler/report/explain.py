@@ -54,12 +54,11 @@ def bytes_by_reader(program: Program) -> dict[str, dict[str, tuple[int, float]]]
 
 def _charge(table: dict[str, dict[str, tuple[int, float]]], path: str, adapters: list[Adapt]) -> None:
     for adapt in adapters:
-        itemsize = getattr(adapt.tensor.dtype, "itemsize", 8)
         for layout, steps in adapt.stages:
             here = layout
             for step in steps:
                 count, sent = table.setdefault(path, {}).get(step.kind, (0, 0.0))
-                table[path][step.kind] = (count + 1, sent + step.bytes(here, itemsize))
+                table[path][step.kind] = (count + 1, sent + step.bytes(here, adapt.tensor.itemsize))
                 here = step.apply(here)
 
 

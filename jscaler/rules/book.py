@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, inline, trace
+from jscaler.capture.jaxprs import evaluate, inline, trace_flat
 from jscaler.ir import Body, Factor, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
@@ -22,6 +22,7 @@ class RuleBook:
     _analyses: dict[Body, Analysis] = field(default_factory=dict)
     _rules: dict[Any, tuple[Rule, dict[str, Leaves]]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
     _partials: dict[Any, tuple[Combiner | None, ...] | None] = field(default_factory=dict)
 
     def rule(self, op: Op) -> Rule:
@@ -36,7 +37,7 @@ class RuleBook:
 
     def analysis(self, body: Body) -> Analysis:
         if body not in self._analyses:
-            self._analyses[body] = analyse(inline(body.jaxpr))
+            self._analyses[body] = analyse(inline(body.jaxpr), self._warned)
         return self._analyses[body]
 
     def passes(self, op: Op, partial: Sequence[Combiner | None]) -> tuple[Combiner | None, ...] | None:
@@ -63,7 +64,7 @@ class RuleBook:
                 # Traced again like the backward body and the parts: calls opened, casts of literals folded. Otherwise
                 # value numbering would not see that the backward's recomputation is the same arithmetic.
                 body = op.body.jaxpr
-                retraced = trace(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
+                retraced = trace_flat(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
                 self._locals[op.body, ()] = (retraced, ())
             return self._locals[op.body, ()][0], ()
         groups = self._derived(op)[1]

@@ -44,8 +44,8 @@ class Analysis:
         return tuple(tuple(self.atoms.leaves(dim)) for dim in self.dims[var])
 
 
-def analyse(jaxpr: core.Jaxpr) -> Analysis:
-    """Unify the dims of an inlined fragment."""
+def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:
+    """Unify the dims of an inlined fragment; ``warned`` holds the primitives that a warning has named already."""
     atoms = Atoms()
     dims: dict[core.Var, tuple[list[int], ...]] = {}
 
@@ -56,7 +56,7 @@ def analyse(jaxpr: core.Jaxpr) -> Analysis:
         define(var)
     specs = []
     for eqn in jaxpr.eqns:
-        spec = _spec(eqn)
+        spec = _spec(eqn, set() if warned is None else warned)
         specs.append(spec)
         for var in eqn.outvars:
             define(var)
@@ -89,15 +89,17 @@ def _unify_tensor(atoms: Atoms, mine: Sequence[list[int]], tensor: Dims, labels:
         atoms.unify(dim, [labels[n] for n in names], where)
 
 
-def _spec(eqn: core.JaxprEqn) -> Spec:
+def _spec(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
     name = eqn.primitive.name
     if name in TABLE:
         return TABLE[name](eqn)
-    warnings.warn(
-        f"jscaler knows no rule for the primitive '{name}': ops that hold it are replicated, never split",
-        UnknownPrimitiveWarning,
-        stacklevel=2,
-    )
+    if name not in warned:
+        warned.add(name)
+        warnings.warn(
+            f"jscaler knows no rule for the primitive '{name}': ops that hold it are replicated, never split",
+            UnknownPrimitiveWarning,
+            stacklevel=2,
+        )
     blocked: dict[tuple[object, int], str] = {}
 
     def one(side: str, index: int, sizes: tuple[int, ...]) -> Dims:

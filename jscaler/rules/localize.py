@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
-from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace
+from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.rules.derive import Analysis
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
@@ -45,7 +45,7 @@ class Localizer:
 
         avals = [v.aval.update(shape=self.shape(v)) for v in jaxpr.invars]
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * len(self.leaves)
-        return trace(local, [*avals, *index])
+        return trace_flat(local, [*avals, *index])
 
     def shape(self, var: Any) -> tuple[int, ...]:
         """The shape of ``var``'s part."""
@@ -149,7 +149,6 @@ def _sized(parameter: str) -> Callable[[Localizer, core.JaxprEqn], dict[str, Any
 SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
     "broadcast_in_dim": _sized("shape"),
     "reshape": _sized("new_sizes"),
-    "iota": _sized("shape"),
     "dynamic_slice": _sized("slice_sizes"),
     "slice": _slice,
     "gather": _gather,

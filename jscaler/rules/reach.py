@@ -5,13 +5,12 @@ from collections import deque
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor
 
-Place = tuple[PTensor, int, int]  # tensor, dim, sub-dim counted from the major end
-
 
 def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
     """For every op that dim ``dim`` of ``tensor`` reaches, forwards or backwards along the dataflow, its factor.
 
-    A dim that an op refines is followed on all its sub-dims; factors that came first in the rule win.
+    A dim that an op refines is followed on its major sub-dim, where a contiguous part of the dim lies; of several
+    factors the one that comes first in the rule is given.
     """
     if not 0 <= dim < len(tensor.shape):
         raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}")

@@ -8,7 +8,6 @@ ELEMENTWISE = """
     digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le
     le_to lgamma
     log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma population_count pow
-    random_fold_in
     reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
     sign sin sinh sqrt square tan tanh threefry2x32 xor zeta
 """
@@ -25,7 +24,6 @@ TABLE: dict[str, t.SpecFunction] = {
     "imag": t.elementwise("add"),
     "div": t.divide,
     "copy": t.elementwise("move"),
-    "copy_p": t.elementwise("move"),
     "stop_gradient": t.elementwise("move"),
     "select_n": t.elementwise("select"),
     "convert_element_type": t.convert,
@@ -72,6 +70,7 @@ TABLE: dict[str, t.SpecFunction] = {
     "iota": t.iota,
     "random_bits": t.random_bits,
     "random_seed": t.elementwise(),
+    "random_fold_in": t.random_fold_in,
     "random_split": t.random_split,
     "random_wrap": t.trailing(),
     "random_unwrap": t.trailing(),

@@ -5,6 +5,7 @@ labels as in an einsum: dims that carry the same label are one index; a label th
 label in ``blocked`` cannot be split. Dims of size 1 carry no label, since JAX broadcasts them silently.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,8 @@ def expand_dims(eqn: core.JaxprEqn) -> Spec:
 def reshape(eqn: core.JaxprEqn) -> Spec:
     """Match sizes from the minor end; where one side is a multiple, the larger dim is refined."""
     source, target = shape(eqn.invars[0]), shape(eqn.outvars[0])
+    if 0 in source:
+        return _blocked_remainder(eqn, ((),) * len(source), ((),) * len(target))
     pieces, matched = common_refinement(source, target)
     operand, result = _group(pieces, source), _group(pieces, target)
     return Spec((operand,), (result,), linear="move") if matched else _blocked_remainder(eqn, operand, result)
@@ -212,7 +215,7 @@ def _blocked_remainder(eqn: core.JaxprEqn, operand: Dims, result: Dims) -> Spec:
         full = []
         for i, (dim, size) in enumerate(zip(labels, sizes, strict=True)):
             rest = size // math.prod(s for _, s in dim)
-            extra = (((side, i), rest),) if rest > 1 else ()
+            extra = (((side, i), rest),) if rest != 1 else ()
             blocked.update(dict.fromkeys(extra, "a reshape mixes it with its neighbour"))
             full.append((*extra, *dim))
         return tuple(full)
@@ -229,9 +232,18 @@ def random_bits(eqn: core.JaxprEqn) -> Spec:
     """Bits are a function of the key and the element's global index, so every dim can be split (see localize)."""
     keys = len(shape(eqn.invars[0]))
     result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
-    by_index = "fry" in str(dtype(eqn.invars[0]))
-    blocked = {} if by_index else {label: "its keys are drawn from together" for d in result[:keys] for label in d}
-    return Spec((result[:keys],), (result,), blocked=blocked)
+    return Spec((result[:keys],), (result,), blocked=_drawn_together(eqn.invars[0], result[:keys], ("fry",)))
+
+
+def _drawn_together(key: Any, labels: Dims, each: tuple[str, ...]) -> dict[Label, str]:
+    """Batches of keys may be split only for generators that draw from every key by itself, named in ``each``."""
+    by_itself = str(dtype(key)) in {f"key<{name}>" for name in each}
+    return {} if by_itself else {label: "its keys are drawn from together" for dim in labels for label in dim}
+
+
+def random_fold_in(eqn: core.JaxprEqn) -> Spec:
+    spec = elementwise()(eqn)
+    return dataclasses.replace(spec, blocked=_drawn_together(eqn.invars[0], spec.results[0], ("fry", "rbg")))
 
 
 def trailing(linear: str = "", why: str = "it is the inside of a random key") -> SpecFunction:
@@ -319,8 +331,8 @@ def random_split(eqn: core.JaxprEqn) -> Spec:
     """New keys along new dims, which are drawn together."""
     keys = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
     result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
-    blocked = {label: "its keys are split together" for dim in result[len(keys) :] for label in dim}
-    return Spec((keys,), (result,), blocked=blocked)
+    new = {label: "its keys are split together" for dim in result[len(keys) :] for label in dim}
+    return Spec((keys,), (result,), blocked=new | _drawn_together(eqn.invars[0], keys, ("fry", "rbg")))
 
 
 def split(eqn: core.JaxprEqn) -> Spec:

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CALLS, evaluate, fingerprint, inline, live_equations, make_jaxpr, shape_struct, trace
+from jscaler.capture.jaxprs import (
+    CALLS,
+    evaluate,
+    fingerprint,
+    inline,
+    live_equations,
+    make_jaxpr,
+    shape_struct,
+    trace_flat,
+)
 
 x = np.linspace(0.1, 1.2, 6, dtype=np.float32).reshape(2, 3)
 aval = jax.typeof(x)
@@ -41,19 +50,19 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_inlining_opens_every_call_and_keeps_the_meaning(name: str) -> None:
     fun = FUNCTIONS[name]
-    flat = inline(trace(lambda x: [fun(x)], [aval]))
+    flat = inline(trace_flat(lambda x: [fun(x)], [aval]))
     assert not [inner for e in flat.eqns for inner in core.jaxprs_in_params(e.params)]
     np.testing.assert_allclose(evaluate(flat, [x])[0], fun(x), rtol=1e-6)
 
 
 def test_plain_calls_open_and_custom_derivatives_stay() -> None:
-    traced = trace(lambda x: [jax.jit(jax.nn.relu)(x) + cube(x)], [aval])
+    traced = trace_flat(lambda x: [jax.jit(jax.nn.relu)(x) + cube(x)], [aval])
     assert not CALLS & set(names(traced))
     assert {"custom_jvp_call", "custom_vjp_call"} <= set(names(traced))
 
 
 def test_a_jaxpr_without_calls_is_itself() -> None:
-    jaxpr = trace(lambda x: [jnp.sin(x)], [aval])
+    jaxpr = trace_flat(lambda x: [jnp.sin(x)], [aval])
     assert inline(jaxpr) is jaxpr
 
 
@@ -63,7 +72,7 @@ def test_dead_equations_are_dropped_and_effects_are_kept() -> None:
         jax.debug.callback(lambda v: None, jnp.sin(x))
         return [jnp.exp(x)]
 
-    kept = names(trace(noisy, [aval]))
+    kept = names(trace_flat(noisy, [aval]))
     assert "cos" not in kept
     assert kept[0] == "sin"
     assert kept[-1] == "exp"
@@ -76,19 +85,19 @@ def test_live_equations_keep_what_results_need() -> None:
 
 def test_a_closed_over_array_becomes_a_literal() -> None:
     held = jnp.arange(3.0)
-    jaxpr = trace(lambda x: [x + held], [aval])
+    jaxpr = trace_flat(lambda x: [x + held], [aval])
     assert not jaxpr.constvars
     np.testing.assert_allclose(evaluate(jaxpr, [x])[0], x + held)
 
 
 def test_weak_types_survive() -> None:
     assert shape_struct(jax.typeof(1.0)).weak_type
-    assert trace(lambda x: [x], [jax.typeof(1.0)]).invars[0].aval.weak_type
+    assert trace_flat(lambda x: [x], [jax.typeof(1.0)]).invars[0].aval.weak_type
 
 
 def same(f: Any, g: Any, *avals: Any) -> bool:
     given = avals or (aval,)
-    return fingerprint(trace(f, given)) == fingerprint(trace(g, given))
+    return fingerprint(trace_flat(f, given)) == fingerprint(trace_flat(g, given))
 
 
 EQUAL = {
@@ -137,7 +146,9 @@ def test_different_programs_do_not(f: Any, g: Any) -> None:
 
 def test_shapes_and_dtypes_are_part_of_the_fingerprint() -> None:
     f = lambda x: [x * 2]  # noqa: E731
-    prints = {fingerprint(trace(f, [jax.ShapeDtypeStruct(s, d)])) for s in ((2,), (3,)) for d in (np.float32, np.int32)}
+    prints = {
+        fingerprint(trace_flat(f, [jax.ShapeDtypeStruct(s, d)])) for s in ((2,), (3,)) for d in (np.float32, np.int32)
+    }
     assert len(prints) == 4
 
 

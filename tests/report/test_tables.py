@@ -4,10 +4,9 @@ import io
 
 from rich.console import Console
 
-from jscaler.report.compare import Comparison, Side
+from jscaler.compare import Comparison, Side, comparison_table
 from jscaler.report.explain import readable_bytes
 from jscaler.report.hlo import Totals
-from jscaler.report.tables import comparison_table
 
 
 def test_a_comparison_shows_both_sides_and_their_ratio() -> None:

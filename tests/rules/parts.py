@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, inline, trace
+from jscaler.capture.jaxprs import evaluate, inline, trace_flat
 from jscaler.errors import divisors
 from jscaler.ir import Rule
 from jscaler.ir.rule import TensorFactors
@@ -63,7 +63,7 @@ class Fragment:
 
 
 def fragment(fun: Callable[..., Any], *args: Any) -> Fragment:
-    jaxpr = inline(trace(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args]))
+    jaxpr = inline(trace_flat(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args]))
     analysis = analyse(jaxpr)
     return Fragment(analysis, derive_rule(analysis)[0])
 

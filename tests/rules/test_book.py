@@ -11,7 +11,7 @@ import pytest
 import jscaler
 from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.jaxprs import evaluate, fingerprint, trace
+from jscaler.capture.jaxprs import evaluate, fingerprint, trace_flat
 from jscaler.ir import Body, Graph, Op, PTensor
 from jscaler.rules.book import RuleBook
 
@@ -20,7 +20,7 @@ COMBINE = {"add": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def op_of(fun: Any, *args: Any) -> Op:
-    jaxpr = trace(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args])
+    jaxpr = trace_flat(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args])
     inputs = tuple(PTensor(f"x{i}", v.aval) for i, v in enumerate(jaxpr.invars))
     return Op("op", "forward", inputs, tuple(PTensor(f"y{i}", v.aval) for i, v in enumerate(jaxpr.outvars)), Body(jaxpr))
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jscaler
-from jscaler.report.compare import compare
+from jscaler.compare import compare
 
 
 @pytest.mark.smoke
