@@ -181,3 +181,16 @@ def test_a_finished_plan_is_checked_against_devices_and_shapes() -> None:
 def test_plans_and_devices_that_are_none(plan: Any, devices: Any) -> None:
     with pytest.raises((jscaler.PlanError, jscaler.DeviceError)):
         jscaler.parallelize(plan, devices=devices)(moving_average)(PARAMS, BATCH)
+
+
+@pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
+def test_an_effect_on_an_input_happens() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def step(batch: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: seen.append(value.shape), batch)
+        return batch.sum()
+
+    assert jax.block_until_ready(jscaler.parallelize("data_parallel", devices=2)(step)(jnp.ones(4))) == 4
+    jax.effects_barrier()
+    assert seen == [(4,), (4,)]  # once on each device, with the whole value

@@ -93,7 +93,7 @@ class _Completer:
 
     def _waits(self, op: Op) -> bool:
         """Whether nothing that ``op`` reads lies anywhere yet, so that its readers may choose."""
-        if not self.mesh.axes or op.path in self.given or op.forward is not None:
+        if not self.mesh.axes or not op.outputs or op.path in self.given or op.forward is not None:
             return False
         large = [t for t in op.inputs if t.shape]
         return bool(large) and all(t not in self.at_hand for t in large)
