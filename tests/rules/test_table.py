@@ -334,6 +334,12 @@ def cases() -> dict[str, list[tuple[Callable[..., Any], tuple[Any, ...]]]]:
             (lambda x, y: lax.dynamic_update_slice(x, y[:2], (1, 0)), (x, y)),
             (lambda x, y: lax.dynamic_update_slice(jnp.zeros(4), y.sum(1)[:2], (1,)), (x, y)),
         ],
+        "random_fold_in": [
+            (
+                lambda k, n: jax.random.key_data(jax.vmap(jax.random.fold_in)(k, n)),
+                (keys(4), np.arange(4, dtype=np.uint32)),
+            ),
+        ],
         "random_split": [
             (lambda k: jax.random.key_data(jax.vmap(lambda one: jax.random.split(one, 3))(k)), (keys(4),)),
         ],
