@@ -36,19 +36,26 @@ def main(
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
+    if not run(name, columns, rows(options.quick), options.json):
+        sys.exit(1)
+
+
+def run(name: str, columns: Sequence[str], rows: Iterable[Row], as_json: bool) -> bool:
+    """Measure and print; returns whether every row keeps within its bounds."""
+    import jax
     from rich.console import Console
     from rich.progress import track
 
     from jscaler.report.tables import table
 
     wide = None if sys.stdout.isatty() else 140
-    console = Console(stderr=options.json, width=wide)
-    measured = list(track(rows(options.quick), f"bench.{name}", console=Console(stderr=True), transient=True))
+    console = Console(stderr=as_json, width=wide)
+    measured = list(track(rows, f"bench.{name}", console=Console(stderr=True), transient=True))
     title = f"bench.{name}: jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     console.print(table(title, columns, [[row.get(c, "") for c in columns] for row in measured]))
     failed = [r for r in measured if not all(r[c] <= limit for c, limit in bounds_of(r).items())]
-    if options.json:
+    if as_json:
         print(json.dumps({"bench": name, "jax": jax.__version__, "rows": measured}))
     if failed:
         print(f"bench.{name}: {len(failed)} rows miss their bound: {failed[:3]}", file=sys.stderr)
-        sys.exit(1)
+    return not failed

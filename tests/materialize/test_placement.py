@@ -109,7 +109,7 @@ def plan(*decisions: Any) -> Plan:
     return Plan("test", 6, decisions)
 
 
-TRANS = Trans("qkv/dot", (GridAxis("a", 2), GridAxis("b", 3)))
+TRANS = Trans("qkv/dot", (GridAxis("b", 2), GridAxis("a", 3)))
 
 
 def test_sub_grids_add_up_to_one_table(graph: Graph) -> None:
