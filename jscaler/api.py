@@ -1,6 +1,8 @@
 """``@jscaler.parallelize``: a train step that runs under a plan; otherwise it is used like ``jax.jit``'s."""
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +90,8 @@ class Parallelized:
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
         lowered = made.jitted.lower(*input_structs(step, made.in_shardings))
-        return Lowered(step, captured, made, call, result.tree, lowered, tuple(devices))
+        shapes_only = dataclasses.replace(call, leaves=())  # the cache must not keep the first call's arrays alive
+        return Lowered(step, captured, made, shapes_only, result.tree, lowered, tuple(devices))
 
 
 @dataclass(frozen=True)
@@ -224,22 +227,20 @@ def _next_versions(arguments: Arguments, call: Call, result: _Result, gradients:
 
     Without donation, a bare array that comes back is no state: state is a tree.
     """
-    parts = (
-        result.tree.children() if result.tree.node_data() and result.tree.node_data()[0] in (tuple, list) else [result.tree]
-    )
+    members = result.tree.children()
+    starts = itertools.accumulate((m.num_leaves for m in members), initial=0)
+    parts = [(0, result.tree), *zip(starts, members, strict=False)]  # the whole result, or one of its members
     versions: dict[int, int] = {}
     in_start = 0
     for name, tree in call.trees:
         is_state = name in arguments.donated if arguments.donated else tree.num_nodes > tree.num_leaves
-        out_start = 0
-        for part in parts:
+        for out_start, part in parts:
             ins = range(in_start, in_start + tree.num_leaves)
             outs = range(out_start, out_start + part.num_leaves)
             same = part == tree and all(_alike(call.types[i], result.avals[o]) for i, o in zip(ins, outs, strict=True))
             if is_state and same and not (versions.keys() | gradients) & set(outs):
                 versions.update(zip(outs, ins, strict=True))
                 break
-            out_start += part.num_leaves
         in_start += tree.num_leaves
     return versions
 

@@ -1,7 +1,9 @@
 """``@jscaler.parallelize`` takes what ``jax.jit`` takes, and says what is wrong where it cannot."""
 
 import functools
-from typing import Any
+import gc
+import weakref
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +77,27 @@ def test_donated_state_is_consumed_and_stays_in_its_layout() -> None:
     second, _ = step(first, batch)
     assert first["w"].is_deleted()
     assert second["w"].sharding == jax.tree.leaves(step.lower(state, batch).executable.in_shardings)[0]
+
+
+def test_state_is_found_in_any_result() -> None:
+    class Result(NamedTuple):
+        loss: jax.Array
+        state: dict[str, jax.Array]
+
+    state, batch = state_and_batch()
+    for wrap in (lambda s, v: s, lambda s, v: (v, s), lambda s, v: {"a": v, "state": s}, lambda s, v: Result(v, s)):
+        step = on_eight()(functools.partial(lambda wrap, state, batch: wrap(*sgd(state, batch)), wrap))
+        assert list(step.lower(state, batch).graph.next_version.values()) == [0]
+
+
+def test_the_cache_keeps_no_arrays_alive() -> None:
+    state, batch = state_and_batch()
+    step = on_eight()(sgd)
+    step(state, batch)
+    watched = weakref.ref(batch["x"])
+    del batch
+    gc.collect()
+    assert watched() is None
 
 
 @pytest.mark.smoke
