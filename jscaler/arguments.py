@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
-from jax.core import Tracer
 
 from jscaler.capture.names import PathNames, leaf_names
 from jscaler.errors import CaptureError, UnknownNameError
@@ -145,7 +145,7 @@ def _check_hashable(name: str, value: Any) -> None:
 
 
 def _leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
-    if isinstance(leaf, Tracer):
+    if isinstance(leaf, jax.core.Tracer):
         raise CaptureError(
             f"argument '{name}' is being traced: a parallelized step cannot run inside jax.jit, grad or vmap; call the "
             "undecorated function (.fun) there"

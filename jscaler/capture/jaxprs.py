@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.extend import core
 
 # Call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
@@ -51,7 +51,7 @@ def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
 
 def evaluate(jaxpr: core.Jaxpr, args: Iterable[Any]) -> list[Any]:
     """Run a jaxpr without constants on values or tracers."""
-    return eval_jaxpr(jaxpr, [], *args)
+    return jax.core.eval_jaxpr(jaxpr, [], *args)
 
 
 class Inliner:
