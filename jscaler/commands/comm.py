@@ -1,0 +1,159 @@
+"""``jscaler bench-comm``: what communication costs on the devices at hand, as a cluster file for the search."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jscaler.cost import Cluster, cluster_toml
+from jscaler.errors import DeviceError
+from jscaler.report.explain import readable_bytes
+from jscaler.report.tables import table
+
+if TYPE_CHECKING:
+    from jscaler.cost.fit import Fit, Sample
+
+
+def bench_comm(
+    devices: Annotated[int | None, typer.Option(help="number of devices, in a job of each process; all by default")] = None,
+    platform: Annotated[str | None, typer.Option(help="'cpu' makes as many virtual CPU devices as are asked for")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the fitted cluster to this .toml file")] = None,
+    largest: Annotated[int, typer.Option(help="bytes of the largest message", min=1024)] = 16 << 20,
+    rounds: Annotated[int, typer.Option(help="timed runs of each; the least counts", min=1)] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="three sizes up to 1 MiB, two runs of each")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+    distributed: Annotated[bool, typer.Option("--distributed", help="join the processes of a job first")] = False,
+    coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of process 0, where no launcher says it")] = None,
+    num_processes: Annotated[int | None, typer.Option(help="processes of the job, one per host")] = None,
+    process_id: Annotated[int | None, typer.Option(help="the number of this process")] = None,
+) -> None:
+    """Measure collectives, and fit the latency and bandwidth of each class of links.
+
+    Example: jscaler bench-comm --platform cpu --devices 8 --quick --out cluster.toml
+    """
+    from jscaler.api import resolve_devices
+    from jscaler.cli import use_platform
+    from jscaler.cost import fit, measure
+
+    _refuse_suffix(out)
+    use_platform(platform, devices)
+    if distributed or coordinator:
+        _join(coordinator, num_processes, process_id)
+    hosts = measure.by_host(resolve_devices(None if jax.process_count() > 1 else devices), devices)
+    sizes = measure.sizes_up_to(1 << 20, factor=32) if quick else measure.sizes_up_to(largest)
+    console = Console(stderr=True, quiet=jax.process_index() != 0)
+    trials = track(measure.trials(hosts, sizes), "measuring collectives", console=console, transient=True)
+    samples = [measure.measure(trial, 2 if quick else rounds) for trial in trials]
+    if jax.process_index() != 0:
+        return
+    fits = fit.fit_all(samples)
+    memory = measure.memory_of(jax.local_devices()[0])
+    cluster = fit.fitted_cluster(fits, _name(hosts), len(hosts), hosts.shape[1], memory)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(cluster_toml(cluster, _header(hosts, fits)), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(_record(cluster, samples, fits)))
+    else:
+        _show(Console(), samples, fits, out)
+
+
+def samples_table(samples: Sequence["Sample"], fits: Sequence["Fit"]) -> Table:
+    """Each measurement beside what the fit of its class of links says."""
+    from jscaler.cost.fit import fitted_seconds, relative_error
+
+    links = {fit.link_class: fit.link for fit in fits if fit.kind is None}
+    header = ("collective", "links", "members", "bytes sent", "seconds", "fitted", "error")
+    rows = [
+        (s.kind, s.link, s.members, readable_bytes(s.nbytes), _time(s.seconds), _time(fitted_seconds(links[s.link], s)),
+         f"{relative_error(links[s.link], s):+.0%}")
+        for s in samples
+    ]  # fmt: skip
+    return table("collectives, all groups at once", header, rows)
+
+
+def fits_table(fits: Sequence["Fit"]) -> Table:
+    """The figures of each class of links: of all collectives together, and of each by itself."""
+    rows = [(f.link_class, f.kind or "all", _time(f.link.latency), _rate(f.link.bandwidth), f"{f.error:.0%}") for f in fits]
+    title = "fitted links"
+    if copy := _copied(fits):
+        title += f" ({copy})"
+    return table(title, ("links", "collective", "latency per step", "bandwidth", "mean error"), rows)
+
+
+def _show(console: Console, samples: Sequence["Sample"], fits: Sequence["Fit"], out: Path | None) -> None:
+    console.print(samples_table(samples, fits))
+    console.print(fits_table(fits))
+    if out is not None:
+        console.print(f"written: {out}", highlight=False)
+
+
+def _record(cluster: Cluster, samples: Sequence["Sample"], fits: Sequence["Fit"]) -> dict[str, Any]:
+    links = {key: getattr(cluster, key) for key in ("inside", "between")}
+    return {
+        "cluster": {
+            "name": cluster.name,
+            "hosts": cluster.hosts,
+            "devices_per_host": cluster.devices_per_host,
+            "memory": cluster.memory,
+            **{key: {"latency": link.latency, "bandwidth": link.bandwidth} for key, link in links.items()},
+        },
+        "note": _copied(fits),
+        "samples": [s._asdict() for s in samples],
+        "fits": [
+            {"links": f.link_class, "collective": f.kind, "latency": f.link.latency, "bandwidth": f.link.bandwidth,
+             "error": f.error}
+            for f in fits
+        ],
+    }  # fmt: skip
+
+
+def _copied(fits: Sequence["Fit"]) -> str:
+    """What to say when there was only one class of links to measure."""
+    found = {fit.link_class for fit in fits}
+    if "between" not in found:
+        return "one host: 'between' is a copy of 'inside'"
+    return "one device per host: 'inside' is a copy of 'between'" if "inside" not in found else ""
+
+
+def _header(hosts: Any, fits: Sequence["Fit"]) -> list[str]:
+    device = hosts.flat[0]
+    errors = ", ".join(f"{f.link_class} {f.error:.0%}" for f in fits if f.kind is None)
+    measured = f"measured by jscaler bench-comm on {hosts.size} × {device.device_kind} (jax {jax.__version__})"
+    return [line for line in (measured, f"mean relative error of the fit: {errors}", _copied(fits)) if line]
+
+
+def _name(hosts: Any) -> str:
+    kind = "-".join(hosts.flat[0].device_kind.lower().split())
+    return f"{kind}-{hosts.shape[0]}x{hosts.shape[1]}"
+
+
+def _time(seconds: float) -> str:
+    """``38.9 µs`` for 3.89e-05."""
+    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.3g} GB/s" if bandwidth < 1e14 else "no limit seen"
+
+
+def _refuse_suffix(out: Path | None) -> None:
+    if out is not None and out.suffix != ".toml":
+        raise DeviceError(f"a cluster file is named *.toml, not '{out}'; give --out {out.with_suffix('.toml')}")
+
+
+def _join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    try:
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+    except (ValueError, RuntimeError) as error:
+        raise DeviceError(
+            f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI or on Cloud TPU, or give "
+            "--coordinator HOST:PORT --num-processes N --process-id I on every host"
+        ) from None
