@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test smoke lint format types bench lock clean
+.PHONY: demo test smoke test-aot lint format types bench lock clean
 
 demo: $(VENV)/.installed  ## train a small GPT on 8 virtual devices
 	$(BIN)/jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu --steps 60
@@ -14,6 +14,10 @@ test: $(VENV)/.installed  ## the full test suite
 
 smoke: $(VENV)/.installed  ## the tests that guard against a new JAX
 	$(BIN)/python -m pytest -m smoke
+
+test-aot:  ## the tests that compile for CUDA, on any machine; makes .venv-aot (1.7 GB)
+	$(MAKE) VENV=.venv-aot EXTRAS=dev,aot .venv-aot/.installed
+	.venv-aot/bin/python -m pytest -m aot
 
 lint: $(VENV)/.installed  ## style and formatting, without changing anything
 	$(BIN)/ruff check .
@@ -27,18 +31,19 @@ types: $(VENV)/.installed  ## static types
 	$(BIN)/basedpyright
 
 bench: $(VENV)/.installed  ## every benchmark, quick form
-	for b in parity collectives overhead; do $(BIN)/python -m bench.$$b --quick || exit 1; done
+	for b in parity collectives overhead redistribution search_scale; do $(BIN)/python -m bench.$$b --quick || exit 1; done
 
 lock: $(VENV)/.installed  ## write down the versions that the tests ran with
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-aot build dist *.egg-info
 
 # CONSTRAINTS= (empty) takes the newest versions that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= dev
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jscaler needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[$(EXTRAS)]"
 	touch $@

@@ -1,0 +1,139 @@
+"""Described clusters: their devices, their refusals, and (marked ``aot``) what XLA makes of programs for them."""
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from report.programs import FOLDED, MERGED, PROGRAMS, launches, stored
+
+from jscaler.errors import DeviceError
+from jscaler.report import targets
+from jscaler.report.hlo import AS_WRITTEN, collectives
+from jscaler.report.targets import DEVICE_KINDS, described_devices
+
+
+@pytest.mark.parametrize(
+    "cluster", ["", "H100-80GB", "8", "8 x H100-80GB", "0xH100-80GB", "4x0xV100-32GB", "1x4x8xH100-80GB"]
+)
+def test_a_malformed_description_is_refused(cluster: str) -> None:
+    with pytest.raises(DeviceError, match=rf"'{cluster}' describes no cluster; write .* such as '8xH100-80GB'"):
+        described_devices(cluster)
+
+
+@pytest.mark.parametrize(("kind", "near"), [("h100-80gb", "H100-80GB"), ("V100-32", "V100-32GB"), ("H200", "H200-141GB")])
+def test_an_unknown_kind_names_its_neighbour_and_the_known(kind: str, near: str) -> None:
+    with pytest.raises(DeviceError, match=f"'{kind}' in '8x{kind}'; did you mean '{near}'. known: V100-16GB, .*H200"):
+        described_devices(f"8x{kind}")
+
+
+def refuse(**_: object) -> None:
+    raise NotImplementedError("topology not implemented for cuda")
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        (None, r'not installed: pip install "jscaler\[aot\]"'),
+        (object(), "did not load: .* JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"),
+    ],
+)
+def test_a_plugin_that_is_missing_or_did_not_load(monkeypatch, installed: object, expected: str) -> None:
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    with pytest.raises(DeviceError, match=expected):
+        described_devices("3xH100-80GB")
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+
+
+def test_memory_is_a_little_less_than_the_name_promises() -> None:
+    for name, kind in DEVICE_KINDS.items():
+        promised = int(name.rsplit("-", 1)[1].removesuffix("GB"))
+        assert 0.95 * promised < kind.memory / 1e9 < 1.08 * promised
+
+
+@pytest.mark.aot
+def test_devices_host_by_host() -> None:
+    devices = described_devices("4x8xV100-32GB")
+    assert [d.process_index for d in devices] == [i // 8 for i in range(32)]
+    assert {(d.platform, d.device_kind) for d in devices} == {("gpu", "Tesla V100-SXM3-32GB")}
+    assert described_devices("4x8xV100-32GB") == devices
+    assert jax.devices()[0].platform == "cpu"
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", DEVICE_KINDS)
+def test_every_kind_compiles(kind: str) -> None:
+    assert len(described_devices(f"2x{kind}")) == 2
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("cluster", ["8xH100-80GB", "4x8xV100-32GB"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_collectives(cluster: str, name: str) -> None:
+    assert launches(PROGRAMS[name].compiled(described_devices(cluster)).as_text()) == PROGRAMS[name].launches
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", MERGED | FOLDED)
+def test_merged_collectives(name: str) -> None:
+    program = (MERGED | FOLDED)[name]
+    found = collectives(program.compiled(described_devices("8xH100-80GB")).as_text())
+    assert [c.kind for c in found] == [program.kinds[0]]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", MERGED | FOLDED)
+def test_collectives_as_written(name: str) -> None:
+    program = (MERGED | FOLDED)[name]
+    assert launches(program.compiled(described_devices("8xH100-80GB"), AS_WRITTEN).as_text()) == program.launches
+
+
+@pytest.mark.aot
+def test_a_group_over_hosts() -> None:
+    devices = described_devices("4x8xV100-32GB")
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 8), ("host", "device"))
+    spec = jax.sharding.PartitionSpec(("host", "device"))
+    reduce = jax.shard_map(lambda a: jax.lax.psum(a, "host"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    array = jax.ShapeDtypeStruct((64, 16), "float16", sharding=jax.sharding.NamedSharding(mesh, spec))
+    compiled = jax.jit(reduce).lower(array).compile()
+    (found,) = collectives(compiled.as_text())
+    assert found.groups == tuple(tuple(range(d, 32, 8)) for d in range(8))
+    assert (found.sent, found.dtypes) == (2 * 3 * 2 * 16 * 2 / 4, ("f16",))
+    assert compiled.memory_analysis().argument_size_in_bytes == 2 * 16 * 2
+
+
+@pytest.mark.aot
+def test_a_kind_that_the_compiler_does_not_know(monkeypatch) -> None:
+    unborn = dataclasses.replace(DEVICE_KINDS["H100-80GB"], capability=(99, 0))
+    monkeypatch.setitem(targets.DEVICE_KINDS, "Z1-80GB", unborn)
+    with pytest.raises(DeviceError, match=r"makes no code for Z1-80GB \(compute capability 99.0\): .*jscaler\[aot\]"):
+        described_devices("8xZ1-80GB")
+
+
+@pytest.mark.aot
+def test_devices_can_be_described_before_anything_else_and_without_settings() -> None:
+    program = (
+        "from jscaler.report.targets import described_devices\n"
+        "print(len(described_devices('8xH100-80GB')))\n"
+        "import os, jax\n"
+        "print(float(jax.numpy.ones(3).sum()), 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK' in os.environ)\n"
+    )
+    settings = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    run = subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["8", "3.0", "False"], run.stderr
+
+
+@pytest.mark.aot
+def test_stored_text_is_what_xla_writes() -> None:
+    """If not: ``PYTHONPATH=. .venv-aot/bin/python tests/report/programs.py`` writes it."""
+    (path,) = (Path(__file__).parent / "hlo").glob(f"*-jax-{version('jax')}.txt")
+    assert stored(described_devices("8xH100-80GB")) == path.read_text()
