@@ -64,8 +64,7 @@ lowered = jscaler.parallelize(two_by_two, devices=4)(train_step).lower(params, b
 print(lowered.plan.explain(), end="\n\n")
 
 for adapter in lowered.plan.program.adapters:
-    steps = ", ".join(str(step) for _, path in adapter.stages for step in path)
-    print(f"{adapter.tensor.name}:  {adapter.source}  ->  {adapter.target}  by {steps}")
+    print(f"{adapter.tensor.name}:  {adapter.adapter.source}  ->  {adapter.adapter.target}  by {adapter.adapter}")
 
 # What one device sees of an op is a view of each tensor: a box, and perhaps one of several summands.
 

@@ -13,13 +13,15 @@ from jscaler.errors import (
     SplitError,
     UnknownNameError,
     UnknownPrimitiveWarning,
+    VerificationError,
 )
 from jscaler.primitives import Plan, Replicate, Split
+from jscaler.verification import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OrderError", "Parallelized",
-    "Plan", "PlanError", "Replicate", "Split", "SplitError", "UnknownNameError", "UnknownPrimitiveWarning", "grad",
-    "parallelize", "plans", "value_and_grad",
+    "Plan", "PlanError", "Replicate", "Split", "SplitError", "UnknownNameError", "UnknownPrimitiveWarning",
+    "VerificationError", "grad", "parallelize", "plans", "value_and_grad", "verify",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import jax
 from jscaler import plans
 from jscaler.arguments import Arguments, Call, difference
 from jscaler.capture.names import tree_path
+from jscaler.cost import FEW_STEPS, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
 from jscaler.primitives import Plan
@@ -26,6 +27,7 @@ def parallelize(
     plan: PlanLike,
     *,
     devices: Devices = None,
+    cluster: str | Cluster | None = None,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
@@ -36,6 +38,8 @@ def parallelize(
     Args:
         plan: a policy, the name of a built-in one (``"data_parallel"``), or a finished `Plan`.
         devices: how many of ``jax.devices()``, or which; all of them by default.
+        cluster: whose links price the adapters, in seconds: a `Cluster`, a built-in one's name or a .toml file. By
+            default few bytes are sent in few steps, whatever the links.
         donate_argnums, donate_argnames: arguments whose buffers the step may reuse, as in ``jax.jit``.
         static_argnums, static_argnames: hashable arguments that are compile-time constants, as in ``jax.jit``.
 
@@ -47,9 +51,11 @@ def parallelize(
     if not isinstance(policy, Plan) and not callable(policy):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
 
+    cost: CostModel = FEW_STEPS if cluster is None else find_cluster(cluster) if isinstance(cluster, str) else cluster
+
     def decorate(fun: Callable[..., Any]) -> Parallelized:
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
-        return Parallelized(fun, policy, devices, arguments)
+        return Parallelized(fun, policy, devices, arguments, cost)
 
     return decorate
 
@@ -57,12 +63,15 @@ def parallelize(
 class Parallelized:
     """A step function under a plan. Compiles at the first call of each shape; the undecorated one is ``.fun``."""
 
-    def __init__(self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments):
+    def __init__(
+        self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS
+    ):
         functools.update_wrapper(self, fun)
         self.fun = fun
         self._policy = policy
         self._devices = devices
         self._arguments = arguments
+        self._cost = cost
         self._compiled: dict[Any, Compiled] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,12 +95,12 @@ class Parallelized:
     def _lower(self, call: "Call") -> "Lowered":
         devices = resolve_devices(self._devices)
         captured, result = _capture(self.fun, self._arguments, call)
-        step = lower(captured, transform(captured, self._policy, len(devices)))
+        step = lower(captured, transform(captured, self._policy, len(devices)), self._cost)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
         lowered = made.jitted.lower(*input_structs(step, made.in_shardings))
         shapes_only = dataclasses.replace(call, leaves=())  # the cache must not keep the first call's arrays alive
-        return Lowered(step, captured, made, shapes_only, result.tree, lowered, tuple(devices))
+        return Lowered(step, captured, made, shapes_only, result.tree, lowered, tuple(devices), self._cost)
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ class Lowered:
     out_tree: Any
     lowered: Any
     devices: tuple[Device, ...]
+    cost: CostModel = FEW_STEPS
 
     @property
     def graph(self) -> Graph:

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from jscaler import plans
 from jscaler.api import Parallelized, parallelize, resolve_devices
+from jscaler.commands.comm import bench_comm
+from jscaler.commands.redistribute import redistribute
 from jscaler.errors import DeviceError, JscalerError
 
 app = typer.Typer(
@@ -84,6 +86,10 @@ def compare(
         typer.echo(json.dumps(result.as_json()))
     else:
         Console().print(comparison_table(result))
+
+
+app.command()(bench_comm)
+app.command()(redistribute)
 
 
 class _Job:

@@ -130,7 +130,7 @@ def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[flo
     probes = [t for call in graph.calls for t in (call.loss, *call.gradients)]
     names = tuple(f"probe/{i}" for i in range(len(probes)))
     probed = dataclasses.replace(graph, outputs=(*graph.outputs, *probes), output_names=(*graph.output_names, *names))
-    both = lower(dataclasses.replace(lowered.captured, graph=probed), lowered.plan.plan)
+    both = lower(dataclasses.replace(lowered.captured, graph=probed), lowered.plan.plan, lowered.cost)
     ours = executable(both, lowered.devices, ())
     sides = (ours.jitted.lower(*input_structs(both, ours.in_shardings)).compile(), _compile_twin(both, lowered, ()))
     results = []

@@ -32,6 +32,13 @@ class DataError(JscalerError):
     """Training data is missing or too short."""
 
 
+class VerificationError(JscalerError):
+    """The emitted program does not deliver what the plan says, or its devices would wait for each other.
+
+    It says which device holds what in place of what. The plan is not at fault: please report it, with the plan.
+    """
+
+
 class UnknownNameError(JscalerError):
     """A name that nothing carries.
 

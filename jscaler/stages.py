@@ -12,6 +12,7 @@ from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.trace import trace_step
+from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
 from jscaler.ir import Graph, VTensor
 from jscaler.lower.emit import emit, physical_mesh, sharding
@@ -54,7 +55,7 @@ class StepPlan:
 
     def explain(self) -> str:
         """A table: how every group of ops is split, who decided, and which collectives with how many bytes follow."""
-        return explain(self.graph, self.plan, self.completed, self.program)
+        return explain(self.graph, self.plan, self.completed, self.program, self.flat)
 
     def vtensors(self, path: str, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
         """The parts of tensors that the cell of op ``path`` on logical ``device`` reads, and those that it writes."""
@@ -98,16 +99,16 @@ def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices
     return policy
 
 
-def lower(captured: Captured, plan: Plan) -> StepPlan:
-    """Schedule, materialize and lower: from decisions to one program."""
+def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:
+    """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
     graph = with_backward_bodies(captured.graph, captured.bodies)
     orders = [d for d in plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after: dict[str, list[str]] = {}
     for order in orders:
         after.setdefault(order.after, []).append(order.before)
-    completed = complete(graph, plan, captured.rules)
-    program = make_program(graph, ops, completed, captured.rules, after)
+    completed = complete(graph, plan, captured.rules, cost)
+    program = make_program(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
     avals = [t.aval for t in (*graph.inputs, *(c for c, _ in graph.constants))]
     return StepPlan(graph, plan, completed, program, flatten(program, avals, captured.source))
 

@@ -1,33 +1,77 @@
-"""Transitions as ``lax`` collectives, inside ``jax.shard_map``. Members follow the mesh's order, axis tuples theirs."""
+"""Transitions as ``lax`` collectives, inside ``jax.shard_map``: members in the order of the layout's axes.
 
-import math
+A layout may lie on another mesh than the program's: coarser axes, another device order. ``members`` translates.
+"""
+
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jscaler.ir.mask import Combiner
-from jscaler.lower.program import Adapt
-from jscaler.materialize import Layout, Transition
-
-REDUCE: dict[Combiner, Callable[..., Any]] = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}
-
-
-def exchange(adapt: Adapt, local: Any) -> Any:
-    """Run an adapter on one device's part: view it refined, walk the path, view it back."""
-    for start, path in adapt.stages:
-        local = local.reshape(start.local_sizes)
-        layout = start
-        for step in path:
-            local = RUN[step.kind](local, step, layout)
-            layout = step.apply(layout)
-    return local.reshape(adapt.target.local_shape)
+from jscaler.lower.combiners import REDUCE, REDUCE_LOCAL, neutral
+from jscaler.lower.members import Members, axis_names, members
+from jscaler.lower.point_to_point import run_regions
+from jscaler.materialize import Adapter, DeviceMesh, Layout, Transition
+from jscaler.materialize.transitions import moves, regions_between
 
 
-def axis_names(axes: tuple[str, ...]) -> Any:
-    """Axis names as ``lax`` takes them: one by itself, several as a tuple."""
-    return axes[0] if len(axes) == 1 else axes
+def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str | None = None) -> Any:
+    """Run an adapter on one device's part: view it refined, walk the path, view it back; copied from and to the host's
+    memory where a layout says so.
+
+    Args:
+        local: the part, in the source's local shape.
+        mesh: the mesh that the program runs over.
+        reduce_dtype: the dtype in which value shares are added; by default the part's own.
+    """
+    if reduce_dtype is not None and any(c == "add" for _, c in adapter.source.values):
+        return exchange(adapter, local.astype(reduce_dtype), mesh).astype(local.dtype)
+    if adapter.source.memory == "host":  # collectives run in device memory
+        local = jax.device_put(local, jax.memory.Space.Device)
+    for stage in adapter.stages:
+        local = _fit(local.reshape(stage.view), stage.start.local_sizes)
+        for layout, step in zip(stage.layouts, stage.steps, strict=False):
+            if step.kind == "permute":
+                local = _permute(local, layout, step, mesh)
+            elif step.kind == "point_to_point":
+                local = _point_to_point(local, layout, step, mesh)
+            else:
+                local = RUN[step.kind](local, step, members(mesh, layout.mesh, step.axes))
+        local = _fit(local, stage.result)
+    local = local.reshape(adapter.target.local_shape)
+    return jax.device_put(local, jax.memory.Space.Host) if adapter.target.memory == "host" else local
+
+
+def _fit(local: Any, sizes: tuple[int, ...]) -> Any:
+    """Pad ``local`` with zeros, or crop it, at the end of each dim."""
+    if any(s < size for s, size in zip(local.shape, sizes, strict=True)):
+        local = jnp.pad(local, [(0, max(0, size - s)) for s, size in zip(local.shape, sizes, strict=True)])
+    return local if local.shape == sizes else local[tuple(slice(size) for size in sizes)]
+
+
+def _permute(local: Any, layout: Layout, step: Transition, mesh: DeviceMesh) -> Any:
+    assert step.to is not None
+    position = {d: i for i, d in enumerate(mesh.devices)}
+    pairs = [(position[a], position[b]) for a, b in moves(layout, step.to).tolist()]
+    if not pairs:
+        return local
+    stay = set(position.values()) - {b for _, b in pairs}
+    return lax.ppermute(local, axis_names(mesh.names), pairs + [(p, p) for p in sorted(stay)])
+
+
+def _point_to_point(local: Any, layout: Layout, step: Transition, mesh: DeviceMesh) -> Any:
+    if jnp.issubdtype(local.dtype, jax.dtypes.prng_key):  # keys have no zero: send their words
+        words = jnp.moveaxis(jax.random.key_data(local), -1, 0)
+        sent = [_point_to_point(word, layout, step, mesh) for word in words]
+        return jax.random.wrap_key_data(jnp.stack(sent, -1), impl=jax.random.key_impl(local))
+    assert step.to is not None
+    position = {d: i for i, d in enumerate(mesh.devices)}
+    order = [position[d] for d in layout.mesh.devices]
+    regions = regions_between(layout, step.to)
+    (wanted,) = run_regions(regions, local.reshape(regions.shapes[0]), axis_names(mesh.names), order)
+    return wanted.reshape(step.to.local_sizes)
 
 
 def _dim(dim: int | None) -> int:
@@ -35,52 +79,43 @@ def _dim(dim: int | None) -> int:
     return dim
 
 
-def _axes(step: Transition) -> Any:
-    return axis_names(step.axes)
-
-
-def _all_reduce(local: Any, step: Transition, layout: Layout) -> Any:
+def _all_reduce(local: Any, step: Transition, who: Members) -> Any:
     if local.dtype == jnp.bool_ and step.combiner != "add":  # no maximum of booleans between devices
-        return REDUCE[step.combiner](local.astype(jnp.uint8), _axes(step)).astype(jnp.bool_)
-    return REDUCE[step.combiner](local, _axes(step))
+        return REDUCE[step.combiner](local.astype(jnp.uint8), **who.over).astype(jnp.bool_)
+    return REDUCE[step.combiner](local, **who.over)
 
 
-def _all_gather(local: Any, step: Transition, layout: Layout) -> Any:
-    return lax.all_gather(local, _axes(step), axis=_dim(step.source), tiled=True)
+def _all_gather(local: Any, step: Transition, who: Members) -> Any:
+    return lax.all_gather(local, **who.over, axis=_dim(step.source), tiled=True)
 
 
-def _reduce_scatter(local: Any, step: Transition, layout: Layout) -> Any:
-    return lax.psum_scatter(local, _axes(step), scatter_dimension=_dim(step.target), tiled=True)
+def _reduce_scatter(local: Any, step: Transition, who: Members) -> Any:
+    target = _dim(step.target)
+    if step.combiner == "add":
+        return lax.psum_scatter(local, **who.over, scatter_dimension=target, tiled=True)
+    # XLA scatters sums only: exchange the shares' blocks, as many bytes, and join what arrives
+    parts = (who.size, local.shape[target] // who.size)
+    blocks = local.reshape(*local.shape[:target], *parts, *local.shape[target + 1 :])
+    arrived = lax.all_to_all(blocks, **who.over, split_axis=target, concat_axis=target, tiled=True)
+    return REDUCE_LOCAL[step.combiner](arrived, axis=target)
 
 
-def _all_to_all(local: Any, step: Transition, layout: Layout) -> Any:
-    return lax.all_to_all(local, _axes(step), split_axis=step.target, concat_axis=_dim(step.source), tiled=True)
+def _all_to_all(local: Any, step: Transition, who: Members) -> Any:
+    return lax.all_to_all(local, **who.over, split_axis=_dim(step.target), concat_axis=_dim(step.source), tiled=True)
 
 
-def _slice(local: Any, step: Transition, layout: Layout) -> Any:
+def _slice(local: Any, step: Transition, who: Members) -> Any:
     dim = _dim(step.target)
-    size = local.shape[dim] // layout.mesh.size(step.axes)
-    return lax.dynamic_slice_in_dim(local, lax.axis_index(_axes(step)) * size, size, axis=dim)
+    size = local.shape[dim] // who.size
+    return lax.dynamic_slice_in_dim(local, who.index() * size, size, axis=dim)
 
 
-def _value_mask(local: Any, step: Transition, layout: Layout) -> Any:
+def _value_mask(local: Any, step: Transition, who: Members) -> Any:
     """The first member keeps the value; the others hold what leaves it unchanged."""
-    return jnp.where(lax.axis_index(_axes(step)) == 0, local, _neutral(step.combiner, local.dtype))
+    return jnp.where(who.index() == 0, local, neutral(step.combiner, local.dtype))
 
 
-def _neutral(combiner: Combiner, dtype: Any) -> Any:
-    if combiner == "add":
-        return jnp.zeros((), dtype)
-    low = combiner == "max"
-    if dtype == jnp.bool_:
-        return jnp.asarray(not low)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(-math.inf if low else math.inf, dtype)
-    limits = jnp.iinfo(dtype)
-    return jnp.asarray(limits.min if low else limits.max, dtype)
-
-
-RUN: dict[str, Callable[[Any, Transition, Layout], Any]] = {
+RUN: dict[str, Callable[[Any, Transition, Members], Any]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -10,7 +10,8 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
-from jscaler.lower.collectives import axis_names, exchange
+from jscaler.lower.collectives import exchange
+from jscaler.lower.members import axis_names
 from jscaler.lower.numbering import FlatProgram, Run
 from jscaler.lower.program import Program
 from jscaler.materialize import Layout
@@ -41,7 +42,8 @@ def emit(program: Program, flat: FlatProgram, mesh: Mesh) -> Callable[..., list[
                 results = evaluate(step.jaxpr, [env[v] for v in step.jaxpr.invars])
                 env.update(zip(step.jaxpr.outvars, results, strict=True))
             else:
-                env[step.output] = exchange(step.adapt, _value(env, step.input))
+                source = _value(env, step.input)
+                env[step.output] = exchange(step.adapt.adapter, source, program.mesh, step.adapt.reduce_dtype)
         return [_value(env, v) for v in flat.outputs]
 
     if not program.mesh.axes:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
+from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.program import Adapt, Compute, Program, Slot
 
 # Equations whose equal copies are kept apart.
@@ -29,15 +30,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """An adapter from one variable of the flat program to another."""
-
-    adapt: Adapt
-    input: Atom
-    output: core.Var
-
-
-@dataclass(frozen=True)
 class FlatProgram:
     """A program without slots: runs of equations and exchanges, over variables that are assigned once.
 
@@ -48,6 +40,10 @@ class FlatProgram:
     part_indices: tuple[tuple[tuple[str, ...], core.Var], ...]
     steps: tuple[Run | Exchange, ...]
     outputs: tuple[Atom, ...]
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Exchange))
 
     @property
     def num_equations(self) -> int:
@@ -73,7 +69,8 @@ def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatPro
         else:
             numbering.adapt(task)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
-    return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), _steps(numbering.items, outputs, like), outputs)
+    items = across_casts(numbering.items, outputs)
+    return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), _steps(items, outputs, like), outputs)
 
 
 @dataclass
@@ -98,7 +95,7 @@ class _Numbering:
 
     def adapt(self, task: Adapt) -> None:
         source = self.slots[task.input]
-        out = core.Var(source.aval.update(shape=task.target.local_shape))
+        out = core.Var(source.aval.update(shape=task.adapter.target.local_shape))
         self.items.append(Exchange(task, source, out))
         self.slots[task.output] = out
 

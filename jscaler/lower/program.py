@@ -4,14 +4,15 @@ A slot holds one local array: a PTensor in one layout. The program is the same f
 differs per device are the part indices, which come from its place in the mesh.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 from jax.extend import core
 
+from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.ir import Graph, Op, PTensor
-from jscaler.materialize import Completed, DeviceMesh, Layout, adapter_stages
-from jscaler.materialize.search import Stage
+from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.rules.book import RuleBook
 
 Slot = int
@@ -31,14 +32,24 @@ class Compute:
 
 @dataclass(frozen=True)
 class Adapt:
-    """Bring ``tensor`` from one layout to another."""
+    """Bring ``tensor`` from one layout to another.
+
+    Attributes:
+        reduce_dtype: the dtype in which value shares are added; None for the tensor's own.
+    """
 
     tensor: PTensor
-    stages: tuple[Stage, ...]
-    source: Layout
-    target: Layout
+    adapter: Adapter
     input: Slot
     output: Slot
+    reduce_dtype: str | None = None
+
+    def sent(self, itemsize: int) -> Iterator[tuple[str, float]]:
+        """Kind and bytes per device of every step, for elements of ``itemsize`` bytes where no ``reduce_dtype`` holds."""
+        if self.reduce_dtype is not None and any(c == "add" for _, c in self.adapter.source.values):
+            itemsize = jnp.dtype(self.reduce_dtype).itemsize
+        for layout, step in self.adapter.walk:
+            yield step.kind, step.bytes(layout, itemsize)
 
 
 @dataclass(frozen=True)
@@ -56,14 +67,24 @@ class Program:
 
 
 def make_program(
-    graph: Graph, order: Sequence[Op], completed: Completed, book: RuleBook, after: Mapping[str, Sequence[str]]
+    graph: Graph,
+    order: Sequence[Op],
+    completed: Completed,
+    book: RuleBook,
+    after: Mapping[str, Sequence[str]],
+    cost: CostModel = FEW_STEPS,
+    reduce_dtype: str | None = None,
 ) -> Program:
     """Lay the ops out in ``order``, with an adapter wherever a reader wants another layout than is at hand.
 
     Args:
         after: op path -> paths of ops that ``op_order`` puts before it.
+        cost: what adapters cost.
+        reduce_dtype: the dtype in which gradients are added between devices.
     """
-    writer = _Writer(completed, book)
+    gradients = {t for op in order if op.kind == "backward" for t in op.outputs if t.shape}
+    floating = [t for t in gradients if jnp.issubdtype(t.dtype, jnp.floating) and t.dtype != reduce_dtype]
+    writer = _Writer(completed, book, cost, dict.fromkeys(floating, reduce_dtype))
     inputs = [writer.define(t, completed.inputs[t]) for t in graph.inputs]
     constants = [writer.define(t, Layout.replicated(completed.mesh, t.shape)) for t, _ in graph.constants]
     for op in order:
@@ -80,6 +101,8 @@ def make_program(
 class _Writer:
     completed: Completed
     book: RuleBook
+    cost: CostModel
+    reduce_dtypes: Mapping[PTensor, str | None]
     tasks: list[Compute | Adapt] = field(default_factory=list)
     slots: dict[PTensor, list[tuple[Layout, Slot]]] = field(default_factory=dict)
     count: int = 0
@@ -96,13 +119,13 @@ class _Writer:
         for known, slot in held:
             if known == layout:
                 return slot
-        options = [(adapter_stages(known, layout, tensor.itemsize), known, slot) for known, slot in held]
-        (stages, _), source, slot = min(options, key=lambda o: o[0][1])
-        if not stages:
+        options = [(find_adapter(known, layout, tensor.itemsize, self.cost), slot) for known, slot in held]
+        adapter, slot = min(options, key=lambda o: o[0].cost)
+        if adapter.nothing:
             held.append((layout, slot))
             return slot
         output = self.define(tensor, layout)
-        self.tasks.append(Adapt(tensor, stages, source, layout, slot, output))
+        self.tasks.append(Adapt(tensor, adapter, slot, output, self.reduce_dtypes.get(tensor)))
         return output
 
     def compute(self, op: Op, after: Sequence[str]) -> None:

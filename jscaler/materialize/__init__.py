@@ -1,13 +1,17 @@
 """From decisions to layouts, and from layouts to adapters."""
 
+from jscaler.materialize.adapter import Adapter, Stage, find_adapter
 from jscaler.materialize.complete import Completed, OpLayouts, complete
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import DeviceMesh
+from jscaler.materialize.notation import OpenLayout, opened, parse_layout
 from jscaler.materialize.placement import Placement
-from jscaler.materialize.search import adapter_stages, cheapest_path
+from jscaler.materialize.regions import Holding, Regions, plan_regions
+from jscaler.materialize.search import Path, cheapest_path, runners_up
 from jscaler.materialize.transitions import Transition
 
 __all__ = [
-    "Completed", "DeviceMesh", "Layout", "OpLayouts", "Placement", "Transition", "adapter_stages", "cheapest_path",
-    "complete",
+    "Adapter", "Completed", "DeviceMesh", "Holding", "Layout", "OpLayouts", "OpenLayout", "Path", "Placement", "Regions",
+    "Stage", "Transition", "cheapest_path", "complete", "find_adapter", "opened", "parse_layout", "plan_regions",
+    "runners_up",
 ]  # fmt: skip

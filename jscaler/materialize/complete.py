@@ -10,12 +10,16 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jscaler.cost import FEW_STEPS, Bytes, CostModel
+from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
 from jscaler.ir.mask import Combiner
+from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh
+from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
 from jscaler.materialize.placement import (
     Combiners,
+    Decided,
     Placement,
     check_devices,
     decided_placements,
@@ -24,7 +28,7 @@ from jscaler.materialize.placement import (
     placement_of,
     result_layout,
 )
-from jscaler.materialize.search import adapter_stages
+from jscaler.materialize.relabel import shared_out
 from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
 
@@ -53,7 +57,7 @@ class Completed:
     outputs: tuple[Layout, ...]
 
 
-def complete(graph: Graph, plan: Plan, book: RuleBook) -> Completed:
+def complete(graph: Graph, plan: Plan, book: RuleBook, cost: CostModel = FEW_STEPS) -> Completed:
     """Fill in what the policy left open.
 
     Raises:
@@ -61,17 +65,42 @@ def complete(graph: Graph, plan: Plan, book: RuleBook) -> Completed:
     """
     decided = decided_placements(graph, plan)
     check_devices(decided, plan.num_devices)
-    mesh, covered = common_mesh([placed_grid(p, d) for p, d in decided.items()], plan.num_devices)
-    given = {p: placement_of(d, covered[placed_grid(p, d)]) for p, d in decided.items()}
-    return _Completer(graph, mesh, given, book).run()
+    grids = {p: placed_grid(p, d) for p, d in decided.items()}
+    found = find_common_mesh(list(grids.values()), tuple(range(plan.num_devices)))
+    if found is None:  # grids in any order need not be regular
+        ordered = [g for p, g in grids.items() if not decided[p].any_order]
+        found = common_mesh(ordered, plan.num_devices)
+    mesh, covered = found
+    given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
+    unordered = {p: _parts(d) for p, d in decided.items() if d.any_order}
+    return _Completer(graph, mesh, given, unordered, book, cost).run()
+
+
+def _parts(decided: Decided) -> dict[str, int]:
+    """Factor -> the number of its parts in a grid."""
+    parts: dict[str, int] = {}
+    for axis in decided.axes:
+        if axis.factor is not None:
+            parts[axis.factor] = parts.get(axis.factor, 1) * axis.parts
+    return parts
 
 
 class _Completer:
-    def __init__(self, graph: Graph, mesh: DeviceMesh, given: Mapping[str, Placement], book: RuleBook):
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: DeviceMesh,
+        given: Mapping[str, Placement],
+        unordered: Mapping[str, Mapping[str, int]],
+        book: RuleBook,
+        cost: CostModel,
+    ):
         self.graph = graph
         self.mesh = mesh
         self.given = given
+        self.unordered = unordered
         self.book = book
+        self.cost = cost
         self.ops: dict[str, OpLayouts] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
@@ -93,7 +122,8 @@ class _Completer:
 
     def _waits(self, op: Op) -> bool:
         """Whether nothing that ``op`` reads lies anywhere yet, so that its readers may choose."""
-        if not self.mesh.axes or not op.outputs or op.path in self.given or op.forward is not None:
+        placed = op.path in self.given or op.path in self.unordered or op.forward is not None
+        if not self.mesh.axes or not op.outputs or placed:
             return False
         large = [t for t in op.inputs if t.shape]
         return bool(large) and all(t not in self.at_hand for t in large)
@@ -163,12 +193,26 @@ class _Completer:
             return self.given.get(op.path, Placement(origin="filled"))
         if op.path in self.given:
             return self.given[op.path]
+        if op.path in self.unordered:
+            return self._ordered(op, self.unordered[op.path])
         if op.forward is not None:
             for tensor in op.forward.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))
             forward = self.ops[op.forward.path].placement
             return self._fill(op, self._possible(op, Placement(forward.factors, origin="mirrored")))
         return self._fill(op, Placement(origin="filled"))
+
+    def _ordered(self, op: Op, parts: Mapping[str, int]) -> Placement:
+        """The cheapest device order for a grid that the policy placed in any order."""
+        ways = shared_out(dict(self.mesh.axes), self.mesh.names, tuple(parts.values()))
+        choices = [Placement(dict(zip(parts, axes, strict=True))) for axes in ways]
+        if not choices:
+            raise PlanError(
+                f"'{op.path}' is split {dict(parts)} on any order of devices that the plan's other grids cut into "
+                f"{[s for _, s in self.mesh.axes]}; give it a device order"
+            )
+        costs = sorted((self._cost(op, choice), i) for i, choice in enumerate(choices))
+        return choices[costs[0][1]]
 
     def _possible(self, op: Op, placement: Placement) -> Placement:
         """``placement``, mirrored from a forward op, without the factors that its backward lacks or cannot split."""
@@ -191,8 +235,11 @@ class _Completer:
             costs.sort(key=lambda entry: entry[:2])
             chosen = costs[0][2]
             if len(costs) > 1:
-                runner_up = f"{costs[1][2].describe(self.mesh)} (+{costs[1][0] - costs[0][0]:.0f} B)"
+                runner_up = f"{costs[1][2].describe(self.mesh)} (+{self._readable(costs[1][0] - costs[0][0])})"
         return dataclasses.replace(chosen, runner_up=runner_up)
+
+    def _readable(self, more: float) -> str:
+        return f"cost {more:.0f}" if isinstance(self.cost, Bytes) else f"{more * 1e6:.1f} µs"
 
     def _candidates(self, op: Op, rule: Rule, chosen: Placement, axis: str) -> list[Placement]:
         found = [chosen]
@@ -222,15 +269,15 @@ class _Completer:
         return dict(layouts[0].values).get(axis) if layouts else None
 
     def _cost(self, op: Op, placement: Placement) -> float:
-        """Bytes per device: the adapters of the inputs, and what joining the results' value shares will take."""
+        """In the cost model's unit: the adapters of the inputs, and what joining the results' value shares will take."""
         laid = self._lay_out(op, placement)
         total = 0.0
         for tensor, wanted in zip(op.inputs, laid.inputs, strict=True):
             if tensor in self.at_hand:
-                total += min(adapter_stages(h, wanted, tensor.itemsize)[1] for h in self.at_hand[tensor])
+                total += min(find_adapter(h, wanted, tensor.itemsize, self.cost).cost for h in self.at_hand[tensor])
         for tensor, left in zip(op.outputs, laid.outputs, strict=True):
             if left.values:
-                total += adapter_stages(left, dataclasses.replace(left, values=()), tensor.itemsize)[1]
+                total += find_adapter(left, dataclasses.replace(left, values=()), tensor.itemsize, self.cost).cost
         return total
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:

@@ -1,16 +1,25 @@
 """``Layout`` (RVD): how one PTensor lies on the devices of a mesh. Every axis is replicated, value-split, or cuts a dim.
 
 R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]      replicated twice, no value shares, dim 0 cut in four
+
+A size that k parts do not divide is cut into blocks of ``ceil(size / k)``; the last ones are short or empty, and are
+stored padded at the end.
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jscaler.ir.mask import Combiner, Mask, Share, SubDims
+from jscaler.ir.place import MemorySpace
 from jscaler.materialize.mesh import Axes, DeviceMesh
+
+Values = tuple[tuple[str, Combiner], ...]
 
 
 @dataclass(frozen=True)
@@ -21,13 +30,15 @@ class Layout:
         mesh: the devices and their axes; the order of members is the mesh's.
         subdims: the tensor's dims, each refined into sub-dims.
         cuts: per sub-dim (of all dims, in order) the ordered axes that cut it.
-        values: the axes along which devices hold value shares, with their combiner.
+        values: the axes along which devices hold value shares, with their combiner; outermost first.
+        memory: the memory space of every device's part.
     """
 
     mesh: DeviceMesh
     subdims: SubDims
     cuts: tuple[Axes, ...]
-    values: tuple[tuple[str, Combiner], ...] = ()
+    values: Values = ()
+    memory: MemorySpace = "device"
 
     @staticmethod
     def replicated(mesh: DeviceMesh, shape: tuple[int, ...]) -> "Layout":
@@ -47,7 +58,7 @@ class Layout:
     @property
     def local_sizes(self) -> tuple[int, ...]:
         """The refined view of one device's part."""
-        return tuple(s // self.mesh.size(axes) for s, axes in zip(self.sizes, self.cuts, strict=True))
+        return tuple(-(-s // self.mesh.size(axes)) for s, axes in zip(self.sizes, self.cuts, strict=True))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -60,6 +71,11 @@ class Layout:
         """The axes that replicate."""
         used = {a for axes in self.cuts for a in axes} | {a for a, _ in self.values}
         return tuple(a for a in self.mesh.names if a not in used)
+
+    @property
+    def even(self) -> bool:
+        """Whether every cut divides its size."""
+        return all(s % self.mesh.size(axes) == 0 for s, axes in zip(self.sizes, self.cuts, strict=True))
 
     @property
     def by_dim(self) -> tuple[tuple[Axes, ...], ...]:
@@ -89,14 +105,18 @@ class Layout:
         """What the device at ``position`` of the mesh holds."""
         box = []
         for size, axes in zip(self.sizes, self.cuts, strict=True):
-            local = size // self.mesh.size(axes)
-            start = self.mesh.coordinate(position, axes) * local
-            box.append((start, start + local))
+            local = -(-size // self.mesh.size(axes))
+            start = min(self.mesh.coordinate(position, axes) * local, size)
+            box.append((start, min(start + local, size)))
         rest = iter(box)
         shares = tuple(
             Share(self.mesh.coordinate(position, (axis,)), self.mesh.size(axis), combiner) for axis, combiner in self.values
         )
         return Mask(self.subdims, tuple(tuple(next(rest) for _ in dim) for dim in self.subdims), shares)
+
+    def blocks(self) -> np.ndarray:
+        """For each position the number of the block and share that it holds: equal numbers hold equal data."""
+        return self.mesh.coordinates((*(a for axes in self.cuts for a in axes), *(a for a, _ in self.values)))
 
     def refined(self, subdims: SubDims) -> "Layout | None":
         """The same layout seen over a finer refinement; None where a cut does not fall on the new boundaries."""
@@ -128,11 +148,39 @@ class Layout:
             dealt.append(tuple(mine))
         return None if rest else dealt
 
+    @property
+    def shares(self) -> tuple[tuple[int, Combiner], ...]:
+        """(parts, combiner) of the nested value shares, outermost first; neighbours of one combiner together."""
+        runs = [list(run) for _, run in itertools.groupby(self.values, key=lambda v: v[1])]
+        return tuple((self.mesh.size(tuple(a for a, _ in run)), run[0][1]) for run in runs)
+
     def __str__(self) -> str:
-        value = math.prod(self.mesh.size(a) for a, _ in self.values)
-        parts = ",".join("·".join(str(self.mesh.size(axes)) for axes in dim) or "1" for dim in self.by_dim)
-        devices = " ".join(map(str, self.mesh.devices[:16])) + (" …" if len(self.mesh.devices) > 16 else "")
-        return f"R{self.mesh.size(self.free)} V{value} D({parts}) on [{devices}]"
+        order = (*self.free, *(a for a, _ in self.values), *(a for axes in self.cuts for a in axes))
+        devices = self.mesh.groups(order).reshape(-1).tolist()
+        parts = tuple(self.mesh.size(axes) for axes in self.cuts)
+        where = "" if self.memory == "device" else f" @{self.memory}"
+        return f"{counts_text(self.subdims, self.mesh.size(self.free), self.shares, parts)} on [{_runs(devices)}]{where}"
+
+
+def counts_text(subdims: SubDims, replicas: int, shares: Sequence[tuple[int, Combiner]], parts: Sequence[int]) -> str:
+    """``R2 V1 D(4,1)``: parts of refined dims and nested shares are joined by ``·``."""
+    values = "·".join(f"{n}{'' if c == 'add' else c}" for n, c in shares if n > 1) or "1"
+    rest = iter(parts)
+    dims = ",".join("·".join(str(next(rest)) for _ in dim) for dim in subdims)
+    return f"R{replicas} V{values} D({dims})"
+
+
+def _runs(devices: Sequence[int]) -> str:
+    """Device numbers; from 17 on, runs of neighbours as ``0-16``."""
+    if len(devices) <= 16:
+        return " ".join(map(str, devices))
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
 def common_subdims(a: SubDims, b: SubDims) -> SubDims | None:

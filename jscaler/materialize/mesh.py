@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,23 +32,51 @@ class DeviceMesh:
     def __post_init__(self) -> None:
         assert math.prod(s for _, s in self.axes) == len(self.devices)
 
-    @property
+    @cached_property
     def names(self) -> Axes:
         return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """``devices`` as an array, not to be written to."""
+        numbers = np.array(self.devices)
+        numbers.setflags(write=False)
+        return numbers
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """The positions in the order of the device numbers."""
+        return np.argsort(self.numbers)
+
+    @cached_property
+    def table(self) -> dict[str, int]:
+        """The size of each axis."""
+        return dict(self.axes)
 
     def size(self, axes: str | Axes) -> int:
         """Number of devices along an axis, or along several."""
         names = (axes,) if isinstance(axes, str) else axes
-        table = dict(self.axes)
-        return math.prod(table[name] for name in names)
+        return math.prod([self.table[name] for name in names])
 
     def coordinate(self, position: int, axes: Axes) -> int:
         """The index of the device at ``position`` along ``axes`` taken together, the first axis major."""
-        index = dict(zip(self.names, np.unravel_index(position, [s for _, s in self.axes] or [1]), strict=False))
-        result = 0
+        return int(self.coordinates(axes)[position])
+
+    def coordinates(self, axes: Axes) -> np.ndarray:
+        """``coordinate`` of every position."""
+        names, sizes = self.names, [size for _, size in self.axes]
+        found = np.zeros([1] * len(names), int)
         for name in axes:
-            result = result * self.size(name) + int(index[name])
-        return result
+            index = np.arange(self.table[name]).reshape([-1 if n == name else 1 for n in names])
+            found = found * self.table[name] + index
+        return np.broadcast_to(found, sizes).reshape(-1)
+
+    def groups(self, axes: Axes) -> np.ndarray:
+        """The device numbers of each group along ``axes``: (groups, members), members in the order of ``axes``."""
+        names = self.names
+        array = self.numbers.reshape([size for _, size in self.axes])
+        order = [names.index(n) for n in names if n not in axes] + [names.index(n) for n in axes]
+        return array.transpose(order).reshape(-1, self.size(axes))
 
 
 @dataclass(frozen=True)
@@ -59,28 +88,39 @@ class PlacedGrid:
     devices: tuple[int, ...]
 
 
-def common_mesh(grids: Sequence[PlacedGrid], num_devices: int) -> tuple[DeviceMesh, dict[PlacedGrid, tuple[Axes, ...]]]:
-    """The mesh of a plan, and for each grid the mesh axes that each of its axes covers.
+Covered = dict[PlacedGrid, tuple[Axes, ...]]
 
-    The device order is that of the first grid whose order makes all others regular.
+
+def common_mesh(grids: Sequence[PlacedGrid], num_devices: int) -> tuple[DeviceMesh, Covered]:
+    """The mesh of a plan, and for each grid the mesh axes that each of its axes covers.
 
     Raises:
         PlanError: device orders that no common mesh can express.
     """
     distinct = list(dict.fromkeys(grids))
-    orders = list(dict.fromkeys([tuple(range(num_devices)), *(g.devices for g in distinct)]))
-    for order in orders:
-        rank = {d: i for i, d in enumerate(order)}
-        strides = {g: _strides([rank[d] for d in g.devices], g.shape) for g in distinct}
-        if all(s is not None for s in strides.values()):
-            cuts = _cuts([(g, s) for g, s in strides.items() if s is not None], num_devices)
-            if cuts is not None:
-                return _mesh(order, cuts, {g: s for g, s in strides.items() if s is not None})
+    found = find_common_mesh(distinct, tuple(range(num_devices)))
+    if found is not None:
+        return found
     raise PlanError(
         "the plan's device arrays share no common mesh: "
         + "; ".join(f"'{g.op}' {g.shape} on {list(g.devices)}" for g in distinct[:4])
         + ". Use reshapes and transposes of one device array"
     )
+
+
+def find_common_mesh(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> tuple[DeviceMesh, Covered] | None:
+    """The coarsest mesh in which all ``grids`` over ``devices`` are regular, if there is one.
+
+    The device order is ``devices`` or else that of the first grid whose order makes all others regular.
+    """
+    for order in dict.fromkeys([devices, *(g.devices for g in grids)]):
+        rank = {d: i for i, d in enumerate(order)}
+        strides = {g: _strides([rank[d] for d in g.devices], g.shape) for g in grids}
+        if all(s is not None for s in strides.values()):
+            cuts = _cuts([(g, s) for g, s in strides.items() if s is not None], len(devices))
+            if cuts is not None:
+                return _mesh(order, cuts, {g: s for g, s in strides.items() if s is not None})
+    return None
 
 
 def _strides(ranks: list[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -85,6 +85,7 @@ class Decided:
 
     axes: tuple[GridAxis, ...]
     places: tuple[Place, ...]
+    any_order: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -100,6 +101,7 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
     """
     grids: dict[str, tuple[GridAxis, ...]] = {}
     cells: dict[str, dict[tuple[int, ...], Place]] = {}
+    unordered = {d.op for d in plan.decisions if isinstance(d, Assign) and d.any_order}
     for decision in plan.decisions:
         if isinstance(decision, Trans):
             op, axes = graph[decision.op], decision.axes
@@ -118,7 +120,7 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
                 f"'{path}' was split into {len(every)} cells and {len(missing)} of them have no device: "
                 f"{listing([str(list(c)) for c in missing])}; call op_assign for them"
             )
-        table[path] = Decided(axes, tuple(cells[path][c] for c in every))
+        table[path] = Decided(axes, tuple(cells[path][c] for c in every), path in unordered)
     return table
 
 

@@ -1,112 +1,213 @@
-"""The transitions between layouts, as a table; costs as in the RVD search of nnScaler (OSDI '24), section 4.
+"""The transitions between layouts on one device group. Their costs are the table of ``jscaler.cost.table``.
 
-With n devices along the axis and x bytes per device before:
+    D -> R   all_gather      V -> R   all_reduce       R -> D   slice        D -> D   all_to_all
+                             V -> D   reduce_scatter   R -> V   value_mask   any -> any of equal parts   permute
 
-    D -> R   all_gather       (n-1)·x        D -> D   all_to_all    (n-1)·x/n
-    V -> R   all_reduce     2·(n-1)·x/n      R -> D   slice         0
-    V -> D   reduce_scatter   (n-1)·x/n      R -> V   value_mask    0
-
-Only the last axis of a dim's tuple can be gathered or exchanged, and a new one goes last: blocks stay contiguous.
+Only a suffix of a dim's axes can be gathered or exchanged, and new axes go last: blocks stay contiguous. A permute
+sends whole blocks from device to device: it relabels axes, and carries a layout to another device order, in one hop.
+A point-to-point exchange (``regions``) sends pieces of blocks; it connects any two layouts.
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import NamedTuple
 
-from jscaler.ir.mask import Combiner
-from jscaler.materialize.layout import Layout
+import numpy as np
 
-Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "value_mask"]
+from jscaler.cost.model import CostModel, Line
+from jscaler.cost.table import COLLECTIVES, Kind
+from jscaler.ir.mask import Combiner, Mask
+from jscaler.materialize.layout import Layout, Values
+from jscaler.materialize.mesh import Axes, DeviceMesh
+from jscaler.materialize.regions import Holding, Regions, plan_regions
 
-BYTES = {  # bytes sent per device, as a multiple of x
-    "all_gather": lambda n: n - 1,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "slice": lambda n: 0.0,
-    "value_mask": lambda n: 0.0,
-}
+MOST_JOINED = 3  # value axes up to which every order of a joint reduce-scatter is tried
 
 
-@dataclass(frozen=True)
-class Transition:
-    """One step of an adapter along mesh axes.
+class State(NamedTuple):
+    """What of a layout a transition changes; the search walks over these."""
+
+    cuts: tuple[Axes, ...]
+    values: Values
+
+
+class Transition(NamedTuple):
+    """One step of an adapter.
 
     Attributes:
         kind: the collective or local step.
-        axes: the mesh axes it runs along, major first.
+        axes: the mesh axes it runs along, major first; none for a permute and a point-to-point exchange.
         source: the sub-dim that loses the axes, where there is one.
         target: the sub-dim that gains them, where there is one.
         combiner: how value shares are joined or made.
+        to: the layout after a permute or a point-to-point exchange.
     """
 
     kind: Kind
-    axes: tuple[str, ...]
+    axes: Axes = ()
     source: int | None = None
     target: int | None = None
     combiner: Combiner = "add"
+    to: Layout | None = None
 
     def bytes(self, layout: Layout, itemsize: int) -> float:
-        """Bytes that each device sends when this is applied to ``layout``."""
+        """Bytes that each device sends (in the mean) when this is applied to ``layout``."""
         local = math.prod(layout.local_sizes) * itemsize
-        return BYTES[self.kind](layout.mesh.size(self.axes)) * local
+        if self.kind == "permute":
+            assert self.to is not None
+            return local * len(moves(layout, self.to)) / len(layout.mesh.devices)
+        if self.kind == "point_to_point":
+            assert self.to is not None
+            return regions_between(layout, self.to).bytes(itemsize)
+        return COLLECTIVES[self.kind].sent(layout.mesh.size(self.axes)) * local
 
     def apply(self, layout: Layout) -> Layout:
         """The layout after this transition."""
-        cuts = list(layout.cuts)
-        values = layout.values
-        if self.source is not None:
-            assert cuts[self.source][-len(self.axes) :] == self.axes, f"{self} takes more than a suffix of {layout}"
-            cuts[self.source] = cuts[self.source][: -len(self.axes)]
-        if self.target is not None:
-            cuts[self.target] += self.axes
-        if self.kind in ("all_reduce", "reduce_scatter"):
-            values = tuple(v for v in values if v[0] not in self.axes)
-        if self.kind == "value_mask":
-            order = {name: i for i, name in enumerate(layout.mesh.names)}
-            values = tuple(sorted((*values, *((a, self.combiner) for a in self.axes)), key=lambda v: order[v[0]]))
-        return dataclasses.replace(layout, cuts=tuple(cuts), values=values)
+        if self.to is not None:
+            return self.to
+        after = advance(layout.mesh.names, State(layout.cuts, layout.values), self)
+        return dataclasses.replace(layout, cuts=after.cuts, values=after.values)
 
     def __str__(self) -> str:
-        return f"{self.kind} over {'·'.join(self.axes)}"
+        return f"{self.kind} to {self.to}" if self.to is not None else f"{self.kind} over {'·'.join(self.axes)}"
+
+
+def advance(names: Axes, state: State, step: Transition) -> State:
+    """``state`` after a collective or local step."""
+    cuts, values = state
+    if step.source is not None:
+        keep = len(cuts[step.source]) - len(step.axes)
+        assert cuts[step.source][keep:] == step.axes, f"{step} takes more than a suffix of {cuts[step.source]}"
+        cuts = (*cuts[: step.source], cuts[step.source][:keep], *cuts[step.source + 1 :])
+    if step.target is not None:
+        cuts = (*cuts[: step.target], cuts[step.target] + step.axes, *cuts[step.target + 1 :])
+    if step.kind in ("all_reduce", "reduce_scatter"):
+        values = tuple(v for v in values if v[0] not in step.axes)
+    if step.kind == "value_mask":
+        for axis in step.axes:
+            depth = _depth(names, values, axis)
+            made: Values = ((axis, step.combiner),)
+            values = values[:depth] + made + values[depth:]
+    return State(cuts, values)
+
+
+def price_of(layout: Layout, step: Transition, itemsize: int, cost: CostModel) -> float:
+    """What ``step`` costs in the model's unit when it is applied to ``layout``."""
+    devices = layout.mesh.numbers
+    local = math.prod(layout.local_sizes) * itemsize
+    if step.to is None:
+        return line_of(layout.mesh, step, cost).at(local)
+    if step.kind == "permute":
+        return cost.messages(moves(layout, step.to), local, len(devices))
+    rounds = regions_between(layout, step.to).rounds
+    return cost.local_step + sum(cost.messages(devices[np.array(r.pairs)], r.size * itemsize, len(devices)) for r in rounds)
+
+
+def line_of(mesh: DeviceMesh, step: Transition, cost: CostModel) -> Line:
+    """The cost of a collective or local step against the bytes of the local part before it."""
+    sent = COLLECTIVES[step.kind].sent(mesh.size(step.axes))
+    line = cost.collective(step.kind, mesh.groups(step.axes)) if sent else Line(cost.local_step, 0.0)
+    return Line(line.fixed, line.per_byte * sent)
 
 
 def transitions_from(layout: Layout) -> Iterator[Transition]:
-    """Every transition that ``layout`` allows.
+    """Every collective and local step that ``layout`` allows."""
+    return steps_from(layout.mesh, layout.sizes, State(layout.cuts, layout.values))
 
-    All-reduces run over any set of value axes and gathers over any suffix, since one collective over several axes sends
-    less (or the same in one step); the others run along one axis at a time.
+
+def steps_from(mesh: DeviceMesh, sizes: tuple[int, ...], state: State) -> Iterator[Transition]:
+    """Every collective and local step from ``state``, of a tensor whose sub-dims are ``sizes``.
+
+    All-reduces run over any set of value axes, gathers and exchanges over any suffix, since one collective over several
+    axes sends less (or the same in one step). So do reduce-scatters: in every order of up to three axes, and beyond that
+    over each one, and over all of them in their order.
     """
-    sizes = layout.local_sizes
-    inner = _innermost(layout)  # shares of shares are joined from the inside
-    for count in range(1, len(inner) + 1):
-        for some in itertools.combinations(inner, count):
-            yield Transition("all_reduce", some, combiner=layout.values[-1][1])
-    for axis in inner if layout.values and layout.values[-1][1] == "add" else ():
-        for target, size in enumerate(sizes):
-            if size % layout.mesh.size(axis) == 0:
-                yield Transition("reduce_scatter", (axis,), target=target)
-    for source, axes in enumerate(layout.cuts):
+    table = dict(mesh.axes)
+    local = [size // math.prod(table[a] for a in axes) for size, axes in zip(sizes, state.cuts, strict=True)]
+    yield from _reductions(table, local, state)
+    for source, axes in enumerate(state.cuts):
         for start in range(len(axes)):
-            yield Transition("all_gather", axes[start:], source=source)
-        if axes:
-            for target, size in enumerate(sizes):
-                if target != source and size % layout.mesh.size(axes[-1]) == 0:
-                    yield Transition("all_to_all", axes[-1:], source, target)
-    for axis in layout.free:
-        for target, size in enumerate(sizes):
-            if size % layout.mesh.size(axis) == 0:
+            suffix = axes[start:]
+            parts = math.prod(table[a] for a in suffix)
+            yield Transition("all_gather", suffix, source)
+            for target, size in enumerate(local):
+                if target != source and size % parts == 0:
+                    yield Transition("all_to_all", suffix, source, target)
+    used = {a for axes in state.cuts for a in axes} | {a for a, _ in state.values}
+    for axis in mesh.names:
+        if axis in used:
+            continue
+        for target, size in enumerate(local):
+            if size % table[axis] == 0:
                 yield Transition("slice", (axis,), target=target)
-        inside = {c for a, c in layout.values if layout.mesh.names.index(a) > layout.mesh.names.index(axis)}
+        inside = {combiner for _, combiner in state.values[_depth(mesh.names, state.values, axis) :]}
         for combiner in ("add", "max", "min"):
             if inside <= {combiner}:  # shares of another combiner that lie inside are made after it
                 yield Transition("value_mask", (axis,), combiner=combiner)
 
 
-def _innermost(layout: Layout) -> tuple[str, ...]:
-    """The innermost axes of ``layout``'s value shares that have one combiner."""
-    axes = [axis for axis, _ in itertools.takewhile(lambda v: v[1] == layout.values[-1][1], reversed(layout.values))]
-    return tuple(axes[::-1])
+def _depth(names: Axes, values: Values, axis: str) -> int:
+    """Where shares along ``axis`` nest among ``values``: outside of those along more minor axes."""
+    depth = len(values)
+    while depth and names.index(values[depth - 1][0]) > names.index(axis):
+        depth -= 1
+    return depth
+
+
+def _reductions(table: dict[str, int], local: list[int], state: State) -> Iterator[Transition]:
+    if not state.values:
+        return
+    combiner = state.values[-1][1]  # shares of shares are joined from the inside
+    inner = tuple(a for a, _ in itertools.takewhile(lambda v: v[1] == combiner, reversed(state.values)))[::-1]
+    for count in range(1, len(inner) + 1):
+        for some in itertools.combinations(inner, count):
+            yield Transition("all_reduce", some, combiner=combiner)
+    for count in range(1, len(inner) + 1 if len(inner) <= MOST_JOINED else 2):
+        for some in itertools.permutations(inner, count):
+            parts = math.prod(table[a] for a in some)
+            for target, size in enumerate(local):
+                if size % parts == 0:
+                    yield Transition("reduce_scatter", some, target=target, combiner=combiner)
+    if len(inner) > MOST_JOINED:
+        parts = math.prod(table[a] for a in inner)
+        for target, size in enumerate(local):
+            if size % parts == 0:
+                yield Transition("reduce_scatter", inner, target=target, combiner=combiner)
+
+
+def moves(before: Layout, after: Layout) -> np.ndarray:
+    """The messages of a permute: (messages, 2) device numbers of sender and receiver.
+
+    Devices that hold what they will need keep it; the others are paired in the order of their device numbers.
+    """
+    held, wanted = (layout.blocks()[layout.mesh.positions] for layout in (before, after))
+    numbers = before.mesh.numbers[before.mesh.positions]
+    moving = np.flatnonzero(held != wanted)
+    senders = moving[np.argsort(held[moving], kind="stable")]
+    receivers = moving[np.argsort(wanted[moving], kind="stable")]
+    assert (held[senders] == wanted[receivers]).all(), f"{before} and {after} do not have the same parts"
+    return np.stack([numbers[senders], numbers[receivers]], axis=1)
+
+
+@lru_cache(maxsize=1024)
+def regions_between(before: Layout, after: Layout) -> Regions:
+    """The messages of a point-to-point exchange between two layouts of one group; positions are those of ``before``.
+
+    Layouts over the same sub-dims are exchanged sub-dim by sub-dim, so that each may be padded for itself.
+    """
+    flat = before.subdims == after.subdims
+    position = {d: i for i, d in enumerate(before.mesh.devices)}
+    held = [Holding(i, _flat(before.mask(i), flat)) for i in range(len(position))]
+    wanted = [Holding(position[d], _flat(after.mask(i), flat)) for i, d in enumerate(after.mesh.devices)]
+    return plan_regions(before.sizes if flat else before.shape, held, [wanted], len(position))
+
+
+def _flat(mask: Mask, flat: bool) -> Mask:
+    """``mask`` with every sub-dim as a dim."""
+    if not flat:
+        return mask
+    sizes = tuple((size,) for dim in mask.subdims for size in dim)
+    return Mask(sizes, tuple((interval,) for dim in mask.box for interval in dim), mask.shares)

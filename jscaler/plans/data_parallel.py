@@ -13,11 +13,13 @@ from jscaler.errors import SplitError, UnknownNameError
 from jscaler.primitives import Split
 
 
-def data_parallel(batch: str = "batch") -> Callable[..., None]:
+def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
     """Split dim 0 of every input that ``batch`` names over all devices.
 
     Args:
         batch: path or shell pattern of the batch among the step's inputs, e.g. ``"batch"`` or ``"batch/tok*"``.
+
+        reduce_dtype: the dtype in which gradients are added between devices; their own by default.
 
     Raises (when the plan is made):
         UnknownNameError: no input is called so.
@@ -31,6 +33,8 @@ def data_parallel(batch: str = "batch") -> Callable[..., None]:
             raise UnknownNameError("input", batch, [t.name for t in graph.inputs], "; pass data_parallel(batch=...)")
         if any(graph.inputs[i] not in leaves for i in graph.next_version.values()):
             graph.require_gradient()  # a step that updates state is a training step
+        if reduce_dtype is not None:
+            graph.reduce_dtype(reduce_dtype)
         factors: dict[Any, str] = {}
         for leaf in leaves:
             if leaf.shape[0] % devices.size:

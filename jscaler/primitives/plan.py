@@ -22,11 +22,16 @@ class Trans:
 
 @dataclass(frozen=True)
 class Assign:
-    """Put the cells of ``index`` (a box of the grid) on ``places``, listed row-major."""
+    """Put the cells of ``index`` (a box of the grid) on ``places``, listed row-major.
+
+    Attributes:
+        any_order: whether the cells may be dealt to these places in any order; the cheapest is taken.
+    """
 
     op: str
     index: Index
     places: tuple[Place, ...]
+    any_order: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -35,7 +40,8 @@ class Assign:
 
     def __str__(self) -> str:
         box = ", ".join(f"{a}:{b}" for a, b in self.index)
-        return f"op_assign {self.op}[{box}] -> [{' '.join(map(str, self.places))}]"
+        order = "any order of " if self.any_order else ""
+        return f"op_assign {self.op}[{box}] -> {order}[{' '.join(map(str, self.places))}]"
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,17 @@ class Order:
         return f"op_order  {self.before} < {self.after}"
 
 
-Decision = Trans | Assign | Order
+@dataclass(frozen=True)
+class ReduceDtype:
+    """Add the value shares of gradients between devices in ``dtype``, not in the gradients' own."""
+
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"reduce_dtype {self.dtype}"
+
+
+Decision = Trans | Assign | Order | ReduceDtype
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,11 @@ class Plan:
     name: str
     num_devices: int
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """The dtype in which gradients are added between devices; None for their own."""
+        return next((d.dtype for d in reversed(self.decisions) if isinstance(d, ReduceDtype)), None)
 
     @property
     def digest(self) -> str:

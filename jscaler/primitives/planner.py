@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, Place
 from jscaler.primitives.algorithms import Algorithm, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.plan import Assign, Decision, Order, Plan, Trans
+from jscaler.primitives.plan import Assign, Decision, Order, Plan, ReduceDtype, Trans
 
 
 class Policy(Protocol):
@@ -72,15 +73,19 @@ class Planner:
         self._grids[target.path] = grid
         return grid
 
-    def op_assign(self, cells: Op | Grid | str, devices: int | Sequence[Any] | np.ndarray) -> None:
+    def op_assign(
+        self, cells: Op | Grid | str, devices: int | Sequence[Any] | np.ndarray, *, any_order: bool = False
+    ) -> None:
         """Put cells on devices. An unsplit op on several devices is replicated on them.
 
         Args:
             cells: an op, a grid, a sub-grid or a cell.
             devices: one device (a number or a `Place`), or an array with as many devices as there are cells.
+            any_order: leave open which cell gets which of the devices: the order is taken that makes the op's inputs
+                cheapest to bring. For a whole grid only.
 
         Raises:
-            PlanError: the numbers differ, or a device does not exist.
+            PlanError: the numbers differ, a device does not exist, or part of a grid is assigned in any order.
         """
         array = np.asarray(devices)
         cells = self.graph[cells] if isinstance(cells, str) else cells
@@ -99,13 +104,29 @@ class Planner:
             raise PlanError(
                 f"{cells} is assigned to devices {wrong}; there are {self.num_devices}: 0 to {self.num_devices - 1}"
             )
-        self._decisions.append(Assign(cells.op.path, cells.index, places))
+        if any_order and not cells.is_whole:
+            raise PlanError(f"{cells} is part of a grid, which cannot be assigned in any order; assign the whole grid")
+        self._decisions.append(Assign(cells.op.path, cells.index, places, any_order))
 
     def op_order(self, before: Op | Grid | str, after: Op | Grid | str) -> None:
         """Run ``before`` before ``after``."""
         named = (self.graph[x] if isinstance(x, str) else x for x in (before, after))
         first, second = (x.op if isinstance(x, Grid) else x for x in named)
         self._decisions.append(Order(first.path, second.path))
+
+    def reduce_dtype(self, dtype: Any) -> None:
+        """Add gradients between devices in ``dtype``: fewer bits send less and lose digits, more bits the reverse.
+
+        Raises:
+            PlanError: not a floating dtype.
+        """
+        try:
+            known = jnp.dtype(dtype)
+        except TypeError:
+            raise PlanError(f"reduce_dtype is a floating dtype like 'bfloat16', not {dtype!r}") from None
+        if not jnp.issubdtype(known, jnp.floating):
+            raise PlanError(f"reduce_dtype is a floating dtype like 'bfloat16', not {known.name}")
+        self._decisions.append(ReduceDtype(known.name))
 
     def plan(self, name: str) -> Plan:
         """The decisions so far."""

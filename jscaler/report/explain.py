@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from jscaler.ir import Graph, Op
+from jscaler.lower.numbering import FlatProgram
 from jscaler.lower.program import Adapt, Compute, Program
 from jscaler.materialize import Completed
 from jscaler.primitives import Plan
 
 
-def explain(graph: Graph, plan: Plan, completed: Completed, program: Program) -> str:
+def explain(graph: Graph, plan: Plan, completed: Completed, program: Program, flat: FlatProgram) -> str:
     """One line per group of like ops (layer numbers folded): split, who decided, collectives and bytes per device."""
-    sent = bytes_by_reader(program)
+    sent = bytes_by_reader(program, flat)
     groups: dict[tuple[str, ...], list[Op]] = {}
     for op in graph.ops:
         place = completed.ops[op.path].placement
@@ -38,28 +40,30 @@ def explain(graph: Graph, plan: Plan, completed: Completed, program: Program) ->
     ])  # fmt: skip
 
 
-def bytes_by_reader(program: Program) -> dict[str, dict[str, tuple[int, float]]]:
+def bytes_by_reader(program: Program, flat: FlatProgram) -> dict[str, dict[str, tuple[int, float]]]:
     """Op path -> collective -> (count, bytes each device sends) of the adapters in front of it; "" for the results."""
+    itemsizes = {t.output: t.tensor.itemsize for t in program.adapters}
+    # adapters that moved across a cast carry its narrow side
+    itemsizes |= {e.adapt.output: _itemsize(e.input) for e in flat.exchanges}
     table: dict[str, dict[str, tuple[int, float]]] = {}
     waiting: list[Adapt] = []
     for task in program.tasks:
         if isinstance(task, Adapt):
             waiting.append(task)
         elif isinstance(task, Compute):
-            _charge(table, task.op.path, waiting)
+            _charge(table, task.op.path, waiting, itemsizes)
             waiting = []
-    _charge(table, "", waiting)
+    _charge(table, "", waiting, itemsizes)
     return table
 
 
-def _charge(table: dict[str, dict[str, tuple[int, float]]], path: str, adapters: list[Adapt]) -> None:
+def _charge(
+    table: dict[str, dict[str, tuple[int, float]]], path: str, adapters: list[Adapt], itemsizes: Mapping[int, int]
+) -> None:
     for adapt in adapters:
-        for layout, steps in adapt.stages:
-            here = layout
-            for step in steps:
-                count, sent = table.setdefault(path, {}).get(step.kind, (0, 0.0))
-                table[path][step.kind] = (count + 1, sent + step.bytes(here, adapt.tensor.itemsize))
-                here = step.apply(here)
+        for kind, nbytes in adapt.sent(itemsizes[adapt.output]):
+            count, sent = table.setdefault(path, {}).get(kind, (0, 0.0))
+            table[path][kind] = (count + 1, sent + nbytes)
 
 
 def _sum(parts: list[dict[str, tuple[int, float]]]) -> dict[str, tuple[int, float]]:
@@ -87,3 +91,7 @@ def readable_bytes(number: float) -> str:
 def _folded(path: str) -> str:
     """Layer numbers as ``*``: ``block_*/mlp/up/dot``."""
     return re.sub(r"(?<=[_/.])\d+(?=/|@|$|\.)", "*", path)
+
+
+def _itemsize(atom: Any) -> int:
+    return atom.aval.dtype.itemsize

@@ -97,9 +97,11 @@ def batch_and_hidden(graph: Any, devices: np.ndarray) -> None:
 
 
 def planned(policy: Any, devices: int, loss_fn: LossFn = mlp_loss, tx: optax.GradientTransformation = MOMENTUM) -> StepPlan:
-    """The step under ``policy``, lowered to a program but not compiled."""
+    """The step under ``policy``, lowered to a program but not compiled; its redistribution is proven."""
     step = jscaler.parallelize(policy, devices=devices, donate_argnames="state")(make_step(loss_fn, tx))
-    return step.lower(make_state(tx), make_batch()).plan
+    lowered = step.lower(make_state(tx), make_batch())
+    jscaler.verify(lowered)
+    return lowered.plan
 
 
 def collectives(plan: StepPlan) -> list[str]:
@@ -107,8 +109,7 @@ def collectives(plan: StepPlan) -> list[str]:
     return [
         f"{step.kind} {adapt.tensor.name}"
         for adapt in plan.program.adapters
-        for _, path in adapt.stages
-        for step in path
+        for step in adapt.adapter.steps
         if step.kind not in ("slice", "value_mask")
     ]
 
@@ -126,11 +127,12 @@ def reference(loss_fn: LossFn, tx: optax.GradientTransformation, num_steps: int)
 def assert_same_numbers(
     policy: Any, devices: int, loss_fn: LossFn = mlp_loss, tx: optax.GradientTransformation = MOMENTUM
 ) -> None:
-    """Three optimizer steps in float64 under ``policy`` equal those of ``jax.jit``, leaf by leaf."""
+    """Three optimizer steps in float64 under ``policy`` equal those of ``jax.jit``, leaf by leaf; and it is proven."""
     with jax.enable_x64(True):
         expected, losses = reference(loss_fn, tx, 3)
         step = jscaler.parallelize(policy, devices=devices)(make_step(loss_fn, tx))
         state = make_state(tx)
+        jscaler.verify(step.lower(state, make_batch()))
         for want in losses:
             state, loss = step(state, make_batch())
             assert loss.dtype == jnp.float64

@@ -34,7 +34,7 @@ def lowered(policy: Any, devices: int = 8) -> jscaler.Lowered:
 
 def named(plan: Any) -> Counter[str]:
     """The collectives of the program, by kind."""
-    steps = [step for adapt in plan.program.adapters for _, path in adapt.stages for step in path]
+    steps = [step for adapt in plan.program.adapters for step in adapt.adapter.steps]
     return Counter(step.kind for step in steps if step.kind in KINDS)
 
 

@@ -78,8 +78,7 @@ def test_two_by_four_reduces_each_tensor_over_its_own_axis() -> None:
     axes = {
         adapt.tensor.name: step.axes
         for adapt in plan.program.adapters
-        for _, path in adapt.stages
-        for step in path
+        for step in adapt.adapter.steps
         if step.kind == "all_reduce"
     }
     assert axes["down/dot:0"] == ("x1",)
@@ -98,7 +97,7 @@ def test_a_sum_that_is_wanted_cut_is_scattered() -> None:
 
 def test_readers_of_one_layout_share_one_adapter() -> None:
     plan = planned("data_parallel", 8, tx=ADAMW)
-    wanted = [(adapt.tensor.name, adapt.target) for adapt in plan.program.adapters]
+    wanted = [(adapt.tensor.name, adapt.adapter.target) for adapt in plan.program.adapters]
     assert len(wanted) == len(set(wanted))
 
 
@@ -147,6 +146,9 @@ def test_op_order_is_the_order_of_the_tasks() -> None:
 def test_the_program_is_a_function_of_the_plan_alone() -> None:
     def described(plan: Any) -> list[str]:
         tasks = plan.program.tasks
-        return [f"{t.op} {t.inputs} {t.outputs}" if isinstance(t, Compute) else f"{t.source} {t.target}" for t in tasks]
+        both = [
+            (t.op, t.inputs, t.outputs) if isinstance(t, Compute) else (t.adapter.source, t.adapter.target) for t in tasks
+        ]
+        return [" ".join(map(str, names)) for names in both]
 
     assert described(planned(batch_and_hidden, 8)) == described(planned(batch_and_hidden, 8))

@@ -1,5 +1,6 @@
 """Layouts: their masks by brute force, their PartitionSpecs by JAX's own NamedSharding."""
 
+import itertools
 from collections import Counter
 
 import jax
@@ -13,6 +14,8 @@ from jscaler.materialize import Layout
 from jscaler.materialize.layout import common_subdims
 
 MESHES = [mesh_of(4), mesh_of(2, 2), mesh_of(2, 3), mesh_of(2, 2, devices=(2, 0, 3, 1))]
+RUNS = [0, 1, *range(4, 12), 3, 2, *range(30, 36)]
+STRIDED = [d for first in range(8) for d in range(first, 32, 8)]
 SUBDIMS = [((6,), (12,)), ((6,), (3, 4)), ((2, 3), (2, 2, 3))]
 
 
@@ -68,6 +71,39 @@ def test_partition_spec_means_the_same_as_the_masks(mesh) -> None:
 )
 def test_partition_spec(layout: Layout, spec: P | None) -> None:
     assert layout.partition_spec() == spec
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 9])
+@pytest.mark.parametrize(
+    "mesh", [mesh_of(4), mesh_of(2, 3), mesh_of(2, 2, devices=(2, 0, 3, 1))], ids=lambda m: str(m.axes)
+)
+def test_blocks_of_sizes_that_the_parts_do_not_divide(mesh, size: int) -> None:
+    """Blocks of ⌈size / parts⌉, the last ones short or empty; every part is stored in the same shape."""
+    for count in range(1, len(mesh.names) + 1):
+        for axes in itertools.permutations(mesh.names, count):
+            layout = Layout(mesh, ((2,), (size, 2)), ((), axes, ()))
+            block = -(-size // mesh.size(axes))
+            assert layout.local_shape == (2, block * 2)
+            assert layout.even == (size % mesh.size(axes) == 0)
+            for position in range(len(mesh.devices)):
+                number = mesh.coordinate(position, axes)
+                wanted = {(i, 2 * j + k) for i in (0, 1) for j in range(size) for k in (0, 1) if j // block == number}
+                assert set(layout.mask(position).elements()) == wanted
+
+
+def test_equal_numbers_of_blocks_hold_equal_data() -> None:
+    for layout in every_layout(mesh_of(2, 3), ((6,), (3, 4)), ("add", "max")):
+        masks, blocks = [layout.mask(p) for p in range(6)], layout.blocks().tolist()
+        for a, b in itertools.product(range(6), repeat=2):
+            assert (masks[a] == masks[b]) == (blocks[a] == blocks[b])
+
+
+def test_neighbouring_shares_of_one_combiner_count_together() -> None:
+    mesh = mesh_of(2, 3, 2)
+    values = (("x0", "add"), ("x1", "add"), ("x2", "max"))
+    assert Layout(mesh, (), (), values).shares == ((6, "add"), (2, "max"))
+    assert Layout(mesh, (), (), (values[0], values[2])).shares == ((2, "add"), (2, "max"))
+    assert Layout.replicated(mesh, ()).shares == ()
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: str(mesh.axes))
@@ -131,8 +167,13 @@ def test_shapes_of_the_parts() -> None:
         (Layout.replicated(mesh_of(8), (4, 4)), "R8 V1 D(1,1) on [0 1 2 3 4 5 6 7]"),
         (Layout(mesh_of(2, 4), ((8,), (8,)), (("x1",), ())), "R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]"),
         (Layout(mesh_of(2, 2), ((8,), (8,)), ((), ("x1",)), (("x0", "add"),)), "R1 V2 D(1,2) on [0 1 2 3]"),
-        (Layout(mesh_of(2, 2), ((8,), (3, 4)), ((), (), ("x0",))), "R2 V1 D(1,1·2) on [0 1 2 3]"),
-        (Layout.replicated(mesh_of(32), ()), "R32 V1 D() on [0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 …]"),
+        (Layout(mesh_of(2, 2), ((8,), (3, 4)), ((), (), ("x0",))), "R2 V1 D(1,1·2) on [0 2 1 3]"),
+        (Layout.replicated(mesh_of(16), ()), "R16 V1 D() on [0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15]"),
+        (Layout.replicated(mesh_of(32), ()), "R32 V1 D() on [0-31]"),
+        (Layout(mesh_of(4, 8), ((8,),), (("x1", "x0"),)), f"R1 V1 D(32) on [{' '.join(map(str, STRIDED))}]"),
+        (Layout.replicated(mesh_of(18, devices=RUNS), ()), "R18 V1 D() on [0 1 4-11 3 2 30-35]"),
+        (Layout(mesh_of(2, 2), (), (), (("x0", "max"), ("x1", "add"))), "R1 V2max·2 D() on [0 1 2 3]"),
+        (Layout(mesh_of(2), ((8,),), (("x0",),), (), "host"), "R1 V1 D(2) on [0 1] @host"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -7,7 +7,7 @@ import pytest
 from materialize.layouts import mesh_of
 
 from jscaler.errors import PlanError
-from jscaler.materialize.mesh import DeviceMesh, PlacedGrid, common_mesh
+from jscaler.materialize.mesh import DeviceMesh, PlacedGrid, common_mesh, find_common_mesh
 
 EIGHT = np.arange(8)
 
@@ -108,3 +108,40 @@ def test_coordinates_take_the_first_axis_as_major() -> None:
     assert [mesh.coordinate(p, ("x1", "x0")) for p in range(6)] == [0, 2, 4, 1, 3, 5]
     assert [mesh.coordinate(p, ()) for p in range(6)] == [0] * 6
     assert (mesh.size("x1"), mesh.size(("x0", "x1")), mesh.size(())) == (3, 6, 1)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 2), (3, 2, 2)], ids=str)
+def test_groups_and_coordinates_say_the_same(sizes: tuple[int, ...]) -> None:
+    """Members of a group differ along its axes only, and stand in the order of their coordinates along them."""
+    count = int(np.prod(sizes))
+    mesh = mesh_of(*sizes, devices=np.random.default_rng(0).permutation(count).tolist())
+    for number in range(len(sizes) + 1):
+        for axes in itertools.permutations(mesh.names, number):
+            along = dict(zip(mesh.devices, mesh.coordinates(axes).tolist(), strict=True))
+            across = mesh.coordinates(tuple(n for n in mesh.names if n not in axes))
+            others = dict(zip(mesh.devices, across.tolist(), strict=True))
+            groups = mesh.groups(axes)
+            assert groups.shape == (count // mesh.size(axes), mesh.size(axes))
+            assert sorted(groups.reshape(-1).tolist()) == list(range(count))
+            for group in groups.tolist():
+                assert [along[d] for d in group] == list(range(mesh.size(axes)))
+                assert len({others[d] for d in group}) == 1
+            assert [mesh.coordinate(p, axes) for p in range(count)] == mesh.coordinates(axes).tolist()
+
+
+def test_positions_by_device_number() -> None:
+    mesh = mesh_of(4, devices=(7, 2, 4, 1))
+    assert mesh.positions.tolist() == [3, 1, 2, 0]  # of devices 1, 2, 4, 7
+    assert np.array(mesh.devices)[mesh.positions].tolist() == [1, 2, 4, 7]
+
+
+def test_a_mesh_of_some_of_the_devices() -> None:
+    grids = [grid(np.array([[4, 6], [5, 7]])), grid(np.array([4, 5, 6, 7]))]
+    mesh, covered = find_common_mesh(grids, (4, 5, 6, 7))
+    assert mesh.devices == (4, 5, 6, 7)
+    for one in grids:
+        array = np.array(one.devices).reshape(one.shape)
+        for cell in np.ndindex(array.shape):
+            position = mesh.devices.index(array[cell])
+            assert cell == tuple(mesh.coordinate(position, axes) for axes in covered[one])
+    assert find_common_mesh([grid(np.arange(6).reshape(2, 3)), grid(np.arange(6).reshape(3, 2))], tuple(range(6))) is None

@@ -1,0 +1,303 @@
+"""``jscaler redistribute``: how a tensor gets from one layout to another, step by step; no devices are needed."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jscaler.cost import BYTES, Cluster, CostModel, find_cluster
+from jscaler.errors import PlanError, UnknownNameError
+from jscaler.ir.mask import SubDims
+from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, cheapest_path, find_adapter, parse_layout
+from jscaler.materialize.adapter import alternatives
+from jscaler.materialize.bounds import bytes_at_least
+from jscaler.materialize.transitions import price_of
+from jscaler.report.draw_layout import draw_redistribution, refuse_picture
+from jscaler.report.explain import readable_bytes
+from jscaler.report.layout_text import layout_picture, side_by_side
+from jscaler.report.steps import describe, devices_text, groups_of, groups_text, layout_text, readable_seconds
+from jscaler.report.tables import table
+
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2",
+    "bfloat16", "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+MOST_DRAWN = 16  # devices of a layout that is drawn in the terminal
+PIPED = 120  # columns where the output is no terminal
+
+
+def redistribute(
+    shape: Annotated[str, typer.Option(help="sizes of the dims, like 1024,1024; sub-dims of a dim: 1024,3·8·64")],
+    source: Annotated[str, typer.Option("--from", help="layout before, like 'R1 V4 D(2,1) on 0 1 2 3 4 5 6 7'")],
+    target: Annotated[str, typer.Option("--to", help="layout after; 'on any' leaves the device order open")],
+    devices: Annotated[int | None, typer.Option(help="what R · V · D must come to", min=1)] = None,
+    cluster: Annotated[str | None, typer.Option(help="price in seconds: a name, or a .toml file; bytes without")] = None,
+    dtype: Annotated[str, typer.Option(help="of the elements")] = "float32",
+    draw: Annotated[Path | None, typer.Option(help="write a picture: .png, .svg or .pdf")] = None,
+    runners_up: Annotated[int, typer.Option(help="how many of the next best ways to show", min=0)] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+) -> None:
+    """Show the cheapest way from one layout to another: steps, bytes, seconds, and what no way can save.
+
+    Example: jscaler redistribute --shape 1024,1024 --from "R1 V4 D(2,1)" --to "R8 V1 D(1,1)" --cluster v100-nvlink-ib100
+    """
+    if draw is not None:
+        refuse_picture(draw)
+    answer = find(shape, source, target, devices, cluster, dtype, runners_up)
+    if draw is not None:
+        draw_redistribution(draw, *scenes(answer))
+    if as_json:
+        typer.echo(json.dumps({**record(answer), "picture": None if draw is None else str(draw)}))
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
+    show(console, answer)
+    if draw is not None:
+        console.print(f"written: {draw}", highlight=False, markup=False)
+
+
+class Step(NamedTuple):
+    """A step with the layouts before and after it; ``cost`` is in the cost model's unit."""
+
+    before: Layout
+    transition: Transition
+    after: Layout
+    nbytes: float
+    cost: float
+
+
+class Answer(NamedTuple):
+    """An adapter and what is told about it; without ``cluster`` costs are bytes."""
+
+    dtype: str
+    itemsize: int
+    cluster: Cluster | None
+    adapter: Adapter
+    others: list[Adapter]
+
+    @property
+    def cost(self) -> CostModel:
+        return self.cluster or BYTES
+
+    @property
+    def steps(self) -> list[Step]:
+        walk = [(here, step, step.apply(here)) for here, step in self.adapter.walk]
+        item = self.itemsize
+        return [Step(a, step, b, step.bytes(a, item), price_of(a, step, item, self.cost)) for a, step, b in walk]
+
+    @property
+    def bound(self) -> float:
+        """Bytes that no way to this target can save, on these devices in this order; mean per device."""
+        return bytes_at_least(self.adapter.source, self.adapter.target, self.itemsize)
+
+    def seconds(self, cost: float) -> float | None:
+        return None if self.cluster is None else cost
+
+    def time(self, cost: float) -> list[str]:
+        """A column of seconds, where there is a cluster."""
+        return [] if self.cluster is None else [readable_seconds(cost)]
+
+
+def find(shape: str, source: str, target: str, devices: int | None, cluster: str | None, dtype: str, count: int) -> Answer:
+    """Read the options and search.
+
+    Raises:
+        PlanError: the shape or a layout does not parse, or they contradict each other or ``devices``.
+        UnknownNameError: no such dtype or cluster.
+        DeviceError: the cluster file cannot be read.
+    """
+    subdims = parse_shape(shape)
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    itemsize = np.dtype(dtype).itemsize
+    priced = None if cluster is None else find_cluster(cluster)
+    before = parse_layout(source, subdims, devices)
+    if isinstance(before, OpenLayout):
+        raise PlanError(f"the layout before, '{source}', must say which device holds what; 'on any' is for the target")
+    after = parse_layout(target, subdims, devices or len(before.mesh.devices))
+    cost = priced or BYTES
+    _refuse_host(before, after)
+    if isinstance(after, OpenLayout):
+        _refuse_open(before, after, itemsize, cost)
+    else:
+        _refuse_apart(before, after)
+    adapter = find_adapter(before, after, itemsize, cost)
+    others = alternatives(before, after, itemsize, cost, count) if count else []
+    return Answer(dtype, itemsize, priced, adapter, others)
+
+
+def parse_shape(text: str) -> SubDims:
+    """``((1024,), (3, 64))`` for ``1024,3·64``; () for the empty text, a scalar.
+
+    Raises:
+        PlanError: it does not parse, or a size is 0.
+    """
+    dims = [re.split(r"[·*]", dim) for dim in text.split(",")] if text.strip() else []
+    if not all(re.fullmatch(r"\s*0*[1-9][0-9]*\s*", size) for dim in dims for size in dim):
+        raise PlanError(f"shape '{text}' does not parse; write the sizes of the dims, from 1 on, like 1024,1024")
+    return tuple(tuple(int(size) for size in dim) for dim in dims)
+
+
+def _refuse_host(*layouts: Layout | OpenLayout) -> None:
+    for layout in layouts:
+        if isinstance(layout, Layout) and layout.memory != "device":
+            raise PlanError(f"layout '{layout}': copies to and from the host have no price yet; leave '@host' out")
+
+
+def _refuse_apart(before: Layout, after: Layout) -> None:
+    left, right = set(before.mesh.devices), set(after.mesh.devices)
+    if left != right:
+        only = f"{devices_text(sorted(left - right))} are only before, {devices_text(sorted(right - left))} only after"
+        raise PlanError(f"both layouts must lie on the same devices; {only}")
+
+
+def _refuse_open(before: Layout, after: OpenLayout, itemsize: int, cost: CostModel) -> None:
+    even = before.even and all(size % parts == 0 for size, parts in zip(before.sizes, after.cuts, strict=True))
+    if not even:
+        raise PlanError(
+            f"'{after}': cuts do not divide the sizes {before.shape}; name the order of the devices, on [0 1 …]"
+        )
+    if cheapest_path(before, after, itemsize, cost) is None:
+        raise PlanError(f"no order of the devices was found for '{after}' from '{before}'; name one, on [0 1 …]")
+
+
+# Output
+
+
+def title(answer: Answer) -> str:
+    """Shape, dtype, bytes of the whole tensor, cluster."""
+    source, cluster = answer.adapter.source, answer.cluster
+    whole = math.prod(source.shape) * answer.itemsize
+    sizes = ",".join("·".join(map(str, dim)) for dim in source.subdims)
+    words = [f"{answer.dtype}[{sizes}]", readable_bytes(whole), f"{len(source.mesh.devices)} devices"]
+    if cluster is not None:
+        hosts = 1 + max(source.mesh.devices) // cluster.devices_per_host
+        words.append(f"cluster {cluster.name}")
+        words += [f"{hosts} such hosts (it has {cluster.hosts})"] if hosts > cluster.hosts else []
+    return ", ".join(words)
+
+
+def scenes(answer: Answer) -> tuple[str, list[Layout], list[str]]:
+    """For the picture: its title, the layouts first to last, and what stands between them."""
+    steps = answer.steps
+    labels = [", ".join([_words(step), *_figures(answer, [step])]) for step in steps]
+    between = [step.after for step in steps[:-1]]
+    total = ", ".join(_figures(answer, steps)) if steps else "nothing to do"
+    return f"{title(answer)}: {total}", [answer.adapter.source, *between, answer.adapter.target], labels
+
+
+def _words(step: Step) -> str:
+    return f"{describe(step.before, step.transition)} ({groups_text(step.before, step.transition)})"
+
+
+def _figures(answer: Answer, steps: Sequence[Step]) -> list[str]:
+    sent = sum(step.nbytes for step in steps)
+    return [f"{readable_bytes(sent)} per device", *answer.time(sum(step.cost for step in steps))]
+
+
+def record(answer: Answer) -> dict[str, Any]:
+    """What ``--json`` prints; bytes are the mean per device, seconds are None without a cluster."""
+    adapter = answer.adapter
+    return {
+        "shape": adapter.source.shape,
+        "dtype": answer.dtype,
+        "bytes": math.prod(adapter.source.shape) * answer.itemsize,
+        "devices": len(adapter.source.mesh.devices),
+        "cluster": None if answer.cluster is None else answer.cluster.name,
+        "source": str(adapter.source),
+        "target": str(adapter.target),
+        "path": _path(answer),
+        "totals": _totals(answer),
+        "bound": {"bytes": answer.bound, "seconds": answer.seconds(answer.cost.floor(answer.bound))},
+        "runners_up": [
+            {**_totals(other), "ratio": _ratio(other, answer), "target": str(other.adapter.target), "path": _path(other)}
+            for other in beside(answer)
+        ],
+    }
+
+
+def beside(answer: Answer) -> list[Answer]:
+    """The runners-up."""
+    return [answer._replace(adapter=other, others=[]) for other in answer.others]
+
+
+def _path(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": step.transition.kind,
+            "axes": [step.before.mesh.size(axis) for axis in step.transition.axes],
+            "groups": groups_of(step.before, step.transition),
+            "bytes": step.nbytes,
+            "seconds": answer.seconds(step.cost),
+            "layout": str(step.after),
+        }
+        for step in answer.steps
+    ]
+
+
+def _totals(answer: Answer) -> dict[str, Any]:
+    steps = answer.steps
+    seconds = answer.seconds(sum(step.cost for step in steps))
+    return {"steps": len(steps), "bytes": sum(step.nbytes for step in steps), "seconds": seconds}
+
+
+def _ratio(other: Answer, best: Answer) -> float | None:
+    """Seconds by seconds, or bytes by bytes; None where the best sends nothing."""
+    ours, theirs = (_totals(a)["bytes" if best.cluster is None else "seconds"] for a in (best, other))
+    return theirs / ours if ours else None
+
+
+def show(console: Console, answer: Answer) -> None:
+    """Header, pictures, path, runners-up."""
+    console.print(title(answer), highlight=False, markup=False)
+    for line in _pictures(answer, console.width):
+        console.print(line, highlight=False, markup=False, no_wrap=True)
+    if not answer.adapter.steps:
+        console.print("nothing to do: every device holds already what it is to hold")
+        return
+    console.print(path_table(answer))
+    console.print("bytes: what each device sends, in the mean; lower bound: what no way between these layouts can save")
+    if answer.others:
+        console.print("\nrunners-up, beside the best", highlight=False)
+    for other in beside(answer):
+        sums, ratio = _totals(other), _ratio(other, answer)
+        figures = [f"{ratio:6.2f}×" if ratio is not None else "      –", f"{readable_bytes(sums['bytes']):>9}"]
+        figures += [f"{text:>8}" for text in other.time(sums["seconds"])]
+        path = "; ".join(describe(step.before, step.transition) for step in other.steps)
+        console.print("  ".join([*figures, path]), highlight=False, markup=False, soft_wrap=True)
+
+
+def _pictures(answer: Answer, width: int) -> list[str]:
+    """The layouts in text form, with pictures where they stay small."""
+    layouts = answer.adapter.source, answer.adapter.target
+    small = len(layouts[0].mesh.devices) <= MOST_DRAWN
+    drawn = [[layout_text(layout), *(layout_picture(layout, width) if small else [])] for layout in layouts]
+    lines = side_by_side(drawn[0], drawn[1], width)
+    told = small and any(layout.values or layout.mesh.size(layout.free) > 1 for layout in layouts)
+    legend = ["a + b: value shares of a sum; a b: replicas"] if told and max(map(len, drawn)) > 1 else []
+    return ["", *lines, *legend, ""]
+
+
+def path_table(answer: Answer) -> Table:
+    """The steps, their sum and the lower bound."""
+    header = ["step", "transition", "groups of devices", "layout after", "bytes"]
+    header += ["seconds"] if answer.cluster is not None else []
+    rows = [[i, *_row(step), *answer.time(step.cost)] for i, step in enumerate(answer.steps, 1)]
+    made = table("the cheapest way", header, rows)
+    made.add_section()
+    sums, bound = _totals(answer), answer.bound
+    made.add_row("", "total", "", "", readable_bytes(sums["bytes"]), *answer.time(sum(s.cost for s in answer.steps)))
+    made.add_row("", "lower bound", "", "", readable_bytes(bound), *answer.time(answer.cost.floor(bound)))
+    return made
+
+
+def _row(step: Step) -> list[str]:
+    words = describe(step.before, step.transition), groups_text(step.before, step.transition)
+    return [*words, layout_text(step.after).replace(" on ", "\non "), readable_bytes(step.nbytes)]

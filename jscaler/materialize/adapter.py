@@ -1,0 +1,219 @@
+"""``Adapter``: what brings a tensor from one layout to another, whatever their refinements, sizes and device orders.
+
+Both layouts are viewed over a common refinement of their sub-dims; sizes that a cut does not divide are padded, where
+one padding serves both sides. What has no common view goes through the full copy, or as regions from device to device.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jscaler.cost import BYTES, CostModel
+from jscaler.ir.mask import SubDims
+from jscaler.materialize.bounds import bytes_at_least
+from jscaler.materialize.layout import Layout, common_subdims
+from jscaler.materialize.notation import OpenLayout
+from jscaler.materialize.search import Path, cheapest_path, runners_up
+from jscaler.materialize.transitions import Transition, price_of, regions_between
+
+MOST_DEVICES = 64  # groups up to which a point-to-point exchange is compared
+MOST_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps over one view of the local part.
+
+    Attributes:
+        start: the layout at the first step; its sizes may be padded.
+        steps: the transitions.
+        view: the shape to see the part in before it is padded to ``start.local_sizes``.
+        result: the shape to crop it to at the end.
+    """
+
+    start: Layout
+    steps: tuple[Transition, ...]
+    view: tuple[int, ...]
+    result: tuple[int, ...]
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """``start``, and what follows each step."""
+        return tuple(itertools.accumulate(self.steps, lambda here, step: step.apply(here), initial=self.start))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The communication that turns the producers' layout into the consumers'.
+
+    Attributes:
+        source, target: the layouts; an open target order is decided here.
+        stages: in order; none where nothing is to do.
+        cost: in the cost model's unit.
+    """
+
+    source: Layout
+    target: Layout
+    stages: tuple[Stage, ...]
+    cost: float
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the source's parts are the target's."""
+        return not self.stages and self.source.memory == self.target.memory
+
+    @property
+    def walk(self) -> Iterator[tuple[Layout, Transition]]:
+        """Every step with the layout before it."""
+        for stage in self.stages:
+            yield from zip(stage.layouts, stage.steps, strict=False)
+
+    @property
+    def steps(self) -> tuple[Transition, ...]:
+        return tuple(step for _, step in self.walk)
+
+    def bytes(self, itemsize: int) -> float:
+        """Bytes that each device sends, in the mean."""
+        return sum(step.bytes(here, itemsize) for here, step in self.walk)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.steps)) or ("nothing" if self.nothing else f"copy to {self.target.memory}")
+
+
+@lru_cache(maxsize=65536)
+def find_adapter(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel = BYTES) -> Adapter:
+    """The cheapest adapter from ``source`` to ``target``. There always is one."""
+    direct = _direct(source, target, itemsize, cost)
+    if isinstance(target, OpenLayout):
+        assert direct is not None
+        return direct
+    if direct is None or not (source.even and target.even):  # one padding for both sides may cost more than two
+        copied = _through_copy(source, target, itemsize, cost)
+        regular = copied if direct is None or copied.cost < direct.cost else direct
+    else:
+        regular = direct
+    regions = _as_regions(source, target, itemsize, cost, regular.cost)
+    return regions or regular
+
+
+def alternatives(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel, count: int) -> list[Adapter]:
+    """The ``count`` cheapest adapters beside the best: paths that leave its path, and the exchange where that is a path.
+
+    Where the best is a point-to-point exchange, the cheapest path of collectives is among them.
+    """
+    best = find_adapter(source, target, itemsize, cost)
+    found = [_direct(source, target, itemsize, cost)]
+    if isinstance(target, OpenLayout):
+        found += [
+            _adapter(source, path.layouts[-1], path, source, path.layouts[-1])
+            for path in runners_up(source, target, itemsize, cost, count)
+        ]
+    else:
+        found += _paths_beside(source, target, itemsize, cost, count)
+        found += [_through_copy(source, target, itemsize, cost), _as_regions(source, target, itemsize, cost, math.inf)]
+    others = {_way(adapter): adapter for adapter in found if adapter is not None and adapter.cost >= best.cost}
+    others.pop(_way(best), None)
+    return sorted(others.values(), key=lambda adapter: adapter.cost)[:count] if best.stages else []
+
+
+def _way(adapter: Adapter) -> tuple[tuple[str, str], ...]:
+    """What tells two adapters apart, whatever their meshes."""
+    return tuple((step.kind, str(step.apply(here))) for here, step in adapter.walk)
+
+
+def _paths_beside(source: Layout, target: Layout, itemsize: int, cost: CostModel, count: int) -> list[Adapter]:
+    views = _common_views(source, target)
+    if views is None:
+        return []
+    first, last, padded = views
+    paths = runners_up(_over(first, padded), _over(last, padded), itemsize, cost, count)
+    return [_adapter(source, target, path, first, last) for path in paths]
+
+
+def _direct(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel) -> Adapter | None:
+    """One path over a common view."""
+    if isinstance(target, OpenLayout):
+        path = cheapest_path(source, target, itemsize, cost)
+        assert path is not None
+        return _adapter(source, path.layouts[-1], path, source, path.layouts[-1])
+    views = _common_views(source, target)
+    if views is None:
+        return None
+    first, last, padded = views
+    path = cheapest_path(_over(first, padded), _over(last, padded), itemsize, cost)
+    return path and _adapter(source, target, path, first, last)
+
+
+def _common_views(source: Layout, target: Layout) -> tuple[Layout, Layout, SubDims] | None:
+    """Both layouts over a common refinement, and the sizes that it is padded to; None where there is none."""
+    first, last = _refined_alike(source, target)
+    if first is None or last is None:
+        return None
+    padded = _common_padding(first, last)
+    return None if padded is None else (first, last, padded)
+
+
+def _refined_alike(source: Layout, target: Layout) -> tuple[Layout | None, Layout | None]:
+    """Both layouts over a common refinement of their sub-dims; None where a cut does not fall on its boundaries."""
+    if source.subdims == target.subdims:  # also where a cut divides nothing
+        return source, target
+    subdims = common_subdims(source.subdims, target.subdims)
+    return (source.refined(subdims), target.refined(subdims)) if subdims is not None else (None, None)
+
+
+def _adapter(source: Layout, target: Layout, path: Path, first: Layout, last: Layout) -> Adapter:
+    stages = (Stage(path.start, path.steps, first.local_sizes, last.local_sizes),) if path.steps else ()
+    return Adapter(source, target, stages, path.cost)
+
+
+def _through_copy(source: Layout, target: Layout, itemsize: int, cost: CostModel) -> Adapter:
+    """Gather all in the source's view, cut in the target's."""
+    stages: tuple[Stage, ...] = ()
+    total = 0.0
+    bare = dataclasses.replace(source, cuts=((),) * len(source.cuts), values=())
+    copy = dataclasses.replace(target, cuts=((),) * len(target.cuts), values=())
+    for before, after in ((source, bare), (copy, target)):
+        found = _direct(before, after, itemsize, cost)
+        assert found is not None, f"no path from {before} to {after}"
+        stages, total = (*stages, *found.stages), total + found.cost
+    return Adapter(source, target, stages, total)
+
+
+def _as_regions(source: Layout, target: Layout, itemsize: int, cost: CostModel, most: float) -> Adapter | None:
+    """A point-to-point exchange, where it costs less than ``most``."""
+    num_devices = len(source.mesh.devices)
+    least = cost.floor(bytes_at_least(source, target, itemsize))
+    nested = any(len({c for _, c in layout.values}) > 1 for layout in (source, target))
+    if num_devices > MOST_DEVICES or nested or most <= least + 2 * cost.local_step:
+        return None
+    first, last = _refined_alike(source, target)
+    before, after = (first, last) if first is not None and last is not None else (source, target)
+    if before.subdims != after.subdims and not (before.even and after.even):
+        return None
+    if len(regions_between(before, after).rounds) > MOST_ROUNDS:
+        return None
+    step = Transition("point_to_point", to=after)
+    total = price_of(before, step, itemsize, cost)
+    if total >= most:
+        return None
+    stage = Stage(before, (step,), before.local_sizes, after.local_sizes)
+    return Adapter(source, target, (stage,), total)
+
+
+def _common_padding(first: Layout, last: Layout) -> SubDims | None:
+    """Sub-dim sizes under which the blocks of both layouts keep their starts; None where there are none."""
+    padded = []
+    for size, a, b in zip(first.sizes, first.cuts, last.cuts, strict=True):
+        wanted = {p * -(-size // p) for p in (first.mesh.size(a), last.mesh.size(b)) if p > 1} or {size}
+        if len(wanted) > 1:
+            return None
+        padded.append(wanted.pop())
+    rest = iter(padded)
+    return tuple(tuple(next(rest) for _ in dim) for dim in first.subdims)
+
+
+def _over(layout: Layout, subdims: SubDims) -> Layout:
+    return dataclasses.replace(layout, subdims=subdims)

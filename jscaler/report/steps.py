@@ -1,0 +1,75 @@
+"""The steps of an adapter in words: which collective, over which devices, at which price."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.materialize import Layout, Transition, opened
+from jscaler.materialize.transitions import moves, regions_between
+
+
+def describe(layout: Layout, step: Transition) -> str:
+    """``all_gather over 2 devices, dim 0``, for a step from ``layout``."""
+    if step.to is not None:
+        return step.kind
+    over = f"{step.kind} over {layout.mesh.size(step.axes)} devices"
+    dims = " to ".join(_dim(layout, d) for d in (step.source, step.target) if d is not None)
+    if step.kind == "reduce_scatter":
+        dims = f"to {dims}"
+    joined = step.combiner if step.combiner != "add" else ""
+    return ", ".join(part for part in (over, dims, joined) if part)
+
+
+def _dim(layout: Layout, subdim: int) -> str:
+    places = [(dim, part) for dim, sizes in enumerate(layout.subdims) for part in range(len(sizes))]
+    dim, part = places[subdim]
+    return f"dim {dim}" if len(layout.subdims[dim]) == 1 else f"dim {dim} part {part}"
+
+
+def groups_of(layout: Layout, step: Transition) -> list[Any]:
+    """The groups' device numbers; the (sender, receiver) pairs of a permute; those of each round of an exchange."""
+    if step.to is None:
+        return layout.mesh.groups(step.axes).tolist()
+    if step.kind == "permute":
+        return moves(layout, step.to).tolist()
+    devices = np.array(layout.mesh.devices)
+    return [devices[np.array(pairs)].tolist() for pairs in regions_between(layout, step.to).pairs]
+
+
+def groups_text(layout: Layout, step: Transition) -> str:
+    """``[0 1] [2 3] …``; for a permute and an exchange how many messages and rounds."""
+    groups = groups_of(layout, step)
+    if step.kind in ("slice", "value_mask"):
+        return "no communication"
+    if step.kind == "permute":
+        return _count(len(groups), "message")
+    if step.kind == "point_to_point":
+        return f"{_count(sum(map(len, groups)), 'message')} in {_count(len(groups), 'round')}"
+    shown = len(groups) if len(groups) * len(groups[0]) <= 16 else max(1, 16 // len(groups[0]))
+    return " ".join(map(devices_text, groups[:shown])) + (" …" if len(groups) > shown else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def devices_text(devices: Sequence[int | str]) -> str:
+    """``[0 1 2 3]``; of more than 16 the first few and the last."""
+    words = list(map(str, devices))
+    return f"[{' '.join(words if len(words) <= 16 else [*words[:4], '…', words[-1]])}]"
+
+
+def layout_text(layout: Layout) -> str:
+    """The text form of a layout: without its devices where they are 0, 1, 2, …, and with few of a long list."""
+    counts, _, rest = str(layout).partition(" on [")
+    if str(layout) == str(opened(layout).on(range(len(layout.mesh.devices)))):
+        return counts
+    listed, _, memory = rest.partition("]")
+    return f"{counts} on {devices_text(listed.split())}{memory}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """``38.9 µs`` for 3.89e-05."""
+    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
+    return f"{seconds * scale:.3g} {unit}"

@@ -1,0 +1,247 @@
+"""``verify``: prove, from the emitted program alone, that every consumer gets each element and each summand once.
+
+The proof has four parts:
+
+1. each exchange, traced as it is emitted and interpreted symbolically, turns its producer's masks into its consumers';
+2. each op's VTensors are what lies in its slots, from the step's inputs to its outputs (``flow``);
+3. the whole emitted function computes the very values of those ops and exchanges one after another (``values``);
+4. the shardings of the compiled step mean the parts that the program takes and leaves.
+
+It looks at jaxprs, the mesh and masks, never at transitions or how they were found.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jscaler.api import Compiled, Lowered
+from jscaler.capture.jaxprs import dtype as dtype_of
+from jscaler.capture.jaxprs import fingerprint, shape_struct
+from jscaler.capture.jaxprs import shape as shape_of
+from jscaler.errors import VerificationError
+from jscaler.ir.mask import Mask
+from jscaler.lower.emit import emit
+from jscaler.lower.numbering import Exchange
+from jscaler.materialize import DeviceMesh
+from jscaler.stages import StepPlan
+from jscaler.verification.arrival import Arrival
+from jscaler.verification.flow import Flow, emitted_exchange, plain_program, spec_masks
+from jscaler.verification.frames import Frame
+from jscaler.verification.interpret import Interpreter
+from jscaler.verification.symbols import Patterns, Symbolic
+from jscaler.verification.trace import Local, abstract_mesh, open_shard_map, trace_local
+from jscaler.verification.values import Values, content_key
+
+
+@dataclass(frozen=True)
+class Report:
+    """What has been proven.
+
+    Attributes:
+        devices: how many there are.
+        exchanges: how many were checked; equal ones were worked out once, ``distinct`` of them.
+        collectives: how many of each kind they run.
+        elements: elements proven in place by exchanges, over all devices.
+        reads: VTensors of ops and results of the step that were found in their slots, each on all devices.
+    """
+
+    devices: int
+    exchanges: int
+    distinct: int
+    collectives: Mapping[str, int]
+    elements: int
+    reads: int = 0
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.collectives.items())) or "none"
+        lines = [
+            f"verified on {self.devices} device{'s' if self.devices > 1 else ''}",
+            f"  exchanges    {self.exchanges} ({self.distinct} distinct)",
+            f"  collectives  {kinds}",
+            f"  elements     {self.elements:,} in place, each summand once",
+        ]
+        if self.reads:
+            lines.append(f"  reads        {self.reads} of ops and results, each from a slot that holds its part")
+        return "\n".join(lines)
+
+
+def verify_exchange(
+    fun: Callable[[Any], Any],
+    mesh: DeviceMesh | Mesh | AbstractMesh,
+    shape: tuple[int, ...],
+    dtype: Any,
+    held: Sequence[Mask | None],
+    wanted: Sequence[Mask | None],
+    *,
+    packed: bool = False,
+    where: str = "exchange",
+) -> Report:
+    """Prove that ``fun`` turns the parts that devices hold into those that they want.
+
+    Args:
+        fun: from local array to local array, as inside ``jax.shard_map``; it may use collectives over the mesh's axes.
+        mesh: its axes matter, and its devices' numbers for messages.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        held: by position in the mesh, the mask that a device holds before; None where it holds nothing.
+        wanted: the mask that it wants after, if any. Any dealing of value shares among the devices of a group will do.
+        packed: smaller parts are padded at the end of each dim; else at the end of each sub-dim, as a `Layout` does.
+        where: the exchange's name in messages.
+
+    Returns:
+        How much was proven.
+
+    Raises:
+        VerificationError: something arrives wrong, or devices would wait for each other; says which and where.
+
+    Example:
+        >>> mesh = DeviceMesh((0, 1), (("x", 2),))
+        >>> a, b = Layout(mesh, ((4,),), (("x",),)), Layout.replicated(mesh, (4,))
+        >>> masks = [[layout.mask(p) for p in range(2)] for layout in (a, b)]
+        >>> verify_exchange(lambda x: jax.lax.all_gather(x, "x", tiled=True), mesh, (4,), "float32", *masks)
+    """
+    sizes, names = _axes_of(mesh)
+    before, after = Frame(held, packed), Frame(wanted, packed)
+    local = trace_local(fun, sizes, [jax.ShapeDtypeStruct(before.shape, dtype)])
+    passed, elements = _prove(local, sizes, shape, before, after, names, lambda: where)
+    return Report(len(names), 1, 1, Counter(passed), elements)
+
+
+def verify(step: Lowered | Compiled | StepPlan) -> Report:
+    """Prove a whole step: ``jscaler.verify(train_step.lower(state, batch))``.
+
+    Args:
+        step: a lowered or compiled step, or its plan (then the shardings of arguments and results are not looked at).
+
+    Raises:
+        VerificationError: the emitted program is wrong; says in which step, on which device, and how.
+    """
+    if isinstance(step, Compiled):
+        step = step.lowered
+    plan = step.plan if isinstance(step, Lowered) else step
+    return _StepCheck(plan, step if isinstance(step, Lowered) else None).run()
+
+
+@dataclass
+class _StepCheck:
+    step: StepPlan
+    lowered: Lowered | None
+    proven: dict[Any, tuple[list[str], int]] = field(default_factory=dict)
+    kept: list[Local] = field(default_factory=list)  # what keys know by identity must stay alive
+
+    def run(self) -> Report:
+        sizes, names = _axes_of(self.step.program.mesh)
+        graph = self.step.graph
+        structs = [shape_struct(t.aval) for t in (*graph.inputs, *(c for c, _ in graph.constants))]
+        emitted = open_shard_map(emit(self.step.program, self.step.flat, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
+        flow = Flow(self.step, names)
+        flow.walk(emitted)
+        collectives, elements, count = self._exchanges(flow, sizes, names)
+        self._same_values(emitted, flow, sizes)
+        self._shardings(emitted, sizes)
+        return Report(len(names), count, len(self.proven), collectives, elements, flow.num_reads)
+
+    def _exchanges(self, flow: Flow, sizes: Mapping[str, int], names: Sequence[Any]) -> tuple[Counter[str], int, int]:
+        """Every exchange of the flat program: equal code between equal masks is interpreted once."""
+        collectives: Counter[str] = Counter()
+        elements = count = 0
+        for number, item in enumerate(self.step.flat.steps):
+            if not isinstance(item, Exchange):
+                continue
+            held, wanted = flow.exchanges[item.adapt.output]
+            struct = jax.ShapeDtypeStruct(shape_of(item.input), dtype_of(item.input))
+            where = f"step {number}, exchange of '{held.tensor.name}'"
+            before, after = Frame(held.masks), Frame(wanted.masks)
+            if struct.shape != before.shape:
+                raise VerificationError(f"{where}: takes {list(struct.shape)} for parts of {list(before.shape)}")
+            local = trace_local(emitted_exchange(self.step.program, item.adapt), sizes, [struct])
+            key = (fingerprint(local.jaxpr), tuple(map(content_key, local.inputs[:-1])), held.masks, wanted.masks)
+            if key not in self.proven:
+                self.kept.append(local)
+                shape = held.tensor.shape
+                self.proven[key] = _prove(local, sizes, shape, before, after, names, lambda where=where: where)
+            passed, proven = self.proven[key]
+            collectives.update(passed)
+            elements += proven
+            count += 1
+        return collectives, elements, count
+
+    def _same_values(self, emitted: Local, flow: Flow, sizes: Mapping[str, int]) -> None:
+        program, graph = self.step.program, self.step.graph
+        structs = []
+        for slot, _ in program.inputs:
+            held = flow.slots[slot]
+            structs.append(shape_struct(held.tensor.aval.update(shape=Frame(held.masks).shape)))
+        plain = trace_local(plain_program(program), sizes, structs)
+        values = Values()
+        results = zip(
+            graph.outputs, values.results(emitted, len(structs)), values.results(plain, len(structs)), strict=True
+        )
+        for index, (tensor, ours, theirs) in enumerate(results):
+            if ours != theirs:
+                raise VerificationError(
+                    f"output {index} '{tensor.name}': the emitted program computes another value than the step's ops and "
+                    "exchanges one after another"
+                )
+
+    def _shardings(self, emitted: Local, sizes: Mapping[str, int]) -> None:
+        """The compiled step's shardings put the parts where the program takes and leaves them."""
+        if self.lowered is None:
+            return
+        graph, made = self.step.graph, self.lowered.executable
+        devices = [self.lowered.devices[d] for d in self.step.program.mesh.devices]
+        inputs = zip(graph.inputs, made.in_shardings, emitted.in_specs[: len(graph.inputs)], strict=True)
+        outputs = zip(graph.outputs, made.out_shardings, emitted.out_specs, strict=True)
+        for role, tensors in (("input", inputs), ("output", outputs)):
+            for tensor, sharding, spec in tensors:
+                table = sharding.devices_indices_map(tensor.shape)
+                for device, mask in zip(devices, spec_masks(spec, sizes, tensor.shape), strict=True):
+                    at = [i.indices(size)[:2] for i, size in zip(table[device], tensor.shape, strict=True)]
+                    box = [interval for (interval,) in mask.box]
+                    if at != box:
+                        raise VerificationError(
+                            f"{role} '{tensor.name}': {device} has {at} by its sharding, {box} by the program"
+                        )
+
+
+def _prove(
+    local: Local,
+    sizes: Mapping[str, int],
+    shape: tuple[int, ...],
+    held: Frame,
+    wanted: Frame,
+    names: Sequence[Any],
+    where: Callable[[], str],
+) -> tuple[list[str], int]:
+    """Interpret one exchange and check what arrives; the collectives it ran and the elements it put in place."""
+    patterns = Patterns(shape)
+    interpreter = Interpreter(sizes, patterns)
+    start, expected = patterns.held(held), wanted.shape
+
+    def here() -> str:
+        return where() + (f" by {', '.join(interpreter.passed)}" if interpreter.passed else "")
+
+    try:
+        (end,) = interpreter.run(local.jaxpr, local.bind([start], interpreter.constant))
+    except VerificationError as error:
+        raise VerificationError(f"{here()}: {error}") from None
+    if (left := end.shape[1:]) != expected:
+        raise VerificationError(f"{here()} leaves local arrays of {list(left)}; {list(expected)} are wanted")
+    if (kind := dtype_of(local.jaxpr.outvars[0])) != (started := dtype_of(local.jaxpr.invars[-1])):
+        raise VerificationError(f"{here()} makes {kind} of {started}")
+    cells = end if isinstance(end, Symbolic) else patterns.constants(end)
+    return interpreter.passed, Arrival(patterns, held, wanted, names, here).check(cells)
+
+
+def _axes_of(mesh: DeviceMesh | Mesh | AbstractMesh) -> tuple[dict[str, int], list[Any]]:
+    """A mesh's axes in order, and its devices' numbers by position."""
+    if isinstance(mesh, DeviceMesh):
+        return dict(mesh.axes), list(mesh.devices)
+    sizes = {str(name): int(size) for name, size in mesh.shape.items()}
+    if isinstance(mesh, Mesh):
+        return sizes, [d.id for d in mesh.devices.flat]
+    return sizes, list(range(mesh.size))

@@ -1,0 +1,173 @@
+"""The flow through a step's program: which part of which tensor lies in each slot, from producer to consumer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jscaler.capture.jaxprs import evaluate, shape
+from jscaler.errors import VerificationError
+from jscaler.ir import PTensor
+from jscaler.ir.mask import Mask
+from jscaler.lower.collectives import exchange
+from jscaler.lower.members import axis_names
+from jscaler.lower.program import Adapt, Compute, Program
+from jscaler.materialize import Layout
+from jscaler.stages import StepPlan
+from jscaler.verification.arrival import Arrival
+from jscaler.verification.collectives import COLLECTIVES
+from jscaler.verification.frames import Frame
+from jscaler.verification.symbols import Patterns
+from jscaler.verification.trace import Local
+
+Masks = tuple[Mask, ...]
+
+
+def emitted_exchange(program: Program, adapt: Adapt) -> Callable[[Any], Any]:
+    """What ``emit`` runs for an exchange: the one place where the verifier knows how it is called."""
+    return lambda local: exchange(adapt.adapter, local, program.mesh, adapt.reduce_dtype)
+
+
+def plain_program(program: Program) -> Callable[..., list[Any]]:
+    """The tasks of ``program`` one after another on local arrays: what the emitted program must compute."""
+
+    def local(*args: Any) -> list[Any]:
+        slots: dict[int, Any] = dict(zip((slot for slot, _ in program.inputs), args, strict=True))
+        for task in program.tasks:
+            if isinstance(task, Compute):
+                indices = [lax.axis_index(axis_names(axes)) for axes in task.parts]
+                results = evaluate(task.jaxpr, [*(slots[s] for s in task.inputs), *indices])
+                slots.update(zip(task.outputs, results, strict=True))
+            else:
+                slots[task.output] = emitted_exchange(program, task)(slots[task.input])
+        return [slots[slot] for slot, _ in program.outputs]
+
+    return local
+
+
+@dataclass(frozen=True)
+class Held:
+    """A slot's content: each device's mask of a tensor."""
+
+    tensor: PTensor
+    masks: Masks
+
+
+@dataclass
+class Flow:
+    """Walks a program's tasks. What an exchange leaves is taken at its word here, and proven apart from it.
+
+    Attributes:
+        exchanges: for each exchange what lies in its input slot, and what its readers are promised.
+        num_reads: the VTensors checked so far, each on all devices.
+    """
+
+    step: StepPlan
+    names: Sequence[Any]
+    slots: dict[int, Held] = field(default_factory=dict)
+    exchanges: dict[int, tuple[Held, Held]] = field(default_factory=dict)
+    num_reads: int = 0
+    _same: set[tuple[Masks, Masks]] = field(default_factory=set)
+    _masks: dict[Any, Masks] = field(default_factory=dict)
+
+    def walk(self, local: Local) -> None:
+        """Check every read of every op, and that the step's results lie as ``local``'s out_specs say.
+
+        Raises:
+            VerificationError: an op's VTensor is not what its slot holds.
+        """
+        graph, program = self.step.graph, self.step.program
+        sizes = dict(program.mesh.axes)
+        tensors = [*graph.inputs, *(t for t, _ in graph.constants)]
+        for tensor, (slot, _), spec in zip(tensors, program.inputs, local.in_specs, strict=True):
+            self.slots[slot] = Held(tensor, spec_masks(spec, sizes, tensor.shape))
+        wanted = self._first_readers()
+        for task in program.tasks:
+            if isinstance(task, Compute):
+                self._compute(task)
+            elif task.output in wanted:  # what nobody reads promises nothing
+                self.exchanges[task.output] = (self.slots[task.input], wanted[task.output])
+                self.slots[task.output] = wanted[task.output]
+        outputs = zip(graph.outputs, program.outputs, local.out_specs, strict=True)
+        for index, (tensor, (slot, _), spec) in enumerate(outputs):
+            promised = Held(tensor, spec_masks(spec, sizes, tensor.shape))
+            self._check(self.slots[slot], promised, lambda index=index, tensor=tensor: f"output {index} '{tensor.name}'")
+
+    def _compute(self, task: Compute) -> None:
+        laid = self.step.completed.ops[task.op.path]
+        count = len(task.inputs)
+        for index, slot in enumerate(task.inputs):
+            wanted = Held(task.op.inputs[index], self._all(laid.inputs[index]))
+            here = f"op '{task.op.path}', input {index} '{wanted.tensor.name}'"
+            self._check(self.slots[slot], wanted, lambda here=here: here)
+            self._check_shape(here, wanted, task.jaxpr.invars[:count][index])
+        for index, slot in enumerate(task.outputs):
+            left = Held(task.op.outputs[index], self._all(laid.outputs[index]))
+            self._check_shape(f"op '{task.op.path}', output {index}", left, task.jaxpr.outvars[index])
+            self.slots[slot] = left
+        for eqn in task.jaxpr.eqns:
+            if eqn.primitive.name in COLLECTIVES:
+                raise VerificationError(f"op '{task.op.path}' runs a {eqn.primitive.name} of its own")
+
+    def _first_readers(self) -> dict[int, Held]:
+        """For each slot what its first reader wants there; the others are held to the same."""
+        program, found = self.step.program, {}
+        for task in program.tasks:
+            if isinstance(task, Compute):
+                layouts = self.step.completed.ops[task.op.path].inputs
+                for slot, tensor, layout in zip(task.inputs, task.op.inputs, layouts, strict=True):
+                    found.setdefault(slot, Held(tensor, self._all(layout)))
+        for (slot, _), tensor, layout in zip(
+            program.outputs, self.step.graph.outputs, self.step.completed.outputs, strict=True
+        ):
+            found.setdefault(slot, Held(tensor, self._all(layout)))
+        return found
+
+    def _all(self, layout: Layout) -> Masks:
+        """A layout's masks, by position in the program's mesh (the layout's own may have another order)."""
+        if layout not in self._masks:
+            position = {device: p for p, device in enumerate(layout.mesh.devices)}
+            self._masks[layout] = tuple(layout.mask(position[d]) for d in self.step.program.mesh.devices)
+        return self._masks[layout]
+
+    def _check(self, held: Held, wanted: Held, where: Callable[[], str]) -> None:
+        if held.tensor != wanted.tensor:
+            raise VerificationError(f"{where()}: its slot holds '{held.tensor.name}'")
+        self.num_reads += 1
+        if held.masks != wanted.masks and (held.masks, wanted.masks) not in self._same:
+            same_parts(held.masks, wanted.masks, held.tensor.shape, self.names, where)
+            self._same.add((held.masks, wanted.masks))
+
+    def _check_shape(self, where: str, held: Held, atom: Any) -> None:
+        if shape(atom) != (expected := Frame(held.masks).shape):
+            raise VerificationError(f"{where}: a local array of {list(shape(atom))} for parts of {list(expected)}")
+
+
+def same_parts(
+    held: Sequence[Mask], wanted: Sequence[Mask], sizes: tuple[int, ...], names: Sequence[Any], where: Callable[[], str]
+) -> None:
+    """Check that devices which hold ``held`` have ``wanted``, as it is: perhaps refined in another way."""
+    lies, reads = Frame(held), Frame(wanted)
+    if lies.shape != reads.shape:
+        raise VerificationError(f"{where()}: parts of {list(lies.shape)} lie where {list(reads.shape)} are read")
+    patterns = Patterns(sizes)
+    Arrival(patterns, lies, reads, names, where).check(patterns.held(lies))
+
+
+def spec_masks(spec: PartitionSpec, sizes: Mapping[str, int], whole: tuple[int, ...]) -> Masks:
+    """What each device has of an array under ``spec``, by its position in a mesh of ``sizes``."""
+    names = list(sizes)
+    entries = [e if isinstance(e, tuple) else (e,) if e else () for e in spec] + [()] * (len(whole) - len(spec))
+    masks = []
+    for index in np.ndindex(*sizes.values()):
+        box = []
+        for size, axes in zip(whole, entries, strict=True):
+            place, count = 0, 1
+            for axis in axes:
+                place, count = place * sizes[axis] + index[names.index(axis)], count * sizes[axis]
+            box.append(((place * (size // count), (place + 1) * (size // count)),))
+        masks.append(Mask(tuple((s,) for s in whole), tuple(box)))
+    return tuple(masks)

@@ -1,0 +1,221 @@
+"""Equations that only move cells, on stacked local arrays (axis 0 is the device): one rule serves numbers and symbols.
+
+A rule takes the equation, its data operands, and its index operands (concrete, stacked as well).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape
+from jscaler.errors import VerificationError
+from jscaler.verification.symbols import spread
+
+Arrays = Sequence[np.ndarray]
+
+
+def _reshape(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    assert eqn.params.get("dimensions") is None
+    return [data[0].reshape(len(data[0]), *eqn.params["new_sizes"])]
+
+
+def _transpose(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return [data[0].transpose(0, *(p + 1 for p in eqn.params["permutation"]))]
+
+
+def _squeeze(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return [data[0].reshape(len(data[0]), *shape(eqn.outvars[0]))]
+
+
+def _broadcast(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    sizes = eqn.params["shape"]
+    dims = dict(zip(eqn.params["broadcast_dimensions"], data[0].shape[1:], strict=True))
+    spaced = data[0].reshape(len(data[0]), *(dims.get(d, 1) for d in range(len(sizes))))
+    return [np.broadcast_to(spaced, (len(data[0]), *sizes))]
+
+
+def _slice(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
+    step = eqn.params["strides"] or (1,) * len(start)
+    return [data[0][(slice(None), *map(slice, start, stop, step))]]
+
+
+def _rev(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return [np.flip(data[0], tuple(d + 1 for d in eqn.params["dimensions"]))]
+
+
+def _tile(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return [np.tile(data[0], (1, *eqn.params["reps"]))]
+
+
+def _concatenate(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return [np.concatenate(data, eqn.params["dimension"] + 1)]
+
+
+def _stack(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return [np.stack(data, eqn.params["axis"] + 1)]
+
+
+def _split(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return np.split(data[0], np.cumsum(eqn.params["sizes"])[:-1], eqn.params["axis"] + 1)
+
+
+def _pad(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    operand, value = data
+    sizes = shape(eqn.outvars[0])
+    out = np.broadcast_to(value.reshape(-1, *[1] * len(sizes)), (len(operand), *sizes)).copy()
+    read, write = [np.arange(len(operand))], [np.arange(len(operand))]
+    for size, new, (low, _, inner) in zip(operand.shape[1:], sizes, eqn.params["padding_config"], strict=True):
+        at = low + np.arange(size) * (inner + 1)
+        inside = np.flatnonzero((at >= 0) & (at < new))
+        read.append(inside)
+        write.append(at[inside])
+    out[np.ix_(*write)] = operand[np.ix_(*read)]
+    return [out]
+
+
+def _starts(index: Arrays, sizes: Sequence[int], window: Sequence[int]) -> np.ndarray:
+    """Per device the start in each dim, clamped into the array as XLA does."""
+    return np.stack([np.clip(i, 0, size - w) for i, size, w in zip(index, sizes, window, strict=True)], -1)
+
+
+def beyond(eqn: Any, data: Arrays, index: Arrays) -> np.ndarray:
+    """For each device whether a dynamic slice or update leaves the array, so that XLA would shift it back."""
+    if eqn.primitive.name not in ("dynamic_slice", "dynamic_update_slice") or not index:
+        return np.zeros(len(data[0]), bool)
+    window = eqn.params["slice_sizes"] if eqn.primitive.name == "dynamic_slice" else data[1].shape[1:]
+    starts = np.stack([i.astype(np.int64) for i in index], -1)
+    return (starts != _starts(index, data[0].shape[1:], window)).any(-1)
+
+
+def _dynamic_slice(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    window = eqn.params["slice_sizes"]
+    if not window:
+        return [data[0]]
+    starts = _starts(index, data[0].shape[1:], window)
+    if (starts == starts[0]).all():
+        return [data[0][(slice(None), *(slice(s, s + w) for s, w in zip(starts[0], window, strict=True)))]]
+    if all(stride == 0 for stride in data[0].strides[1:]):  # one value on each device
+        return [data[0][(slice(None), *map(slice, window))]]
+    windows = (tuple(slice(s, s + w) for s, w in zip(at, window, strict=True)) for at in starts)
+    return [np.stack([row[at] for row, at in zip(data[0], windows, strict=True)])]
+
+
+def _dynamic_update_slice(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    operand, update = data
+    out = operand.copy()
+    starts = _starts(index, operand.shape[1:], update.shape[1:]) if index else np.zeros((len(operand), 0), int)
+    for row, new, at in zip(range(len(out)), update, starts, strict=True):
+        out[(row, *(slice(s, s + w) for s, w in zip(at, new.shape, strict=True)))] = new
+    return [out]
+
+
+def _select(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    which = index[0].astype(int).reshape(index[0].shape + (1,) * (data[0].ndim - index[0].ndim))
+    return [choose(np.broadcast_to(which, data[0].shape), data)]
+
+
+def choose(which: np.ndarray, cases: Arrays) -> np.ndarray:
+    """``cases[which]``, cell by cell."""
+    if which.size and (first := int(which.flat[0])) == which.max() == which.min():
+        return cases[first]
+
+    def chosen(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+        return functools.reduce(lambda rest, k: np.where(which == k, cases[k], rest), range(1, len(cases)), cases[0])
+
+    return spread(chosen, which, *cases)
+
+
+def _by_position(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    """A gather or a scatter: run it on the numbers of the cells, then move the cells accordingly."""
+    starts = np.cumsum([0, *(int(np.prod(d.shape[1:])) for d in data)])
+    numbers = [
+        np.arange(a, b, dtype=np.int32).reshape(d.shape[1:]) for d, a, b in zip(data, starts, starts[1:], strict=False)
+    ]
+    params = {**eqn.params, "fill_value": -1} if "fill_value" in eqn.params else eqn.params
+    flat = np.concatenate([d.reshape(len(d), -1) for d in data], 1)
+    known: dict[bytes, np.ndarray] = {}
+    rows = []
+    for device in range(len(flat)):
+        at = index[0][device]
+        if at.tobytes() not in known:
+            known[at.tobytes()] = np.asarray(eqn.primitive.bind(numbers[0], at, *numbers[1:], **params))
+        moved = known[at.tobytes()]
+        if (moved < 0).any():
+            raise VerificationError(f"{eqn.primitive.name} reads out of bounds")
+        rows.append(flat[device][moved])
+    return [np.stack(rows)]
+
+
+def _identity(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
+    return data
+
+
+Rule = Callable[[Any, Arrays, Arrays], Arrays]
+IDENTITIES = ("copy", "copy_p", "optimization_barrier", "pvary", "pcast", "reduce_precision", "sharding_constraint")
+MOVES: dict[str, Rule] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "rev": _rev,
+    "tile": _tile,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "split": _split,
+    "pad": _pad,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "select_n": _select,
+    "gather": _by_position,
+    "scatter": _by_position,
+    **dict.fromkeys(IDENTITIES, _identity),
+}
+# which operands are data; the others are indices and must be concrete
+DATA: dict[str, Callable[[int], Sequence[int]]] = {
+    "dynamic_slice": lambda count: [0],
+    "dynamic_update_slice": lambda count: [0, 1],
+    "select_n": lambda count: range(1, count),
+    "gather": lambda count: [0],
+    "scatter": lambda count: [0, 2],
+}
+
+# Arithmetic of concrete values, on numpy arrays of the equation's dtypes; everything else is run by JAX.
+NUMPY: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "neg": np.negative,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+}  # fmt: skip
+
+
+def concrete(eqn: Any, args: Arrays, count: int, like: Any) -> Arrays:
+    """An equation of concrete values on ``count`` devices; worked out once where all have the same."""
+    if eqn.primitive.name in MOVES and eqn.primitive.name not in ("gather", "scatter"):
+        data, index = operands(eqn, args)
+        return MOVES[eqn.primitive.name](eqn, data, index)
+    if eqn.primitive.name in NUMPY and len({a.shape for a in args}) == 1:
+        result = spread(NUMPY[eqn.primitive.name], *args)
+        return [result.astype(eqn.outvars[0].aval.dtype, copy=False)]
+    if all(a.strides[0] == 0 or len(a) == 1 for a in args):
+        return [np.broadcast_to(r[None], (count, *r.shape)) for r in _eager(eqn, [a[0] for a in args], like)]
+    rows = [_eager(eqn, [a[device] for a in args], like) for device in range(len(args[0]))]
+    return [np.stack(column) for column in zip(*rows, strict=True)]
+
+
+def operands(eqn: Any, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The data and the index operands of a move."""
+    which = DATA.get(eqn.primitive.name, range)(len(args))
+    return [args[i] for i in which], [a for i, a in enumerate(args) if i not in which]
+
+
+def _eager(eqn: Any, args: Arrays, like: Any) -> list[np.ndarray]:
+    """The equation's results by JAX itself, on the CPU."""
+    variables = [core.Var(a.aval) for a in eqn.invars]
+    alone = make_jaxpr([eqn.replace(invars=variables)], variables, eqn.outvars, like)
+    with jax.default_device(jax.devices("cpu")[0]):
+        return [np.asarray(r) for r in evaluate(alone, args)]

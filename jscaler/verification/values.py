@@ -1,0 +1,98 @@
+"""Do two local programs compute the same values? Equal equations of equal values are one value: numbered, and compared."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, fingerprint, inner_jaxpr, open_jaxpr
+from jscaler.verification.trace import Local
+
+FENCES = frozenset({"optimization_barrier"})  # they order, and change no value
+
+MOVEMENTS = frozenset({"all_gather", "all_to_all", "ppermute", "reshape", "dynamic_slice", "slice", "squeeze"})
+
+
+class Values:
+    """Numbers for values; the same number for the same expression, in whatever program it stands."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._moved: dict[int, Any] = {}  # results of what only moves elements -> how they were made
+        self._kept: list[Any] = []  # what is known by identity must stay alive
+
+    def results(self, local: Local, num_args: int) -> list[int]:
+        """The numbers of ``local``'s results, given arguments 0, 1, ..."""
+        args = [self._number(("argument", i)) for i in range(num_args)]
+        return self._run(local.jaxpr, local.bind(args, self._constant))
+
+    def _run(self, jaxpr: core.Jaxpr, args: Sequence[int]) -> list[int]:
+        env: dict[core.Var, int] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+        def read(atom: Any) -> int:
+            return self._constant(atom.val, str(atom.aval)) if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._equation(eqn, [read(a) for a in eqn.invars]), strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _equation(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if name in FENCES:
+            return args
+        if name in CALLS or name in CUSTOM_CALLS:
+            inner, consts = inner_jaxpr(eqn)
+            return self._run(inner, [*map(self._constant, consts), *args])
+        params = tuple((k, self._param(eqn.params[k])) for k in sorted(eqn.params))
+        if name == "convert_element_type":
+            return [self._cast(params, args[0])]
+        key = (name, params, tuple(args))
+        numbers = [self._number((key, i)) for i in range(len(eqn.outvars))]
+        if name in MOVEMENTS:
+            self._moved[numbers[0]] = key
+        return numbers
+
+    def _cast(self, params: Any, arg: int) -> int:
+        """The number of a cast. What only moves elements may be cast before or after: before is the form compared."""
+        if arg in self._moved:
+            name, how, (source, *indices) = self._moved[arg]
+            key = (name, how, (self._cast(params, source), *indices))
+            moved = self._number((key, 0))
+            self._moved[moved] = key
+            return moved
+        return self._number((("convert_element_type", params, (arg,)), 0))
+
+    def _number(self, key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _constant(self, value: Any, kind: str = "") -> int:
+        return self._number(("constant", self._content(value), kind))
+
+    def _content(self, value: Any) -> Any:
+        self._kept.append(value)
+        return content_key(value)
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._param, value))
+        if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+            jaxpr, consts = open_jaxpr(value)
+            return fingerprint(jaxpr), tuple(map(self._content, consts))
+        try:
+            hash(value)
+        except TypeError:
+            return self._content(value)
+        return value
+
+
+def content_key(value: Any) -> Any:
+    """A key of an array's content; what is no plain array (a PRNG key) is known by identity while it lives."""
+    try:
+        array = np.asarray(value)
+    except TypeError:
+        return id(value)
+    if array.dtype == object:
+        return id(value)
+    return array.shape, array.dtype.str, hashlib.sha256(array.tobytes()).digest()
