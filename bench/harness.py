@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -17,7 +17,12 @@ def bounds_of(row: Row) -> dict[str, float]:
 
 
 def main(
-    name: str, description: str, columns: Sequence[str], rows: Callable[[bool], Iterable[Row]], devices: int = 8
+    name: str,
+    description: str,
+    columns: Sequence[str],
+    rows: Callable[..., Iterable[Row]],
+    devices: int = 8,
+    options: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
     """Run a benchmark's command line.
 
@@ -27,16 +32,20 @@ def main(
         rows: measures; its argument is whether to be quick (under a minute). A row's ``"bound"`` is the limit of its
             ``"value"``, its ``"bounds"`` those of several columns; a row above one makes the run exit with code 1.
         devices: virtual CPU devices to make.
+        options: further options by name, with what ``argparse`` is to know of them; ``rows`` takes them by keyword.
     """
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer cases, under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    options = parser.parse_args()
+    for option, known in (options or {}).items():
+        parser.add_argument(f"--{option}", **known)
+    chosen = vars(parser.parse_args())
+    quick, as_json = chosen.pop("quick"), chosen.pop("json")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
-    if not run(name, columns, rows(options.quick), options.json):
+    if not run(name, columns, rows(quick, **chosen), as_json):
         sys.exit(1)
 
 
@@ -50,7 +59,11 @@ def run(name: str, columns: Sequence[str], rows: Iterable[Row], as_json: bool) -
 
     wide = None if sys.stdout.isatty() else 140
     console = Console(stderr=as_json, width=wide)
-    measured = list(track(rows, f"bench.{name}", console=Console(stderr=True), transient=True))
+    measured = []
+    for row in track(rows, f"bench.{name}", console=Console(stderr=True), transient=True):
+        measured.append(row)
+        if as_json:  # rows of a long run are not lost if it is stopped
+            print(json.dumps(row), file=sys.stderr, flush=True)
     title = f"bench.{name}: jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     console.print(table(title, columns, [[row.get(c, "") for c in columns] for row in measured]))
     failed = [r for r in measured if not all(r[c] <= limit for c, limit in bounds_of(r).items())]
