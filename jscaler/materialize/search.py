@@ -37,7 +37,7 @@ class Path:
         start: the source, on the mesh that the search used.
         steps: the transitions.
         cost: in the cost model's unit.
-        floor: what no path can cost less than; ``cost`` itself where the search proved the optimum.
+        floor: what no path over these mesh axes can cost less than; ``cost`` itself where the optimum is proven.
         explored: states that the search expanded.
     """
 

@@ -122,8 +122,8 @@ def steps_from(mesh: DeviceMesh, sizes: tuple[int, ...], state: State) -> Iterat
     """Every collective and local step from ``state``, of a tensor whose sub-dims are ``sizes``.
 
     All-reduces run over any set of value axes, gathers and exchanges over any suffix, since one collective over several
-    axes sends less (or the same in one step). So do reduce-scatters: in every order of up to three axes, and beyond that
-    over each one, and over all of them in their order.
+    axes sends less (or the same in one step). So do reduce-scatters, in every order of up to ``MOST_JOINED`` axes; of
+    more, over each one and over all in their order.
     """
     table = dict(mesh.axes)
     local = [size // math.prod(table[a] for a in axes) for size, axes in zip(sizes, state.cuts, strict=True)]

@@ -83,11 +83,11 @@ def test_all_pairs_on_two_devices() -> None:
     [
         ((2, 2), (4, 8), 18 * 18),  # all
         ((2, 2), (2, 6), 80),  # not every cut divides
-        ((2, 3), (6, 12), 60),
-        ((2, 2), (4, 4, 8), 60),
-        ((2, 3), (6, 6, 12), 60),
-        ((2, 2, 2), (8, 16), 40),
-        ((2, 2, 2), (8, 4, 8), 40),
+        ((2, 3), (6, 12), 40),
+        ((2, 2), (4, 4, 8), 40),
+        ((2, 3), (6, 6, 12), 40),
+        ((2, 2, 2), (8, 16), 30),
+        ((2, 2, 2), (8, 4, 8), 30),
     ],
     ids=str,
 )
@@ -99,7 +99,7 @@ def test_pairs_on_a_grid_of_devices(mesh: tuple[int, ...], shape: tuple[int, ...
 @pytest.mark.parametrize(("mesh", "shape"), [((2, 2), (4, 8)), ((2, 3), (6, 12))], ids=str)
 def test_paths_that_send_the_fewest_bytes(mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """More of them are point-to-point exchanges."""
-    check(pairs_of(every_layout(mesh_of(*mesh), tuple((s,) for s in shape)), most=40), cost=BYTES)
+    check(pairs_of(every_layout(mesh_of(*mesh), tuple((s,) for s in shape)), most=25), cost=BYTES)
 
 
 @pytest.mark.parametrize("combiners", [("max",), ("min",)], ids=str)
@@ -153,7 +153,7 @@ def test_a_cut_off_the_common_boundaries_gathers_first() -> None:
 )
 def test_device_orders(sizes: tuple[int, ...], devices: tuple[int, ...]) -> None:
     layouts = every_layout(mesh_of(*sizes, devices=devices), ((12,), (12,)))
-    check(pairs_of(layouts, most=30))
+    check(pairs_of(layouts, most=20))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_device_orders(sizes: tuple[int, ...], devices: tuple[int, ...]) -> None
     ids=str,
 )
 def test_dtypes(dtype: str, combiners: tuple[str, ...]) -> None:
-    check(pairs_of(every_layout(mesh_of(2, 2), ((4,), (4,)), combiners), most=30), dtype)
+    check(pairs_of(every_layout(mesh_of(2, 2), ((4,), (4,)), combiners), most=20), dtype)
 
 
 def test_random_keys() -> None:
@@ -230,7 +230,7 @@ def test_two_device_orders(cost: CostModel) -> None:
 @pytest.mark.parametrize(("num_devices", "shape"), [(2, (3, 5)), (3, (7, 2)), (4, (6, 3)), (6, (7,))], ids=str)
 def test_sizes_that_do_not_divide(num_devices: int, shape: tuple[int, ...]) -> None:
     """Blocks are padded at the end: in a common padding, as pieces, or through the full copy."""
-    check(pairs_of(layouts_of(num_devices, shape, True), most=30))
+    check(pairs_of(layouts_of(num_devices, shape, True), most=20))
     check(pairs_of(layouts_of(num_devices, shape, True, random.Random(0)), most=15), cost=BYTES)
 
 
