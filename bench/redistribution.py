@@ -164,7 +164,7 @@ def adapter_or_none(source: Any, target: Any) -> Any:
 
     try:
         return find_adapter(source, target, 4)
-    except (JscalerError, AssertionError):
+    except JscalerError:
         return None
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from jscaler import plans
 from jscaler.arguments import Arguments, Call, difference
 from jscaler.capture.names import tree_path
-from jscaler.cost import FEW_STEPS, Cluster, CostModel, find_cluster
+from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
 from jscaler.primitives import Plan
@@ -27,7 +28,7 @@ def parallelize(
     plan: PlanLike,
     *,
     devices: Devices = None,
-    cluster: str | Cluster | None = None,
+    cluster: str | os.PathLike[str] | CostModel | None = None,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
@@ -51,13 +52,23 @@ def parallelize(
     if not isinstance(policy, Plan) and not callable(policy):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
 
-    cost: CostModel = FEW_STEPS if cluster is None else find_cluster(cluster) if isinstance(cluster, str) else cluster
+    cost = _cost_model(cluster)
 
     def decorate(fun: Callable[..., Any]) -> Parallelized:
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
         return Parallelized(fun, policy, devices, arguments, cost)
 
     return decorate
+
+
+def _cost_model(cluster: Any) -> CostModel:
+    if cluster is None:
+        return FEW_STEPS
+    if isinstance(cluster, (str, os.PathLike)):
+        return find_cluster(os.fspath(cluster))
+    if not isinstance(cluster, (Cluster, Bytes)):
+        raise PlanError(f"cluster is a Cluster, a built-in one's name or a .toml file, not {cluster!r}")
+    return cluster
 
 
 class Parallelized:

@@ -16,14 +16,14 @@ from rich.table import Table
 from jscaler.cost import BYTES, Cluster, CostModel, find_cluster
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir.mask import SubDims
-from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, cheapest_path, find_adapter, parse_layout
+from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, find_adapter, parse_layout
 from jscaler.materialize.adapter import alternatives
 from jscaler.materialize.bounds import bytes_at_least
 from jscaler.materialize.transitions import price_of
 from jscaler.report.draw_layout import draw_redistribution, refuse_picture
 from jscaler.report.explain import readable_bytes
 from jscaler.report.layout_text import layout_picture, side_by_side
-from jscaler.report.steps import describe, devices_text, groups_of, groups_text, layout_text, readable_seconds
+from jscaler.report.steps import describe, groups_of, groups_text, layout_text, readable_seconds
 from jscaler.report.tables import table
 
 DTYPES = (
@@ -124,10 +124,6 @@ def find(shape: str, source: str, target: str, devices: int | None, cluster: str
     after = parse_layout(target, subdims, devices or len(before.mesh.devices))
     cost = priced or BYTES
     _refuse_host(before, after)
-    if isinstance(after, OpenLayout):
-        _refuse_open(before, after, itemsize, cost)
-    else:
-        _refuse_apart(before, after)
     adapter = find_adapter(before, after, itemsize, cost)
     others = alternatives(before, after, itemsize, cost, count) if count else []
     return Answer(dtype, itemsize, priced, adapter, others)
@@ -147,25 +143,8 @@ def parse_shape(text: str) -> SubDims:
 
 def _refuse_host(*layouts: Layout | OpenLayout) -> None:
     for layout in layouts:
-        if isinstance(layout, Layout) and layout.memory != "device":
+        if layout.memory != "device":
             raise PlanError(f"layout '{layout}': copies to and from the host have no price yet; leave '@host' out")
-
-
-def _refuse_apart(before: Layout, after: Layout) -> None:
-    left, right = set(before.mesh.devices), set(after.mesh.devices)
-    if left != right:
-        only = f"{devices_text(sorted(left - right))} are only before, {devices_text(sorted(right - left))} only after"
-        raise PlanError(f"both layouts must lie on the same devices; {only}")
-
-
-def _refuse_open(before: Layout, after: OpenLayout, itemsize: int, cost: CostModel) -> None:
-    even = before.even and all(size % parts == 0 for size, parts in zip(before.sizes, after.cuts, strict=True))
-    if not even:
-        raise PlanError(
-            f"'{after}': cuts do not divide the sizes {before.shape}; name the order of the devices, on [0 1 …]"
-        )
-    if cheapest_path(before, after, itemsize, cost) is None:
-        raise PlanError(f"no order of the devices was found for '{after}' from '{before}'; name one, on [0 1 …]")
 
 
 # Output

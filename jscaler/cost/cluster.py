@@ -49,6 +49,12 @@ class Cluster:
     between: Link
     memory: int = 0
 
+    def __post_init__(self) -> None:
+        if min(self.hosts, self.devices_per_host) < 1:
+            raise DeviceError(
+                f"cluster '{self.name}' has {self.hosts} hosts of {self.devices_per_host} devices; give 1 or more"
+            )
+
     @property
     def local_step(self) -> float:
         return 1e-9

@@ -3,7 +3,8 @@
     gather(x) then cast to bfloat16    becomes    cast to bfloat16, then gather(x)        half the bytes
     cast to float32 then gather(x)     becomes    gather(x), then cast to float32         half the bytes
 
-Both are exact: a cast looks at one element at a time, and these adapters only move elements. Sums are never moved to
+Both are exact: a cast looks at one element at a time, and these adapters (collectives that move elements; point-to-point
+exchanges stay where they are) change none. Sums are never moved to
 fewer bits; that is ``reduce_dtype``'s to say. (Reshapes and scaling change no bytes; value shares pass through linear
 ops in ``materialize.complete``.)
 """
@@ -100,8 +101,10 @@ def _reads(item: Item) -> list[core.Var]:
 
 
 def _moves(item: Exchange) -> bool:
-    kinds = {step.kind for step in item.adapt.adapter.steps}
-    return kinds <= MOVEMENTS and isinstance(item.input, core.Var)
+    adapter = item.adapt.adapter
+    kinds = {step.kind for step in adapter.steps}
+    in_place = adapter.source.memory == adapter.target.memory  # a cast would run in the host's memory
+    return kinds <= MOVEMENTS and in_place and isinstance(item.input, core.Var)
 
 
 def _narrows(eqn: core.JaxprEqn) -> bool:

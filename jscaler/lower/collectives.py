@@ -26,7 +26,7 @@ def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str |
         mesh: the mesh that the program runs over.
         reduce_dtype: the dtype in which value shares are added; by default the part's own.
     """
-    if reduce_dtype is not None and any(c == "add" for _, c in adapter.source.values):
+    if reduce_dtype is not None and adapter.adds:
         return exchange(adapter, local.astype(reduce_dtype), mesh).astype(local.dtype)
     if adapter.source.memory == "host":  # collectives run in device memory
         local = jax.device_put(local, jax.memory.Space.Device)
@@ -80,8 +80,8 @@ def _dim(dim: int | None) -> int:
 
 
 def _all_reduce(local: Any, step: Transition, who: Members) -> Any:
-    if local.dtype == jnp.bool_ and step.combiner != "add":  # no maximum of booleans between devices
-        return REDUCE[step.combiner](local.astype(jnp.uint8), **who.over).astype(jnp.bool_)
+    if local.dtype == jnp.bool_:  # reduced as counts: a sum of booleans is their "or"
+        return REDUCE[step.combiner](local.astype(jnp.int32), **who.over).astype(jnp.bool_)
     return REDUCE[step.combiner](local, **who.over)
 
 
@@ -91,6 +91,8 @@ def _all_gather(local: Any, step: Transition, who: Members) -> Any:
 
 def _reduce_scatter(local: Any, step: Transition, who: Members) -> Any:
     target = _dim(step.target)
+    if step.combiner == "add" and local.dtype == jnp.bool_:
+        return _reduce_scatter(local.astype(jnp.int32), step, who).astype(jnp.bool_)
     if step.combiner == "add":
         return lax.psum_scatter(local, **who.over, scatter_dimension=target, tiled=True)
     # XLA scatters sums only: exchange the shares' blocks, as many bytes, and join what arrives

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jscaler.ir.mask import Combiner
@@ -20,7 +21,8 @@ def neutral(combiner: Combiner, dtype: Any) -> Any:
     low = combiner == "max"
     if dtype == jnp.bool_:
         return jnp.asarray(not low)
-    if jnp.issubdtype(dtype, jnp.inexact):
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    if inexact and np.isinf(np.asarray(math.inf).astype(dtype)):  # some 8-bit floats have no infinity
         return jnp.asarray(-math.inf if low else math.inf, dtype)
-    limits = jnp.iinfo(dtype)
+    limits = jnp.finfo(dtype) if inexact else jnp.iinfo(dtype)
     return jnp.asarray(limits.min if low else limits.max, dtype)

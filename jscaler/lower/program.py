@@ -46,7 +46,7 @@ class Adapt:
 
     def sent(self, itemsize: int) -> Iterator[tuple[str, float]]:
         """Kind and bytes per device of every step, for elements of ``itemsize`` bytes where no ``reduce_dtype`` holds."""
-        if self.reduce_dtype is not None and any(c == "add" for _, c in self.adapter.source.values):
+        if self.reduce_dtype is not None and self.adapter.adds:
             itemsize = jnp.dtype(self.reduce_dtype).itemsize
         for layout, step in self.adapter.walk:
             yield step.kind, step.bytes(layout, itemsize)
@@ -119,7 +119,9 @@ class _Writer:
         for known, slot in held:
             if known == layout:
                 return slot
-        options = [(find_adapter(known, layout, tensor.itemsize, self.cost), slot) for known, slot in held]
+        narrow = self.reduce_dtypes.get(tensor)
+        itemsize = jnp.dtype(narrow).itemsize if narrow else tensor.itemsize
+        options = [(find_adapter(known, layout, itemsize, self.cost), slot) for known, slot in held]
         adapter, slot = min(options, key=lambda o: o[0].cost)
         if adapter.nothing:
             held.append((layout, slot))

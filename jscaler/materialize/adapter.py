@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from jscaler.cost import BYTES, CostModel
+from jscaler.errors import PlanError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize.bounds import bytes_at_least
 from jscaler.materialize.layout import Layout, common_subdims
@@ -63,7 +64,20 @@ class Adapter:
     @property
     def nothing(self) -> bool:
         """Whether the source's parts are the target's."""
-        return not self.stages and self.source.memory == self.target.memory
+        same = (self.source.memory, self.source.local_shape) == (self.target.memory, self.target.local_shape)
+        return not self.stages and same
+
+    @property
+    def adds(self) -> bool:
+        """Whether value shares are added on the way."""
+        for before, step in self.walk:
+            if step.kind in ("all_reduce", "reduce_scatter") and step.combiner == "add":
+                return True
+            if step.kind == "point_to_point" and step.to is not None:
+                left, right = (math.prod(n for n, c in layout.shares if c == "add") for layout in (before, step.to))
+                if right < left:
+                    return True
+        return False
 
     @property
     def walk(self) -> Iterator[tuple[Layout, Transition]]:
@@ -85,11 +99,19 @@ class Adapter:
 
 @lru_cache(maxsize=65536)
 def find_adapter(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel = BYTES) -> Adapter:
-    """The cheapest adapter from ``source`` to ``target``. There always is one."""
-    direct = _direct(source, target, itemsize, cost)
+    """The cheapest adapter from ``source`` to ``target``. There always is one.
+
+    Raises:
+        PlanError: the layouts are of different shapes or on different devices.
+    """
+    _check(source, target)
     if isinstance(target, OpenLayout):
-        assert direct is not None
-        return direct
+        return _in_any_order(source, target, itemsize, cost) or find_adapter(
+            source, target.on(source.mesh.devices), itemsize, cost
+        )
+    if 0 in source.shape:
+        return Adapter(source, target, (), 0.0)
+    direct = _direct(source, target, itemsize, cost)
     if direct is None or not (source.even and target.even):  # one padding for both sides may cost more than two
         copied = _through_copy(source, target, itemsize, cost)
         regular = copied if direct is None or copied.cost < direct.cost else direct
@@ -105,13 +127,16 @@ def alternatives(source: Layout, target: Layout | OpenLayout, itemsize: int, cos
     Where the best is a point-to-point exchange, the cheapest path of collectives is among them.
     """
     best = find_adapter(source, target, itemsize, cost)
-    found = [_direct(source, target, itemsize, cost)]
+    found: list[Adapter | None] = []
     if isinstance(target, OpenLayout):
+        if _in_any_order(source, target, itemsize, cost) is None:
+            return alternatives(source, best.target, itemsize, cost, count)
         found += [
             _adapter(source, path.layouts[-1], path, source, path.layouts[-1])
             for path in runners_up(source, target, itemsize, cost, count)
         ]
     else:
+        found.append(_direct(source, target, itemsize, cost))
         found += _paths_beside(source, target, itemsize, cost, count)
         found += [_through_copy(source, target, itemsize, cost), _as_regions(source, target, itemsize, cost, math.inf)]
     others = {_way(adapter): adapter for adapter in found if adapter is not None and adapter.cost >= best.cost}
@@ -133,12 +158,39 @@ def _paths_beside(source: Layout, target: Layout, itemsize: int, cost: CostModel
     return [_adapter(source, target, path, first, last) for path in paths]
 
 
-def _direct(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel) -> Adapter | None:
-    """One path over a common view."""
+def _check(source: Layout, target: Layout | OpenLayout) -> None:
+    shapes = [tuple(math.prod(dim) for dim in layout.subdims) for layout in (source, target)]
+    if shapes[0] != shapes[1]:
+        raise PlanError(
+            f"'{source}' is of shape {shapes[0]} and '{target}' of shape {shapes[1]}; a layout changes no shape"
+        )
+    before = set(source.mesh.devices)
     if isinstance(target, OpenLayout):
-        path = cheapest_path(source, target, itemsize, cost)
-        assert path is not None
-        return _adapter(source, path.layouts[-1], path, source, path.layouts[-1])
+        if target.num_devices != len(before):
+            raise PlanError(f"'{target}' is for {target.num_devices} devices; '{source}' lies on {len(before)}")
+        return
+    after = set(target.mesh.devices)
+    if before != after:
+        raise PlanError(
+            f"both layouts must lie on the same devices; {sorted(before - after)} are only in '{source}', "
+            f"{sorted(after - before)} only in '{target}'"
+        )
+
+
+def _in_any_order(source: Layout, target: OpenLayout, itemsize: int, cost: CostModel) -> Adapter | None:
+    """A path to the cheapest order; None where the views differ or a cut does not divide."""
+    even = source.even and all(size % n == 0 for size, n in zip(source.sizes, target.cuts, strict=False))
+    if source.subdims != target.subdims or not even or 0 in source.sizes:
+        return None
+    path = cheapest_path(source, target, itemsize, cost)
+    if path is None:
+        return None
+    end = dataclasses.replace(path.layouts[-1], memory=target.memory)
+    return _adapter(source, end, path, source, end)
+
+
+def _direct(source: Layout, target: Layout, itemsize: int, cost: CostModel) -> Adapter | None:
+    """One path over a common view."""
     views = _common_views(source, target)
     if views is None:
         return None

@@ -56,7 +56,7 @@ def _runs(axes: list[str], layout: Layout) -> list[Axes]:
 def on_common_mesh(source: Layout, target: Layout) -> tuple[Layout, Layout] | None:
     """Both layouts on one mesh, as coarse as they allow; None where no mesh is regular for both device orders."""
     if source.mesh == target.mesh:
-        return _merged(source, target)
+        return _merged(_in_mesh_order(source), _in_mesh_order(target))
     (first, a), (second, b) = _on_digits(source), _on_digits(target)
     if orderless(first):
         return _adopt(first, second), second
@@ -68,6 +68,15 @@ def on_common_mesh(source: Layout, target: Layout) -> tuple[Layout, Layout] | No
         return None
     mesh, covered = found
     return _rewritten(first, mesh, covered[grids[0]]), _rewritten(second, mesh, covered[grids[1]])
+
+
+def _in_mesh_order(layout: Layout) -> Layout:
+    """Shares of one combiner have no order among them: that of the mesh serves. Shares of several keep their nesting."""
+    order = {name: i for i, name in enumerate(layout.mesh.names)}
+    uniform = len({combiner for _, combiner in layout.values}) <= 1
+    return (
+        dataclasses.replace(layout, values=tuple(sorted(layout.values, key=lambda v: order[v[0]]))) if uniform else layout
+    )
 
 
 def _merged(source: Layout, target: Layout) -> tuple[Layout, Layout]:

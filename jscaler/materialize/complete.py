@@ -66,11 +66,11 @@ def complete(graph: Graph, plan: Plan, book: RuleBook, cost: CostModel = FEW_STE
     decided = decided_placements(graph, plan)
     check_devices(decided, plan.num_devices)
     grids = {p: placed_grid(p, d) for p, d in decided.items()}
-    found = find_common_mesh(list(grids.values()), tuple(range(plan.num_devices)))
-    if found is None:  # grids in any order need not be regular
-        ordered = [g for p, g in grids.items() if not decided[p].any_order]
-        found = common_mesh(ordered, plan.num_devices)
-    mesh, covered = found
+    ordered = [g for p, g in grids.items() if not decided[p].any_order]
+    mesh, covered = common_mesh(ordered, plan.num_devices)
+    # grids in any order cut the devices as the others order them, if their cuts agree
+    free = [dataclasses.replace(g, devices=mesh.devices) for p, g in grids.items() if decided[p].any_order]
+    mesh, covered = find_common_mesh([*ordered, *free], mesh.devices) or (mesh, covered)
     given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: _parts(d) for p, d in decided.items() if d.any_order}
     return _Completer(graph, mesh, given, unordered, book, cost).run()
@@ -189,12 +189,12 @@ class _Completer:
         return _storable(layout)
 
     def _place(self, op: Op) -> Placement:
+        if op.path in self.unordered and self.mesh.axes:
+            return self._ordered(op, self.unordered[op.path])
         if not self.mesh.axes or not op.inputs:
             return self.given.get(op.path, Placement(origin="filled"))
         if op.path in self.given:
             return self.given[op.path]
-        if op.path in self.unordered:
-            return self._ordered(op, self.unordered[op.path])
         if op.forward is not None:
             for tensor in op.forward.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from jscaler.errors import PlanError
 from jscaler.ir.mask import Combiner, SubDims
+from jscaler.ir.place import MemorySpace
 from jscaler.materialize.canonical import canonical
 from jscaler.materialize.layout import Layout, Values, counts_text
 from jscaler.materialize.mesh import DeviceMesh
@@ -35,12 +36,18 @@ class OpenLayout:
         replicas: how many devices hold each part.
         values: (parts, combiner) of the nested value shares, outermost first.
         cuts: the number of parts of each sub-dim.
+        memory: the memory space of every device's part.
     """
 
     subdims: SubDims
     replicas: int
     values: tuple[tuple[int, Combiner], ...]
     cuts: tuple[int, ...]
+    memory: MemorySpace = "device"
+
+    @property
+    def num_devices(self) -> int:
+        return self.replicas * math.prod(n for n, _ in self.values) * math.prod(self.cuts)
 
     def on(self, devices: Sequence[int]) -> Layout:
         """This layout with its canonical device order decided."""
@@ -51,16 +58,17 @@ class OpenLayout:
         split = 1 + len(self.values)
         values: Values = tuple((n, c) for n, (_, c) in zip(names[1:split], self.values, strict=True) if n in live)
         cuts = tuple((n,) if n in live else () for n in names[split:])
-        return canonical(Layout(DeviceMesh(tuple(devices), tuple(used)), self.subdims, cuts, values))
+        return canonical(Layout(DeviceMesh(tuple(devices), tuple(used)), self.subdims, cuts, values, self.memory))
 
     def __str__(self) -> str:
-        return f"{counts_text(self.subdims, self.replicas, self.values, self.cuts)} on any"
+        where = "" if self.memory == "device" else f" @{self.memory}"
+        return f"{counts_text(self.subdims, self.replicas, self.values, self.cuts)} on any{where}"
 
 
 def opened(layout: Layout) -> OpenLayout:
     """``layout`` without its device order."""
     parts = tuple(layout.mesh.size(axes) for axes in layout.cuts)
-    return OpenLayout(layout.subdims, layout.mesh.size(layout.free), layout.shares, parts)
+    return OpenLayout(layout.subdims, layout.mesh.size(layout.free), layout.shares, parts, layout.memory)
 
 
 def parse_layout(text: str, shape: Sequence[int | tuple[int, ...]], num_devices: int | None = None) -> Layout | OpenLayout:
@@ -79,15 +87,13 @@ def parse_layout(text: str, shape: Sequence[int | tuple[int, ...]], num_devices:
         raise PlanError(f"layout '{text}' does not parse; write {FORM}, like 'R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]'")
     subdims = tuple(d if isinstance(d, tuple) else (d,) for d in shape)
     counts = OpenLayout(subdims, int(match["r"]), _parse_shares(text, match["v"]), _parse_cuts(text, match["d"], subdims))
-    total = counts.replicas * math.prod(n for n, _ in counts.values) * math.prod(counts.cuts)
+    total = counts.num_devices
     if total == 0 or (num_devices is not None and total != num_devices):
         raise PlanError(f"layout '{text}' is for {total} devices, R · V · D; there are {num_devices or 'more than 0'}")
     if match["memory"] not in (None, "device", "host"):
         raise PlanError(f"layout '{text}': no memory space '@{match['memory']}'; known: device, host")
-    if match["on"] == "any":
-        return counts
-    devices = _parse_devices(text, match["on"], total)
-    return dataclasses.replace(counts.on(devices), memory=match["memory"] or "device")
+    counts = dataclasses.replace(counts, memory=match["memory"] or "device")
+    return counts if match["on"] == "any" else counts.on(_parse_devices(text, match["on"], total))
 
 
 def _parse_shares(text: str, shares: str) -> tuple[tuple[int, Combiner], ...]:
@@ -96,8 +102,11 @@ def _parse_shares(text: str, shares: str) -> tuple[tuple[int, Combiner], ...]:
         match = _SHARE.fullmatch(part)
         if match is None:
             raise PlanError(f"layout '{text}': value shares 'V{shares}' do not parse; write V4, V2max or V2·2max")
-        if int(match[1]) != 1:
-            found.append((int(match[1]), match[2] or "add"))  # type: ignore[arg-type]
+        count, combiner = int(match[1]), match[2] or "add"
+        if found and found[-1][1] == combiner:  # a sum of sums is one sum
+            count *= found.pop()[0]
+        if count != 1:
+            found.append((count, combiner))  # type: ignore[arg-type]
     return tuple(found)
 
 

@@ -51,13 +51,22 @@ def shared_out(
     if not parts:
         yield ()
         return
-    choose = itertools.permutations if ordered else itertools.combinations
-    for count in range(len(names) + 1):
-        for some in choose(names, count):
-            if math.prod(sizes[a] for a in some) == parts[0]:
-                rest = tuple(n for n in names if n not in some)
-                for others in shared_out(sizes, rest, parts[1:], ordered):
-                    yield (some, *others)
+    for some in _words(sizes, names, parts[0], ordered):
+        rest = tuple(n for n in names if n not in some)
+        for others in shared_out(sizes, rest, parts[1:], ordered):
+            yield (some, *others)
+
+
+def _words(sizes: dict[str, int], names: Axes, product: int, ordered: bool) -> Iterator[Axes]:
+    """All tuples of ``names`` whose sizes multiply to ``product``; unordered ones in the order of ``names``."""
+    if product == 1:
+        yield ()
+        return
+    for i, name in enumerate(names):
+        if sizes[name] > 1 and product % sizes[name] == 0:
+            rest = names[:i] + names[i + 1 :] if ordered else names[i + 1 :]
+            for others in _words(sizes, rest, product // sizes[name], ordered):
+                yield (name, *others)
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -121,11 +122,13 @@ class Planner:
             PlanError: not a floating dtype.
         """
         try:
-            known = jnp.dtype(dtype)
+            known = jnp.dtype(dtype) if dtype is not None else None
         except TypeError:
-            raise PlanError(f"reduce_dtype is a floating dtype like 'bfloat16', not {dtype!r}") from None
-        if not jnp.issubdtype(known, jnp.floating):
-            raise PlanError(f"reduce_dtype is a floating dtype like 'bfloat16', not {known.name}")
+            known = None
+        if known is None or not jnp.issubdtype(known, jnp.floating):
+            raise PlanError(f"reduce_dtype is a floating dtype like 'bfloat16', not {dtype!r}")
+        if jax.dtypes.canonicalize_dtype(known) != known:
+            raise PlanError(f"reduce_dtype {known.name} needs jax.config.update('jax_enable_x64', True)")
         self._decisions.append(ReduceDtype(known.name))
 
     def plan(self, name: str) -> Plan:
