@@ -230,11 +230,12 @@ def texts(svg: Path) -> list[str]:
     return re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8"))
 
 
-def test_the_document_s_program_runs() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+def test_the_document_s_programs_run() -> None:
+    program = "\n".join(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL))
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
     assert "R1 V8 D(1,1) on [0 1 2 3 4 5 6 7] -> R8 V1 D(1,1)" in result.stdout, result.stderr
     assert "verified on 8 devices" in result.stdout
+    assert "(1,) of held: 0 -> 1, 1 -> 2\n(1,) of held: 1 -> 0, 2 -> 1" in result.stdout
