@@ -158,10 +158,9 @@ def test_and_what_it_launches_on_gpus(mesh: str, dims: int, count: int) -> None:
     check(sample(dims, count), MESHES[mesh], described_devices(H100))
 
 
-@pytest.mark.parametrize(("dims", "count"), [(2, 40), (3, 40)])
-def test_the_sample_has_everything(dims: int, count: int) -> None:
+def test_the_samples_have_everything() -> None:
     """What is drawn is more than the easy cases: otherwise the tests above say little."""
-    drawn = sample(dims, count)
+    drawn = [*sample(2, 40), *sample(3, 40)]
     steps = [step for adapter in drawn for step in adapter.steps]
     assert {step.kind for step in steps} == {*HLO_KIND, "slice", "value_mask", "point_to_point"}
     assert any(step.kind == "reduce_scatter" and step.combiner == "max" for step in steps)
