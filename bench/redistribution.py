@@ -130,7 +130,7 @@ def case_rows(case: Case, devices: Sequence[Any], runs: bool) -> Iterator[Row]:
     pairs = case.pairs()
     found = [adapter_or_none(source, target) for source, target in pairs]
     refused = [i for i, adapter in enumerate(found) if adapter is None]
-    right = dict(zip_right([(i, a) for i, a in enumerate(found) if a is not None], case.shape)) if runs else {}
+    right = dict(delivered([(i, a) for i, a in enumerate(found) if a is not None], case.shape)) if runs else {}
     plain = [i for i, (a, b) in enumerate(pairs) if not a.values and not b.values]
     shared = sorted(set(range(len(pairs))) - set(plain))
     for name, chosen in ((str(case), plain), (f"{case}, value shares", shared)):
@@ -168,7 +168,7 @@ def adapter_or_none(source: Any, target: Any) -> Any:
         return None
 
 
-def zip_right(adapters: Sequence[tuple[int, Any]], shape: tuple[int, ...]) -> Iterator[tuple[int, bool]]:
+def delivered(adapters: Sequence[tuple[int, Any]], shape: tuple[int, ...]) -> Iterator[tuple[int, bool]]:
     """Number of each pair, and whether its adapter delivers."""
     yield from zip([i for i, _ in adapters], numerically_right([a for _, a in adapters], shape), strict=True)
 

@@ -45,10 +45,6 @@ class FlatProgram:
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(s for s in self.steps if isinstance(s, Exchange))
 
-    @property
-    def num_equations(self) -> int:
-        return sum(len(s.jaxpr.eqns) for s in self.steps if isinstance(s, Run))
-
 
 def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatProgram:
     """Number the values of ``program``.

@@ -15,6 +15,7 @@ from jscaler.cost import BYTES, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize.bounds import bytes_at_least
+from jscaler.materialize.canonical import canonical
 from jscaler.materialize.layout import Layout, common_subdims
 from jscaler.materialize.notation import OpenLayout
 from jscaler.materialize.search import Path, cheapest_path, runners_up
@@ -106,9 +107,7 @@ def find_adapter(source: Layout, target: Layout | OpenLayout, itemsize: int, cos
     """
     _check(source, target)
     if isinstance(target, OpenLayout):
-        return _in_any_order(source, target, itemsize, cost) or find_adapter(
-            source, target.on(source.mesh.devices), itemsize, cost
-        )
+        return min(_in_some_orders(source, target, itemsize, cost), key=lambda adapter: adapter.cost)
     if 0 in source.shape:
         return Adapter(source, target, (), 0.0)
     direct = _direct(source, target, itemsize, cost)
@@ -129,6 +128,7 @@ def alternatives(source: Layout, target: Layout | OpenLayout, itemsize: int, cos
     best = find_adapter(source, target, itemsize, cost)
     found: list[Adapter | None] = []
     if isinstance(target, OpenLayout):
+        found += _in_some_orders(source, target, itemsize, cost)
         if _in_any_order(source, target, itemsize, cost) is None:
             return alternatives(source, best.target, itemsize, cost, count)
         found += [
@@ -175,6 +175,14 @@ def _check(source: Layout, target: Layout | OpenLayout) -> None:
             f"both layouts must lie on the same devices; {sorted(before - after)} are only in '{source}', "
             f"{sorted(after - before)} only in '{target}'"
         )
+
+
+def _in_some_orders(source: Layout, target: OpenLayout, itemsize: int, cost: CostModel) -> list[Adapter]:
+    """The order that the search finds by paths; the source's own order and that of the numbers, by any way."""
+    found = _in_any_order(source, target, itemsize, cost)
+    orders = dict.fromkeys([canonical(source).mesh.devices, tuple(sorted(source.mesh.devices))])
+    given = [find_adapter(source, target.on(order), itemsize, cost) for order in orders]
+    return [found, *given] if found is not None else given
 
 
 def _in_any_order(source: Layout, target: OpenLayout, itemsize: int, cost: CostModel) -> Adapter | None:

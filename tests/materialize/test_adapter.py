@@ -10,7 +10,7 @@ import pytest
 from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import LARGE, MODELS, SMALL, V100, count_layouts, every_count, meaning, price
 
-from jscaler.cost import BYTES, CostModel
+from jscaler.cost import BYTES, CLUSTERS, CostModel
 from jscaler.cost.model import FEW_STEPS
 from jscaler.materialize import Adapter, Layout, cheapest_path, find_adapter, opened, parse_layout
 from jscaler.materialize.adapter import _through_copy, alternatives
@@ -205,3 +205,35 @@ def test_alternatives_with_an_open_order() -> None:
         assert other.cost >= best.cost
         assert opened(other.target) == opened(target)
         check(other, source, other.target, SMALL, BYTES)
+
+
+@pytest.mark.parametrize("cost", [BYTES, CLUSTERS["h100"]], ids=lambda cost: cost.name)
+@pytest.mark.parametrize("devices", [6, 8])
+def test_an_open_order_is_never_dearer_than_the_plain_one(devices: int, cost: CostModel) -> None:
+    shape = (24, 24)
+    splits = [(r, a, b) for r, a, b in itertools.product(range(1, devices + 1), repeat=3) if r * a * b == devices]
+    layouts = [parse_layout(f"R{r} V1 D({a},{b})", shape) for r, a, b in splits]
+    cheaper = 0
+    for source, target in itertools.permutations(layouts, 2):
+        free, plain = find_adapter(source, opened(target), 4, cost), find_adapter(source, target, 4, cost)
+        assert free.cost <= plain.cost * (1 + 1e-9), f"{source} -> {target}: {free} against {plain}"
+        cheaper += free.cost < plain.cost * (1 - 1e-9)
+    assert cheaper
+
+
+def test_itemsize_topology_and_cost_model_are_in_the_key_of_the_cache() -> None:
+    """Asked twice in both orders: nothing of the one answer is found in the other."""
+    source, target = parse_layout("R1 V1 D(16)", (64,)), parse_layout("R16 V1 D(1)", (64,))
+    shuffled = parse_layout("R1 V1 D(16) on [0 8 1 9 2 10 3 11 4 12 5 13 6 14 7 15]", (64,))
+    h100 = CLUSTERS["h100"]
+    asked = [
+        (source, 4, BYTES), (source, 8, BYTES), (source, 4, h100), (source, 4, CLUSTERS["v100-nvlink-ib100"]),
+        (source, 4, dataclasses.replace(h100, devices_per_host=4)), (shuffled, 4, BYTES),
+    ]  # fmt: skip
+    first = [find_adapter(one, target, itemsize, cost) for one, itemsize, cost in asked]
+    find_adapter.cache_clear()
+    again = [find_adapter(one, target, itemsize, cost) for one, itemsize, cost in reversed(asked)][::-1]
+    assert first == again
+    assert len({adapter.cost for adapter in first[:4]}) == 4
+    assert [stage.start.mesh.devices for stage in first[5].stages] == [shuffled.mesh.devices]
+    assert [stage.start.mesh.devices for stage in first[0].stages] == [source.mesh.devices]
