@@ -4,7 +4,20 @@ from jscaler.ir.graph import GradientCall, Graph
 from jscaler.ir.mask import Mask, Share
 from jscaler.ir.op import Body, Op, VTensor
 from jscaler.ir.place import Place
-from jscaler.ir.rule import Factor, Rule
+from jscaler.ir.rule import Factor, FactorNames, Rule
 from jscaler.ir.tensor import PTensor
 
-__all__ = ["Body", "Factor", "GradientCall", "Graph", "Mask", "Op", "PTensor", "Place", "Rule", "Share", "VTensor"]
+__all__ = [
+    "Body",
+    "Factor",
+    "FactorNames",
+    "GradientCall",
+    "Graph",
+    "Mask",
+    "Op",
+    "PTensor",
+    "Place",
+    "Rule",
+    "Share",
+    "VTensor",
+]

@@ -8,6 +8,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr
 
 from jscaler.ir.mask import Mask
+from jscaler.ir.rule import FactorNames
 from jscaler.ir.tensor import PTensor
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames of jscaler itself are nobody's model
@@ -63,6 +64,7 @@ class Op:
         forward: on a backward op, its forward op.
         cotangents: on a backward op, the gradient PTensors of ``forward``'s outputs, by output index.
         gradients: on a backward op, which inputs of ``forward`` its outputs belong to.
+        named: names of its factors, where it is a piece of another op.
     """
 
     path: str
@@ -76,6 +78,7 @@ class Op:
     forward: "Op | None" = field(default=None, compare=False, repr=False)
     cotangents: tuple[tuple[int, PTensor], ...] = field(default=(), compare=False, repr=False)
     gradients: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    named: FactorNames | None = field(default=None, compare=False, repr=False)
 
     @property
     def source(self) -> str:

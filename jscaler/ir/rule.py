@@ -17,12 +17,34 @@ class Factor:
 
     ``parallel`` splits outputs, ``reduction`` splits the op into value shares of some output, ``blocked`` cannot split
     (``reason`` says at which primitive and why).
+
+    Attributes:
+        reopens: of a blocked factor, whether cutting the op at its inner reductions frees it; ``op_trans`` does that.
     """
 
     name: str
     size: int
     kind: FactorKind = "parallel"
     reason: str = ""
+    reopens: bool = False
+
+    @property
+    def splittable(self) -> bool:
+        """Whether ``op_trans`` may split it, by cutting the op where needed."""
+        return self.kind != "blocked" or self.reopens
+
+
+@dataclass(frozen=True)
+class FactorNames:
+    """Names that an op's factors have from elsewhere: the op it was cut from.
+
+    Attributes:
+        tensors: per tensor (inputs, then outputs), per dim, its sub-dims as (name, size); an empty name is none.
+        reserved: names that mean something else here, and must not be given to other factors.
+    """
+
+    tensors: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+    reserved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, inline, trace_flat
-from jscaler.ir import Body, Factor, Graph, Op, PTensor, Rule
+from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
-from jscaler.rules.derive import INDEPENDENT, SPLIT, Analysis, Blocked, Leaves, analyse, derive_rule, interpret
+from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.derive import derive_rule
+from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reach import reached_factors
 
@@ -67,7 +69,7 @@ class RuleBook:
                 retraced = trace_flat(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
                 self._locals[op.body, ()] = (retraced, ())
             return self._locals[op.body, ()][0], ()
-        groups = self._derived(op)[1]
+        groups = self.groups(op)
         key = (op.body, tuple(sorted((groups[f], n) for f, n in split.items())))
         if key not in self._locals:
             localizer = Localizer(self.analysis(op.body), {leaf: n for f, n in split.items() for leaf in groups[f]})
@@ -76,40 +78,38 @@ class RuleBook:
         name = {leaf: f for f in split for leaf in groups[f]}
         return jaxpr, tuple(name[leaf] for leaf in leaves)
 
+    def groups(self, op: Op) -> Mapping[str, Leaves]:
+        """The leaf atoms of each factor of an op with a body."""
+        return self._derived(op)[1]
+
     def _derived(self, op: Op) -> tuple[Rule, dict[str, Leaves]]:
         """The rule of an op with a body, and the leaf atoms of its factors."""
         assert op.body is not None
-        key, names = (op.body, ()), {}
-        if op.forward is not None:
-            forward = self.rule(op.forward)
-            key = (op.body, tuple(_tensor_factors(forward, op, t) for t in (*op.inputs, *op.outputs)))
-            names = {} if key in self._rules else self._shared_names(forward, op)
+        given = op.named
+        if given is None and op.forward is not None:
+            given = _names_from_forward(self.rule(op.forward), op)
+        key = (op.body, given)
         if key not in self._rules:
-            self._rules[key] = derive_rule(self.analysis(op.body), names)
+            names = {} if given is None else self._shared_names(op.body, given)
+            self._rules[key] = derive_rule(self.analysis(op.body), names, given.reserved if given else ())
         return self._rules[key]
 
-    def _shared_names(self, forward: Rule, op: Op) -> dict[int, str]:
-        """Names for the leaves of a backward body, from the dims it has in common with its forward.
+    def _shared_names(self, body: Body, given: FactorNames) -> dict[int, str]:
+        """Names for the leaves of a body, from dims that have names already.
 
-        One forward factor may be several leaves: of a dot, the contracted dim is the rows of ``dx = dy·Kᵀ``'s kernel
-        and, as another index, the columns of x in ``dK = xᵀ·dy``.
+        One forward factor may be several leaves of its backward: of a dot, the contracted dim is the rows of
+        ``dx = dy·Kᵀ``'s kernel and, as another index, the columns of x in ``dK = xᵀ·dy``.
         """
-        assert op.body is not None
-        assert op.forward is not None
-        analysis = self.analysis(op.body)
+        analysis = self.analysis(body)
         names: dict[int, str] = {}
-        tensors = [
-            *zip(analysis.jaxpr.invars, op.inputs, strict=True),
-            *zip(analysis.jaxpr.outvars, op.outputs, strict=True),
-        ]
-        for atom, tensor in tensors:
+        for atom, tensor in zip((*analysis.jaxpr.invars, *analysis.jaxpr.outvars), given.tensors, strict=True):
             if not isinstance(atom, core.Var):
                 continue
-            for leaves, factors in zip(analysis.leaves(atom), _tensor_factors(forward, op, tensor), strict=True):
-                sizes = [forward.factors[f].size for f in factors]
-                if [analysis.atoms.size[leaf] for leaf in leaves] == sizes:
-                    for leaf, name in zip(leaves, factors, strict=True):
-                        names.setdefault(leaf, name)
+            for leaves, factors in zip(analysis.leaves(atom), tensor, strict=True):
+                if [analysis.atoms.size[leaf] for leaf in leaves] == [size for _, size in factors]:
+                    for leaf, (name, _) in zip(leaves, factors, strict=True):
+                        if name:
+                            names.setdefault(leaf, name)
         return names
 
 
@@ -129,8 +129,17 @@ def _tensor_factors(forward: Rule, op: Op, tensor: PTensor) -> TensorFactors:
     return forward.operands[op.gradients[op.outputs.index(tensor)]]
 
 
+def _names_from_forward(forward: Rule, op: Op) -> FactorNames:
+    """What the tensors of a backward op are called by its forward's rule."""
+
+    def one(tensor: PTensor) -> tuple[tuple[tuple[str, int], ...], ...]:
+        return tuple(tuple((f, forward.factors[f].size) for f in dim) for dim in _tensor_factors(forward, op, tensor))
+
+    return FactorNames(tuple(one(t) for t in (*op.inputs, *op.outputs)), tuple(forward.factors))
+
+
 def _handle_rule(forward: Rule, op: Op) -> Rule:
     """What is known of a backward handle before it has a body: its forward's factors."""
-    factors = {name: f if f.kind == "blocked" else Factor(name, f.size, "parallel") for name, f in forward.factors.items()}
+    factors = {name: f if f.kind == "blocked" else Factor(name, f.size) for name, f in forward.factors.items()}
     operands = tuple(_tensor_factors(forward, op, t) for t in op.inputs)
     return Rule(factors, operands, tuple(_tensor_factors(forward, op, t) for t in op.outputs))

@@ -16,7 +16,7 @@ from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
-from jscaler.rules.derive import Analysis
+from jscaler.rules.analysis import Analysis
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
 

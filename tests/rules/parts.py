@@ -21,7 +21,8 @@ from jscaler.capture.jaxprs import evaluate, inline, trace_flat
 from jscaler.errors import divisors
 from jscaler.ir import Rule
 from jscaler.ir.rule import TensorFactors
-from jscaler.rules.derive import Analysis, analyse, derive_rule
+from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.derive import derive_rule
 from jscaler.rules.localize import Localizer
 
 COMBINE = {"add": np.add, "max": np.maximum, "min": np.minimum}

@@ -16,7 +16,7 @@ from parts import Fragment, backward, check, check_both, check_splits, fragment
 
 from jscaler import UnknownPrimitiveWarning
 from jscaler.errors import divisors
-from jscaler.rules.derive import Blocked, interpret
+from jscaler.rules.interpret import Blocked, interpret
 
 rng = np.random.default_rng(3)
 

@@ -1,0 +1,161 @@
+"""The abstract interpretation per factor: what becomes of every tensor of a fragment when one factor is split.
+
+For one factor, every tensor is in one state: *independent* of it, *split* along it, or *partial* (a value share, with
+a combiner); besides, it may be *known to be zero*. Partial passes only what is linear. A partial that meets anything
+else, or a factor on two dims of one tensor, blocks the factor; `stages` says where a cut frees it again.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from jax.extend import core
+
+from jscaler.ir.mask import Combiner
+from jscaler.rules.analysis import Analysis, is_zero
+from jscaler.rules.table import Spec
+
+SPLIT, INDEPENDENT = "split", "independent"
+Leaves = tuple[int, ...]
+State = str  # SPLIT, INDEPENDENT, or the combiner of a partial: "add", "max", "min"
+
+
+class Blocked(Exception):
+    """Raised inside the interpretation: the factor cannot be split, and why."""
+
+
+def interpret(analysis: Analysis, split: Leaves, partial: Mapping[core.Var, Combiner]) -> dict[core.Var, State]:
+    """The state of every variable when the leaves in ``split`` are split together and the inputs in ``partial`` are shares.
+
+    Raises:
+        Blocked: a partial meets something that is not linear.
+    """
+    states: dict[core.Var, State] = {}
+    for var in analysis.jaxpr.invars:
+        states[var] = partial.get(var) or own_state(analysis, split, var)
+    for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
+        before = [states[v] if isinstance(v, core.Var) else INDEPENDENT for v in eqn.invars]
+        after = [own_state(analysis, split, v) for v in eqn.outvars]
+        states.update(zip(eqn.outvars, advance(analysis, eqn, spec, before, after), strict=True))
+    return states
+
+
+def own_state(analysis: Analysis, split: Leaves, var: core.Var) -> State:
+    """Whether ``var`` is cut when the leaves in ``split`` are split together."""
+    count = sum(leaf in split for dim in analysis.leaves(var) for leaf in dim)
+    if count > 1:
+        raise Blocked("it is on two dims of one tensor")
+    return SPLIT if count else INDEPENDENT
+
+
+def advance(
+    analysis: Analysis, eqn: core.JaxprEqn, spec: Spec, before: Sequence[State], own: Sequence[State]
+) -> list[State]:
+    """The states of an equation's results.
+
+    Args:
+        before: the states of its operands.
+        own: for each result whether its dims are cut.
+
+    Raises:
+        Blocked: a partial meets something that is not linear.
+    """
+    if eqn.effects and any(s != INDEPENDENT for s in before):
+        raise Blocked(f"'{eqn.primitive.name}' has a side effect")
+    if spec.pairwise:  # each result is its operand
+        return list(before)
+    zero = [is_zero(v, analysis.zeros) for v in eqn.invars]
+    states: list[State] = []
+    for after in own:
+        if all(s == INDEPENDENT for s in before):
+            states.append(after)
+        elif any(s not in (SPLIT, INDEPENDENT) for s in before):
+            states.append(_pass_partial(eqn.primitive.name, spec.linear, before, zero, after))
+        elif after == SPLIT:
+            states.append(SPLIT)
+        else:
+            _check_base(eqn.primitive.name, spec, before, zero)
+            states.append(spec.combiner)
+    return states
+
+
+def _pass_partial(name: str, linear: str, before: Sequence[State], zero: list[bool], after: State) -> State:
+    """What comes of partial operands; raises Blocked where the equation is not linear in them."""
+    kinds = {s for s in before if s not in (SPLIT, INDEPENDENT)}
+    partial = [s in kinds for s in before]
+    clean = after != SPLIT and SPLIT not in before and len(kinds) == 1
+    combiner = next(iter(kinds))
+    additive = combiner == "add"
+    passes = {
+        "add": additive and all(p or z for p, z in zip(partial, zero, strict=True)),
+        "each": additive and sum(partial) == 1,
+        "first": additive and partial[0] and not any(partial[1:]),
+        "select": additive and not partial[0] and all(p or z for p, z in zip(partial[1:], zero[1:], strict=True)),
+        "update": additive and not any(partial[2:]) and all(p or z for p, z in zip(partial[:2], zero[:2], strict=True)),
+        "move": partial[0] and not any(partial[1:]),
+    }
+    monotone = name == combiner and all(partial)
+    if clean and (passes.get(linear, False) or monotone):
+        return combiner
+    raise Blocked(f"a partial {combiner} of it meets '{name}'")
+
+
+def _check_base(name: str, spec: Spec, before: Sequence[State], zero: list[bool]) -> None:
+    if spec.base is not None and before[spec.base] == INDEPENDENT and not zero[spec.base]:
+        raise Blocked(f"'{name}' adds it to a tensor that is not zero")
+
+
+def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
+    """For each equation the stage at which it runs when an op is cut so that every group of leaves can be split.
+
+    Within a stage, partial sums pass what is linear; what is not linear waits for the next stage, before which they are
+    joined. So the vocabulary of a cross entropy is cut after its maximum and after its sum.
+
+    Returns:
+        The stages, or why no cut frees a group.
+    """
+    for group in groups:
+        for leaf in group:
+            if leaf in analysis.atoms.reason:
+                return analysis.atoms.reason[leaf]
+    stage: dict[core.Var, int] = dict.fromkeys(analysis.jaxpr.invars, 0)
+    found: list[int] = []
+    try:
+        states = [{v: own_state(analysis, g, v) for v in analysis.jaxpr.invars} for g in groups]
+        for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
+            here = max((stage[v] for v in eqn.invars if isinstance(v, core.Var)), default=0)
+            try:
+                after = _advance_all(analysis, eqn, spec, groups, states, stage, here)
+            except Blocked:
+                here += 1  # by then all that it reads is joined: what still blocks it, no cut frees
+                after = _advance_all(analysis, eqn, spec, groups, states, stage, here)
+            for known, new in zip(states, after, strict=True):
+                known.update(new)
+            stage.update(dict.fromkeys(eqn.outvars, here))
+            found.append(here)
+    except Blocked as blocked:
+        return str(blocked)
+    return found
+
+
+def _advance_all(
+    analysis: Analysis,
+    eqn: core.JaxprEqn,
+    spec: Spec,
+    groups: Sequence[Leaves],
+    states: Sequence[Mapping[core.Var, State]],
+    stage: Mapping[core.Var, int],
+    here: int,
+) -> list[dict[core.Var, State]]:
+    """Per group the states of an equation's results if it runs at stage ``here``."""
+
+    def seen(atom: core.Var | core.Literal, known: Mapping[core.Var, State]) -> State:
+        if not isinstance(atom, core.Var):
+            return INDEPENDENT
+        joined = known[atom] not in (SPLIT, INDEPENDENT) and stage[atom] < here
+        return INDEPENDENT if joined else known[atom]
+
+    results = []
+    for group, known in zip(groups, states, strict=True):
+        before = [seen(v, known) for v in eqn.invars]
+        own = [own_state(analysis, group, v) for v in eqn.outvars]
+        results.append(dict(zip(eqn.outvars, advance(analysis, eqn, spec, before, own), strict=True)))
+    return results
