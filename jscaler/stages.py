@@ -14,12 +14,13 @@ from jscaler.capture.build import build_graph
 from jscaler.capture.trace import trace_step
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
-from jscaler.ir import Graph, VTensor
+from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.lower.emit import emit, physical_mesh, sharding
 from jscaler.lower.numbering import FlatProgram, flatten
 from jscaler.lower.program import Program, make_program
 from jscaler.materialize import Completed, Layout, complete
 from jscaler.primitives import Order, Plan, make_plan
+from jscaler.primitives.reopen import reopen
 from jscaler.report.explain import explain
 from jscaler.rules.book import RuleBook
 from jscaler.schedule import ordered_ops
@@ -37,8 +38,14 @@ class Captured:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A plan completed for one graph, and the program it lowers to."""
+    """A plan completed for one graph, and the program it lowers to.
 
+    Attributes:
+        source: the graph as the policy saw it, with backward bodies.
+        graph: the same with the ops cut that the plan re-opens.
+    """
+
+    source: Graph
     graph: Graph
     plan: Plan
     completed: Completed
@@ -52,6 +59,12 @@ class StepPlan:
     @property
     def digest(self) -> str:
         return self.plan.digest
+
+    @property
+    def layouts(self) -> dict[PTensor, Layout]:
+        """How every op leaves its results."""
+        made = ((op, self.completed.ops[op.path].outputs) for op in self.graph.ops)
+        return {t: layout for op, layouts in made for t, layout in zip(op.outputs, layouts, strict=True)}
 
     def explain(self) -> str:
         """A table: how every group of ops is split, who decided, and which collectives with how many bytes follow."""
@@ -101,16 +114,18 @@ def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices
 
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:
     """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
-    graph = with_backward_bodies(captured.graph, captured.bodies)
-    orders = [d for d in plan.decisions if isinstance(d, Order)]
+    source = with_backward_bodies(captured.graph, captured.bodies)
+    reopened = reopen(source, plan, captured.rules, captured.bodies)
+    graph = reopened.graph
+    orders = [d for d in reopened.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after: dict[str, list[str]] = {}
     for order in orders:
         after.setdefault(order.after, []).append(order.before)
-    completed = complete(graph, plan, captured.rules, cost)
+    completed = complete(graph, reopened.plan, captured.rules, cost, reopened.pieces)
     program = make_program(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
     avals = [t.aval for t in (*graph.inputs, *(c for c, _ in graph.constants))]
-    return StepPlan(graph, plan, completed, program, flatten(program, avals, captured.source))
+    return StepPlan(source, graph, plan, completed, program, flatten(program, avals, captured.source))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ class RuleSource(Protocol):
 
     def factor_of(self, graph: "Graph", path: str, dim: int) -> Mapping[Op, str]: ...
 
+    def pieces(self, op: Op, factors: tuple[str, ...]) -> tuple[str, ...]: ...
+
 
 @dataclass(frozen=True)
 class GradientCall:

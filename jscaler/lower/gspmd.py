@@ -5,7 +5,7 @@ between two hands. Gradients are ``jax.value_and_grad`` of the constrained forwa
 constraints on the cotangents.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,14 +13,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
 from jscaler.ir import Graph, Op, PTensor
-from jscaler.materialize import Completed
+from jscaler.materialize import Layout
 
 Values = dict[PTensor, Any]
 
 
-def constrained_step(graph: Graph, completed: Completed, mesh: Mesh) -> Callable[..., list[Any]]:
-    """A function of whole leaves to whole leaves, with ``with_sharding_constraint`` wherever the plan fixes a layout."""
-    evaluator = _Evaluator(graph, completed, mesh)
+def constrained_step(graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh) -> Callable[..., list[Any]]:
+    """A function of whole leaves to whole leaves, with ``with_sharding_constraint`` wherever the plan fixes a layout.
+
+    Args:
+        graph: the step as the policy saw it.
+        layouts: how the ops leave their results.
+    """
+    evaluator = _Evaluator(graph, layouts, mesh)
 
     def step(*leaves: Any) -> list[Any]:
         values: Values = dict(zip(graph.inputs, leaves, strict=True))
@@ -38,16 +43,17 @@ def constrained_step(graph: Graph, completed: Completed, mesh: Mesh) -> Callable
 
 
 class _Evaluator:
-    def __init__(self, graph: Graph, completed: Completed, mesh: Mesh):
+    def __init__(self, graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh):
         self.graph = graph
-        self.completed = completed
+        self.layouts = layouts
         self.mesh = mesh
 
     def run(self, op: Op, values: Values) -> None:
         assert op.body is not None
         results = evaluate(op.body.jaxpr, [values[t] for t in op.inputs])
-        for tensor, value, layout in zip(op.outputs, results, self.completed.ops[op.path].outputs, strict=True):
-            spec = layout.partition_spec() if self.mesh.axis_names else None
+        for tensor, value in zip(op.outputs, results, strict=True):
+            layout = self.layouts.get(tensor)
+            spec = layout.partition_spec() if layout is not None and self.mesh.axis_names else None
             if spec is not None:
                 value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
             values[tensor] = value

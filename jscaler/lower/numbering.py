@@ -91,9 +91,13 @@ class _Numbering:
 
     def adapt(self, task: Adapt) -> None:
         source = self.slots[task.input]
-        out = core.Var(source.aval.update(shape=task.adapter.target.local_shape))
-        self.items.append(Exchange(task, source, out))
-        self.slots[task.output] = out
+        # what a backward op sums again is the sum that its forward has made
+        key = ("adapter", _atom_key(source), task.adapter, task.reduce_dtype)
+        if key not in self.known:
+            out = core.Var(source.aval.update(shape=task.adapter.target.local_shape))
+            self.items.append(Exchange(task, source, out))
+            self.known[key] = [out]
+        self.slots[task.output] = self.known[key][0]
 
     def _number(self, eqn: core.JaxprEqn, reads: list[Atom], info: Any) -> list[core.Var]:
         mergeable = not eqn.effects and eqn.primitive.name not in NEVER_MERGED

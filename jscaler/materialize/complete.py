@@ -57,8 +57,17 @@ class Completed:
     outputs: tuple[Layout, ...]
 
 
-def complete(graph: Graph, plan: Plan, book: RuleBook, cost: CostModel = FEW_STEPS) -> Completed:
+def complete(
+    graph: Graph,
+    plan: Plan,
+    book: RuleBook,
+    cost: CostModel = FEW_STEPS,
+    pieces: Mapping[str, tuple[str, ...]] | None = None,
+) -> Completed:
     """Fill in what the policy left open.
+
+    Args:
+        pieces: path of an op that was cut -> paths of the ops that stand for it.
 
     Raises:
         PlanError: incomplete or contradictory decisions, or device groups that differ.
@@ -73,7 +82,7 @@ def complete(graph: Graph, plan: Plan, book: RuleBook, cost: CostModel = FEW_STE
     mesh, covered = find_common_mesh([*ordered, *free], mesh.devices) or (mesh, covered)
     given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: _parts(d) for p, d in decided.items() if d.any_order}
-    return _Completer(graph, mesh, given, unordered, book, cost).run()
+    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}).run()
 
 
 def _parts(decided: Decided) -> dict[str, int]:
@@ -94,6 +103,7 @@ class _Completer:
         unordered: Mapping[str, Mapping[str, int]],
         book: RuleBook,
         cost: CostModel,
+        pieces: Mapping[str, tuple[str, ...]],
     ):
         self.graph = graph
         self.mesh = mesh
@@ -101,6 +111,7 @@ class _Completer:
         self.unordered = unordered
         self.book = book
         self.cost = cost
+        self.pieces = pieces
         self.ops: dict[str, OpLayouts] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
@@ -198,8 +209,10 @@ class _Completer:
         if op.forward is not None:
             for tensor in op.forward.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))
-            forward = self.ops[op.forward.path].placement
-            return self._fill(op, self._possible(op, Placement(forward.factors, origin="mirrored")))
+            factors: dict[str, Axes] = {}
+            for path in self.pieces.get(op.forward.path, (op.forward.path,)):
+                factors.update(self.ops[path].placement.factors)
+            return self._fill(op, self._possible(op, Placement(factors, origin="mirrored")))
         return self._fill(op, Placement(origin="filled"))
 
     def _ordered(self, op: Op, parts: Mapping[str, int]) -> Placement:

@@ -44,7 +44,7 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
             factor = graph.rule(op).factors[name]
             # Backward ops mirror their forward. An op that needs the whole batch (blocked), or has cut it otherwise
             # (a reshape into micro-batches), is left to be filled in.
-            if op.kind != "backward" and factor.kind != "blocked" and factor.size % devices.size == 0:
+            if op.kind != "backward" and factor.splittable and factor.size % devices.size == 0:
                 graph.op_assign(graph.op_trans(op, Split(name, devices.size)), devices)
 
     policy.__name__ = "data_parallel"

@@ -56,7 +56,7 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
         return GridAxis(None, int(algorithm.copies))
     _check_count(op, algorithm.parts)
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
-    if factor.kind == "blocked" and algorithm.parts > 1:
+    if not factor.splittable and algorithm.parts > 1:
         raise SplitError(op.path, factor.name, factor.size, algorithm.parts, f"it is blocked: {factor.reason}")
     rest = factor.size // math.prod(a.parts for a in before if a.factor == factor.name)
     if rest % algorithm.parts:

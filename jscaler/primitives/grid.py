@@ -16,15 +16,18 @@ class Grid:
         op: the op that was split.
         axes: the axes of the whole grid.
         index: per axis the range of cells that this object stands for.
+        pieces: what the op does, piece by piece, where splitting it so cuts it at its inner reductions: then every cell
+            is a group of ops, which are placed together.
     """
 
     op: Op
     axes: tuple[GridAxis, ...]
     index: Index
+    pieces: tuple[str, ...] = ()
 
     @staticmethod
-    def whole(op: Op, axes: tuple[GridAxis, ...]) -> "Grid":
-        return Grid(op, axes, tuple((0, a.parts) for a in axes))
+    def whole(op: Op, axes: tuple[GridAxis, ...], pieces: tuple[str, ...] = ()) -> "Grid":
+        return Grid(op, axes, tuple((0, a.parts) for a in axes), pieces)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,7 +45,7 @@ class Grid:
         index = list(self.index)
         for axis, one in enumerate(keys):
             index[axis] = self._range(axis, one)
-        return Grid(self.op, self.axes, tuple(index))
+        return Grid(self.op, self.axes, tuple(index), self.pieces)
 
     def _range(self, axis: int, key: int | slice) -> tuple[int, int]:
         start, stop = self.index[axis]
@@ -58,4 +61,5 @@ class Grid:
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.axes))
-        return f"Grid({self.op.path} [{axes}])" if self.is_whole else f"Grid({self.op.path} [{axes}] at {self.index})"
+        name = f"{self.op.path} = {', '.join(self.pieces)}" if self.pieces else self.op.path
+        return f"Grid({name} [{axes}])" if self.is_whole else f"Grid({name} [{axes}] at {self.index})"

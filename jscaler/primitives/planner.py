@@ -50,6 +50,9 @@ class Planner:
     def op_trans(self, op: Op | Grid | str, *algorithms: Algorithm) -> Grid:
         """Replace ``op`` (or the op at a path) by a grid of cells, one axis per algorithm; on a whole grid, add axes.
 
+        A factor that an inner reduction blocks (the vocabulary of a cross entropy, the channels of a layer norm) cuts the
+        op there; the cells are then groups of ops, and ``op`` still stands for all of them.
+
         Returns:
             The whole grid; indexing it gives cells or sub-grids.
 
@@ -69,7 +72,8 @@ class Planner:
         rule = self.graph.rule(target)
         for algorithm in algorithms:
             axes = (*axes, grid_axis(target, rule, algorithm, axes))
-        grid = Grid.whole(target, axes)
+        cut = tuple(a.factor for a in axes if a.factor is not None and rule.factors[a.factor].reopens)
+        grid = Grid.whole(target, axes, self.graph.rules.pieces(target, cut) if cut else ())
         self._decisions.append(Trans(target.path, axes))
         self._grids[target.path] = grid
         return grid

@@ -45,11 +45,12 @@ def bytes_by_reader(program: Program, flat: FlatProgram) -> dict[str, dict[str, 
     itemsizes = {t.output: t.tensor.itemsize for t in program.adapters}
     # adapters that moved across a cast carry its narrow side
     itemsizes |= {e.adapt.output: _itemsize(e.input) for e in flat.exchanges}
+    kept = {e.adapt.output for e in flat.exchanges}  # equal ones are made once
     table: dict[str, dict[str, tuple[int, float]]] = {}
     waiting: list[Adapt] = []
     for task in program.tasks:
         if isinstance(task, Adapt):
-            waiting.append(task)
+            waiting += [task] if task.output in kept else []
         elif isinstance(task, Compute):
             _charge(table, task.op.path, waiting, itemsizes)
             waiting = []

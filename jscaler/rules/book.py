@@ -11,6 +11,7 @@ from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.cut import Piece, cut
 from jscaler.rules.derive import derive_rule
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
@@ -24,6 +25,7 @@ class RuleBook:
     _analyses: dict[Body, Analysis] = field(default_factory=dict)
     _rules: dict[Any, tuple[Rule, dict[str, Leaves]]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
+    _cuts: dict[Any, tuple[Piece, ...]] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _partials: dict[Any, tuple[Combiner | None, ...] | None] = field(default_factory=dict)
 
@@ -77,6 +79,19 @@ class RuleBook:
         jaxpr, leaves = self._locals[key]
         name = {leaf: f for f in split for leaf in groups[f]}
         return jaxpr, tuple(name[leaf] for leaf in leaves)
+
+    def cut(self, op: Op, factors: tuple[str, ...]) -> tuple[Piece, ...]:
+        """The pieces of ``op`` that let ``factors`` be split."""
+        assert op.body is not None
+        groups = self.groups(op)
+        key = (op.body, tuple(groups.items()), factors)
+        if key not in self._cuts:
+            self._cuts[key] = cut(self.analysis(op.body), groups, factors)
+        return self._cuts[key]
+
+    def pieces(self, op: Op, factors: tuple[str, ...]) -> tuple[str, ...]:
+        """What the pieces of ``op`` do; of a backward handle that is known only after the policy."""
+        return tuple(piece.name for piece in self.cut(op, factors)) if op.body is not None else ()
 
     def groups(self, op: Op) -> Mapping[str, Leaves]:
         """The leaf atoms of each factor of an op with a body."""
