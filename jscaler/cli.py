@@ -14,13 +14,13 @@ from jscaler import plans
 from jscaler.api import Parallelized, parallelize, resolve_devices
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.redistribute import redistribute
-from jscaler.errors import DeviceError, JscalerError
+from jscaler.errors import DeviceError, JscalerError, UnknownNameError
 
 app = typer.Typer(
     help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-Model = Annotated[str, typer.Option(help="model to train")]
+Model = Annotated[str, typer.Option(help="model to train: gpt or moe (a mixture of experts)")]
 Size = Annotated[str, typer.Option(help="its size: nano, mini, 125m, 1.3b, …")]
 PlanName = Annotated[str, typer.Option("--plan", help="built-in plan, or a policy of yours: path.py:function")]
 Devices = Annotated[int | None, typer.Option(help="number of devices; all by default")]
@@ -101,8 +101,10 @@ class _Job:
     ):  # fmt: skip
         from models import make_model
         from models.text import load_bytes
-        from models.training import make_optimizer, train_step
+        from models.training import TEXT_STEPS, make_optimizer
 
+        if model not in TEXT_STEPS:
+            raise UnknownNameError("language model", model, TEXT_STEPS)
         self.model, config = make_model(model, size)
         if seq is not None:
             config = dataclasses.replace(config, sequence=seq)
@@ -112,7 +114,9 @@ class _Job:
         self.batch, self.seed = batch, seed
         self.optimizer = make_optimizer(learning_rate, steps=steps)
         chosen = resolve_devices(devices)
-        self.step: Parallelized = parallelize(plans.by_name(plan), devices=chosen, donate_argnames="state")(train_step)
+        self.step: Parallelized = parallelize(plans.by_name(plan), devices=chosen, donate_argnames="state")(
+            TEXT_STEPS[model]
+        )
 
     def state(self) -> Any:
         from models.training import make_state

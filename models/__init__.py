@@ -1,13 +1,19 @@
 """Flax models of the papers, each readable in one sitting."""
 
+from typing import Any
+
 from jscaler.errors import UnknownNameError
-from models.gpt import GPT, SIZES, GPTConfig
+from models import convnet, gpt, moe
 
-MODELS = {"gpt": (GPT, SIZES)}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt": (gpt.GPT, gpt.SIZES),
+    "moe": (moe.MoE, moe.SIZES),
+    "convnet": (convnet.ConvNet, convnet.SIZES),
+}
 
 
-def make_model(name: str, size: str) -> tuple[GPT, GPTConfig]:
-    """The model ``name`` in size ``size``; raises UnknownNameError with the near one."""
+def make_model(name: str, size: str) -> tuple[Any, Any]:
+    """The model ``name`` in size ``size``, and its config; raises UnknownNameError with the near one."""
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
     model, sizes = MODELS[name]

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT; ``dtype`` is what it computes in (parameters stay float32 unless ``param_dtype`` says so)."""
+    """Sizes of a GPT.
+
+    ``dtype`` is what it computes in (parameters stay float32 unless ``param_dtype`` says so). ``stacked`` layers are one
+    ``nn.scan`` whose parameters have the layer as dim 0; ``remat`` computes each block again in the backward pass.
+    """
 
     hidden: int
     layers: int
@@ -23,6 +27,8 @@ class GPTConfig:
     dropout: float = 0.1
     dtype: Any = None
     param_dtype: Any = jnp.float32
+    stacked: bool = False
+    remat: bool = False
 
 
 # The last four are those of SuperScaler's evaluation (32 V100): hidden, layers, heads.
@@ -77,6 +83,22 @@ class Block(nn.Module):
         return x + nn.Dropout(c.dropout, deterministic=not train)(y)
 
 
+def _blocks(config: GPTConfig, x: jax.Array, train: bool) -> jax.Array:  # b s d -> b s d
+    """All blocks; called inside a compact method, whose submodules they become."""
+    block = nn.remat(Block, static_argnums=(2,)) if config.remat else Block
+    if not config.stacked:
+        for i in range(config.layers):
+            x = block(config, name=f"block_{i}")(x, train)
+        return x
+    over_layers = nn.scan(
+        lambda layer, x, _: (layer(x, train), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        length=config.layers,
+    )
+    return over_layers(block(config, name="blocks"), x, None)[0]
+
+
 class GPT(nn.Module):
     """Next-token logits, in float32 at least."""
 
@@ -89,7 +111,6 @@ class GPT(nn.Module):
         embed = nn.Embed(c.vocabulary, c.hidden, name="embed", **kinds)
         x = embed(tokens) + nn.Embed(c.sequence, c.hidden, name="position", **kinds)(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(c.dropout, deterministic=not train)(x)
-        for i in range(c.layers):
-            x = Block(c, name=f"block_{i}")(x, train)
+        x = _blocks(c, x, train)
         logits = embed.attend(nn.LayerNorm(name="norm", **kinds)(x))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

@@ -1,4 +1,4 @@
-"""The train step of a language model: what `jscaler train` runs, written as for one device."""
+"""Train steps of the models, written as for one device: what `jscaler train` runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,3 +46,52 @@ def train_step(
 
     loss, grads = value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def balanced_train_step(
+    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`train_step` of a model that sows auxiliary losses (`models.moe`): they are trained on too, and returned beside."""
+    key = jax.random.fold_in(state.key, state.step)
+
+    def loss_fn(params: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        variables, rngs = {"params": params}, {"dropout": key}
+        logits, sown = state.apply_fn(variables, batch["tokens"], train=True, rngs=rngs, mutable=["losses"])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+        auxiliary = sum(jax.tree.leaves(sown["losses"]))
+        return loss + auxiliary, {"loss": loss, "auxiliary": jnp.asarray(auxiliary)}
+
+    (_, metrics), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads), metrics
+
+
+class ImageState(train_state.TrainState):
+    """Flax's train state with the running statistics of batch normalisation."""
+
+    batch_stats: Any
+
+
+def make_image_state(
+    model: nn.Module, images: tuple[int, ...], optimizer: optax.GradientTransformation, seed: int = 0
+) -> ImageState:
+    """Fresh parameters, statistics and optimizer state for images of shape ``images`` (h w c)."""
+    variables = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, *images), jnp.float32))
+    return ImageState.create(apply_fn=model.apply, tx=optimizer, **variables)
+
+
+def image_train_step(
+    state: ImageState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
+) -> tuple[ImageState, dict[str, jax.Array]]:
+    """One step on ``batch`` (images b h w c, labels b); the next state has the statistics that this batch moved."""
+
+    def loss_fn(params: Any) -> tuple[jax.Array, tuple[Any, jax.Array]]:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, moved = state.apply_fn(variables, batch["images"], train=True, mutable=["batch_stats"])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+        return loss, (moved["batch_stats"], jnp.mean(jnp.argmax(logits, -1) == batch["labels"]))
+
+    (loss, (batch_stats, accuracy)), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss, "accuracy": accuracy}
+
+
+TEXT_STEPS: dict[str, Callable[..., Any]] = {"gpt": train_step, "moe": balanced_train_step}
