@@ -33,10 +33,24 @@ class DataError(JscalerError):
 
 
 class VerificationError(JscalerError):
-    """The emitted program does not deliver what the plan says, or its devices would wait for each other.
+    """The emitted program does not deliver what the plan says, or a rule does not say what its op does.
 
-    It says which device holds what in place of what. The plan is not at fault: please report it, with the plan.
+    Of a program it says which device holds what in place of what: the plan is not at fault, please report it with the
+    plan. Of a rule (`jscaler.verify_rule`) it says which factor lies, in how many parts and in which result.
     """
+
+
+class RuleError(JscalerError):
+    """A rule cannot be read, or does not fit the shapes of the op that it is given to.
+
+    Example:
+        >>> raise RuleError("b s -> b", "the op has 2 operands and the rule has 1")
+        Traceback (most recent call last):
+        jscaler.errors.RuleError: rule 'b s -> b': the op has 2 operands and the rule has 1
+    """
+
+    def __init__(self, rule: str, why: str):
+        super().__init__(f"rule '{rule}': {why}")
 
 
 class UnknownNameError(JscalerError):
