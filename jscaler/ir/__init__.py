@@ -4,7 +4,7 @@ from jscaler.ir.graph import GradientCall, Graph
 from jscaler.ir.mask import Mask, Share
 from jscaler.ir.op import Body, Op, VTensor
 from jscaler.ir.place import Place
-from jscaler.ir.rule import Factor, FactorNames, Rule
+from jscaler.ir.rule import Factor, FactorNames, Halo, Rule
 from jscaler.ir.tensor import PTensor
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "FactorNames",
     "GradientCall",
     "Graph",
+    "Halo",
     "Mask",
     "Op",
     "PTensor",

@@ -48,6 +48,24 @@ class FactorNames:
 
 
 @dataclass(frozen=True)
+class Halo:
+    """Rows beyond a part's own that an op reads: so many ``before`` and ``after`` it, whichever part it is.
+
+    What lies beyond the border of the whole is zero.
+    """
+
+    before: int
+    after: int
+
+    def __or__(self, other: "Halo") -> "Halo":
+        """What serves both."""
+        return Halo(max(self.before, other.before), max(self.after, other.after))
+
+    def __bool__(self) -> bool:
+        return self.before > 0 or self.after > 0
+
+
+@dataclass(frozen=True)
 class Rule:
     """The factors of an op and where its operands and results carry them.
 
@@ -55,12 +73,14 @@ class Rule:
         factors: by name.
         operands, results: per tensor, per dim, the factors it carries (a flat qkv dim carries three).
         shares: ``(factor, result index) -> combiner`` where splitting the factor leaves a result in value shares.
+        halos: ``(factor, operand index, dim) -> rows`` where a part reads beyond its own rows if the factor is split.
     """
 
     factors: dict[str, Factor]
     operands: tuple[TensorFactors, ...]
     results: tuple[TensorFactors, ...]
     shares: dict[tuple[str, int], Combiner] = field(default_factory=dict)
+    halos: dict[tuple[str, int, int], Halo] = field(default_factory=dict)
 
     def factor(self, name: str, op: str) -> Factor:
         """The factor called ``name``; raises UnknownNameError with the near ones."""

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.extend import core
 
 from jscaler.capture.jaxprs import shape
-from jscaler.ir import Factor, Rule
+from jscaler.ir import Factor, Halo, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis
+from jscaler.rules.halo import operand_halos
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, interpret, stages
 
 
@@ -27,6 +28,7 @@ def derive_rule(
     groups: dict[str, Leaves] = {}
     factors: dict[str, Factor] = {}
     shares: dict[tuple[str, int], Combiner] = {}
+    halos: dict[tuple[str, int, int], Halo] = {}
     taken = {*(names or {}).values(), *reserved}
     free = (n for n in _letters() if n not in taken)
     for group in _groups(analysis, order, names or {}):
@@ -38,6 +40,9 @@ def derive_rule(
         reopens = bool(reason) and isinstance(stages(analysis, [group]), list)
         factors[name] = Factor(name, analysis.atoms.size[group[0]], kind, reason, reopens)
         shares.update({(name, i): combiner for i, combiner in found.items()})
+        around = {} if reason else operand_halos(analysis, group)
+        assert not isinstance(around, str)
+        halos.update({(name, i, dim): halo for (i, dim), halo in around.items()})
     label = {leaf: name for name, group in groups.items() for leaf in group}
 
     def tensor(atom: core.Var | core.Literal) -> tuple[tuple[str, ...], ...]:
@@ -45,7 +50,7 @@ def derive_rule(
             return ((),) * len(shape(atom))
         return tuple(tuple(label[leaf] for leaf in dim) for dim in analysis.leaves(atom))
 
-    return Rule(factors, tuple(map(tensor, jaxpr.invars)), tuple(map(tensor, jaxpr.outvars)), shares), groups
+    return Rule(factors, tuple(map(tensor, jaxpr.invars)), tuple(map(tensor, jaxpr.outvars)), shares, halos), groups
 
 
 def _groups(analysis: Analysis, order: Sequence[int], names: Mapping[int, str]) -> list[Leaves]:
@@ -71,6 +76,9 @@ def _use(analysis: Analysis, group: Leaves) -> tuple[dict[int, Combiner], str]:
     for leaf in group:
         if leaf in analysis.atoms.reason:
             return {}, analysis.atoms.reason[leaf]
+    around = operand_halos(analysis, group)
+    if isinstance(around, str):
+        return {}, around
     try:
         return _partial_results(analysis.jaxpr, interpret(analysis, group, {})), ""
     except Blocked as blocked:

@@ -17,6 +17,9 @@ from jax.extend.random import threefry2x32_p
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.rules.analysis import Analysis
+from jscaler.rules.halo import Wants, slid_along, wants, window_of
+from jscaler.rules.table import Spec
+from jscaler.rules.window_parts import crop, run_windowed
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
 
@@ -29,6 +32,13 @@ class Localizer:
         self.parts = {leaf: n for leaf, n in parts.items() if n > 1}
         self.leaves = tuple(self.parts)
         self.index: dict[int, Any] = {}
+        self.wants = {leaf: found for leaf in self.leaves if (found := self._wants(leaf))}
+        self.slid = slid_along(analysis)
+
+    def _wants(self, leaf: int) -> Wants:
+        found = wants(self.analysis, leaf)
+        assert not isinstance(found, str), found
+        return found
 
     def run(self) -> core.Jaxpr:
         """The local jaxpr: operands at part shapes, then one int32 part index per leaf of ``leaves``."""
@@ -38,12 +48,13 @@ class Localizer:
             operands = args[: len(jaxpr.invars)]
             self.index = dict(zip(self.leaves, args[len(jaxpr.invars) :], strict=True))
             env: dict[core.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-            for eqn in jaxpr.eqns:
+            for eqn, spec in zip(jaxpr.eqns, self.analysis.specs, strict=True):
                 values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-                env.update(zip(eqn.outvars, self._bind(eqn, values), strict=True))
-            return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+                env.update(zip(eqn.outvars, self._run(eqn, spec, values), strict=True))
+            results = [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+            return [crop(self, v, x, {}) for v, x in zip(jaxpr.outvars, results, strict=True)]
 
-        avals = [v.aval.update(shape=self.shape(v)) for v in jaxpr.invars]
+        avals = [v.aval.update(shape=self.extended(v)) for v in jaxpr.invars]
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * len(self.leaves)
         return trace_flat(local, [*avals, *index])
 
@@ -53,6 +64,32 @@ class Localizer:
             size // math.prod(self.parts.get(leaf, 1) for leaf in dim)
             for size, dim in zip(shape(var), self.analysis.leaves(var), strict=True)
         )
+
+    def extended(self, var: Any) -> tuple[int, ...]:
+        """The shape of ``var``'s part with the rows around it that windows read."""
+        own = list(self.shape(var))
+        for leaf, found in self.wants.items():
+            for dim, leaves in enumerate(self.analysis.leaves(var)):
+                if leaf in leaves and var in found:
+                    own[dim] += found[var].before + found[var].after
+        return tuple(own)
+
+    def _run(self, eqn: core.JaxprEqn, spec: Spec, values: Sequence[Any]) -> Sequence[Any]:
+        """Give each operand the rows that the equation reads, and bind it."""
+        found = {leaf: window_of(self.analysis, eqn, spec, leaf) for leaf in self.leaves if leaf in self.slid}
+        # two indices of one window (side by side, it has no halo) are one to it
+        slid = list({window.number: (window, leaf) for leaf, window in found.items() if window is not None}.values())
+        if not slid and not self.wants:
+            return self._bind(eqn, values)
+        made = {leaf: known[v] for leaf, known in self.wants.items() for v in eqn.outvars if v in known}
+        own = [made | {leaf: window.halos[i] for window, leaf in slid} for i in range(len(eqn.invars))]
+        values = [crop(self, v, x, want) for v, x, want in zip(eqn.invars, values, own, strict=True)]
+        if not slid:
+            return self._bind(eqn, values)
+        params = dict(eqn.params)
+        if eqn.primitive.name in SHAPED:
+            params.update(SHAPED[eqn.primitive.name](self, eqn))
+        return [run_windowed(self, eqn, values, params, slid)]
 
     def _bind(self, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
@@ -147,7 +184,7 @@ def _sized(parameter: str) -> Callable[[Localizer, core.JaxprEqn], dict[str, Any
 
 
 SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
-    "broadcast_in_dim": _sized("shape"),
+    "broadcast_in_dim": lambda part, eqn: {"shape": part.extended(eqn.outvars[0])},
     "reshape": _sized("new_sizes"),
     "dynamic_slice": _sized("slice_sizes"),
     "slice": _slice,

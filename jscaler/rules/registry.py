@@ -1,6 +1,7 @@
 """Which primitive has which spec. What is not here replicates, with one warning that names it."""
 
 from jscaler.rules import table as t
+from jscaler.rules import windows as w
 from jscaler.rules.indexing import gather, scatter_add
 
 ELEMENTWISE = """
@@ -46,6 +47,13 @@ TABLE: dict[str, t.SpecFunction] = {
     "argmin": t.reduce(None),
     # contractions
     "dot_general": t.dot_general,
+    "conv_general_dilated": w.convolution,
+    # windows
+    "reduce_window_sum": w.reduce_window("add"),
+    "reduce_window_max": w.reduce_window(),
+    "reduce_window_min": w.reduce_window(),
+    "select_and_scatter_add": w.select_and_scatter_add,
+    "select_and_gather_add": w.reduce_window("first"),
     # one dim is walked in order
     "cumsum": t.along("axis", "first", "it is summed along"),
     "cumlogsumexp": t.along("axis", "", "it is summed along"),

@@ -16,10 +16,26 @@ import numpy as np
 from jax.extend import core
 
 from jscaler.capture.jaxprs import dtype, shape
+from jscaler.ir import Halo
 from jscaler.ir.mask import Combiner
 
 Label = tuple[Any, int]  # any hashable name, and the size
 Dims = tuple[tuple[Label, ...], ...]  # per dim its labels, major first
+
+
+@dataclass(frozen=True)
+class Window:
+    """An index whose rows are read through windows that may reach beyond a part's own.
+
+    Attributes:
+        dims: per operand the dim that carries it; None where it does not.
+        halos: per operand the rows that are read beyond the part's own.
+        number: which of the equation's windowed dims it is.
+    """
+
+    dims: tuple[int | None, ...]
+    halos: tuple[Halo, ...]
+    number: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Spec:
             two together, ``move`` a data movement that any combiner passes, ``""`` not at all.
         base: an operand that a reduction adds to (scatter-add): it must be zero for the reduced label to be split.
         pairwise: whether the i-th result depends on the i-th operand alone.
+        windows: the indices that are read through windows.
     """
 
     operands: tuple[Dims, ...]
@@ -44,6 +61,7 @@ class Spec:
     linear: str = ""
     base: int | None = None
     pairwise: bool = False
+    windows: tuple[Window, ...] = ()
 
 
 SpecFunction = Callable[[core.JaxprEqn], Spec]

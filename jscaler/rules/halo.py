@@ -1,0 +1,93 @@
+"""How far beyond its own part each tensor of a fragment is needed, when an index is split that windows slide along.
+
+A windowed equation wants rows around its part. What makes them elementwise is computed on these rows too, so the want
+passes on to what that reads, down to the op's operands, which come extended. (What lies beyond the border of the whole
+is set to the padding value in front of the windows.) A want cannot pass anything else: there the op must be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jax.extend import core
+
+from jscaler.ir import Halo
+from jscaler.rules.registry import ELEMENTWISE
+from jscaler.rules.table import Spec, Window
+
+if TYPE_CHECKING:
+    from jscaler.rules.analysis import Analysis
+
+NONE = Halo(0, 0)
+Wants = dict[core.Var, Halo]
+# Equations of which each row is made of the same row of the operands, once their shapes are set (see localize).
+BY_ROW = frozenset(
+    """
+    add sub add_any mul neg conj complex real imag div copy stop_gradient select_n convert_element_type transpose squeeze
+    expand_dims broadcast_in_dim reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin
+    """.split()
+) | frozenset(ELEMENTWISE.split())
+
+
+def wants(analysis: Analysis, leaf: int) -> Wants | str:
+    """The rows that are needed of each tensor beyond its part when ``leaf`` is split; those not named need none.
+
+    Returns:
+        The wants, or why they cannot be met.
+    """
+    found: Wants = {}
+    if leaf not in slid_along(analysis):
+        return found
+    for eqn, spec in reversed(list(zip(analysis.jaxpr.eqns, analysis.specs, strict=True))):
+        own = NONE
+        for var in eqn.outvars:
+            own |= found.get(var, NONE)
+        window = window_of(analysis, eqn, spec, leaf)
+        name = eqn.primitive.name
+        if own and (window is not None or name not in BY_ROW):
+            return f"at {name} what is read through a window is made of other rows"
+        reads = window.halos if window is not None else (own,) * len(eqn.invars)
+        for atom, want in zip(eqn.invars, reads, strict=True):
+            if not want or not isinstance(atom, core.Var):
+                continue
+            dims = [dim for dim in analysis.leaves(atom) if leaf in dim]
+            if any(dim[0] != leaf for dim in dims):
+                return f"at {name} it is the inside of what windows overlap on"
+            if dims:
+                found[atom] = found.get(atom, NONE) | want
+    return found
+
+
+def window_of(analysis: Analysis, eqn: core.JaxprEqn, spec: Spec, leaf: int) -> Window | None:
+    """The window of an equation that slides along ``leaf``, if one does."""
+    for window in spec.windows:
+        for atom, dim in zip(eqn.invars, window.dims, strict=True):
+            if dim is not None and isinstance(atom, core.Var) and leaf in analysis.leaves(atom)[dim]:
+                return window
+    return None
+
+
+def slid_along(analysis: Analysis) -> frozenset[int]:
+    """The leaves that some equation's windows slide along."""
+    found: set[int] = set()
+    for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
+        for window in spec.windows:
+            for atom, dim in zip(eqn.invars, window.dims, strict=True):
+                if dim is not None and isinstance(atom, core.Var):
+                    found.update(analysis.leaves(atom)[dim])
+    return frozenset(found)
+
+
+def operand_halos(analysis: Analysis, group: Sequence[int]) -> dict[tuple[int, int], Halo] | str:
+    """For each operand and dim of the op the rows it needs beyond a part when ``group`` is split, or why it cannot be."""
+    halos: dict[tuple[int, int], Halo] = {}
+    for leaf in group:
+        found = wants(analysis, leaf)
+        if isinstance(found, str):
+            return found
+        for index, var in enumerate(analysis.jaxpr.invars):
+            for dim, leaves in enumerate(analysis.leaves(var)):
+                if leaf in leaves and found.get(var):
+                    halos[index, dim] = found[var]
+    return halos

@@ -1,0 +1,117 @@
+"""A windowed equation on one part: its operand with the rows around it, and the padding that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jscaler.capture.jaxprs import shape
+from jscaler.ir.mask import Combiner
+from jscaler.rules.halo import NONE
+from jscaler.rules.neutral import neutral
+from jscaler.rules.table import Window
+from jscaler.rules.windows import Sweep, conv_sweeps, reduce_sweeps, scattered
+
+if TYPE_CHECKING:
+    from jscaler.rules.localize import Localizer
+
+Slid = Sequence[tuple[Window, int]]  # the windows of an equation whose index is split, and its leaf
+KEEP_ZERO = frozenset("convert_element_type transpose copy neg".split())  # noqa: SIM905
+
+
+def run_windowed(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any], slid: Slid) -> Any:
+    """The result of a windowed equation on one part.
+
+    Args:
+        values: the operands' parts, extended by exactly the halo of each window.
+        params: of the equation, as they are for a part but for its windows.
+    """
+    name = eqn.primitive.name
+    fills = FILLS[name](eqn)
+    if name == "select_and_scatter_add":
+        return _scattered(part, eqn, values, params, slid, fills)
+    sweeps = conv_sweeps(eqn) if name == "conv_general_dilated" else reduce_sweeps(eqn)
+    padding = list(params["padding"])
+    fitted = list(values)
+    for window, leaf in slid:
+        sweep = sweeps[window.number]
+        padding[window.number] = sweep.padding
+        for i, dim in enumerate(window.dims):
+            # a kernel's gradient reads the gradient of the result as it is
+            if dim is not None and not (name == "conv_general_dilated" and i == 1):
+                fitted[i] = fit(part, eqn.invars[i], fitted[i], dim, leaf, (sweep.before, sweep.after), fills[i])
+    return eqn.primitive.bind(*fitted, **params | {"padding": tuple(padding)})
+
+
+def _scattered(
+    part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any], slid: Slid, fills: Sequence[Combiner]
+) -> Any:
+    """All windows that read a row of the part, and of what they give back the part's own rows."""
+    source, operand = values
+    sweeps: list[Sweep] = reduce_sweeps(eqn)
+    padding, crop = list(params["padding"]), [(0, 0, 0)] * len(sweeps)
+    for window, leaf in slid:
+        dim = window.number
+        made, rows = scattered(sweeps[dim])
+        source = fit(part, eqn.invars[0], source, dim, leaf, made, fills[0])
+        operand = fit(part, eqn.invars[1], operand, dim, leaf, rows, fills[1])
+        padding[dim] = (0, 0)
+        crop[dim] = (-rows[0], -rows[1], 0)
+    given = eqn.primitive.bind(source, operand, **params | {"padding": tuple(padding)})
+    return lax.pad(given, jnp.zeros((), given.dtype), crop)
+
+
+def fit(part: Localizer, atom: Any, value: Any, dim: int, leaf: int, reach: tuple[int, int], fill: Combiner) -> Any:
+    """Set what lies beyond the border of the whole to the padding value, and leave out rows that are not read."""
+    before, after = (max(0, r) for r in reach)
+    if (before or after) and (fill != "add" or not zero_beyond(part, atom)):
+        local = value.shape[dim] - before - after
+        rows = part.index[leaf] * local - before + lax.iota(jnp.int32, value.shape[dim])
+        inside = lax.broadcast_in_dim((rows >= 0) & (rows < shape(atom)[dim]), value.shape, (dim,))
+        value = jnp.where(inside, value, neutral(fill, value.dtype))
+    trimmed = tuple(min(0, r) for r in reach)
+    if any(trimmed):
+        value = lax.slice_in_dim(value, -trimmed[0], value.shape[dim] + trimmed[1], axis=dim)
+    return value
+
+
+def zero_beyond(part: Localizer, atom: Any) -> bool:
+    """Whether an extended tensor is zero beyond the border: an operand of the op, or a cast of one."""
+    makers = {v: eqn for eqn in part.analysis.jaxpr.eqns for v in eqn.outvars}
+    while atom in makers and makers[atom].primitive.name in KEEP_ZERO:
+        atom = makers[atom].invars[0]
+    return atom not in makers
+
+
+def crop(part: Localizer, atom: Any, value: Any, wanted: dict[int, Any]) -> Any:
+    """An extended operand cut down to the rows that one reader wants; ``wanted`` is by leaf."""
+    if not isinstance(atom, core.Var):
+        return value
+    for leaf, wants in part.wants.items():
+        has, want = wants.get(atom, NONE), wanted.get(leaf, NONE)
+        if has == want:
+            continue
+        dims = [d for d, leaves in enumerate(part.analysis.leaves(atom)) if leaf in leaves]
+        for dim in dims:
+            stop = value.shape[dim] - (has.after - want.after)
+            value = lax.slice_in_dim(value, has.before - want.before, stop, axis=dim)
+    return value
+
+
+def _selected(eqn: core.JaxprEqn) -> tuple[Combiner, Combiner]:
+    return "add", "max" if eqn.params["select_prim"].name == "ge" else "min"
+
+
+# What a primitive takes to lie beyond the border, per operand, as the combiner that it leaves as it is.
+FILLS: dict[str, Callable[[core.JaxprEqn], tuple[Combiner, ...]]] = {
+    "conv_general_dilated": lambda eqn: ("add", "add"),
+    "reduce_window_sum": lambda eqn: ("add",),
+    "reduce_window_max": lambda eqn: ("max",),
+    "reduce_window_min": lambda eqn: ("min",),
+    "select_and_scatter_add": _selected,
+    "select_and_gather_add": _selected,
+}

@@ -1,0 +1,245 @@
+"""Specs of windowed equations: convolutions, pooling, and what their gradients are made of.
+
+Along one dim, window ``r`` reads row ``i`` of the operand at its tap ``t`` where
+
+    r · stride + t · dilation - low  ==  i · base
+
+    rows      0 1 | 2 3 | 4 5          3 taps, stride 1, low 1 (SAME): a part of 2 rows reads 1 row before and 1 after
+    windows   ‾‾‾‾‾‾‾                  what lies beyond the border of the whole holds the padding value
+
+If ``steps · stride == size · base``, part j of the windows starts where part j of the rows does, whatever the number of
+parts: the windows and the rows are one index, and the rows that a part reads beyond its own (its `Halo`) are the same
+for all parts. A kernel's gradient slides the same way over its taps, which are then the rows of the result's gradient:
+there the index is reduced. Windows that sit side by side (a patch convolution) have no halo.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core
+
+from jscaler.capture.jaxprs import shape
+from jscaler.ir import Halo
+from jscaler.rules.table import Label, Spec, Window, dims
+
+INSIDE = "it is the inside of a window"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How windows slide along one dim.
+
+    Attributes:
+        size: rows of the operand, ``base`` apart.
+        steps, stride: how many windows there are, and how far apart.
+        taps, dilation: how many rows a window reads, and how far apart.
+        low: padding before the first row; negative where rows are left out.
+    """
+
+    size: int
+    base: int
+    steps: int
+    stride: int
+    taps: int
+    dilation: int
+    low: int
+
+    @property
+    def over_taps(self) -> bool:
+        """Whether the taps are the index that can be split (in a kernel's gradient), and not the windows."""
+        fits = (self.steps * self.stride == self.size * self.base, self.taps * self.dilation == self.size * self.base)
+        return fits == (False, True) or (all(fits) and self.taps > self.steps)
+
+    @property
+    def count(self) -> int:
+        """Windows (or taps) that slide over the rows."""
+        return self.taps if self.over_taps else self.steps
+
+    @property
+    def step(self) -> int:
+        return self.dilation if self.over_taps else self.stride
+
+    @property
+    def span(self) -> int:
+        """How far one of them reaches beyond the row it starts at."""
+        return (self.steps - 1) * self.stride if self.over_taps else (self.taps - 1) * self.dilation
+
+    @property
+    def alike(self) -> bool:
+        """Whether all parts run the same program."""
+        shortest = self.size // self.parts  # the rows of the smallest part, of which something must be left
+        return self.count * self.step == self.size * self.base and shortest + self.before + self.after > 0
+
+    @property
+    def parts(self) -> int:
+        """The most parts that both sides can be cut into."""
+        return math.gcd(self.size, self.count)
+
+    @property
+    def before(self) -> int:
+        """Rows read before the part's own; negative where the first ones are not read."""
+        return self.low // self.base
+
+    @property
+    def after(self) -> int:
+        return (self.span - self.low - self.step) // self.base + 1
+
+    @property
+    def halo(self) -> Halo:
+        return Halo(max(0, self.before), max(0, self.after))
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """What is left to pad, in dilated rows, once the operand has exactly ``before`` and ``after`` rows more."""
+        low = self.low - self.before * self.base
+        return low, self.base - self.step + self.span - self.low - self.after * self.base
+
+    @property
+    def why(self) -> str:
+        """Why the dim cannot be split."""
+        return (
+            f"windows of {self.taps} rows and stride {self.stride} make {self.steps} rows of {self.size}: parts are alike "
+            "only where stride times windows is the number of rows (padding 'SAME' on a multiple of the stride)"
+        )
+
+
+def scattered(sweep: Sweep) -> tuple[tuple[int, int], tuple[int, int]]:
+    """For the gradient of a maximum's windows: what a part reads (before, after) of the windows' gradients and of the rows.
+
+    A row's gradient comes from every window that reads it, so those windows are looked at whole.
+    """
+    before, after = (sweep.taps - 1 - sweep.low) // sweep.stride, (sweep.low - 1) // sweep.stride + 1
+    rows = (sweep.low + before * sweep.stride, (after - 1) * sweep.stride - sweep.low + sweep.taps)
+    return (before, after), rows
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The labels of one dim on the rows' side and on the windows' side; reasons where they cannot be split."""
+
+    rows: tuple[Label, ...]
+    windows: tuple[Label, ...]
+    blocked: dict[Label, str]
+
+
+def cut(sweep: Sweep, name: Any) -> Cut:
+    """Rows and windows as one index as far as their sizes have a common divisor; the rest is inside of windows."""
+    if not sweep.alike:
+        rows, windows = (dims((n,), ((name, side),))[0] for n, side in ((sweep.size, "rows"), (sweep.count, "windows")))
+        return Cut(rows, windows, dict.fromkeys((*rows, *windows), sweep.why))
+    index = dims((sweep.parts,), (name,))[0]
+    inside = dims((sweep.size // sweep.parts,), ((name, "rows"),))[0]
+    made = dims((sweep.count // sweep.parts,), ((name, "windows"),))[0]
+    return Cut((*index, *inside), (*index, *made), dict.fromkeys((*inside, *made), INSIDE))
+
+
+def plain(sweep: Sweep) -> bool:
+    """Whether each row is its own window: no window at all."""
+    return sweep == Sweep(sweep.size, 1, sweep.size, 1, 1, 1, 0)
+
+
+def reduce_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
+    """How the windows of a reduction, or of a maximum's gradient, slide along each dim."""
+    params = eqn.params
+    operand, result = shape(eqn.invars[-1]), shape(eqn.outvars[0])
+    if eqn.primitive.name == "select_and_scatter_add":
+        result = shape(eqn.invars[0])
+    ones = (1,) * len(operand)
+    base, dilation = (params.get(k) or ones for k in ("base_dilation", "window_dilation"))
+    lows = (low for low, _ in params["padding"])
+    each = zip(operand, base, result, params["window_strides"], params["window_dimensions"], dilation, lows, strict=True)
+    return [Sweep(*map(int, one)) for one in each]
+
+
+def conv_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
+    """How the windows of a convolution slide along each of its spatial dims."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    operand, kernel, result = (shape(v) for v in (*eqn.invars, *eqn.outvars))
+    places = zip(numbers.lhs_spec[2:], numbers.out_spec[2:], numbers.rhs_spec[2:], strict=True)
+    ways = zip(
+        params["lhs_dilation"], params["window_strides"], params["rhs_dilation"], params["padding"], places, strict=True
+    )
+    return [
+        Sweep(*map(int, (operand[i], base, result[o], stride, kernel[k], dilation, low)))
+        for base, stride, dilation, (low, _), (i, o, k) in ways
+    ]
+
+
+@dataclass(frozen=True)
+class Spatial:
+    """What the spatial dims of a convolution add to its spec: labels by dim of the operand, the kernel and the result."""
+
+    operand: dict[int, tuple[Label, ...]]
+    kernel: dict[int, tuple[Label, ...]]
+    result: dict[int, tuple[Label, ...]]
+    blocked: dict[Label, str]
+    windows: tuple[Window, ...]
+
+
+def spatial(eqn: core.JaxprEqn) -> Spatial:
+    """The spatial dims of a convolution, or of its gradient with respect to its operand or kernel."""
+    numbers = eqn.params["dimension_numbers"]
+    made = Spatial({}, {}, {}, {}, ())
+    windows = []
+    places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    for number, (sweep, (i, k, o)) in enumerate(zip(conv_sweeps(eqn), places, strict=True)):
+        one = cut(sweep, ("space", number))
+        other = dims((sweep.steps if sweep.over_taps else sweep.taps,), (("inside", number),))[0]
+        made.operand[i] = one.rows
+        made.kernel[k], made.result[o] = (one.windows, other) if sweep.over_taps else (other, one.windows)
+        made.blocked.update(one.blocked | dict.fromkeys(other, INSIDE))
+        if sweep.alike and not plain(sweep):
+            windows.append(Window((i, k if sweep.over_taps else None), (sweep.halo, Halo(0, 0)), number))
+    return Spatial(made.operand, made.kernel, made.result, made.blocked, tuple(windows))
+
+
+def convolution(eqn: core.JaxprEqn) -> Spec:
+    """A convolution: samples pass, spatial dims slide; features are contracted where there is one group."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    space = spatial(eqn)
+    sides = [*zip((*eqn.invars, *eqn.outvars), (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True)]
+    names = (("batch", "in"), ("out", "in"), ("batch", "out"))
+    ungrouped = params["feature_group_count"] == params["batch_group_count"] == 1
+    blocked, tensors = dict(space.blocked), []
+    for side, ((atom, places), own, labels) in enumerate(
+        zip(sides, names, (space.operand, space.kernel, space.result), strict=True)
+    ):
+        for place, name in zip(places[:2], own, strict=True):
+            together = ungrouped or (name == "batch" and params["batch_group_count"] == 1)
+            label = dims((shape(atom)[place],), (name if together else (name, side),))[0]
+            blocked.update({} if together else dict.fromkeys(label, "it lies in groups"))
+            labels[place] = label
+        tensors.append(tuple(labels[d] for d in range(len(places))))
+    return Spec((tensors[0], tensors[1]), (tensors[2],), blocked=blocked, linear="each", windows=space.windows)
+
+
+def reduce_window(linear: str = "") -> Any:
+    """Reduce the rows of each window."""
+
+    def spec(eqn: core.JaxprEqn) -> Spec:
+        sweeps = reduce_sweeps(eqn)
+        cuts = [cut(sweep, d) for d, sweep in enumerate(sweeps)]
+        blocked = {label: why for one in cuts for label, why in one.blocked.items()}
+        count = len(eqn.invars)
+        windows = tuple(
+            Window((d,) * count, (s.halo,) * count, d) for d, s in enumerate(sweeps) if s.alike and not plain(s)
+        )
+        operand, result = (tuple(getattr(one, side) for one in cuts) for side in ("rows", "windows"))
+        return Spec((operand,) * count, (result,) * len(eqn.outvars), blocked=blocked, linear=linear, windows=windows)
+
+    return spec
+
+
+def select_and_scatter_add(eqn: core.JaxprEqn) -> Spec:
+    """The gradient of a maximum's windows: each window's gradient goes to the row that was the largest."""
+    sweeps = reduce_sweeps(eqn)
+    cuts = [cut(sweep, d) for d, sweep in enumerate(sweeps)]
+    blocked = {label: why for one in cuts for label, why in one.blocked.items()}
+    windows = tuple(
+        Window((d, d), tuple(Halo(max(0, a), max(0, b)) for a, b in scattered(s)), d)
+        for d, s in enumerate(sweeps)
+        if s.alike and not plain(s)
+    )
+    rows, made = (tuple(one.rows for one in cuts), tuple(one.windows for one in cuts))
+    return Spec((made, rows), (rows,), blocked=blocked, linear="first", windows=windows)
