@@ -23,10 +23,34 @@ NONE = Halo(0, 0)
 Wants = dict[core.Var, Halo]
 # Equations of which each row is made of the same row of the operands, once their shapes are set (see localize).
 BY_ROW = frozenset(
-    """
-    add sub add_any mul neg conj complex real imag div copy stop_gradient select_n convert_element_type transpose squeeze
-    expand_dims broadcast_in_dim reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin
-    """.split()
+    [
+        "add",
+        "sub",
+        "add_any",
+        "mul",
+        "neg",
+        "conj",
+        "complex",
+        "real",
+        "imag",
+        "div",
+        "copy",
+        "stop_gradient",
+        "select_n",
+        "convert_element_type",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "argmax",
+        "argmin",
+    ]
 ) | frozenset(ELEMENTWISE.split())
 
 

@@ -48,7 +48,12 @@ def run_windowed(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], par
 
 
 def _scattered(
-    part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any], slid: Slid, fills: Sequence[Combiner]
+    part: Localizer,
+    eqn: core.JaxprEqn,
+    values: Sequence[Any],
+    params: dict[str, Any],
+    slid: Slid,
+    fills: Sequence[Combiner],
 ) -> Any:
     """All windows that read a row of the part, and of what they give back the part's own rows."""
     source, operand = values

@@ -1,0 +1,23 @@
+"""Random programs under random plans give one device's numbers. The full run is ``python -m bench.programs``."""
+
+import jax
+import pytest
+
+from tests.programs import MAKERS, draw_program, measure
+
+SEEDS = range(100, 120)
+
+
+@pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_plan_gives_one_device_s_numbers(seed: int) -> None:
+    with jax.enable_x64(True):
+        found = measure(seed)
+    assert found.splits > 0
+    assert found.worst <= 1, f"{found.program.steps} on {found.devices} devices: {found.where} is {found.worst:.3g} off"
+
+
+def test_the_slice_draws_most_kinds_of_steps() -> None:
+    with jax.enable_x64(True):
+        drawn = {name for seed in SEEDS for name in draw_program(seed).steps}
+    assert len(drawn) >= 0.8 * len({maker.__name__ for maker in MAKERS}), drawn
