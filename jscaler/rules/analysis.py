@@ -10,6 +10,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import shape
 from jscaler.errors import UnknownPrimitiveWarning
 from jscaler.rules.atoms import Atoms
+from jscaler.rules.fold import fold_pads
 from jscaler.rules.registry import TABLE
 from jscaler.rules.table import Dims, Spec
 
@@ -31,6 +32,7 @@ class Analysis:
 
 def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:
     """Unify the dims of an inlined fragment; ``warned`` holds the primitives that a warning has named already."""
+    jaxpr = fold_pads(jaxpr)
     atoms = Atoms()
     dims: dict[core.Var, tuple[list[int], ...]] = {}
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jscaler.rules.analysis import Analysis
 
 NONE = Halo(0, 0)
+INSIDE = "its parts do not lie in a row, as overlapping windows want them"
 Wants = dict[core.Var, Halo]
 # Equations of which each row is made of the same row of the operands, once their shapes are set (see localize).
 BY_ROW = frozenset(
@@ -77,7 +78,7 @@ def wants(analysis: Analysis, leaf: int) -> Wants | str:
                 continue
             dims = [dim for dim in analysis.leaves(atom) if leaf in dim]
             if any(dim[0] != leaf for dim in dims):
-                return f"at {name} it is the inside of what windows overlap on"
+                return INSIDE
             if dims:
                 found[atom] = found.get(atom, NONE) | want
     return found
@@ -90,6 +91,25 @@ def window_of(analysis: Analysis, eqn: core.JaxprEqn, spec: Spec, leaf: int) -> 
             if dim is not None and isinstance(atom, core.Var) and leaf in analysis.leaves(atom)[dim]:
                 return window
     return None
+
+
+def read_around(analysis: Analysis, eqn: core.JaxprEqn, spec: Spec, group: Sequence[int]) -> list[core.Var]:
+    """The operands of which an equation reads rows beyond a part when ``group`` is split."""
+    found = []
+    for window in spec.windows:
+        for atom, dim, halo in zip(eqn.invars, window.dims, window.halos, strict=True):
+            if halo and dim is not None and isinstance(atom, core.Var) and {*group} & {*analysis.leaves(atom)[dim]}:
+                found.append(atom)
+    return found
+
+
+def overlapped(analysis: Analysis, leaf: int) -> bool:
+    """Whether windows overlap along the dim of which ``leaf`` is an inner part: its parts do not lie in a row."""
+    for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
+        for var in read_around(analysis, eqn, spec, (leaf,)):
+            if any(leaf in dim[1:] for dim in analysis.leaves(var)):
+                return True
+    return False
 
 
 def slid_along(analysis: Analysis) -> frozenset[int]:

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis, is_zero
+from jscaler.rules.halo import BY_ROW, INSIDE, overlapped, read_around
 from jscaler.rules.table import Spec
 
 SPLIT, INDEPENDENT = "split", "independent"
@@ -107,7 +108,8 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
     """For each equation the stage at which it runs when an op is cut so that every group of leaves can be split.
 
     Within a stage, partial sums pass what is linear; what is not linear waits for the next stage, before which they are
-    joined. So the vocabulary of a cross entropy is cut after its maximum and after its sum.
+    joined. So the vocabulary of a cross entropy is cut after its maximum and after its sum. Windows that read beyond
+    their part wait for the next stage, too, where what they read cannot be had there.
 
     Returns:
         The stages, or why no cut frees a group.
@@ -116,12 +118,16 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
         for leaf in group:
             if leaf in analysis.atoms.reason:
                 return analysis.atoms.reason[leaf]
+            if overlapped(analysis, leaf):
+                return INSIDE
     stage: dict[core.Var, int] = dict.fromkeys(analysis.jaxpr.invars, 0)
     found: list[int] = []
+    extended = set(analysis.jaxpr.invars)  # what windows can read beyond a part, at the stage that makes it
     try:
         states = [{v: own_state(analysis, g, v) for v in analysis.jaxpr.invars} for g in groups]
         for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
             here = max((stage[v] for v in eqn.invars if isinstance(v, core.Var)), default=0)
+            here += any(stage[v] == here and v not in extended for g in groups for v in read_around(analysis, eqn, spec, g))
             try:
                 after = _advance_all(analysis, eqn, spec, groups, states, stage, here)
             except Blocked:
@@ -131,6 +137,10 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
                 known.update(new)
             stage.update(dict.fromkeys(eqn.outvars, here))
             found.append(here)
+            if eqn.primitive.name in BY_ROW and all(
+                stage[v] < here or v in extended for v in eqn.invars if isinstance(v, core.Var)
+            ):
+                extended.update(eqn.outvars)
     except Blocked as blocked:
         return str(blocked)
     return found

@@ -19,7 +19,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, inline, trace_flat
 from jscaler.errors import divisors
-from jscaler.ir import Rule
+from jscaler.ir import Halo, Rule
 from jscaler.ir.rule import TensorFactors
 from jscaler.rules.analysis import Analysis, analyse
 from jscaler.rules.derive import derive_rule
@@ -145,9 +145,10 @@ def _stacked(rule: Rule, args: Any, parts: Mapping[str, int]) -> tuple[list[Any]
     """The operands of all parts, stacked where they differ, then the parts' indices; and what is stacked."""
     places = list(itertools.product(*map(range, parts.values())))
     operands, axes = [], []
-    for x, dims in zip(args, rule.operands, strict=True):
+    for index, (x, dims) in enumerate(zip(args, rule.operands, strict=True)):
         if parts.keys() & {name for names in dims for name in names}:
-            own = [_cut(x, dims, rule, parts, dict(zip(parts, place, strict=True))) for place in places]
+            halos = {d: (f, halo) for (f, i, d), halo in rule.halos.items() if i == index and f in parts}
+            own = [_cut(x, dims, rule, parts, dict(zip(parts, place, strict=True)), halos) for place in places]
             operands.append(jnp.stack(own) if _is_key(x) else np.stack(own))
             axes.append(0)
         else:
@@ -157,11 +158,28 @@ def _stacked(rule: Rule, args: Any, parts: Mapping[str, int]) -> tuple[list[Any]
     return [*operands, *index], (*axes, *(0 for _ in index))
 
 
-def _cut(x: Any, dims: TensorFactors, rule: Rule, parts: Mapping[str, int], place: Mapping[str, int]) -> Any:
-    """One part of an operand: its dims refined, cut at its factors, flattened again."""
+def _cut(
+    x: Any,
+    dims: TensorFactors,
+    rule: Rule,
+    parts: Mapping[str, int],
+    place: Mapping[str, int],
+    halos: Mapping[int, tuple[str, Halo]],
+) -> Any:
+    """One part of an operand: its dims refined, cut at its factors, flattened again; and the rows of its halos."""
+    if halos:
+        (dim, (name, halo)), *rest = halos.items()
+        assert dims[dim][0] == name, f"{name} is not the major factor of {dims[dim]}, so its parts have no neighbours"
+        width, own = [(0, 0)] * x.ndim, x.shape[dim] // parts[name]
+        width[dim] = (halo.before, halo.after)
+        start = place[name] * own
+        rows = np.take(np.pad(x, width), range(start, start + own + halo.before + halo.after), dim)
+        less = tuple(() if d == dim else names for d, names in enumerate(dims))
+        return _cut(rows, less, rule, parts, place, dict(rest))
     refined, where, local = [], [], []
     for names, size in zip(dims, x.shape, strict=True):
-        sizes = [rule.factors[n].size for n in names]
+        sizes = [rule.factors[n].size for n in names] or [size]
+        names = names or ("",)
         assert math.prod(sizes) == size, f"{names} do not make a dim of {size}"
         refined += sizes
         own = [s // parts.get(n, 1) for n, s in zip(names, sizes, strict=True)]
