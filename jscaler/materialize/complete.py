@@ -7,7 +7,7 @@ optimizer state follows its parameter. Everything is deterministic.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.cost import FEW_STEPS, Bytes, CostModel
@@ -242,14 +242,30 @@ class _Completer:
         open_axes = [a for a in self.mesh.names if a in touching - used]
         if not open_axes:
             return chosen
-        rule, runner_up = self.book.rule(op), ""
+        rule = self.book.rule(op)
+        # Axis by axis may stick: two gradients in shares of both axes are cheap to join before either is reduced.
+        starts = [chosen, *self._all_shared(op, chosen, open_axes)]
+        found = [self._axis_by_axis(op, rule, start, open_axes) for start in starts]
+        return min(found, key=lambda entry: entry[0])[1]
+
+    def _axis_by_axis(self, op: Op, rule: Rule, chosen: Placement, open_axes: Sequence[str]) -> tuple[float, Placement]:
+        cost, runner_up = 0.0, ""
         for axis in open_axes:
+            if axis in chosen.shares:
+                cost = self._cost(op, chosen)
+                continue
             costs = [(self._cost(op, c), i, c) for i, c in enumerate(self._candidates(op, rule, chosen, axis))]
             costs.sort(key=lambda entry: entry[:2])
-            chosen = costs[0][2]
+            cost, _, chosen = costs[0]
             if len(costs) > 1:
-                runner_up = f"{costs[1][2].describe(self.mesh)} (+{self._readable(costs[1][0] - costs[0][0])})"
-        return dataclasses.replace(chosen, runner_up=runner_up)
+                runner_up = f"{costs[1][2].describe(self.mesh)} (+{self._readable(costs[1][0] - cost)})"
+        return cost, dataclasses.replace(chosen, runner_up=runner_up)
+
+    def _all_shared(self, op: Op, chosen: Placement, open_axes: Sequence[str]) -> list[Placement]:
+        """Value shares along several axes, passed on along all of them."""
+        along = {axis: tuple(self._share_along(t, axis) for t in op.inputs) for axis in open_axes}
+        shares = {axis: c for axis, c in along.items() if any(c) and self.book.passes(op, c) is not None}
+        return [dataclasses.replace(chosen, shares={**chosen.shares, **shares})] if len(shares) > 1 else []
 
     def _readable(self, more: float) -> str:
         return f"cost {more:.0f}" if isinstance(self.cost, Bytes) else f"{more * 1e6:.1f} µs"

@@ -7,24 +7,45 @@ from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.plans.data_parallel import data_parallel
+from jscaler.plans.expert_parallel import expert_parallel
+from jscaler.plans.megatron import megatron
+from jscaler.plans.parse import PlanCall, parse_call
+from jscaler.plans.sequence_parallel import sequence_parallel
 from jscaler.plans.single import single
+from jscaler.plans.tensor_parallel import tensor_parallel
+from jscaler.plans.vocab_parallel import vocab_parallel
 
-PLANS: dict[str, Callable[..., Callable[..., None]]] = {"single": single, "data_parallel": data_parallel}
+Factory = Callable[..., Callable[..., Any]]
+PLANS: dict[str, Factory] = {
+    "single": single,
+    "data_parallel": data_parallel,
+    "tensor_parallel": tensor_parallel,
+    "sequence_parallel": sequence_parallel,
+    "vocab_parallel": vocab_parallel,
+    "megatron": megatron,
+    "expert_parallel": expert_parallel,
+}
 
 
 def by_name(name: str) -> Callable[..., Any]:
-    """The policy called ``name``: a built-in one with its defaults, or a function in a file, ``path.py:function``.
+    """The policy that ``name`` says.
+
+    Args:
+        name: a built-in plan, ``"data_parallel"``, with arguments if wanted, ``"megatron(dp=2, tp=4)"``; or a function
+            in a file: ``"path.py:function"`` is a policy, ``"path.py:function(parts=2)"`` returns one.
 
     Raises:
-        UnknownNameError: no plan, or no function in the file, has that name.
-        PlanError: there is no such file.
+        UnknownNameError: no plan, argument, or function in the file, has that name.
+        PlanError: there is no such file, or the arguments are no literals or not those of the plan.
     """
-    path, _, function = name.rpartition(":")
+    called, arguments = parse_call(name)
+    path, _, function = called.rpartition(":")
     if path.endswith(".py"):
-        return _from_file(Path(path), function)
-    if name not in PLANS:
-        raise UnknownNameError("plan", name, PLANS, "; a policy of your own is path.py:function")
-    return PLANS[name]()
+        found = _from_file(Path(path), function)
+        return found if arguments is None else arguments.call(found)
+    if called not in PLANS:
+        raise UnknownNameError("plan", called, PLANS, "; a policy of your own is path.py:function")
+    return (arguments or PlanCall(called)).call(PLANS[called])
 
 
 def _from_file(path: Path, function: str) -> Callable[..., Any]:
@@ -39,4 +60,7 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
     return getattr(module, function)
 
 
-__all__ = ["PLANS", "by_name", "data_parallel", "single"]
+__all__ = [
+    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "sequence_parallel", "single", "tensor_parallel",
+    "vocab_parallel",
+]  # fmt: skip

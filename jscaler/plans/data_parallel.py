@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jscaler.errors import SplitError, UnknownNameError
-from jscaler.primitives import Split
+from jscaler.errors import UnknownNameError
+from jscaler.plans.factors import Factors, reached, split
 
 
 def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
@@ -28,24 +28,20 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
     """
 
     def policy(graph: Any, devices: np.ndarray) -> None:
-        leaves = [t for t in graph.select_inputs(batch) if t.shape]
-        if not leaves:
-            raise UnknownNameError("input", batch, [t.name for t in graph.inputs], "; pass data_parallel(batch=...)")
-        if any(graph.inputs[i] not in leaves for i in graph.next_version.values()):
-            graph.require_gradient()  # a step that updates state is a training step
+        table = batch_factors(graph, batch, devices.size)
         if reduce_dtype is not None:
             graph.reduce_dtype(reduce_dtype)
-        factors: dict[Any, str] = {}
-        for leaf in leaves:
-            if leaf.shape[0] % devices.size:
-                raise SplitError(leaf.name, "batch (dim 0)", leaf.shape[0], devices.size)
-            factors = {**graph.factor_of(leaf.name, 0), **factors}
-        for op, name in factors.items():
-            factor = graph.rule(op).factors[name]
-            # Backward ops mirror their forward. An op that needs the whole batch (blocked), or has cut it otherwise
-            # (a reshape into micro-batches), is left to be filled in.
-            if op.kind != "backward" and factor.splittable and factor.size % devices.size == 0:
-                graph.op_assign(graph.op_trans(op, Split(name, devices.size)), devices)
+        split(graph, devices, table)
 
     policy.__name__ = "data_parallel"
     return policy
+
+
+def batch_factors(graph: Any, batch: str, parts: int) -> Factors:
+    """What dim 0 of every input that ``batch`` names reaches. Shared by the plans that split the batch."""
+    leaves = [t for t in graph.select_inputs(batch) if t.shape]
+    if not leaves:
+        raise UnknownNameError("input", batch, [t.name for t in graph.inputs], "; pass the plan batch=...")
+    if any(graph.inputs[i] not in leaves for i in graph.next_version.values()):
+        graph.require_gradient()  # a step that updates state is a training step
+    return reached(graph, [(t, 0) for t in leaves], parts)

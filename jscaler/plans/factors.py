@@ -1,0 +1,148 @@
+"""What the plans of this folder are made of: tables of ``{op: factor}``, one per axis of a device grid.
+
+A plan names dims of inputs (the batch, the columns of a kernel), follows each through the dataflow, and splits what it
+reaches. Where two tables reach one op on the same axis, one of them decides, which each plan says: ``low | high``. An op
+that no table names is left to be filled in, so an optimizer's state follows its parameters; backward ops mirror their
+forward.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.errors import PlanError, SplitError, UnknownNameError
+from jscaler.ir import Factor, Op, PTensor
+from jscaler.primitives import Algorithm, Replicate, Split
+
+Factors = dict[Op, str]
+Dims = Mapping[str, int | None]  # pattern of input leaves -> dim, from the end if negative; None is `column`
+
+
+def by_dim(patterns: Dims | Sequence[str], dim: int | None = None) -> Dims:
+    """``patterns`` as a table; those without a dim get ``dim``."""
+    return patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, dim)
+
+
+def select(graph: Any, patterns: Dims) -> list[tuple[PTensor, int]]:
+    """The input leaves that match, each once, with the dim to follow; the first pattern that matches a leaf counts."""
+    found: list[tuple[PTensor, int]] = []
+    for tensor in graph.inputs:
+        for pattern, dim in patterns.items():
+            if tensor.shape and _matches(tensor.name, pattern):
+                place = column(graph, tensor) if dim is None else _dim(tensor, dim)
+                if place is not None:
+                    found.append((tensor, place))
+                break
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in (name, "/" + name))
+
+
+def _dim(tensor: PTensor, dim: int) -> int:
+    rank = len(tensor.shape)
+    if not -rank <= dim < rank:
+        raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}; give one from {-rank} to {rank - 1}")
+    return dim % rank
+
+
+def column(graph: Any, kernel: PTensor) -> int | None:
+    """The first dim of ``kernel`` that its contraction leaves in the result: of (d, h, k) the heads, of (d, f) f.
+
+    None where no op contracts it (the moments of an optimizer).
+    """
+    seen, queue = {kernel}, [kernel]
+    while queue:
+        tensor = queue.pop(0)
+        for op in graph.consumers.get(tensor, ()):
+            if op.kind == "backward":
+                continue
+            rule = graph.rule(op)
+            dims = rule.operands[op.inputs.index(tensor)]
+            kept = {name for result in rule.results for names in result for name in names}
+            left = [i for i, names in enumerate(dims) if names and names[0] in kept]
+            if left and len(left) < sum(1 for names in dims if names):
+                return left[0]
+            if left:  # an elementwise op, such as a cast
+                fresh = [t for t in op.outputs if t not in seen and t.shape == tensor.shape]
+                seen.update(fresh)
+                queue.extend(fresh)
+    return None
+
+
+def reached(graph: Any, leaves: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
+    """The factor of every op that one of ``leaves`` reaches; the first leaf that reaches an op decides.
+
+    Raises:
+        SplitError: a leaf's dim does not divide into ``parts``.
+    """
+    table: Factors = {}
+    for tensor, dim in leaves:
+        if tensor.shape[dim] % parts:
+            raise SplitError(tensor.name, f"dim {dim}", tensor.shape[dim], parts)
+        readers = graph.consumers.get(tensor, ())
+        if not readers or any(op not in table for op in readers):
+            table = {**graph.factor_of(tensor.name, dim), **table}
+    return table
+
+
+def required(graph: Any, patterns: Dims, remedy: str) -> list[tuple[PTensor, int]]:
+    """`select`, where nothing found is a mistake.
+
+    Raises:
+        UnknownNameError: no input matches.
+    """
+    found = select(graph, patterns)
+    if not found:
+        raise UnknownNameError("input", " | ".join(patterns), [t.name for t in graph.inputs], f"; {remedy}")
+    return found
+
+
+def can_split(factor: Factor, parts: int) -> bool:
+    """Whether an op may be split there: not blocked for good, and of a size that divides."""
+    return factor.splittable and factor.size % parts == 0
+
+
+def split(graph: Any, grid: np.ndarray, *tables: Factors) -> None:
+    """Split and place every op that a table names: axis i of ``grid`` by table i, or copied where that names none.
+
+    A factor that the op cannot split (blocked: it needs the whole; or of another size) is not split on that axis.
+    """
+    axes = [(size, table) for size, table in zip(grid.shape, tables, strict=True) if size > 1]
+    for op in graph.ops:
+        if op.kind == "backward":
+            continue
+        factors = graph.rule(op).factors if any(op in table for _, table in axes) else {}
+        algorithms: list[Algorithm] = []
+        parts: dict[str, int] = {}
+        for size, table in axes:
+            name = table.get(op, "")
+            if name in factors and can_split(factors[name], size * parts.get(name, 1)):
+                parts[name] = size * parts.get(name, 1)
+                algorithms.append(Split(name, size))
+            else:
+                algorithms.append(Replicate(size))
+        if parts:
+            graph.op_assign(graph.op_trans(op, *algorithms), grid.squeeze())
+
+
+def device_grid(devices: np.ndarray, plan: str, **sizes: int | None) -> np.ndarray:
+    """``devices`` as a grid with the axes ``sizes``; the last that is None gets what the others leave.
+
+    Raises:
+        PlanError: the sizes do not multiply to the number of devices.
+    """
+    given = {n: s for n, s in sizes.items() if s is not None}
+    wrong = [n for n, s in given.items() if not isinstance(s, int) or s < 1]
+    if wrong:
+        raise PlanError(f"{plan}: {wrong[0]} is a positive whole number, not {given[wrong[0]]!r}")
+    count = int(np.prod(list(given.values()), dtype=int))
+    rest, left = divmod(devices.size, count)
+    if left or (rest != 1 and len(given) == len(sizes)):
+        shown = " × ".join(f"{n}={s}" for n, s in given.items())
+        raise PlanError(f"{plan}: {shown} is a grid of {count} devices, and {devices.size} are given")
+    free = [n for n in sizes if n not in given][-1:]
+    return devices.reshape([rest if [n] == free else given.get(n, 1) for n in sizes])

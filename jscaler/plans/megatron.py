@@ -1,0 +1,78 @@
+"""Megatron-LM: data × tensor parallelism on a grid of devices, with the vocabulary and, if asked for, the sequence.
+(Shoeybi et al. 2019; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021; Korthikanti
+et al. 2022.)
+
+::
+
+             tp ──►
+        dp   ┌ d0 d1 d2 d3 ┐   rows: one part of the batch each
+        │    └ d4 d5 d6 d7 ┘   columns: heads, hidden units, vocabulary (and the sequence between them)
+        ▼
+
+Activations are reduced within a row (see `tensor_parallel`, `sequence_parallel`, `vocab_parallel`), gradients within a
+column, where all of them combine into one all-reduce. Neighbours share a row, the faster links of a cluster.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.plans.data_parallel import batch_factors
+from jscaler.plans.factors import Dims, Factors, by_dim, device_grid, reached, required, select, split
+from jscaler.plans.sequence_parallel import SEQUENCE
+from jscaler.plans.tensor_parallel import COLUMNS
+from jscaler.plans.vocab_parallel import VOCABULARY
+
+
+def megatron(
+    dp: int | None = None,
+    tp: int | None = None,
+    sequence: bool | Dims = False,
+    vocab: bool | Dims = True,
+    batch: str = "batch",
+    columns: Dims | Sequence[str] = COLUMNS,
+) -> Callable[..., None]:
+    """The batch over ``dp`` rows of the devices; heads, hidden units and vocabulary over their ``tp`` columns.
+
+    Where two of them reach one op on the same devices, heads and hidden units come first, then the vocabulary, then the
+    sequence.
+
+    Args:
+        dp, tp: how many parts; one that is not given is what the other leaves; with neither, ``tp`` is all.
+        sequence: whether what lies between heads and hidden units is split along the sequence; ``{input: dim}`` says
+            where that is, ``{"batch/tokens": 1}`` by default.
+        vocab: whether embedding, logits and cross entropy are split too; ``{pattern: dim}`` as for `vocab_parallel`.
+        batch: as for `data_parallel`.
+        columns: as for `tensor_parallel`.
+
+    Raises (when the plan is made):
+        PlanError: dp × tp is not the number of devices.
+        UnknownNameError: no batch or kernel matches.
+        SplitError: the batch, the heads, the vocabulary or the sequence does not divide.
+
+    Example:
+        >>> @jscaler.parallelize(plans.megatron(dp=2, tp=4), devices=8)
+        ... def train_step(state, batch): ...
+    """
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        grid = device_grid(devices, "megatron", dp=dp, tp=tp)
+        rows, parts = grid.shape
+        split(graph, grid, batch_factors(graph, batch, rows), _tensor_factors(graph, parts))
+
+    def _tensor_factors(graph: Any, parts: int) -> Factors:
+        if parts == 1:
+            return {}
+        kernels = required(graph, by_dim(columns), "pass megatron(columns=...)")
+        table = reached(graph, kernels, parts)
+        if vocab:
+            words = select(graph, VOCABULARY if vocab is True else vocab)
+            table = reached(graph, words, parts) | table
+        if sequence:
+            tokens = required(graph, SEQUENCE if sequence is True else sequence, "pass megatron(sequence={...})")
+            table = reached(graph, tokens, parts) | table
+        return table
+
+    policy.__name__ = "megatron"
+    return policy

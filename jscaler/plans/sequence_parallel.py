@@ -1,0 +1,44 @@
+"""Sequence parallelism: what tensor parallelism copies (norms, dropout, residuals) is split along the sequence, over the
+same devices. (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, section 4.2.2.)
+
+::
+
+    s split ──► norm ──► all-gather ──► columns │ heads, units │ rows ──► reduce-scatter ──► dropout, residual ──► s split
+
+Each all-reduce of tensor parallelism becomes a reduce-scatter and an all-gather of the same bytes, forward and backward
+alike. What an all-gather brought is kept for the backward pass, not fetched again as in the paper: fewer bytes, more
+memory. Parameters of the parts along the sequence (norms, biases of row kernels) are copied; their gradients are
+all-reduced, which the paper does too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.plans.factors import Dims, by_dim, reached, required, split
+from jscaler.plans.tensor_parallel import COLUMNS
+
+SEQUENCE = {"batch/tokens": 1}
+
+
+def sequence_parallel(columns: Dims | Sequence[str] = COLUMNS, sequence: Dims | None = None) -> Callable[..., None]:
+    """`tensor_parallel`, and the sequence over the same devices wherever heads and hidden units do not reach.
+
+    Args:
+        columns: kernels that are cut by columns, as for `tensor_parallel`.
+        sequence: ``{input: dim}``, the sequence of the batch; ``{"batch/tokens": 1}`` by default.
+
+    Raises (when the plan is made):
+        UnknownNameError: no kernel, or no input, matches.
+        SplitError: the heads or columns of a kernel, or the sequence, do not divide by the number of devices.
+    """
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        kernels = required(graph, by_dim(columns), "pass sequence_parallel(columns=...)")
+        tokens = required(graph, SEQUENCE if sequence is None else sequence, "pass sequence_parallel(sequence=...)")
+        between = reached(graph, tokens, devices.size)
+        split(graph, devices, between | reached(graph, kernels, devices.size))
+
+    policy.__name__ = "sequence_parallel"
+    return policy

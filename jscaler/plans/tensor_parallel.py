@@ -1,0 +1,48 @@
+"""Tensor parallelism: attention heads and hidden units over all devices. (Shoeybi et al., Megatron-LM, 2019, section 3.)
+
+The first kernel of a pair is cut by columns, the second by rows; what lies between them never leaves its device::
+
+    x ──► query, key, value [:, heads] ──► scores ──► softmax ──► mix ──► out [heads, :] ──► Σ
+    x ──► up [:, units] ──► gelu ──► down [units, :] ──► Σ
+
+Σ is an all-reduce of the activations in the forward pass ("g"); its mirror in front of each pair ("f") is one in the
+backward pass: two and two per layer. Parameters, gradients and optimizer state of the pairs lie in parts; everything else
+is copied.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.plans.factors import Dims, by_dim, reached, required, split
+
+ATTENTION = ("query", "key", "value", "qkv", "q_proj", "k_proj", "v_proj")
+FEED_FORWARD = ("up", "gate", "up_proj", "gate_proj", "wi", "wi_*", "fc1", "fc_in", "intermediate")
+# Kernels that are cut by columns, as Flax models name them. The kernels that follow them are found by the dataflow.
+COLUMNS = tuple(f"*/{name}/kernel" for name in (*ATTENTION, *FEED_FORWARD))
+
+
+def tensor_parallel(columns: Dims | Sequence[str] = COLUMNS) -> Callable[..., None]:
+    """Split the columns of each kernel that matches, and all ops that they reach, over all devices.
+
+    Args:
+        columns: shell patterns of kernels among the step's inputs, or ``{pattern: dim}``; a dim counts from the end if
+            negative, so that it holds for stacked layers too. Without one it is the first dim that the kernel's
+            contraction leaves: the heads of (d, h, k), the columns of (d, f). Where two reach one op, the kernel that is
+            first among the inputs decides.
+
+    Raises (when the plan is made):
+        UnknownNameError: no kernel matches.
+        SplitError: the heads or columns of a kernel do not divide by the number of devices.
+
+    Example:
+        >>> plans.tensor_parallel({"*/layer_0/kernel": 1, "*/layer_2/kernel": 1})  # an MLP: every other layer
+    """
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        leaves = required(graph, by_dim(columns), "pass tensor_parallel(columns=...)")
+        split(graph, devices, reached(graph, leaves, devices.size))
+
+    policy.__name__ = "tensor_parallel"
+    return policy

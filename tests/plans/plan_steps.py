@@ -1,0 +1,112 @@
+"""Train steps of the plans' tests: a small GPT and an MLP, and the checks that every plan is held to."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jscaler
+from jscaler.stages import StepPlan
+from models.gpt import GPT, GPTConfig
+from models.mlp import MLP
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+COLUMNS = {"*/layer_0/kernel": 1, "*/layer_2/kernel": 1}  # of the MLP
+TX = optax.sgd(0.1, momentum=0.9)  # hides nothing: a gradient twice too large moves twice too far
+
+Step = Callable[..., Any]
+
+
+def train_step(model: nn.Module, tx: optax.GradientTransformation = TX) -> Step:
+    """A step on ``batch`` of ``x`` (or tokens) and labels."""
+
+    def step(state: Any, batch: dict[str, jax.Array]) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            data = batch["x"] if "x" in batch else batch["tokens"]
+            logits = jnp.asarray(model.apply({"params": params}, data, train=True, rngs={"dropout": jax.random.key(7)}))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+        loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    return step
+
+
+def gpt(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:
+    """A GPT of one layer, and its arguments in float64 where that is enabled."""
+    model = GPT(GPTConfig(hidden=16, layers=1, heads=4, sequence=8, vocabulary=32, param_dtype=jnp.zeros(()).dtype))
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 9), np.int32)
+    return _with_arguments(model, tx, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, tokens[:1, :-1])
+
+
+def mlp(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:
+    """An MLP of four layers."""
+    draws = np.random.default_rng(0)
+    x = np.asarray(draws.normal(size=(24, 8)), jnp.zeros(()).dtype)
+    model = MLP(hidden=16, layers=4, out=8, param_dtype=jnp.zeros(()).dtype)
+    return _with_arguments(model, tx, {"x": x, "labels": draws.integers(0, 8, 24)}, x)
+
+
+def _with_arguments(model: nn.Module, tx: optax.GradientTransformation, batch: Any, example: Any) -> Any:
+    params = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), example)["params"]
+    draws = np.random.default_rng(1)
+    params = jax.tree.map(lambda p: jnp.asarray(draws.normal(size=p.shape) * 0.5, p.dtype), params)
+    return train_step(model, tx), ({"params": params, "opt": tx.init(params)}, batch)
+
+
+def planned(plan: Any, made: tuple[Step, tuple[Any, Any]], devices: int) -> StepPlan:
+    """The step under ``plan``, lowered but not compiled; its redistribution is proven."""
+    step, arguments = made
+    lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(*arguments)
+    jscaler.verify(lowered)
+    return lowered.plan
+
+
+def activations(plan: StepPlan) -> Counter[str]:
+    """Kinds of the collectives that move activations or their gradients, scalars and parameters' gradients left out."""
+    parameters = {t.shape for t in plan.graph.inputs if t.name.startswith("state/")}
+    return Counter(k for k, t in collectives(plan) if t.shape and t.shape not in parameters)
+
+
+def collectives(plan: StepPlan) -> list[tuple[str, Any]]:
+    """Kind and tensor of every collective."""
+    return [
+        (step.kind, adapt.tensor)
+        for adapt in plan.program.adapters
+        for step in adapt.adapter.steps
+        if step.kind not in ("slice", "value_mask")
+    ]
+
+
+@functools.cache
+def reference(make: Callable[..., Any]) -> tuple[Any, list[float]]:
+    """State and losses after three steps of ``jax.jit`` in float64."""
+    step, (state, batch) = make()
+    run, losses = jax.jit(step).lower(state, batch).compile(compiler_options=QUICK), []
+    for _ in range(3):
+        state, loss = run(state, batch)
+        losses.append(float(loss))
+    return jax.tree.map(np.asarray, state), losses
+
+
+def assert_same_numbers(plan: Any, make: Callable[..., Any], devices: int) -> None:
+    """Three optimizer steps in float64 under ``plan`` equal those of ``jax.jit``, leaf by leaf."""
+    with jax.enable_x64(True):
+        expected, losses = reference(make)
+        step, (state, batch) = make()
+        lowered = jscaler.parallelize(plan, devices=devices)(step).lower(state, batch)
+        run = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+        for want in losses:
+            state, loss = run(state, batch)
+            assert abs(float(loss) - want) < 1e-10
+        for (path, leaf), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True):
+            assert leaf.dtype == want.dtype
+            allowed = 1e-10 * max(np.abs(want).max(), 0.1)
+            assert np.abs(np.asarray(leaf) - want).max() <= allowed, jax.tree_util.keystr(path)

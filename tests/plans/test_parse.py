@@ -1,0 +1,42 @@
+"""Plans by name, with arguments, as on the command line."""
+
+import pytest
+
+from jscaler.errors import PlanError, UnknownNameError
+from jscaler.plans import by_name
+from jscaler.plans.parse import PlanCall, parse_call
+
+
+def test_arguments_are_literals() -> None:
+    name, call = parse_call('sequence_parallel(["*/up/kernel"], sequence={"batch/x": 0})')
+    assert name == "sequence_parallel"
+    assert call == PlanCall(name, (["*/up/kernel"],), {"sequence": {"batch/x": 0}})
+    assert parse_call("single") == ("single", None)
+    assert by_name("megatron(dp=2, tp=4)").__name__ == "megatron"
+    assert by_name("megatron").__name__ == "megatron"
+
+
+@pytest.mark.parametrize(
+    "text", ["megatron(dp=two)", "megatron(dp=2", "megatron(**{})", "megatron(1)(2)", "single(print())"]
+)
+def test_nothing_is_evaluated(text: str) -> None:
+    with pytest.raises(PlanError, match="write its arguments as literals"):
+        by_name(text)
+
+
+def test_names_that_nothing_carries() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'megatron'"):
+        by_name("megatrn(dp=2)")
+    with pytest.raises(
+        UnknownNameError, match=r"no argument named 'dpp' of plan 'megatron'; did you mean 'dp'\? known: dp, tp"
+    ):
+        by_name("megatron(dpp=2)")
+    with pytest.raises(PlanError, match="too many positional arguments; its arguments are none"):
+        by_name("single(1)")
+
+
+def test_a_file_may_hold_a_policy_or_what_makes_one(tmp_path: pytest.TempPathFactory) -> None:
+    file = tmp_path / "own.py"  # type: ignore[operator]
+    file.write_text("def policy(graph, devices): ...\ndef made(parts):\n    return lambda graph, devices: parts\n")
+    assert by_name(f"{file}:policy").__name__ == "policy"
+    assert by_name(f"{file}:made(parts=3)")(None, None) == 3
