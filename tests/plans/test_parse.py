@@ -1,5 +1,7 @@
 """Plans by name, with arguments, as on the command line."""
 
+from pathlib import Path
+
 import pytest
 
 from jscaler.errors import PlanError, UnknownNameError
@@ -27,16 +29,14 @@ def test_nothing_is_evaluated(text: str) -> None:
 def test_names_that_nothing_carries() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'megatron'"):
         by_name("megatrn(dp=2)")
-    with pytest.raises(
-        UnknownNameError, match=r"no argument named 'dpp' of plan 'megatron'; did you mean 'dp'\? known: dp, tp"
-    ):
+    with pytest.raises(UnknownNameError, match=r"no argument named 'dpp' of plan 'megatron'; did you mean 'dp'\?"):
         by_name("megatron(dpp=2)")
     with pytest.raises(PlanError, match="too many positional arguments; its arguments are none"):
         by_name("single(1)")
 
 
-def test_a_file_may_hold_a_policy_or_what_makes_one(tmp_path: pytest.TempPathFactory) -> None:
-    file = tmp_path / "own.py"  # type: ignore[operator]
+def test_a_file_may_hold_a_policy_or_what_makes_one(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
     file.write_text("def policy(graph, devices): ...\ndef made(parts):\n    return lambda graph, devices: parts\n")
     assert by_name(f"{file}:policy").__name__ == "policy"
     assert by_name(f"{file}:made(parts=3)")(None, None) == 3

@@ -42,9 +42,7 @@ def test_columns_are_found_whatever_the_rank() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(
-        SplitError, match=r"attn/key/kernel' cannot split factor 'dim 1' of size 4 into 8 parts; legal: 1, 2, 4"
-    ):
+    with pytest.raises(SplitError, match=r"attn/key/kernel' cannot .* 'dim 1' of size 4 into 8 parts; legal: 1, 2, 4"):
         planned(tensor_parallel(), gpt(), 8)
     with pytest.raises(UnknownNameError, match=r"pass tensor_parallel\(columns=\.\.\.\)"):
         planned(tensor_parallel(), mlp(), 4)
