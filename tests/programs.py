@@ -127,8 +127,8 @@ def reshape(d: Drawer, x: Any) -> StepFn | None:
         shape = d.pick((a * b, c), (a, b * c))
     else:
         axis = d.axis(x)
-        inner = d.pick(*divisors(x.shape[axis])[1:])
-        if x.ndim > 3 or inner == x.shape[axis]:
+        inner = d.pick(*divisors(x.shape[axis]))
+        if x.ndim > 3 or inner in (1, x.shape[axis]):
             return None
         shape = (*x.shape[:axis], x.shape[axis] // inner, inner, *x.shape[axis + 1 :])
     return lambda env, v: v.reshape(shape)
