@@ -3,6 +3,8 @@
 from jscaler import plans
 from jscaler.api import Compiled, Lowered, Parallelized, parallelize
 from jscaler.capture.gradient import grad, value_and_grad
+from jscaler.capture.op_rule import OpRule
+from jscaler.capture.user_op import op
 from jscaler.errors import (
     CaptureError,
     DataError,
@@ -10,18 +12,21 @@ from jscaler.errors import (
     JscalerError,
     OrderError,
     PlanError,
+    RuleError,
     SplitError,
     UnknownNameError,
     UnknownPrimitiveWarning,
     VerificationError,
 )
 from jscaler.primitives import Plan, Replicate, Split
+from jscaler.rules.user_rules import register_rule
 from jscaler.verification import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CaptureError", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OrderError", "Parallelized",
-    "Plan", "PlanError", "Replicate", "Split", "SplitError", "UnknownNameError", "UnknownPrimitiveWarning",
-    "VerificationError", "grad", "parallelize", "plans", "value_and_grad", "verify",
+    "CaptureError", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule", "OrderError",
+    "Parallelized", "Plan", "PlanError", "Replicate", "RuleError", "Split", "SplitError", "UnknownNameError",
+    "UnknownPrimitiveWarning", "VerificationError", "grad", "op", "parallelize", "plans", "register_rule",
+    "value_and_grad", "verify",
 ]  # fmt: skip

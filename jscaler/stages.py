@@ -8,9 +8,9 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
+from jscaler.capture.residuals import with_backward_bodies
 from jscaler.capture.trace import trace_step
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
@@ -114,7 +114,7 @@ def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices
 
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:
     """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
-    source = with_backward_bodies(captured.graph, captured.bodies)
+    source = with_backward_bodies(captured.graph, captured.bodies, plan.residuals, plan.split_factors)
     reopened = reopen(source, plan, captured.rules, captured.bodies)
     graph = reopened.graph
     orders = [d for d in reopened.plan.decisions if isinstance(d, Order)]

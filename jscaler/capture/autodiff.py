@@ -7,13 +7,12 @@
 Gradients that one tensor gets from several readers stay separate PTensors, joined by an explicit n-ary add.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 import jax.numpy as jnp
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Op, PTensor
 
 SUFFIX = "@backward"
 
@@ -81,14 +80,3 @@ def _active(forward: Iterable[Op], wrt: tuple[PTensor, ...]) -> set[PTensor]:
         if any(t in active for t in op.inputs):
             active.update(t for t in op.outputs if jnp.issubdtype(t.dtype, jnp.inexact))
     return active
-
-
-def with_backward_bodies(graph: Graph, bodies: BodyTable) -> Graph:
-    """``graph`` with every backward handle given its body, its inputs pruned to what that body reads."""
-    ops = []
-    for op in graph.ops:
-        if op.forward is not None and op.body is None:
-            body, kept = bodies.backward(op.forward, op)
-            op = dataclasses.replace(op, body=body, inputs=tuple(op.inputs[i] for i in kept))
-        ops.append(op)
-    return dataclasses.replace(graph, ops=tuple(ops))

@@ -1,15 +1,35 @@
 """Interned op bodies, and their backward bodies. Equal fragments (equal layers) share one Body object."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, fingerprint, make_jaxpr, trace_flat
+from jscaler.capture.jaxprs import evaluate, fingerprint, make_jaxpr, open_jaxpr, trace_flat
+from jscaler.capture.saving import Leaf, Saving, trace_saving, vjp_of
+from jscaler.capture.user_bodies import UserBody, holds_user_op
+from jscaler.capture.user_op import op_p, traced
+from jscaler.capture.user_vjp import reads_of
 from jscaler.ir import Body, Op
+
+CUSTOM_VJP = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+@dataclass(frozen=True)
+class SavedBodies:
+    """A forward that hands out residuals behind its results, and the backward that reads them.
+
+    Attributes:
+        residuals: their abstract values.
+        kept: which the backward reads, of: the forward's inputs, its results, the residuals, the cotangents.
+    """
+
+    forward: Body
+    residuals: tuple[Any, ...]
+    backward: Body
+    kept: tuple[int, ...]
 
 
 @dataclass
@@ -18,6 +38,7 @@ class BodyTable:
 
     bodies: dict[Any, Body] = field(default_factory=dict)
     backwards: dict[Any, tuple[Body, tuple[int, ...]]] = field(default_factory=dict)
+    saves: dict[Any, SavedBodies] = field(default_factory=dict)
 
     def intern(self, jaxpr: core.Jaxpr) -> Body:
         """The one Body of all jaxprs that equal ``jaxpr``."""
@@ -43,34 +64,72 @@ class BodyTable:
         outputs = tuple(i for i, _ in handle.cotangents)
         key = (forward.body, handle.gradients, outputs)
         if key not in self.backwards:
-            jaxpr = forward.body.jaxpr
-            seen = [e for e in jaxpr.eqns if e.outvars]  # a debug print is the forward's alone
-            quiet = make_jaxpr(seen, jaxpr.invars, jaxpr.outvars, jaxpr)
-            self.backwards[key] = self._differentiate(quiet, handle.gradients, outputs)
+            body, wrt = _quiet(forward.body.jaxpr), handle.gradients
+            if holds_user_op(body):
+                fun = UserBody(body, wrt, outputs).backward()
+            else:
+                fun = vjp_of(lambda *xs: evaluate(body, xs), len(body.invars), wrt, outputs)
+            avals = [v.aval for v in body.invars] + [body.outvars[i].aval for i in outputs]
+            self.backwards[key] = self._pruned(fun, avals)
         return self.backwards[key]
 
-    def _differentiate(
-        self, jaxpr: core.Jaxpr, wrt: tuple[int, ...], outputs: tuple[int, ...]
-    ) -> tuple[Body, tuple[int, ...]]:
-        num_inputs = len(jaxpr.invars)
+    def saved(self, forward: Op, handle: Op) -> SavedBodies:
+        """The forward body that hands out the residuals of its vjp, and the backward body that reads them."""
+        assert forward.body is not None
+        outputs = tuple(i for i, _ in handle.cotangents)
+        key = (forward.body, handle.gradients, outputs)
+        if key not in self.saves:
+            body = forward.body.jaxpr
+            ins, outs = [v.aval for v in body.invars], [v.aval for v in body.outvars]
+            if holds_user_op(body):
+                run, fun = UserBody(body, handle.gradients, outputs).saved()
+                made = trace_flat(run, ins)
+            else:
+                saving = trace_saving(lambda *xs: evaluate(body, xs), ins, handle.gradients, outputs)
+                made, fun = saving.jaxpr, _apply(saving, len(ins), len(outs))
+            residuals = tuple(v.aval for v in made.outvars[len(outs) :])
+            backward, kept = self._pruned(fun, [*ins, *outs, *residuals, *(outs[i] for i in outputs)])
+            self.saves[key] = SavedBodies(self.intern(made), residuals, backward, kept)
+        return self.saves[key]
 
-        def backward(*args: Any) -> list[Any]:
-            inputs, cotangents = args[:num_inputs], args[num_inputs:]
-
-            def selected(*diff: Any) -> list[Any]:
-                full = list(inputs)
-                for i, value in zip(wrt, diff, strict=True):
-                    full[i] = value
-                results = evaluate(jaxpr, full)
-                return [results[i] for i in outputs]
-
-            _, vjp = jax.vjp(selected, *(inputs[i] for i in wrt))
-            return list(vjp(list(cotangents)))
-
-        avals = [v.aval for v in jaxpr.invars] + [jaxpr.outvars[i].aval for i in outputs]
-        traced = trace_flat(backward, avals)
-        read = {v for e in traced.eqns for v in e.invars if isinstance(v, core.Var)}
-        read |= {v for v in traced.outvars if isinstance(v, core.Var)}
-        kept = tuple(i for i, v in enumerate(traced.invars) if v in read)
+    def _pruned(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Body, tuple[int, ...]]:
+        """The body of ``fun`` without the inputs that it does not read, and which it reads."""
+        traced = trace_flat(fun, avals)
+        kept = tuple(sorted(reads_of(traced)))
         pruned = make_jaxpr(traced.eqns, [traced.invars[i] for i in kept], traced.outvars, traced)
         return self.intern(pruned), kept
+
+
+def holds_custom_vjp(jaxpr: core.Jaxpr) -> bool:
+    """Whether a body's own derivative has residuals of its own making, so that they are better saved."""
+    return any(_is_custom(e) for e in jaxpr.eqns)
+
+
+def _is_custom(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive is not op_p:
+        return eqn.primitive.name in CUSTOM_VJP
+    inner = traced(eqn.params["call"], [v.aval for v in eqn.invars])[0]
+    return any(e.primitive.name in CUSTOM_VJP for e in _all_equations(inner))
+
+
+def _all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _all_equations(open_jaxpr(inner)[0])
+
+
+def _quiet(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Without what gives no result: a debug print is the forward's alone."""
+    return make_jaxpr([e for e in jaxpr.eqns if e.outvars], jaxpr.invars, jaxpr.outvars, jaxpr)
+
+
+def _apply(saving: Saving, num_inputs: int, num_outputs: int) -> Callable[..., list[Any]]:
+    """The gradients as a function of the forward's inputs, results and residuals, and the cotangents."""
+    kinds = [("input", num_inputs), ("output", num_outputs), ("residual", len(saving.residuals))]
+    places = [Leaf(kind, i) for kind, count in kinds for i in range(count)]  # type: ignore[arg-type]
+
+    def run(*args: Any) -> list[Any]:
+        return saving.apply(dict(zip(places, args, strict=False)), args[len(places) :])
+
+    return run

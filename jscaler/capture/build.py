@@ -10,6 +10,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fragments import Fragment, fragments
 from jscaler.capture.jaxprs import Atom, live_equations, make_jaxpr
 from jscaler.capture.names import PathNames, common_root, function_name
+from jscaler.capture.residuals import default_residuals
 from jscaler.capture.trace import Trace
 from jscaler.ir import GradientCall, Graph, Op, PTensor
 from jscaler.ir.graph import RuleSource
@@ -111,7 +112,8 @@ class _Builder:
             self.tensors[var] = PTensor(f"{path}:{i}", var.aval)
         body = self.bodies.intern(make_jaxpr(full, invars, outvars, self.step.source))
         outputs = tuple(self.tensors[v] for v in outvars)
-        return Op(path, self._kind(fragment.call), inputs, outputs, body, eqns[0].source_info, fragment.call)
+        op = Op(path, self._kind(fragment.call), inputs, outputs, body, eqns[0].source_info, fragment.call)
+        return dataclasses.replace(op, residuals=default_residuals(op))
 
     def _with_generated(self, eqns: Sequence[core.JaxprEqn], outvars: Sequence[Atom]) -> list[core.JaxprEqn]:
         """``eqns`` behind copies of the input-free equations that they or ``outvars`` read, dead ones dropped."""

@@ -20,7 +20,17 @@ from jscaler.capture.trace import TaggedEquation, Trace, TracedCall
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Constructs that stay one op of their own.
 ALONE = frozenset(
-    {"scan", "while", "cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint", "pallas_call"}
+    {
+        "scan",
+        "while",
+        "cond",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "remat2",
+        "checkpoint",
+        "pallas_call",
+        "jscaler_op",
+    }
 )
 MOVEMENTS = frozenset({"reshape", "broadcast_in_dim", "convert_element_type", "transpose", "squeeze"})
 # What a fragment must not hold to be a mere preparation (a cast, a mask, a reshape) of the one that reads it.

@@ -7,6 +7,7 @@ import jax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import inner_jaxpr
+from jscaler.capture.user_op import op_p
 
 # The primitive that names a fragment is its weightiest: the first of these it holds, else its last one.
 WEIGHTY = tuple(
@@ -23,6 +24,8 @@ def function_name(eqns: Sequence[core.JaxprEqn]) -> str:
     """One word for what a group of equations does; functions with custom derivatives are named by their inside."""
     primitives: list[str] = []
     for eqn in eqns:
+        if eqn.primitive is op_p:
+            return eqn.params["call"].name
         name = eqn.primitive.name
         primitives.append(function_name(inner_jaxpr(eqn)[0].eqns) if name in TRANSPARENT else name)
     weighty = next((name for name in WEIGHTY if name in primitives), primitives[-1])

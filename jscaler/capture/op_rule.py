@@ -30,6 +30,7 @@ class Matched:
         blocked: factor -> why it cannot be split.
         reduce: factor -> how the shares of the results that lack it are joined.
         linear: how value shares of operands pass; see `OpRule`.
+        text: the rule as it was written.
     """
 
     operands: tuple[Words, ...]
@@ -38,6 +39,7 @@ class Matched:
     blocked: tuple[tuple[str, str], ...] = ()
     reduce: tuple[tuple[str, Combiner], ...] = ()
     linear: str = ""
+    text: str = ""
 
     def open(self) -> list[str]:
         """The factors that may be split."""
@@ -134,6 +136,8 @@ class OpRule:
                 raise RuleError(self.text, f"reduce={{'{name}': {combiner!r}}}: known are {', '.join(COMBINERS)}")
             if all(_carries(words, name) for words in self.results):
                 raise RuleError(self.text, f"every result carries '{name}', so it is not reduced")
+        if len(set(dict(self.reduce).values())) > 1:
+            raise RuleError(self.text, "the factors of one op are joined in one way: reduce= has several")
         if self.linear not in LINEAR:
             raise RuleError(self.text, f"linear={self.linear!r}: known are {', '.join(filter(None, LINEAR))}")
 
@@ -170,7 +174,7 @@ class OpRule:
         known = tuple((n, s) for n, s in found.items() if n in used)
         combined: Mapping[str, Combiner] = dict(self.reduce)
         reduce = tuple((n, combined.get(n, "add")) for n, _ in known if not all(_carries(w, n) for w in outs))
-        return Matched(ins, outs, known, tuple(self._reasons(ins, outs, used)), reduce, self.linear)
+        return Matched(ins, outs, known, tuple(self._reasons(ins, outs, used)), reduce, self.linear, self.text)
 
     def _expanded(self, words: Words, sizes: tuple[int, ...], where: str, who: str) -> Words:
         rest = len(sizes) - len(words) + 1
@@ -225,7 +229,11 @@ class OpRule:
     def _reasons(self, ins: tuple[Words, ...], outs: tuple[Words, ...], used: set[str]) -> Iterable[tuple[str, str]]:
         for name in self.blocked.split():
             yield name, "its rule says that it cannot be split"
+        combiner = next(iter(dict(self.reduce).values()), "add")
         for name in sorted(used - set(self.blocked.split())):
+            reduced = name not in dict(self.reduce) and outs and not any(_carries(w, name) for w in outs)
+            if reduced and combiner != "add":
+                yield name, f"the shares of this op are joined by {combiner}, and reduce= does not name it"
             if not any(_carries(w, name) for w in ins):
                 yield name, "no operand carries it, so the function cannot tell a part's size"
             without = [i for i, w in enumerate(outs) if not _carries(w, name)]

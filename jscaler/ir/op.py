@@ -13,6 +13,7 @@ from jscaler.ir.tensor import PTensor
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames of jscaler itself are nobody's model
 OpKind = Literal["forward", "backward", "update"]
+Residuals = Literal["inputs", "saved"]
 
 
 def user_line(source_info: Any) -> str:
@@ -65,6 +66,8 @@ class Op:
         cotangents: on a backward op, the gradient PTensors of ``forward``'s outputs, by output index.
         gradients: on a backward op, which inputs of ``forward`` its outputs belong to.
         named: names of its factors, where it is a piece of another op.
+        residuals: what its backward reads: its ``inputs``, or residuals that it has ``saved`` behind its outputs.
+        primal: on a forward op that saves residuals, the body it had before.
     """
 
     path: str
@@ -79,6 +82,8 @@ class Op:
     cotangents: tuple[tuple[int, PTensor], ...] = field(default=(), compare=False, repr=False)
     gradients: tuple[int, ...] = field(default=(), compare=False, repr=False)
     named: FactorNames | None = field(default=None, compare=False, repr=False)
+    residuals: Residuals = field(default="inputs", compare=False, repr=False)
+    primal: Body | None = field(default=None, compare=False, repr=False)
 
     @property
     def source(self) -> str:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-Role = str  # "input" | "constant" | "activation" | "gradient"
+Role = str  # "input" | "constant" | "activation" | "gradient" | "residual"
 
 
 @dataclass(frozen=True)

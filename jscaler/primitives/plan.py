@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass
 
 from jscaler.ir import Place
+from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import GridAxis
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
@@ -65,7 +66,18 @@ class ReduceDtype:
         return f"reduce_dtype {self.dtype}"
 
 
-Decision = Trans | Assign | Order | ReduceDtype
+@dataclass(frozen=True)
+class SaveResiduals:
+    """The backward of an op reads its ``inputs``, or residuals that its forward has ``saved``."""
+
+    op: str
+    mode: Residuals
+
+    def __str__(self) -> str:
+        return f"residuals {self.op} {self.mode}"
+
+
+Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,20 @@ class Plan:
     def reduce_dtype(self) -> str | None:
         """The dtype in which gradients are added between devices; None for their own."""
         return next((d.dtype for d in reversed(self.decisions) if isinstance(d, ReduceDtype)), None)
+
+    @property
+    def residuals(self) -> dict[str, Residuals]:
+        """By path of the forward op what its backward reads, where the plan says so."""
+        return {d.op: d.mode for d in self.decisions if isinstance(d, SaveResiduals)}
+
+    @property
+    def split_factors(self) -> dict[str, list[str]]:
+        """By path the factors that the plan splits."""
+        found: dict[str, list[str]] = {}
+        for decision in self.decisions:
+            if isinstance(decision, Trans):
+                found.setdefault(decision.op, []).extend(a.factor for a in decision.axes if a.factor and a.parts > 1)
+        return found
 
     @property
     def digest(self) -> str:

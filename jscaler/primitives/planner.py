@@ -9,9 +9,10 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, Place
+from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.plan import Assign, Decision, Order, Plan, ReduceDtype, Trans
+from jscaler.primitives.plan import Assign, Decision, Order, Plan, ReduceDtype, SaveResiduals, Trans
 
 
 class Policy(Protocol):
@@ -134,6 +135,24 @@ class Planner:
         if jax.dtypes.canonicalize_dtype(known) != known:
             raise PlanError(f"reduce_dtype {known.name} needs jax.config.update('jax_enable_x64', True)")
         self._decisions.append(ReduceDtype(known.name))
+
+    def residuals(self, op: Op | Grid | str, mode: Residuals) -> None:
+        """Say what the backward of a forward op reads of it.
+
+        Args:
+            mode: ``"inputs"``: what it needs is computed again from the forward's inputs, and merged with the forward
+                where both run in one program; ``"saved"``: the forward hands it out. Where an op holds a ``custom_vjp``,
+                saved is the default, for its forward would run twice.
+
+        Raises:
+            PlanError: no such mode, or no gradient flows through the op.
+        """
+        known = self.graph[op] if isinstance(op, str) else op.op if isinstance(op, Grid) else op
+        if mode not in ("inputs", "saved"):
+            raise PlanError(f"'{known.path}': residuals are 'inputs' or 'saved', not {mode!r}")
+        if known.kind != "forward" or known.backward is None:
+            raise PlanError(f"'{known.path}' is a {known.kind} op without a backward, so it has no residuals to speak of")
+        self._decisions.append(SaveResiduals(known.path, mode))
 
     def plan(self, name: str) -> Plan:
         """The decisions so far."""

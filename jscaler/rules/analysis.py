@@ -13,6 +13,7 @@ from jscaler.rules.atoms import Atoms
 from jscaler.rules.fold import fold_pads
 from jscaler.rules.registry import TABLE
 from jscaler.rules.table import Dims, Spec
+from jscaler.rules.user_rules import user_spec
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def _unify_tensor(atoms: Atoms, mine: Sequence[list[int]], tensor: Dims, labels:
 
 def _spec(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
     name = eqn.primitive.name
+    if (spec := user_spec(eqn)) is not None:
+        return spec
     if name in TABLE:
         return TABLE[name](eqn)
     if name not in warned:

@@ -7,6 +7,7 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, inline, trace_flat
+from jscaler.capture.user_op import op_p
 from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
@@ -16,6 +17,7 @@ from jscaler.rules.derive import derive_rule
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reach import reached_factors
+from jscaler.rules.user_rules import user_names
 
 
 @dataclass
@@ -68,14 +70,17 @@ class RuleBook:
                 # Traced again like the backward body and the parts: calls opened, casts of literals folded. Otherwise
                 # value numbering would not see that the backward's recomputation is the same arithmetic.
                 body = op.body.jaxpr
-                retraced = trace_flat(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
+                if any(e.primitive is op_p for e in body.eqns):
+                    retraced = inline(Localizer(self.analysis(op.body), {}).run())
+                else:
+                    retraced = trace_flat(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
                 self._locals[op.body, ()] = (retraced, ())
             return self._locals[op.body, ()][0], ()
         groups = self.groups(op)
         key = (op.body, tuple(sorted((groups[f], n) for f, n in split.items())))
         if key not in self._locals:
             localizer = Localizer(self.analysis(op.body), {leaf: n for f, n in split.items() for leaf in groups[f]})
-            self._locals[key] = (localizer.run(), localizer.leaves)
+            self._locals[key] = (inline(localizer.run()), localizer.leaves)
         jaxpr, leaves = self._locals[key]
         name = {leaf: f for f in split for leaf in groups[f]}
         return jaxpr, tuple(name[leaf] for leaf in leaves)
@@ -105,8 +110,10 @@ class RuleBook:
             given = _names_from_forward(self.rule(op.forward), op)
         key = (op.body, given)
         if key not in self._rules:
-            names = {} if given is None else self._shared_names(op.body, given)
-            self._rules[key] = derive_rule(self.analysis(op.body), names, given.reserved if given else ())
+            analysis = self.analysis(op.body)
+            own = user_names(analysis.jaxpr.eqns, analysis.leaves)
+            names = own if given is None else self._shared_names(op.body, given)
+            self._rules[key] = derive_rule(analysis, names, given.reserved if given else ())
         return self._rules[key]
 
     def _shared_names(self, body: Body, given: FactorNames) -> dict[int, str]:
@@ -134,10 +141,12 @@ def _combiner(states: Mapping[core.Var, str], atom: Any) -> Any:
 
 
 def _tensor_factors(forward: Rule, op: Op, tensor: PTensor) -> TensorFactors:
-    """The forward factors on a tensor of a backward op: an input of the forward, a cotangent, or a gradient."""
+    """The forward factors on a tensor of a backward op: what the forward reads or makes, a cotangent, or a gradient."""
     assert op.forward is not None
     if tensor in op.forward.inputs:
         return forward.operands[op.forward.inputs.index(tensor)]
+    if tensor in op.forward.outputs:
+        return forward.results[op.forward.outputs.index(tensor)]
     for index, cotangent in op.cotangents:
         if cotangent == tensor:
             return forward.results[index]

@@ -20,6 +20,7 @@ from jscaler.rules.analysis import Analysis
 from jscaler.rules.halo import Wants, slid_along, wants, window_of
 from jscaler.rules.table import Spec
 from jscaler.rules.window_parts import crop, run_windowed
+from jscaler.rules.user_rules import bind_part
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
 
@@ -91,7 +92,14 @@ class Localizer:
             params.update(SHAPED[eqn.primitive.name](self, eqn))
         return [run_windowed(self, eqn, values, params, slid)]
 
+    def subdims(self, var: core.Var) -> list[list[tuple[int, int]]]:
+        """Per dim of ``var`` its sub-dims, major first: size and parts."""
+        sizes = self.analysis.atoms.size
+        return [[(sizes[leaf], self.parts.get(leaf, 1)) for leaf in dim] for dim in self.analysis.leaves(var)]
+
     def _bind(self, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        if (results := bind_part(eqn, values, self.subdims)) is not None:
+            return results
         name = eqn.primitive.name
         out = eqn.outvars[0]
         if name in SPECIAL and self.shape(out) != shape(out):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jscaler
-from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
+from jscaler.capture.residuals import with_backward_bodies
 from jscaler.ir import Graph, PTensor
 
 

@@ -15,8 +15,8 @@ from jax import lax
 from reference import check_graph
 
 import jscaler
-from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.residuals import with_backward_bodies
 
 rng = np.random.default_rng(0)
 

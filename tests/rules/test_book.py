@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler.capture.autodiff import with_backward_bodies
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate, fingerprint, trace_flat
+from jscaler.capture.residuals import with_backward_bodies
 from jscaler.ir import Body, Graph, Op, PTensor
 from jscaler.rules.book import RuleBook
 
