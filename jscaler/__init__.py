@@ -20,7 +20,7 @@ from jscaler.errors import (
 )
 from jscaler.primitives import Plan, Replicate, Split
 from jscaler.rules.user_rules import register_rule
-from jscaler.verification import verify
+from jscaler.verification import verify, verify_rule
 
 __version__ = "0.1.0"
 
@@ -28,5 +28,5 @@ __all__ = [
     "CaptureError", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule", "OrderError",
     "Parallelized", "Plan", "PlanError", "Replicate", "RuleError", "Split", "SplitError", "UnknownNameError",
     "UnknownPrimitiveWarning", "VerificationError", "grad", "op", "parallelize", "plans", "register_rule",
-    "value_and_grad", "verify",
+    "value_and_grad", "verify", "verify_rule",
 ]  # fmt: skip

@@ -56,36 +56,42 @@ class BodyTable:
         return self.traced(lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
 
     def backward(self, forward: Op, handle: Op) -> tuple[Body, tuple[int, ...]]:
-        """The backward body of a forward op, and which of the handle's inputs it reads.
-
-        It is ``jax.vjp`` of the whole forward body (custom derivatives intact), pruned to what the gradients need.
-        """
+        """The backward body of a forward op, and which of the handle's inputs it reads."""
         assert forward.body is not None
-        outputs = tuple(i for i, _ in handle.cotangents)
-        key = (forward.body, handle.gradients, outputs)
+        return self.backward_of(forward.body, handle.gradients, tuple(i for i, _ in handle.cotangents))
+
+    def backward_of(self, body: Body, wrt: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[Body, tuple[int, ...]]:
+        """The gradients of a body by its inputs ``wrt``, and which inputs and cotangents of ``outputs`` they read.
+
+        It is ``jax.vjp`` of the whole body (custom derivatives intact), pruned to what the gradients need.
+        """
+        key = (body, wrt, outputs)
         if key not in self.backwards:
-            body, wrt = _quiet(forward.body.jaxpr), handle.gradients
-            if holds_user_op(body):
-                fun = UserBody(body, wrt, outputs).backward()
+            quiet = _quiet(body.jaxpr)
+            if holds_user_op(quiet):
+                fun = UserBody(quiet, wrt, outputs).backward()
             else:
-                fun = vjp_of(lambda *xs: evaluate(body, xs), len(body.invars), wrt, outputs)
-            avals = [v.aval for v in body.invars] + [body.outvars[i].aval for i in outputs]
+                fun = vjp_of(lambda *xs: evaluate(quiet, xs), len(quiet.invars), wrt, outputs)
+            avals = [v.aval for v in quiet.invars] + [quiet.outvars[i].aval for i in outputs]
             self.backwards[key] = self._pruned(fun, avals)
         return self.backwards[key]
 
     def saved(self, forward: Op, handle: Op) -> SavedBodies:
-        """The forward body that hands out the residuals of its vjp, and the backward body that reads them."""
+        """The forward body of an op that hands out the residuals of its vjp, and the backward body that reads them."""
         assert forward.body is not None
-        outputs = tuple(i for i, _ in handle.cotangents)
-        key = (forward.body, handle.gradients, outputs)
+        return self.saved_of(forward.body, handle.gradients, tuple(i for i, _ in handle.cotangents))
+
+    def saved_of(self, body: Body, wrt: tuple[int, ...], outputs: tuple[int, ...]) -> SavedBodies:
+        """A body with residuals, and its gradients from them."""
+        key = (body, wrt, outputs)
         if key not in self.saves:
-            body = forward.body.jaxpr
-            ins, outs = [v.aval for v in body.invars], [v.aval for v in body.outvars]
-            if holds_user_op(body):
-                run, fun = UserBody(body, handle.gradients, outputs).saved()
+            jaxpr = body.jaxpr
+            ins, outs = [v.aval for v in jaxpr.invars], [v.aval for v in jaxpr.outvars]
+            if holds_user_op(jaxpr):
+                run, fun = UserBody(jaxpr, wrt, outputs).saved()
                 made = trace_flat(run, ins)
             else:
-                saving = trace_saving(lambda *xs: evaluate(body, xs), ins, handle.gradients, outputs)
+                saving = trace_saving(lambda *xs: evaluate(jaxpr, xs), ins, wrt, outputs)
                 made, fun = saving.jaxpr, _apply(saving, len(ins), len(outs))
             residuals = tuple(v.aval for v in made.outvars[len(outs) :])
             backward, kept = self._pruned(fun, [*ins, *outs, *residuals, *(outs[i] for i in outputs)])

@@ -89,9 +89,11 @@ def _lost(graph: Graph, op: Op, pair: tuple[Op, Op], split: Iterable[str] | None
     before, after = graph.rule(op), graph.rule(pair[0])
     for name in before.factors if split is None else split:
         old, new = before.factors[name], after.factors.get(name)
-        if old.kind == "blocked":
+        if not old.splittable or (split is None and old.kind == "blocked"):
             continue
-        shares = [rule.shares.get((name, i)) for rule in (before, after) for i in range(len(op.outputs))]
-        if new is None or new.kind == "blocked" or shares[: len(op.outputs)] != shares[len(op.outputs) :]:
+        shares = [[rule.shares.get((name, i)) for i in range(len(op.outputs))] for rule in (before, after)]
+        both_open = new is not None and "blocked" not in (old.kind, new.kind)
+        reopened = new is not None and new.splittable and split is not None
+        if not (both_open and shares[0] == shares[1]) and not (reopened and not both_open):
             return f"'{name}'" + (f" ({new.reason})" if new and new.reason else "")
     return ""

@@ -13,7 +13,7 @@ from jscaler.rules.atoms import Atoms
 from jscaler.rules.fold import fold_pads
 from jscaler.rules.registry import TABLE
 from jscaler.rules.table import Dims, Spec
-from jscaler.rules.user_rules import user_spec
+from jscaler.rules.user_rules import shown_name, user_spec
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:
             _unify_tensor(atoms, mine, tensor, labels, eqn.primitive.name)
         for label, reason in spec.blocked.items():
             if label in labels:
-                atoms.block([labels[label]], f"at {eqn.primitive.name} {reason}")
+                atoms.block([labels[label]], f"at {shown_name(eqn)} {reason}")
     return Analysis(jaxpr, tuple(specs), atoms, dims, _known_zeros(jaxpr))
 
 

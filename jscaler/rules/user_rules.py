@@ -74,6 +74,11 @@ def user_spec(eqn: core.JaxprEqn) -> Spec | None:
     return None if matched is None else _spec(matched, [shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars])
 
 
+def shown_name(eqn: core.JaxprEqn) -> str:
+    """What messages call an equation: its primitive; a user's op by its function."""
+    return eqn.params["call"].name if eqn.primitive is op_p else eqn.primitive.name
+
+
 def matched_rule(eqn: core.JaxprEqn) -> Matched | None:
     """The rule that a user wrote for an equation, at its shapes."""
     shapes = [shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars]

@@ -12,11 +12,12 @@ import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from jax import lax
-from parts import Fragment, backward, check, check_both, check_splits, fragment
+from parts import backward, check, check_both, check_splits, fragment
 
 from jscaler import UnknownPrimitiveWarning
 from jscaler.errors import divisors
 from jscaler.rules.interpret import Blocked, interpret
+from jscaler.verification.parts import Fragment
 
 rng = np.random.default_rng(3)
 

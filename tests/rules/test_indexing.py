@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from parts import Fragment, backward, check, check_both, fragment
+from parts import backward, check, check_both, fragment
+
+from jscaler.verification.parts import Fragment
 
 rng = np.random.default_rng(1)
 table = rng.normal(size=(6, 4))

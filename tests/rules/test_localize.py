@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parts import Fragment, check, check_both, check_splits, fragment
+from parts import check, check_both, check_splits, fragment
 
-from jscaler.rules.localize import Localizer
+from jscaler.verification.parts import Fragment
 
 rng = np.random.default_rng(2)
 x = rng.normal(size=(4, 6))
@@ -17,7 +17,7 @@ key = jax.random.key(5)
 
 
 def local(made: Fragment, **parts: int) -> Any:
-    return Localizer(made.analysis, {made.leaves[f]: n for f, n in parts.items()}).run()
+    return made.local(parts)
 
 
 DRAWS: dict[str, Callable[..., Any]] = {

@@ -1,0 +1,237 @@
+"""Whole against parts: run a fragment's local program on every part, and put the results together again.
+
+This is what a rule promises; `jscaler.verify_rule` takes it at its word.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jscaler.capture.jaxprs import evaluate, inline, trace_flat
+from jscaler.errors import VerificationError
+from jscaler.ir import Halo, Rule
+from jscaler.ir.rule import TensorFactors
+from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.derive import derive_rule
+from jscaler.rules.localize import Localizer
+from jscaler.rules.user_rules import user_names
+
+COMBINE = {"add": np.add, "max": np.maximum, "min": np.minimum}
+# Compiling is all that these checks spend: the least of it will do.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+TOLERANCE = {"float64": 1e-11, "complex128": 1e-11, "float32": 2e-5, "complex64": 2e-5, "bfloat16": 4e-2, "float16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A traced function with its rule."""
+
+    analysis: Analysis
+    rule: Rule
+
+    @staticmethod
+    def of(jaxpr: core.Jaxpr) -> "Fragment":
+        analysis = analyse(inline(jaxpr))
+        return Fragment(analysis, derive_rule(analysis, user_names(analysis.jaxpr.eqns, analysis.leaves))[0])
+
+    @staticmethod
+    def traced(fun: Callable[..., Any], *args: Any) -> "Fragment":
+        """Of a function of arrays to any tree."""
+        return Fragment.of(trace_flat(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args]))
+
+    @property
+    def primitives(self) -> set[str]:
+        return {e.primitive.name for e in self.analysis.jaxpr.eqns}
+
+    @property
+    def leaves(self) -> dict[str, tuple[int, ...]]:
+        """Factor name -> leaf atoms."""
+        jaxpr = self.analysis.jaxpr
+        found: dict[str, dict[int, None]] = {}
+        for var, dims in zip((*jaxpr.invars, *jaxpr.outvars), (*self.rule.operands, *self.rule.results), strict=True):
+            if isinstance(var, core.Var):
+                for names, leaves in zip(dims, self.analysis.leaves(var), strict=True):
+                    for name, leaf in zip(names, leaves, strict=True):
+                        found.setdefault(name, {})[leaf] = None
+        return {name: tuple(leaves) for name, leaves in found.items()}
+
+    @property
+    def open(self) -> dict[str, int]:
+        """The factors that may be split, with their sizes."""
+        return {f.name: f.size for f in self.rule.factors.values() if f.kind != "blocked"}
+
+    def blocked(self, operand: int, dim: int) -> str:
+        """Why the one factor of an operand's dim is blocked; empty if it is not."""
+        (name,) = self.rule.operands[operand][dim]
+        return self.rule.factors[name].reason
+
+    def local(self, split: Mapping[str, int]) -> core.Jaxpr:
+        """The program of one part; it takes the part's index along each factor, last."""
+        return Localizer(self.analysis, {leaf: n for f, n in split.items() for leaf in self.leaves[f]}).run()
+
+
+def compare_splits(
+    made: Fragment, args: Any, splits: Sequence[Mapping[str, int]], exact: bool = False, one_by_one: bool = False
+) -> list[float]:
+    """Whole against parts for each of ``splits``: factor -> number of parts.
+
+    Args:
+        exact: no rounding is allowed.
+        one_by_one: run the parts one after another (``lax.map``), for what cannot be batched.
+
+    Returns:
+        For each split the largest difference of any result, as a fraction of the result's largest element.
+
+    Raises:
+        VerificationError: the rule lies: which result of which split, and by how much.
+    """
+    locals_ = [made.local(split) for split in splits]
+    args = [x if is_key(x) else np.asarray(x) for x in args]  # cut by numpy: it compiles nothing
+    stacks = [_stacked(made, args, split) for split in splits]
+
+    # One program for all: what takes time here is compiling.
+    def run(args: Any, operands: Any) -> Any:
+        pairs = zip(locals_, operands, stacks, strict=True)
+        each = [_every_part(local, own, axes, one_by_one) for local, own, (_, axes) in pairs]
+        return evaluate(made.analysis.jaxpr, args), each
+
+    whole, each = jax.jit(run, compiler_options=QUICK)(args, [own for own, _ in stacks])
+    found = []
+    for split, results in zip(splits, each, strict=True):
+        shown = f"{made.rule} with {', '.join(f'{f} in {n} parts' for f, n in split.items())}"
+        largest = [0.0]
+        for i, (expected, parts) in enumerate(zip(map(_plain, whole), map(_plain, results), strict=True)):
+            joined = _join(i, parts, made.rule, split, expected.shape, shown)
+            largest.append(compare(expected, joined, f"{shown}: result {i}", exact))
+        found.append(max(largest))
+    return found
+
+
+def _every_part(local: core.Jaxpr, operands: Sequence[Any], axes: Sequence[int | None], one_by_one: bool) -> list[Any]:
+    """The results of all parts, stacked: one ``vmap``; bits one part after another, since ``vmap`` may change them."""
+
+    def one(stacked: Sequence[Any]) -> list[Any]:
+        rest = iter(stacked)
+        return evaluate(local, [x if axis is None else next(rest) for x, axis in zip(operands, axes, strict=True)])
+
+    stacked = [x for x, axis in zip(operands, axes, strict=True) if axis is not None]
+    draws = any("random" in e.primitive.name or "threefry" in e.primitive.name for e in local.eqns)
+    return lax.map(one, stacked) if draws or one_by_one else jax.vmap(one)(stacked)
+
+
+def _stacked(made: Fragment, args: Any, parts: Mapping[str, int]) -> tuple[list[Any], tuple[int | None, ...]]:
+    """The operands of all parts, stacked where they differ, then the parts' indices; and what is stacked."""
+    rule = made.rule
+    places = list(itertools.product(*map(range, parts.values())))
+    operands, axes = [], []
+    for number, (x, dims) in enumerate(zip(args, rule.operands, strict=True)):
+        if parts.keys() & {name for names in dims for name in names}:
+            halos = {d: (f, halo) for (f, i, d), halo in rule.halos.items() if i == number and f in parts}
+            own = [_cut(x, dims, rule, parts, dict(zip(parts, place, strict=True)), halos) for place in places]
+            operands.append(jnp.stack(own) if is_key(x) else np.stack(own))
+            axes.append(0)
+        else:
+            operands.append(x)
+            axes.append(None)
+    columns = zip(parts, zip(*places, strict=True), strict=True)
+    index = [np.array(column, np.int32) for f, column in columns for _ in made.leaves[f]]
+    return [*operands, *index], (*axes, *(0 for _ in index))
+
+
+def _cut(
+    x: Any,
+    dims: TensorFactors,
+    rule: Rule,
+    parts: Mapping[str, int],
+    place: Mapping[str, int],
+    halos: Mapping[int, tuple[str, Halo]],
+) -> Any:
+    """One part of an operand: its dims refined, cut at its factors, flattened again; and the rows of its halos."""
+    if halos:
+        (dim, (name, halo)), *rest = halos.items()
+        assert dims[dim][0] == name, f"{name} is not the major factor of {dims[dim]}, so its parts have no neighbours"
+        width, own = [(0, 0)] * x.ndim, x.shape[dim] // parts[name]
+        width[dim] = (halo.before, halo.after)
+        start = place[name] * own
+        rows = np.take(np.pad(x, width), range(start, start + own + halo.before + halo.after), dim)
+        less = tuple(() if d == dim else names for d, names in enumerate(dims))
+        return _cut(rows, less, rule, parts, place, dict(rest))
+    refined, where, local = [], [], []
+    for names, size in zip(dims, x.shape, strict=True):
+        sizes = [rule.factors[n].size for n in names] or [size]
+        names = names or ("",)
+        assert math.prod(sizes) == size, f"{names} do not make a dim of {size}"
+        refined += sizes
+        own = [s // parts.get(n, 1) for n, s in zip(names, sizes, strict=True)]
+        where += [slice(o * place.get(n, 0), o * (place.get(n, 0) + 1)) for n, o in zip(names, own, strict=True)]
+        local.append(math.prod(own))
+    return x.reshape(refined)[tuple(where)].reshape(local)
+
+
+def _join(result: int, values: Any, rule: Rule, parts: Mapping[str, int], shape: tuple[int, ...], shown: str) -> Any:
+    """The whole result from those of all parts."""
+    names = [n for dim in rule.results[result] for n in dim]
+    local = [rule.factors[n].size // parts.get(n, 1) for n in names]
+    if values[0].size != math.prod(local):
+        raise VerificationError(f"{shown}: result {result} of a part has shape {values[0].shape}")
+    found = [x.reshape(local) for x in values]
+    for name, n in reversed(parts.items()):
+        found = [_join_one(result, name, found[i : i + n], rule, names, shown) for i in range(0, len(found), n)]
+    return found[0].reshape(shape)
+
+
+def _join_one(result: int, name: str, values: list[Any], rule: Rule, names: list[str], shown: str) -> Any:
+    if combiner := rule.shares.get((name, result)):
+        assert name not in names, f"{shown}: result {result} is both split along {name} and in shares of it"
+        return functools.reduce(COMBINE[combiner], values)
+    if name in names:
+        return np.concatenate(values, names.index(name))
+    for other in values[1:]:
+        compare(values[0], other, f"{shown}: result {result} does not carry {name}, so all its parts are equal")
+    return values[0]
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _plain(x: Any) -> Any:
+    """A numpy array; a random key as the bytes of its words."""
+    if not is_key(x):
+        return np.asarray(x)
+    words = np.ascontiguousarray(jax.random.key_data(x))
+    return words.view(np.dtype((np.void, words.shape[-1] * words.itemsize)))[..., 0]
+
+
+def compare(whole: Any, joined: Any, what: str, exact: bool = False) -> float:
+    """The largest difference, as a fraction of the largest element; raises VerificationError where it is too large."""
+    if (whole.shape, whole.dtype) != (joined.shape, joined.dtype):
+        raise VerificationError(f"{what} is {joined.dtype}{list(joined.shape)}, not {whole.dtype}{list(whole.shape)}")
+    if exact or whole.dtype.name not in TOLERANCE:
+        if not np.array_equal(whole, joined, equal_nan=whole.dtype.name in TOLERANCE):
+            count = np.sum(whole != joined)
+            raise VerificationError(f"{what} differs in {count} of {whole.size} elements\n{whole}\n{joined}")
+        return 0.0
+    wide = complex if whole.dtype.kind == "c" else float
+    whole, joined, tolerance = whole.astype(wide), joined.astype(wide), TOLERANCE[whole.dtype.name]
+    scale = max(1.0, np.abs(whole[np.isfinite(whole)]).max(initial=0.0))
+    with np.errstate(invalid="ignore"):
+        off = np.where((whole == joined) | (np.isnan(whole) & np.isnan(joined)), 0.0, np.abs(whole - joined))
+        allowed = tolerance * (np.where(np.isfinite(whole), np.abs(whole), 0.0) + scale)
+    if not np.all(off <= allowed):
+        at = np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape)
+        raise VerificationError(
+            f"{what} differs by {off[at]:.3g} at {tuple(map(int, at))}: {joined[at]:.6g} from parts, {whole[at]:.6g} as a "
+            f"whole; {tolerance * scale:.3g} is allowed"
+        )
+    return float(off.max(initial=0.0) / scale)
