@@ -52,6 +52,13 @@ def test_the_tutorial_runs() -> None:
     assert "the same numbers" in run("docs/tutorial.py")
 
 
+@pytest.mark.smoke
+def test_the_flash_attention_runs() -> None:
+    output = run("docs/flash_attention.py")
+    assert "the same loss and the same gradients" in output
+    assert "with t in 2 parts: result 0 differs" in output
+
+
 def test_links_in_the_documents_lead_somewhere() -> None:
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):

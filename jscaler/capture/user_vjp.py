@@ -110,7 +110,7 @@ def vjp_call(forward: Call, operands: Sequence[Struct], rule: Matched, wrt: Any,
     """The backward of ``forward`` that reads its operands."""
     words = (*rule.operands, *(rule.results[i] for i in outputs))
     gradients = tuple(rule.operands[i] for i in wrt)
-    blocked = {**dict(rule.blocked), **_undifferentiable(rule)}
+    blocked = {**_undifferentiable(rule), **dict(rule.blocked)}
     known = dataclasses.replace(rule, operands=words, results=gradients, blocked=tuple(blocked.items()), linear="")
     call = VjpCall(forward, tuple(operands), rule.operands, tuple(wrt), tuple(outputs), known)
     reads = tuple(sorted(reads_of(call._jaxpr())))
@@ -135,7 +135,7 @@ def saved_calls(
             for name, _ in rule.reduce:
                 if not any(name in dim for dim in rule.results[leaf.index]):
                     blocked[name] = "a part's share of a result is saved, and only the whole is at hand later"
-    blocked = {**dict(rule.blocked), **blocked}
+    blocked |= dict(rule.blocked)
     kept = dataclasses.replace(rule, results=(*rule.results, *words), blocked=tuple(blocked.items()))
     blocked = {**_undifferentiable(rule), **blocked}
     reads = tuple(dict.fromkeys(leaf for leaf in saving.leaves if leaf.kind != "literal"))

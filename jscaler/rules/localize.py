@@ -19,8 +19,8 @@ from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.rules.analysis import Analysis
 from jscaler.rules.halo import Wants, slid_along, wants, window_of
 from jscaler.rules.table import Spec
-from jscaler.rules.window_parts import crop, run_windowed
 from jscaler.rules.user_rules import bind_part
+from jscaler.rules.window_parts import crop, run_windowed
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
 

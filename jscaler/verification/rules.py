@@ -57,7 +57,10 @@ class RuleReport:
     def __rich__(self) -> Table:
         title = "\n".join(f"{direction}: {rule}" for direction, rule in self.rules.items())
         rows = [tuple(row.values()) for row in self.rows()]
-        rows += [(direction, factor, "", "blocked", "", why) for direction, factor, why in self.blocked]
+        reasons: dict[tuple[str, str], str] = {}  # the backward is mostly blocked for the forward's reasons
+        for direction, factor, why in self.blocked:
+            reasons.setdefault((factor, why), direction)
+        rows += [(direction, factor, "", "blocked", "", why) for (factor, why), direction in reasons.items()]
         return table(title, ("direction", "factor", "size", "kind", "parts", "difference"), rows)
 
 
