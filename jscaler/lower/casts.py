@@ -16,16 +16,16 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
-from jscaler.lower.program import Adapt
+from jscaler.lower.program import Adapt, Extend
 
 MOVEMENTS = frozenset({"all_gather", "all_to_all", "permute", "slice"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """An adapter from one variable of the flat program to another."""
+    """An adapter, or a halo exchange, from one variable of the flat program to another."""
 
-    adapt: Adapt
+    adapt: Adapt | Extend
     input: Atom
     output: core.Var
 
@@ -101,6 +101,8 @@ def _reads(item: Item) -> list[core.Var]:
 
 
 def _moves(item: Exchange) -> bool:
+    if isinstance(item.adapt, Extend):  # rows move, and the zeros beyond the border are zeros of any dtype
+        return isinstance(item.input, core.Var)
     adapter = item.adapt.adapter
     kinds = {step.kind for step in adapter.steps}
     in_place = adapter.source.memory == adapter.target.memory  # a cast would run in the host's memory

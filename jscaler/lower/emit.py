@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
 from jscaler.lower.collectives import exchange
+from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
 from jscaler.lower.numbering import FlatProgram, Run
-from jscaler.lower.program import Program
+from jscaler.lower.program import Extend, Program
 from jscaler.materialize import Layout
 
 
@@ -42,8 +43,11 @@ def emit(program: Program, flat: FlatProgram, mesh: Mesh) -> Callable[..., list[
                 results = evaluate(step.jaxpr, [env[v] for v in step.jaxpr.invars])
                 env.update(zip(step.jaxpr.outvars, results, strict=True))
             else:
-                source = _value(env, step.input)
-                env[step.output] = exchange(step.adapt.adapter, source, program.mesh, step.adapt.reduce_dtype)
+                source, task = _value(env, step.input), step.adapt
+                if isinstance(task, Extend):
+                    env[step.output] = extend(task.edges, source, program.mesh)
+                else:
+                    env[step.output] = exchange(task.adapter, source, program.mesh, task.reduce_dtype)
         return [_value(env, v) for v in flat.outputs]
 
     if not program.mesh.axes:

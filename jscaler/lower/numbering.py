@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
 from jscaler.lower.casts import Exchange, across_casts
-from jscaler.lower.program import Adapt, Compute, Program, Slot
+from jscaler.lower.program import Adapt, Compute, Extend, Program, Slot
 
 # Equations whose equal copies are kept apart.
 NEVER_MERGED = frozenset({"optimization_barrier", "remat2", "checkpoint"})
@@ -62,6 +62,8 @@ def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatPro
     for task in program.tasks:
         if isinstance(task, Compute):
             numbering.compute(task)
+        elif isinstance(task, Extend):
+            numbering.extend(task)
         else:
             numbering.adapt(task)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
@@ -97,6 +99,15 @@ class _Numbering:
             out = core.Var(source.aval.update(shape=task.adapter.target.local_shape))
             self.items.append(Exchange(task, source, out))
             self.known[key] = [out]
+        self.slots[task.output] = self.known[key][0]
+
+    def extend(self, task: Extend) -> None:
+        """Equal halos of one value are exchanged once, whatever tensors it stands for."""
+        source = self.slots[task.input]
+        key = ("halo", task.edges, _atom_key(source))
+        if key not in self.known:
+            self.known[key] = [core.Var(source.aval.update(shape=task.local_shape))]
+            self.items.append(Exchange(task, source, self.known[key][0]))
         self.slots[task.output] = self.known[key][0]
 
     def _number(self, eqn: core.JaxprEqn, reads: list[Atom], info: Any) -> list[core.Var]:

@@ -1,4 +1,4 @@
-"""``Program``: what every device of the group executes, as data: an ordered list of computes and adapters over slots.
+"""``Program``: what every device of the group executes, as data: computes, adapters and halo exchanges over slots.
 
 A slot holds one local array: a PTensor in one layout. The program is the same for all devices of the group; what
 differs per device are the part indices, which come from its place in the mesh.
@@ -13,6 +13,7 @@ from jax.extend import core
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
+from jscaler.materialize.halo import Edge, extended_shape, halo_bytes
 from jscaler.rules.book import RuleBook
 
 Slot = int
@@ -53,17 +54,45 @@ class Adapt:
 
 
 @dataclass(frozen=True)
+class Extend:
+    """Bring a part of ``tensor``, which lies in ``layout``, the rows around it that its reader's windows reach."""
+
+    tensor: PTensor
+    layout: Layout
+    edges: tuple[Edge, ...]
+    input: Slot
+    output: Slot
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of an extended part."""
+        return extended_shape(self.layout, self.edges)
+
+    def sent(self, itemsize: int) -> Iterator[tuple[str, float]]:
+        """``halo`` and the bytes per device of every message."""
+        for nbytes in halo_bytes(self.layout, self.edges, itemsize):
+            yield "halo", nbytes
+
+
+Task = Compute | Adapt | Extend
+
+
+@dataclass(frozen=True)
 class Program:
     """One segment: the whole step on one device group."""
 
     mesh: DeviceMesh
-    tasks: tuple[Compute | Adapt, ...]
+    tasks: tuple[Task, ...]
     inputs: tuple[tuple[Slot, Layout], ...]  # step inputs, then constants
     outputs: tuple[tuple[Slot, Layout], ...]
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:
         return tuple(t for t in self.tasks if isinstance(t, Adapt))
+
+    @property
+    def halos(self) -> tuple[Extend, ...]:
+        return tuple(t for t in self.tasks if isinstance(t, Extend))
 
 
 def make_program(
@@ -103,8 +132,9 @@ class _Writer:
     book: RuleBook
     cost: CostModel
     reduce_dtypes: Mapping[PTensor, str | None]
-    tasks: list[Compute | Adapt] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
     slots: dict[PTensor, list[tuple[Layout, Slot]]] = field(default_factory=dict)
+    extended: dict[tuple[Slot, tuple[Edge, ...]], Slot] = field(default_factory=dict)
     count: int = 0
 
     def define(self, tensor: PTensor, layout: Layout) -> Slot:
@@ -130,11 +160,25 @@ class _Writer:
         self.tasks.append(Adapt(tensor, adapter, slot, output, self.reduce_dtypes.get(tensor)))
         return output
 
+    def extend(self, tensor: PTensor, layout: Layout, edges: tuple[Edge, ...]) -> Slot:
+        """The slot that holds ``tensor`` in ``layout`` with the rows of ``edges``."""
+        slot = self.read(tensor, layout)
+        if not edges:
+            return slot
+        if (slot, edges) not in self.extended:
+            self.extended[slot, edges] = self.count
+            self.tasks.append(Extend(tensor, layout, edges, slot, self.count))
+            self.count += 1
+        return self.extended[slot, edges]
+
     def compute(self, op: Op, after: Sequence[str]) -> None:
         laid = self.completed.ops[op.path]
         parts = laid.placement.parts(self.completed.mesh)
         jaxpr, indexed = self.book.local(op, parts)
-        inputs = tuple(self.read(t, layout) for t, layout in zip(op.inputs, laid.inputs, strict=True))
+        inputs = tuple(
+            self.extend(t, layout, laid.edges_of(i))
+            for i, (t, layout) in enumerate(zip(op.inputs, laid.inputs, strict=True))
+        )
         outputs = tuple(self.define(t, layout) for t, layout in zip(op.outputs, laid.outputs, strict=True))
         axes = tuple(laid.placement.factors[f] for f in indexed)
         before = tuple(slot for path in after for slot in self._results_of(path))

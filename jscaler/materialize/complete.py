@@ -15,6 +15,7 @@ from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.adapter import find_adapter
+from jscaler.materialize.halo import Edge, edges_of, extended_mask, halo_cost
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
 from jscaler.materialize.placement import (
@@ -35,15 +36,23 @@ from jscaler.rules.book import RuleBook
 
 @dataclass(frozen=True)
 class OpLayouts:
-    """How one op is placed, and the layouts it reads and leaves."""
+    """How one op is placed, and the layouts it reads and leaves; per input the edges at which it reads beyond its part."""
 
     placement: Placement
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+    edges: tuple[tuple[Edge, ...], ...] = ()
+
+    def edges_of(self, index: int) -> tuple[Edge, ...]:
+        """Where the op reads beyond its part of input ``index``."""
+        return self.edges[index] if self.edges else ()
 
     def vtensors(self, op: Op, position: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
         """What the cell at ``position`` of the mesh reads and what it writes."""
-        reads = tuple(VTensor(t, layout.mask(position)) for t, layout in zip(op.inputs, self.inputs, strict=True))
+        reads = tuple(
+            VTensor(t, extended_mask(layout.mask(position), self.edges_of(i)))
+            for i, (t, layout) in enumerate(zip(op.inputs, self.inputs, strict=True))
+        )
         return reads, tuple(VTensor(t, layout.mask(position)) for t, layout in zip(op.outputs, self.outputs, strict=True))
 
 
@@ -301,7 +310,8 @@ class _Completer:
         """In the cost model's unit: the adapters of the inputs, and what joining the results' value shares will take."""
         laid = self._lay_out(op, placement)
         total = 0.0
-        for tensor, wanted in zip(op.inputs, laid.inputs, strict=True):
+        for index, (tensor, wanted) in enumerate(zip(op.inputs, laid.inputs, strict=True)):
+            total += halo_cost(wanted, laid.edges_of(index), tensor.itemsize, self.cost)
             if tensor in self.at_hand:
                 total += min(find_adapter(h, wanted, tensor.itemsize, self.cost).cost for h in self.at_hand[tensor])
         for tensor, left in zip(op.outputs, laid.outputs, strict=True):
@@ -319,7 +329,8 @@ class _Completer:
         assert len(known) == len(passed), f"{op.path} does not pass the shares it was given"
         inputs = tuple(operand_layout(self.mesh, rule, placement, op, i) for i in range(len(op.inputs)))
         outputs = tuple(result_layout(self.mesh, rule, placement, op, i, known) for i in range(len(op.outputs)))
-        return OpLayouts(placement, inputs, outputs)
+        edges = tuple(edges_of(rule, dict(placement.factors), i) for i in range(len(op.inputs)))
+        return OpLayouts(placement, inputs, outputs, edges if any(edges) else ())
 
 
 def _storable(layout: Layout) -> Layout:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jscaler.ir import Graph, Op
 from jscaler.lower.numbering import FlatProgram
-from jscaler.lower.program import Adapt, Compute, Program
+from jscaler.lower.program import Adapt, Compute, Extend, Program
 from jscaler.materialize import Completed
 from jscaler.primitives import Plan
 
@@ -42,14 +42,14 @@ def explain(graph: Graph, plan: Plan, completed: Completed, program: Program, fl
 
 def bytes_by_reader(program: Program, flat: FlatProgram) -> dict[str, dict[str, tuple[int, float]]]:
     """Op path -> collective -> (count, bytes each device sends) of the adapters in front of it; "" for the results."""
-    itemsizes = {t.output: t.tensor.itemsize for t in program.adapters}
+    itemsizes = {t.output: t.tensor.itemsize for t in (*program.adapters, *program.halos)}
     # adapters that moved across a cast carry its narrow side
     itemsizes |= {e.adapt.output: _itemsize(e.input) for e in flat.exchanges}
     kept = {e.adapt.output for e in flat.exchanges}  # equal ones are made once
     table: dict[str, dict[str, tuple[int, float]]] = {}
-    waiting: list[Adapt] = []
+    waiting: list[Adapt | Extend] = []
     for task in program.tasks:
-        if isinstance(task, Adapt):
+        if isinstance(task, Adapt | Extend):
             waiting += [task] if task.output in kept else []
         elif isinstance(task, Compute):
             _charge(table, task.op.path, waiting, itemsizes)
@@ -59,7 +59,7 @@ def bytes_by_reader(program: Program, flat: FlatProgram) -> dict[str, dict[str, 
 
 
 def _charge(
-    table: dict[str, dict[str, tuple[int, float]]], path: str, adapters: list[Adapt], itemsizes: Mapping[int, int]
+    table: dict[str, dict[str, tuple[int, float]]], path: str, adapters: list[Adapt | Extend], itemsizes: Mapping[int, int]
 ) -> None:
     for adapt in adapters:
         for kind, nbytes in adapt.sent(itemsizes[adapt.output]):

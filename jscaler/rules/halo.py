@@ -24,34 +24,10 @@ INSIDE = "its parts do not lie in a row, as overlapping windows want them"
 Wants = dict[core.Var, Halo]
 # Equations of which each row is made of the same row of the operands, once their shapes are set (see localize).
 BY_ROW = frozenset(
-    [
-        "add",
-        "sub",
-        "add_any",
-        "mul",
-        "neg",
-        "conj",
-        "complex",
-        "real",
-        "imag",
-        "div",
-        "copy",
-        "stop_gradient",
-        "select_n",
-        "convert_element_type",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "argmax",
-        "argmin",
-    ]
+    """
+    add sub add_any mul neg conj complex real imag div copy stop_gradient select_n convert_element_type transpose squeeze
+    expand_dims broadcast_in_dim reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin
+    """.split()  # noqa: SIM905
 ) | frozenset(ELEMENTWISE.split())
 
 
