@@ -79,7 +79,7 @@ def extended_shape(layout: Layout, edges: Sequence[Edge]) -> tuple[int, ...]:
 
 
 def messages(layout: Layout, edges: Sequence[Edge]) -> Iterator[tuple[np.ndarray, int]]:
-    """Each hop's (sender, receiver) pairs and the elements of one message; a later edge carries an earlier one's corners."""
+    """Each hop's (sender, receiver) pairs and the elements of one message; later edges carry the corners of earlier."""
     for number, edge in enumerate(edges):
         shape = extended_shape(layout, edges[:number])
         row = int(np.prod([s for d, s in enumerate(shape) if d != edge.dim], dtype=int))

@@ -26,7 +26,7 @@ Wants = dict[core.Var, Halo]
 BY_ROW = frozenset(
     """
     add sub add_any mul neg conj complex real imag div copy stop_gradient select_n convert_element_type transpose squeeze
-    expand_dims broadcast_in_dim reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin
+    expand_dims broadcast_in_dim iota reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin
     """.split()  # noqa: SIM905
 ) | frozenset(ELEMENTWISE.split())
 

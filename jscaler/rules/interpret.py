@@ -122,12 +122,18 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
                 return INSIDE
     stage: dict[core.Var, int] = dict.fromkeys(analysis.jaxpr.invars, 0)
     found: list[int] = []
+    generated: set[core.Var] = set()  # what depends on no input is made anew in every piece
     extended = set(analysis.jaxpr.invars)  # what windows can read beyond a part, at the stage that makes it
     try:
         states = [{v: own_state(analysis, g, v) for v in analysis.jaxpr.invars} for g in groups]
         for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
             here = max((stage[v] for v in eqn.invars if isinstance(v, core.Var)), default=0)
-            here += any(stage[v] == here and v not in extended for g in groups for v in read_around(analysis, eqn, spec, g))
+            lacking = [v for g in groups for v in read_around(analysis, eqn, spec, g) if v not in extended]
+            if generated.intersection(lacking):
+                raise Blocked(f"at {eqn.primitive.name} windows read what every part draws for itself")
+            here += any(stage[v] == here for v in lacking)
+            if not eqn.effects and all(not isinstance(v, core.Var) or v in generated for v in eqn.invars):
+                generated.update(eqn.outvars)
             try:
                 after = _advance_all(analysis, eqn, spec, groups, states, stage, here)
             except Blocked:

@@ -16,8 +16,9 @@ from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
+from jscaler.ir import Halo
 from jscaler.rules.analysis import Analysis
-from jscaler.rules.halo import Wants, slid_along, wants, window_of
+from jscaler.rules.halo import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.table import Spec
 from jscaler.rules.user_rules import bind_part
 from jscaler.rules.window_parts import crop, run_windowed
@@ -68,12 +69,13 @@ class Localizer:
 
     def extended(self, var: Any) -> tuple[int, ...]:
         """The shape of ``var``'s part with the rows around it that windows read."""
-        own = list(self.shape(var))
-        for leaf, found in self.wants.items():
-            for dim, leaves in enumerate(self.analysis.leaves(var)):
-                if leaf in leaves and var in found:
-                    own[dim] += found[var].before + found[var].after
-        return tuple(own)
+        around = [self.around(var, dim) for dim in range(len(shape(var)))]
+        return tuple(size + halo.before + halo.after for size, halo in zip(self.shape(var), around, strict=True))
+
+    def around(self, var: Any, dim: int) -> Halo:
+        """The rows around ``var``'s part that windows read along ``dim``."""
+        leaves = self.analysis.leaves(var)[dim]
+        return next((found[var] for leaf, found in self.wants.items() if leaf in leaves and var in found), NONE)
 
     def _run(self, eqn: core.JaxprEqn, spec: Spec, values: Sequence[Any]) -> Sequence[Any]:
         """Give each operand the rows that the equation reads, and bind it."""
@@ -133,8 +135,11 @@ class Localizer:
 def _iota(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:
     dim = eqn.params["dimension"]
     dtype = eqn.params["dtype"]
-    positions = part.positions(eqn.outvars[0], dim, jnp.int32).astype(dtype)
-    return lax.broadcast_in_dim(positions, part.shape(eqn.outvars[0]), (dim,))
+    out = eqn.outvars[0]
+    positions, sizes = part.positions(out, dim, jnp.int32), part.extended(out)
+    if sizes[dim] != positions.size:  # the rows around a part, which then lies in a row
+        positions = positions[0] - part.around(out, dim).before + lax.iota(jnp.int32, sizes[dim])
+    return lax.broadcast_in_dim(positions.astype(dtype), sizes, (dim,))
 
 
 def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:

@@ -27,10 +27,12 @@ from jscaler.ir.mask import Mask
 from jscaler.lower.emit import emit
 from jscaler.lower.numbering import Exchange
 from jscaler.materialize import DeviceMesh
+from jscaler.materialize.halo import Edge
 from jscaler.stages import StepPlan
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.flow import Flow, emitted_exchange, plain_program, spec_masks
 from jscaler.verification.frames import Frame
+from jscaler.verification.halo import check_extended, extended
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.trace import Local, abstract_mesh, open_shard_map, trace_local
@@ -159,11 +161,14 @@ class _StepCheck:
             if struct.shape != before.shape:
                 raise VerificationError(f"{where}: takes {list(struct.shape)} for parts of {list(before.shape)}")
             local = trace_local(emitted_exchange(self.step.program, item.adapt), sizes, [struct])
-            key = (fingerprint(local.jaxpr), tuple(map(content_key, local.inputs[:-1])), held.masks, wanted.masks)
+            inputs = tuple(map(content_key, local.inputs[:-1]))
+            key = (fingerprint(local.jaxpr), inputs, held.masks, wanted.masks, wanted.edges)
             if key not in self.proven:
                 self.kept.append(local)
                 shape = held.tensor.shape
-                self.proven[key] = _prove(local, sizes, shape, before, after, names, lambda where=where: where)
+                self.proven[key] = _prove(
+                    local, sizes, shape, before, after, names, lambda where=where: where, wanted.edges
+                )
             passed, proven = self.proven[key]
             collectives.update(passed)
             elements += proven
@@ -216,11 +221,14 @@ def _prove(
     wanted: Frame,
     names: Sequence[Any],
     where: Callable[[], str],
+    edges: tuple[Edge, ...] = (),
 ) -> tuple[list[str], int]:
     """Interpret one exchange and check what arrives; the collectives it ran and the elements it put in place."""
     patterns = Patterns(shape)
     interpreter = Interpreter(sizes, patterns)
-    start, expected = patterns.held(held), wanted.shape
+    start, expected = patterns.held(held), list(wanted.shape)
+    for edge in edges:
+        expected[edge.dim] += edge.before + edge.after
 
     def here() -> str:
         return where() + (f" by {', '.join(interpreter.passed)}" if interpreter.passed else "")
@@ -229,11 +237,14 @@ def _prove(
         (end,) = interpreter.run(local.jaxpr, local.bind([start], interpreter.constant))
     except VerificationError as error:
         raise VerificationError(f"{here()}: {error}") from None
-    if (left := end.shape[1:]) != expected:
-        raise VerificationError(f"{here()} leaves local arrays of {list(left)}; {list(expected)} are wanted")
+    if (left := list(end.shape[1:])) != expected:
+        raise VerificationError(f"{here()} leaves local arrays of {left}; {expected} are wanted")
     if (kind := dtype_of(local.jaxpr.outvars[0])) != (started := dtype_of(local.jaxpr.invars[-1])):
         raise VerificationError(f"{here()} makes {kind} of {started}")
     cells = end if isinstance(end, Symbolic) else patterns.constants(end)
+    if edges:
+        right = extended(patterns, held, edges, start.pattern.reshape(len(names), -1)[:, 0])
+        return interpreter.passed, check_extended(patterns, cells, right, edges, names, here)
     return interpreter.passed, Arrival(patterns, held, wanted, names, here).check(cells)
 
 

@@ -13,9 +13,11 @@ from jscaler.errors import VerificationError
 from jscaler.ir import PTensor
 from jscaler.ir.mask import Mask
 from jscaler.lower.collectives import exchange
+from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
-from jscaler.lower.program import Adapt, Compute, Program
+from jscaler.lower.program import Adapt, Compute, Extend, Program
 from jscaler.materialize import Layout
+from jscaler.materialize.halo import Edge
 from jscaler.stages import StepPlan
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.collectives import COLLECTIVES
@@ -26,8 +28,10 @@ from jscaler.verification.trace import Local
 Masks = tuple[Mask, ...]
 
 
-def emitted_exchange(program: Program, adapt: Adapt) -> Callable[[Any], Any]:
+def emitted_exchange(program: Program, adapt: Adapt | Extend) -> Callable[[Any], Any]:
     """What ``emit`` runs for an exchange: the one place where the verifier knows how it is called."""
+    if isinstance(adapt, Extend):
+        return lambda local: extend(adapt.edges, local, program.mesh)
     return lambda local: exchange(adapt.adapter, local, program.mesh, adapt.reduce_dtype)
 
 
@@ -50,10 +54,19 @@ def plain_program(program: Program) -> Callable[..., list[Any]]:
 
 @dataclass(frozen=True)
 class Held:
-    """A slot's content: each device's mask of a tensor."""
+    """A slot's content: each device's mask of a tensor, and the rows around it."""
 
     tensor: PTensor
     masks: Masks
+    edges: tuple[Edge, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the local arrays."""
+        sizes = list(Frame(self.masks).shape)
+        for edge in self.edges:
+            sizes[edge.dim] += edge.before + edge.after
+        return tuple(sizes)
 
 
 @dataclass
@@ -100,7 +113,7 @@ class Flow:
         laid = self.step.completed.ops[task.op.path]
         count = len(task.inputs)
         for index, slot in enumerate(task.inputs):
-            wanted = Held(task.op.inputs[index], self._all(laid.inputs[index]))
+            wanted = Held(task.op.inputs[index], self._all(laid.inputs[index]), laid.edges_of(index))
             here = f"op '{task.op.path}', input {index} '{wanted.tensor.name}'"
             self._check(self.slots[slot], wanted, lambda here=here: here)
             self._check_shape(here, wanted, task.jaxpr.invars[:count][index])
@@ -117,9 +130,11 @@ class Flow:
         program, found = self.step.program, {}
         for task in program.tasks:
             if isinstance(task, Compute):
-                layouts = self.step.completed.ops[task.op.path].inputs
-                for slot, tensor, layout in zip(task.inputs, task.op.inputs, layouts, strict=True):
-                    found.setdefault(slot, Held(tensor, self._all(layout)))
+                laid = self.step.completed.ops[task.op.path]
+                for i, (slot, tensor, layout) in enumerate(zip(task.inputs, task.op.inputs, laid.inputs, strict=True)):
+                    found.setdefault(slot, Held(tensor, self._all(layout), laid.edges_of(i)))
+            elif isinstance(task, Extend):
+                found.setdefault(task.input, Held(task.tensor, self._all(task.layout)))
         for (slot, _), tensor, layout in zip(
             program.outputs, self.step.graph.outputs, self.step.completed.outputs, strict=True
         ):
@@ -136,13 +151,16 @@ class Flow:
     def _check(self, held: Held, wanted: Held, where: Callable[[], str]) -> None:
         if held.tensor != wanted.tensor:
             raise VerificationError(f"{where()}: its slot holds '{held.tensor.name}'")
+        if held.edges != wanted.edges:
+            around = [", ".join(map(str, h.edges)) or "nothing" for h in (held, wanted)]
+            raise VerificationError(f"{where()}: parts with {around[0]} around them, where {around[1]} is read")
         self.num_reads += 1
         if held.masks != wanted.masks and (held.masks, wanted.masks) not in self._same:
             same_parts(held.masks, wanted.masks, held.tensor.shape, self.names, where)
             self._same.add((held.masks, wanted.masks))
 
     def _check_shape(self, where: str, held: Held, atom: Any) -> None:
-        if shape(atom) != (expected := Frame(held.masks).shape):
+        if shape(atom) != (expected := held.shape):
             raise VerificationError(f"{where}: a local array of {list(shape(atom))} for parts of {list(expected)}")
 
 

@@ -12,7 +12,9 @@ from jscaler.verification.trace import Local
 
 FENCES = frozenset({"optimization_barrier"})  # they order, and change no value
 
-MOVEMENTS = frozenset({"all_gather", "all_to_all", "ppermute", "reshape", "dynamic_slice", "slice", "squeeze"})
+MOVEMENTS = frozenset(
+    {"all_gather", "all_to_all", "ppermute", "reshape", "dynamic_slice", "slice", "squeeze", "concatenate"}
+)
 
 
 class Values:
@@ -57,8 +59,9 @@ class Values:
     def _cast(self, params: Any, arg: int) -> int:
         """The number of a cast. What only moves elements may be cast before or after: before is the form compared."""
         if arg in self._moved:
-            name, how, (source, *indices) = self._moved[arg]
-            key = (name, how, (self._cast(params, source), *indices))
+            name, how, args = self._moved[arg]
+            count = len(args) if name == "concatenate" else 1  # the rest are indices
+            key = (name, how, (*(self._cast(params, a) for a in args[:count]), *args[count:]))
             moved = self._number((key, 0))
             self._moved[moved] = key
             return moved
