@@ -12,6 +12,7 @@ from jscaler.plans.megatron import megatron
 from jscaler.plans.parse import PlanCall, parse_call
 from jscaler.plans.sequence_parallel import sequence_parallel
 from jscaler.plans.single import single
+from jscaler.plans.spatial import spatial
 from jscaler.plans.tensor_parallel import tensor_parallel
 from jscaler.plans.vocab_parallel import vocab_parallel
 
@@ -24,6 +25,7 @@ PLANS: dict[str, Factory] = {
     "vocab_parallel": vocab_parallel,
     "megatron": megatron,
     "expert_parallel": expert_parallel,
+    "spatial": spatial,
 }
 
 
@@ -61,6 +63,6 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "sequence_parallel", "single", "tensor_parallel",
+    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "sequence_parallel", "single", "spatial", "tensor_parallel",
     "vocab_parallel",
 ]  # fmt: skip
