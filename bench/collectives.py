@@ -1,78 +1,134 @@
-"""What does a plan send? Kinds, counts and payload bytes per device from the compiled HLO, beside GSPMD's for the same
-split. ``count`` is of tensors (XLA launches neighbours together). Data parallelism must reduce each gradient once:
-parameter bytes and one scalar, and nothing else.
+"""What does a plan send? Kinds, counts and bytes per device from the compiled HLO, beside GSPMD's for the same split.
+
+``tensors`` counts what is moved, ``launches`` how often (XLA launches neighbours together). ``sent`` are bytes that a
+device sends. Data parallelism reduces each gradient once. Tensor parallelism reduces activations only: of the 6-layer MLP
+five times; with data parallelism beside it, all gradients combine into a sixth. Sequence parallelism has a reduce-scatter
+and an all-gather of the same bytes for each. (XLA's CPU backend makes no reduce-scatters of its own: there GSPMD keeps the
+all-reduces and sends more.)
+
+``--target 8xH100-80GB`` compiles for GPUs that need not be there; launches are held to their number there only.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
 import jscaler
 from bench.harness import Row, main
+from bench.steps import DEVICES, EVEN, ROWS, STEPS, Step
 
-COLUMNS = ("case", "plan", "target", "op", "count", "bytes", "gspmd_bytes")
-SCALARS = 64  # bytes of losses and norms that may be reduced beside the gradients
-DEVICES = 8
-
-
-def mlp_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The 6-layer MLP (Dense and relu) with Adam."""
-    from models.mlp import MLP
-
-    model, optimizer = MLP(hidden=256, layers=6, out=16), optax.adam(1e-3)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
-    batch = {"x": jnp.ones((64, 64)), "y": jnp.zeros((64,), jnp.int32)}
-
-    def step(state: Any, batch: Any) -> Any:
-        params, moments = state
-
-        def loss_fn(params: Any) -> jax.Array:
-            logits = jnp.asarray(model.apply({"params": params}, batch["x"]))
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-
-        loss, gradients = jscaler.value_and_grad(loss_fn)(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
-
-    return step, ((params, optimizer.init(params)), batch)
+COLUMNS = ("case", "plan", "target", "op", "tensors", "launches", "sent", "gspmd_tensors", "gspmd_sent")
+SCALARS = 128  # bytes of losses and norms that may be reduced beside the gradients
 
 
-def gpt_step(size: str, dtype: Any = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """GPT with dropout, clipping and AdamW."""
-    import dataclasses
+@dataclass(frozen=True)
+class Case:
+    """A step under a plan, and what its program must hold.
 
-    from models.gpt import GPT, SIZES
-    from models.text import batch_at, load_bytes
-    from models.training import make_optimizer, make_state, train_step
+    Attributes:
+        plan: as on the command line.
+        shown: its name in the table.
+        tensors: kind -> how many tensors, exactly, on virtual CPU devices.
+        launches: kind -> how many launches, exactly, on a CUDA target, which makes one array of tensors that combine.
+        as_much_as: the plan whose all-reduces take as many bytes as this one's reduce-scatters and all-gathers.
+        quick: whether it is part of the quick form.
+    """
 
-    config = dataclasses.replace(SIZES[size], dtype=dtype)
-    state = make_state(GPT(config), config.sequence, make_optimizer())
-    return train_step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
+    step: str
+    plan: str
+    shown: str
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    launches: Mapping[str, int] = field(default_factory=dict)
+    as_much_as: str = ""
+    quick: bool = False
 
 
-def rows(quick: bool) -> Iterator[Row]:
+MLP = "mlp-6 f32"
+FIVE, EIGHT = ({"reduce-scatter": n, "all-gather": n} for n in (5, 8))
+# fmt: off
+CASES = [
+    Case(MLP, "data_parallel", "data_parallel", quick=True),
+    Case(MLP, f"tensor_parallel({EVEN})", "tensor_parallel", {"all-reduce": 5}, {"all-reduce": 5}, quick=True),
+    # 5 of activations, 12 gradients, the loss; the last 13 combine
+    Case(MLP, f"megatron(2, 4, columns={EVEN})", "dp 2 × tp 4", {"all-reduce": 18}, {"all-reduce": 6}, quick=True),
+    Case(MLP, f"sequence_parallel({EVEN}, {ROWS})", "sequence_parallel", FIVE, FIVE, "tensor_parallel", quick=True),
+    Case("gpt-nano f32", "data_parallel", "data_parallel"),
+    # two all-reduces each way and layer
+    Case("gpt-nano f32", "tensor_parallel", "tensor_parallel", quick=True),
+    Case("gpt-nano f32", "sequence_parallel", "sequence_parallel", EIGHT, EIGHT),
+    Case("gpt-nano f32", "megatron(2, 4, vocab=False)", "dp 2 × tp 4"),
+    Case("gpt-nano f32", "megatron(2, 4, vocab=False, sequence=True)", "dp 2 × tp 4, sequence",
+         EIGHT, EIGHT),
+    Case("gpt-nano bf16 compute", "data_parallel", "data_parallel"),
+    Case("gpt-nano bf16 compute", "tensor_parallel", "tensor_parallel"),
+    Case("gpt-mini f32", "data_parallel", "data_parallel"),
+    Case("gpt-mini f32", "megatron(4, 2, vocab=False)", "dp 4 × tp 2"),
+]
+# fmt: on
+
+
+def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
+    from jscaler.report.targets import described_devices
+
+    devices = described_devices(target) if target else jax.devices()
+    if len(devices) != DEVICES:
+        raise SystemExit(f"the cases are of {DEVICES} devices, the cluster has {len(devices)}; give one like 8xH100-80GB")
+    steps: dict[str, Step] = {}
+    sent: dict[tuple[str, str], dict[str, float]] = {}
+    for case in CASES:
+        if case.quick or not quick:
+            if case.step not in steps:
+                steps[case.step] = STEPS[case.step]()
+            yield from case_rows(case, steps[case.step], devices, target, sent)
+
+
+def case_rows(
+    case: Case, made: Step, devices: Sequence[Any], target: str | None, sent: dict[tuple[str, str], dict[str, float]]
+) -> Iterator[Row]:
+    """A row per kind of collective, and one per promise; ``sent`` keeps each case's bytes by kind."""
     from jscaler.compare import twin
-    from jscaler.report.hlo import totals
+    from jscaler.report.hlo import Totals, totals
 
-    cases = [("mlp-6 f32", mlp_step()), ("gpt-nano f32", gpt_step("nano"))]
-    if not quick:
-        cases += [("gpt-mini f32", gpt_step("mini")), ("gpt-nano bf16 compute", gpt_step("nano", jnp.bfloat16))]
-    for case, (fun, args) in cases:
-        lowered = jscaler.parallelize("data_parallel", devices=DEVICES, donate_argnames="state")(fun).lower(*args)
-        ours, theirs = totals(lowered.compile().as_text()), totals(twin(lowered).as_text())
-        for op in sorted({*ours, *theirs}):
-            mine, gspmd = ours.get(op), theirs.get(op)
-            yield _row(case, op, mine.arrays if mine else 0, mine.nbytes if mine else 0, gspmd.nbytes if gspmd else 0)
-        expected = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(parameters(args[0])))
-        sent, gspmd_sent = (sum(t.nbytes for t in side.values()) for side in (ours, theirs))
-        beyond = _row(case, "all, beyond the parameters' bytes", "", sent - expected, gspmd_sent - expected)
-        yield {**beyond, "value": sent - expected, "bound": SCALARS}
-        ratio = sent / gspmd_sent
-        yield {**_row(case, "ratio to GSPMD", "", round(ratio, 4), 1.0), "value": ratio, "bound": 1.02}
+    fun, args = made
+    where = {"case": case.step, "plan": case.shown, "target": target or f"cpu:{DEVICES}"}
+    lowered = jscaler.parallelize(case.plan, devices=devices, donate_argnums=0)(fun).lower(*args)
+    texts = lowered.compile().as_text(), twin(lowered).as_text()
+    ours, theirs = map(totals, texts)
+    mine, gspmd = map(sent_by_kind, texts)
+    sent[case.step, case.shown] = mine
+    none = Totals(0, 0, 0)
+    for op in sorted({*ours, *theirs}):
+        own = ours.get(op, none)
+        counts = {"tensors": own.arrays, "launches": own.count, "gspmd_tensors": theirs.get(op, none).arrays}
+        yield {**where, "op": op, **counts, "sent": round(mine.get(op, 0)), "gspmd_sent": round(gspmd.get(op, 0))}
+    for op, count in (case.launches if target else case.tensors).items():
+        what, found = ("launches", ours.get(op, none).count) if target else ("tensors", ours.get(op, none).arrays)
+        yield {**where, "op": f"{op}: {what} to be {count}", what: found, "value": abs(found - count), "bound": 0}
+    if case.shown == "data_parallel":
+        least = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(parameters(args[0])))
+        beyond = [sum(t.nbytes for t in side.values()) - least for side in (ours, theirs)]
+        row = {**where, "op": "payload beyond the parameters' bytes", "sent": beyond[0], "gspmd_sent": beyond[1]}
+        yield {**row, "value": beyond[0], "bound": SCALARS}
+    if case.as_much_as:
+        whole = sent[case.step, case.as_much_as]["all-reduce"]
+        more = mine["reduce-scatter"] + mine["all-gather"] - whole
+        row = {**where, "op": f"reduce-scatter + all-gather, beyond the all-reduces of {case.as_much_as}"}
+        yield {**row, "sent": round(more), "value": abs(more), "bound": 0}
+    ratio = sum(mine.values()) / sum(gspmd.values())
+    yield {**where, "op": "all, ratio to GSPMD", "sent": round(ratio, 4), "gspmd_sent": 1.0, "value": ratio, "bound": 1.02}
+
+
+def sent_by_kind(text: str) -> dict[str, float]:
+    """Kind -> bytes that a device sends."""
+    from jscaler.report.hlo import collectives
+
+    table: dict[str, float] = {}
+    for one in collectives(text):
+        table[one.kind] = table.get(one.kind, 0.0) + one.sent
+    return table
 
 
 def parameters(state: Any) -> Any:
@@ -80,10 +136,6 @@ def parameters(state: Any) -> Any:
     return state[0] if isinstance(state, tuple) else state.params
 
 
-def _row(case: str, op: str, count: Any, nbytes: Any, gspmd: Any) -> Row:
-    where = {"case": case, "plan": "data_parallel", "target": f"cpu:{DEVICES}", "op": op}
-    return {**where, "count": count, "bytes": nbytes, "gspmd_bytes": gspmd}
-
-
 if __name__ == "__main__":
-    main("collectives", __doc__ or "", COLUMNS, rows)
+    options = {"target": {"metavar": "CLUSTER", "help": "compile for a described cluster like 8xH100-80GB, run nothing"}}
+    main("collectives", __doc__ or "", COLUMNS, rows, devices=DEVICES, options=options)

@@ -1,0 +1,58 @@
+"""Train steps that benchmarks take apart: by name, each with its arguments for 8 devices."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jscaler
+
+DEVICES = 8
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+# Every other layer of the MLP by columns, the next by rows; and its batch's rows in place of a sequence.
+EVEN = '{"*/layer_0/kernel": 1, "*/layer_2/kernel": 1, "*/layer_4/kernel": 1}'
+ROWS = '{"batch/x": 0}'
+
+
+def mlp() -> Step:
+    """The 6-layer MLP (Dense and relu) with Adam."""
+    from models.mlp import MLP
+
+    model, optimizer = MLP(hidden=256, layers=6, out=16), optax.adam(1e-3)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
+    batch = {"x": jnp.ones((64, 64)), "y": jnp.zeros((64,), jnp.int32)}
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+
+        def loss_fn(params: Any) -> jax.Array:
+            logits = jnp.asarray(model.apply({"params": params}, batch["x"]))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        loss, gradients = jscaler.value_and_grad(loss_fn)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    return step, ((params, optimizer.init(params)), batch)
+
+
+def gpt(size: str, **changes: Any) -> Step:
+    """GPT with dropout, clipping and AdamW; ``changes`` are those of its sizes."""
+    from models.gpt import GPT, SIZES
+    from models.text import batch_at, load_bytes
+    from models.training import make_optimizer, make_state, train_step
+
+    config = dataclasses.replace(SIZES[size], **changes)
+    state = make_state(GPT(config), config.sequence, make_optimizer())
+    return train_step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "mlp-6 f32": mlp,
+    "gpt-nano f32": lambda: gpt("nano", heads=8),
+    "gpt-mini f32": lambda: gpt("mini"),
+    "gpt-nano bf16 compute": lambda: gpt("nano", heads=8, dtype=jnp.bfloat16),
+}
