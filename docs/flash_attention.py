@@ -144,6 +144,7 @@ def main() -> None:
     # 8. On four devices the numbers are those of plain attention on one. The kernel runs once: what its backward needs is
     #    saved by the forward, as tensors that the plan can see and that are split like everything else.
     lowered = jscaler.parallelize(batch_and_heads, devices=4)(train_step).lower(params, x)
+    jscaler.verify(lowered)  # every tensor arrives where it is read
     print(lowered.plan.explain())
     (op,) = (op for op in lowered.graph.ops if op.path.endswith("flash"))
     print(f"\n{op.path} saves", *(str(t) for t in op.outputs[1:]))

@@ -7,14 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, fingerprint, make_jaxpr, open_jaxpr, trace_flat
+from jscaler.capture.jaxprs import CUSTOM_VJP, evaluate, fingerprint, make_jaxpr, open_jaxpr, trace_flat
 from jscaler.capture.saving import Leaf, Saving, trace_saving, vjp_of
 from jscaler.capture.user_bodies import UserBody, holds_user_op
 from jscaler.capture.user_op import op_p, traced
 from jscaler.capture.user_vjp import reads_of
 from jscaler.ir import Body, Op
-
-CUSTOM_VJP = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from jax.extend import core
 # Call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
 # where no autodiff follows, because their custom derivative would be lost (relu'(0) becomes 0.5).
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "checkpoint"})
+CUSTOM_VJP = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+CUSTOM_CALLS = CUSTOM_VJP | {"custom_jvp_call", "remat2", "checkpoint"}
 
 Atom = core.Var | core.Literal
 

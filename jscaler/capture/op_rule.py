@@ -213,9 +213,7 @@ class OpRule:
                 missing = [n for n in dim if n not in known]
                 if size % rest or (not missing and size != rest):
                     shown = ", ".join(f"{n} = {known[n][0]}" for n in dim if n in known)
-                    raise RuleError(
-                        self.text, f"{who}: {where} has size {size}, which ({' '.join(dim)}) with {shown} is not"
-                    )
+                    raise RuleError(self.text, f"{who}: {where} of size {size} cannot be ({' '.join(dim)}) with {shown}")
                 for name in missing:
                     self._learn(known, name, size // rest, where, who)
             waiting = [p for p in waiting if p not in ready]

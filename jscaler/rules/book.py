@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, inline, trace_flat
+from jscaler.capture.jaxprs import CALLS, CUSTOM_VJP, evaluate, inline, trace_flat
 from jscaler.capture.user_op import op_p
 from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
@@ -74,6 +74,7 @@ class RuleBook:
                     retraced = inline(Localizer(self.analysis(op.body), {}).run())
                 else:
                     retraced = trace_flat(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
+                    retraced = inline(retraced, CALLS | CUSTOM_VJP)  # no autodiff follows
                 self._locals[op.body, ()] = (retraced, ())
             return self._locals[op.body, ()][0], ()
         groups = self.groups(op)

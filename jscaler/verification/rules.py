@@ -95,7 +95,12 @@ def verify_rule(
         if factor not in made.open:
             raise UnknownNameError("open factor", factor, made.open, f" in '{name}' ({made.rule})")
     rules, checks, blocked = {}, [], []
-    for direction, one, values in [("forward", jaxpr, args), *_backwards(jaxpr, args)]:
+    runs: list[tuple[str, core.Jaxpr, Sequence[Any]]] = [("forward", jaxpr, args)]
+    try:
+        runs += _backwards(jaxpr, args)
+    except NotImplementedError as error:  # JAX's word for a primitive without a derivative
+        blocked.append(("backward", "", str(error)))
+    for direction, one, values in runs:
         own = Fragment.of(one)
         rules[direction] = str(own.rule)
         named = [f for f in own.open if wanted is None or f in wanted]
