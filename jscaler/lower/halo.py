@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jscaler.lower.members import axis_names
-from jscaler.materialize.halo import Edge, hops
+from jscaler.materialize.edges import Edge, hops
 from jscaler.materialize.mesh import Axes, DeviceMesh
 
 

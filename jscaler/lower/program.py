@@ -13,7 +13,7 @@ from jax.extend import core
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
-from jscaler.materialize.halo import Edge, extended_shape, halo_bytes
+from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
 from jscaler.rules.book import RuleBook
 
 Slot = int

@@ -15,7 +15,7 @@ from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.adapter import find_adapter
-from jscaler.materialize.halo import Edge, edges_of, extended_mask, halo_cost
+from jscaler.materialize.edges import Edge, edges_of, extended_mask, halo_cost
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
 from jscaler.materialize.placement import (

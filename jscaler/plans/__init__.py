@@ -63,6 +63,6 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "sequence_parallel", "single", "spatial", "tensor_parallel",
-    "vocab_parallel",
+    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "sequence_parallel", "single", "spatial",
+    "tensor_parallel", "vocab_parallel",
 ]  # fmt: skip

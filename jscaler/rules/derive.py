@@ -8,8 +8,8 @@ from jscaler.capture.jaxprs import shape
 from jscaler.ir import Factor, Halo, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis
-from jscaler.rules.halo import operand_halos
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, interpret, stages
+from jscaler.rules.wants import operand_halos
 
 
 def derive_rule(

@@ -11,8 +11,8 @@ from jax.extend import core
 
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis, is_zero
-from jscaler.rules.halo import BY_ROW, INSIDE, overlapped, read_around
 from jscaler.rules.table import Spec
+from jscaler.rules.wants import BY_ROW, INSIDE, overlapped, read_around
 
 SPLIT, INDEPENDENT = "split", "independent"
 Leaves = tuple[int, ...]

@@ -18,9 +18,9 @@ from jax.extend.random import threefry2x32_p
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.ir import Halo
 from jscaler.rules.analysis import Analysis
-from jscaler.rules.halo import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.table import Spec
 from jscaler.rules.user_rules import bind_part
+from jscaler.rules.wants import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.window_parts import crop, run_windowed
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts

@@ -11,9 +11,9 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import shape
 from jscaler.ir.mask import Combiner
-from jscaler.rules.halo import NONE
 from jscaler.rules.neutral import neutral
 from jscaler.rules.table import Window
+from jscaler.rules.wants import NONE
 from jscaler.rules.windows import Sweep, conv_sweeps, reduce_sweeps, scattered
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ from jscaler.ir.mask import Mask
 from jscaler.lower.emit import emit
 from jscaler.lower.numbering import Exchange
 from jscaler.materialize import DeviceMesh
-from jscaler.materialize.halo import Edge
+from jscaler.materialize.edges import Edge
 from jscaler.stages import StepPlan
 from jscaler.verification.arrival import Arrival
+from jscaler.verification.extended import check_extended, extended
 from jscaler.verification.flow import Flow, emitted_exchange, plain_program, spec_masks
 from jscaler.verification.frames import Frame
-from jscaler.verification.halo import check_extended, extended
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.trace import Local, abstract_mesh, open_shard_map, trace_local

@@ -17,7 +17,7 @@ from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
 from jscaler.lower.program import Adapt, Compute, Extend, Program
 from jscaler.materialize import Layout
-from jscaler.materialize.halo import Edge
+from jscaler.materialize.edges import Edge
 from jscaler.stages import StepPlan
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.collectives import COLLECTIVES

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jscaler.errors import VerificationError
-from jscaler.materialize.halo import Edge
+from jscaler.materialize.edges import Edge
 from jscaler.verification.frames import Frame, element_ids
 from jscaler.verification.symbols import Patterns, Symbolic
 
