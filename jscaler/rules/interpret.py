@@ -12,7 +12,7 @@ from jax.extend import core
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis, is_zero
 from jscaler.rules.table import Spec
-from jscaler.rules.wants import BY_ROW, INSIDE, overlapped, read_around
+from jscaler.rules.wants import BY_ROW, INSIDE, overlapped, read_around, slid_along
 
 SPLIT, INDEPENDENT = "split", "independent"
 Leaves = tuple[int, ...]
@@ -149,7 +149,21 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
                 extended.update(eqn.outvars)
     except Blocked as blocked:
         return str(blocked)
-    return found
+    whole = {v for v in extended if all(known.get(v, SPLIT) in (SPLIT, INDEPENDENT) for known in states)}
+    return _sunk(analysis, found, whole) if any(slid_along(analysis) & {*group} for group in groups) else found
+
+
+def _sunk(analysis: Analysis, found: Sequence[int], movable: set[core.Var]) -> list[int]:
+    """What only later stages read is made there: rows are then sent as the op got them, under the factors they are read by."""
+    first: dict[core.Var, int] = {v: -1 for v in analysis.jaxpr.outvars if isinstance(v, core.Var)}
+    when = list(found)
+    for i, eqn in reversed(list(enumerate(analysis.jaxpr.eqns))):
+        if movable.issuperset(eqn.outvars) and eqn.primitive.name in BY_ROW and not eqn.effects:
+            when[i] = max(when[i], min((first[v] for v in eqn.outvars if v in first), default=0))
+        for v in eqn.invars:
+            if isinstance(v, core.Var):
+                first[v] = min(first.get(v, when[i]), when[i])
+    return when
 
 
 def _advance_all(
