@@ -154,7 +154,7 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
 
 
 def _sunk(analysis: Analysis, found: Sequence[int], movable: set[core.Var]) -> list[int]:
-    """What only later stages read is made there: rows are then sent as the op got them, under the factors they are read by."""
+    """What only later stages read is made there, so that windows read the op's own operands, under their own factors."""
     first: dict[core.Var, int] = {v: -1 for v in analysis.jaxpr.outvars if isinstance(v, core.Var)}
     when = list(found)
     for i, eqn in reversed(list(enumerate(analysis.jaxpr.eqns))):

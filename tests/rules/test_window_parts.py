@@ -46,7 +46,6 @@ CONVS: dict[str, tuple[Fun, int, int]] = {  # function, rows, taps
     "halo larger than a part": (conv(), 6, 7),
     "behind a function that moves zero": (lambda x, k: conv()(jnp.exp(x) + 1, k), 6, 3),
     "behind positions": (lambda x, k: conv()(x + jnp.arange(x.shape[1])[:, None], k), 6, 3),
-    "behind casts": (lambda x, k: conv()(x.astype(jnp.float32), k.astype(jnp.float32)), 6, 3),
 }
 POOLS: dict[str, tuple[Fun, int]] = {
     "max": (pool("max", 3, 1), 6),
@@ -80,6 +79,11 @@ def test_pooling(name: str) -> None:
     made = check_both(fun, real(2, rows, 3))
     (index, *_) = made.rule.operands[0][1]
     assert index in made.open
+
+
+def test_behind_a_cast_zeros_are_zeros() -> None:
+    x, k = (v.astype(np.float32) for v in (real(2, 6, 3), real(3, 3, 2)))
+    assert 6 in check_both(lambda x, k: conv()(x.astype(jnp.float64), k), x, k.astype(np.float64)).open.values()
 
 
 def test_rows_and_columns_at_once() -> None:
