@@ -39,6 +39,7 @@ def select(graph: Any, patterns: Dims) -> list[tuple[PTensor, int]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
+    name = name.removesuffix("/value")  # the array inside a variable of nnx
     return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in (name, "/" + name))
 
 

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import jscaler
 from jscaler.stages import StepPlan
 from models.gpt import GPT, GPTConfig
+from models.gpt_nnx import GPT as NnxGPT
 from models.mlp import MLP
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -44,6 +46,22 @@ def gpt(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:
     model = GPT(GPTConfig(hidden=16, layers=1, heads=4, sequence=8, vocabulary=32, param_dtype=jnp.zeros(()).dtype))
     tokens = np.random.default_rng(0).integers(0, 32, (8, 9), np.int32)
     return _with_arguments(model, tx, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, tokens[:1, :-1])
+
+
+def gpt_nnx() -> tuple[Step, tuple[Any, Any]]:
+    """The same GPT in nnx."""
+    config = GPTConfig(hidden=16, layers=1, heads=4, sequence=8, vocabulary=32, param_dtype=jnp.zeros(()).dtype)
+    graphdef, params, rest = nnx.split(NnxGPT(config, nnx.Rngs(0)), nnx.Param, ...)
+
+    def step(state: Any, batch: dict[str, jax.Array]) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            logits = nnx.merge(graphdef, params, state["rest"], copy=True)(batch["tokens"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+        loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
+        return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, loss
+
+    return step, ({"params": params, "rest": rest}, gpt()[1][1])
 
 
 def mlp(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:

@@ -2,7 +2,7 @@
 
 import optax
 import pytest
-from plan_steps import COLUMNS, activations, assert_same_numbers, collectives, gpt, mlp, planned
+from plan_steps import COLUMNS, activations, assert_same_numbers, collectives, gpt, gpt_nnx, mlp, planned
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.plans import tensor_parallel
@@ -13,6 +13,10 @@ def test_two_all_reduces_each_way_per_layer() -> None:
     plan = planned(tensor_parallel(), gpt(), 4)
     assert activations(plan) == {"all_reduce": 4}
     assert [k for k, t in collectives(plan) if t.shape] == ["all_reduce"] * 4  # and no gradient is sent at all
+
+
+def test_the_same_in_nnx() -> None:
+    assert activations(planned(tensor_parallel(), gpt_nnx(), 4)) == {"all_reduce": 4}
 
 
 def test_of_an_mlp_one_per_pair_and_none_into_the_first() -> None:

@@ -1,0 +1,216 @@
+"""What `bench.parity` compares: small models with their losses and batches, and the plans that apply to each."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jscaler
+
+STEPS = 5
+DTYPES = {"float64": jnp.float64, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's loss on a batch.
+
+    Attributes:
+        loss: ``loss(params, rest, batch, key) -> (loss, rest)``; ``rest`` is state that is not trained.
+        params, rest: at the start.
+        batches: one per step.
+    """
+
+    loss: Callable[[Any, Any, Any, jax.Array], Any]
+    params: Any
+    batches: list[Any]
+    rest: Any = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan on a number of devices; ``quick`` ones are part of the quick form."""
+
+    plan: Any
+    devices: int
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        shown = self.plan if isinstance(self.plan, str) else self.plan.__name__
+        return shown.rsplit(".py:", 1)[-1]
+
+
+def kinds(dtype: Any) -> dict[str, Any]:
+    """What a model computes in and what it remembers: bfloat16 computes, float32 remembers."""
+    return {"dtype": dtype, "param_dtype": jnp.float32 if dtype == jnp.bfloat16 else dtype}
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """The floating leaves of ``tree`` in what a model of ``dtype`` remembers."""
+    stored = kinds(dtype)["param_dtype"]
+    return jax.tree.map(lambda x: x.astype(stored) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def cross_entropy(logits: Any, labels: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), labels).mean()
+
+
+def text_batches() -> list[Any]:
+    from models.text import batch_at, load_bytes
+
+    return [batch_at(load_bytes(), i, 8, 16) for i in range(STEPS)]
+
+
+def gpt(dtype: Any, **changes: Any) -> Case:
+    """The linen GPT; ``changes`` may stack its layers."""
+    from models.gpt import GPT, GPTConfig
+
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, **changes}
+    model, batches = GPT(GPTConfig(**sizes, **kinds(dtype))), text_batches()
+    params = GPT(GPTConfig(**sizes)).init(jax.random.key(0), batches[0]["tokens"])["params"]
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        logits = model.apply({"params": params}, batch["tokens"], train=True, rngs={"dropout": key})
+        return cross_entropy(logits, batch["labels"]), rest
+
+    return Case(loss, cast(params, dtype), batches)
+
+
+def gpt_nnx(dtype: Any) -> Case:
+    """The GPT in nnx; what is not trained are the counters of its dropout."""
+    from flax import nnx
+
+    from models.gpt import GPTConfig
+    from models.gpt_nnx import GPT
+
+    model = GPT(GPTConfig(hidden=32, layers=2, heads=4, sequence=16, **kinds(dtype)), nnx.Rngs(0))
+    model.train()
+    graphdef, _, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        value = cross_entropy(model(batch["tokens"]), batch["labels"])
+        return value, nnx.split(model, nnx.Param, ...)[2]
+
+    exact = GPT(GPTConfig(hidden=32, layers=2, heads=4, sequence=16), nnx.Rngs(0))
+    return Case(loss, cast(nnx.split(exact, nnx.Param, ...)[1], dtype), text_batches(), rest)
+
+
+def moe(dtype: Any) -> Case:
+    """The mixture of experts, trained on its load-balancing loss too."""
+    from models.moe import MoE, MoEConfig
+
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, "experts": 8}
+    model, batches = MoE(MoEConfig(**sizes, **kinds(dtype))), text_batches()
+    params = MoE(MoEConfig(**sizes)).init(jax.random.key(0), batches[0]["tokens"])["params"]
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        variables, rngs = {"params": params}, {"dropout": key}
+        logits, sown = model.apply(variables, batch["tokens"], train=True, rngs=rngs, mutable=["losses"])
+        return cross_entropy(logits, batch["labels"]) + sum(jax.tree.leaves(sown["losses"])), rest
+
+    return Case(loss, cast(params, dtype), batches)
+
+
+def convnet(dtype: Any) -> Case:
+    """Convolutions with batch normalisation; what is not trained are its running statistics."""
+    from models.convnet import ConvConfig, ConvNet
+
+    model = ConvNet(ConvConfig(hidden=8, layers=2, image=16, **kinds(dtype)))
+    draws = np.random.default_rng(0)
+    shape = (8, 16, 16, 3)
+    batches = [{"images": draws.normal(size=shape) + 1, "labels": draws.integers(0, 10, 8)} for _ in range(STEPS)]
+    variables = ConvNet(ConvConfig(hidden=8, layers=2, image=16)).init(jax.random.key(0), jnp.zeros(shape, jnp.float32))
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        images = batch["images"].astype(kinds(dtype)["param_dtype"])
+        logits, moved = model.apply({"params": params, "batch_stats": rest}, images, train=True, mutable=["batch_stats"])
+        return cross_entropy(logits, batch["labels"]), moved["batch_stats"]
+
+    return Case(loss, cast(variables["params"], dtype), batches, cast(variables["batch_stats"], dtype))
+
+
+def mlp(dtype: Any) -> Case:
+    from models.mlp import MLP
+
+    model = MLP(hidden=32, layers=3, out=8, dropout=0.2, **kinds(dtype))
+    draws = np.random.default_rng(0)
+    batches = [{"x": draws.normal(size=(16, 12)), "y": draws.integers(0, 8, 16)} for _ in range(STEPS)]
+    params = MLP(hidden=32, layers=3, out=8).init(jax.random.key(0), jnp.zeros((1, 12), jnp.float32))["params"]
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        x = batch["x"].astype(kinds(dtype)["param_dtype"])
+        logits = jnp.asarray(model.apply({"params": params}, x, train=True, rngs={"dropout": key}))
+        return cross_entropy(logits.astype(jnp.promote_types(dtype, jnp.float32)), batch["y"]), rest
+
+    return Case(loss, cast(params, dtype), batches)
+
+
+def one_mlp(graph: Any, devices: np.ndarray) -> None:
+    """Hidden units of the first two layers over the devices, everything else copied."""
+    for layer, dim in (("layer_0", 1), ("layer_1", 0)):
+        op = graph[f"{layer}/dot"]
+        graph.op_assign(graph.op_trans(op, jscaler.Split((f"{layer}/kernel", dim), devices.size)), devices)
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+FIRST = '{"*/layer_0/kernel": 1}'
+CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
+    "mlp": (
+        mlp,
+        [
+            Run("single", 1),
+            Run("data_parallel", 8),
+            Run(one_mlp, 4),
+            Run(f"tensor_parallel({FIRST})", 8),
+            Run(f'sequence_parallel({FIRST}, {{"batch/x": 0}})', 8),
+            Run(f"megatron(dp=2, tp=4, columns={FIRST})", 8, quick=True),
+        ],
+    ),
+    "linen GPT": (
+        gpt,
+        [
+            Run("single", 1),
+            Run(f"{DOCS / 'split_one_mlp.py'}:split_one_mlp", 4),
+            Run("data_parallel", 2),
+            Run("data_parallel", 8),
+            Run("tensor_parallel", 4),
+            Run("sequence_parallel", 4),
+            Run("vocab_parallel", 8),
+            Run("megatron(dp=2, tp=4)", 8),
+            Run("megatron(dp=2, tp=4, sequence=True)", 8, quick=True),
+        ],
+    ),
+    "nnx GPT": (
+        gpt_nnx,
+        [
+            Run("data_parallel", 8),
+            Run("tensor_parallel", 4),
+            Run("sequence_parallel", 4),
+            Run("vocab_parallel", 8),
+            Run("megatron(dp=2, tp=4)", 8, quick=True),
+            Run("megatron(dp=2, tp=4, sequence=True)", 8),
+        ],
+    ),
+    "stacked GPT with remat": (
+        functools.partial(gpt, stacked=True, remat=True),
+        [Run("data_parallel", 8)],
+    ),
+    "conv + BatchNorm": (convnet, [Run("data_parallel", 8, quick=True)]),
+    "MoE": (
+        moe,
+        [
+            Run("data_parallel", 8),
+            Run("expert_parallel", 8, quick=True),
+            Run("tensor_parallel", 4),
+            Run("megatron(dp=2, tp=4)", 8),
+        ],
+    ),
+}

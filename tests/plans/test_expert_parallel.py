@@ -1,0 +1,58 @@
+"""Mixture of experts: four all-to-alls per layer and step, and the experts' state in parts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plan_steps import QUICK, TX, activations, planned
+
+import jscaler
+from jscaler.errors import SplitError, UnknownNameError
+from jscaler.plans import expert_parallel
+from models.moe import MoE, MoEConfig
+from models.training import TrainState, balanced_train_step, make_state
+
+SIZES = MoEConfig(hidden=8, layers=1, heads=2, sequence=8, vocabulary=16, experts=4)
+
+
+def moe(layers: int = 1) -> tuple[Any, tuple[TrainState, dict[str, np.ndarray]]]:
+    kind = jnp.zeros(()).dtype
+    model = MoE(dataclasses.replace(SIZES, layers=layers, dtype=kind, param_dtype=kind))
+    tokens = np.random.default_rng(0).integers(0, 16, (12, 9), np.int32)
+    return balanced_train_step, (make_state(model, 8, TX), {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_four_all_to_alls_per_layer(layers: int) -> None:
+    plan = planned(expert_parallel(), moe(layers), 4)
+    assert activations(plan)["all_to_all"] == 4 * layers
+    assert activations(plan)["all_gather"] == 0
+    inputs = {t.name: layout for t, layout in plan.completed.inputs.items()}
+    cut = {name for name, layout in inputs.items() if any(layout.cuts) and name.startswith("state")}
+    assert len(cut) == 4 * layers  # the two kernels and their momenta
+    assert all("/experts/" in name for name in cut)
+
+
+def test_the_numbers_are_those_of_one_device() -> None:
+    with jax.enable_x64(True):
+        step, (state, batch) = moe()
+        whole = jax.jit(lambda s, b: step(s, b, jax.value_and_grad)).lower(state, batch).compile(compiler_options=QUICK)
+        lowered = jscaler.parallelize(expert_parallel(), devices=4)(step).lower(state, batch)
+        parts = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+        ours = theirs = state
+        for _ in range(2):
+            (ours, mine), (theirs, other) = parts(ours, batch), whole(theirs, batch)
+            assert abs(float(mine["loss"] - other["loss"])) < 1e-10
+            assert abs(float(mine["auxiliary"] - other["auxiliary"])) < 1e-10
+        for got, want in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
+            assert np.abs(np.asarray(got) - np.asarray(want)).max() <= 1e-11
+
+
+def test_mistakes() -> None:
+    with pytest.raises(UnknownNameError, match=r"pass expert_parallel\(experts=\.\.\.\)"):
+        planned(expert_parallel(["*/expert/up"]), moe(), 4)
+    with pytest.raises(SplitError, match=r"experts/up' cannot split factor 'dim 0' of size 4 into 3 parts"):
+        planned(expert_parallel(), moe(), 3)
