@@ -63,11 +63,10 @@ def column(graph: Any, kernel: PTensor) -> int | None:
                 continue
             rule = graph.rule(op)
             dims = rule.operands[op.inputs.index(tensor)]
-            kept = {name for result in rule.results for names in result for name in names}
-            left = [i for i, names in enumerate(dims) if names and names[0] in kept]
-            if left and len(left) < sum(1 for names in dims if names):
-                return left[0]
-            if left:  # an elementwise op, such as a cast
+            kept = [i for i, names in enumerate(dims) if names and rule.factors[names[0]].kind == "parallel"]
+            if kept and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
+                return kept[0]
+            if kept:  # an elementwise op, such as a cast
                 fresh = [t for t in op.outputs if t not in seen and t.shape == tensor.shape]
                 seen.update(fresh)
                 queue.extend(fresh)
