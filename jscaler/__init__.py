@@ -1,6 +1,6 @@
 """jscaler: expert-written parallel plans for Flax train steps, on JAX and XLA."""
 
-from jscaler import plans
+from jscaler import nnx, plans
 from jscaler.api import Compiled, Lowered, Parallelized, parallelize
 from jscaler.capture.gradient import grad, value_and_grad
 from jscaler.capture.op_rule import OpRule
@@ -27,6 +27,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule", "OrderError",
     "Parallelized", "Plan", "PlanError", "Replicate", "RuleError", "Split", "SplitError", "UnknownNameError",
-    "UnknownPrimitiveWarning", "VerificationError", "grad", "op", "parallelize", "plans", "register_rule",
+    "UnknownPrimitiveWarning", "VerificationError", "grad", "nnx", "op", "parallelize", "plans", "register_rule",
     "value_and_grad", "verify", "verify_rule",
 ]  # fmt: skip

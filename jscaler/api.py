@@ -1,18 +1,17 @@
 """``@jscaler.parallelize``: a train step that runs under a plan; otherwise it is used like ``jax.jit``'s."""
 
-import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jscaler import plans
+from jscaler import graph_nodes, plans
 from jscaler.arguments import Arguments, Call, difference
-from jscaler.capture.names import tree_path
+from jscaler.capture.names import PathNames, tree_path
 from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
@@ -89,7 +88,7 @@ class Parallelized:
         call = self._arguments.bind(args, kwargs)
         if call.key not in self._compiled:
             self._compiled[call.key] = self._lower(call).compile()
-        return self._compiled[call.key].run(call.leaves)
+        return self._compiled[call.key].run(call.leaves, call.nodes)
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
         """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct``s), without compiling."""
@@ -110,8 +109,9 @@ class Parallelized:
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
         lowered = made.jitted.lower(*input_structs(step, made.in_shardings))
-        shapes_only = dataclasses.replace(call, leaves=())  # the cache must not keep the first call's arrays alive
-        return Lowered(step, captured, made, shapes_only, result.tree, lowered, tuple(devices), self._cost)
+        return Lowered(
+            step, captured, made, call.without_arrays(), result.tree, lowered, tuple(devices), self._cost, result.changes
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Lowered:
     lowered: Any
     devices: tuple[Device, ...]
     cost: CostModel = FEW_STEPS
+    changes: "NodeChanges | None" = None
 
     @property
     def graph(self) -> Graph:
@@ -160,15 +161,22 @@ class Compiled:
                 "this compiled step was lowered for arguments of another tree, shape, dtype or static value: "
                 f"{difference(self.lowered.call, call)}; call the decorated function, which compiles for each"
             )
-        return self.run(call.leaves)
+        return self.run(call.leaves, call.nodes)
 
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat leaves, which are moved to the plan's layout where they do not have it."""
+    def run(self, leaves: Sequence[Any], nodes: Mapping[str, Any] | None = None) -> Any:
+        """Run on flat leaves, which are moved to the plan's layout where they do not have it.
+
+        ``nodes`` are the nnx objects to which leaves belong: what changed is set in them, in the plan's layout.
+        """
         placed = [
             x if isinstance(x, jax.Array) and x.sharding == s else _place(x, s)
             for x, s in zip(leaves, self.lowered.executable.in_shardings, strict=True)
         ]
-        return jax.tree.unflatten(self.lowered.out_tree, self.compiled(*placed))
+        outputs = self.compiled(*placed)
+        tree = self.lowered.out_tree
+        if nodes and self.lowered.changes is not None:
+            graph_nodes.update(nodes, self.lowered.changes.arrays(leaves, placed, outputs[tree.num_leaves :]))
+        return jax.tree.unflatten(tree, outputs[: tree.num_leaves])
 
     def as_text(self) -> str:
         return self.compiled.as_text()
@@ -213,20 +221,41 @@ def resolve_devices(devices: Devices) -> list[Device]:
     return chosen
 
 
+@dataclass(frozen=True)
+class NodeChanges:
+    """The leaves of nnx objects: which the step changes, and the path of each that a Variable holds."""
+
+    changed: tuple[int, ...]
+    paths: Mapping[int, tuple[Any, ...]]
+
+    def arrays(self, given: Sequence[Any], placed: Sequence[Any], new: Sequence[Any]) -> dict[tuple[Any, ...], Any]:
+        """Path -> array of all that the caller's objects shall hold now and do not hold yet."""
+        values = {i: placed[i] for i in self.paths if placed[i] is not given[i]}
+        values |= dict(zip(self.changed, new, strict=True))
+        return {self.paths[i]: value for i, value in values.items() if i in self.paths}
+
+
 @dataclass
 class _Result:
-    """The step's result tree, known once it has been traced."""
+    """The step's result tree, known once it has been traced. Changed leaves of nnx objects follow its leaves."""
 
     tree: Any = None
     avals: tuple[Any, ...] = ()
+    changes: NodeChanges | None = None
 
 
 def _capture(fun: Callable[..., Any], arguments: Arguments, call: Call) -> tuple[Captured, _Result]:
     result = _Result()
 
     def flat_fun(*leaves: Any) -> list[Any]:
-        bound = arguments.rebuild(call, leaves)
-        flat, result.tree = jax.tree.flatten(fun(*bound.args, **bound.kwargs))
+        bound, nodes = arguments.rebuild(call, leaves)
+        out = fun(*bound.args, **bound.kwargs)
+        flat, result.tree = jax.tree.flatten(out)
+        if nodes:
+            graph_nodes.check_no_nodes("result", out)
+            result.changes = _node_changes(arguments, call, nodes, leaves)
+            after = dict(zip((i for i, _ in call.node_leaves), _node_arrays(call, nodes), strict=True))
+            flat += [after[i] for i in result.changes.changed]
         result.avals = tuple(jax.typeof(x) for x in flat)
         return flat
 
@@ -234,13 +263,34 @@ def _capture(fun: Callable[..., Any], arguments: Arguments, call: Call) -> tuple
 
     def output_names() -> list[str]:
         tree = jax.tree.unflatten(result.tree, list(range(result.tree.num_leaves)))
-        return [tree_path("", path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        unique = PathNames()
+        names = [tree_path("", path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        names += [call.names[i] for i in (result.changes.changed if result.changes else ())]
+        return [unique.unique(name) for name in names]
 
     structs = [t.struct for t in call.types]
     made = capture(
         flat_fun, structs, call.names, output_names, lambda gradients: _next_versions(arguments, call, result, gradients)
     )
     return made, result
+
+
+def _node_arrays(call: Call, nodes: Mapping[str, Any]) -> list[Any]:
+    """The arrays that ``nodes`` hold, in the order of the call's leaves."""
+    graphdef, trees = graph_nodes.split(nodes)
+    graph_nodes.check_structure(call.graphdef, graphdef, "the step")
+    return [leaf for name in call.nodes for leaf in jax.tree.leaves(trees[name])]
+
+
+def _node_changes(arguments: Arguments, call: Call, nodes: Mapping[str, Any], leaves: Sequence[Any]) -> NodeChanges:
+    """What the step changed in ``nodes``. Of a donated argument all comes back, since nothing else of it is left."""
+    marked = graph_nodes.variables(nodes)
+    held = [flag for name in call.nodes for flag in jax.tree.leaves(marked[name])]
+    donated = {i for i, owner in enumerate(call.owners) if owner in arguments.donated}
+    places = call.node_leaves
+    now = _node_arrays(call, nodes)
+    changed = [i for (i, _), new in zip(places, now, strict=True) if new is not leaves[i] or i in donated]
+    return NodeChanges(tuple(changed), {i: path for (i, path), flag in zip(places, held, strict=True) if flag})
 
 
 def _next_versions(arguments: Arguments, call: Call, result: _Result, gradients: frozenset[int]) -> dict[int, int]:
@@ -251,9 +301,14 @@ def _next_versions(arguments: Arguments, call: Call, result: _Result, gradients:
     members = result.tree.children()
     starts = itertools.accumulate((m.num_leaves for m in members), initial=0)
     parts = [(0, result.tree), *zip(starts, members, strict=False)]  # the whole result, or one of its members
-    versions: dict[int, int] = {}
+    changed = result.changes.changed if result.changes else ()
+    follow = enumerate(changed, result.tree.num_leaves)
+    versions = {o: i for o, i in follow if _alike(call.types[i], result.avals[o])}
     in_start = 0
     for name, tree in call.trees:
+        if name in call.nodes:
+            in_start += tree.num_leaves
+            continue
         is_state = name in arguments.donated if arguments.donated else tree.num_nodes > tree.num_leaves
         for out_start, part in parts:
             ins = range(in_start, in_start + tree.num_leaves)

@@ -1,14 +1,16 @@
 """A step's arguments: which are static, donated, or trees of arrays; and the key that decides about recompilation."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import numpy as np
 
+from jscaler import graph_nodes
 from jscaler.capture.names import PathNames, leaf_names
 from jscaler.errors import CaptureError, UnknownNameError
 
@@ -30,7 +32,10 @@ class LeafType(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call's arguments: flat dynamic leaves with their owners, and the key that decides about recompilation."""
+    """One call's arguments: flat dynamic leaves with their owners, and the key that decides about recompilation.
+
+    ``nodes`` are the caller's own nnx objects, by argument; the step changes them in place.
+    """
 
     arguments: "Arguments"
     leaves: tuple[Any, ...]
@@ -38,11 +43,28 @@ class Call:
     owners: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
     trees: tuple[tuple[str, Any], ...]
+    graphdef: Any = None
+    nodes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def key(self) -> Any:
         """Calls with equal keys run the same executable."""
-        return self.static, self.trees, self.types
+        return self.static, self.trees, self.types, self.graphdef
+
+    def without_arrays(self) -> "Call":
+        """What a cache may keep: no array and no object of the caller stays alive by it."""
+        return dataclasses.replace(self, leaves=(), nodes=dict.fromkeys(self.nodes))
+
+    @property
+    def node_leaves(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """Index and path of every leaf that belongs to an nnx object."""
+        found, start = [], 0
+        for name, tree in self.trees:
+            if name in self.nodes:
+                paths = graph_nodes.paths(name, tree.unflatten(range(tree.num_leaves)))
+                found += list(enumerate(paths, start))
+            start += tree.num_leaves
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -79,25 +101,34 @@ class Arguments:
         """Flatten a call; raises CaptureError for leaves that are no arrays."""
         bound = self.signature.bind(*args, **kwargs)
         leaves, types, owners, static, trees = [], [], [], [], []
+        dynamic = {}
         for name, value in _expanded(self.signature, bound):
             if name in self.static:
                 _check_hashable(name, value)
                 static.append((name, value))
-                continue
+            else:
+                dynamic[name] = value
+        nodes = {name: value for name, value in dynamic.items() if graph_nodes.holds_nodes(value)}
+        graphdef, pure = graph_nodes.split(nodes) if nodes else (None, {})
+        for name, value in (dynamic | pure).items():
             flat, tree = jax.tree.flatten(value)
             trees.append((name, tree))
             for i, leaf in enumerate(flat):
                 types.append(_leaf_type(leaf, name, value, i))
             leaves += flat
             owners += [name] * len(flat)
-        return Call(self, tuple(leaves), tuple(types), tuple(owners), tuple(static), tuple(trees))
+        return Call(self, tuple(leaves), tuple(types), tuple(owners), tuple(static), tuple(trees), graphdef, nodes)
 
-    def rebuild(self, call: Call, leaves: Iterable[Any]) -> inspect.BoundArguments:
-        """The arguments of ``call`` with other leaves in place."""
+    def rebuild(self, call: Call, leaves: Iterable[Any]) -> tuple[inspect.BoundArguments, dict[str, Any]]:
+        """The arguments of ``call`` with other leaves in place; and those of them that are fresh nnx objects."""
         rest = iter(leaves)
         values = dict(call.static)
         for name, tree in call.trees:
             values[name] = jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)])
+            if name not in call.nodes:
+                graph_nodes.check_no_nodes(name, values[name])
+        nodes = graph_nodes.merge(call.graphdef, {name: values[name] for name in call.nodes}) if call.nodes else {}
+        values |= nodes
         bound = inspect.BoundArguments(self.signature, {})  # type: ignore[arg-type]
         for parameter in self.signature.parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:
@@ -109,7 +140,7 @@ class Arguments:
                 bound.arguments[parameter.name] = {n: values[n] for n in rest_names}
             elif parameter.name in values:
                 bound.arguments[parameter.name] = values[parameter.name]
-        return bound
+        return bound, nodes
 
 
 def _named(signature: inspect.Signature, what: str, nums: Any, names: Any) -> frozenset[str]:
@@ -165,7 +196,7 @@ def difference(expected: Call, given: Call) -> str:
     """What tells two calls apart, for an error message."""
     if expected.static != given.static:
         return f"static {dict(given.static)} instead of {dict(expected.static)}"
-    if expected.trees != given.trees:
+    if (expected.trees, expected.graphdef) != (given.trees, given.graphdef):
         return "the argument trees differ"
     for name, want, have in zip(expected.names, expected.types, given.types, strict=True):
         if want != have:

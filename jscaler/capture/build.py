@@ -9,6 +9,7 @@ from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fragments import Fragment, fragments
 from jscaler.capture.jaxprs import Atom, live_equations, make_jaxpr
+from jscaler.capture.module_scopes import with_module_scopes
 from jscaler.capture.names import PathNames, common_root, function_name
 from jscaler.capture.residuals import default_residuals
 from jscaler.capture.trace import Trace
@@ -34,7 +35,7 @@ def build_graph(
         bodies: interns op bodies.
         rules: derives the ops' rules.
     """
-    builder = _Builder(step, input_names, bodies)
+    builder = _Builder(with_module_scopes(step, input_names), input_names, bodies)
     builder.run()
     outputs = tuple(builder.result(v, name) for v, name in zip(step.outvars, output_names, strict=True))
     inputs = tuple(builder.tensors[v] for v in step.invars)

@@ -1,0 +1,119 @@
+"""Scopes for programs that have none: nnx modules leave no name in a jaxpr, so parameters tell where an equation belongs.
+
+    up/kernel ─┐                        ┌─ down/kernel
+    x ─► [mlp/up: dot] ─► [mlp: gelu] ─► [mlp/down: dot] ─► …
+
+An equation that reads parameters (or what is made of parameters alone, as a cast) belongs to their module. Any other
+lies between the last module above it and the first one below, and belongs to what these two have in common. What no
+module follows is the loss. A scope names and groups ops; no number depends on it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jax.extend import core, source_info_util
+
+from jscaler.capture.fragments import scope_of
+from jscaler.capture.jaxprs import Atom
+from jscaler.capture.trace import TaggedEquation, Trace
+
+HOLDERS = ("rngs",)  # below a module, and no module of the user's
+
+
+def with_module_scopes(step: Trace, input_names: Sequence[str]) -> Trace:
+    """``step`` with a scope for every equation of those gradient calls in which no equation has one."""
+    named = {t.call for t in step.equations if scope_of(t.eqn)}
+    names = dict(zip(step.invars, input_names, strict=True))
+    equations = list(step.equations)
+    for index, call in enumerate(step.calls):
+        roots = {names[v].split("/")[0] for v in call.wrt if v in names and names[v].count("/") > 1}
+        if index in named or not roots:
+            continue
+        modules = {v: _module(name) for v, name in names.items() if name.split("/")[0] in roots}
+        members = [i for i, t in enumerate(equations) if t.call == index]
+        scopes = _scopes([equations[i].eqn for i in members], modules)
+        for i, scope in zip(members, scopes, strict=True):
+            equations[i] = _scoped(equations[i], scope)
+    return dataclasses.replace(step, equations=tuple(equations))
+
+
+def _module(name: str) -> str:
+    """``model/blocks/0/attn/query`` for the leaf ``model/blocks/0/attn/query/kernel``."""
+    parts = name.split("/")[:-1]
+    return "/".join(parts[:-1] if parts[-1:] and parts[-1] in HOLDERS else parts)
+
+
+def _scopes(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list[str]:
+    """The scope of each equation; empty where no module follows, or none is near."""
+    own = _own(eqns, modules)
+    above: list[int | None] = []  # the last equation of a module upstream
+    last_at: dict[core.Var, int] = {}
+    for i, eqn in enumerate(eqns):
+        above.append(max((last_at[v] for v in _variables(eqn.invars) if v in last_at), default=None))
+        if (last := i if own[i] else above[i]) is not None:
+            last_at.update(dict.fromkeys(eqn.outvars, last))
+    scopes = list(own)
+    first_at: dict[core.Var, int] = {}  # the first equation of a module downstream
+    for i in reversed(range(len(eqns))):
+        first = min((first_at[v] for v in eqns[i].outvars if v in first_at), default=None)
+        if not own[i] and first is not None:
+            last = above[i]
+            scopes[i] = _common([own[first if last is None else last], own[first]])
+        if (first := i if own[i] else first) is not None:
+            for v in _variables(eqns[i].invars):
+                first_at[v] = min(first, first_at.get(v, first))
+    return scopes
+
+
+def _own(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list[str]:
+    """The module whose parameters each equation reads; empty where it reads none. A later use is ``module.1``."""
+    home = dict(modules)  # what is made of parameters alone
+    free: set[core.Var] = set()  # what is made of nothing: constants, positions
+    uses = _Uses()
+    own = []
+    for eqn in eqns:
+        reads = [v for v in _variables(eqn.invars) if v not in free]
+        held = [home[v] for v in reads if v in home]
+        if not reads:
+            free.update(eqn.outvars)
+        elif len(held) == len(reads):
+            home.update(dict.fromkeys(eqn.outvars, _common(held)))
+        own.append(uses.name(_common(held)) if held else "")
+    return own
+
+
+class _Uses:
+    """Tells the uses of a module apart: a tied embedding looks up first, and makes logits behind all other modules."""
+
+    def __init__(self) -> None:
+        self.open: set[str] = set()
+        self.counts: dict[str, int] = {}
+
+    def name(self, module: str) -> str:
+        if module not in self.open:
+            self.counts[module] = self.counts.get(module, -1) + 1
+        self.open = {m for m in self.open if (m + "/").startswith(module + "/") or (module + "/").startswith(m + "/")}
+        self.open.add(module)
+        return f"{module}.{self.counts[module]}" if self.counts[module] else module
+
+
+def _variables(atoms: Sequence[Atom]) -> list[core.Var]:
+    return [v for v in atoms if isinstance(v, core.Var)]
+
+
+def _common(scopes: Sequence[str]) -> str:
+    """The path that all ``scopes`` share."""
+    shared = []
+    for parts in zip(*(s.split("/") for s in scopes), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)
+
+
+def _scoped(tagged: TaggedEquation, scope: str) -> TaggedEquation:
+    if not scope:
+        return tagged
+    info = tagged.eqn.source_info
+    stack = source_info_util.new_name_stack(scope) + info.name_stack
+    return dataclasses.replace(tagged, eqn=tagged.eqn.replace(source_info=info.replace(name_stack=stack)))
