@@ -15,6 +15,7 @@ from jscaler.capture.names import PathNames, tree_path
 from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
+from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
 from jscaler.stages import Captured, Executable, StepPlan, capture, executable, input_structs, lower, transform
 
@@ -32,8 +33,11 @@ def parallelize(
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-) -> Callable[[Callable[..., Any]], "Parallelized"]:
-    """Decorate a step function of pytrees (not a method) so that it runs on many devices as ``plan`` says.
+) -> Callable[[Any], Any]:
+    """Decorate a step function (not a method) or a Flax module so that it runs on many devices as ``plan`` says.
+
+    A step takes pytrees and nnx objects; what it changes in the latter is set in the caller's own. Of a linen module, a
+    class or an instance, ``apply`` runs in parallel; of an nnx module its call. Their arguments lie at ``batch``.
 
     Args:
         plan: a policy, the name of a built-in one (``"data_parallel"``), or a finished `Plan`.
@@ -43,9 +47,13 @@ def parallelize(
         donate_argnums, donate_argnames: arguments whose buffers the step may reuse, as in ``jax.jit``.
         static_argnums, static_argnames: hashable arguments that are compile-time constants, as in ``jax.jit``.
 
+    Returns:
+        A decorator: of a function it makes a `Parallelized`, of a module class a subclass, of a module one like it.
+
     Example:
         >>> @jscaler.parallelize("data_parallel", devices=8, donate_argnames="state")
         ... def train_step(state, batch): ...
+        >>> model = jscaler.parallelize("data_parallel", devices=8)(model)
     """
     policy = plans.by_name(plan) if isinstance(plan, str) else plan
     if not isinstance(policy, Plan) and not callable(policy):
@@ -53,9 +61,27 @@ def parallelize(
 
     cost = _cost_model(cluster)
 
-    def decorate(fun: Callable[..., Any]) -> Parallelized:
+    def decorate(fun: Any) -> Any:
+        module = parallel_module(fun, step_of_module)
+        if module is not None:
+            return module
+        if isinstance(fun, type) or not callable(fun):
+            what = f"the class '{fun.__name__}'" if isinstance(fun, type) else f"a {type(fun).__name__}"
+            raise CaptureError(
+                f"parallelize decorates a step function, a Flax module class or a Flax module, not {what}; has its library "
+                "been imported as flax.linen or flax.nnx?"
+            )
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
         return Parallelized(fun, policy, devices, arguments, cost)
+
+    def step_of_module(forward: Callable[..., Any]) -> Parallelized:
+        if any(x not in ((), "") for x in (donate_argnums, donate_argnames, static_argnums, static_argnames)):
+            raise CaptureError(
+                "donate_* and static_* are for step functions: a module's forward donates nothing, and what of its "
+                "arguments is no array is static"
+            )
+        arguments = Arguments.of(forward, (), (), (), "constants")
+        return Parallelized(forward, policy, devices, arguments, cost, updates=False)
 
     return decorate
 
@@ -74,21 +100,31 @@ class Parallelized:
     """A step function under a plan. Compiles at the first call of each shape; the undecorated one is ``.fun``."""
 
     def __init__(
-        self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS
-    ):
+        self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS,
+        updates: bool = True,
+    ):  # fmt: skip
         functools.update_wrapper(self, fun)
         self.fun = fun
         self._policy = policy
         self._devices = devices
         self._arguments = arguments
         self._cost = cost
+        self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
         self._compiled: dict[Any, Compiled] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._arguments.bind(args, kwargs)
+        return self.compiled(call).run(call.leaves, call.nodes)
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call:
+        """These arguments as flat leaves."""
+        return self._arguments.bind(args, kwargs)
+
+    def compiled(self, call: Call) -> "Compiled":
+        """The executable for calls like this one, compiled where it has not been."""
         if call.key not in self._compiled:
             self._compiled[call.key] = self._lower(call).compile()
-        return self._compiled[call.key].run(call.leaves, call.nodes)
+        return self._compiled[call.key]
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
         """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct``s), without compiling."""
@@ -96,7 +132,7 @@ class Parallelized:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The captured graph for these arguments, before any plan."""
-        return _capture(self.fun, self._arguments, self._arguments.bind(args, kwargs))[0].graph
+        return _capture(self.fun, self._arguments, self._arguments.bind(args, kwargs), self._updates)[0].graph
 
     def leaves(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The flat leaves of these arguments, in the order of the graph's inputs."""
@@ -104,7 +140,7 @@ class Parallelized:
 
     def _lower(self, call: "Call") -> "Lowered":
         devices = resolve_devices(self._devices)
-        captured, result = _capture(self.fun, self._arguments, call)
+        captured, result = _capture(self.fun, self._arguments, call, self._updates)
         step = lower(captured, transform(captured, self._policy, len(devices)), self._cost)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
@@ -244,7 +280,7 @@ class _Result:
     changes: NodeChanges | None = None
 
 
-def _capture(fun: Callable[..., Any], arguments: Arguments, call: Call) -> tuple[Captured, _Result]:
+def _capture(fun: Callable[..., Any], arguments: Arguments, call: Call, updates: bool = True) -> tuple[Captured, _Result]:
     result = _Result()
 
     def flat_fun(*leaves: Any) -> list[Any]:
@@ -268,11 +304,11 @@ def _capture(fun: Callable[..., Any], arguments: Arguments, call: Call) -> tuple
         names += [call.names[i] for i in (result.changes.changed if result.changes else ())]
         return [unique.unique(name) for name in names]
 
+    def next_versions(gradients: frozenset[int]) -> dict[int, int]:
+        return _next_versions(arguments, call, result, gradients) if updates else {}
+
     structs = [t.struct for t in call.types]
-    made = capture(
-        flat_fun, structs, call.names, output_names, lambda gradients: _next_versions(arguments, call, result, gradients)
-    )
-    return made, result
+    return capture(flat_fun, structs, call.names, output_names, next_versions), result
 
 
 def _node_arrays(call: Call, nodes: Mapping[str, Any]) -> list[Any]:
