@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from jscaler.errors import CaptureError

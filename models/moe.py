@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 
 from models.gpt import Attention, GPTConfig
 
@@ -82,7 +83,7 @@ class Experts(nn.Module):
         logits = nn.Dense(c.experts, use_bias=False, dtype=exact, param_dtype=c.param_dtype, name="router")(x)
         dispatch, combine, balance = route(logits, c.top_k, c.capacity)
         self.sow("losses", "balance", c.balance * balance, reduce_fn=jnp.add, init_fn=lambda: jnp.zeros((), exact))
-        x, up, down, dispatch, combine = nn.dtypes.promote_dtype(x, up, down, dispatch, combine, dtype=c.dtype or x.dtype)
+        x, up, down, dispatch, combine = promote_dtype(x, up, down, dispatch, combine, dtype=c.dtype or x.dtype)
         x = jnp.einsum("gsec,gsd->egcd", dispatch, x)
         x = nn.gelu(jnp.einsum("egcd,edf->egcf", x, up))
         x = jnp.einsum("egcf,efd->egcd", x, down)

@@ -42,7 +42,6 @@ def test_statistics_are_those_of_the_whole_batch_and_image() -> None:
     np.testing.assert_allclose(moved["var"], 0.9 + 0.1 * convolved.var((0, 1, 2)), rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize(("plan", "devices", "dtype"), [("single", 1, "float32"), ("data_parallel", 4, "float64")])
 def test_train_step_under_a_plan(plan: str, devices: int, dtype: Any) -> None:
     with jax.enable_x64(dtype == "float64"):
