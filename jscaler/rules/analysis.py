@@ -18,13 +18,19 @@ from jscaler.rules.user_rules import shown_name, user_spec
 
 @dataclass(frozen=True)
 class Analysis:
-    """A fragment (calls inlined) with, for each variable, the atoms of its dims."""
+    """A fragment (calls inlined) with, for each variable, the atoms of its dims.
+
+    Attributes:
+        reduced: for each equation the atoms of its labels that no result carries.
+        zeros: the variables that are known to be zero.
+    """
 
     jaxpr: core.Jaxpr
     specs: tuple[Spec, ...]
     atoms: Atoms
     dims: Mapping[core.Var, tuple[list[int], ...]]
     zeros: frozenset[core.Var]
+    reduced: tuple[tuple[int, ...], ...]
 
     def leaves(self, var: core.Var) -> tuple[tuple[int, ...], ...]:
         """Per dim of ``var`` its factors as leaf atoms, major first."""
@@ -42,7 +48,7 @@ def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:
 
     for var in jaxpr.invars:
         define(var)
-    specs = []
+    specs, reduced = [], []
     for eqn in jaxpr.eqns:
         spec = _spec(eqn, set() if warned is None else warned)
         specs.append(spec)
@@ -56,7 +62,9 @@ def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:
         for label, reason in spec.blocked.items():
             if label in labels:
                 atoms.block([labels[label]], f"at {shown_name(eqn)} {reason}")
-    return Analysis(jaxpr, tuple(specs), atoms, dims, _known_zeros(jaxpr))
+        kept = {label for tensor in spec.results for dim in tensor for label in dim}
+        reduced.append(tuple(atom for label, atom in labels.items() if label not in kept))
+    return Analysis(jaxpr, tuple(specs), atoms, dims, _known_zeros(jaxpr), tuple(reduced))
 
 
 def _constant(atoms: Atoms, sizes: tuple[int, ...]) -> tuple[list[int], ...]:

@@ -32,9 +32,9 @@ def interpret(analysis: Analysis, split: Leaves, partial: Mapping[core.Var, Comb
     states: dict[core.Var, State] = {}
     for var in analysis.jaxpr.invars:
         states[var] = partial.get(var) or own_state(analysis, split, var)
-    for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
+    for i, (eqn, spec) in enumerate(zip(analysis.jaxpr.eqns, analysis.specs, strict=True)):
         before = [states[v] if isinstance(v, core.Var) else INDEPENDENT for v in eqn.invars]
-        after = [own_state(analysis, split, v) for v in eqn.outvars]
+        after = own_states(analysis, split, i)
         states.update(zip(eqn.outvars, advance(analysis, eqn, spec, before, after), strict=True))
     return states
 
@@ -45,6 +45,15 @@ def own_state(analysis: Analysis, split: Leaves, var: core.Var) -> State:
     if count > 1:
         raise Blocked("it is on two dims of one tensor")
     return SPLIT if count else INDEPENDENT
+
+
+def own_states(analysis: Analysis, split: Leaves, index: int) -> list[State]:
+    """For each result of the equation at ``index`` whether it is cut when the leaves in ``split`` are split together."""
+    eqn, reduced = analysis.jaxpr.eqns[index], analysis.reduced[index]
+    own = [own_state(analysis, split, v) for v in eqn.outvars]
+    if reduced and SPLIT in own and any(leaf in split for leaf in analysis.atoms.leaves(list(reduced))):
+        raise Blocked(f"'{eqn.primitive.name}' reduces it and keeps it")  # t[t]: rows looked up by rows
+    return own
 
 
 def advance(
@@ -91,6 +100,7 @@ def _pass_partial(name: str, linear: str, before: Sequence[State], zero: list[bo
         "first": additive and partial[0] and not any(partial[1:]),
         "select": additive and not partial[0] and all(p or z for p, z in zip(partial[1:], zero[1:], strict=True)),
         "update": additive and not any(partial[2:]) and all(p or z for p, z in zip(partial[:2], zero[:2], strict=True)),
+        "outer": additive and not any(partial[1:2]) and all(p or z for p, z in zip(partial[::2], zero[::2], strict=True)),
         "move": partial[0] and not any(partial[1:]),
     }
     monotone = name == combiner and all(partial)
@@ -126,7 +136,7 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
     extended = set(analysis.jaxpr.invars)  # what windows can read beyond a part, at the stage that makes it
     try:
         states = [{v: own_state(analysis, g, v) for v in analysis.jaxpr.invars} for g in groups]
-        for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
+        for i, eqn in enumerate(analysis.jaxpr.eqns):
             here = max((stage[v] for v in eqn.invars if isinstance(v, core.Var)), default=0)
             lacking = [v for g in groups for v in read_around(analysis, eqn, spec, g) if v not in extended]
             if generated.intersection(lacking):
@@ -135,10 +145,10 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
             if not eqn.effects and all(not isinstance(v, core.Var) or v in generated for v in eqn.invars):
                 generated.update(eqn.outvars)
             try:
-                after = _advance_all(analysis, eqn, spec, groups, states, stage, here)
+                after = _advance_all(analysis, i, groups, states, stage, here)
             except Blocked:
                 here += 1  # by then all that it reads is joined: what still blocks it, no cut frees
-                after = _advance_all(analysis, eqn, spec, groups, states, stage, here)
+                after = _advance_all(analysis, i, groups, states, stage, here)
             for known, new in zip(states, after, strict=True):
                 known.update(new)
             stage.update(dict.fromkeys(eqn.outvars, here))
@@ -168,14 +178,14 @@ def _sunk(analysis: Analysis, found: Sequence[int], movable: set[core.Var]) -> l
 
 def _advance_all(
     analysis: Analysis,
-    eqn: core.JaxprEqn,
-    spec: Spec,
+    index: int,
     groups: Sequence[Leaves],
     states: Sequence[Mapping[core.Var, State]],
     stage: Mapping[core.Var, int],
     here: int,
 ) -> list[dict[core.Var, State]]:
-    """Per group the states of an equation's results if it runs at stage ``here``."""
+    """Per group the states of the results of the equation at ``index`` if it runs at stage ``here``."""
+    eqn, spec = analysis.jaxpr.eqns[index], analysis.specs[index]
 
     def seen(atom: core.Var | core.Literal, known: Mapping[core.Var, State]) -> State:
         if not isinstance(atom, core.Var):
@@ -186,6 +196,6 @@ def _advance_all(
     results = []
     for group, known in zip(groups, states, strict=True):
         before = [seen(v, known) for v in eqn.invars]
-        own = [own_state(analysis, group, v) for v in eqn.outvars]
+        own = own_states(analysis, group, index)
         results.append(dict(zip(eqn.outvars, advance(analysis, eqn, spec, before, own), strict=True)))
     return results

@@ -17,6 +17,7 @@ from jax.extend.random import threefry2x32_p
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.ir import Halo
+from jscaler.rules import lookups, pieces
 from jscaler.rules.analysis import Analysis
 from jscaler.rules.table import Spec
 from jscaler.rules.user_rules import bind_part
@@ -103,9 +104,8 @@ class Localizer:
         if (results := bind_part(eqn, values, self.subdims)) is not None:
             return results
         name = eqn.primitive.name
-        out = eqn.outvars[0]
-        if name in SPECIAL and self.shape(out) != shape(out):
-            return [SPECIAL[name](self, eqn, values)]
+        if name in SPECIAL and self.touches(eqn):
+            return SPECIAL[name](self, eqn, values)
         params = dict(eqn.params)
         if name in SHAPED:
             params.update(SHAPED[name](self, eqn))
@@ -114,6 +114,10 @@ class Localizer:
             return evaluate(one, [x for x, v in zip(values, eqn.invars, strict=True) if isinstance(v, core.Var)])
         results = eqn.primitive.bind(*values, **params)
         return results if eqn.primitive.multiple_results else [results]
+
+    def touches(self, eqn: core.JaxprEqn) -> bool:
+        """Whether an operand or result of ``eqn`` is split."""
+        return any(self.shape(v) != shape(v) for v in (*eqn.invars, *eqn.outvars) if isinstance(v, core.Var))
 
     def offset(self, var: core.Var, dim: int) -> list[tuple[Any, int, int]]:
         """For each sub-dim of a dim, major first: (part index or 0, local size, parts)."""
@@ -131,25 +135,37 @@ class Localizer:
             total = (total[:, None] * jnp.asarray(size * parts, dtype) + own[None, :]).reshape(-1)
         return total
 
+    def locate(self, var: core.Var, dim: int, positions: Any) -> tuple[Any, Any]:
+        """Where global ``positions`` along ``dim`` (inside the whole) lie in this part, and whether they do."""
+        dtype = positions.dtype
+        local, mine, rest, stride = jnp.zeros_like(positions), jnp.ones(positions.shape, bool), positions, 1
+        for part, size, parts in reversed(self.offset(var, dim)):
+            digit = lax.rem(rest, jnp.asarray(size * parts, dtype)) - jnp.asarray(part, dtype) * jnp.asarray(size, dtype)
+            rest = lax.div(rest, jnp.asarray(size * parts, dtype))
+            mine = mine & (digit >= 0) & (digit < size)
+            local = local + digit * jnp.asarray(stride, dtype)
+            stride *= size
+        return jnp.where(mine, local, jnp.zeros_like(local)), mine
 
-def _iota(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:
+
+def _iota(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     dim = eqn.params["dimension"]
     dtype = eqn.params["dtype"]
     out = eqn.outvars[0]
     positions, sizes = part.positions(out, dim, jnp.int32), part.extended(out)
     if sizes[dim] != positions.size:  # the rows around a part, which then lies in a row
         positions = positions[0] - part.around(out, dim).before + lax.iota(jnp.int32, sizes[dim])
-    return lax.broadcast_in_dim(positions.astype(dtype), sizes, (dim,))
+    return [lax.broadcast_in_dim(positions.astype(dtype), sizes, (dim,))]
 
 
-def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Any:
+def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Threefry in its partitionable form is a function of the key and the 64-bit global index of the element."""
     (key,), out = values, eqn.outvars[0]
     width, keys = eqn.params["bit_width"], len(shape(eqn.invars[0]))
     whole = eqn.params["shape"]
     by_index = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and "fry" in str(key.dtype)
     if not by_index or not jax.config.jax_threefry_partitionable or math.prod(whole) >= 2**32:  # type: ignore[attr-defined]
-        return _draw_whole(part, eqn, key)
+        return [_draw_whole(part, eqn, key)]
     local = part.shape(out)
     index = jnp.zeros(local, jnp.uint32)
     for dim in range(keys, len(local)):
@@ -160,8 +176,8 @@ def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> 
     first, second = (lax.broadcast_in_dim(words[..., i], local, tuple(range(keys))) for i in (0, 1))
     high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(index), index)
     if width == 64:
-        return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
-    return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])
+        return [(high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)]
+    return [(high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])]
 
 
 def _draw_whole(part: Localizer, eqn: core.JaxprEqn, key: Any) -> Any:
@@ -174,32 +190,18 @@ def _draw_whole(part: Localizer, eqn: core.JaxprEqn, key: Any) -> Any:
     return bits
 
 
-SPECIAL: dict[str, Callable[[Localizer, core.JaxprEqn, Sequence[Any]], Any]] = {
-    "iota": _iota,
-    "random_bits": _random_bits,
-}
-
-
-def _slice(part: Localizer, eqn: core.JaxprEqn) -> dict[str, Any]:
-    # A dim that is cut is blocked, so its limit stays; a dim taken whole ends where the part ends.
-    pairs = zip(eqn.params["limit_indices"], shape(eqn.invars[0]), part.shape(eqn.invars[0]), strict=True)
-    return {"limit_indices": tuple(local if size != local else limit for limit, size, local in pairs)}
-
-
-def _gather(part: Localizer, eqn: core.JaxprEqn) -> dict[str, Any]:
-    operand = eqn.invars[0]
-    pairs = zip(eqn.params["slice_sizes"], shape(operand), part.shape(operand), strict=True)
-    return {"slice_sizes": tuple(local if size == whole else size for size, whole, local in pairs)}
-
-
 def _sized(parameter: str) -> Callable[[Localizer, core.JaxprEqn], dict[str, Any]]:
     return lambda part, eqn: {parameter: part.shape(eqn.outvars[0])}
 
 
+# What is bound in another way where it is split, and what carries shapes among its parameters.
+SPECIAL: dict[str, Callable[[Localizer, core.JaxprEqn, Sequence[Any]], Sequence[Any]]] = {
+    "iota": _iota,
+    "random_bits": _random_bits,
+    **lookups.SPECIAL,
+}
 SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
     "broadcast_in_dim": lambda part, eqn: {"shape": part.extended(eqn.outvars[0])},
     "reshape": _sized("new_sizes"),
-    "dynamic_slice": _sized("slice_sizes"),
-    "slice": _slice,
-    "gather": _gather,
+    **pieces.SHAPED,
 }

@@ -1,8 +1,8 @@
 """Which primitive has which spec. What is not here replicates, with one warning that names it."""
 
+from jscaler.rules import indexing, pieces
 from jscaler.rules import table as t
 from jscaler.rules import windows as w
-from jscaler.rules.indexing import gather, scatter_add
 
 ELEMENTWISE = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
@@ -64,16 +64,22 @@ TABLE: dict[str, t.SpecFunction] = {
     "top_k": t.along("axis", "", "its largest are taken"),
     "rev": t.along("dimensions", "move", "it is reversed"),
     # parts of tensors
-    "slice": t.slice_like,
-    "dynamic_slice": t.slice_like,
-    "pad": t.pad,
-    "concatenate": t.concatenate,
-    "split": t.split,
-    "stack": t.stack,
-    "unstack": t.unstack,
-    "dynamic_update_slice": t.dynamic_update_slice,
-    "gather": gather,
-    "scatter-add": scatter_add,
+    "slice": pieces.slice_,
+    "pad": pieces.pad,
+    "concatenate": pieces.concatenate,
+    "split": pieces.split,
+    "stack": pieces.stack,
+    "unstack": pieces.unstack,
+    # looked up by index
+    "dynamic_slice": indexing.dynamic_slice,
+    "dynamic_update_slice": indexing.dynamic_update_slice,
+    "gather": indexing.gather,
+    "scatter": indexing.scatter(None, "unique"),
+    "scatter-add": indexing.scatter("add", "outer", based=True),
+    "scatter-sub": indexing.scatter("add", "outer", based=True),
+    "scatter-mul": indexing.scatter(None),
+    "scatter-min": indexing.scatter("min"),
+    "scatter-max": indexing.scatter("max"),
     # made from nothing, or from a key
     "iota": t.iota,
     "random_bits": t.random_bits,

@@ -48,7 +48,8 @@ class Spec:
         blocked: label -> why it cannot be split.
         linear: how partial operands (value shares) pass: ``add`` all operands together, ``each`` one operand of several
             (multilinear), ``first`` the first operand only, ``select`` all but the first together, ``update`` the first
-            two together, ``move`` a data movement that any combiner passes, ``""`` not at all.
+            two together, ``outer`` all but the second together, ``move`` a data movement that any combiner passes,
+            ``""`` not at all.
         base: an operand that a reduction adds to (scatter-add): it must be zero for the reduced label to be split.
         pairwise: whether the i-th result depends on the i-th operand alone.
         windows: the indices that are read through windows.
@@ -279,92 +280,12 @@ def trailing(linear: str = "", why: str = "it is the inside of a random key") ->
     return spec
 
 
-def slice_like(eqn: core.JaxprEqn) -> Spec:
-    """Dims taken whole pass (slice, dynamic_slice, pad without padding); the others are blocked."""
-    source, target = shape(eqn.invars[0]), shape(eqn.outvars[0])
-    full = dims(source, range(len(source)))
-    operand, result, blocked = [], [], {}
-    for i, (before, after) in enumerate(zip(source, target, strict=True)):
-        if before == after:
-            operand.append(full[i])
-            result.append(full[i])
-            continue
-        mine, out = dims((before,), (("cut", i),))[0], dims((after,), (("made", i),))[0]
-        blocked.update(dict.fromkeys((*mine, *out), "it is sliced or padded"))
-        operand.append(mine)
-        result.append(out)
-    others = tuple(((),) * len(shape(v)) for v in eqn.invars[1:])
-    return Spec((tuple(operand), *others), (tuple(result),), blocked=blocked, linear="first")
-
-
-def pad(eqn: core.JaxprEqn) -> Spec:
-    spec = slice_like(eqn)
-    moved = [i for i, widths in enumerate(eqn.params["padding_config"]) if any(widths)]
-    blocked = spec.blocked | {label: "it is sliced or padded" for i in moved for label in spec.results[0][i]}
-    return Spec(spec.operands, spec.results, blocked=blocked, linear="add")
-
-
-def concatenate(eqn: core.JaxprEqn) -> Spec:
-    axis = eqn.params["dimension"]
-    blocked: dict[Label, str] = {}
-
-    def one(v: Any, name: Any) -> Dims:
-        labels = dims(shape(v), [(name, i) if i == axis else i for i in range(len(shape(v)))])
-        blocked.update(dict.fromkeys(labels[axis], "it is concatenated"))
-        return labels
-
-    operands = tuple(one(v, i) for i, v in enumerate(eqn.invars))
-    return Spec(operands, (one(eqn.outvars[0], "out"),), blocked=blocked, linear="add")
-
-
-def stack(eqn: core.JaxprEqn) -> Spec:
-    """A new dim, one operand after the other; the other dims pass."""
-    axis = eqn.params["axis"] % len(shape(eqn.outvars[0]))
-    result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
-    blocked = dict.fromkeys(result[axis], "it is stacked from several tensors")
-    return Spec((result[:axis] + result[axis + 1 :],) * len(eqn.invars), (result,), blocked=blocked, linear="add")
-
-
-def unstack(eqn: core.JaxprEqn) -> Spec:
-    """One result for each index of a dim; the other dims pass."""
-    axis = eqn.params["axis"] % len(shape(eqn.invars[0]))
-    operand = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
-    blocked = dict.fromkeys(operand[axis], "it is taken apart index by index")
-    return Spec((operand,), (operand[:axis] + operand[axis + 1 :],) * len(eqn.outvars), blocked=blocked, linear="move")
-
-
-def dynamic_update_slice(eqn: core.JaxprEqn) -> Spec:
-    """Dims that are replaced whole pass; where a window is written, the position decides, and they are blocked."""
-    operand, update = shape(eqn.invars[0]), shape(eqn.invars[1])
-    whole = dims(operand, range(len(operand)))
-    window = dims(update, [i if n == m else ("window", i) for i, (n, m) in enumerate(zip(operand, update, strict=True))])
-    cut = [d for i, (n, m) in enumerate(zip(operand, update, strict=True)) if n != m for d in (*whole[i], *window[i])]
-    positions = ((),) * (len(eqn.invars) - 2)
-    return Spec(
-        (whole, window, *positions), (whole,), blocked=dict.fromkeys(cut, "a window of it is written"), linear="update"
-    )
-
-
 def random_split(eqn: core.JaxprEqn) -> Spec:
     """New keys along new dims, which are drawn together."""
     keys = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
     result = dims(shape(eqn.outvars[0]), range(len(shape(eqn.outvars[0]))))
     new = {label: "its keys are split together" for dim in result[len(keys) :] for label in dim}
     return Spec((keys,), (result,), blocked=new | _drawn_together(eqn.invars[0], keys, ("fry", "rbg")))
-
-
-def split(eqn: core.JaxprEqn) -> Spec:
-    axis = eqn.params["axis"]
-    blocked: dict[Label, str] = {}
-
-    def one(v: Any, name: Any) -> Dims:
-        labels = dims(shape(v), [(name, i) if i == axis else i for i in range(len(shape(v)))])
-        blocked.update(dict.fromkeys(labels[axis], "it is cut into unequal meanings by jnp.split"))
-        return labels
-
-    return Spec(
-        (one(eqn.invars[0], "in"),), tuple(one(v, i) for i, v in enumerate(eqn.outvars)), blocked=blocked, linear="move"
-    )
 
 
 def optimization_barrier(eqn: core.JaxprEqn) -> Spec:

@@ -1,4 +1,4 @@
-"""Gather and scatter-add: index dims, whole windows and batch dims split, looked-up dims do not."""
+"""Look-ups by index: gathers, scatters, dynamic slices. Looked-up dims are split by looking up one's own rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from parts import backward, check, check_both, fragment
+from parts import backward, check, check_both, check_splits, fragment
 
 from jscaler.verification.parts import Fragment
 
@@ -38,6 +38,15 @@ GATHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "fill with zero": (lambda t, i: t.at[i].get(mode="fill", fill_value=0), (table, OUTSIDE)),
     "clip": (lambda t, i: jnp.take(t, i, 0, mode="clip"), (table, OUTSIDE)),
     "wrap": (lambda t, i: jnp.take(t, i, 0, mode="wrap"), (table, OUTSIDE)),
+    "clip two coordinates": (lambda t, i: t.at[i, i].get(mode="clip"), (table, OUTSIDE)),
+    "fill two coordinates": (lambda t, i, j: t.at[i, j].get(mode="fill"), (table, OUTSIDE, np.array([0, 1, 9, 2]))),
+    "numbers": (lambda t, i: t.at[i].get(mode="fill", fill_value=-7), (tokens, np.array([0, 1, 5]))),
+    "smallest number": (lambda t, i: jnp.take(t, i, 0, mode="fill"), (tokens.astype(np.int8), np.array([0, 5]))),
+    "flags": (lambda t, i: jnp.take(t, i, 0, mode="fill"), (table > 0, OUTSIDE)),
+    "bytes": (lambda t, i: t[i], (np.arange(12.0), rng.integers(0, 12, 5).astype(np.uint8))),
+    "minus one": (lambda t, i: t[i], (table, np.array([-1, -6, 5]))),
+    "refined rows": (lambda t, i: t.reshape(12, 2)[i], (rng.normal(size=(2, 6, 2)), rng.integers(0, 12, 5))),
+    "refined columns": (lambda t, i: jnp.take_along_axis(t.reshape(3, 24), i, 1), (cube, rng.integers(0, 24, (3, 5)))),
     "windows": (
         lambda t, i: jax.vmap(lambda i: lax.dynamic_slice(t, (i, 0), (2, 4)))(i), (table, rng.integers(0, 4, 3)),
     ),
@@ -49,11 +58,48 @@ GATHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "cross entropy": (one_hot_loss, (rng.normal(size=(2, 3, 6)), tokens)),
 }  # fmt: skip
 
+ONCE = np.array([4, 1, 2])
+SLICES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "one": (lambda t, i: lax.dynamic_index_in_dim(t, i, 0, False), (table, np.int32(3))),
+    "two": (lambda t, i: lax.dynamic_slice(t, (i, 0), (2, 4)), (table, np.int64(9))),
+    "both dims": (lambda t, i, j: lax.dynamic_slice(t, (i, j), (3, 2)), (table, np.int8(-2), np.int8(1))),
+    "flags": (lambda t, i: lax.dynamic_slice(t, (i, 0), (2, 4)), (table > 0, np.int64(1))),
+    "refined": (lambda t, i: lax.dynamic_slice(t.reshape(24), (i,), (5,)), (np.arange(24).reshape(6, 4), np.int32(7))),
+    "of a sum": (lambda t, i: lax.dynamic_slice(t.sum(0), (i, 0), (2, 4)), (cube, np.int64(3))),
+    "update": (lambda t, i, u: lax.dynamic_update_slice(t, u, (i, 0)), (table, np.int64(3), table[:2] + 1)),
+    "update both dims": (lambda t, i, u: lax.dynamic_update_slice(t, u, (i, i)), (table, np.int32(9), table[:3, :2])),
+    "update refined": (
+        lambda t, i, u: lax.dynamic_update_slice(t.reshape(24), u, (i,)), (table, np.int32(5), np.arange(7.0)),
+    ),
+    "update the whole": (lambda t, i, u: lax.dynamic_update_slice(t, u, (i, i)), (table, np.int32(0), table + 1)),
+}  # fmt: skip
+
 SCATTERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "onto zeros": (lambda i, u: jnp.zeros((6, 4)).at[i].add(u), (tokens, rng.normal(size=(2, 3, 4)))),
     "onto a tensor": (lambda t, i, u: t.at[i].add(u), (table, tokens, rng.normal(size=(2, 3, 4)))),
     "columns": (lambda i, u: jnp.zeros((6, 4)).at[:, i].add(u), (row, rng.normal(size=(6, 3)))),
     "a number": (lambda t, i: t.at[i].add(1.0), (table, row)),
+    "minus": (lambda t, i, u: t.at[i].subtract(u), (table, tokens, rng.normal(size=(2, 3, 4)))),
+    "times": (lambda t, i, u: t.at[i].multiply(u, unique_indices=True), (table, ONCE, rng.normal(size=(3, 4)))),
+    "times numbers": (lambda t, i, u: t.at[i].multiply(u), (tokens[0], np.array([1, 1, 0]), np.array([2, 3, 4]))),
+    "least": (lambda t, i, u: t.at[i].min(u), (table, tokens, rng.normal(size=(2, 3, 4)))),
+    "most": (lambda t, i, u: t.at[i].max(u, mode="clip"), (table, OUTSIDE, rng.normal(size=(4, 4)))),
+    "set": (lambda t, i, u: t.at[i].set(u), (table, np.array([4, 1, 9]), rng.normal(size=(3, 4)))),
+    "set once": (
+        lambda t, i, u: t.sum(0).at[i].set(u.sum(0), unique_indices=True),
+        (cube, ONCE, rng.normal(size=(2, 3, 4))),
+    ),
+    "set a column": (lambda t, i: t.at[:, i].set(0.0), (table, np.int32(2))),
+    "flags": (lambda t, i: t.at[i].set(True), (table > 0, row)),
+    "two coordinates": (lambda i, j, u: jnp.zeros((6, 4)).at[i, j].add(u), (row, row, rng.normal(size=3))),
+    "clipped": (lambda i, u: jnp.zeros((6, 4)).at[i].add(u, mode="clip"), (OUTSIDE, rng.normal(size=(4, 4)))),
+    "promised": (
+        lambda i, u: jnp.zeros((6, 4)).at[i].add(u, mode="promise_in_bounds"),
+        (tokens, rng.normal(size=(2, 3, 4))),
+    ),
+    "segments": (lambda u, i: jax.ops.segment_sum(u, i, 6), (rng.normal(size=(4, 2)), np.array([0, 2, 2, 5]))),
+    "segments, beyond": (lambda u, i: jax.ops.segment_sum(u, i, 6), (rng.normal(size=(4, 2)), np.array([0, -1, 7, 5]))),
+    "largest of segments": (lambda u, i: jax.ops.segment_max(u, i, 6), (rng.normal(size=(4, 2)), np.array([0, 2, 2, 5]))),
     "outside": (lambda i, u: jnp.zeros((6, 4)).at[i].add(u, mode="drop"), (OUTSIDE, rng.normal(size=(4, 4)))),
     "a partial sum": (lambda i, u: jnp.zeros((6, 4)).at[i].add(u.sum(0)), (row, rng.normal(size=(2, 3, 4)))),
     "a batch": (jax.vmap(lambda t, i, u: t.at[i].add(u)), (cube, rng.integers(0, 6, (3, 2)), rng.normal(size=(3, 2, 4)))),
@@ -67,10 +113,20 @@ def test_gather(name: str) -> None:
     assert "gather" in check_both(fun, *args).primitives
 
 
+@pytest.mark.parametrize("name", SLICES)
+def test_dynamic_slices(name: str) -> None:
+    fun, args = SLICES[name]
+    made = check_both(fun, *args)
+    assert any("dynamic" in p for p in made.primitives)
+    assert all(f.size in made.open.values() for d in made.rule.operands[0] for f in [made.rule.factors[n] for n in d])
+
+
 @pytest.mark.parametrize("name", SCATTERS)
 def test_scatter_add(name: str) -> None:
     fun, args = SCATTERS[name]
-    assert "scatter-add" in check_both(fun, *args).primitives
+    made = check_both(fun, *args)
+    assert any("scatter" in p for p in made.primitives)
+    assert len(made.rule.operands[0]) != 2 or made.rule.results[0][0][0] in made.open, "rows are split"
 
 
 def kinds(made: Fragment) -> dict[str, str]:
@@ -78,11 +134,22 @@ def kinds(made: Fragment) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_an_embedding_splits_tokens_and_features_and_not_the_vocabulary() -> None:
+def test_an_embedding_splits_tokens_and_features_and_the_vocabulary_into_a_sum() -> None:
     made = check(lambda t, i: t[i], table, tokens)
     assert str(made.rule) == "a b, c d -> c d b"
-    assert kinds(made) == {"a": "blocked", "b": "parallel", "c": "parallel", "d": "parallel"}
-    assert made.blocked(0, 0) == "at gather it is looked up by index"
+    assert kinds(made) == {"a": "reduction", "b": "parallel", "c": "parallel", "d": "parallel"}
+    check_splits(made, (table, tokens), [{"a": 2, "c": 2}, {"d": 3, "a": 3, "b": 2}])
+
+
+def test_its_gradient_is_split_as_the_vocabulary_is() -> None:
+    def loss(t: jax.Array, i: jax.Array, dy: jax.Array) -> jax.Array:
+        return jax.vjp(lambda t: t[i], t)[1](dy)[0]
+
+    made = check(loss, table, tokens, rng.normal(size=(2, 3, 4)))
+    ((rows,), (columns,)), cotangent = made.rule.results[0], made.rule.operands[2]
+    assert (made.rule.factors[rows].kind, (columns,)) == ("parallel", cotangent[2])
+    assert [made.rule.factors[f].kind for (f,) in cotangent] == ["reduction", "reduction", "parallel"]
+    check_splits(made, (table, tokens, rng.normal(size=(2, 3, 4))), [{rows: 2, cotangent[0][0]: 2}])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
@@ -99,3 +166,34 @@ def test_its_gradient_is_a_sum_over_tokens(dtype: Any) -> None:
 def test_what_is_added_to_a_tensor_is_added_once() -> None:
     made = fragment(*SCATTERS["onto a tensor"][:1], *SCATTERS["onto a tensor"][1])
     assert made.blocked(1, 0) == "'scatter-add' adds it to a tensor that is not zero"
+
+
+def test_cross_entropy_picks_the_label_of_a_split_vocabulary() -> None:
+    def picked(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return -jnp.take_along_axis(logits, labels[..., None], -1)[..., 0].mean()
+
+    made = check_both(picked, rng.normal(size=(2, 3, 6)), tokens)
+    assert kinds(made) == dict.fromkeys("abc", "reduction")
+
+
+def test_rows_looked_up_by_rows_are_not_split() -> None:
+    made = check(lambda t: t[t % 6], np.arange(6))
+    assert made.blocked(0, 0) == "'gather' reduces it and keeps it"
+    made = check(lambda i, u: jnp.zeros(6).at[i].add(u + jnp.arange(6.0)), np.arange(6)[::-1].copy(), rng.normal(size=6))
+    assert made.open  # the result's rows by themselves, or what is added
+
+
+def test_random_keys_are_looked_up_whole() -> None:
+    keys = jax.random.split(jax.random.key(1), 6)
+    made = check(lambda k, i: k[i], keys, row)
+    assert made.blocked(0, 0) == "at gather random keys are looked up, and no key is zero"
+
+
+def test_windows_longer_than_a_row_say_so() -> None:
+    made = fragment(*GATHERS["windows"][:1], *GATHERS["windows"][1])
+    assert made.blocked(0, 0) == "at gather windows of it, longer than a row, are looked up"
+
+
+def test_what_is_set_is_not_split_by_index() -> None:
+    made = fragment(SCATTERS["set"][0], *SCATTERS["set"][1])
+    assert made.blocked(1, 0) == "at scatter two parts may write one element"

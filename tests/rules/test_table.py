@@ -379,7 +379,7 @@ KNOWN = traced_names()
 
 
 def test_every_primitive_of_the_table_has_a_case() -> None:
-    here = {name for name in TABLE if name in KNOWN} - {"gather", "scatter-add"}  # those two: test_indexing
+    here = {name for name in TABLE if name in KNOWN and "gather" not in name and "scatter" not in name}  # test_indexing
     assert here <= set(CASES) | set(ELEMENTWISE.split()), "add a case"
 
 
@@ -389,7 +389,7 @@ def test_parts_make_the_whole(name: str, fun: Callable[..., Any], args: tuple[An
 
 
 def test_the_gradient_of_one_row_needs_no_warning() -> None:
-    assert check_both(lambda x, i: x[i], real(4, 6), np.int64(2)).open == {"b": 6}
+    assert check_both(lambda x, i: x[i], real(4, 6), np.int64(2)).open == {"a": 4, "b": 6}
 
 
 def test_stack_needs_no_warning() -> None:
@@ -448,8 +448,11 @@ def test_a_cast_between_floats_of_equal_size_narrows_too(source: Any, target: An
         (lambda x: lax.top_k(x, 2), "at top_k its largest are taken"),
         (lambda x: jnp.cumsum(x, 1), "at cumsum it is summed along"),
         (lambda x: x[:, ::-1], "at rev it is reversed"),
-        (lambda x: x[:, 1:], "at slice it is sliced or padded"),
-        (lambda x: jnp.concatenate([x, x], 1), "at concatenate it is concatenated"),
+        (lambda x: x[:, 1:], "at slice it is sliced: only equal blocks of it can be split"),
+        (
+            lambda x: jnp.concatenate([x, x[:, :1]], 1),
+            "at concatenate it is concatenated: only equal blocks of it can be split",
+        ),
         (lambda x: x.argmax(1), "at argmax its reduction cannot be joined"),
         (lambda x: x.prod(1), "at reduce_prod its reduction cannot be joined"),
     ],
