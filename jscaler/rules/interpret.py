@@ -136,7 +136,7 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
     extended = set(analysis.jaxpr.invars)  # what windows can read beyond a part, at the stage that makes it
     try:
         states = [{v: own_state(analysis, g, v) for v in analysis.jaxpr.invars} for g in groups]
-        for i, eqn in enumerate(analysis.jaxpr.eqns):
+        for i, (eqn, spec) in enumerate(zip(analysis.jaxpr.eqns, analysis.specs, strict=True)):
             here = max((stage[v] for v in eqn.invars if isinstance(v, core.Var)), default=0)
             lacking = [v for g in groups for v in read_around(analysis, eqn, spec, g) if v not in extended]
             if generated.intersection(lacking):
