@@ -184,7 +184,7 @@ def _join(result: int, values: Any, rule: Rule, parts: Mapping[str, int], shape:
     if values[0].size != math.prod(local):
         raise VerificationError(f"{shown}: result {result} of a part has shape {values[0].shape}")
     found = [x.reshape(local) for x in values]
-    for name, n in reversed(parts.items()):
+    for name, n in reversed(list(parts.items())):
         found = [_join_one(result, name, found[i : i + n], rule, names, shown) for i in range(0, len(found), n)]
     return found[0].reshape(shape)
 
