@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, live_equations, make_jaxpr
+from jscaler.capture.jaxprs import dtype as dtype_of
 from jscaler.rules.neutral import neutral
 
 Config = Sequence[tuple[int, int, int]]
@@ -44,7 +45,7 @@ def _padded(eqn: core.JaxprEqn, pad: core.JaxprEqn, makers: Makers) -> core.Jaxp
     """Windows that pad for themselves; None where they would pad something else."""
     combiner, fold = FOLDS[eqn.primitive.name]
     value = _constant(pad.invars[1], makers)
-    dtype = pad.invars[0].aval.dtype
+    dtype = dtype_of(pad.invars[0])
     if value is None or value.astype(dtype) != np.asarray(neutral(combiner, dtype)):
         return None
     params = fold(eqn, pad.params["padding_config"])
