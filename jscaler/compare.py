@@ -75,7 +75,7 @@ def compare(step: Parallelized, arguments: Arguments, steps: int = 5, rounds: in
     twin_seconds = time.perf_counter() - started
     leaves = [step.leaves(*arguments(i)) for i in range(steps)]
     numbers = _differences(lowered, leaves)
-    times = interleaved([_Loop(run, lowered, leaves[0]) for run in (mine, other)], rounds)
+    times = race(lowered, (mine, other), leaves[0], rounds)
     return Comparison(
         plan.name,
         plan.plan.num_devices,
@@ -85,6 +85,11 @@ def compare(step: Parallelized, arguments: Arguments, steps: int = 5, rounds: in
         *numbers,
         median_ratio(*times),
     )
+
+
+def race(lowered: Lowered, executables: Sequence[Any], leaves: Sequence[Any], rounds: int) -> list[list[float]]:
+    """Seconds per step of each executable of ``lowered``'s plan, run in turn from the same flat arguments."""
+    return interleaved([_Loop(run, lowered, leaves) for run in executables], rounds)
 
 
 class _Loop:
