@@ -47,6 +47,12 @@ def test_train_on_a_file_with_a_policy_of_ones_own(tmp_path: Path) -> None:
     assert "plan split_one_mlp" in output
 
 
+def test_train_a_mixture_of_experts() -> None:
+    output = run("train", "--model", "moe", *SMALL, "--plan", "expert_parallel", "--devices", "4", "--steps", "2")
+    assert "plan expert_parallel" in output
+    assert "all_to_all" in output
+
+
 def test_compare_as_json() -> None:
     output = run("compare", *SMALL, "--plan", "data_parallel", "--devices", "4", "--rounds", "1", "--json")
     result = json.loads(output.splitlines()[-1])
