@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jscaler.lower.combiners import REDUCE, REDUCE_LOCAL, neutral
+from jscaler.lower.combiners import REDUCE, REDUCE_LOCAL
 from jscaler.lower.members import Members, axis_names, members
 from jscaler.lower.point_to_point import run_regions
 from jscaler.materialize import Adapter, DeviceMesh, Layout, Transition
 from jscaler.materialize.transitions import moves, regions_between
+from jscaler.rules.neutral import neutral
 
 
 def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str | None = None) -> Any:

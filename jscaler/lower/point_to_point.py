@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array, lax
 
 from jscaler.ir.mask import Combiner
-from jscaler.lower.combiners import neutral
 from jscaler.materialize.regions import Fill, Move, Regions, Write
+from jscaler.rules.neutral import neutral
 
 JOIN: dict[Combiner, Callable[[Any, Any], Any]] = {"add": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 

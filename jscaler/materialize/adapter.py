@@ -2,6 +2,7 @@
 
 Both layouts are viewed over a common refinement of their sub-dims; sizes that a cut does not divide are padded, where
 one padding serves both sides. What has no common view goes through the full copy, or as regions from device to device.
+Blocks of sizes of their own pass a path as blocks padded to the largest; to and from other blocks they travel as regions.
 """
 
 import dataclasses
@@ -110,6 +111,8 @@ def find_adapter(source: Layout, target: Layout | OpenLayout, itemsize: int, cos
         return min(_in_some_orders(source, target, itemsize, cost), key=lambda adapter: adapter.cost)
     if 0 in source.shape:
         return Adapter(source, target, (), 0.0)
+    if source.uneven or target.uneven:
+        return _between_sizes(source, target, itemsize, cost)
     direct = _direct(source, target, itemsize, cost)
     if direct is None or not (source.even and target.even):  # one padding for both sides may cost more than two
         copied = _through_copy(source, target, itemsize, cost)
@@ -188,7 +191,7 @@ def _in_some_orders(source: Layout, target: OpenLayout, itemsize: int, cost: Cos
 def _in_any_order(source: Layout, target: OpenLayout, itemsize: int, cost: CostModel) -> Adapter | None:
     """A path to the cheapest order; None where the views differ or a cut does not divide."""
     even = source.even and all(size % n == 0 for size, n in zip(source.sizes, target.cuts, strict=False))
-    if source.subdims != target.subdims or not even or 0 in source.sizes:
+    if source.subdims != target.subdims or not even or target.uneven or 0 in source.sizes:
         return None
     path = cheapest_path(source, target, itemsize, cost)
     if path is None:
@@ -229,6 +232,54 @@ def _adapter(source: Layout, target: Layout, path: Path, first: Layout, last: La
     return Adapter(source, target, stages, path.cost)
 
 
+def _between_sizes(source: Layout, target: Layout, itemsize: int, cost: CostModel) -> Adapter:
+    """From or to blocks of sizes of their own: nothing, a path over padded blocks, or an exchange from device to device.
+
+    Raises:
+        PlanError: only an exchange would do, and the group is too large for one.
+    """
+    if _same_parts(source, target):
+        return Adapter(source, target, (), 0.0)
+    direct = _direct(source, target, itemsize, cost)
+    regions = _as_regions(source, target, itemsize, cost, direct.cost if direct is not None else math.inf)
+    found = regions or direct
+    return found if found is not None else _through_regions(source, target, itemsize, cost)
+
+
+def _same_parts(source: Layout, target: Layout) -> bool:
+    """Whether every device holds what it wants."""
+    if source.local_sizes != target.local_sizes or source.subdims != target.subdims:
+        return False
+    place = {d: i for i, d in enumerate(target.mesh.devices)}
+    return all(source.mask(i) == target.mask(place[d]) for i, d in enumerate(source.mesh.devices))
+
+
+def _through_regions(source: Layout, target: Layout, itemsize: int, cost: CostModel) -> Adapter:
+    """Value shares joined in the source's blocks, then a full copy, then the target's blocks and shares."""
+    num_devices = len(source.mesh.devices)
+    if num_devices > MOST_DEVICES:
+        raise PlanError(
+            f"from '{source}' to '{target}': uneven blocks travel from device to device, which is planned for groups of at "
+            f"most {MOST_DEVICES} devices; there are {num_devices}. Split this factor, or its neighbours', evenly"
+        )
+    joined = dataclasses.replace(source, values=())
+    bare = dataclasses.replace(target, values=())
+    copies = [Layout(x.mesh, x.subdims, ((),) * len(x.cuts), memory=x.memory) for x in (joined, bare)]
+    stages: tuple[Stage, ...] = ()
+    total = 0.0
+    for before, after in ((source, joined), (joined, copies[0]), (copies[1], bare), (bare, target)):
+        if not _same_parts(before, after):
+            found = _direct(before, after, itemsize, cost) or _exchanged(before, after, itemsize, cost)
+            stages, total = (*stages, *found.stages), total + found.cost
+    return Adapter(source, target, stages, total)
+
+
+def _exchanged(source: Layout, target: Layout, itemsize: int, cost: CostModel) -> Adapter:
+    step = Transition("point_to_point", to=target)
+    stage = Stage(source, (step,), source.local_sizes, target.local_sizes)
+    return Adapter(source, target, (stage,), price_of(source, step, itemsize, cost))
+
+
 def _through_copy(source: Layout, target: Layout, itemsize: int, cost: CostModel) -> Adapter:
     """Gather all in the source's view, cut in the target's."""
     stages: tuple[Stage, ...] = ()
@@ -255,18 +306,20 @@ def _as_regions(source: Layout, target: Layout, itemsize: int, cost: CostModel, 
         return None
     if len(regions_between(before, after).rounds) > MOST_ROUNDS:
         return None
-    step = Transition("point_to_point", to=after)
-    total = price_of(before, step, itemsize, cost)
-    if total >= most:
-        return None
-    stage = Stage(before, (step,), before.local_sizes, after.local_sizes)
-    return Adapter(source, target, (stage,), total)
+    found = _exchanged(before, after, itemsize, cost)
+    return None if found.cost >= most else dataclasses.replace(found, source=source, target=target)
 
 
 def _common_padding(first: Layout, last: Layout) -> SubDims | None:
     """Sub-dim sizes under which the blocks of both layouts keep their starts; None where there are none."""
     padded = []
-    for size, a, b in zip(first.sizes, first.cuts, last.cuts, strict=True):
+    own, theirs = dict(first.uneven), dict(last.uneven)
+    for index, (size, a, b) in enumerate(zip(first.sizes, first.cuts, last.cuts, strict=True)):
+        if index in own or index in theirs:
+            if own.get(index) != theirs.get(index):
+                return None
+            padded.append(len(own[index]) * max(own[index]))
+            continue
         wanted = {p * -(-size // p) for p in (first.mesh.size(a), last.mesh.size(b)) if p > 1} or {size}
         if len(wanted) > 1:
             return None
@@ -276,4 +329,4 @@ def _common_padding(first: Layout, last: Layout) -> SubDims | None:
 
 
 def _over(layout: Layout, subdims: SubDims) -> Layout:
-    return dataclasses.replace(layout, subdims=subdims)
+    return dataclasses.replace(layout.level, subdims=subdims)

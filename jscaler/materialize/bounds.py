@@ -113,12 +113,7 @@ def _indices(layout: Layout) -> list[np.ndarray]:
 
 def _blocks(layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per sub-dim the start and the stop of every position's block."""
-    found = []
-    for size, axes in zip(layout.sizes, layout.cuts, strict=True):
-        local = -(-size // layout.mesh.size(axes))
-        start = np.minimum(layout.mesh.coordinates(axes) * local, size)
-        found.append((start, np.minimum(start + local, size)))
-    return found
+    return [layout.bounds(index) for index in range(len(layout.cuts))]
 
 
 def sends_to_join(shares: int, copies: float, left: int) -> float:

@@ -7,6 +7,7 @@ optimizer state follows its parameter. Everything is deterministic.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def complete(
     free = [dataclasses.replace(g, devices=mesh.devices) for p, g in grids.items() if decided[p].any_order]
     mesh, covered = find_common_mesh([*ordered, *free], mesh.devices) or (mesh, covered)
     given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
-    unordered = {p: _parts(d) for p, d in decided.items() if d.any_order}
+    unordered = {p: d for p, d in decided.items() if d.any_order}
     return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}).run()
 
 
@@ -109,7 +110,7 @@ class _Completer:
         graph: Graph,
         mesh: DeviceMesh,
         given: Mapping[str, Placement],
-        unordered: Mapping[str, Mapping[str, int]],
+        unordered: Mapping[str, Decided],
         book: RuleBook,
         cost: CostModel,
         pieces: Mapping[str, tuple[str, ...]],
@@ -172,7 +173,7 @@ class _Completer:
     def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
         """The placement of ``op`` that makes ``tensor`` in the layout its reader wants; a copy where none does."""
         copy = Placement(origin="filled")
-        if wanted.values or not any(wanted.cuts):
+        if wanted.values or not any(wanted.cuts) or not wanted.even:
             return copy
         rule = self.book.rule(op)
         factors: dict[str, Axes] = {}
@@ -219,15 +220,18 @@ class _Completer:
             for tensor in op.forward.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))
             factors: dict[str, Axes] = {}
+            sizes: dict[str, tuple[int, ...]] = {}
             for path in self.pieces.get(op.forward.path, (op.forward.path,)):
                 factors.update(self.ops[path].placement.factors)
-            return self._fill(op, self._possible(op, Placement(factors, origin="mirrored")))
+                sizes.update(self.ops[path].placement.sizes)
+            return self._fill(op, self._possible(op, Placement(factors, sizes=sizes, origin="mirrored")))
         return self._fill(op, Placement(origin="filled"))
 
-    def _ordered(self, op: Op, parts: Mapping[str, int]) -> Placement:
+    def _ordered(self, op: Op, decided: Decided) -> Placement:
         """The cheapest device order for a grid that the policy placed in any order."""
+        parts = _parts(decided)
         ways = shared_out(dict(self.mesh.axes), self.mesh.names, tuple(parts.values()))
-        choices = [Placement(dict(zip(parts, axes, strict=True))) for axes in ways]
+        choices = [Placement(dict(zip(parts, axes, strict=True)), sizes=decided.sizes) for axes in ways]
         if not choices:
             raise PlanError(
                 f"'{op.path}' is split {dict(parts)} on any order of devices that the plan's other grids cut into "
@@ -242,7 +246,7 @@ class _Completer:
             return placement
         factors = self.book.rule(op).factors
         legal = {f: a for f, a in placement.factors.items() if f in factors and factors[f].kind != "blocked"}
-        return dataclasses.replace(placement, factors=legal)
+        return dataclasses.replace(placement, factors=legal, sizes=_only(placement.sizes, legal))
 
     def _fill(self, op: Op, chosen: Placement) -> Placement:
         """Give each axis that ``chosen`` leaves open its cheapest use; among equals the earlier candidate."""
@@ -260,8 +264,8 @@ class _Completer:
     def _axis_by_axis(self, op: Op, rule: Rule, chosen: Placement, open_axes: Sequence[str]) -> tuple[float, Placement]:
         cost, runner_up = 0.0, ""
         for axis in open_axes:
-            if axis in chosen.shares:
-                cost = self._cost(op, chosen)
+            if axis in chosen.shares or any(axis in axes for axes in chosen.factors.values()):
+                cost = self._cost(op, chosen)  # decided together with another axis
                 continue
             costs = [(self._cost(op, c), i, c) for i, c in enumerate(self._candidates(op, rule, chosen, axis))]
             costs.sort(key=lambda entry: entry[:2])
@@ -282,10 +286,17 @@ class _Completer:
     def _candidates(self, op: Op, rule: Rule, chosen: Placement, axis: str) -> list[Placement]:
         found = [chosen]
         for name, factor in rule.factors.items():
-            if factor.kind != "blocked" and self._lies_split(op, rule, name, axis):
+            if factor.kind == "blocked" or name in chosen.sizes:
+                continue
+            if self._lies_split(op, rule, name, axis):
                 axes = (*chosen.factors.get(name, ()), axis)
                 if factor.size % self.mesh.size(axes) == 0:
                     found.append(dataclasses.replace(chosen, factors={**chosen.factors, name: axes}))
+            for axes, sizes in self._lies_uneven(op, rule, name, axis):
+                used = {a for others in chosen.factors.values() for a in others} | set(chosen.shares)
+                if name not in chosen.factors and not used & set(axes):
+                    both = {"factors": {**chosen.factors, name: axes}, "sizes": {**chosen.sizes, name: sizes}}
+                    found.append(dataclasses.replace(chosen, **both))
         combiners: Combiners = tuple(self._share_along(t, axis) for t in op.inputs)
         if any(combiners) and self.book.passes(op, combiners) is not None:
             share = dataclasses.replace(chosen, shares={**chosen.shares, axis: combiners})
@@ -301,6 +312,18 @@ class _Completer:
                 if any(factor in names and any(axis in cut for cut in cuts) for names, cuts in pairs):
                     return True
         return False
+
+    def _lies_uneven(self, op: Op, rule: Rule, factor: str, axis: str) -> list[tuple[Axes, tuple[int, ...]]]:
+        """How inputs are cut into unequal parts along ``factor`` by axes with ``axis`` among them."""
+        found: dict[tuple[Axes, tuple[int, ...]], None] = {}
+        for tensor, dims in zip(op.inputs, rule.operands, strict=True):
+            for layout in self.at_hand.get(tensor, [])[:1]:
+                for dim, names in enumerate(dims):
+                    cut = layout.uneven_rows(dim) if names[:1] == (factor,) else None
+                    minor = math.prod(rule.factors[f].size for f in names[1:])
+                    if cut is not None and axis in cut[0] and all(rows % minor == 0 and rows for rows in cut[1]):
+                        found[cut[0], tuple(rows // minor for rows in cut[1])] = None
+        return list(found)
 
     def _share_along(self, tensor: PTensor, axis: str) -> Combiner | None:
         layouts = self.at_hand.get(tensor)
@@ -333,10 +356,14 @@ class _Completer:
         return OpLayouts(placement, inputs, outputs, edges if any(edges) else ())
 
 
+def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:
+    return {f: own for f, own in sizes.items() if f in factors}
+
+
 def _storable(layout: Layout) -> Layout:
     """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say."""
     plain = dataclasses.replace(layout, values=())
-    return plain if plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)
+    return plain if plain.even and plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)
 
 
 def _axes_of(layout: Layout) -> set[str]:

@@ -3,13 +3,15 @@
 R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]      replicated twice, no value shares, dim 0 cut in four
 
 A size that k parts do not divide is cut into blocks of ``ceil(size / k)``; the last ones are short or empty, and are
-stored padded at the end.
+stored padded at the end. A cut may also have block sizes of its own (``uneven``), which are stored padded to the largest:
+
+R1 V1 D(5+3,1) on [0 1]                 dim 0 of size 8 cut in two, after 5
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +22,7 @@ from jscaler.ir.place import MemorySpace
 from jscaler.materialize.mesh import Axes, DeviceMesh
 
 Values = tuple[tuple[str, Combiner], ...]
+Uneven = tuple[tuple[int, tuple[int, ...]], ...]  # index of a sub-dim, sizes of its blocks
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Layout:
         cuts: per sub-dim (of all dims, in order) the ordered axes that cut it.
         values: the axes along which devices hold value shares, with their combiner; outermost first.
         memory: the memory space of every device's part.
+        uneven: sub-dims with block sizes of their own, in order; made by ``with_sizes``, so that equal layouts are equal.
     """
 
     mesh: DeviceMesh
@@ -39,6 +43,7 @@ class Layout:
     cuts: tuple[Axes, ...]
     values: Values = ()
     memory: MemorySpace = "device"
+    uneven: Uneven = ()
 
     @staticmethod
     def replicated(mesh: DeviceMesh, shape: tuple[int, ...]) -> "Layout":
@@ -58,7 +63,10 @@ class Layout:
     @property
     def local_sizes(self) -> tuple[int, ...]:
         """The refined view of one device's part."""
-        return tuple(-(-s // self.mesh.size(axes)) for s, axes in zip(self.sizes, self.cuts, strict=True))
+        equal = [-(-s // self.mesh.size(axes)) for s, axes in zip(self.sizes, self.cuts, strict=True)]
+        for index, blocks in self.uneven:
+            equal[index] = max(blocks)
+        return tuple(equal)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -75,7 +83,46 @@ class Layout:
     @property
     def even(self) -> bool:
         """Whether every cut divides its size."""
-        return all(s % self.mesh.size(axes) == 0 for s, axes in zip(self.sizes, self.cuts, strict=True))
+        divides = all(s % self.mesh.size(axes) == 0 for s, axes in zip(self.sizes, self.cuts, strict=True))
+        return divides and not self.uneven
+
+    def block_sizes(self, index: int) -> tuple[int, ...]:
+        """The sizes of the blocks that sub-dim ``index`` is cut into."""
+        size, parts = self.sizes[index], self.mesh.size(self.cuts[index])
+        return dict(self.uneven).get(index) or ceil_blocks(size, parts)
+
+    def bounds(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and stop of every position's block of sub-dim ``index``."""
+        place, size = self.mesh.coordinates(self.cuts[index]), self.sizes[index]
+        blocks = dict(self.uneven).get(index)
+        if blocks is None:
+            local = -(-size // self.mesh.size(self.cuts[index]))
+            return np.minimum(place * local, size), np.minimum((place + 1) * local, size)
+        edges = np.cumsum([0, *blocks])
+        return edges[place], edges[place + 1]
+
+    def with_sizes(self, sizes: Mapping[int, tuple[int, ...]]) -> "Layout":
+        """This layout with blocks of the given sizes, by sub-dim; the blocks of equal parts need no mention."""
+        made = dict(self.uneven) | dict(sizes)
+        for index, blocks in made.items():
+            assert sum(blocks) == self.sizes[index], f"{blocks} are not the blocks of {self.sizes[index]}"
+            assert len(blocks) == self.mesh.size(self.cuts[index]), f"{blocks} against {self.cuts[index]}"
+        own = [(i, b) for i, b in sorted(made.items()) if b != ceil_blocks(self.sizes[i], len(b))]
+        return dataclasses.replace(self, uneven=tuple(own))
+
+    def uneven_rows(self, dim: int) -> tuple[Axes, tuple[int, ...]] | None:
+        """The axes that cut ``dim`` into unequal runs of rows, and the number of rows of each; None for any other cut."""
+        first = sum(map(len, self.subdims[:dim]))
+        cuts = self.by_dim[dim]
+        minor = math.prod(self.subdims[dim][1:])
+        if not cuts or not cuts[0] or any(cuts[1:]) or len(set(self.block_sizes(first))) == 1:
+            return None
+        return cuts[0], tuple(b * minor for b in self.block_sizes(first))
+
+    @property
+    def level(self) -> "Layout":
+        """This layout with equal blocks in place of uneven ones."""
+        return dataclasses.replace(self, uneven=())
 
     @property
     def by_dim(self) -> tuple[tuple[Axes, ...], ...]:
@@ -84,8 +131,8 @@ class Layout:
         return tuple(tuple(next(rest) for _ in dim) for dim in self.subdims)
 
     def partition_spec(self) -> PartitionSpec | None:
-        """The PartitionSpec that says the same; None for value shares and for cuts on minor sub-dims."""
-        if self.values:
+        """The PartitionSpec that says the same; None for value shares, uneven blocks and cuts on minor sub-dims."""
+        if self.values or self.uneven:
             return None
         entries: list[Axes] = []
         for sizes, cuts in zip(self.subdims, self.by_dim, strict=True):
@@ -104,10 +151,9 @@ class Layout:
     def mask(self, position: int) -> Mask:
         """What the device at ``position`` of the mesh holds."""
         box = []
-        for size, axes in zip(self.sizes, self.cuts, strict=True):
-            local = -(-size // self.mesh.size(axes))
-            start = min(self.mesh.coordinate(position, axes) * local, size)
-            box.append((start, min(start + local, size)))
+        for index in range(len(self.cuts)):
+            start, stop = self.bounds(index)
+            box.append((int(start[position]), int(stop[position])))
         rest = iter(box)
         shares = tuple(
             Share(self.mesh.coordinate(position, (axis,)), self.mesh.size(axis), combiner) for axis, combiner in self.values
@@ -121,6 +167,8 @@ class Layout:
     def refined(self, subdims: SubDims) -> "Layout | None":
         """The same layout seen over a finer refinement; None where a cut does not fall on the new boundaries."""
         cuts: list[Axes] = []
+        uneven: dict[int, tuple[int, ...]] = {}
+        index = 0
         for old, new, by in zip(self.subdims, subdims, self.by_dim, strict=True):
             rest = list(new)
             for size, axes in zip(old, by, strict=True):
@@ -128,12 +176,19 @@ class Layout:
                 while math.prod(pieces) < size:
                     pieces.append(rest.pop(0))
                 assert math.prod(pieces) == size, f"{new} does not refine {old}"
-                dealt = self._deal(axes, pieces)
+                blocks = dict(self.uneven).get(index)
+                if blocks is not None:
+                    minor = math.prod(pieces[1:])
+                    if any(b % minor for b in blocks):
+                        return None
+                    uneven[len(cuts)] = tuple(b // minor for b in blocks)
+                dealt = self._deal(axes, pieces) if blocks is None else [axes] + [()] * (len(pieces) - 1)
                 if dealt is None:
                     return None
                 cuts += dealt
+                index += 1
             cuts += [()] * len(rest)
-        return dataclasses.replace(self, subdims=subdims, cuts=tuple(cuts))
+        return dataclasses.replace(self, subdims=subdims, cuts=tuple(cuts), uneven=()).with_sizes(uneven)
 
     def _deal(self, axes: Axes, pieces: list[int]) -> list[Axes] | None:
         """Deal the axes of one sub-dim to the pieces it is refined into: each piece is filled before the next."""
@@ -157,16 +212,27 @@ class Layout:
     def __str__(self) -> str:
         order = (*self.free, *(a for a, _ in self.values), *(a for axes in self.cuts for a in axes))
         devices = self.mesh.groups(order).reshape(-1).tolist()
-        parts = tuple(self.mesh.size(axes) for axes in self.cuts)
+        parts = tuple(dict(self.uneven).get(i) or self.mesh.size(axes) for i, axes in enumerate(self.cuts))
         where = "" if self.memory == "device" else f" @{self.memory}"
         return f"{counts_text(self.subdims, self.mesh.size(self.free), self.shares, parts)} on [{_runs(devices)}]{where}"
 
 
-def counts_text(subdims: SubDims, replicas: int, shares: Sequence[tuple[int, Combiner]], parts: Sequence[int]) -> str:
-    """``R2 V1 D(4,1)``: parts of refined dims and nested shares are joined by ``·``."""
+def ceil_blocks(size: int, parts: int) -> tuple[int, ...]:
+    """``size`` in blocks of ``ceil(size / parts)``, the last ones short or empty."""
+    block = -(-size // parts)
+    return tuple(max(0, min(block, size - i * block)) for i in range(parts))
+
+
+def counts_text(
+    subdims: SubDims,
+    replicas: int,
+    shares: Sequence[tuple[int, Combiner]],
+    parts: Sequence[int | tuple[int, ...]],
+) -> str:
+    """``R2 V1 D(4,1)``: parts of refined dims and nested shares are joined by ``·``, uneven blocks by ``+``."""
     values = "·".join(f"{n}{'' if c == 'add' else c}" for n, c in shares if n > 1) or "1"
-    rest = iter(parts)
-    dims = ",".join("·".join(str(next(rest)) for _ in dim) for dim in subdims)
+    rest = iter("+".join(map(str, p)) if isinstance(p, tuple) else str(p) for p in parts)
+    dims = ",".join("·".join(next(rest) for _ in dim) for dim in subdims)
     return f"R{replicas} V{values} D({dims})"
 
 

@@ -4,7 +4,7 @@ The devices stand in canonical order: replicas major, then value shares, then th
 which device holds what, whatever mesh axes the layout was made of. Parts of refined dims are joined by ``·``; value
 shares that are not added name their combiner (``V2max``), nested ones are joined by ``·``, the outermost first. More
 than 16 devices print as runs (``0-15``). ``@host`` at the end is host memory. Without ``on`` the order is 0, 1, 2, ...;
-``on any`` leaves it open.
+``on any`` leaves it open. Blocks of sizes of their own are listed in place of their number: ``D(5+3,1)``.
 """
 
 import dataclasses
@@ -17,13 +17,14 @@ from jscaler.errors import PlanError
 from jscaler.ir.mask import Combiner, SubDims
 from jscaler.ir.place import MemorySpace
 from jscaler.materialize.canonical import canonical
-from jscaler.materialize.layout import Layout, Values, counts_text
+from jscaler.materialize.layout import Layout, Uneven, Values, counts_text
 from jscaler.materialize.mesh import DeviceMesh
 
 FORM = "R<replicas> V<value shares> D(<parts of each dim>) [on [<devices>] | on any] [@host]"
 _LAYOUT = re.compile(
-    r"\s*R(?P<r>\d+)\s+V(?P<v>[\w·*]+)\s+D\((?P<d>[\d,·*\s]*)\)(?:\s+on\s+(?P<on>\[[^\]]*\]|any))?(?:\s*@(?P<memory>\w+))?\s*"
+    r"\s*R(?P<r>\d+)\s+V(?P<v>[\w·*]+)\s+D\((?P<d>[\d,·*+\s]*)\)(?:\s+on\s+(?P<on>\[[^\]]*\]|any))?(?:\s*@(?P<memory>\w+))?\s*"
 )
+_PARTS = re.compile(r"\d+(\+\d+)*")
 _SHARE = re.compile(r"(\d+)(add|max|min)?")
 
 
@@ -37,6 +38,7 @@ class OpenLayout:
         values: (parts, combiner) of the nested value shares, outermost first.
         cuts: the number of parts of each sub-dim.
         memory: the memory space of every device's part.
+        uneven: the block sizes of sub-dims that have their own.
     """
 
     subdims: SubDims
@@ -44,6 +46,7 @@ class OpenLayout:
     values: tuple[tuple[int, Combiner], ...]
     cuts: tuple[int, ...]
     memory: MemorySpace = "device"
+    uneven: Uneven = ()
 
     @property
     def num_devices(self) -> int:
@@ -58,17 +61,19 @@ class OpenLayout:
         split = 1 + len(self.values)
         values: Values = tuple((n, c) for n, (_, c) in zip(names[1:split], self.values, strict=True) if n in live)
         cuts = tuple((n,) if n in live else () for n in names[split:])
-        return canonical(Layout(DeviceMesh(tuple(devices), tuple(used)), self.subdims, cuts, values, self.memory))
+        made = canonical(Layout(DeviceMesh(tuple(devices), tuple(used)), self.subdims, cuts, values, self.memory))
+        return made.with_sizes(dict(self.uneven))
 
     def __str__(self) -> str:
         where = "" if self.memory == "device" else f" @{self.memory}"
-        return f"{counts_text(self.subdims, self.replicas, self.values, self.cuts)} on any{where}"
+        parts = [dict(self.uneven).get(i) or n for i, n in enumerate(self.cuts)]
+        return f"{counts_text(self.subdims, self.replicas, self.values, parts)} on any{where}"
 
 
 def opened(layout: Layout) -> OpenLayout:
     """``layout`` without its device order."""
     parts = tuple(layout.mesh.size(axes) for axes in layout.cuts)
-    return OpenLayout(layout.subdims, layout.mesh.size(layout.free), layout.shares, parts, layout.memory)
+    return OpenLayout(layout.subdims, layout.mesh.size(layout.free), layout.shares, parts, layout.memory, layout.uneven)
 
 
 def parse_layout(text: str, shape: Sequence[int | tuple[int, ...]], num_devices: int | None = None) -> Layout | OpenLayout:
@@ -86,7 +91,8 @@ def parse_layout(text: str, shape: Sequence[int | tuple[int, ...]], num_devices:
     if match is None:
         raise PlanError(f"layout '{text}' does not parse; write {FORM}, like 'R2 V1 D(4,1) on [0 1 2 3 4 5 6 7]'")
     subdims = tuple(d if isinstance(d, tuple) else (d,) for d in shape)
-    counts = OpenLayout(subdims, int(match["r"]), _parse_shares(text, match["v"]), _parse_cuts(text, match["d"], subdims))
+    cuts, uneven = _parse_cuts(text, match["d"], subdims)
+    counts = OpenLayout(subdims, int(match["r"]), _parse_shares(text, match["v"]), cuts, uneven=uneven)
     total = counts.num_devices
     if total == 0 or (num_devices is not None and total != num_devices):
         raise PlanError(f"layout '{text}' is for {total} devices, R · V · D; there are {num_devices or 'more than 0'}")
@@ -110,22 +116,27 @@ def _parse_shares(text: str, shares: str) -> tuple[tuple[int, Combiner], ...]:
     return tuple(found)
 
 
-def _parse_cuts(text: str, cuts: str, subdims: SubDims) -> tuple[int, ...]:
+def _parse_cuts(text: str, cuts: str, subdims: SubDims) -> tuple[tuple[int, ...], Uneven]:
     dims = [d.strip() for d in cuts.split(",")] if cuts.strip() else []
     if len(dims) != len(subdims):
         raise PlanError(f"layout '{text}' cuts {len(dims)} dims; the tensor has {len(subdims)}")
     found: list[int] = []
+    uneven: list[tuple[int, tuple[int, ...]]] = []
     for dim, sizes in zip(dims, subdims, strict=True):
         words = [word.strip() for word in re.split(r"[·*]", dim)]
-        if not all(word.isdigit() for word in words):
-            raise PlanError(f"layout '{text}': D '{dim}' does not parse; write the number of parts, like 4 or 2·2")
-        parts = [int(word) for word in words]
-        if len(parts) == 1:
-            parts += [1] * (len(sizes) - 1)
-        if len(parts) != len(sizes):
-            raise PlanError(f"layout '{text}': D '{dim}' has {len(parts)} parts for the sub-dims {sizes}")
-        found += parts
-    return tuple(found)
+        if not all(_PARTS.fullmatch(word) for word in words):
+            raise PlanError(f"layout '{text}': D '{dim}' does not parse; write the number of parts, like 4, 2·2 or 5+3")
+        words += ["1"] * (len(sizes) - 1 if len(words) == 1 else 0)
+        if len(words) != len(sizes):
+            raise PlanError(f"layout '{text}': D '{dim}' has {len(words)} parts for the sub-dims {sizes}")
+        for word, size in zip(words, sizes, strict=True):
+            blocks = [int(block) for block in word.split("+")]
+            if len(blocks) > 1:
+                if sum(blocks) != size or not all(blocks):
+                    raise PlanError(f"layout '{text}': the blocks {word} do not make a dim of {size}")
+                uneven.append((len(found), tuple(blocks)))
+            found.append(len(blocks) if len(blocks) > 1 else blocks[0])
+    return tuple(found), tuple(uneven)
 
 
 def _parse_devices(text: str, listed: str | None, total: int) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
-from jscaler.primitives import Assign, GridAxis, Plan, Split, Trans
-from jscaler.primitives.algorithms import grid_axis
+from jscaler.primitives import Assign, GridAxis, Plan, Trans
+from jscaler.primitives.algorithms import as_split, grid_axis, parts_text
 
 Combiners = tuple[Combiner | None, ...]
 
@@ -21,12 +21,14 @@ class Placement:
 
     Attributes:
         factors: factor -> the axes that split it, major first.
+        sizes: factor -> the sizes of its parts, where they are unequal.
         shares: axis -> per operand the combiner of the value shares that pass through the (linear) op along it.
         origin: who decided: ``policy``, ``mirrored`` (a backward after its forward) or ``filled``.
         runner_up: for what was filled in, the best alternative and the extra bytes it would send.
     """
 
     factors: Mapping[str, Axes] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
     shares: Mapping[str, Combiners] = field(default_factory=dict)
     origin: str = "policy"
     runner_up: str = ""
@@ -37,7 +39,7 @@ class Placement:
 
     def describe(self, mesh: DeviceMesh) -> str:
         """``a:8`` for factor a in eight parts, ``share:8`` for shares passed on, ``copy`` where all replicate."""
-        used = [f"{f}:{n}" for f, n in self.parts(mesh).items()]
+        used = [f"{f}:{parts_text(n, self.sizes.get(f))}" for f, n in self.parts(mesh).items()]
         if self.shares:
             used.append(f"share:{mesh.size(tuple(self.shares))}")
         return " ".join(used) or "copy"
@@ -73,10 +75,12 @@ def _layout(
     refined = rule.subdims(factors, tensor.shape)
     subdims = tuple(r if s else (size,) for r, s, size in zip(refined, split_dims, tensor.shape, strict=True))
     cuts: list[Axes] = []
+    sizes: dict[int, tuple[int, ...]] = {}
     for dim, split in zip(factors, split_dims, strict=True):
+        sizes.update({len(cuts) + i: placement.sizes[f] for i, f in enumerate(dim) if split and f in placement.sizes})
         cuts += [placement.factors.get(f, ()) for f in dim] if split else [()]
     shares = tuple((axis, values[axis]) for axis in mesh.names if values.get(axis))
-    return Layout(mesh, subdims, tuple(cuts), shares)  # type: ignore[arg-type]
+    return Layout(mesh, subdims, tuple(cuts), shares).with_sizes(sizes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,11 @@ class Decided:
     @property
     def devices(self) -> tuple[int, ...]:
         return tuple(p.device for p in self.places)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The sizes of the parts of each factor that is split into unequal ones."""
+        return {a.factor: a.sizes for a in self.axes if a.factor is not None and a.sizes is not None}
 
 
 def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
@@ -107,7 +116,7 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
             op, axes = graph[decision.op], decision.axes
             for i, axis in enumerate(axes):  # a saved plan meets a graph that its policy never saw
                 if axis.factor is not None:
-                    grid_axis(op, graph.rule(op), Split(axis.factor, axis.parts), axes[:i])
+                    grid_axis(op, graph.rule(op), as_split(axis), axes[:i])
             grids[op.path] = axes
         elif isinstance(decision, Assign):
             _assign(cells.setdefault(decision.op, {}), decision)
@@ -174,4 +183,4 @@ def placement_of(decided: Decided, covered: Sequence[Axes]) -> Placement:
     for axis, names in zip(decided.axes, covered, strict=True):
         if axis.factor is not None and names:
             factors[axis.factor] = factors.get(axis.factor, ()) + names
-    return Placement(factors)
+    return Placement(factors, sizes=decided.sizes)

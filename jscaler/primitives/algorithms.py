@@ -6,21 +6,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jscaler.errors import PlanError, SplitError, UnknownNameError, listing
+from jscaler.errors import PlanError, SplitError, UnknownNameError, divisors, listing
 from jscaler.ir import Op, Rule
 
 
 @dataclass(frozen=True)
 class Split:
-    """Split a factor into equal parts.
+    """Split a factor into equal parts, or into parts of given sizes.
 
     Attributes:
         factor: the factor's name in the op's rule, or ``(input name, dim)``, e.g. ``("kernel", 1)``.
         parts: how many; must divide the factor's size.
+        sizes: in place of ``parts`` the size of each part; they add up to the factor's size. All devices run at the
+            largest, and what a smaller part has beyond its own reaches no result.
+
+    Example:
+        >>> Split("b", 4), Split(("kernel", 1), sizes=(5, 3))
     """
 
     factor: str | tuple[str, int]
-    parts: int
+    parts: int | None = None
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,25 @@ Algorithm = Split | Replicate
 
 @dataclass(frozen=True)
 class GridAxis:
-    """One axis of an op's grid of cells; ``factor`` is None where the cells are copies."""
+    """One axis of an op's grid of cells; ``factor`` is None where the cells are copies, ``sizes`` where parts are equal."""
 
     factor: str | None
     parts: int
+    sizes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        return f"{self.factor or 'copy'}:{self.parts}"
+        return f"{self.factor or 'copy'}:{parts_text(self.parts, self.sizes)}"
+
+
+def as_split(axis: GridAxis) -> Split:
+    """The algorithm that makes ``axis``, which splits a factor."""
+    assert axis.factor is not None
+    return Split(axis.factor, sizes=axis.sizes) if axis.sizes else Split(axis.factor, axis.parts)
+
+
+def parts_text(parts: int, sizes: tuple[int, ...] | None) -> str:
+    """``4``, or ``5+3`` where the parts have sizes of their own."""
+    return "+".join(map(str, sizes)) if sizes else str(parts)
 
 
 def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxis] = ()) -> GridAxis:
@@ -49,19 +67,54 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
 
     Raises:
         UnknownNameError: there is no such factor.
-        SplitError: the factor is blocked, or its size does not divide.
+        SplitError: the factor is blocked, its size does not divide, or ``sizes`` do not make it.
+        PlanError: a count is no positive whole number, or ``sizes`` meet another split of the factor.
     """
     if isinstance(algorithm, Replicate):
         _check_count(op, algorithm.copies)
         return GridAxis(None, int(algorithm.copies))
-    _check_count(op, algorithm.parts)
+    sizes = _own_sizes(op, algorithm)
+    parts = len(sizes) if sizes is not None else algorithm.parts
+    assert parts is not None
+    _check_count(op, parts)
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
-    if not factor.splittable and algorithm.parts > 1:
-        raise SplitError(op.path, factor.name, factor.size, algorithm.parts, f"it is blocked: {factor.reason}")
-    rest = factor.size // math.prod(a.parts for a in before if a.factor == factor.name)
-    if rest % algorithm.parts:
-        raise SplitError(op.path, factor.name, rest, algorithm.parts)
-    return GridAxis(factor.name, int(algorithm.parts))
+    if not factor.splittable and parts > 1:
+        raise SplitError(op.path, factor.name, factor.size, parts, f"it is blocked: {factor.reason}")
+    nested = [a for a in before if a.factor == factor.name]
+    if any(a.sizes for a in nested) or (nested and sizes is not None):
+        raise PlanError(
+            f"'{op.path}': factor '{factor.name}' is split by {', '.join(map(str, nested))} already; parts of sizes of "
+            f"their own are made by one split: give all sizes to one Split('{factor.name}', sizes=…)"
+        )
+    rest = factor.size // math.prod(a.parts for a in nested)
+    if sizes is not None and sum(sizes) != rest:
+        raise SplitError(op.path, factor.name, rest, parts, f"the sizes {list(sizes)} add up to {sum(sizes)}")
+    if sizes is None and rest % parts:
+        raise SplitError(op.path, factor.name, rest, parts, _legal_parts(factor.name, rest, parts, bool(nested)))
+    even = sizes is None or len(set(sizes)) == 1
+    return GridAxis(factor.name, int(parts), None if even else sizes)
+
+
+def _own_sizes(op: Op, algorithm: Split) -> tuple[int, ...] | None:
+    if (algorithm.sizes is None) == (algorithm.parts is None):
+        raise PlanError(
+            f"'{op.path}': a Split has parts or sizes; {algorithm} has {'none' if algorithm.sizes is None else 'both'}"
+        )
+    if algorithm.sizes is None:
+        return None
+    sizes = tuple(algorithm.sizes)
+    if not sizes or not all(isinstance(s, (int, np.integer)) and s > 0 for s in sizes):
+        raise PlanError(f"'{op.path}': the sizes of parts are positive whole numbers, not {list(sizes)}")
+    return tuple(map(int, sizes))
+
+
+def _legal_parts(name: str, size: int, parts: int, nested: bool) -> str:
+    """What to write in place of a number of parts that does not divide."""
+    legal = "legal: " + ", ".join(map(str, divisors(size)))
+    if nested or parts > size:
+        return legal
+    sizes = tuple(size // parts + (i < size % parts) for i in range(parts))
+    return f"{legal}; or unequal parts by sizes, like Split('{name}', sizes={sizes})"
 
 
 def _check_count(op: Op, count: int) -> None:

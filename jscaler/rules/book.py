@@ -61,8 +61,14 @@ class RuleBook:
                 self._partials[key] = tuple(_combiner(states, v) for v in analysis.jaxpr.outvars)
         return self._partials[key]
 
-    def local(self, op: Op, parts: Mapping[str, int]) -> tuple[core.Jaxpr, tuple[str, ...]]:
-        """``op``'s body at part shapes, and the factors whose part index it takes as its last operands."""
+    def local(
+        self, op: Op, parts: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[core.Jaxpr, tuple[str, ...]]:
+        """``op``'s body at part shapes, and the factors whose part index it takes as its last operands.
+
+        Args:
+            sizes: the sizes of the parts of factors that are split into unequal ones.
+        """
         assert op.body is not None
         split = {f: n for f, n in parts.items() if n > 1}
         if not split:
@@ -78,9 +84,11 @@ class RuleBook:
                 self._locals[op.body, ()] = (retraced, ())
             return self._locals[op.body, ()][0], ()
         groups = self.groups(op)
-        key = (op.body, tuple(sorted((groups[f], n) for f, n in split.items())))
+        sizes = sizes or {}
+        key = (op.body, tuple(sorted((groups[f], n, sizes.get(f, ())) for f, n in split.items())))
         if key not in self._locals:
-            localizer = Localizer(self.analysis(op.body), {leaf: n for f, n in split.items() for leaf in groups[f]})
+            uneven = {leaf: own for f, own in sizes.items() for leaf in groups[f]}
+            localizer = Localizer(self.analysis(op.body), {leaf: n for f, n in split.items() for leaf in groups[f]}, uneven)
             self._locals[key] = (inline(localizer.run()), localizer.leaves)
         jaxpr, leaves = self._locals[key]
         name = {leaf: f for f in split for leaf in groups[f]}

@@ -3,8 +3,12 @@
 Most primitives take their shapes from their operands; about ten carry shapes among their parameters and get them
 shrunk here. Two depend on *where* the part lies: ``iota`` adds the part's offset, and random bits are drawn by the
 element's global index, so that a part draws exactly the bits of the whole. Literals (a mean's N) stay global.
+
+Parts of unequal sizes are all traced at the largest. Rows beyond a part's own hold anything, NaN included; before an
+equation reduces them away, they are replaced by what leaves the result as it is.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,20 +23,23 @@ from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.ir import Halo
 from jscaler.rules import lookups, pieces
 from jscaler.rules.analysis import Analysis
+from jscaler.rules.neutral import neutral
 from jscaler.rules.table import Spec
 from jscaler.rules.user_rules import bind_part
 from jscaler.rules.wants import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.window_parts import crop, run_windowed
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
+Sizes = Mapping[int, tuple[int, ...]]  # leaf atom -> the sizes of its parts
 
 
 class Localizer:
     """Traces an analysed fragment at part shapes. The result takes the part's index for each split leaf, last."""
 
-    def __init__(self, analysis: Analysis, parts: Parts):
+    def __init__(self, analysis: Analysis, parts: Parts, sizes: Sizes | None = None):
         self.analysis = analysis
         self.parts = {leaf: n for leaf, n in parts.items() if n > 1}
+        self.sizes = dict(sizes or {})
         self.leaves = tuple(self.parts)
         self.index: dict[int, Any] = {}
         self.wants = {leaf: found for leaf in self.leaves if (found := self._wants(leaf))}
@@ -53,6 +60,7 @@ class Localizer:
             env: dict[core.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
             for eqn, spec in zip(jaxpr.eqns, self.analysis.specs, strict=True):
                 values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+                values = self._without_rest(eqn, spec, values) if self.sizes else values
                 env.update(zip(eqn.outvars, self._run(eqn, spec, values), strict=True))
             results = [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
             return [crop(self, v, x, {}) for v, x in zip(jaxpr.outvars, results, strict=True)]
@@ -63,10 +71,69 @@ class Localizer:
 
     def shape(self, var: Any) -> tuple[int, ...]:
         """The shape of ``var``'s part."""
-        return tuple(
-            size // math.prod(self.parts.get(leaf, 1) for leaf in dim)
-            for size, dim in zip(shape(var), self.analysis.leaves(var), strict=True)
-        )
+        if not self.sizes:
+            return tuple(
+                size // math.prod(self.parts.get(leaf, 1) for leaf in dim)
+                for size, dim in zip(shape(var), self.analysis.leaves(var), strict=True)
+            )
+        return tuple(math.prod(map(self.local_size, dim)) for dim in self.analysis.leaves(var))
+
+    def local_size(self, leaf: int) -> int:
+        """The size of a leaf in every part: its largest part's."""
+        if leaf in self.sizes:
+            return max(self.sizes[leaf])
+        return self.analysis.atoms.size[leaf] // self.parts.get(leaf, 1)
+
+    def start(self, leaf: int, dtype: Any) -> Any:
+        """The global index of the part's first row along a leaf."""
+        if leaf not in self.parts:
+            return jnp.zeros((), dtype)
+        if leaf in self.sizes:
+            starts = [0, *itertools.accumulate(self.sizes[leaf])][:-1]
+            return self._of_part(leaf, starts, dtype)
+        return jnp.asarray(self.index[leaf], dtype) * jnp.asarray(self.local_size(leaf), dtype)
+
+    def extent(self, leaf: int, dtype: Any) -> Any:
+        """The number of the part's own rows along a leaf; what it has beyond them is padding."""
+        if leaf in self.sizes:
+            return self._of_part(leaf, self.sizes[leaf], dtype)
+        return jnp.asarray(self.local_size(leaf), dtype)
+
+    def _of_part(self, leaf: int, table: Sequence[int], dtype: Any) -> Any:
+        # One equation over scalar literals, not an array: equal look-ups are then seen to be equal.
+        return lax.select_n(jnp.asarray(self.index[leaf], jnp.int32), *(jnp.asarray(x, dtype) for x in table))
+
+    def own_rows(self, leaves: Sequence[int]) -> Any:
+        """For each index of a local dim of ``leaves`` whether it is the part's own."""
+        total = jnp.ones((1,), bool)
+        for leaf in leaves:
+            size = self.local_size(leaf)
+            own = lax.iota(jnp.int32, size) < self.extent(leaf, jnp.int32)
+            total = (total[:, None] & own[None, :]).reshape(-1)
+        return total
+
+    def _without_rest(self, eqn: core.JaxprEqn, spec: Spec, values: Sequence[Any]) -> Sequence[Any]:
+        """``values`` with neutral elements in the padding of every dim that ``eqn`` reduces.
+
+        All operands that carry the dim, since NaN times zero is NaN.
+        """
+        if spec.pairwise:
+            return values
+        kept = [{leaf for dim in self.analysis.leaves(v) for leaf in dim} for v in eqn.outvars]
+        lost = [leaf for leaf in self.sizes if any(leaf not in leaves for leaves in kept)]
+        return [
+            self._masked(v, x, lost, spec) if isinstance(v, core.Var) else x
+            for v, x in zip(eqn.invars, values, strict=True)
+        ]
+
+    def _masked(self, var: core.Var, value: Any, lost: Sequence[int], spec: Spec) -> Any:
+        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            return value
+        for dim, leaves in enumerate(self.analysis.leaves(var)):
+            if any(leaf in lost for leaf in leaves):
+                own = lax.broadcast_in_dim(self.own_rows(leaves), value.shape, (dim,))
+                value = jnp.where(own, value, neutral(spec.combiner, value.dtype))
+        return value
 
     def extended(self, var: Any) -> tuple[int, ...]:
         """The shape of ``var``'s part with the rows around it that windows read."""
@@ -119,32 +186,25 @@ class Localizer:
         """Whether an operand or result of ``eqn`` is split."""
         return any(self.shape(v) != shape(v) for v in (*eqn.invars, *eqn.outvars) if isinstance(v, core.Var))
 
-    def offset(self, var: core.Var, dim: int) -> list[tuple[Any, int, int]]:
-        """For each sub-dim of a dim, major first: (part index or 0, local size, parts)."""
-        sizes = self.analysis.atoms.size
-        return [
-            (self.index.get(leaf, 0), sizes[leaf] // self.parts.get(leaf, 1), self.parts.get(leaf, 1))
-            for leaf in self.analysis.leaves(var)[dim]
-        ]
-
     def positions(self, var: core.Var, dim: int, dtype: Any) -> Any:
         """The global positions of a part's rows along ``dim``, as a vector of the local size."""
         total = jnp.zeros((1,), dtype)
-        for part, size, parts in self.offset(var, dim):
-            own = jnp.asarray(part, dtype) * jnp.asarray(size, dtype) + lax.iota(dtype, size)
-            total = (total[:, None] * jnp.asarray(size * parts, dtype) + own[None, :]).reshape(-1)
+        for leaf in self.analysis.leaves(var)[dim]:
+            own = self.start(leaf, dtype) + lax.iota(dtype, self.local_size(leaf))
+            total = (total[:, None] * jnp.asarray(self.analysis.atoms.size[leaf], dtype) + own[None, :]).reshape(-1)
         return total
 
     def locate(self, var: core.Var, dim: int, positions: Any) -> tuple[Any, Any]:
         """Where global ``positions`` along ``dim`` (inside the whole) lie in this part, and whether they do."""
         dtype = positions.dtype
         local, mine, rest, stride = jnp.zeros_like(positions), jnp.ones(positions.shape, bool), positions, 1
-        for part, size, parts in reversed(self.offset(var, dim)):
-            digit = lax.rem(rest, jnp.asarray(size * parts, dtype)) - jnp.asarray(part, dtype) * jnp.asarray(size, dtype)
-            rest = lax.div(rest, jnp.asarray(size * parts, dtype))
-            mine = mine & (digit >= 0) & (digit < size)
+        for leaf in reversed(self.analysis.leaves(var)[dim]):
+            whole = jnp.asarray(self.analysis.atoms.size[leaf], dtype)
+            digit = lax.rem(rest, whole) - self.start(leaf, dtype)
+            rest = lax.div(rest, whole)
+            mine = mine & (digit >= 0) & (digit < self.extent(leaf, dtype))
             local = local + digit * jnp.asarray(stride, dtype)
-            stride *= size
+            stride *= self.local_size(leaf)
         return jnp.where(mine, local, jnp.zeros_like(local)), mine
 
 

@@ -65,6 +65,43 @@ def test_a_wrong_count_lists_the_legal_ones(graph: Graph) -> None:
         axis(graph, "up/dot", Split("b", 3))
 
 
+def test_uneven_sizes_add_up(graph: Graph) -> None:
+    assert axis(graph, "up/dot", Split("b", sizes=(5, 3))) == GridAxis("b", 2, (5, 3))
+    assert str(GridAxis("b", 2, (5, 3))) == "b:5+3"
+    assert axis(graph, "up/dot", Split("b", sizes=(4, 4))) == GridAxis("b", 2)  # equal parts, said in a longer way
+    with pytest.raises(SplitError, match=r"factor 'b' of size 8 into 2 parts; the sizes \[5, 4\] add up to 9"):
+        axis(graph, "up/dot", Split("b", sizes=(5, 4)))
+    for sizes in ((8, 0), (9, -1), (4.0, 4), ()):
+        with pytest.raises(PlanError, match="'up/dot': the sizes of parts are positive whole numbers, not"):
+            axis(graph, "up/dot", Split("b", sizes=sizes))  # type: ignore[arg-type]
+
+
+def test_a_split_has_parts_or_sizes(graph: Graph) -> None:
+    with pytest.raises(PlanError, match=r"'up/dot': a Split has parts or sizes; .* has none"):
+        axis(graph, "up/dot", Split("b"))
+    with pytest.raises(PlanError, match=r"'up/dot': a Split has parts or sizes; .* has both"):
+        axis(graph, "up/dot", Split("b", 2, (5, 3)))
+
+
+def test_uneven_sizes_do_not_nest(graph: Graph) -> None:
+    for before, algorithm in (
+        (GridAxis("b", 2, (5, 3)), Split("b", 3)),
+        (GridAxis("b", 2), Split("b", sizes=(3, 1))),
+    ):
+        with pytest.raises(
+            PlanError, match=r"factor 'b' is split by b:.* already; .* give all sizes to one Split\('b', sizes"
+        ):
+            axis(graph, "up/dot", algorithm, before)
+    assert axis(graph, "up/dot", Split("a", sizes=(9, 7)), GridAxis("b", 2, (5, 3))) == GridAxis("a", 2, (9, 7))
+
+
+def test_a_wrong_count_names_uneven_sizes(graph: Graph) -> None:
+    with pytest.raises(
+        SplitError, match=r"legal: 1, 2, 4, 8; or unequal parts by sizes, like Split\('b', sizes=\(3, 3, 2\)\)"
+    ):
+        axis(graph, "up/dot", Split("b", 3))
+
+
 def test_what_was_split_before_has_less_to_split(graph: Graph) -> None:
     before = GridAxis("b", 4), GridAxis("a", 2), GridAxis(None, 2)
     assert axis(graph, "up/dot", Split("b", 2), *before) == GridAxis("b", 2)
