@@ -18,15 +18,15 @@ from jscaler.errors import (
     UnknownPrimitiveWarning,
     VerificationError,
 )
-from jscaler.primitives import Plan, Replicate, Split
+from jscaler.primitives import Chunk, Plan, Replicate, Split
 from jscaler.rules.user_rules import register_rule
 from jscaler.verification import verify, verify_rule
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CaptureError", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule", "OrderError",
-    "Parallelized", "Plan", "PlanError", "Replicate", "RuleError", "Split", "SplitError", "UnknownNameError",
+    "CaptureError", "Chunk", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule", "OrderError",
+    "Parallelized", "Plan", "PlanError", "Prefix", "Replicate", "RuleError", "Split", "SplitError", "UnknownNameError",
     "UnknownPrimitiveWarning", "VerificationError", "grad", "nnx", "op", "parallelize", "plans", "register_rule",
     "value_and_grad", "verify", "verify_rule",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from jscaler.lower.emit import emit, physical_mesh, sharding
 from jscaler.lower.numbering import FlatProgram, flatten
 from jscaler.lower.program import Program, make_program
 from jscaler.materialize import Completed, Layout, complete
-from jscaler.primitives import Order, Plan, make_plan
+from jscaler.primitives import Order, Plan, fused, make_plan
 from jscaler.primitives.reopen import reopen
 from jscaler.report.explain import explain
 from jscaler.rules.book import RuleBook
@@ -106,7 +106,7 @@ def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices
         DeviceError: the finished plan is for another number of devices.
     """
     if not isinstance(policy, Plan):
-        return make_plan(policy, captured.graph, num_devices)
+        return make_plan(policy, captured.graph, num_devices, captured.bodies)
     if policy.num_devices != num_devices:
         raise DeviceError(f"the plan '{policy.name}' is for {policy.num_devices} devices, and {num_devices} are given")
     return policy
@@ -114,7 +114,8 @@ def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices
 
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:
     """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
-    source = with_backward_bodies(captured.graph, captured.bodies, plan.residuals, plan.split_factors)
+    graph = fused(captured.graph, plan, captured.bodies)
+    source = with_backward_bodies(graph, captured.bodies, plan.residuals, plan.split_factors)
     reopened = reopen(source, plan, captured.rules, captured.bodies)
     graph = reopened.graph
     orders = [d for d in reopened.plan.decisions if isinstance(d, Order)]

@@ -20,6 +20,7 @@ class Factor:
 
     Attributes:
         reopens: of a blocked factor, whether cutting the op at its inner reductions frees it; ``op_trans`` does that.
+        even_only: why its parts must be of equal sizes; empty where they need not.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Factor:
     kind: FactorKind = "parallel"
     reason: str = ""
     reopens: bool = False
+    even_only: str = ""
 
     @property
     def splittable(self) -> bool:

@@ -174,7 +174,7 @@ class _Writer:
     def compute(self, op: Op, after: Sequence[str]) -> None:
         laid = self.completed.ops[op.path]
         parts = laid.placement.parts(self.completed.mesh)
-        jaxpr, indexed = self.book.local(op, parts, laid.placement.sizes)
+        jaxpr, indexed = self.book.local(op, parts, laid.placement.sizes, laid.placement.chunks)
         inputs = tuple(
             self.extend(t, layout, laid.edges_of(i))
             for i, (t, layout) in enumerate(zip(op.inputs, laid.inputs, strict=True))

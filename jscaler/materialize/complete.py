@@ -24,6 +24,7 @@ from jscaler.materialize.placement import (
     Decided,
     Placement,
     check_devices,
+    chunked_ops,
     decided_placements,
     operand_layout,
     placed_grid,
@@ -92,7 +93,7 @@ def complete(
     mesh, covered = find_common_mesh([*ordered, *free], mesh.devices) or (mesh, covered)
     given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: d for p, d in decided.items() if d.any_order}
-    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}).run()
+    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}, chunked_ops(plan)).run()
 
 
 def _parts(decided: Decided) -> dict[str, int]:
@@ -114,6 +115,7 @@ class _Completer:
         book: RuleBook,
         cost: CostModel,
         pieces: Mapping[str, tuple[str, ...]],
+        chunks: Mapping[str, Mapping[str, int]],
     ):
         self.graph = graph
         self.mesh = mesh
@@ -122,6 +124,7 @@ class _Completer:
         self.book = book
         self.cost = cost
         self.pieces = pieces
+        self.chunks = chunks
         self.ops: dict[str, OpLayouts] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
@@ -154,6 +157,7 @@ class _Completer:
         todo = [(op, placement)]
         while todo:
             op, placement = todo.pop()
+            placement = dataclasses.replace(placement, chunks=self._chunks(op))
             done = self._lay_out(op, placement)
             self.ops[op.path] = done
             for tensor, layout in zip(op.outputs, done.outputs, strict=True):
@@ -245,8 +249,28 @@ class _Completer:
         if not placement.factors:
             return placement
         factors = self.book.rule(op).factors
-        legal = {f: a for f, a in placement.factors.items() if f in factors and factors[f].kind != "blocked"}
+        legal = {
+            f: axes
+            for f, axes in placement.factors.items()
+            if f in factors and factors[f].kind != "blocked" and not (f in placement.sizes and factors[f].even_only)
+        }
         return dataclasses.replace(placement, factors=legal, sizes=_only(placement.sizes, legal))
+
+    def _chunks(self, op: Op) -> Mapping[str, int]:
+        """The chunks of ``op``: the policy's, or those of the forward op whose backward it is."""
+        found = dict(self.chunks.get(op.path, {}))
+        if op.forward is not None and op.path not in self.chunks:
+            for path in self.pieces.get(op.forward.path, (op.forward.path,)):
+                found.update(self.chunks.get(path, {}))
+        if not found:
+            return found
+        rule = self.book.rule(op)
+        overlapping = {name for name, _, _ in rule.halos}
+        return {
+            f: n
+            for f, n in found.items()
+            if f in rule.factors and rule.factors[f].kind != "blocked" and f not in overlapping
+        }
 
     def _fill(self, op: Op, chosen: Placement) -> Placement:
         """Give each axis that ``chosen`` leaves open its cheapest use; among equals the earlier candidate."""
@@ -285,14 +309,15 @@ class _Completer:
 
     def _candidates(self, op: Op, rule: Rule, chosen: Placement, axis: str) -> list[Placement]:
         found = [chosen]
+        chunks = self._chunks(op)
         for name, factor in rule.factors.items():
-            if factor.kind == "blocked" or name in chosen.sizes:
+            if factor.kind == "blocked" or name in chosen.sizes:  # one split has all sizes
                 continue
             if self._lies_split(op, rule, name, axis):
                 axes = (*chosen.factors.get(name, ()), axis)
-                if factor.size % self.mesh.size(axes) == 0:
+                if factor.size % (self.mesh.size(axes) * chunks.get(name, 1)) == 0:
                     found.append(dataclasses.replace(chosen, factors={**chosen.factors, name: axes}))
-            for axes, sizes in self._lies_uneven(op, rule, name, axis):
+            for axes, sizes in () if factor.even_only or name in chunks else self._lies_uneven(op, rule, name, axis):
                 used = {a for others in chosen.factors.values() for a in others} | set(chosen.shares)
                 if name not in chosen.factors and not used & set(axes):
                     both = {"factors": {**chosen.factors, name: axes}, "sizes": {**chosen.sizes, name: sizes}}

@@ -9,7 +9,7 @@ from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
-from jscaler.primitives import Assign, GridAxis, Plan, Trans
+from jscaler.primitives import Assign, Chunk, GridAxis, Plan, Trans
 from jscaler.primitives.algorithms import as_split, grid_axis, parts_text
 
 Combiners = tuple[Combiner | None, ...]
@@ -22,6 +22,7 @@ class Placement:
     Attributes:
         factors: factor -> the axes that split it, major first.
         sizes: factor -> the sizes of its parts, where they are unequal.
+        chunks: factor -> the number of its parts that run one after another on every device.
         shares: axis -> per operand the combiner of the value shares that pass through the (linear) op along it.
         origin: who decided: ``policy``, ``mirrored`` (a backward after its forward) or ``filled``.
         runner_up: for what was filled in, the best alternative and the extra bytes it would send.
@@ -29,6 +30,7 @@ class Placement:
 
     factors: Mapping[str, Axes] = field(default_factory=dict)
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
+    chunks: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     shares: Mapping[str, Combiners] = field(default_factory=dict)
     origin: str = "policy"
     runner_up: str = ""
@@ -40,6 +42,7 @@ class Placement:
     def describe(self, mesh: DeviceMesh) -> str:
         """``a:8`` for factor a in eight parts, ``share:8`` for shares passed on, ``copy`` where all replicate."""
         used = [f"{f}:{parts_text(n, self.sizes.get(f))}" for f, n in self.parts(mesh).items()]
+        used += [f"{f}:{n} chunks" for f, n in self.chunks.items()]
         if self.shares:
             used.append(f"share:{mesh.size(tuple(self.shares))}")
         return " ".join(used) or "copy"
@@ -117,11 +120,16 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
             for i, axis in enumerate(axes):  # a saved plan meets a graph that its policy never saw
                 if axis.factor is not None:
                     grid_axis(op, graph.rule(op), as_split(axis), axes[:i])
+            for axis in decision.chunks:
+                assert axis.factor is not None
+                grid_axis(op, graph.rule(op), Chunk(axis.factor, axis.parts), axes)
             grids[op.path] = axes
         elif isinstance(decision, Assign):
             _assign(cells.setdefault(decision.op, {}), decision)
     table = {}
     for path, axes in grids.items():
+        if path in chunked_ops(plan) and not axes and path not in cells:
+            continue  # how it is chunked was decided, and where it runs was not
         every = list(_cells(tuple((0, a.parts) for a in axes)))
         missing = [c for c in every if c not in cells.get(path, {})]
         if missing:
@@ -131,6 +139,15 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
             )
         table[path] = Decided(axes, tuple(cells[path][c] for c in every), path in unordered)
     return table
+
+
+def chunked_ops(plan: Plan) -> dict[str, dict[str, int]]:
+    """Op -> the factor along which it runs in chunks, and how many."""
+    return {
+        d.op: {a.factor: a.parts for a in d.chunks if a.factor is not None and a.parts > 1}
+        for d in plan.decisions
+        if isinstance(d, Trans) and d.chunks
+    }
 
 
 def _assign(assigned: dict[tuple[int, ...], Place], decision: Assign) -> None:

@@ -36,7 +36,26 @@ class Replicate:
     copies: int
 
 
-Algorithm = Split | Replicate
+@dataclass(frozen=True)
+class Chunk:
+    """Run the op's parts along a factor one after another on the same device, in a loop; not an axis of the grid.
+
+    What the op makes inside is then held for one part at a time: a `Planner.fuse` of logits and cross entropy never
+    holds all logits, forward and backward.
+
+    Attributes:
+        factor: as in `Split`.
+        parts: how many; must divide what splits of the factor leave.
+
+    Example:
+        >>> graph.op_trans(loss, Split("b", 4), Chunk("s", 8))  # doctest: +SKIP
+    """
+
+    factor: str | tuple[str, int]
+    parts: int
+
+
+Algorithm = Split | Replicate | Chunk
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,8 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     if isinstance(algorithm, Replicate):
         _check_count(op, algorithm.copies)
         return GridAxis(None, int(algorithm.copies))
+    if isinstance(algorithm, Chunk):
+        return _chunk_axis(op, rule, algorithm, before)
     sizes = _own_sizes(op, algorithm)
     parts = len(sizes) if sizes is not None else algorithm.parts
     assert parts is not None
@@ -89,10 +110,23 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     rest = factor.size // math.prod(a.parts for a in nested)
     if sizes is not None and sum(sizes) != rest:
         raise SplitError(op.path, factor.name, rest, parts, f"the sizes {list(sizes)} add up to {sum(sizes)}")
+    if sizes is not None and len(set(sizes)) > 1 and factor.even_only:
+        raise SplitError(op.path, factor.name, rest, parts, f"its parts must be of one size: {factor.even_only}")
     if sizes is None and rest % parts:
         raise SplitError(op.path, factor.name, rest, parts, _legal_parts(factor.name, rest, parts, bool(nested)))
     even = sizes is None or len(set(sizes)) == 1
     return GridAxis(factor.name, int(parts), None if even else sizes)
+
+
+def _chunk_axis(op: Op, rule: Rule, algorithm: Chunk, before: Sequence[GridAxis]) -> GridAxis:
+    axis = grid_axis(op, rule, Split(algorithm.factor, algorithm.parts), before)
+    assert axis.factor is not None
+    factor = rule.factors[axis.factor]
+    why = f"it is blocked: {factor.reason}" if factor.kind == "blocked" else ""
+    why = why or ("its parts overlap" if any(name == factor.name for name, _, _ in rule.halos) else "")
+    if why and axis.parts > 1:
+        raise SplitError(op.path, factor.name, factor.size, axis.parts, f"one after another: {why}")
+    return axis
 
 
 def _own_sizes(op: Op, algorithm: Split) -> tuple[int, ...] | None:

@@ -18,16 +18,20 @@ class Grid:
         index: per axis the range of cells that this object stands for.
         pieces: what the op does, piece by piece, where splitting it so cuts it at its inner reductions: then every cell
             is a group of ops, which are placed together.
+        chunks: the parts of every cell that run one after another in it.
     """
 
     op: Op
     axes: tuple[GridAxis, ...]
     index: Index
     pieces: tuple[str, ...] = ()
+    chunks: tuple[GridAxis, ...] = ()
 
     @staticmethod
-    def whole(op: Op, axes: tuple[GridAxis, ...], pieces: tuple[str, ...] = ()) -> "Grid":
-        return Grid(op, axes, tuple((0, a.parts) for a in axes), pieces)
+    def whole(
+        op: Op, axes: tuple[GridAxis, ...], pieces: tuple[str, ...] = (), chunks: tuple[GridAxis, ...] = ()
+    ) -> "Grid":
+        return Grid(op, axes, tuple((0, a.parts) for a in axes), pieces, chunks)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,7 +49,7 @@ class Grid:
         index = list(self.index)
         for axis, one in enumerate(keys):
             index[axis] = self._range(axis, one)
-        return Grid(self.op, self.axes, tuple(index), self.pieces)
+        return Grid(self.op, self.axes, tuple(index), self.pieces, self.chunks)
 
     def _range(self, axis: int, key: int | slice) -> tuple[int, int]:
         start, stop = self.index[axis]
@@ -60,6 +64,6 @@ class Grid:
         return start + key % size, start + key % size + 1
 
     def __str__(self) -> str:
-        axes = ", ".join(map(str, self.axes))
+        axes = ", ".join([*map(str, self.axes), *(f"{a} chunks" for a in self.chunks)])
         name = f"{self.op.path} = {', '.join(self.pieces)}" if self.pieces else self.op.path
         return f"Grid({name} [{axes}])" if self.is_whole else f"Grid({name} [{axes}] at {self.index})"

@@ -16,9 +16,22 @@ class Trans:
 
     op: str
     axes: tuple[GridAxis, ...]
+    chunks: tuple[GridAxis, ...] = ()  # parts that run one after another in every cell
 
     def __str__(self) -> str:
-        return f"op_trans  {self.op} -> [{', '.join(map(str, self.axes))}]"
+        chunks = f" in chunks of {', '.join(map(str, self.chunks))}" if self.chunks else ""
+        return f"op_trans  {self.op} -> [{', '.join(map(str, self.axes))}]{chunks}"
+
+
+@dataclass(frozen=True)
+class Fuse:
+    """Make one op, at ``path``, of several forward ops, before autodiff."""
+
+    ops: tuple[str, ...]
+    path: str
+
+    def __str__(self) -> str:
+        return f"fuse      {' + '.join(self.ops)} -> {self.path}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class SaveResiduals:
         return f"residuals {self.op} {self.mode}"
 
 
-Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals
+Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse
 
 
 @dataclass(frozen=True)

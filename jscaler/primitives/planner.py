@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.fuse import fuse
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, Place
 from jscaler.ir.op import Residuals
-from jscaler.primitives.algorithms import Algorithm, Replicate, grid_axis
+from jscaler.primitives.algorithms import Algorithm, Chunk, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.plan import Assign, Decision, Order, Plan, ReduceDtype, SaveResiduals, Trans
+from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, ReduceDtype, SaveResiduals, Trans
 
 
 class Policy(Protocol):
@@ -33,9 +35,10 @@ class Planner:
         ...         graph.op_assign(graph.op_trans(op, Split("a", 2)), devices)
     """
 
-    def __init__(self, graph: Graph, num_devices: int):
+    def __init__(self, graph: Graph, num_devices: int, bodies: BodyTable | None = None):
         self.graph = graph
         self.num_devices = num_devices
+        self._bodies = bodies if bodies is not None else BodyTable()
         self._decisions: list[Decision] = []
         self._grids: dict[str, Grid] = {}
 
@@ -63,7 +66,7 @@ class Planner:
             PlanError: the op was split before, or only part of a grid is split further.
         """
         op = self.graph[op] if isinstance(op, str) else op
-        target, axes = (op.op, op.axes) if isinstance(op, Grid) else (op, ())
+        target, axes, chunks = (op.op, op.axes, op.chunks) if isinstance(op, Grid) else (op, (), ())
         if isinstance(op, Grid) and not op.is_whole:
             raise PlanError(
                 f"{op} is part of a grid: cells that are split differently from their neighbours need their own ops"
@@ -72,10 +75,16 @@ class Planner:
             raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
         rule = self.graph.rule(target)
         for algorithm in algorithms:
-            axes = (*axes, grid_axis(target, rule, algorithm, axes))
+            axis = grid_axis(target, rule, algorithm, (*axes, *chunks))
+            if not isinstance(algorithm, Chunk):
+                axes = (*axes, axis)
+            elif chunks:
+                raise PlanError(f"'{target.path}' runs in chunks of {chunks[0]} already; an op is chunked along one factor")
+            else:
+                chunks = (axis,)
         cut = tuple(a.factor for a in axes if a.factor is not None and rule.factors[a.factor].reopens)
-        grid = Grid.whole(target, axes, self.graph.rules.pieces(target, cut) if cut else ())
-        self._decisions.append(Trans(target.path, axes))
+        grid = Grid.whole(target, axes, self.graph.rules.pieces(target, cut) if cut else (), chunks)
+        self._decisions.append(Trans(target.path, axes, chunks))
         self._grids[target.path] = grid
         return grid
 
@@ -119,6 +128,36 @@ class Planner:
         named = (self.graph[x] if isinstance(x, str) else x for x in (before, after))
         first, second = (x.op if isinstance(x, Grid) else x for x in named)
         self._decisions.append(Order(first.path, second.path))
+
+    def fuse(self, *ops: Op | str, name: str | None = None) -> Op:
+        """Make one op of neighbouring forward ops; their backward becomes one, which computes again what lies between.
+
+        So that what only they read (the logits between a head and its cross entropy) is never handed on, and with
+        `Chunk` never held whole. Fuse before splitting; ops got from the graph before are of the graph before.
+
+        Args:
+            ops: two or more forward ops of one gradient call, or their paths, in any order.
+            name: path of the new op; by default that of the last op.
+
+        Returns:
+            The new op.
+
+        Raises:
+            PlanError: an op is split already, or they cannot be one op.
+
+        Example:
+            >>> loss = graph.fuse("head/dot", "loss/reduce_sum", name="loss")  # doctest: +SKIP
+            >>> graph.op_assign(graph.op_trans(loss, Split("a", 4), Chunk("b", 8)), devices)  # doctest: +SKIP
+        """
+        paths = [self.graph[op].path if isinstance(op, str) else op.path for op in ops]
+        for path in paths:
+            if path in self._grids:
+                raise PlanError(f"'{path}' was split before, into {self._grids[path]}; fuse ops before they are split")
+        paths.sort(key=lambda path: self.graph.ops.index(self.graph[path]))
+        decision = Fuse(tuple(dict.fromkeys(paths)), name or (paths[-1] if paths else ""))
+        self.graph = fuse(self.graph, decision.ops, decision.path, self._bodies)
+        self._decisions.append(decision)
+        return self.graph[decision.path]
 
     def reduce_dtype(self, dtype: Any) -> None:
         """Add gradients between devices in ``dtype``: fewer bits send less and lose digits, more bits the reverse.
@@ -171,8 +210,16 @@ def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(s for s in shape if s != 1)
 
 
-def make_plan(policy: Callable[..., Any], graph: Graph, num_devices: int) -> Plan:
-    """Run ``policy`` on ``graph`` and ``num_devices`` logical devices."""
-    planner = Planner(graph, num_devices)
+def fused(graph: Graph, plan: Plan, bodies: BodyTable) -> Graph:
+    """``graph`` with the ops fused that ``plan`` fuses."""
+    for decision in plan.decisions:
+        if isinstance(decision, Fuse):
+            graph = fuse(graph, decision.ops, decision.path, bodies)
+    return graph
+
+
+def make_plan(policy: Callable[..., Any], graph: Graph, num_devices: int, bodies: BodyTable | None = None) -> Plan:
+    """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``bodies`` interns the bodies of fused ops."""
+    planner = Planner(graph, num_devices, bodies)
     policy(planner, np.arange(num_devices))
     return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))

@@ -103,7 +103,10 @@ def _info(jaxpr: core.Jaxpr, count: int) -> object:
 def _dealt(decision: Decision, pieces: Mapping[str, tuple[Op, ...]], book: RuleBook) -> list[Decision]:
     """``decision`` on each piece of the op that it names."""
     if isinstance(decision, Trans) and decision.op in pieces:
-        return [Trans(op.path, tuple(_axis(a, book.rule(op)) for a in decision.axes)) for op in pieces[decision.op]]
+        return [
+            Trans(op.path, tuple(_axis(a, book.rule(op)) for a in decision.axes), _chunks(decision, book.rule(op)))
+            for op in pieces[decision.op]
+        ]
     if isinstance(decision, Assign) and decision.op in pieces:
         return [dataclasses.replace(decision, op=op.path) for op in pieces[decision.op]]
     if isinstance(decision, Order):
@@ -116,6 +119,11 @@ def _axis(axis: GridAxis, rule: Rule) -> GridAxis:
     """A piece that lacks the factor, or needs it whole, is copied along the axis."""
     factor = rule.factors.get(axis.factor) if axis.factor is not None else None
     return axis if factor is not None and factor.kind != "blocked" else GridAxis(None, axis.parts)
+
+
+def _chunks(decision: Trans, rule: Rule) -> tuple[GridAxis, ...]:
+    """A piece that lacks the factor, or needs it whole, runs at once."""
+    return tuple(a for a in decision.chunks if a.factor in rule.factors and rule.factors[a.factor].kind != "blocked")
 
 
 def _paths(path: str, pieces: Mapping[str, tuple[Op, ...]]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.chunk import Chunks
 from jscaler.rules.cut import Piece, cut
 from jscaler.rules.derive import derive_rule
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
@@ -62,16 +63,22 @@ class RuleBook:
         return self._partials[key]
 
     def local(
-        self, op: Op, parts: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        op: Op,
+        parts: Mapping[str, int],
+        sizes: Mapping[str, tuple[int, ...]] | None = None,
+        chunks: Mapping[str, int] | None = None,
     ) -> tuple[core.Jaxpr, tuple[str, ...]]:
         """``op``'s body at part shapes, and the factors whose part index it takes as its last operands.
 
         Args:
             sizes: the sizes of the parts of factors that are split into unequal ones.
+            chunks: the factor along which every part is run chunk by chunk, if any, and the number of its chunks.
         """
         assert op.body is not None
         split = {f: n for f, n in parts.items() if n > 1}
-        if not split:
+        walked = {f: n for f, n in (chunks or {}).items() if n > 1}
+        if not split and not walked:
             if (op.body, ()) not in self._locals:
                 # Traced again like the backward body and the parts: calls opened, casts of literals folded. Otherwise
                 # value numbering would not see that the backward's recomputation is the same arithmetic.
@@ -85,10 +92,17 @@ class RuleBook:
             return self._locals[op.body, ()][0], ()
         groups = self.groups(op)
         sizes = sizes or {}
-        key = (op.body, tuple(sorted((groups[f], n, sizes.get(f, ())) for f, n in split.items())))
+        key = (
+            op.body,
+            tuple(sorted((groups[f], n, sizes.get(f, ())) for f, n in split.items())),
+            tuple((groups[f], n) for f, n in walked.items()),
+        )
         if key not in self._locals:
             uneven = {leaf: own for f, own in sizes.items() for leaf in groups[f]}
-            localizer = Localizer(self.analysis(op.body), {leaf: n for f, n in split.items() for leaf in groups[f]}, uneven)
+            cut = {leaf: n for f, n in split.items() for leaf in groups[f]}
+            localizer: Localizer | Chunks = Localizer(self.analysis(op.body), cut, uneven)
+            for factor, count in walked.items():
+                localizer = Chunks(self.analysis(op.body), cut, uneven, groups[factor], count)
             self._locals[key] = (inline(localizer.run()), localizer.leaves)
         jaxpr, leaves = self._locals[key]
         name = {leaf: f for f in split for leaf in groups[f]}
@@ -173,6 +187,9 @@ def _names_from_forward(forward: Rule, op: Op) -> FactorNames:
 
 def _handle_rule(forward: Rule, op: Op) -> Rule:
     """What is known of a backward handle before it has a body: its forward's factors."""
-    factors = {name: f if f.kind == "blocked" else Factor(name, f.size) for name, f in forward.factors.items()}
+    factors = {
+        name: f if f.kind == "blocked" else Factor(name, f.size, even_only=f.even_only)
+        for name, f in forward.factors.items()
+    }
     operands = tuple(_tensor_factors(forward, op, t) for t in op.inputs)
     return Rule(factors, operands, tuple(_tensor_factors(forward, op, t) for t in op.outputs))

@@ -8,6 +8,7 @@ from jscaler.capture.jaxprs import shape
 from jscaler.ir import Factor, Halo, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis
+from jscaler.rules.even import even_only
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, interpret, stages
 from jscaler.rules.wants import operand_halos
 
@@ -38,7 +39,7 @@ def derive_rule(
         found, reason = _use(analysis, group)
         kind = "blocked" if reason else "reduction" if found else "parallel"
         reopens = bool(reason) and isinstance(stages(analysis, [group]), list)
-        factors[name] = Factor(name, analysis.atoms.size[group[0]], kind, reason, reopens)
+        factors[name] = Factor(name, analysis.atoms.size[group[0]], kind, reason, reopens, even_only(analysis, group))
         shares.update({(name, i): combiner for i, combiner in found.items()})
         around = {} if reason else operand_halos(analysis, group)
         assert not isinstance(around, str)

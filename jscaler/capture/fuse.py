@@ -1,0 +1,135 @@
+"""Fuse neighbouring forward ops into one, before autodiff: their backward is then ``jax.vjp`` of the fused body.
+
+    x ──► logits ──► cross entropy ──► loss          x ──► fused ──► loss
+          ▲                                  becomes       ▲
+          kernel                                           kernel
+
+What only the members read is inside the fused op, forward and backward: it is never handed on, and an algorithm that
+runs the op in pieces never holds it whole.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jscaler.capture.autodiff import Differentiator
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.jaxprs import evaluate
+from jscaler.errors import PlanError, listing
+from jscaler.ir import Graph, Op, PTensor
+
+
+def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Graph:
+    """``graph`` with the forward ops at ``paths`` as one op at ``path``, and its gradient call differentiated again.
+
+    Raises:
+        UnknownNameError: no such op.
+        PlanError: ops that cannot be one: of different gradient calls, not forward, with another op in between, or the
+            new path is taken.
+    """
+    members = sorted((graph[p] for p in dict.fromkeys(paths)), key=graph.ops.index)
+    _check(graph, members, path)
+    own = set(members)
+    made = [t for op in members for t in op.outputs]
+    inputs = tuple(dict.fromkeys(t for op in members for t in op.inputs if t not in made))
+    outputs = tuple(t for t in made if _read_outside(graph, t, own))
+
+    def body(*args: Any) -> list[Any]:
+        values = dict(zip(inputs, args, strict=True))
+        for op in members:
+            assert op.body is not None
+            values.update(zip(op.outputs, evaluate(op.body.jaxpr, [values[t] for t in op.inputs]), strict=True))
+        return [values[t] for t in outputs]
+
+    last = members[-1]
+    fused = Op(path, "forward", inputs, outputs, bodies.traced(body, [t.aval for t in inputs]), last.source_info, last.call)
+    return _differentiated(dataclasses.replace(graph, ops=_in_order(graph, members, fused)), last.call, bodies)
+
+
+def _check(graph: Graph, members: Sequence[Op], path: str) -> None:
+    if len(members) < 2:
+        raise PlanError(f"fuse takes two or more ops; {listing([op.path for op in members])} was given")
+    wrong = [op.path for op in members if op.kind != "forward"]
+    if wrong:
+        raise PlanError(f"fuse takes forward ops, and their backwards follow; {listing(wrong)} are none")
+    calls = {op.call for op in members}
+    if len(calls) > 1:
+        raise PlanError(f"{listing([op.path for op in members])} belong to different gradient calls and cannot be one op")
+    if path in graph.by_path and graph[path] not in members:
+        raise PlanError(f"the graph has an op '{path}' already; give the fused op another name")
+    between = _between(graph, members)
+    if between:
+        raise PlanError(
+            f"{listing([op.path for op in members])} cannot be one op: {listing([op.path for op in between])} reads some "
+            "of them and is read by others; fuse it too"
+        )
+
+
+def _between(graph: Graph, members: Sequence[Op]) -> list[Op]:
+    """Ops outside that depend on a member and that a member depends on."""
+    own = set(members)
+    below: set[PTensor] = set()
+    behind: list[Op] = []
+    for op in graph.ops:
+        if op in own or any(t in below for t in op.inputs):
+            below.update(op.outputs)
+            behind += [] if op in own else [op]
+    wanted = {t for op in members for t in op.inputs}
+    found = []
+    for op in reversed(behind):
+        if any(t in wanted for t in op.outputs):
+            wanted.update(op.inputs)
+            found.append(op)
+    return found[::-1]
+
+
+def _read_outside(graph: Graph, tensor: PTensor, own: set[Op]) -> bool:
+    """Whether anything but the members and the gradient call's backward, which is made anew, reads ``tensor``."""
+    call = next(iter(own)).call
+    readers = [op for op in graph.consumers.get(tensor, ()) if op not in own]
+    if any(op.kind != "backward" or op.call != call for op in readers) or tensor in graph.outputs:
+        return True
+    return any(tensor == c.loss or tensor in c.wrt for c in graph.calls)
+
+
+def _in_order(graph: Graph, members: Sequence[Op], fused: Op) -> tuple[Op, ...]:
+    """The fused op in the place of its last member, and what reads a member behind it."""
+    own, end = set(members), graph.ops.index(members[-1])
+    below: set[PTensor] = set()
+    before: list[Op] = []
+    waiting: list[Op] = []
+    for op in graph.ops[:end]:
+        if op in own or any(t in below for t in op.inputs):
+            below.update(op.outputs)
+            waiting += [] if op in own else [op]
+        else:
+            before.append(op)
+    return (*before, fused, *waiting, *graph.ops[end + 1 :])
+
+
+def _differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph:
+    """``graph`` with the backward of gradient call ``index`` made anew for its forward ops; gradients keep their names."""
+    start = next((i for i, op in enumerate(graph.ops) if op.call == index and op.kind == "backward"), None)
+    if index is None or start is None:
+        return graph
+    call = graph.calls[index]
+    forward = [op for op in graph.ops if op.call == index and op.kind == "forward"]
+    differentiator = Differentiator(bodies, index)
+    gradients = differentiator.run(forward, call.loss, call.wrt)
+    known = dict(zip(gradients, call.gradients, strict=True))
+    made = [_renamed(op, known) for op in differentiator.ops]
+    handles = {op.forward.path: op for op in made if op.forward is not None}
+    ops: list[Op] = []
+    for i, op in enumerate(graph.ops):
+        ops += made if i == start else []
+        if op.call != index:
+            ops.append(op)
+        elif op.kind == "forward":
+            ops.append(dataclasses.replace(op, backward=handles.get(op.path)))
+    return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def _renamed(op: Op, known: Mapping[PTensor, PTensor]) -> Op:
+    inputs, outputs = (tuple(known.get(t, t) for t in tensors) for tensors in (op.inputs, op.outputs))
+    cotangents = tuple((i, known.get(t, t)) for i, t in op.cotangents)
+    return dataclasses.replace(op, inputs=inputs, outputs=outputs, cotangents=cotangents)

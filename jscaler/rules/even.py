@@ -1,0 +1,28 @@
+"""Which indices of a fragment can be cut into equal parts only, and why."""
+
+from collections.abc import Collection
+
+from jax.extend import core
+
+from jscaler.rules.analysis import Analysis
+from jscaler.rules.wants import slid_along
+
+OPAQUE = frozenset({"jscaler_op"})  # functions that stay whole: what they do beyond a part's own rows is unknown
+
+
+def even_only(analysis: Analysis, leaves: Collection[int]) -> str:
+    """Why ``leaves`` cannot be cut into parts of different sizes; empty where they can."""
+    if not slid_along(analysis).isdisjoint(leaves):
+        return "windows slide along it"
+    for eqn in analysis.jaxpr.eqns:
+        if eqn.primitive.name in OPAQUE or any(core.jaxprs_in_params(eqn.params)):
+            carried = {
+                leaf
+                for v in (*eqn.invars, *eqn.outvars)
+                if isinstance(v, core.Var)
+                for dim in analysis.leaves(v)
+                for leaf in dim
+            }
+            if not carried.isdisjoint(leaves):
+                return f"'{eqn.primitive.name}' does not say what it makes of padding"
+    return ""
