@@ -59,6 +59,13 @@ def test_the_flash_attention_runs() -> None:
     assert "with t in 2 parts: result 0 differs" in output
 
 
+def test_the_chunked_loss_runs() -> None:
+    output = run("docs/chunked_loss.py")
+    assert "the same gradients" in output
+    temporaries = [float(number) for number in re.findall(r"temporaries +([\d.]+) MiB", output)]
+    assert temporaries[-1] < temporaries[0] / 8  # 16 chunks
+
+
 def test_links_in_the_documents_lead_somewhere() -> None:
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
