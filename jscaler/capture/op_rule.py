@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jscaler.errors import RuleError, UnknownNameError
 from jscaler.ir.mask import Combiner
@@ -172,7 +173,7 @@ class OpRule:
         ins, outs = tuple(kept[0]), tuple(kept[1]) if len(kept) > 1 else ()
         used = {n for words in (*ins, *outs) for dim in words for n in dim}
         known = tuple((n, s) for n, s in found.items() if n in used)
-        combined: Mapping[str, Combiner] = dict(self.reduce)
+        combined: dict[str, Any] = dict(self.reduce)
         reduce = tuple((n, combined.get(n, "add")) for n, _ in known if not all(_carries(w, n) for w in outs))
         return Matched(ins, outs, known, tuple(self._reasons(ins, outs, used)), reduce, self.linear, self.text)
 

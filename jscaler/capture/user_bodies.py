@@ -19,6 +19,7 @@ class UserBody:
 
     def __init__(self, jaxpr: core.Jaxpr, wrt: Sequence[int], outputs: Sequence[int]):
         (self.eqn,) = (e for e in jaxpr.eqns if e.primitive is op_p)
+        self.results: list[Any] = list(jaxpr.outvars)  # each is a result of the equation
         self.jaxpr = jaxpr
         self.wrt = tuple(wrt)
         call: Call = self.eqn.params["call"]
@@ -26,7 +27,7 @@ class UserBody:
         variables = [jaxpr.invars[i] for i in wrt]
         # the operands, and results of the equation, that the gradients flow through
         self.inner_wrt = tuple(i for i, v in enumerate(self.eqn.invars) if any(v is w for w in variables))
-        self.inner_outputs = tuple(self.eqn.outvars.index(jaxpr.outvars[i]) for i in outputs)
+        self.inner_outputs = tuple(self.eqn.outvars.index(self.results[i]) for i in outputs)
         self.structs = [shape_struct(v.aval) for v in self.eqn.invars]
         self.rule = call.matched([shape(v) for v in self.eqn.invars], [shape(v) for v in self.eqn.outvars])
 
@@ -51,12 +52,12 @@ class UserBody:
         def forward(*inputs: Any) -> list[Any]:
             results = op_p.bind(*self._operands(inputs), call=saving)
             named = dict(zip(self.eqn.outvars, results, strict=False))
-            return [*(named[v] for v in self.jaxpr.outvars), *(results[i] for i in handed)]
+            return [*(named[v] for v in self.results), *(results[i] for i in handed)]
 
         def backward(*args: Any) -> list[Any]:
             inputs, rest = args[: len(self.jaxpr.invars)], args[len(self.jaxpr.invars) :]
             num_outs = len(self.jaxpr.outvars)
-            places = [self.eqn.outvars.index(v) for v in self.jaxpr.outvars] + handed
+            places = [self.eqn.outvars.index(v) for v in self.results] + handed
             results = dict(zip(places, rest, strict=False))
             operands = self._operands(inputs)
             table = {"input": (operands, 0), "output": (results, 0), "residual": (results, count)}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jscaler.capture.jaxprs import open_jaxpr, shape_struct
+from jscaler.capture.jaxprs import open_jaxpr, shape, shape_struct
 from jscaler.capture.op_rule import Matched, OpRule, as_rule
 from jscaler.errors import CaptureError
 from jscaler.ir.mask import Combiner
@@ -137,7 +137,7 @@ def traced(call: Callable[..., Any], avals: Sequence[Any]) -> tuple[core.Jaxpr, 
 
 def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
     jaxpr, _ = traced(call, avals)
-    call.matched([a.shape for a in avals], [v.aval.shape for v in jaxpr.outvars])
+    call.matched([a.shape for a in avals], [shape(v) for v in jaxpr.outvars])
     return [v.aval for v in jaxpr.outvars], jaxpr.effects
 
 

@@ -104,7 +104,7 @@ def _spec(rule: Matched, operands: Sequence[tuple[int, ...]], results: Sequence[
                 labels.append(tuple((n, sizes[n]) for n in names))
         return tuple(labels)
 
-    combiner: Combiner = next((c for n, c in rule.reduce if n not in dict(rule.blocked)), "add")
+    combiner: Any = next((c for n, c in rule.reduce if n not in dict(rule.blocked)), "add")
     ins = tuple(tensor("in", i, w, s) for i, (w, s) in enumerate(zip(rule.operands, operands, strict=True)))
     outs = tuple(tensor("out", i, w, s) for i, (w, s) in enumerate(zip(rule.results, results, strict=True)))
     return Spec(ins, outs, combiner, blocked, rule.linear)

@@ -11,7 +11,7 @@ from jax.extend import core
 from rich.table import Table
 
 from jscaler.capture.bodies import BodyTable, holds_custom_vjp
-from jscaler.capture.jaxprs import evaluate, trace_flat
+from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.errors import RuleError, UnknownNameError, VerificationError
 from jscaler.report.tables import table
 from jscaler.verification.parts import Fragment, compare_splits
@@ -142,8 +142,8 @@ def _backwards(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[tuple[str, core.J
         return []
     bodies, rng = BodyTable(), np.random.default_rng(7)
     body = bodies.intern(jaxpr)
-    avals = [jaxpr.outvars[i].aval for i in outputs]
-    cotangents = [np.asarray(rng.normal(size=a.shape), a.dtype) for a in avals]
+    seen = [jaxpr.outvars[i] for i in outputs]
+    cotangents = [np.asarray(rng.normal(size=shape(v)), dtype(v)) for v in seen]
     backward, kept = bodies.backward_of(body, wrt, outputs)
     full = [*args, *cotangents]
     found = [("backward", backward.jaxpr, [full[i] for i in kept])]
