@@ -50,8 +50,8 @@ def normalised() -> tuple[Step, tuple[Any, Any]]:
     """Convolutions with batch normalisation, whose running statistics are state."""
 
     def step(state: Any, batch: Any) -> Any:
-        state, metrics = image_train_step(state, batch)
-        return state, metrics["loss"]
+        net, metrics = image_train_step(state["net"], batch)
+        return {"net": net}, metrics["loss"]
 
     draws = np.random.default_rng(0)
     images = draws.normal(size=(4, 8, 8, 3))
@@ -59,7 +59,7 @@ def normalised() -> tuple[Step, tuple[Any, Any]]:
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     variables = jax.tree.map(lambda p: jnp.asarray(draws.uniform(0.1, 1, p.shape)), variables)
     state = ImageState.create(apply_fn=model.apply, tx=TX, **variables)
-    return step, (state, {"images": images, "labels": np.arange(4) % 3})
+    return step, ({"net": state}, {"images": images, "labels": np.arange(4) % 3})
 
 
 @pytest.mark.smoke
