@@ -4,7 +4,7 @@
 device sends. Data parallelism reduces each gradient once. Tensor parallelism reduces activations only: of the 6-layer MLP
 five times; with data parallelism beside it, all gradients combine into a sixth. Sequence parallelism has a reduce-scatter
 and an all-gather of the same bytes for each. (XLA's CPU backend makes no reduce-scatters of its own: there GSPMD keeps the
-all-reduces and sends more.)
+all-reduces and sends more.) Expert parallelism has four all-to-alls per layer and step.
 
 ``--target 8xH100-80GB`` compiles for GPUs that need not be there; launches are held to their number there only.
 """
@@ -59,13 +59,14 @@ CASES = [
     # two all-reduces each way and layer
     Case("gpt-nano f32", "tensor_parallel", "tensor_parallel", quick=True),
     Case("gpt-nano f32", "sequence_parallel", "sequence_parallel", EIGHT, EIGHT),
-    Case("gpt-nano f32", "megatron(2, 4, vocab=False)", "dp 2 × tp 4"),
-    Case("gpt-nano f32", "megatron(2, 4, vocab=False, sequence=True)", "dp 2 × tp 4, sequence",
-         EIGHT, EIGHT),
+    Case("gpt-nano f32", "vocab_parallel", "vocab_parallel"),
+    Case("gpt-nano f32", "megatron(2, 4)", "dp 2 × tp 4"),
+    Case("gpt-nano f32", "megatron(2, 4, vocab=False, sequence=True)", "dp 2 × tp 4, sequence", EIGHT, EIGHT),
+    Case("moe-nano f32, 2 layers", "expert_parallel", "expert_parallel", {"all-to-all": 8}, {"all-to-all": 8}, quick=True),
     Case("gpt-nano bf16 compute", "data_parallel", "data_parallel"),
     Case("gpt-nano bf16 compute", "tensor_parallel", "tensor_parallel"),
     Case("gpt-mini f32", "data_parallel", "data_parallel"),
-    Case("gpt-mini f32", "megatron(4, 2, vocab=False)", "dp 4 × tp 2"),
+    Case("gpt-mini f32", "megatron(4, 2)", "dp 4 × tp 2"),
 ]
 # fmt: on
 

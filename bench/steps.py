@@ -50,9 +50,21 @@ def gpt(size: str, **changes: Any) -> Step:
     return train_step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
 
 
+def moe(size: str, **changes: Any) -> Step:
+    """The mixture of experts, with its load-balancing loss."""
+    from models.moe import SIZES, MoE
+    from models.text import batch_at, load_bytes
+    from models.training import balanced_train_step, make_optimizer, make_state
+
+    config = dataclasses.replace(SIZES[size], **changes)
+    state = make_state(MoE(config), config.sequence, make_optimizer())
+    return balanced_train_step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
+
+
 STEPS: dict[str, Callable[[], Step]] = {
     "mlp-6 f32": mlp,
     "gpt-nano f32": lambda: gpt("nano", heads=8),
     "gpt-mini f32": lambda: gpt("mini"),
+    "moe-nano f32, 2 layers": lambda: moe("nano"),
     "gpt-nano bf16 compute": lambda: gpt("nano", heads=8, dtype=jnp.bfloat16),
 }

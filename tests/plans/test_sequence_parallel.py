@@ -1,7 +1,7 @@
 """Megatron's sequence parallelism: reduce-scatter and all-gather where tensor parallelism has all-reduces."""
 
 import pytest
-from plan_steps import COLUMNS, activations, assert_same_numbers, collectives, gpt, mlp, planned
+from plan_steps import COLUMNS, activations, assert_same_numbers, collectives, gpt, gpt_nnx, mlp, planned
 
 from jscaler.errors import SplitError, UnknownNameError
 from jscaler.plans import sequence_parallel, tensor_parallel
@@ -16,6 +16,10 @@ def sent(plan: object, *kinds: str) -> float:
 
 def test_every_all_reduce_becomes_a_reduce_scatter_and_an_all_gather() -> None:
     assert activations(planned(sequence_parallel(), gpt(), 4)) == {"all_gather": 4, "reduce_scatter": 4}
+
+
+def test_the_same_in_nnx() -> None:
+    assert activations(planned(sequence_parallel(), gpt_nnx(), 4)) == {"all_gather": 4, "reduce_scatter": 4}
 
 
 def test_of_the_same_bytes() -> None:

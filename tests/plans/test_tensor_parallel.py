@@ -15,6 +15,10 @@ def test_two_all_reduces_each_way_per_layer() -> None:
     assert [k for k, t in collectives(plan) if t.shape] == ["all_reduce"] * 4  # and no gradient is sent at all
 
 
+def test_the_same_in_nnx() -> None:
+    assert activations(planned(tensor_parallel(), gpt_nnx(), 4)) == {"all_reduce": 4}
+
+
 def test_of_an_mlp_one_per_pair_and_none_into_the_first() -> None:
     plan = planned(tensor_parallel(COLUMNS), mlp(), 8)
     assert activations(plan) == {"all_reduce": 3}

@@ -1,0 +1,45 @@
+"""The vocabulary in parts: one all-reduce of looked-up rows, a maximum and two sums per token, and no logits are sent."""
+
+import pytest
+from plan_steps import activations, assert_same_numbers, collectives, gpt, planned
+
+from jscaler.errors import SplitError, UnknownNameError
+from jscaler.plans import megatron, vocab_parallel
+
+
+@pytest.mark.smoke
+def test_logits_stay_where_they_are() -> None:
+    plan = planned(vocab_parallel(), gpt(), 4)
+    tokens, words = (8, 8), 32
+    sent = [(kind, t.shape) for kind, t in collectives(plan)]
+    assert sorted(sent) == sorted(
+        [("all_reduce", (*tokens, 16))] * 2  # the rows that were looked up; the gradient of what the logits are made of
+        + [("all_reduce", tokens)] * 3  # the largest logit, the sum of exponentials, the label's own logit
+    )
+    assert all(words not in shape for _, shape in sent)
+
+
+def test_the_table_lies_in_rows() -> None:
+    plan = planned(vocab_parallel(), gpt(), 4)
+    layouts = [layout for t, layout in plan.completed.inputs.items() if t.name.endswith("embed/embedding")]
+    assert len(layouts) == 2  # and its momentum
+    assert all(layout.local_shape == (8, 16) for layout in layouts)
+
+
+def test_with_heads_units_and_sequence() -> None:
+    plan = planned(megatron(tp=4, sequence=True), gpt(), 4)
+    # per layer two each way, the logits' one, and the embedding's: forward it is scattered, backward gathered
+    assert activations(plan)["reduce_scatter"] == 6
+    assert activations(plan)["all_gather"] == 6
+
+
+@pytest.mark.parametrize("plan", [vocab_parallel(), megatron(dp=2, tp=4, sequence=True)])
+def test_the_numbers_are_those_of_one_device(plan: object) -> None:
+    assert_same_numbers(plan, gpt, 8)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(UnknownNameError, match=r"pass vocab_parallel\(vocabulary=\.\.\.\)"):
+        planned(vocab_parallel({"*/words": 0}), gpt(), 4)
+    with pytest.raises(SplitError, match=r"embed/embedding' cannot split factor 'dim 0' of size 32 into 5 parts"):
+        planned(vocab_parallel(), gpt(), 5)
