@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.residuals import with_backward_bodies
+from jscaler.capture.saved import with_saved_tensors
 from jscaler.capture.trace import trace_step
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
@@ -117,7 +118,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPl
     graph = fused(captured.graph, plan, captured.bodies)
     source = with_backward_bodies(graph, captured.bodies, plan.residuals, plan.split_factors)
     reopened = reopen(source, plan, captured.rules, captured.bodies)
-    graph = reopened.graph
+    graph = with_saved_tensors(reopened.graph, captured.bodies)
     orders = [d for d in reopened.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after: dict[str, list[str]] = {}

@@ -2,20 +2,22 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jax.extend import core
 
 from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fragments import Fragment, fragments
-from jscaler.capture.jaxprs import Atom, live_equations, make_jaxpr
+from jscaler.capture.jaxprs import Atom, Inliner, fresh, inner_jaxpr, live_equations, make_jaxpr
 from jscaler.capture.module_scopes import with_module_scopes
 from jscaler.capture.names import PathNames, common_root, function_name
+from jscaler.capture.opening import hoist_numbers, opens, scan_parts
 from jscaler.capture.residuals import default_residuals
-from jscaler.capture.trace import Trace
-from jscaler.ir import GradientCall, Graph, Op, PTensor
+from jscaler.capture.trace import TaggedEquation, Trace
+from jscaler.ir import Carry, GradientCall, Graph, Loop, Op, PTensor, Stacked
 from jscaler.ir.graph import RuleSource
-from jscaler.ir.op import OpKind
+from jscaler.ir.op import OpKind, Region
 
 
 def build_graph(
@@ -39,12 +41,20 @@ def build_graph(
     builder.run()
     outputs = tuple(builder.result(v, name) for v, name in zip(step.outvars, output_names, strict=True))
     inputs = tuple(builder.tensors[v] for v in step.invars)
-    constants = tuple((builder.tensors[v], value) for v, value in step.constants)
+    constants = tuple((builder.tensors[v], value) for v, value in builder.constants)
     calls = tuple(builder.calls[i] for i in sorted(builder.calls))
     return Graph(
         tuple(builder.ops), inputs, constants, outputs, tuple(output_names), next_version, calls, rules,
-        step.opaque_gradients,
+        step.opaque_gradients, builder.loops,
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an op stands: in which loop, and in which checkpointed regions."""
+
+    loop: str | None = None
+    remat: tuple[Region, ...] = ()
 
 
 class _Builder:
@@ -53,24 +63,128 @@ class _Builder:
         self.bodies = bodies
         self.ops: list[Op] = []
         self.calls: dict[int, GradientCall] = {}
+        self.loops: dict[str, Loop] = {}
         self.names = PathNames()
         self.tensors = {v: PTensor(n, v.aval, "input") for v, n in zip(step.invars, input_names, strict=True)}
-        for i, (var, _) in enumerate(step.constants):
-            self.tensors[var] = PTensor(f"constant:{i}", var.aval, "constant")
+        self.constants: list[tuple[core.Var, Any]] = []
+        self._add_constants(step.constants)
         self.fragments, self.generated = fragments(step)
         self.root = common_root(f.scope for f in self.fragments if f.call is not None)
-        self.read_outside = self._readers_outside()
+        results = {v for v in step.outvars if isinstance(v, core.Var)}
+        results |= {v for c in step.calls for v in (c.loss, *c.wrt) if isinstance(v, core.Var)}
+        self.read_outside = _readers_outside(self.fragments, results)
+        self.place = _Place()
 
     def run(self) -> None:
         last = {f.call: i for i, f in enumerate(self.fragments) if f.call is not None}
         for i, fragment in enumerate(self.fragments):
             self._differentiate_before(fragment)
-            self.ops.append(self._op(fragment))
+            self._add(fragment)
             if fragment.call is not None and last[fragment.call] == i:
                 self._differentiate(fragment.call)
         for call in range(len(self.step.calls)):
             if call not in self.calls:
                 self._differentiate(call)
+
+    def _add(self, fragment: Fragment) -> None:
+        """The op of a fragment, or the ops of what it opens."""
+        eqn = fragment.eqns[0][1]
+        if len(fragment.eqns) > 1 or not opens(eqn):
+            self.ops.append(self._op(fragment))
+        elif eqn.primitive.name == "scan":
+            self._open_scan(fragment, eqn)
+        else:
+            self._open_remat(fragment, eqn)
+
+    def _open_scan(self, fragment: Fragment, eqn: core.JaxprEqn) -> None:
+        parts = scan_parts(eqn)
+        name = self._name(fragment, eqn)
+        inits = [self._made(a, f"{name}/init{i}", fragment.call) for i, a in enumerate(parts.inits)]
+        stacks = [self._made(a, f"{name}/stack{i}", fragment.call) for i, a in enumerate(parts.stacks)]
+        first = len(parts.consts)
+        variables = [fresh(v) for v in parts.body.invars[first:]]
+        inside, slices = variables[: len(inits)], variables[len(inits) :]
+        for i, var in enumerate(inside):
+            self.tensors[var] = PTensor(f"{name}:carry{i}", var.aval)
+        for var, stack in zip(slices, stacks, strict=True):
+            self.tensors[var] = PTensor(self.names.unique(f"{stack.name}@{name}"), var.aval)
+        outer, self.place = self.place, _Place(name, self.place.remat)
+        args = [*parts.consts, *variables]
+        returned = self._block(parts.body, parts.body_consts, args, eqn, fragment.call, f"{name}/out")
+        self.place = outer
+        outs, written = returned[: len(inits)], returned[len(inits) :]
+        for i, var in enumerate((*parts.finals, *parts.stacked)):
+            self.tensors[var] = PTensor(f"{name}:{i}", var.aval)
+        self.loops[name] = Loop(
+            name,
+            eqn.params["length"],
+            eqn.params["reverse"],
+            tuple(
+                Carry(init, self.tensors[var], out, self.tensors[final])
+                for init, var, out, final in zip(inits, inside, outs, parts.finals, strict=True)
+            ),
+            tuple(Stacked(stack, self.tensors[var]) for stack, var in zip(stacks, slices, strict=True)),
+            tuple(
+                Stacked(self.tensors[var], tensor)
+                for var, tensor in zip(parts.stacked, written, strict=True)
+                if var in self.read_outside
+            ),
+            outer.loop,
+            eqn.params.get("unroll", 1),
+        )
+
+    def _open_remat(self, fragment: Fragment, eqn: core.JaxprEqn) -> None:
+        inner, consts = inner_jaxpr(eqn)
+        name = self.names.unique("/".join(p for p in (self._scope(fragment), "remat") if p))
+        outer = self.place
+        self.place = dataclasses.replace(outer, remat=(*outer.remat, Region(name, outer.loop)))
+        results = self._block(inner, consts, list(eqn.invars), eqn, fragment.call, f"{name}/out")
+        self.place = outer
+        self.tensors.update(zip(eqn.outvars, results, strict=True))
+
+    def _block(
+        self,
+        body: core.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Atom],
+        eqn: core.JaxprEqn,
+        call: int | None,
+        label: str,
+    ) -> list[PTensor]:
+        """The ops of a body applied to ``args``, in the current place; returns the tensors of its results."""
+        inliner = Inliner()
+        outs = inliner.run(body, consts, args, eqn.source_info.name_stack)
+        constants = list(inliner.constants)
+        equations = hoist_numbers(live_equations(inliner.eqns, outs), constants)
+        self._add_constants(constants)
+        tagged = tuple(TaggedEquation(e, call) for e in equations)
+        found, self.generated = fragments(Trace((), (), tagged, (), tuple(outs), 0, body), self.generated)
+        self.read_outside |= _readers_outside(found, {v for v in outs if isinstance(v, core.Var)})
+        for fragment in found:
+            self._add(fragment)
+        return [self._made(atom, f"{label}{i}", call) for i, atom in enumerate(outs)]
+
+    def _made(self, atom: Atom, name: str, call: int | None) -> PTensor:
+        """The tensor of an atom; a literal, or what needs no input, gets an op that makes it here."""
+        if isinstance(atom, core.Var) and atom in self.tensors:
+            return self.tensors[atom]
+        path = self.names.unique(f"{name}/constant")
+        tensor = PTensor(f"{path}:0", atom.aval)
+        body = self.bodies.intern(make_jaxpr(self._with_generated([], [atom]), [], [atom], self.step.source))
+        self.ops.append(self._placed(Op(path, self._kind(call), (), (tensor,), body, call=call)))
+        return tensor
+
+    def _placed(self, op: Op) -> Op:
+        return dataclasses.replace(op, loop=self.place.loop, remat=self.place.remat)
+
+    def _name(self, fragment: Fragment, eqn: core.JaxprEqn) -> str:
+        reads = [v for v in eqn.invars if isinstance(v, core.Var)]
+        return self.names.unique(self._path(fragment, [eqn], [self.tensors[v] for v in reads if v in self.tensors]))
+
+    def _add_constants(self, constants: Sequence[tuple[core.Var, Any]]) -> None:
+        for var, value in constants:
+            self.tensors[var] = PTensor(f"constant:{len(self.constants)}", var.aval, "constant")
+            self.constants.append((var, value))
 
     def _differentiate_before(self, fragment: Fragment) -> None:
         """A loss that computes nothing has no last fragment: its call is differentiated when a gradient is read."""
@@ -89,16 +203,6 @@ class _Builder:
         self.ops.append(Op(self.names.unique(f"output/{name}/constant"), self._kind(None), (), (tensor,), body))
         return tensor
 
-    def _readers_outside(self) -> set[core.Var]:
-        """Variables that a fragment must hand out: read by another fragment, by the caller, or by autodiff."""
-        home = {v: f for f in self.fragments for _, e in f.eqns for v in e.outvars}
-        outside = {v for v in self.step.outvars if isinstance(v, core.Var)}
-        outside |= {v for c in self.step.calls for v in (c.loss, *c.wrt) if isinstance(v, core.Var)}
-        for fragment in self.fragments:
-            for _, eqn in fragment.eqns:
-                outside |= {v for v in eqn.invars if isinstance(v, core.Var) and home.get(v) is not fragment}
-        return outside
-
     def _op(self, fragment: Fragment) -> Op:
         eqns = [e for _, e in fragment.eqns]
         produced = [v for e in eqns for v in e.outvars]
@@ -114,7 +218,7 @@ class _Builder:
         body = self.bodies.intern(make_jaxpr(full, invars, outvars, self.step.source))
         outputs = tuple(self.tensors[v] for v in outvars)
         op = Op(path, self._kind(fragment.call), inputs, outputs, body, eqns[0].source_info, fragment.call)
-        return dataclasses.replace(op, residuals=default_residuals(op))
+        return self._placed(dataclasses.replace(op, residuals=default_residuals(op)))
 
     def _with_generated(self, eqns: Sequence[core.JaxprEqn], outvars: Sequence[Atom]) -> list[core.JaxprEqn]:
         """``eqns`` behind copies of the input-free equations that they or ``outvars`` read, dead ones dropped."""
@@ -136,11 +240,14 @@ class _Builder:
     def _kind(self, call: int | None) -> OpKind:
         return "forward" if call is not None or not self.step.calls else "update"
 
-    def _path(self, fragment: Fragment, eqns: Sequence[core.JaxprEqn], inputs: Sequence[PTensor]) -> str:
-        function = function_name(eqns)
+    def _scope(self, fragment: Fragment) -> str:
+        """The module path below the top module."""
         scope = fragment.scope
-        if self.root and (scope == self.root or scope.startswith(self.root + "/")):
-            scope = scope[len(self.root) :].strip("/")
+        inside = self.root and (scope == self.root or scope.startswith(self.root + "/"))
+        return scope[len(self.root) :].strip("/") if inside else scope
+
+    def _path(self, fragment: Fragment, eqns: Sequence[core.JaxprEqn], inputs: Sequence[PTensor]) -> str:
+        function, scope = function_name(eqns), self._scope(fragment)
         if fragment.call is None and self.step.calls:
             leaf = next((t.name for t in inputs if t.role == "input" and t.shape), "")
             return "/".join(p for p in ("update", scope, leaf, function) if p)
@@ -150,14 +257,25 @@ class _Builder:
         call = self.step.calls[index]
         forward = [op for op in self.ops if op.call == index and op.kind == "forward"]
         loss = self._loss_tensor(call.loss)
-        differentiator = Differentiator(self.bodies, index)
+        differentiator = Differentiator(self.bodies, index, self.loops)
         wrt = tuple(self.tensors[v] for v in call.wrt)
         gradients = differentiator.run(forward, loss, wrt)
         self.calls[index] = GradientCall(loss, wrt, tuple(gradients))
         handles = differentiator.handles
         self.ops = [dataclasses.replace(o, backward=handles.get(o.path)) if o.call == index else o for o in self.ops]
         self.ops += differentiator.ops
+        self.loops.update(differentiator.made)
         self.tensors.update(zip(call.gradients, gradients, strict=True))
 
     def _loss_tensor(self, atom: Atom) -> PTensor:
         return self.tensors[atom] if isinstance(atom, core.Var) and atom in self.tensors else self.result(atom, "loss")
+
+
+def _readers_outside(found: Sequence[Fragment], results: set[core.Var]) -> set[core.Var]:
+    """Variables that a fragment must hand out: read by another fragment, by the caller, or by autodiff."""
+    home = {v: f for f in found for _, e in f.eqns for v in e.outvars}
+    outside = set(results)
+    for fragment in found:
+        for _, eqn in fragment.eqns:
+            outside |= {v for v in eqn.invars if isinstance(v, core.Var) and home.get(v) is not fragment}
+    return outside

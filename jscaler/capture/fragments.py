@@ -9,15 +9,14 @@ fragment only if everything else it reads lies on lower levels.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, shape
+from jscaler.capture.jaxprs import CONTRACTIONS, Atom, shape
 from jscaler.capture.trace import TaggedEquation, Trace, TracedCall
 
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Constructs that stay one op of their own.
 ALONE = frozenset(
     {
@@ -59,12 +58,16 @@ class Fragment:
         return (self.call, self.scope) == (preparation.call, preparation.scope) and not alone
 
 
-def fragments(step: Trace) -> tuple[list[Fragment], dict[core.Var, core.JaxprEqn]]:
+def fragments(
+    step: Trace, generated: Mapping[core.Var, core.JaxprEqn] | None = None
+) -> tuple[list[Fragment], dict[core.Var, core.JaxprEqn]]:
     """The fragments of ``step`` in an order that respects their dependencies, and the equations to be copied.
 
     What reads a gradient comes after the whole forward program of its call, since autodiff comes between the two.
+    ``generated`` are input-free equations of the program around a body.
     """
     builder = _Builder(step)
+    builder.generated.update(generated or {})
     for index, tagged in enumerate(step.equations):
         builder.add(index, tagged)
     builder.merge_preparations(step.outvars)
@@ -166,7 +169,7 @@ def _topological(found: list[Fragment], home: dict[core.Var, Fragment], calls: S
     # what must be there before a call is differentiated: its forward fragments, its loss, what it differentiates
     members = [{number[id(home[v])] for v in (c.loss, *c.wrt) if isinstance(v, core.Var) and v in home} for c in calls]
     for i, fragment in enumerate(found):
-        if fragment.call is not None:
+        if fragment.call is not None and calls:  # (the body of a construct belongs to a call, and holds none)
             members[fragment.call].add(i)
     after: dict[int, set[int]] = {i: set() for i in range(len(found))}
     waiting = [0] * len(found)

@@ -16,7 +16,7 @@ from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError, listing
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Loop, Op, PTensor
 
 
 def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Graph:
@@ -42,7 +42,10 @@ def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Gr
         return [values[t] for t in outputs]
 
     last = members[-1]
-    fused = Op(path, "forward", inputs, outputs, bodies.traced(body, [t.aval for t in inputs]), last.source_info, last.call)
+    fused = Op(
+        path, "forward", inputs, outputs, bodies.traced(body, [t.aval for t in inputs]), last.source_info, last.call,
+        loop=last.loop, remat=last.remat,
+    )  # fmt: skip
     return _differentiated(dataclasses.replace(graph, ops=_in_order(graph, members, fused)), last.call, bodies)
 
 
@@ -55,6 +58,12 @@ def _check(graph: Graph, members: Sequence[Op], path: str) -> None:
     calls = {op.call for op in members}
     if len(calls) > 1:
         raise PlanError(f"{listing([op.path for op in members])} belong to different gradient calls and cannot be one op")
+    first, last = graph.ops.index(members[0]), graph.ops.index(members[-1])
+    if any(op.loop != members[0].loop for op in graph.ops[first:last]) or len({op.remat for op in members}) > 1:
+        raise PlanError(
+            f"{listing([op.path for op in members])} cannot be one op: the edge of a loop or of a checkpointed region lies "
+            "between them; fuse ops of one body"
+        )
     if path in graph.by_path and graph[path] not in members:
         raise PlanError(f"the graph has an op '{path}' already; give the fused op another name")
     between = _between(graph, members)
@@ -89,6 +98,8 @@ def _read_outside(graph: Graph, tensor: PTensor, own: set[Op]) -> bool:
     readers = [op for op in graph.consumers.get(tensor, ()) if op not in own]
     if any(op.kind != "backward" or op.call != call for op in readers) or tensor in graph.outputs:
         return True
+    if any(tensor in (*loop.operands, *loop.returned) for loop in graph.loops.values() if loop.forward is None):
+        return True
     return any(tensor == c.loss or tensor in c.wrt for c in graph.calls)
 
 
@@ -114,7 +125,9 @@ def _differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph
         return graph
     call = graph.calls[index]
     forward = [op for op in graph.ops if op.call == index and op.kind == "forward"]
-    differentiator = Differentiator(bodies, index)
+    gone = {op.loop for op in graph.ops if op.call == index and op.kind == "backward"}
+    loops = {n: loop for n, loop in graph.loops.items() if not (n in gone and loop.forward is not None)}
+    differentiator = Differentiator(bodies, index, loops)
     gradients = differentiator.run(forward, call.loss, call.wrt)
     known = dict(zip(gradients, call.gradients, strict=True))
     made = [_renamed(op, known) for op in differentiator.ops]
@@ -126,7 +139,15 @@ def _differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph
             ops.append(op)
         elif op.kind == "forward":
             ops.append(dataclasses.replace(op, backward=handles.get(op.path)))
-    return dataclasses.replace(graph, ops=tuple(ops))
+    loops |= {n: _renamed_loop(loop, known) for n, loop in differentiator.made.items()}
+    return dataclasses.replace(graph, ops=tuple(ops), loops=loops)
+
+
+def _renamed_loop(loop: Loop, known: Mapping[PTensor, PTensor]) -> Loop:
+    made = loop.renamed(known, known)
+    carries = tuple(dataclasses.replace(c, final=known.get(c.final, c.final)) for c in made.carries)
+    ys = tuple(dataclasses.replace(y, stack=known.get(y.stack, y.stack)) for y in made.ys)
+    return dataclasses.replace(made, carries=carries, ys=ys)
 
 
 def _renamed(op: Op, known: Mapping[PTensor, PTensor]) -> Op:

@@ -14,6 +14,7 @@ from jax.extend import core
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 CUSTOM_VJP = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 CUSTOM_CALLS = CUSTOM_VJP | {"custom_jvp_call", "remat2", "checkpoint"}
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
 Atom = core.Var | core.Literal
 

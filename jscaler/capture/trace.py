@@ -10,6 +10,7 @@ from jax.extend import core
 
 from jscaler.capture.gradient import value_and_grad_p
 from jscaler.capture.jaxprs import Atom, Inliner, open_jaxpr, trace_flat
+from jscaler.capture.opening import hoist_numbers
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace
     opener = _Opener(inliner.constants)
     for eqn in inliner.eqns:
         opener.add(eqn)
+    opener.hoist_numbers()
     hidden = sum(_count_gradients(t.eqn) for t in opener.equations)
     return Trace(
         tuple(invars),
@@ -71,6 +73,10 @@ class _Opener:
         self.equations: list[TaggedEquation] = []
         self.calls: list[TracedCall] = []
         self.alias: dict[core.Var, Atom] = {}
+
+    def hoist_numbers(self) -> None:
+        eqns = hoist_numbers([t.eqn for t in self.equations], self.constants)
+        self.equations = [TaggedEquation(e, t.call) for e, t in zip(eqns, self.equations, strict=True)]
 
     def read(self, atom: Atom) -> Atom:
         return atom if isinstance(atom, core.Literal) else self.alias.get(atom, atom)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from jscaler.errors import CaptureError, UnknownNameError
+from jscaler.ir.loop import Item, Loop, nested
 from jscaler.ir.op import Op, OpKind
 from jscaler.ir.rule import Rule
 from jscaler.ir.tensor import PTensor
@@ -45,6 +46,7 @@ class Graph:
         calls: the step's gradient calls; an op's ``call`` is an index into them.
         opaque_gradients: gradient calls hidden inside another construct (a scan), where no plan can reach them.
         rules: derives the ops' rules.
+        loops: the loops that some of the ops stand in, by name.
     """
 
     ops: tuple[Op, ...]
@@ -56,15 +58,35 @@ class Graph:
     calls: tuple[GradientCall, ...]
     rules: RuleSource = field(repr=False)
     opaque_gradients: int = 0
+    loops: Mapping[str, Loop] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         made = [*self.inputs, *(t for t, _ in self.constants), *(t for op in self.ops for t in op.outputs)]
+        made += [t for loop in self.loops.values() for t in (*loop.inner, *loop.results)]
         assert len({t.name for t in made}) == len(made), "two PTensors share a name"
         assert len({op.path for op in self.ops}) == len(self.ops), "two ops share a path"
 
     @cached_property
     def by_path(self) -> dict[str, Op]:
         return {op.path: op for op in self.ops}
+
+    @cached_property
+    def tree(self) -> tuple[Item, ...]:
+        """Ops and loops in order; the ops of a loop stand in it."""
+        return nested(self.ops, self.loops)
+
+    @cached_property
+    def linked(self) -> dict[PTensor, tuple[tuple[PTensor, int], ...]]:
+        """Tensor -> the tensors that hold the same dims before, in and after loops, and how far these dims shift."""
+        table: dict[PTensor, list[tuple[PTensor, int]]] = {}
+        for loop in self.loops.values():
+            for carry in loop.carries:
+                for tensor in carry.tensors:
+                    table.setdefault(tensor, []).extend((other, 0) for other in carry.tensors if other != tensor)
+            for stacked in (*loop.xs, *loop.ys):
+                table.setdefault(stacked.stack, []).append((stacked.slice, -1))
+                table.setdefault(stacked.slice, []).append((stacked.stack, 1))
+        return {t: tuple(others) for t, others in table.items()}
 
     @cached_property
     def producer(self) -> dict[PTensor, Op]:

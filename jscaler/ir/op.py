@@ -1,6 +1,8 @@
 """``Op``: a fragment of the captured program, and ``VTensor``: an op's own view of a PTensor."""
 
+import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,6 +53,14 @@ class VTensor:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A checkpointed region (``jax.checkpoint``, ``nn.remat``), and the loop that it stands in."""
+
+    name: str
+    loop: str | None = None
+
+
+@dataclass(frozen=True)
 class Op:
     """A fragment of the program.
 
@@ -68,6 +78,11 @@ class Op:
         named: names of its factors, where it is a piece of another op.
         residuals: what its backward reads: its ``inputs``, or residuals that it has ``saved`` behind its outputs.
         primal: on a forward op that saves residuals, the body it had before.
+        loop: the name of the loop in whose body it stands; None outside.
+        remat: the checkpointed regions it is part of, outermost first.
+        again: on an op that computes a checkpointed region again, the op that it repeats.
+        saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.
+        anywhere: whether it is right on whatever part lies there: ``fence``, or the ``sum`` of a loop's gradients.
     """
 
     path: str
@@ -84,6 +99,21 @@ class Op:
     named: FactorNames | None = field(default=None, compare=False, repr=False)
     residuals: Residuals = field(default="inputs", compare=False, repr=False)
     primal: Body | None = field(default=None, compare=False, repr=False)
+    loop: str | None = None
+    remat: tuple[Region, ...] = field(default=(), compare=False)
+    again: "Op | None" = field(default=None, compare=False, repr=False)
+    saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False, repr=False)
+    anywhere: Literal["", "fence", "sum"] = field(default="", compare=False, repr=False)
+
+    def renamed(self, table: Mapping[PTensor, PTensor]) -> "Op":
+        """It reads other tensors, which stand for those that it read."""
+        if not any(t in table for t in self.inputs):
+            return self
+        inputs = tuple(table.get(t, t) for t in self.inputs)
+        stood = dict(self.saved)
+        saved = tuple((table.get(t, t), stood.get(t, t)) for t in dict.fromkeys(self.inputs) if t in table or t in stood)
+        cotangents = tuple((i, table.get(t, t)) for i, t in self.cotangents)
+        return dataclasses.replace(self, inputs=inputs, saved=saved, cotangents=cotangents)
 
     @property
     def source(self) -> str:

@@ -30,7 +30,7 @@ class Exchange:
     output: core.Var
 
 
-Item = core.JaxprEqn | Exchange
+Item = Any  # an equation, an Exchange, or a loop, which reads all that its body reads
 
 
 def across_casts(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
@@ -53,7 +53,7 @@ def _behind_narrowing(items: Sequence[Item], outputs: Sequence[Atom]) -> list[It
         if isinstance(item, Exchange) and _moves(item) and item.output not in kept:
             reading = readers.get(item.output, [])
             cast = reading[0] if len(reading) == 1 else None
-            if cast is not None and not isinstance(cast, Exchange) and _narrows(cast):
+            if isinstance(cast, core.JaxprEqn) and _narrows(cast):
                 found = [i for i in found if i is not cast]
                 gone.add(id(cast))
                 made, early = _cast_like(cast, item.input)
@@ -89,14 +89,17 @@ def _behind_narrow_inputs(items: Sequence[Item]) -> list[Item]:
                 found += [dataclasses.replace(item, input=narrow, output=arrived), late]
                 made[item.output] = late
                 continue
-        elif _widens(item):
+        elif isinstance(item, core.JaxprEqn) and _widens(item):
             made[item.outvars[0]] = item
         found.append(item)
     return found
 
 
 def _reads(item: Item) -> list[core.Var]:
-    atoms = [item.input] if isinstance(item, Exchange) else item.invars
+    if isinstance(item, Exchange):
+        atoms: Any = [item.input]
+    else:
+        atoms = item.invars if isinstance(item, core.JaxprEqn) else item.reads
     return [a for a in atoms if isinstance(a, core.Var)]
 
 

@@ -1,9 +1,10 @@
 """Emit a flat program as one function of whole arrays: ``jax.shard_map`` over a mesh of real devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -13,9 +14,9 @@ from jscaler.capture.jaxprs import evaluate
 from jscaler.lower.collectives import exchange
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
-from jscaler.lower.numbering import FlatProgram, Run
+from jscaler.lower.numbering import Exchange, FlatLoop, FlatProgram, Run, Step
 from jscaler.lower.program import Extend, Program
-from jscaler.materialize import Layout
+from jscaler.materialize import DeviceMesh, Layout
 
 
 def physical_mesh(program: Program, devices: Sequence[Any]) -> Mesh:
@@ -38,16 +39,7 @@ def emit(program: Program, flat: FlatProgram, mesh: Mesh) -> Callable[..., list[
         env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
         for axes, var in flat.part_indices:
             env[var] = lax.axis_index(axis_names(axes))
-        for step in flat.steps:
-            if isinstance(step, Run):
-                results = evaluate(step.jaxpr, [env[v] for v in step.jaxpr.invars])
-                env.update(zip(step.jaxpr.outvars, results, strict=True))
-            else:
-                source, task = _value(env, step.input), step.adapt
-                if isinstance(task, Extend):
-                    env[step.output] = extend(task.edges, source, program.mesh)
-                else:
-                    env[step.output] = exchange(task.adapter, source, program.mesh, task.reduce_dtype)
+        _run(flat.steps, env, program.mesh)
         return [_value(env, v) for v in flat.outputs]
 
     if not program.mesh.axes:
@@ -55,6 +47,44 @@ def emit(program: Program, flat: FlatProgram, mesh: Mesh) -> Callable[..., list[
     in_specs = tuple(layout.partition_spec() for _, layout in program.inputs)
     out_specs = [layout.partition_spec() for _, layout in program.outputs]
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _run(steps: Iterable[Step], env: dict[Any, Any], mesh: DeviceMesh) -> None:
+    for step in steps:
+        if isinstance(step, Run):
+            results = evaluate(step.jaxpr, [env[v] for v in step.jaxpr.invars])
+            env.update(zip(step.jaxpr.outvars, results, strict=True))
+        elif isinstance(step, Exchange):
+            source, task = _value(env, step.input), step.adapt
+            if isinstance(task, Extend):
+                env[step.output] = extend(task.edges, source, mesh)
+            else:
+                env[step.output] = exchange(task.adapter, source, mesh, task.reduce_dtype)
+        else:
+            _repeat(step, env, mesh)
+
+
+def _repeat(step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh) -> None:
+    """A loop is a ``lax.scan``, compiled once for all its iterations; collectives and all."""
+
+    def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        inner = dict(env)
+        inner.update(zip((v for _, v, _, _ in step.carries), carries, strict=True))
+        inner.update(zip((v for _, v in step.xs), slices, strict=True))
+        _run(step.steps, inner, mesh)
+        outs = [_like(_value(inner, out), v) for _, v, out, _ in step.carries]
+        return outs, [_value(inner, v) for v, _ in step.ys]
+
+    loop = step.loop
+    inits = [_like(_value(env, init), v) for init, v, _, _ in step.carries]
+    stacks = [_value(env, stack) for stack, _ in step.xs]
+    results = lax.scan(body, inits, stacks, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
+    env.update(zip(step.outvars, (*results[0], *results[1]), strict=True))
+
+
+def _like(value: Any, var: core.Var) -> Any:
+    """A literal as an array of the variable's type."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, getattr(var.aval, "dtype"))  # noqa: B009
 
 
 def _value(env: dict[Any, Any], atom: core.Var | core.Literal) -> Any:

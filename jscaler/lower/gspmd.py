@@ -5,14 +5,17 @@ between two hands. Gradients are ``jax.value_and_grad`` of the constrained forwa
 constraints on the cotangents.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Nest, Op, PTensor, nested
+from jscaler.ir.loop import Item
 from jscaler.materialize import Layout
 
 Values = dict[PTensor, Any]
@@ -31,12 +34,13 @@ def constrained_step(graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh
         values: Values = dict(zip(graph.inputs, leaves, strict=True))
         values.update(graph.constants)
         differentiated: set[int] = set()
-        for op in graph.ops:
-            if op.call is None:
-                evaluator.run(op, values)
-            elif op.call not in differentiated:
-                differentiated.add(op.call)
-                evaluator.differentiate(op.call, values)
+        for item in graph.tree:
+            call = item.call if isinstance(item, Op) else next(item.ops()).call
+            if call is None:
+                evaluator.run_all([item], values)
+            elif call not in differentiated:
+                differentiated.add(call)
+                evaluator.differentiate(call, values)
         return [values[t] for t in graph.outputs]
 
     return step
@@ -62,15 +66,81 @@ class _Evaluator:
     def differentiate(self, index: int, values: Values) -> None:
         """Run one gradient call: all its forward ops, and JAX's gradient of them."""
         call = self.graph.calls[index]
-        forward = [op for op in self.graph.ops if op.call == index and op.kind == "forward"]
+        forward = nested([op for op in self.graph.ops if op.call == index and op.kind == "forward"], self.graph.loops)
 
         def loss(wrt: list[Any]) -> tuple[Any, list[Any]]:
             inner = {**values, **dict(zip(call.wrt, wrt, strict=True))}
-            for op in forward:
-                self.run(op, inner)
+            self.run_all(forward, inner)
             return inner[call.loss], [inner[t] for t in made]
 
-        made = [t for op in forward for t in op.outputs]
+        produced = [t for item in forward for t in _results(item)]
+        made = [t for t in produced if t in self.read_outside(index)]
         (_, results), gradients = jax.value_and_grad(loss, has_aux=True)([values[t] for t in call.wrt])
         values.update(zip(made, results, strict=True))
         values.update(zip(call.gradients, gradients, strict=True))
+
+    def read_outside(self, index: int) -> set[PTensor]:
+        """What a gradient call hands out besides its gradients."""
+        found = set(self.graph.outputs)
+        for op in self.graph.ops:
+            if op.call != index:
+                found.update(op.inputs)
+        for loop in self.graph.loops.values():
+            found.update((*loop.operands, *loop.returned))
+        return found
+
+    def run_all(self, items: Sequence[Item], values: Values) -> None:
+        """Run ops and loops; what is in one checkpointed region, checkpointed."""
+        for region, group in itertools.groupby(items, key=_region):
+            if region is None:
+                self._run_plainly(list(group), values)
+            else:
+                self._checkpointed(list(group), values)
+
+    def _run_plainly(self, items: Sequence[Item], values: Values) -> None:
+        for item in items:
+            if isinstance(item, Op):
+                self.run(item, values)
+            else:
+                self._repeat(item, values)
+
+    def _checkpointed(self, items: Sequence[Item], values: Values) -> None:
+        made = [t for item in items for t in _results(item)]
+        reads = [t for item in items for t in (item.inputs if isinstance(item, Op) else item.reads())]
+        outside = [t for t in dict.fromkeys(reads) if t in values]
+
+        def region(args: list[Any]) -> list[Any]:
+            inner = {**values, **dict(zip(outside, args, strict=True))}
+            self._run_plainly(items, inner)
+            return [inner[t] for t in made]
+
+        values.update(zip(made, jax.checkpoint(region)([values[t] for t in outside]), strict=True))
+
+    def _repeat(self, nest: Nest, values: Values) -> None:
+        loop = nest.loop
+        ys = [y for y in loop.ys if not y.saved]  # JAX saves for itself what its backward needs
+
+        def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            inner = {**values, **dict(zip((x.slice for x in loop.xs), slices, strict=True))}
+            inner.update(zip((c.inside for c in loop.carries), carries, strict=True))
+            self.run_all(nest.items, inner)
+            return [inner[c.out] for c in loop.carries], [inner[y.slice] for y in ys]
+
+        inits, stacks = [values[c.init] for c in loop.carries], [values[x.stack] for x in loop.xs]
+        finals, made = lax.scan(body, inits, stacks, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
+        values.update(zip((*(c.final for c in loop.carries), *(y.stack for y in ys)), (*finals, *made), strict=True))
+
+
+def _results(item: Item) -> list[PTensor]:
+    """What an op or a loop leaves, without what it only saves for our own backward."""
+    if isinstance(item, Op):
+        return list(item.outputs)
+    saved = {y.stack for y in item.loop.ys if y.saved}
+    return [t for t in item.loop.results if t not in saved]
+
+
+def _region(item: Item) -> Any:
+    """The checkpointed region that an item belongs to; one inside another is part of it."""
+    op = item if isinstance(item, Op) else next(item.ops())
+    regions = [r for r in op.remat if r.loop == (op.loop if isinstance(item, Op) else item.loop.parent)]
+    return regions[0] if regions else None

@@ -5,7 +5,9 @@ same values, the recomputation *is* the forward, and vanishes here. (XLA would m
 not.) What must be computed again is fenced by ``optimization_barrier``, whose results are new values.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +17,9 @@ from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
+from jscaler.ir import Loop
 from jscaler.lower.casts import Exchange, across_casts
-from jscaler.lower.program import Adapt, Compute, Extend, Program, Slot
+from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
 
 # Equations whose equal copies are kept apart.
 NEVER_MERGED = frozenset({"optimization_barrier", "remat2", "checkpoint"})
@@ -30,6 +33,64 @@ class Run:
 
 
 @dataclass(frozen=True)
+class FlatLoop:
+    """Steps of a loop's body; they may read variables of the program around it.
+
+    Attributes:
+        carries: per carry its value before the first iteration, in an iteration, at its end, and after the last.
+        xs: per stack that is read the stack, and a slice.
+        ys: per stack that is written a slice, and the stack.
+    """
+
+    loop: Loop
+    steps: tuple["Step", ...]
+    carries: tuple[tuple[Atom, core.Var, Atom, core.Var], ...]
+    xs: tuple[tuple[Atom, core.Var], ...]
+    ys: tuple[tuple[Atom, core.Var], ...]
+
+    @property
+    def inner(self) -> set[core.Var]:
+        """What the loop defines for its body."""
+        return {inside for _, inside, _, _ in self.carries} | {piece for _, piece in self.xs}
+
+    @property
+    def outvars(self) -> list[core.Var]:
+        return [*(final for *_, final in self.carries), *(stack for _, stack in self.ys)]
+
+    @property
+    def returned(self) -> list[Atom]:
+        """What an iteration leaves."""
+        return [*(out for _, _, out, _ in self.carries), *(piece for piece, _ in self.ys)]
+
+    @property
+    def reads(self) -> list[core.Var]:
+        """The variables of the program around it."""
+        inner = self.inner
+        found: list[Atom] = [*(init for init, *_ in self.carries), *(stack for stack, _ in self.xs), *self.returned]
+        for step in self.steps:
+            found += step_reads(step)
+            inner |= set(step_results(step))
+        return list(dict.fromkeys(v for v in found if isinstance(v, core.Var) and v not in inner))
+
+
+Step = Run | Exchange | FlatLoop
+
+
+def step_reads(step: Step) -> list[Atom]:
+    """What a step reads."""
+    if isinstance(step, Run):
+        return list(step.jaxpr.invars)
+    return [step.input] if isinstance(step, Exchange) else list(step.reads)
+
+
+def step_results(step: Step) -> list[core.Var]:
+    """What a step defines."""
+    if isinstance(step, Run):
+        return [v for v in step.jaxpr.outvars if isinstance(v, core.Var)]
+    return [step.output] if isinstance(step, Exchange) else step.outvars
+
+
+@dataclass(frozen=True)
 class FlatProgram:
     """A program without slots: runs of equations and exchanges, over variables that are assigned once.
 
@@ -38,12 +99,22 @@ class FlatProgram:
 
     inputs: tuple[core.Var, ...]
     part_indices: tuple[tuple[tuple[str, ...], core.Var], ...]
-    steps: tuple[Run | Exchange, ...]
+    steps: tuple[Step, ...]
     outputs: tuple[Atom, ...]
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Exchange))
+        """All exchanges in order, those in loops once."""
+        return tuple(exchange for _, exchange in numbered_exchanges(self.steps))
+
+
+def numbered_exchanges(steps: Sequence[Step], prefix: str = "") -> Iterator[tuple[str, Exchange]]:
+    """The exchanges of steps and of the loops among them, and the number of each step: ``3``, or ``3.2`` in a loop."""
+    for number, step in enumerate(steps):
+        if isinstance(step, Exchange):
+            yield f"{prefix}{number}", step
+        elif isinstance(step, FlatLoop):
+            yield from numbered_exchanges(step.steps, f"{prefix}{number}.")
 
 
 def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatProgram:
@@ -59,25 +130,61 @@ def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatPro
         var = core.Var(aval.update(shape=layout.local_shape))
         numbering.slots[slot] = var
         inputs.append(var)
-    for task in program.tasks:
-        if isinstance(task, Compute):
-            numbering.compute(task)
-        elif isinstance(task, Extend):
-            numbering.extend(task)
-        else:
-            numbering.adapt(task)
+    numbering.run(program.tasks, like)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
     items = across_casts(numbering.items, outputs)
     return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), _steps(items, outputs, like), outputs)
+
+
+Item = core.JaxprEqn | Exchange | FlatLoop
 
 
 @dataclass
 class _Numbering:
     slots: dict[Slot, Atom] = field(default_factory=dict)
     indices: dict[tuple[str, ...], core.Var] = field(default_factory=dict)
-    items: list[core.JaxprEqn | Exchange] = field(default_factory=list)
-    known: dict[Any, list[core.Var]] = field(default_factory=dict)
+    items: list[Item] = field(default_factory=list)
+    known: ChainMap[Any, list[core.Var]] = field(default_factory=ChainMap)
     keys: dict[int, Any] = field(default_factory=dict)
+
+    def run(self, tasks: Sequence[Task], like: core.Jaxpr) -> None:
+        for task in tasks:
+            if isinstance(task, Compute):
+                self.compute(task)
+            elif isinstance(task, Adapt):
+                self.adapt(task)
+            elif isinstance(task, Extend):
+                self.extend(task)
+            else:
+                self.repeat(task, like)
+
+    def repeat(self, task: Repeat, like: core.Jaxpr) -> None:
+        """A loop. Its body knows the values of the program around it, which does not know those of the body."""
+        inits = [self.slots[init] for init, *_ in task.carries]
+        stacks = [self.slots[stack] for stack, _ in task.xs]
+        inside = [core.Var(a.aval.update(weak_type=False)) for a in inits]
+        pieces = [core.Var(a.aval.update(shape=_shape(a)[1:], weak_type=False)) for a in stacks]
+        self.slots.update(zip((slot for _, slot, _, _ in task.carries), inside, strict=True))
+        self.slots.update(zip((slot for _, slot in task.xs), pieces, strict=True))
+        outside, self.items, self.known = self.items, [], self.known.new_child()
+        self.run(task.tasks, like)
+        outs = [self.slots[out] for _, _, out, _ in task.carries]
+        written = [self.slots[piece] for piece, _ in task.ys]
+        items = across_casts(self.items, [*outs, *written])
+        self.items, self.known = outside, self.known.parents
+        finals = [core.Var(v.aval) for v in inside]
+        length = task.loop.length
+        made = [core.Var(a.aval.update(shape=(length, *_shape(a)), weak_type=False)) for a in written]
+        self.slots.update(zip(task.outputs, (*finals, *made), strict=True))
+        self.items.append(
+            FlatLoop(
+                task.loop,
+                _steps(items, [*outs, *written], like),
+                tuple(zip(inits, inside, outs, finals, strict=True)),
+                tuple(zip(stacks, pieces, strict=True)),
+                tuple(zip(written, made, strict=True)),
+            )
+        )
 
     def compute(self, task: Compute) -> None:
         atoms = [self.slots[s] for s in task.inputs]
@@ -140,29 +247,33 @@ class _Numbering:
         return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
 
 
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape"))  # noqa: B009
+
+
 def _atom_key(atom: Atom) -> Any:
     return literal_key(atom) if isinstance(atom, core.Literal) else atom
 
 
-def _steps(
-    items: Sequence[core.JaxprEqn | Exchange], outputs: Sequence[Atom], like: core.Jaxpr
-) -> tuple[Run | Exchange, ...]:
-    """Cut ``items`` at the exchanges; each run hands on only what is read after it."""
-    groups: list[list[core.JaxprEqn] | Exchange] = [[]]
+def _steps(items: Sequence[Item], outputs: Sequence[Atom], like: core.Jaxpr) -> tuple[Step, ...]:
+    """Cut ``items`` at the exchanges and loops; each run hands on only what is read after it."""
+    groups: list[list[core.JaxprEqn] | Exchange | FlatLoop] = [[]]
     for item in items:
-        if isinstance(item, Exchange):
+        if isinstance(item, (Exchange, FlatLoop)):
             groups += [item, []]
         else:
             last = groups[-1]
             assert isinstance(last, list)
             last.append(item)
     needed = {v for v in outputs if isinstance(v, core.Var)}
-    steps: list[Run | Exchange] = []
+    steps: list[Step] = []
     for group in reversed(groups):
-        if isinstance(group, Exchange):
-            if group.output in needed:
-                needed |= {v for v in (group.input,) if isinstance(v, core.Var)}
-                steps.append(group)
+        if isinstance(group, (Exchange, FlatLoop)):
+            step = _pruned(group, needed, like) if isinstance(group, FlatLoop) else group
+            if (step is not None and needed & set(step_results(step))) or _has_effects(step):
+                assert step is not None
+                needed |= {v for v in step_reads(step) if isinstance(v, core.Var)}
+                steps.append(step)
             continue
         made = [v for e in group for v in e.outvars if v in needed]
         eqns = live_equations(group, made)
@@ -173,3 +284,27 @@ def _steps(
         needed |= set(reads)
         steps.append(Run(make_jaxpr(eqns, reads, made, like)))
     return tuple(steps[::-1])
+
+
+def _has_effects(step: Step | None) -> bool:
+    if isinstance(step, FlatLoop):
+        return any(map(_has_effects, step.steps))
+    return isinstance(step, Run) and bool(step.jaxpr.effects)
+
+
+def _pruned(step: FlatLoop, needed: set[core.Var], like: core.Jaxpr) -> FlatLoop:
+    """A loop without the stacks that nobody reads, nor what only they need."""
+    ys = tuple((piece, stack) for piece, stack in step.ys if stack in needed)
+    if len(ys) == len(step.ys):
+        return step
+    return dataclasses.replace(
+        step, ys=ys, steps=trimmed(step.steps, [*(out for _, _, out, _ in step.carries), *(p for p, _ in ys)], like)
+    )
+
+
+def trimmed(steps: Sequence[Step], outputs: Sequence[Atom], like: core.Jaxpr) -> tuple[Step, ...]:
+    """``steps`` without what ``outputs`` do not need."""
+    items: list[Item] = []
+    for step in steps:
+        items += step.jaxpr.eqns if isinstance(step, Run) else [step]
+    return _steps(items, outputs, like)

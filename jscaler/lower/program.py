@@ -4,14 +4,17 @@ A slot holds one local array: a PTensor in one layout. The program is the same f
 differs per device are the part indices, which come from its place in the mesh.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
+from jscaler.capture.jaxprs import trace_flat
 from jscaler.cost import FEW_STEPS, CostModel
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
+from jscaler.ir.loop import Item, chain_of
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
 from jscaler.rules.book import RuleBook
@@ -74,7 +77,37 @@ class Extend:
             yield "halo", nbytes
 
 
-Task = Compute | Adapt | Extend
+@dataclass(frozen=True)
+class Repeat:
+    """Run ``tasks`` for each iteration of ``loop``; they may read slots of the program around it.
+
+    Attributes:
+        carries: per carry the slots before the first iteration, in an iteration, at its end, and after the last.
+        xs: per stack that is read its slot, and that of a slice.
+        ys: per stack that is written the slot of a slice, and its own.
+    """
+
+    loop: Loop
+    tasks: tuple["Task", ...]
+    carries: tuple[tuple[Slot, Slot, Slot, Slot], ...]
+    xs: tuple[tuple[Slot, Slot], ...]
+    ys: tuple[tuple[Slot, Slot], ...]
+
+    @property
+    def outputs(self) -> tuple[Slot, ...]:
+        return (*(final for *_, final in self.carries), *(stack for _, stack in self.ys))
+
+
+Task = Compute | Adapt | Extend | Repeat
+
+
+def walk(tasks: Iterable[Task], times: int = 1) -> Iterator[tuple[Compute | Adapt | Extend, int]]:
+    """All tasks in order, those of loops after what stands before the loop, and how many times each runs."""
+    for task in tasks:
+        if isinstance(task, Repeat):
+            yield from walk(task.tasks, times * task.loop.length)
+        else:
+            yield task, times
 
 
 @dataclass(frozen=True)
@@ -88,11 +121,13 @@ class Program:
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:
-        return tuple(t for t in self.tasks if isinstance(t, Adapt))
+        """All adapters, those in loops once."""
+        return tuple(t for t, _ in walk(self.tasks) if isinstance(t, Adapt))
 
     @property
     def halos(self) -> tuple[Extend, ...]:
-        return tuple(t for t in self.tasks if isinstance(t, Extend))
+        """All halo exchanges, those in loops once."""
+        return tuple(t for t, _ in walk(self.tasks) if isinstance(t, Extend))
 
 
 def make_program(
@@ -111,13 +146,17 @@ def make_program(
         cost: what adapters cost.
         reduce_dtype: the dtype in which gradients are added between devices.
     """
-    gradients = {t for op in order if op.kind == "backward" for t in op.outputs if t.shape}
-    floating = [t for t in gradients if jnp.issubdtype(t.dtype, jnp.floating) and t.dtype != reduce_dtype]
-    writer = _Writer(completed, book, cost, dict.fromkeys(floating, reduce_dtype))
+    gradients = [t for op in order if op.kind == "backward" and not op.again for t in op.outputs]
+    gradients += [t for loop in graph.loops.values() if loop.forward for t in (*loop.inner, *loop.results)]
+    floating = [
+        t
+        for t in dict.fromkeys(gradients)
+        if t.shape and t.role == "gradient" and jnp.issubdtype(t.dtype, jnp.floating) and t.dtype != reduce_dtype
+    ]
+    writer = _Writer(graph, completed, book, cost, dict.fromkeys(floating, reduce_dtype), after)
     inputs = [writer.define(t, completed.inputs[t]) for t in graph.inputs]
     constants = [writer.define(t, Layout.replicated(completed.mesh, t.shape)) for t, _ in graph.constants]
-    for op in order:
-        writer.compute(op, after.get(op.path, ()))
+    writer.write(nested(order, graph.loops))
     outputs = [writer.read(t, layout) for t, layout in zip(graph.outputs, completed.outputs, strict=True)]
     held = [
         *((s, completed.inputs[t]) for s, t in zip(inputs, graph.inputs, strict=True)),
@@ -128,23 +167,31 @@ def make_program(
 
 @dataclass
 class _Writer:
+    graph: Graph
     completed: Completed
     book: RuleBook
     cost: CostModel
     reduce_dtypes: Mapping[PTensor, str | None]
-    tasks: list[Task] = field(default_factory=list)
+    after: Mapping[str, Sequence[str]]
+    tasks: list[Task] = field(default_factory=list)  # of the loop that is being written, or of the program
+    home: dict[PTensor, list[Task]] = field(default_factory=dict)  # where a tensor is defined, and so adapted
     slots: dict[PTensor, list[tuple[Layout, Slot]]] = field(default_factory=dict)
+    results: dict[str, tuple[Slot, ...]] = field(default_factory=dict)  # of ops, and of loops by name
     extended: dict[tuple[Slot, tuple[Edge, ...]], Slot] = field(default_factory=dict)
     count: int = 0
 
     def define(self, tensor: PTensor, layout: Layout) -> Slot:
+        self.home.setdefault(tensor, self.tasks)
         slot = self.count
         self.count += 1
         self.slots.setdefault(tensor, []).append((layout, slot))
         return slot
 
     def read(self, tensor: PTensor, layout: Layout) -> Slot:
-        """The slot that holds ``tensor`` in ``layout``, adapted from the cheapest layout at hand."""
+        """The slot that holds ``tensor`` in ``layout``, adapted from the cheapest layout at hand.
+
+        What comes from outside a loop is adapted once, before it.
+        """
         held = self.slots[tensor]
         for known, slot in held:
             if known == layout:
@@ -157,7 +204,7 @@ class _Writer:
             held.append((layout, slot))
             return slot
         output = self.define(tensor, layout)
-        self.tasks.append(Adapt(tensor, adapter, slot, output, self.reduce_dtypes.get(tensor)))
+        self.home[tensor].append(Adapt(tensor, adapter, slot, output, self.reduce_dtypes.get(tensor)))
         return output
 
     def extend(self, tensor: PTensor, layout: Layout, edges: tuple[Edge, ...]) -> Slot:
@@ -167,22 +214,64 @@ class _Writer:
             return slot
         if (slot, edges) not in self.extended:
             self.extended[slot, edges] = self.count
-            self.tasks.append(Extend(tensor, layout, edges, slot, self.count))
+            self.home[tensor].append(Extend(tensor, layout, edges, slot, self.count))
             self.count += 1
         return self.extended[slot, edges]
 
-    def compute(self, op: Op, after: Sequence[str]) -> None:
+    def write(self, items: Iterable[Item]) -> None:
+        for item in items:
+            if isinstance(item, Op):
+                self.compute(item)
+            else:
+                self.repeat(item)
+
+    def compute(self, op: Op) -> None:
         laid = self.completed.ops[op.path]
-        parts = laid.placement.parts(self.completed.mesh)
-        jaxpr, indexed = self.book.local(op, parts, laid.placement.sizes, laid.placement.chunks)
+        if op.anywhere:
+            jaxpr, indexed = _anywhere(op, [layout.local_shape for layout in laid.inputs]), ()
+        else:
+            place = laid.placement
+            jaxpr, indexed = self.book.local(op, place.parts(self.completed.mesh), place.sizes, place.chunks)
         inputs = tuple(
             self.extend(t, layout, laid.edges_of(i))
             for i, (t, layout) in enumerate(zip(op.inputs, laid.inputs, strict=True))
         )
         outputs = tuple(self.define(t, layout) for t, layout in zip(op.outputs, laid.outputs, strict=True))
         axes = tuple(laid.placement.factors[f] for f in indexed)
-        before = tuple(slot for path in after for slot in self._results_of(path))
+        before = tuple(slot for path in self.after.get(op.path, ()) for slot in self._results_of(path, op.loop))
+        self.results[op.path] = outputs
         self.tasks.append(Compute(op, jaxpr, inputs, outputs, axes, before))
 
-    def _results_of(self, path: str) -> tuple[Slot, ...]:
-        return next((t.outputs for t in self.tasks if isinstance(t, Compute) and t.op.path == path), ())
+    def repeat(self, nest: Nest) -> None:
+        """Write a loop: its body's tasks, and what comes in and goes out."""
+        loop, laid = nest.loop, self.completed.loops[nest.loop.name]
+        inits = [self.read(c.init, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
+        stacks = [self.read(x.stack, layout.stacked(loop.length)) for x, layout in zip(loop.xs, laid.xs, strict=True)]
+        outside, self.tasks = self.tasks, []
+        insides = [self.define(c.inside, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
+        slices = [self.define(x.slice, layout) for x, layout in zip(loop.xs, laid.xs, strict=True)]
+        self.write(nest.items)
+        outs = [self.read(c.out, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
+        written = [self.read(y.slice, layout) for y, layout in zip(loop.ys, laid.ys, strict=True)]
+        inner, self.tasks = tuple(self.tasks), outside
+        finals = [self.define(c.final, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
+        made = [self.define(y.stack, layout.stacked(loop.length)) for y, layout in zip(loop.ys, laid.ys, strict=True)]
+        carries = tuple(zip(inits, insides, outs, finals, strict=True))
+        task = Repeat(loop, inner, carries, tuple(zip(stacks, slices, strict=True)), tuple(zip(written, made, strict=True)))
+        self.results[loop.name] = task.outputs
+        self.tasks.append(task)
+
+    def _results_of(self, path: str, place: str | None) -> tuple[Slot, ...]:
+        """What a reader in the loop ``place`` waits for: an op's results, or those of the loop around it."""
+        around = chain_of(place, self.graph.loops)
+        hidden = [name for name in chain_of(self.graph[path].loop, self.graph.loops) if name not in around]
+        return self.results.get(hidden[0] if hidden else path, ())
+
+
+def _anywhere(op: Op, shapes: Sequence[tuple[int, ...]]) -> core.Jaxpr:
+    """The body of an op that takes whatever part lies there."""
+    assert op.body is not None
+    avals = [t.aval.update(shape=shape) for t, shape in zip(op.inputs, shapes, strict=True)]
+    if op.anywhere == "fence":
+        return trace_flat(lambda *xs: list(lax.optimization_barrier(xs)), avals)
+    return trace_flat(lambda a, b: [a + b], avals)

@@ -9,15 +9,17 @@ optimizer state follows its parameter. Everything is deterministic.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jscaler.cost import FEW_STEPS, Bytes, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
+from jscaler.ir.loop import Item
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.edges import Edge, edges_of, extended_mask, halo_cost
 from jscaler.materialize.layout import Layout
+from jscaler.materialize.loops import LoopLayouts, LoopMixin, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
 from jscaler.materialize.placement import (
     Combiners,
@@ -60,12 +62,13 @@ class OpLayouts:
 
 @dataclass(frozen=True)
 class Completed:
-    """A complete plan: placements for all ops, layouts for all inputs and outputs of the step."""
+    """A complete plan: placements for all ops, layouts for all inputs and outputs of the step and of its loops."""
 
     mesh: DeviceMesh
     ops: Mapping[str, OpLayouts]
     inputs: Mapping[PTensor, Layout]
     outputs: tuple[Layout, ...]
+    loops: Mapping[str, LoopLayouts] = field(default_factory=dict)
 
 
 def complete(
@@ -105,7 +108,7 @@ def _parts(decided: Decided) -> dict[str, int]:
     return parts
 
 
-class _Completer:
+class _Completer(LoopMixin):
     def __init__(
         self,
         graph: Graph,
@@ -129,24 +132,31 @@ class _Completer:
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
         self.inputs: dict[PTensor, Layout] = {}
+        self.step_inputs = frozenset(graph.inputs)
         self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
+        self.undecided: set[PTensor] = set()  # slices that may lie in any of the layouts at hand, until they are read
 
     def run(self) -> Completed:
-        for op in self.graph.ops:
-            if self._waits(op):
-                self.waiting.update(dict.fromkeys(op.outputs, op))
-            else:
-                self._settle(op, self._place(op))
+        self.visit_all(self.graph.tree)
         for tensor in list(self.waiting):
             self._settle_waiting(tensor, self._whole(tensor))
         for tensor in self.graph.inputs:
             self.inputs.setdefault(tensor, self._whole(tensor))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
-        return Completed(self.mesh, self.ops, self.inputs, outputs)
+        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts())
+
+    def visit_all(self, items: Sequence[Item]) -> None:
+        for item in items:
+            if not isinstance(item, Op):
+                self.visit_loop(item)
+            elif self._waits(item):
+                self.waiting.update(dict.fromkeys(item.outputs, item))
+            else:
+                self._settle(item, self._place(item))
 
     def _waits(self, op: Op) -> bool:
         """Whether nothing that ``op`` reads lies anywhere yet, so that its readers may choose."""
-        placed = op.path in self.given or op.path in self.unordered or op.forward is not None
+        placed = op.path in self.given or op.path in self.unordered or op.forward or op.again or op.anywhere
         if not self.mesh.axes or not op.outputs or placed:
             return False
         large = [t for t in op.inputs if t.shape]
@@ -200,9 +210,12 @@ class _Completer:
         return Layout.replicated(self.mesh, tensor.shape)
 
     def _read(self, tensor: PTensor, layout: Layout) -> None:
+        if tensor in self.undecided:
+            self.decide(tensor, layout)
         if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
-            self.inputs[tensor] = _storable(layout)
-            self.at_hand[tensor] = [self.inputs[tensor]]
+            self.at_hand[tensor] = [_storable(layout)]
+            if tensor in self.step_inputs:
+                self.inputs[tensor] = self.at_hand[tensor][0]
         if layout not in self.at_hand[tensor]:
             self.at_hand[tensor].append(layout)
 
@@ -216,10 +229,16 @@ class _Completer:
     def _place(self, op: Op) -> Placement:
         if op.path in self.unordered and self.mesh.axes:
             return self._ordered(op, self.unordered[op.path])
+        if op.anywhere:
+            return Placement(origin="filled")
         if not self.mesh.axes or not op.inputs:
             return self.given.get(op.path, Placement(origin="filled"))
         if op.path in self.given:
             return self.given[op.path]
+        if op.again is not None:
+            for tensor in op.again.outputs:
+                self._settle_waiting(tensor, self._whole(tensor))
+            return dataclasses.replace(self.ops[op.again.path].placement, origin="mirrored", runner_up="")
         if op.forward is not None:
             for tensor in op.forward.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))
@@ -368,6 +387,9 @@ class _Completer:
         return total
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
+        if op.anywhere:
+            inputs, outputs = self.as_it_lies(op)
+            return OpLayouts(placement, inputs, outputs)
         if not placement.factors and not placement.shares:
             inputs = tuple(map(self._whole, op.inputs))
             return OpLayouts(placement, inputs, tuple(map(self._whole, op.outputs)))
@@ -387,7 +409,7 @@ def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> 
 
 def _storable(layout: Layout) -> Layout:
     """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say."""
-    plain = dataclasses.replace(layout, values=())
+    plain = without_values(layout)
     return plain if plain.even and plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)
 
 

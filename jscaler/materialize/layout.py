@@ -130,6 +130,17 @@ class Layout:
         rest = iter(self.cuts)
         return tuple(tuple(next(rest) for _ in dim) for dim in self.subdims)
 
+    def stacked(self, length: int) -> "Layout":
+        """The layout of ``length`` such tensors under a dim in front, which is not cut."""
+        uneven = tuple((index + 1, blocks) for index, blocks in self.uneven)
+        return dataclasses.replace(self, subdims=((length,), *self.subdims), cuts=((), *self.cuts), uneven=uneven)
+
+    def sliced(self) -> "Layout":
+        """The layout of a slice along the first dim, which must be whole to be taken apart."""
+        first = len(self.subdims[0])
+        uneven = tuple((index - first, blocks) for index, blocks in self.uneven if index >= first)
+        return dataclasses.replace(self, subdims=self.subdims[1:], cuts=self.cuts[first:], uneven=uneven)
+
     def partition_spec(self) -> PartitionSpec | None:
         """The PartitionSpec that says the same; None for value shares, uneven blocks and cuts on minor sub-dims."""
         if self.values or self.uneven:

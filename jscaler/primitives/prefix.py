@@ -91,7 +91,11 @@ class _Writer:
         later = self._read_later(eqns)
         handed = [v for v in ready if v in later and not last]
         handed.sort(key=lambda v: [o for e in self.site.jaxpr.eqns for o in e.outvars].index(v))
-        ends = [i for i, v in enumerate(results) if (v in ready if isinstance(v, core.Var) else False) or (last and self._bare(v))]
+        ends = [
+            i
+            for i, v in enumerate(results)
+            if (v in ready if isinstance(v, core.Var) else False) or (last and self._bare(v))
+        ]
         outs = [*handed, *(results[i] for i in ends), *wants]
         needed = [v for e in eqns for v in e.invars] + outs
         reads = list(dict.fromkeys(v for v in needed if isinstance(v, core.Var) and v not in ready))

@@ -1,12 +1,14 @@
 """``explain``: a plan as a table that a person can read."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from jscaler.ir import Graph, Op
+from jscaler.ir.loop import chain_of
 from jscaler.lower.numbering import FlatProgram
-from jscaler.lower.program import Adapt, Compute, Extend, Program
+from jscaler.lower.program import Adapt, Extend, Program, walk
 from jscaler.materialize import Completed
 from jscaler.primitives import Plan
 
@@ -15,6 +17,11 @@ def explain(graph: Graph, plan: Plan, completed: Completed, program: Program, fl
     """One line per group of like ops (layer numbers folded): split, who decided, collectives and bytes per device."""
     sent = bytes_by_reader(program, flat)
     groups: dict[tuple[str, ...], list[Op]] = {}
+
+    def times(op: Op) -> int:
+        """How often a loop runs it."""
+        return math.prod(graph.loops[name].length for name in chain_of(op.loop, graph.loops))
+
     for op in graph.ops:
         place = completed.ops[op.path].placement
         key = (op.kind, _folded(op.path), place.describe(completed.mesh), place.origin, place.runner_up)
@@ -24,9 +31,9 @@ def explain(graph: Graph, plan: Plan, completed: Completed, program: Program, fl
         moved = _sum([sent.get(op.path, {}) for op in ops])
         if not moved and origin != "policy" and split == "copy" and not runner_up:
             continue  # copied because all it reads is copied: nothing to tell
-        rows.append((kind, path, str(len(ops)), split, origin, _moves(moved), runner_up))
+        rows.append((kind, path, str(sum(times(op) for op in ops)), split, origin, _moves(moved), runner_up))
     results = _moves(sent.get("", {}))
-    hidden = sum(len(o) for o in groups.values()) - sum(int(r[2]) for r in rows[1:])
+    hidden = sum(times(op) for op in graph.ops) - sum(int(r[2]) for r in rows[1:])
     axes = " × ".join(f"{n}={s}" for n, s in completed.mesh.axes) or "one device"
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
@@ -47,11 +54,11 @@ def bytes_by_reader(program: Program, flat: FlatProgram) -> dict[str, dict[str, 
     itemsizes |= {e.adapt.output: _itemsize(e.input) for e in flat.exchanges}
     kept = {e.adapt.output for e in flat.exchanges}  # equal ones are made once
     table: dict[str, dict[str, tuple[int, float]]] = {}
-    waiting: list[Adapt | Extend] = []
-    for task in program.tasks:
+    waiting: list[tuple[Adapt | Extend, int]] = []
+    for task, times in walk(program.tasks):
         if isinstance(task, Adapt | Extend):
-            waiting += [task] if task.output in kept else []
-        elif isinstance(task, Compute):
+            waiting += [(task, times)] if task.output in kept else []
+        else:
             _charge(table, task.op.path, waiting, itemsizes)
             waiting = []
     _charge(table, "", waiting, itemsizes)
@@ -59,12 +66,15 @@ def bytes_by_reader(program: Program, flat: FlatProgram) -> dict[str, dict[str, 
 
 
 def _charge(
-    table: dict[str, dict[str, tuple[int, float]]], path: str, adapters: list[Adapt | Extend], itemsizes: Mapping[int, int]
+    table: dict[str, dict[str, tuple[int, float]]],
+    path: str,
+    adapters: list[tuple[Adapt | Extend, int]],
+    itemsizes: Mapping[int, int],
 ) -> None:
-    for adapt in adapters:
+    for adapt, times in adapters:
         for kind, nbytes in adapt.sent(itemsizes[adapt.output]):
             count, sent = table.setdefault(path, {}).get(kind, (0, 0.0))
-            table[path][kind] = (count + 1, sent + nbytes)
+            table[path][kind] = (count + times, sent + times * nbytes)
 
 
 def _sum(parts: list[dict[str, tuple[int, float]]]) -> dict[str, tuple[int, float]]:

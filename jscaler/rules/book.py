@@ -166,12 +166,14 @@ def _combiner(states: Mapping[core.Var, str], atom: Any) -> Any:
 def _tensor_factors(forward: Rule, op: Op, tensor: PTensor) -> TensorFactors:
     """The forward factors on a tensor of a backward op: what the forward reads or makes, a cotangent, or a gradient."""
     assert op.forward is not None
+    if tensor not in op.outputs:
+        tensor = dict(op.saved).get(tensor, tensor)
     if tensor in op.forward.inputs:
         return forward.operands[op.forward.inputs.index(tensor)]
     if tensor in op.forward.outputs:
         return forward.results[op.forward.outputs.index(tensor)]
     for index, cotangent in op.cotangents:
-        if cotangent == tensor:
+        if tensor in (cotangent, dict(op.saved).get(cotangent)):
             return forward.results[index]
     return forward.operands[op.gradients[op.outputs.index(tensor)]]
 

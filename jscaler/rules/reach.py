@@ -30,6 +30,11 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
                     if beyond not in seen:
                         seen.add(beyond)
                         queue.append(beyond)
+        for other, shift in graph.linked.get(here, ()):  # into loops and out of them; the dim of iterations stays outside
+            beyond = (other, place + shift)
+            if beyond[1] >= 0 and beyond not in seen:
+                seen.add(beyond)
+                queue.append(beyond)
     return {op: _first(graph, op, by_op[op]) for op in graph.ops if by_op.get(op)}
 
 

@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Sequence
 
 from jscaler.errors import OrderError
-from jscaler.ir import Graph, Op
+from jscaler.ir import Graph, Nest, Op, flat
+from jscaler.ir.loop import Item
 from jscaler.primitives import Order
 
 
@@ -18,30 +19,45 @@ def ordered_ops(graph: Graph, orders: Sequence[Order]) -> tuple[Op, ...]:
     """
     if not orders:
         return graph.ops
-    position = {op.path: i for i, op in enumerate(graph.ops)}
-    before: dict[str, set[str]] = {
-        op.path: {graph.producer[t].path for t in op.inputs if t in graph.producer} for op in graph.ops
-    }
+    for order in orders:  # (both names are checked, wherever the two ops stand)
+        graph[order.before], graph[order.after]
+    return tuple(flat(_ordered(graph, graph.tree, orders)))
+
+
+def _ordered(graph: Graph, items: Sequence[Item], orders: Sequence[Order]) -> list[Item]:
+    """The items of the program or of one loop's body; a loop is one item, and its own items are ordered in it."""
+    name = {index: item.path if isinstance(item, Op) else item.loop.name for index, item in enumerate(items)}
+    home = {op.path: name[i] for i, item in enumerate(items) for op in flat([item])}
+    made = {t: home[op.path] for item in items for op in flat([item]) for t in op.outputs}
+    made |= {t: item.loop.name for item in items if isinstance(item, Nest) for t in (*item.tensors(), *item.loop.results)}
+    before: dict[str, set[str]] = {}
+    for index, item in enumerate(items):
+        reads = item.inputs if isinstance(item, Op) else item.reads()
+        before[name[index]] = {made[t] for t in reads if t in made} - {name[index]}
     for order in orders:
-        before[graph[order.after].path].add(graph[order.before].path)
+        first, second = home.get(order.before), home.get(order.after)
+        if first is not None and second is not None and (first != second or order.before == order.after == first):
+            before[second].add(first)
     waiting = {path: len(sources) for path, sources in before.items()}
     after: dict[str, list[str]] = {path: [] for path in before}
     for path, sources in before.items():
         for source in sources:
             after[source].append(path)
+    position = {path: i for i, path in name.items()}
     ready = [position[path] for path, count in waiting.items() if not count]
     heapq.heapify(ready)
-    result = []
+    result: list[Item] = []
     while ready:
-        op = graph.ops[heapq.heappop(ready)]
-        result.append(op)
-        for path in after[op.path]:
-            waiting[path] -= 1
-            if not waiting[path]:
-                heapq.heappush(ready, position[path])
-    if len(result) < len(graph.ops):
+        item = items[heapq.heappop(ready)]
+        path = item.path if isinstance(item, Op) else item.loop.name
+        result.append(item if isinstance(item, Op) else Nest(item.loop, tuple(_ordered(graph, item.items, orders))))
+        for later in after[path]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                heapq.heappush(ready, position[later])
+    if len(result) < len(items):
         _raise_cycle({path for path, count in waiting.items() if count}, before, orders)
-    return tuple(result)
+    return result
 
 
 def _raise_cycle(stuck: set[str], before: dict[str, set[str]], orders: Sequence[Order]) -> None:

@@ -25,13 +25,13 @@ from jscaler.capture.jaxprs import shape as shape_of
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask
 from jscaler.lower.emit import emit
-from jscaler.lower.numbering import Exchange
+from jscaler.lower.numbering import numbered_exchanges
 from jscaler.materialize import DeviceMesh
 from jscaler.materialize.edges import Edge
 from jscaler.stages import StepPlan
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.extended import check_extended, extended
-from jscaler.verification.flow import Flow, emitted_exchange, plain_program, spec_masks
+from jscaler.verification.flow import Flow, emitted_exchange, max_carries, plain_program, spec_masks
 from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.symbols import Patterns, Symbolic
@@ -151,9 +151,7 @@ class _StepCheck:
         """Every exchange of the flat program: equal code between equal masks is interpreted once."""
         collectives: Counter[str] = Counter()
         elements = count = 0
-        for number, item in enumerate(self.step.flat.steps):
-            if not isinstance(item, Exchange):
-                continue
+        for number, item in numbered_exchanges(self.step.flat.steps):
             held, wanted = flow.exchanges[item.adapt.output]
             struct = jax.ShapeDtypeStruct(shape_of(item.input), dtype_of(item.input))
             where = f"step {number}, exchange of '{held.tensor.name}'"
@@ -182,7 +180,7 @@ class _StepCheck:
             held = flow.slots[slot]
             structs.append(shape_struct(held.tensor.aval.update(shape=Frame(held.masks).shape)))
         plain = trace_local(plain_program(program), sizes, structs)
-        values = Values()
+        values = Values(rounds=2 * max_carries(program.tasks) + 1)
         results = zip(
             graph.outputs, values.results(emitted, len(structs)), values.results(plain, len(structs)), strict=True
         )

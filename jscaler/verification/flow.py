@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -15,7 +17,7 @@ from jscaler.ir.mask import Mask
 from jscaler.lower.collectives import exchange
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
-from jscaler.lower.program import Adapt, Compute, Extend, Program
+from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import Edge
 from jscaler.stages import StepPlan
@@ -40,16 +42,47 @@ def plain_program(program: Program) -> Callable[..., list[Any]]:
 
     def local(*args: Any) -> list[Any]:
         slots: dict[int, Any] = dict(zip((slot for slot, _ in program.inputs), args, strict=True))
-        for task in program.tasks:
-            if isinstance(task, Compute):
-                indices = [lax.axis_index(axis_names(axes)) for axes in task.parts]
-                results = evaluate(task.jaxpr, [*(slots[s] for s in task.inputs), *indices])
-                slots.update(zip(task.outputs, results, strict=True))
-            else:
-                slots[task.output] = emitted_exchange(program, task)(slots[task.input])
+        _run_plainly(program, program.tasks, slots)
         return [slots[slot] for slot, _ in program.outputs]
 
     return local
+
+
+def _run_plainly(program: Program, tasks: Sequence[Task], slots: dict[int, Any]) -> None:
+    for task in tasks:
+        if isinstance(task, Compute):
+            indices = [lax.axis_index(axis_names(axes)) for axes in task.parts]
+            results = evaluate(task.jaxpr, [*(slots[s] for s in task.inputs), *indices])
+            slots.update(zip(task.outputs, results, strict=True))
+        elif isinstance(task, Adapt | Extend):
+            slots[task.output] = emitted_exchange(program, task)(slots[task.input])
+        else:
+            _repeat_plainly(program, task, slots)
+
+
+def _repeat_plainly(program: Program, task: Repeat, slots: dict[int, Any]) -> None:
+    def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        inner = {**slots, **dict(zip((slot for _, slot in task.xs), slices, strict=True))}
+        inner.update(zip((inside for _, inside, _, _ in task.carries), carries, strict=True))
+        _run_plainly(program, task.tasks, inner)
+        outs = [_array(inner[out], c.out) for (_, _, out, _), c in zip(task.carries, task.loop.carries, strict=True)]
+        return outs, [_array(inner[s], y.slice) for (s, _), y in zip(task.ys, task.loop.ys, strict=True)]
+
+    inits = [_array(slots[init], c.init) for (init, *_), c in zip(task.carries, task.loop.carries, strict=True)]
+    stacks = [slots[stack] for stack, _ in task.xs]
+    finals, made = lax.scan(body, inits, stacks, length=task.loop.length, reverse=task.loop.reverse)
+    slots.update(zip(task.outputs, (*finals, *made), strict=True))
+
+
+def _array(value: Any, tensor: PTensor) -> Any:
+    """A literal as an array of the tensor's type."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, tensor.dtype)
+
+
+def max_carries(tasks: Sequence[Task]) -> int:
+    """The most carries that one loop has."""
+    loops = [t for t in tasks if isinstance(t, Repeat)]
+    return max((max(len(t.carries), max_carries(t.tasks)) for t in loops), default=0)
 
 
 @dataclass(frozen=True)
@@ -98,16 +131,52 @@ class Flow:
         for tensor, (slot, _), spec in zip(tensors, program.inputs, local.in_specs, strict=True):
             self.slots[slot] = Held(tensor, spec_masks(spec, sizes, tensor.shape))
         wanted = self._first_readers()
-        for task in program.tasks:
-            if isinstance(task, Compute):
-                self._compute(task)
-            elif task.output in wanted:  # what nobody reads promises nothing
-                self.exchanges[task.output] = (self.slots[task.input], wanted[task.output])
-                self.slots[task.output] = wanted[task.output]
+        self._tasks(program.tasks, wanted)
         outputs = zip(graph.outputs, program.outputs, local.out_specs, strict=True)
         for index, (tensor, (slot, _), spec) in enumerate(outputs):
             promised = Held(tensor, spec_masks(spec, sizes, tensor.shape))
             self._check(self.slots[slot], promised, lambda index=index, tensor=tensor: f"output {index} '{tensor.name}'")
+
+    def _tasks(self, tasks: Sequence[Task], wanted: Mapping[int, Held]) -> None:
+        for task in tasks:
+            if isinstance(task, Compute):
+                self._compute(task)
+            elif isinstance(task, Repeat):
+                self._repeat(task, wanted)
+            elif task.output in wanted:  # what nobody reads promises nothing
+                self.exchanges[task.output] = (self.slots[task.input], wanted[task.output])
+                self.slots[task.output] = wanted[task.output]
+
+    def _repeat(self, task: Repeat, wanted: Mapping[int, Held]) -> None:
+        """By induction: a carry comes as an iteration takes it, and an iteration leaves it so."""
+        loop = task.loop
+        before, after = self._loop_reads(task)
+        for slot, held in before:
+            self._check(self.slots[slot], held, lambda held=held: f"loop '{loop.name}', '{held.tensor.name}'")
+        laid = self.step.completed.loops[loop.name]
+        for carry, layout, (_, inside, _, final) in zip(loop.carries, laid.carries, task.carries, strict=True):
+            self.slots[inside] = Held(carry.inside, self._all(layout))
+            self.slots[final] = Held(carry.final, self._all(layout))
+        for x, layout, (_, piece) in zip(loop.xs, laid.xs, task.xs, strict=True):
+            self.slots[piece] = Held(x.slice, self._all(layout))
+        self._tasks(task.tasks, wanted)
+        for slot, held in after:
+            self._check(self.slots[slot], held, lambda held=held: f"end of loop '{loop.name}', '{held.tensor.name}'")
+        for y, layout, (_, stack) in zip(loop.ys, laid.ys, task.ys, strict=True):
+            self.slots[stack] = Held(y.stack, self._all(layout.stacked(loop.length)))
+
+    def _loop_reads(self, task: Repeat) -> tuple[list[tuple[int, Held]], list[tuple[int, Held]]]:
+        """What a loop reads before its first iteration, and what each iteration must leave."""
+        loop, laid = task.loop, self.step.completed.loops[task.loop.name]
+        before, after = [], []
+        for carry, layout, (init, _, out, _) in zip(loop.carries, laid.carries, task.carries, strict=True):
+            before.append((init, Held(carry.init, self._all(layout))))
+            after.append((out, Held(carry.out, self._all(layout))))
+        for x, layout, (stack, _) in zip(loop.xs, laid.xs, task.xs, strict=True):
+            before.append((stack, Held(x.stack, self._all(layout.stacked(loop.length)))))
+        for y, layout, (piece, _) in zip(loop.ys, laid.ys, task.ys, strict=True):
+            after.append((piece, Held(y.slice, self._all(layout))))
+        return before, after
 
     def _compute(self, task: Compute) -> None:
         laid = self.step.completed.ops[task.op.path]
@@ -127,19 +196,30 @@ class Flow:
 
     def _first_readers(self) -> dict[int, Held]:
         """For each slot what its first reader wants there; the others are held to the same."""
-        program, found = self.step.program, {}
-        for task in program.tasks:
+        program = self.step.program
+        found: dict[int, Held] = {}
+        self._find_readers(program.tasks, found)
+        for (slot, _), tensor, layout in zip(
+            program.outputs, self.step.graph.outputs, self.step.completed.outputs, strict=True
+        ):
+            found.setdefault(slot, Held(tensor, self._all(layout)))
+        return found
+
+    def _find_readers(self, tasks: Sequence[Task], found: dict[int, Held]) -> None:
+        for task in tasks:
             if isinstance(task, Compute):
                 laid = self.step.completed.ops[task.op.path]
                 for i, (slot, tensor, layout) in enumerate(zip(task.inputs, task.op.inputs, laid.inputs, strict=True)):
                     found.setdefault(slot, Held(tensor, self._all(layout), laid.edges_of(i)))
             elif isinstance(task, Extend):
                 found.setdefault(task.input, Held(task.tensor, self._all(task.layout)))
-        for (slot, _), tensor, layout in zip(
-            program.outputs, self.step.graph.outputs, self.step.completed.outputs, strict=True
-        ):
-            found.setdefault(slot, Held(tensor, self._all(layout)))
-        return found
+            elif isinstance(task, Repeat):
+                before, after = self._loop_reads(task)
+                for slot, held in before:
+                    found.setdefault(slot, held)
+                self._find_readers(task.tasks, found)
+                for slot, held in after:
+                    found.setdefault(slot, held)
 
     def _all(self, layout: Layout) -> Masks:
         """A layout's masks, by position in the program's mesh (the layout's own may have another order)."""

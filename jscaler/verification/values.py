@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, fingerprint, inner_jaxpr, open_jaxpr
+from jscaler.capture.opening import scan_parts
 from jscaler.verification.trace import Local
 
 FENCES = frozenset({"optimization_barrier"})  # they order, and change no value
@@ -18,9 +19,15 @@ MOVEMENTS = frozenset(
 
 
 class Values:
-    """Numbers for values; the same number for the same expression, in whatever program it stands."""
+    """Numbers for values; the same number for the same expression, in whatever program it stands.
 
-    def __init__(self) -> None:
+    Args:
+        rounds: how often the body of a loop is gone through: at least as often as both programs' loops have carries.
+    """
+
+    def __init__(self, rounds: int = 1) -> None:
+        self._rounds = rounds
+        self._depth = 0
         self._numbers: dict[Any, int] = {}
         self._moved: dict[int, Any] = {}  # results of what only moves elements -> how they were made
         self._kept: list[Any] = []  # what is known by identity must stay alive
@@ -47,6 +54,8 @@ class Values:
         if name in CALLS or name in CUSTOM_CALLS:
             inner, consts = inner_jaxpr(eqn)
             return self._run(inner, [*map(self._constant, consts), *args])
+        if name == "scan":
+            return self._scan(eqn, args)
         params = tuple((k, self._param(eqn.params[k])) for k in sorted(eqn.params))
         if name == "convert_element_type":
             return [self._cast(params, args[0])]
@@ -55,6 +64,29 @@ class Values:
         if name in MOVEMENTS:
             self._moved[numbers[0]] = key
         return numbers
+
+    def _scan(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
+        """A loop: its carries are told apart by what they are before it, and by what an iteration makes of them.
+
+        At first carries with one initial value are one symbol; each round, those of which an iteration makes different
+        values part. As in the minimization of an automaton, after as many rounds as there are carries (of both programs
+        that are compared) equal symbols mean equal values in every iteration.
+        """
+        parts = scan_parts(eqn)
+        self._depth += 1  # a loop's iterations are not those of the loop around it
+        how = (self._depth, eqn.params["length"], eqn.params["reverse"])
+        first, last = len(parts.consts), len(parts.consts) + len(parts.inits)
+        consts, inits = [*map(self._constant, parts.body_consts), *args[:first]], args[first:last]
+        slices = [self._number(("slice", how, stack)) for stack in args[last:]]
+        symbols = [self._number(("carry", how, init)) for init in inits]
+        for _ in range(self._rounds):
+            results = self._run(parts.body, [*consts, *symbols, *slices])
+            made = zip(inits, results, strict=False)
+            symbols = [self._number(("carry", how, init, result)) for init, result in made]
+        results = self._run(parts.body, [*consts, *symbols, *slices])
+        self._depth -= 1
+        finals = [self._number(("final", symbol)) for symbol in symbols]
+        return [*finals, *(self._number(("stack", how, piece)) for piece in results[len(inits) :])]
 
     def _cast(self, params: Any, arg: int) -> int:
         """The number of a cast. What only moves elements may be cast before or after: before is the form compared."""

@@ -11,7 +11,8 @@ import jscaler
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
 from jscaler.capture.residuals import with_backward_bodies
-from jscaler.ir import Graph, PTensor
+from jscaler.capture.saved import with_saved_tensors
+from jscaler.ir import Graph, Nest, PTensor
 
 
 def graph_of(step: Callable[..., Any], *args: Any) -> Graph:
@@ -22,7 +23,18 @@ def interpret(graph: Graph, leaves: Any) -> list[Any]:
     """The graph's outputs. An op that reads what no earlier op wrote is an error: the order is wrong."""
     values: dict[PTensor, Any] = dict(zip(graph.inputs, leaves, strict=True))
     values |= dict(graph.constants)
-    for op in with_backward_bodies(graph, BodyTable()).ops:
+    bodies = BodyTable()
+    full = with_saved_tensors(with_backward_bodies(graph, bodies), bodies)
+    _run(full.tree, values)
+    return [values[t] for t in graph.outputs]
+
+
+def _run(items: Any, values: dict[PTensor, Any]) -> None:
+    for item in items:
+        if isinstance(item, Nest):
+            _run_loop(item, values)
+            continue
+        op = item
         assert op.body is not None, f"{op.path} has no body"
         for tensor in op.inputs:
             assert tensor in values, f"{op.path} reads {tensor}, which nothing before it writes"
@@ -31,7 +43,22 @@ def interpret(graph: Graph, leaves: Any) -> list[Any]:
             assert tensor not in values, f"{op.path} writes {tensor} a second time"
             assert (tensor.shape, tensor.dtype) == (value.shape, value.dtype), f"{op.path} writes {value.aval} to {tensor}"
             values[tensor] = value
-    return [values[t] for t in graph.outputs]
+
+
+def _run_loop(nest: Nest, values: dict[PTensor, Any]) -> None:
+    """Iteration after iteration, written out."""
+    loop = nest.loop
+    carried = [values[c.init] for c in loop.carries]
+    written: list[Any] = [[None] * loop.length for _ in loop.ys]
+    for index in reversed(range(loop.length)) if loop.reverse else range(loop.length):
+        inner = {**values, **{x.slice: values[x.stack][index] for x in loop.xs}}
+        inner |= {c.inside: value for c, value in zip(loop.carries, carried, strict=True)}
+        _run(nest.items, inner)
+        carried = [inner[c.out] for c in loop.carries]
+        for y, slices in zip(loop.ys, written, strict=True):
+            slices[index] = inner[y.slice]
+    values |= {c.final: value for c, value in zip(loop.carries, carried, strict=True)}
+    values |= {y.stack: jnp.stack(slices) for y, slices in zip(loop.ys, written, strict=True)}
 
 
 def check_graph(step: Callable[..., Any], *args: Any, tolerance: float = 2e-5) -> Graph:

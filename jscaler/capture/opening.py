@@ -1,0 +1,99 @@
+"""Which constructs are opened into ops of the graph, and what their bodies look like.
+
+A ``scan`` whose body holds a contraction is a stack of layers: its body's ops stand in the graph once. A checkpointed
+region (``nn.remat``) that holds one is opened too; its ops remember it. What holds none (a scan that sums a vector) stays
+one op. A construct that takes gradients itself stays closed as well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jscaler.capture.gradient import value_and_grad_p
+from jscaler.capture.jaxprs import CONTRACTIONS, Atom, inner_jaxpr, open_jaxpr, shape
+
+REMAT = frozenset({"remat2", "checkpoint"})
+# A layer's number is a literal of these; as operands, equal layers are equal programs.
+NUMBERED = frozenset({"random_fold_in"})
+
+
+@dataclass(frozen=True)
+class ScanParts:
+    """A scan equation taken apart: the operands and the body's variables of each role."""
+
+    body: core.Jaxpr
+    body_consts: list[Any]
+    consts: list[Atom]
+    inits: list[Atom]
+    stacks: list[Atom]
+    finals: list[core.Var]
+    stacked: list[core.Var]
+
+
+def scan_parts(eqn: core.JaxprEqn) -> ScanParts:
+    """Roles are told by ranks: what is read or written slice by slice has one dim more outside. (How the parameters count
+    them differs between versions of JAX.)"""
+    body, body_consts = inner_jaxpr(eqn)
+    sliced = [len(shape(a)) > len(shape(v)) for a, v in zip(eqn.invars, body.invars, strict=True)]
+    written = [len(shape(a)) > len(shape(v)) for a, v in zip(eqn.outvars, body.outvars, strict=True)]
+    num_xs, num_carry = sum(sliced), len(written) - sum(written)
+    num_consts = len(sliced) - num_xs - num_carry
+    atoms = list(eqn.invars)
+    return ScanParts(
+        body,
+        body_consts,
+        atoms[:num_consts],
+        atoms[num_consts : num_consts + num_carry],
+        atoms[num_consts + num_carry :],
+        list(eqn.outvars[:num_carry]),
+        list(eqn.outvars[num_carry:]),
+    )
+
+
+def opens(eqn: core.JaxprEqn) -> bool:
+    """Whether the equation becomes ops of its own."""
+    name = eqn.primitive.name
+    if name not in REMAT and name != "scan":
+        return False
+    if eqn.params.get("differentiated"):  # a recomputation that the user's own jax.grad has written out
+        return False
+    inside = set(_primitives(inner_jaxpr(eqn)[0]))
+    return bool({p.name for p in inside} & CONTRACTIONS) and value_and_grad_p not in inside
+
+
+def _primitives(jaxpr: core.Jaxpr) -> list[Any]:
+    found = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn.primitive)
+        for inner in core.jaxprs_in_params(eqn.params):
+            found += _primitives(open_jaxpr(inner)[0])
+    return found
+
+
+def hoist_numbers(eqns: Sequence[core.JaxprEqn], constants: list[tuple[core.Var, Any]]) -> list[core.JaxprEqn]:
+    """``eqns`` with the numbers of layers as constants (appended to ``constants``) instead of literals."""
+    known: dict[tuple[Any, ...], core.Var] = {
+        _number_key(value): var for var, value in constants if isinstance(value, np.ndarray) and not value.ndim
+    }
+    found = []
+    for eqn in eqns:
+        if eqn.primitive.name in NUMBERED and isinstance(eqn.invars[0], core.Var):
+            invars: list[Atom] = list(eqn.invars)
+            for i, atom in enumerate(invars):
+                if isinstance(atom, core.Literal):
+                    value = np.asarray(atom.val, getattr(atom.aval, "dtype"))  # noqa: B009
+                    key = _number_key(value)
+                    if key not in known:
+                        known[key] = core.Var(atom.aval)
+                        constants.append((known[key], value))
+                    invars[i] = known[key]
+            eqn = eqn.replace(invars=invars)
+        found.append(eqn)
+    return found
+
+
+def _number_key(value: np.ndarray) -> tuple[Any, ...]:
+    return value.item(), value.dtype.str

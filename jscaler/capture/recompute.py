@@ -1,0 +1,163 @@
+"""Checkpointed regions are computed again: the region's backward ops read clones of its forward ops.
+
+    forward    x ──► f ──► h ──► g ──► y            only x is kept
+    backward   x ──► f' ─► h' ──────┐
+                         dy ──► backward g ──► …    f': the clone of f; h': its result
+
+Outside a loop, all that the clones and the backward ops read passes one fence (an ``optimization_barrier`` over inputs
+and cotangents), so that nobody merges the clones with the forward ops, or runs them early. In the backward of a loop,
+clones stand in another body than the forward ops, and read what is saved for each iteration: the region's inputs.
+
+A region inside another is part of the outer one. What a checkpoint ``policy`` would save is computed again too.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from jax import lax
+
+from jscaler.capture.bodies import BodyTable
+from jscaler.ir import Graph, Loop, Op, PTensor
+from jscaler.ir.loop import chain_of
+from jscaler.ir.op import Region
+
+AGAIN = "@again"
+Tensors = dict[PTensor, PTensor]
+
+
+def recompute(graph: Graph, bodies: BodyTable) -> Graph:
+    """``graph``, whose backward ops have bodies, with the clones that they need."""
+    regions = dict.fromkeys(op.remat[0] for op in graph.ops if op.remat)
+    if not regions:
+        return graph
+    for region in regions:
+        graph = _expanded(graph, region)
+    graph = without_dead_clones(graph)
+    return dataclasses.replace(graph, ops=tuple(_with_fence_body(op, bodies) for op in graph.ops))
+
+
+def _with_fence_body(op: Op, bodies: BodyTable) -> Op:
+    if op.anywhere != "fence":
+        return op
+    body = bodies.traced(lambda *xs: list(lax.optimization_barrier(xs)), [t.aval for t in op.inputs])
+    return dataclasses.replace(op, body=body)
+
+
+def _expanded(graph: Graph, region: Region) -> Graph:
+    forward = [op for op in graph.ops if op.forward is None and op.remat[:1] == (region,)]
+    places = [i for i, op in enumerate(graph.ops) if op.forward is not None and op.forward.remat[:1] == (region,)]
+    if not places:
+        return graph
+    depth = len(chain_of(region.loop, graph.loops))
+    first, last = _whole_loops(graph, places[0], places[-1] + 1, depth)
+    backward = graph.ops[first:last]
+    inner = _loops_below(forward, depth, graph.loops)
+    names = {name: name + AGAIN for name in inner}
+    if region.loop is not None:
+        names[region.loop] = chain_of(backward[0].loop, graph.loops)[depth - 1]
+    made = [t for op in forward for t in op.outputs]
+    made += [t for name in inner for t in (*graph.loops[name].inner, *graph.loops[name].results)]
+    again: Tensors = {t: PTensor(t.name + AGAIN, t.aval) for t in made}
+    below = _loops_below(backward, depth, graph.loops)
+    fence: list[Op] = []
+    table = again
+    if region.loop is None:
+        own = {t for op in backward for t in op.outputs} | set(again)
+        own |= {t for name in below for t in (*graph.loops[name].inner, *graph.loops[name].results)}
+        reads = [t for op in (*forward, *backward) for t in op.inputs]
+        for name in (*inner, *below):
+            reads += [*graph.loops[name].operands, *graph.loops[name].returned]
+        outside = [t for t in dict.fromkeys(reads) if t not in own]
+        fenced = {t: PTensor(f"{t.name}@fence@{region.name}", t.aval, t.role) for t in outside}
+        results = tuple(fenced.values())
+        fence = [Op(f"{region.name}@fence", "backward", tuple(outside), results, call=forward[0].call, anywhere="fence")]
+        table = {**again, **fenced}
+    clones = [_clone(op, table, names) for op in forward]
+    loops = dict(graph.loops)
+    loops |= {name: loop.renamed(table, table) for name in below for loop in (graph.loops[name],)}
+    loops |= {names[name]: _clone_loop(graph.loops[name], table, names) for name in inner}
+    renamed = [op.renamed(table) for op in backward]
+    ops = (*graph.ops[:first], *fence, *clones, *renamed, *graph.ops[last:])
+    return dataclasses.replace(graph, ops=ops, loops=loops)
+
+
+def _whole_loops(graph: Graph, first: int, last: int, depth: int) -> tuple[int, int]:
+    """``first:last`` widened to all ops of the loops, deeper than ``depth``, that it begins or ends in."""
+
+    def outermost(index: int) -> tuple[str, ...]:
+        return chain_of(graph.ops[index].loop, graph.loops)[: depth + 1]
+
+    while first and len(outermost(first)) > depth and outermost(first - 1) == outermost(first):
+        first -= 1
+    while last < len(graph.ops) and len(outermost(last - 1)) > depth and outermost(last) == outermost(last - 1):
+        last += 1
+    return first, last
+
+
+def _loops_below(ops: Sequence[Op], depth: int, loops: Mapping[str, Loop]) -> list[str]:
+    """The loops around ``ops`` that are deeper than ``depth``."""
+    return list(dict.fromkeys(name for op in ops for name in chain_of(op.loop, loops)[depth:]))
+
+
+def _clone(op: Op, table: Mapping[PTensor, PTensor], names: Mapping[str, str]) -> Op:
+    return dataclasses.replace(
+        op,
+        path=op.path + AGAIN,
+        kind="backward",
+        inputs=tuple(table.get(t, t) for t in op.inputs),
+        outputs=tuple(table[t] for t in op.outputs),
+        loop=names[op.loop] if op.loop is not None else None,
+        remat=(),
+        backward=None,
+        again=op,
+    )
+
+
+def _clone_loop(loop: Loop, table: Mapping[PTensor, PTensor], names: Mapping[str, str]) -> Loop:
+    def new(tensor: PTensor) -> PTensor:
+        return table.get(tensor, tensor)
+
+    return dataclasses.replace(
+        loop,
+        name=names[loop.name],
+        carries=tuple(
+            dataclasses.replace(c, init=new(c.init), inside=new(c.inside), out=new(c.out), final=new(c.final))
+            for c in loop.carries
+        ),
+        xs=tuple(dataclasses.replace(x, stack=new(x.stack), slice=new(x.slice)) for x in loop.xs),
+        ys=tuple(dataclasses.replace(y, stack=new(y.stack), slice=new(y.slice)) for y in loop.ys),
+        parent=names.get(loop.parent, loop.parent) if loop.parent is not None else None,
+    )
+
+
+def without_dead_clones(graph: Graph) -> Graph:
+    """``graph`` without clones that nobody reads, nor fences of what nobody reads."""
+    ops, loops = list(graph.ops), dict(graph.loops)
+    while True:
+        uses = Counter(t for op in ops for t in op.inputs)
+        uses.update(graph.outputs)
+        for loop in loops.values():
+            uses.update((*loop.operands, *loop.returned))
+        kept = []
+        for op in reversed(ops):
+            if op.anywhere == "fence":
+                pairs = [(a, b) for a, b in zip(op.inputs, op.outputs, strict=True) if uses[b]]
+                op = dataclasses.replace(op, inputs=tuple(a for a, _ in pairs), outputs=tuple(b for _, b in pairs))
+                kept += [op] if pairs else []
+            elif op.again is None or any(uses[t] for t in op.outputs):
+                kept.append(op)
+            else:
+                uses.subtract(op.inputs)
+        there = {name for op in kept for name in chain_of(op.loop, loops)}
+        trimmed = {n: _trimmed(loop, uses) if AGAIN in n else loop for n, loop in loops.items() if n in there}
+        if len(kept) == len(ops) and trimmed == loops:
+            return dataclasses.replace(graph, ops=tuple(ops), loops=loops)
+        ops, loops = kept[::-1], trimmed
+
+
+def _trimmed(loop: Loop, uses: Counter[PTensor]) -> Loop:
+    """A cloned loop without carries and stacks that nobody reads."""
+    carries = tuple(c for c in loop.carries if uses[c.final] or uses[c.inside] > (c.out == c.inside))
+    ys = tuple(y for y in loop.ys if uses[y.stack])
+    return dataclasses.replace(loop, carries=carries, xs=tuple(x for x in loop.xs if uses[x.slice]), ys=ys)
