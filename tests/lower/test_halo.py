@@ -168,3 +168,13 @@ def test_a_cast_goes_before_a_halo() -> None:
     jscaler.verify(lowered)
     assert [e.input.aval.dtype for e in lowered.plan.flat.exchanges] == [jnp.bfloat16]
     np.testing.assert_array_equal(mapped(image, kernel), jax.jit(narrow)(image, kernel))
+
+
+def test_an_op_views_the_rows_around_its_part() -> None:
+    """Ops overlap where their windows do: what device 0 reads, device 1 has in part."""
+    plan = jscaler.parallelize(by_rows, devices=2)(step).lower(*arguments()).plan
+    reads = [plan.vtensors("one/conv", device)[0] for device in (0, 1)]
+    (index,) = [i for i, t in enumerate(reads[0]) if t.ptensor.name == "batch"]
+    views = [r[index].mask for r in reads]
+    assert [v.box[1] for v in views] == [((0, 5),), ((3, 8),)]
+    assert views[0].overlaps(views[1])
