@@ -201,9 +201,20 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
     ),
     "stacked GPT with remat": (
         functools.partial(gpt, stacked=True, remat=True),
-        [Run("data_parallel", 8)],
+        [
+            Run("single", 1),
+            Run("data_parallel", 8),
+            Run("tensor_parallel", 4),
+            Run("sequence_parallel", 4),
+            Run("vocab_parallel", 8),
+            Run("megatron(dp=2, tp=4)", 8),
+            Run("megatron(dp=2, tp=4, sequence=True)", 8, quick=True),
+        ],
     ),
-    "conv + BatchNorm": (convnet, [Run("data_parallel", 8, quick=True)]),
+    "conv + BatchNorm": (
+        convnet,
+        [Run("data_parallel", 8), Run("spatial", 4), Run("spatial(grid=(2, 2), dp=2)", 8, quick=True)],
+    ),
     "MoE": (
         moe,
         [

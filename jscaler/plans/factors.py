@@ -55,9 +55,10 @@ def column(graph: Any, kernel: PTensor) -> int | None:
 
     None where no op contracts it (the moments of an optimizer).
     """
-    seen, queue = {kernel}, [kernel]
+    queue, seen = [(kernel, 0)], {kernel}
     while queue:
-        tensor = queue.pop(0)
+        tensor, before = queue.pop(0)  # ``before``: dims of the kernel in front of the tensor's, outside a loop over layers
+        fresh: list[tuple[PTensor, int]] = [(other, before - shift) for other, shift in graph.linked.get(tensor, ())]
         for op in graph.consumers.get(tensor, ()):
             if op.kind == "backward":
                 continue
@@ -65,11 +66,11 @@ def column(graph: Any, kernel: PTensor) -> int | None:
             dims = rule.operands[op.inputs.index(tensor)]
             kept = [i for i, names in enumerate(dims) if names and rule.factors[names[0]].kind == "parallel"]
             if kept and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
-                return kept[0]
+                return kept[0] + before
             if kept:  # an elementwise op, such as a cast
-                fresh = [t for t in op.outputs if t not in seen and t.shape == tensor.shape]
-                seen.update(fresh)
-                queue.extend(fresh)
+                fresh += [(t, before) for t in op.outputs if t.shape == tensor.shape]
+        queue += [(t, n) for t, n in fresh if t not in seen]
+        seen.update(t for t, _ in fresh)
     return None
 
 

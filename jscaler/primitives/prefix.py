@@ -78,7 +78,7 @@ class _Writer:
         self.open = (eqn, axis, local, before)
 
     def finish(self) -> list[Step]:
-        self._close("add", [], lambda: [], ())
+        self._close("add", [], list, ())
         return self.steps
 
     def _close(self, name: str, wants: Sequence[Any], then: Callable[..., Any], made: tuple[str, ...]) -> None:

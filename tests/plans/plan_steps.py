@@ -42,9 +42,10 @@ def train_step(model: nn.Module, tx: optax.GradientTransformation = TX) -> Step:
     return step
 
 
-def gpt(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:
+def gpt(tx: optax.GradientTransformation = TX, **changes: Any) -> tuple[Step, tuple[Any, Any]]:
     """A GPT of one layer, and its arguments in float64 where that is enabled."""
-    model = GPT(GPTConfig(hidden=16, layers=1, heads=4, sequence=8, vocabulary=32, param_dtype=jnp.zeros(()).dtype))
+    sizes = {"hidden": 16, "layers": 1, "heads": 4, "sequence": 8, "vocabulary": 32, **changes}
+    model = GPT(GPTConfig(**sizes, param_dtype=jnp.zeros(()).dtype))
     tokens = np.random.default_rng(0).integers(0, 32, (8, 9), np.int32)
     return _with_arguments(model, tx, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, tokens[:1, :-1])
 

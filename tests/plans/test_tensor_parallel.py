@@ -19,6 +19,13 @@ def test_the_same_in_nnx() -> None:
     assert activations(planned(tensor_parallel(), gpt_nnx(), 4)) == {"all_reduce": 4}
 
 
+def test_a_stack_of_layers_is_split_inside_its_loop() -> None:
+    plan = planned(tensor_parallel(), gpt(stacked=True, layers=3), 4)
+    assert activations(plan) == {"all_reduce": 4}  # in the loop's body, which runs three times
+    kernels = [layout for t, layout in plan.completed.inputs.items() if t.name.endswith("/query/kernel")]
+    assert [layout.local_shape for layout in kernels] == [(3, 16, 1, 4)] * 2
+
+
 def test_of_an_mlp_one_per_pair_and_none_into_the_first() -> None:
     plan = planned(tensor_parallel(COLUMNS), mlp(), 8)
     assert activations(plan) == {"all_reduce": 3}
