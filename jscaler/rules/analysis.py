@@ -1,5 +1,6 @@
 """``Analysis``: a fragment whose dims are unified, equation by equation, into the atoms that its factors are made of."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import shape
+from jscaler.capture.jaxprs import Atom, shape
 from jscaler.errors import UnknownPrimitiveWarning
 from jscaler.rules.atoms import Atoms
 from jscaler.rules.fold import fold_pads
-from jscaler.rules.registry import TABLE
+from jscaler.rules.nested import Nest, TensorDims, unify
+from jscaler.rules.registry import NESTED, TABLE
 from jscaler.rules.table import Dims, Spec
 from jscaler.rules.user_rules import shown_name, user_spec
 
@@ -23,6 +25,7 @@ class Analysis:
     Attributes:
         reduced: for each equation the atoms of its labels that no result carries.
         zeros: the variables that are known to be zero.
+        inner: the analyses of the programs inside an equation (a scan's body, a cond's branches), by the equation's id.
     """
 
     jaxpr: core.Jaxpr
@@ -31,45 +34,82 @@ class Analysis:
     dims: Mapping[core.Var, tuple[list[int], ...]]
     zeros: frozenset[core.Var]
     reduced: tuple[tuple[int, ...], ...]
+    inner: Mapping[int, tuple["Analysis", ...]]
 
     def leaves(self, var: core.Var) -> tuple[tuple[int, ...], ...]:
         """Per dim of ``var`` its factors as leaf atoms, major first."""
         return tuple(tuple(self.atoms.leaves(dim)) for dim in self.dims[var])
 
+    def with_zeros(self, flags: Sequence[bool]) -> "Analysis":
+        """The same, with these inputs known to be zero."""
+        zeros = {*self.zeros, *(v for v, flag in zip(self.jaxpr.invars, flags, strict=True) if flag)}
+        for eqn in self.jaxpr.eqns:
+            zeros.update(_zero_results(eqn, zeros))
+        return dataclasses.replace(self, zeros=frozenset(zeros))
+
+    def gives_zero(self, index: int) -> bool:
+        """Whether a result is known to be zero."""
+        return is_zero(self.jaxpr.outvars[index], self.zeros)
+
 
 def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:
     """Unify the dims of an inlined fragment; ``warned`` holds the primitives that a warning has named already."""
-    jaxpr = fold_pads(jaxpr)
     atoms = Atoms()
-    dims: dict[core.Var, tuple[list[int], ...]] = {}
+    given = [fresh_dims(atoms, shape(v)) for v in jaxpr.invars]
+    return _analyse(jaxpr, atoms, given, frozenset(), set() if warned is None else warned)
 
-    def define(var: core.Var) -> None:
-        dims[var] = tuple([] if size == 1 else [atoms.new(size)] for size in shape(var))
 
-    for var in jaxpr.invars:
-        define(var)
-    specs, reduced = [], []
+def fresh_dims(atoms: Atoms, sizes: Sequence[int]) -> TensorDims:
+    """A new atom for each dim that is longer than 1."""
+    return tuple([] if size == 1 else [atoms.new(size)] for size in sizes)
+
+
+def _analyse(
+    jaxpr: core.Jaxpr, atoms: Atoms, given: Sequence[TensorDims], zero: Iterable[core.Var], warned: set[str]
+) -> Analysis:
+    """Analyse a program, possibly inside another; ``given`` are the dims of its inputs, some of which are ``zero``."""
+    jaxpr = fold_pads(jaxpr)
+    dims = dict(zip(jaxpr.invars, given, strict=True))
+    specs: list[Spec] = []
+    reduced: list[tuple[int, ...]] = []
+    inner: dict[int, tuple[Analysis, ...]] = {}
+    zeros = set(zero)
+
+    def dims_of(atom: Atom) -> TensorDims:
+        return dims[atom] if isinstance(atom, core.Var) else _constant(atoms, shape(atom))
+
+    def inside(program: core.Jaxpr, own: Sequence[TensorDims], flags: Sequence[bool]) -> Analysis:
+        known = [v for v, flag in zip(program.invars, flags, strict=True) if flag]
+        return _analyse(program, atoms, own, known, warned)
+
     for eqn in jaxpr.eqns:
-        spec = _spec(eqn, set() if warned is None else warned)
-        specs.append(spec)
         for var in eqn.outvars:
-            define(var)
+            dims[var] = fresh_dims(atoms, shape(var))
+        operands, results = [dims_of(v) for v in eqn.invars], [dims[v] for v in eqn.outvars]
+        if eqn.primitive.name in NESTED:
+            flags = [is_zero(v, zeros) for v in eqn.invars]
+            nest = Nest(atoms, operands, results, flags, inside, lambda sizes: _constant(atoms, sizes))
+            inner[id(eqn)] = unify(eqn, nest)
+            specs.append(Spec((), ()))
+            reduced.append(())
+            continue
+        spec = _spec(eqn, warned)
+        specs.append(spec)
         labels: dict[object, int] = {}
-        pairs = [*zip(eqn.invars, spec.operands, strict=True), *zip(eqn.outvars, spec.results, strict=True)]
-        for atom, tensor in pairs:
-            mine = dims[atom] if isinstance(atom, core.Var) else _constant(atoms, shape(atom))
+        for mine, tensor in zip((*operands, *results), (*spec.operands, *spec.results), strict=True):
             _unify_tensor(atoms, mine, tensor, labels, eqn.primitive.name)
         for label, reason in spec.blocked.items():
             if label in labels:
                 atoms.block([labels[label]], f"at {shown_name(eqn)} {reason}")
         kept = {label for tensor in spec.results for dim in tensor for label in dim}
         reduced.append(tuple(atom for label, atom in labels.items() if label not in kept))
-    return Analysis(jaxpr, tuple(specs), atoms, dims, _known_zeros(jaxpr), tuple(reduced))
+        zeros.update(_zero_results(eqn, zeros))
+    return Analysis(jaxpr, tuple(specs), atoms, dims, frozenset(zeros), tuple(reduced), inner)
 
 
-def _constant(atoms: Atoms, sizes: tuple[int, ...]) -> tuple[list[int], ...]:
+def _constant(atoms: Atoms, sizes: Sequence[int]) -> TensorDims:
     """Fresh atoms for an array written into the program, which has no parts."""
-    fresh = tuple([] if size == 1 else [atoms.new(size)] for size in sizes)
+    fresh = fresh_dims(atoms, sizes)
     for dim in fresh:
         atoms.block(dim, "it indexes an array constant")
     return fresh
@@ -115,16 +155,13 @@ ZERO_KEEPS = frozenset(
 )
 
 
-def _known_zeros(jaxpr: core.Jaxpr) -> frozenset[core.Var]:
-    zeros: set[core.Var] = set()
-    for eqn in jaxpr.eqns:
-        flags = [is_zero(v, zeros) for v in eqn.invars]
-        name = eqn.primitive.name
-        if (name in ZERO_KEEPS and any(flags)) or (
-            name in ("add", "add_any", "sub", "select_n") and _all_zero(name, flags)
-        ):
-            zeros.update(eqn.outvars)
-    return frozenset(zeros)
+def _zero_results(eqn: core.JaxprEqn, zeros: set[core.Var]) -> Sequence[core.Var]:
+    flags = [is_zero(v, zeros) for v in eqn.invars]
+    name = eqn.primitive.name
+    known = (name in ZERO_KEEPS and any(flags)) or (
+        name in ("add", "add_any", "sub", "select_n") and _all_zero(name, flags)
+    )
+    return eqn.outvars if known else ()
 
 
 def _all_zero(name: str, flags: Sequence[bool]) -> bool:

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis, is_zero
+from jscaler.rules.nested import Flow, flow
 from jscaler.rules.table import Spec
 from jscaler.rules.wants import BY_ROW, INSIDE, overlapped, read_around, slid_along
 
@@ -29,13 +30,16 @@ def interpret(analysis: Analysis, split: Leaves, partial: Mapping[core.Var, Comb
     Raises:
         Blocked: a partial meets something that is not linear.
     """
-    states: dict[core.Var, State] = {}
-    for var in analysis.jaxpr.invars:
-        states[var] = partial.get(var) or own_state(analysis, split, var)
-    for i, (eqn, spec) in enumerate(zip(analysis.jaxpr.eqns, analysis.specs, strict=True)):
+    given = [partial.get(v) or own_state(analysis, split, v) for v in analysis.jaxpr.invars]
+    return _walk(analysis, split, given)
+
+
+def _walk(analysis: Analysis, split: Leaves, given: Sequence[State]) -> dict[core.Var, State]:
+    """The states of a program's variables from those of its inputs."""
+    states = dict(zip(analysis.jaxpr.invars, given, strict=True))
+    for i, eqn in enumerate(analysis.jaxpr.eqns):
         before = [states[v] if isinstance(v, core.Var) else INDEPENDENT for v in eqn.invars]
-        after = own_states(analysis, split, i)
-        states.update(zip(eqn.outvars, advance(analysis, eqn, spec, before, after), strict=True))
+        states.update(zip(eqn.outvars, advance(analysis, i, split, before), strict=True))
     return states
 
 
@@ -56,23 +60,20 @@ def own_states(analysis: Analysis, split: Leaves, index: int) -> list[State]:
     return own
 
 
-def advance(
-    analysis: Analysis, eqn: core.JaxprEqn, spec: Spec, before: Sequence[State], own: Sequence[State]
-) -> list[State]:
-    """The states of an equation's results.
-
-    Args:
-        before: the states of its operands.
-        own: for each result whether its dims are cut.
+def advance(analysis: Analysis, index: int, split: Leaves, before: Sequence[State]) -> list[State]:
+    """The states of the results of the equation at ``index``; ``before`` are those of its operands.
 
     Raises:
         Blocked: a partial meets something that is not linear.
     """
+    eqn, spec, own = analysis.jaxpr.eqns[index], analysis.specs[index], own_states(analysis, split, index)
     if eqn.effects and any(s != INDEPENDENT for s in before):
         raise Blocked(f"'{eqn.primitive.name}' has a side effect")
     if spec.pairwise:  # each result is its operand
         return list(before)
     zero = [is_zero(v, analysis.zeros) for v in eqn.invars]
+    if id(eqn) in analysis.inner:
+        return _advance_nested(analysis, eqn, split, before, zero, own)
     states: list[State] = []
     for after in own:
         if all(s == INDEPENDENT for s in before):
@@ -85,6 +86,29 @@ def advance(
             _check_base(eqn.primitive.name, spec, before, zero)
             states.append(spec.combiner)
     return states
+
+
+def _advance_nested(
+    analysis: Analysis,
+    eqn: core.JaxprEqn,
+    split: Leaves,
+    before: Sequence[State],
+    zero: Sequence[bool],
+    own: Sequence[State],
+) -> list[State]:
+    def run(inner: Analysis, given: Sequence[State], zero: Sequence[bool]) -> list[State]:
+        states = _walk(inner.with_zeros(zero) if any(zero) else inner, split, given)
+        return [states[v] if isinstance(v, core.Var) else INDEPENDENT for v in inner.jaxpr.outvars]
+
+    def touched(inner: Analysis) -> bool:
+        return any(own_state(inner, split, v) == SPLIT for v in inner.dims)
+
+    def leads(atoms: Sequence[core.Var | core.Literal]) -> bool:
+        return any(leaf in split for v in atoms if isinstance(v, core.Var) for leaf in analysis.leaves(v)[0])
+
+    if all(s == INDEPENDENT for s in before):
+        return list(own)
+    return flow(eqn, analysis.inner[id(eqn)], Flow(before, zero, own, run, touched, leads, Blocked))
 
 
 def _pass_partial(name: str, linear: str, before: Sequence[State], zero: list[bool], after: State) -> State:
@@ -185,7 +209,7 @@ def _advance_all(
     here: int,
 ) -> list[dict[core.Var, State]]:
     """Per group the states of the results of the equation at ``index`` if it runs at stage ``here``."""
-    eqn, spec = analysis.jaxpr.eqns[index], analysis.specs[index]
+    eqn = analysis.jaxpr.eqns[index]
 
     def seen(atom: core.Var | core.Literal, known: Mapping[core.Var, State]) -> State:
         if not isinstance(atom, core.Var):
@@ -196,6 +220,5 @@ def _advance_all(
     results = []
     for group, known in zip(groups, states, strict=True):
         before = [seen(v, known) for v in eqn.invars]
-        own = own_states(analysis, group, index)
-        results.append(dict(zip(eqn.outvars, advance(analysis, eqn, spec, before, own), strict=True)))
+        results.append(dict(zip(eqn.outvars, advance(analysis, index, group, before), strict=True)))
     return results

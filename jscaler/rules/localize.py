@@ -21,7 +21,7 @@ from jax.extend.random import threefry2x32_p
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.ir import Halo
-from jscaler.rules import lookups, pieces
+from jscaler.rules import lookups, nested_parts, pieces
 from jscaler.rules.analysis import Analysis
 from jscaler.rules.neutral import neutral
 from jscaler.rules.table import Spec
@@ -57,17 +57,36 @@ class Localizer:
         def local(*args: Any) -> list[Any]:
             operands = args[: len(jaxpr.invars)]
             self.index = dict(zip(self.leaves, args[len(jaxpr.invars) :], strict=True))
+<<<<<<< HEAD
             env: dict[core.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
             for eqn, spec in zip(jaxpr.eqns, self.analysis.specs, strict=True):
                 values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
                 values = self._without_rest(eqn, spec, values) if self.sizes else values
                 env.update(zip(eqn.outvars, self._run(eqn, spec, values), strict=True))
             results = [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+=======
+            results = self.evaluate(operands)
+>>>>>>> dfddf6a (Rules of scan, while and cond: their inner programs share the factors of the outer one; a sum that a loop carries from zero may be partial)
             return [crop(self, v, x, {}) for v, x in zip(jaxpr.outvars, results, strict=True)]
 
         avals = [v.aval.update(shape=self.extended(v)) for v in jaxpr.invars]
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * len(self.leaves)
         return trace_flat(local, [*avals, *index])
+
+    def evaluate(self, operands: Sequence[Any]) -> list[Any]:
+        """Bind the equations one after another on parts of the operands."""
+        jaxpr = self.analysis.jaxpr
+        env: dict[core.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+        for eqn, spec in zip(jaxpr.eqns, self.analysis.specs, strict=True):
+            values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._run(eqn, spec, values), strict=True))
+        return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+
+    def inside(self, inner: Analysis) -> Callable[[Sequence[Any]], list[Any]]:
+        """How the same part runs a program inside one of the equations."""
+        part = Localizer(inner, self.parts, self.sizes)
+        part.index = self.index
+        return part.evaluate
 
     def shape(self, var: Any) -> tuple[int, ...]:
         """The shape of ``var``'s part."""
@@ -259,6 +278,7 @@ SPECIAL: dict[str, Callable[[Localizer, core.JaxprEqn, Sequence[Any]], Sequence[
     "iota": _iota,
     "random_bits": _random_bits,
     **lookups.SPECIAL,
+    **nested_parts.SPECIAL,
 }
 SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
     "broadcast_in_dim": lambda part, eqn: {"shape": part.extended(eqn.outvars[0])},

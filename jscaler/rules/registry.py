@@ -13,6 +13,9 @@ ELEMENTWISE = """
     sign sin sinh sqrt square tan tanh threefry2x32 xor zeta
 """
 
+# Equations that hold programs: see nested.
+NESTED = frozenset({"scan", "while", "cond"})
+
 TABLE: dict[str, t.SpecFunction] = {
     **{name: t.elementwise() for name in ELEMENTWISE.split()},
     # linear in all operands together, in each alone, in the first alone; plain movements of data
@@ -82,6 +85,8 @@ TABLE: dict[str, t.SpecFunction] = {
     "scatter-max": indexing.scatter("max"),
     # made from nothing, or from a key
     "iota": t.iota,
+    "empty": t.iota,
+    "empty2": t.iota,
     "random_bits": t.random_bits,
     "random_seed": t.elementwise(),
     "random_fold_in": t.random_fold_in,

@@ -1,0 +1,61 @@
+"""Scan, while and cond on one part: the same construct around the inner programs at part shapes."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jscaler.rules.nested import loop_of
+
+if TYPE_CHECKING:
+    from jscaler.rules.localize import Localizer
+
+
+def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+    """Numbers written into the program as arrays of their type, which a loop keeps."""
+    return [jnp.asarray(x, v.aval.dtype) if isinstance(v, core.Literal) else x for x, v in zip(values, atoms, strict=True)]
+
+
+def _scan(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    loop, (inner,) = loop_of(eqn), part.analysis.inner[id(eqn)]
+    body, values = part.inside(inner), _typed(values, eqn.invars)
+    start = loop.consts + loop.carry
+    lengths = [x.shape[0] for x in values[start:]] + [part.shape(v)[0] for v in eqn.outvars[loop.carry :]]
+
+    def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        made = body([*values[: loop.consts], *carry, *x])
+        return made[: loop.carry], made[loop.carry :]
+
+    carry, stacked = lax.scan(
+        step, values[loop.consts : start], values[start:], length=(lengths or [eqn.params["length"]])[0],
+        reverse=eqn.params["reverse"], unroll=eqn.params["unroll"],
+    )  # fmt: skip
+    return [*carry, *stacked]
+
+
+def _while(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    loop, inner = loop_of(eqn), part.analysis.inner[id(eqn)]
+    test, body = map(part.inside, inner)
+    values = _typed(values, eqn.invars)
+    consts = values[: loop.consts]
+    return lax.while_loop(
+        lambda carry: test([*consts[: loop.conditions], *carry])[0],
+        lambda carry: body([*consts[loop.conditions :], *carry]),
+        values[loop.consts :],
+    )
+
+
+def _cond(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    index, *operands = _typed(values, eqn.invars)
+    branches = [part.inside(inner) for inner in part.analysis.inner[id(eqn)]]
+    wrapped = [lambda *xs, run=run: run(xs) for run in branches]
+    return lax.switch(index.astype(jnp.int32), wrapped, *operands)
+
+
+SPECIAL: dict[str, Callable[["Localizer", core.JaxprEqn, Sequence[Any]], Sequence[Any]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
