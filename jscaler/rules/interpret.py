@@ -12,6 +12,7 @@ from jax.extend import core
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis, is_zero
 from jscaler.rules.nested import Flow, flow
+from jscaler.rules.others import CALLBACKS, called
 from jscaler.rules.table import Spec
 from jscaler.rules.wants import BY_ROW, INSIDE, overlapped, read_around, slid_along
 
@@ -68,7 +69,8 @@ def advance(analysis: Analysis, index: int, split: Leaves, before: Sequence[Stat
     """
     eqn, spec, own = analysis.jaxpr.eqns[index], analysis.specs[index], own_states(analysis, split, index)
     if eqn.effects and any(s != INDEPENDENT for s in before):
-        raise Blocked(f"'{eqn.primitive.name}' has a side effect")
+        what = called(eqn) if eqn.primitive.name in CALLBACKS else f"'{eqn.primitive.name}'"
+        raise Blocked(f"{what} has a side effect, which would happen once per part")
     if spec.pairwise:  # each result is its operand
         return list(before)
     zero = [is_zero(v, analysis.zeros) for v in eqn.invars]
@@ -120,6 +122,7 @@ def _pass_partial(name: str, linear: str, before: Sequence[State], zero: list[bo
     additive = combiner == "add"
     passes = {
         "add": additive and all(p or z for p, z in zip(partial, zero, strict=True)),
+        "pair": additive and sum(partial) == 1 and any(partial[:2]),
         "each": additive and sum(partial) == 1,
         "first": additive and partial[0] and not any(partial[1:]),
         "select": additive and not partial[0] and all(p or z for p, z in zip(partial[1:], zero[1:], strict=True)),

@@ -57,16 +57,7 @@ class Localizer:
         def local(*args: Any) -> list[Any]:
             operands = args[: len(jaxpr.invars)]
             self.index = dict(zip(self.leaves, args[len(jaxpr.invars) :], strict=True))
-<<<<<<< HEAD
-            env: dict[core.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-            for eqn, spec in zip(jaxpr.eqns, self.analysis.specs, strict=True):
-                values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-                values = self._without_rest(eqn, spec, values) if self.sizes else values
-                env.update(zip(eqn.outvars, self._run(eqn, spec, values), strict=True))
-            results = [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
-=======
             results = self.evaluate(operands)
->>>>>>> dfddf6a (Rules of scan, while and cond: their inner programs share the factors of the outer one; a sum that a loop carries from zero may be partial)
             return [crop(self, v, x, {}) for v, x in zip(jaxpr.outvars, results, strict=True)]
 
         avals = [v.aval.update(shape=self.extended(v)) for v in jaxpr.invars]
@@ -79,6 +70,7 @@ class Localizer:
         env: dict[core.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
         for eqn, spec in zip(jaxpr.eqns, self.analysis.specs, strict=True):
             values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            values = self._without_rest(eqn, spec, values) if self.sizes else values
             env.update(zip(eqn.outvars, self._run(eqn, spec, values), strict=True))
         return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
 

@@ -1,6 +1,7 @@
 """Which primitive has which spec. What is not here replicates, with one warning that names it."""
 
 from jscaler.rules import indexing, pieces
+from jscaler.rules import others as o
 from jscaler.rules import table as t
 from jscaler.rules import windows as w
 
@@ -13,6 +14,7 @@ ELEMENTWISE = """
     sign sin sinh sqrt square tan tanh threefry2x32 xor zeta
 """
 
+MATRICES = "cholesky eigh lu qr svd triangular_solve"
 # Equations that hold programs: see nested.
 NESTED = frozenset({"scan", "while", "cond"})
 
@@ -83,11 +85,20 @@ TABLE: dict[str, t.SpecFunction] = {
     "scatter-mul": indexing.scatter(None),
     "scatter-min": indexing.scatter("min"),
     "scatter-max": indexing.scatter("max"),
+    # matrices in a batch, and others that few models use
+    **{name: o.matrices(lambda eqn: 2, "a matrix is seen whole") for name in MATRICES.split()},
+    "fft": o.matrices(lambda eqn: len(eqn.params["fft_lengths"]), "its transform needs all of it"),
+    "approx_top_k": o.approx_top_k,
+    "ragged_dot_general": o.ragged_dot_general,
+    **dict.fromkeys(o.CALLBACKS, o.callback),
+    "device_put": o.pairwise,
+    "name": t.elementwise("move"),
     # made from nothing, or from a key
     "iota": t.iota,
     "empty": t.iota,
     "empty2": t.iota,
     "random_bits": t.random_bits,
+    "random_clone": t.elementwise(),
     "random_seed": t.elementwise(),
     "random_fold_in": t.random_fold_in,
     "random_split": t.random_split,

@@ -49,7 +49,7 @@ class Spec:
         linear: how partial operands (value shares) pass: ``add`` all operands together, ``each`` one operand of several
             (multilinear), ``first`` the first operand only, ``select`` all but the first together, ``update`` the first
             two together, ``outer`` all but the second together, ``move`` a data movement that any combiner passes,
-            ``""`` not at all.
+            ``pair`` one of the first two, ``""`` not at all.
         base: an operand that a reduction adds to (scatter-add): it must be zero for the reduced label to be split.
         pairwise: whether the i-th result depends on the i-th operand alone.
         windows: the indices that are read through windows.

@@ -126,30 +126,30 @@ def test_cross_entropy() -> None:
 
 def test_an_unknown_primitive_blocks_its_dims_with_one_warning_that_names_it() -> None:
     spd = np.stack([np.eye(4) * 3 + 0.1] * 2)
-    with pytest.warns(UnknownPrimitiveWarning, match="'cholesky'") as caught:
-        made = fragment(lambda a: lax.linalg.cholesky(a, symmetrize_input=False), spd)
+    with pytest.warns(UnknownPrimitiveWarning, match="'hessenberg'") as caught:
+        made = fragment(lambda a: lax.linalg.hessenberg(a), spd)
     assert len(caught) == 1
     assert made.open == {}
-    assert {f.reason for f in made.rule.factors.values()} == {"at cholesky there is no rule"}
+    assert {f.reason for f in made.rule.factors.values()} == {"at hessenberg there is no rule"}
 
 
 def test_the_same_unknown_primitive_warns_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        fragment(lambda a: (lax.erf_inv(a), lax.linalg.cholesky(a), lax.linalg.cholesky(a + 1)), np.eye(4))
+        fragment(lambda a: (lax.erf_inv(a), lax.linalg.hessenberg(a), lax.linalg.hessenberg(a + 1)), np.eye(4))
     assert [w.category for w in caught] == [UnknownPrimitiveWarning]
 
 
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 def test_what_an_unknown_primitive_does_not_touch_can_be_split() -> None:
-    made = check(lambda a, x: (lax.linalg.cholesky(a, symmetrize_input=False), jnp.tanh(x)), np.eye(4), x)
+    made = check(lambda a, x: (lax.linalg.hessenberg(a), jnp.tanh(x)), np.eye(4), x)
     assert made.open == {"c": 4, "d": 6}
 
 
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 def test_a_partial_sum_does_not_pass_an_unknown_primitive() -> None:
-    made = check(lambda a: lax.linalg.cholesky(a.sum(0), symmetrize_input=False), np.stack([np.eye(4)] * 2))
-    assert made.blocked(0, 0) == "a partial add of it meets 'cholesky'"
+    made = check(lambda a: lax.linalg.hessenberg(a.sum(0)), np.stack([np.eye(4)] * 2))
+    assert made.blocked(0, 0) == "a partial add of it meets 'hessenberg'"
 
 
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")

@@ -38,7 +38,6 @@ DRAWS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:jscaler knows no rule for the primitive 'random_split'")
 @pytest.mark.parametrize("name", DRAWS)
 def test_parts_draw_exactly_the_bits_of_the_whole(name: str) -> None:
     check(DRAWS[name], key, exact=True)
@@ -61,6 +60,19 @@ def test_dropout_drops_the_same_elements_forward_and_backward() -> None:
     made = check_both(dropout, x, key)
     assert made.open == {"a": 4, "b": 6}
     check_splits(made, (x, key), [{"a": 2, "b": 3}, {"b": 2, "a": 4}], exact=True)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_bits_split_on_several_dims_and_batches_of_keys(bits: int) -> None:
+    def draw(keys: jax.Array) -> jax.Array:
+        return jax.vmap(lambda k: jax.random.bits(k, (2, 4), f"uint{bits}"))(keys)
+
+    keys = jax.random.split(key, 6)
+    made = check(draw, keys, exact=True)
+    assert made.open == {"a": 6, "b": 2, "c": 4}
+    check_splits(made, (keys,), [{"a": 2, "b": 2}, {"c": 2, "a": 3}, {"b": 2, "c": 4, "a": 6}], exact=True)
+    refined = fragment(lambda k: jax.random.bits(k, (24,), f"uint{bits}").reshape(2, 3, 4), key)
+    check_splits(refined, (key,), [{"a": 2, "c": 2}, {"b": 3, "c": 4}], exact=True)
 
 
 def test_bits_of_other_generators_are_drawn_whole_and_cut() -> None:
