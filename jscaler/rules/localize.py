@@ -28,6 +28,7 @@ from jscaler.rules.table import Spec
 from jscaler.rules.user_rules import bind_part
 from jscaler.rules.wants import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.window_parts import crop, run_windowed
+from jscaler.rules.windows import local_groups
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
 Sizes = Mapping[int, tuple[int, ...]]  # leaf atom -> the sizes of its parts
@@ -276,4 +277,5 @@ SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
     "broadcast_in_dim": lambda part, eqn: {"shape": part.extended(eqn.outvars[0])},
     "reshape": _sized("new_sizes"),
     **pieces.SHAPED,
+    "conv_general_dilated": local_groups,
 }

@@ -187,12 +187,21 @@ def expand_dims(eqn: core.JaxprEqn) -> Spec:
 
 def reshape(eqn: core.JaxprEqn) -> Spec:
     """Match sizes from the minor end; where one side is a multiple, the larger dim is refined."""
-    source, target = shape(eqn.invars[0]), shape(eqn.outvars[0])
+    order = eqn.params.get("dimensions")  # lax.reshape may transpose first
+    if order is None:
+        return _reshape(eqn, shape(eqn.invars[0]))
+    spec = _reshape(eqn, tuple(shape(eqn.invars[0])[d] for d in order))
+    operand = tuple(spec.operands[0][order.index(d)] for d in range(len(order)))
+    return dataclasses.replace(spec, operands=(operand,))
+
+
+def _reshape(eqn: core.JaxprEqn, source: tuple[int, ...]) -> Spec:
+    target = shape(eqn.outvars[0])
     if 0 in source:
-        return _blocked_remainder(eqn, ((),) * len(source), ((),) * len(target))
+        return _blocked_remainder(source, target, ((),) * len(source), ((),) * len(target))
     pieces, matched = common_refinement(source, target)
     operand, result = _group(pieces, source), _group(pieces, target)
-    return Spec((operand,), (result,), linear="move") if matched else _blocked_remainder(eqn, operand, result)
+    return Spec((operand,), (result,), linear="move") if matched else _blocked_remainder(source, target, operand, result)
 
 
 def common_refinement(a: Sequence[int], b: Sequence[int]) -> tuple[list[Label], bool]:
@@ -226,7 +235,7 @@ def _group(pieces: list[Label], sizes: Sequence[int]) -> Dims:
     return tuple(reversed(result))
 
 
-def _blocked_remainder(eqn: core.JaxprEqn, operand: Dims, result: Dims) -> Spec:
+def _blocked_remainder(source: tuple[int, ...], target: tuple[int, ...], operand: Dims, result: Dims) -> Spec:
     """Give each dim that the labels do not fill a label of its own, blocked."""
     blocked: dict[Label, str] = {}
 
@@ -239,7 +248,6 @@ def _blocked_remainder(eqn: core.JaxprEqn, operand: Dims, result: Dims) -> Spec:
             full.append((*extra, *dim))
         return tuple(full)
 
-    source, target = shape(eqn.invars[0]), shape(eqn.outvars[0])
     return Spec((fill("in", operand, source),), (fill("out", result, target),), blocked=blocked, linear="move")
 
 

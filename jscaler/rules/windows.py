@@ -195,23 +195,36 @@ def spatial(eqn: core.JaxprEqn) -> Spatial:
 
 
 def convolution(eqn: core.JaxprEqn) -> Spec:
-    """A convolution: samples pass, spatial dims slide; features are contracted where there is one group."""
+    """A convolution: samples pass, spatial dims slide, features are contracted within their group; groups are an index.
+
+    Groups are of features, or (in the gradient of a grouped kernel) of samples, and major in the dims that have them.
+    """
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     space = spatial(eqn)
-    sides = [*zip((*eqn.invars, *eqn.outvars), (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True)]
-    names = (("batch", "in"), ("out", "in"), ("batch", "out"))
-    ungrouped = params["feature_group_count"] == params["batch_group_count"] == 1
-    blocked, tensors = dict(space.blocked), []
-    for side, ((atom, places), own, labels) in enumerate(
-        zip(sides, names, (space.operand, space.kernel, space.result), strict=True)
-    ):
-        for place, name in zip(places[:2], own, strict=True):
-            together = ungrouped or (name == "batch" and params["batch_group_count"] == 1)
-            label = dims((shape(atom)[place],), (name if together else (name, side),))[0]
-            blocked.update({} if together else dict.fromkeys(label, "it lies in groups"))
-            labels[place] = label
+    of_features = (("group", params["feature_group_count"]),)
+    of_samples = (("group", params["batch_group_count"]),)
+    sides = (
+        (eqn.invars[0], numbers.lhs_spec, space.operand, ((of_samples, "batch"), (of_features, "in"))),
+        (eqn.invars[1], numbers.rhs_spec, space.kernel, ((of_features + of_samples, "out"), ((), "in"))),
+        (eqn.outvars[0], numbers.out_spec, space.result, (((), "batch"), (of_features + of_samples, "out"))),
+    )
+    tensors = []
+    for atom, places, labels, own in sides:
+        for place, (groups, name) in zip(places[:2], own, strict=True):
+            count = math.prod(n for _, n in groups)
+            every = (*groups, (name, shape(atom)[place] // count))
+            labels[place] = tuple(label for label in every if label[1] != 1)
         tensors.append(tuple(labels[d] for d in range(len(places))))
-    return Spec((tensors[0], tensors[1]), (tensors[2],), blocked=blocked, linear="each", windows=space.windows)
+    return Spec((tensors[0], tensors[1]), (tensors[2],), blocked=space.blocked, linear="each", windows=space.windows)
+
+
+def local_groups(part: Any, eqn: core.JaxprEqn) -> dict[str, int]:
+    """How many groups a part of a convolution has."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, kernel, result = (part.shape(v) for v in (*eqn.invars, *eqn.outvars))
+    features = operand[numbers.lhs_spec[1]] // kernel[numbers.rhs_spec[1]]
+    samples = operand[numbers.lhs_spec[0]] // result[numbers.out_spec[0]]
+    return {"feature_group_count": features, "batch_group_count": samples}
 
 
 def reduce_window(linear: str = "") -> Any:
