@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jscaler.capture.branches import split_cond
 from jscaler.capture.gradient import value_and_grad_p
 from jscaler.capture.jaxprs import Atom, Inliner, open_jaxpr, trace_flat
 from jscaler.capture.opening import hoist_numbers
@@ -84,7 +85,7 @@ class _Opener:
     def add(self, eqn: core.JaxprEqn) -> None:
         eqn = eqn.replace(invars=[self.read(v) for v in eqn.invars])
         if eqn.primitive is not value_and_grad_p:
-            self.equations.append(TaggedEquation(eqn, None))
+            self.equations += [TaggedEquation(e, None) for e in split_cond(eqn)]
             return
         index = len(self.calls)
         wrt = eqn.params["wrt"]
@@ -97,7 +98,7 @@ class _Opener:
         inliner = Inliner()
         results = inliner.run(inner, consts, args, eqn.source_info.name_stack)
         self.constants += inliner.constants
-        self.equations += [TaggedEquation(e, index) for e in inliner.eqns]
+        self.equations += [TaggedEquation(e, index) for each in inliner.eqns for e in split_cond(each)]
         values, gradients = eqn.outvars[: len(results)], eqn.outvars[len(results) :]
         self.alias.update(zip(values, results, strict=True))
         self.calls.append(TracedCall(results[0], tuple(args[i] for i in wrt), tuple(gradients)))
