@@ -14,6 +14,7 @@ from jscaler.rules.atoms import Atoms
 from jscaler.rules.fold import fold_pads
 from jscaler.rules.nested import Nest, TensorDims, unify
 from jscaler.rules.registry import NESTED, TABLE
+from jscaler.rules.shardy import shardy_spec
 from jscaler.rules.table import Dims, Spec
 from jscaler.rules.user_rules import shown_name, user_spec
 
@@ -131,6 +132,8 @@ def _spec(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
         return spec
     if name in TABLE:
         return TABLE[name](eqn)
+    if (spec := shardy_spec(eqn)) is not None:
+        return spec
     if name not in warned:
         warned.add(name)
         warnings.warn(
