@@ -77,8 +77,7 @@ def _dims(module: ir.Module, atoms: Atoms) -> tuple[list[list[list[int]]], list[
     """The dims, as atoms, of the arguments and of the results of a module's only function."""
     with module.context:
         passmanager.PassManager.parse("builtin.module(func.func(sdy-populate-op-sharding-rules))").run(module.operation)
-    (function,) = list(module.body.operations)[:1]
-    block = function.regions[0].blocks[0]
+    block = _main(module)
     known: dict[Any, list[list[int]]] = {}
 
     def dims(value: Any) -> list[list[int]]:
@@ -98,8 +97,7 @@ def _dims(module: ir.Module, atoms: Atoms) -> tuple[list[list[list[int]]], list[
 
 def _join(op: Any, operands: list[list[list[int]]], results: list[list[list[int]]], atoms: Atoms) -> None:
     name = op.name.removeprefix("stablehlo.")
-    splat = name == "constant" and ir.DenseElementsAttr(op.attributes["value"]).is_splat
-    if splat:
+    if name == "constant" and not {*'["'} & {*_number(op)}:  # one number everywhere
         return
     alike = len({_sizes(v) for v in (*op.operands, *op.results)}) == 1
     if "sdy.sharding_rule" not in op.attributes or not (alike or name in TRUSTED) or name in SLIDING:
@@ -143,12 +141,20 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _operations(module: ir.Module) -> list[Any]:
-    return list(module.body.operations[0].regions[0].blocks[0].operations)
+    return list(_main(module).operations)
+
+
+def _main(module: ir.Module) -> Any:
+    """The block of the function that stands for the equation; functions that it calls are not looked into."""
+    named = [op for op in module.body.operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"']
+    return named[0].regions[0].blocks[0]
 
 
 def _words(module: ir.Module) -> list[Any]:
     """The ops of a module, and the numbers written into it, without shapes."""
-    return [
-        (op.name, str(op.attributes["value"]).split(":")[0] if "value" in op.attributes else "")
-        for op in _operations(module)
-    ]
+    return [(op.name, _number(op)) for op in _operations(module)]
+
+
+def _number(op: Any) -> str:
+    """What a constant holds, as text."""
+    return str(op).partition("dense")[2].split(":")[0] if op.name == "stablehlo.constant" else ""
