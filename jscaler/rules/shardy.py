@@ -146,7 +146,7 @@ def _operations(module: ir.Module) -> list[Any]:
 
 def _main(module: ir.Module) -> Any:
     """The block of the function that stands for the equation; functions that it calls are not looked into."""
-    named = [op for op in module.body.operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"']
+    named = [op for op in module.body.operations if str(op.operation.attributes["sym_name"]) == '"main"']
     return named[0].regions[0].blocks[0]
 
 

@@ -125,7 +125,7 @@ def test_cross_entropy() -> None:
 
 
 def test_an_unknown_primitive_blocks_its_dims_with_one_warning_that_names_it() -> None:
-    spd = np.stack([np.eye(4) * 3 + 0.1] * 2)
+    spd = np.eye(4) * 3 + 0.1
     with pytest.warns(UnknownPrimitiveWarning, match="'hessenberg'") as caught:
         made = fragment(lambda a: lax.linalg.hessenberg(a), spd)
     assert len(caught) == 1

@@ -15,7 +15,6 @@ from parts import check, check_both, fragment
 
 from jscaler.rules.registry import ELEMENTWISE, TABLE
 from jscaler.rules.table import common_refinement
-from jscaler.rules.window_parts import FILLS
 
 rng = np.random.default_rng(0)
 
