@@ -17,6 +17,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError, listing
 from jscaler.ir import Graph, Loop, Op, PTensor
+from jscaler.ir.loop import chain_of
 
 
 def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Graph:
@@ -125,8 +126,9 @@ def _differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph
         return graph
     call = graph.calls[index]
     forward = [op for op in graph.ops if op.call == index and op.kind == "forward"]
-    gone = {op.loop for op in graph.ops if op.call == index and op.kind == "backward"}
-    loops = {n: loop for n, loop in graph.loops.items() if not (n in gone and loop.forward is not None)}
+    mine = [op for op in graph.ops if op.call == index and op.kind == "backward"]
+    gone = {name for op in mine for name in chain_of(op.loop, graph.loops)}
+    loops = {name: loop for name, loop in graph.loops.items() if name not in gone}
     differentiator = Differentiator(bodies, index, loops)
     gradients = differentiator.run(forward, call.loss, call.wrt)
     known = dict(zip(gradients, call.gradients, strict=True))
