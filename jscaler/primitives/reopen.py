@@ -66,7 +66,7 @@ def cut_op(op: Op, factors: Sequence[str], book: RuleBook, bodies: BodyTable) ->
     """The ops that stand for ``op`` when ``factors`` are opened."""
     assert op.body is not None
     pieces = book.cut(op, tuple(factors))
-    source = book.analysis(op.body).jaxpr
+    source = book.analysis(op).jaxpr
     known: dict[core.Var, PTensor] = dict(zip(source.invars, op.inputs, strict=True))
     wanted: dict[object, list[PTensor]] = {}
     for atom, tensor in zip(source.outvars, op.outputs, strict=True):

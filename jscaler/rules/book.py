@@ -1,6 +1,6 @@
 """``RuleBook``: rules, partial sums and local bodies of a graph's ops; each worked out once per distinct body."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from jscaler.rules.derive import derive_rule
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reach import reached_factors
+from jscaler.rules.table import common_refinement
 from jscaler.rules.user_rules import user_names
 
 
@@ -25,7 +26,7 @@ from jscaler.rules.user_rules import user_names
 class RuleBook:
     """A memo over bodies. ``rule`` and ``factor_of`` serve policies; the rest serves materialize and lower."""
 
-    _analyses: dict[Body, Analysis] = field(default_factory=dict)
+    _analyses: dict[Any, Analysis] = field(default_factory=dict)
     _rules: dict[Any, tuple[Rule, dict[str, Leaves]]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
     _cuts: dict[Any, tuple[Piece, ...]] = field(default_factory=dict)
@@ -42,17 +43,38 @@ class RuleBook:
     def factor_of(self, graph: Graph, path: str, dim: int) -> Mapping[Op, str]:
         return reached_factors(graph, graph.input(path), dim)
 
-    def analysis(self, body: Body) -> Analysis:
-        if body not in self._analyses:
-            self._analyses[body] = analyse(inline(body.jaxpr), self._warned)
-        return self._analyses[body]
+    def analysis(self, op: Op) -> Analysis:
+        """The analysed body of ``op``, its dims refined as the names that they have from elsewhere say."""
+        assert op.body is not None
+        return self._refined(op.body, self._given(op))[0]
+
+    def _refined(self, body: Body, given: FactorNames | None) -> tuple[Analysis, Any]:
+        """An analysis of ``body``, and a key of what was refined in it."""
+        if (body, ()) not in self._analyses:
+            self._analyses[body, ()] = analyse(inline(body.jaxpr), self._warned)
+        finer = _finer(self._analyses[body, ()], given) if given is not None else ()
+        if (body, finer) not in self._analyses:
+            # heads and head size are one dim of a piece that does not tell them apart; the plan does
+            analysis = analyse(inline(body.jaxpr), self._warned)
+            atoms = [*analysis.jaxpr.invars, *analysis.jaxpr.outvars]
+            for index, dim, sizes in finer:
+                fresh = [analysis.atoms.new(size) for size in sizes]
+                analysis.atoms.unify(list(analysis.leaves(atoms[index])[dim]), fresh, "")
+            self._analyses[body, finer] = analysis
+        return self._analyses[body, finer], finer
+
+    def _given(self, op: Op) -> FactorNames | None:
+        """The names that the factors of ``op`` have from elsewhere."""
+        if op.named is None and op.forward is not None:
+            return _names_from_forward(self.rule(op.forward), op)
+        return op.named
 
     def passes(self, op: Op, partial: Sequence[Combiner | None]) -> tuple[Combiner | None, ...] | None:
         """What value shares of inputs (a combiner each, or None) make of the results; None where ``op`` is not linear."""
         assert op.body is not None
         key = (op.body, tuple(partial))
         if key not in self._partials:
-            analysis = self.analysis(op.body)
+            analysis = self._refined(op.body, None)[0]
             given: dict[core.Var, Combiner] = {v: c for v, c in zip(analysis.jaxpr.invars, partial, strict=True) if c}
             try:
                 states = interpret(analysis, (), given)
@@ -84,7 +106,7 @@ class RuleBook:
                 # value numbering would not see that the backward's recomputation is the same arithmetic.
                 body = op.body.jaxpr
                 if any(e.primitive is op_p for e in body.eqns):
-                    retraced = inline(Localizer(self.analysis(op.body), {}).run())
+                    retraced = inline(Localizer(self.analysis(op), {}).run())
                 else:
                     retraced = trace_flat(lambda *xs: evaluate(body, xs), [v.aval for v in body.invars])
                     retraced = inline(retraced, CALLS | CUSTOM_VJP)  # no autodiff follows
@@ -92,17 +114,18 @@ class RuleBook:
             return self._locals[op.body, ()][0], ()
         groups = self.groups(op)
         sizes = sizes or {}
+        analysis, finer = self._refined(op.body, self._given(op))
         key = (
-            op.body,
+            (op.body, finer),
             tuple(sorted((groups[f], n, sizes.get(f, ())) for f, n in split.items())),
             tuple((groups[f], n) for f, n in walked.items()),
         )
         if key not in self._locals:
             uneven = {leaf: own for f, own in sizes.items() for leaf in groups[f]}
             cut = {leaf: n for f, n in split.items() for leaf in groups[f]}
-            localizer: Localizer | Chunks = Localizer(self.analysis(op.body), cut, uneven)
+            localizer: Localizer | Chunks = Localizer(analysis, cut, uneven)
             for factor, count in walked.items():
-                localizer = Chunks(self.analysis(op.body), cut, uneven, groups[factor], count)
+                localizer = Chunks(analysis, cut, uneven, groups[factor], count)
             self._locals[key] = (inline(localizer.run()), localizer.leaves)
         jaxpr, leaves = self._locals[key]
         name = {leaf: f for f in split for leaf in groups[f]}
@@ -112,9 +135,10 @@ class RuleBook:
         """The pieces of ``op`` that let ``factors`` be split."""
         assert op.body is not None
         groups = self.groups(op)
-        key = (op.body, tuple(groups.items()), factors)
+        analysis, finer = self._refined(op.body, self._given(op))
+        key = ((op.body, finer), tuple(groups.items()), factors)
         if key not in self._cuts:
-            self._cuts[key] = cut(self.analysis(op.body), groups, factors)
+            self._cuts[key] = cut(analysis, groups, factors)
         return self._cuts[key]
 
     def pieces(self, op: Op, factors: tuple[str, ...]) -> tuple[str, ...]:
@@ -128,34 +152,51 @@ class RuleBook:
     def _derived(self, op: Op) -> tuple[Rule, dict[str, Leaves]]:
         """The rule of an op with a body, and the leaf atoms of its factors."""
         assert op.body is not None
-        given = op.named
-        if given is None and op.forward is not None:
-            given = _names_from_forward(self.rule(op.forward), op)
+        given = self._given(op)
         key = (op.body, given)
         if key not in self._rules:
-            analysis = self.analysis(op.body)
+            analysis, _ = self._refined(op.body, given)
             own = user_names(analysis.jaxpr.eqns, analysis.leaves)
-            names = own if given is None else self._shared_names(op.body, given)
+            names = own if given is None else _shared_names(analysis, given)
             self._rules[key] = derive_rule(analysis, names, given.reserved if given else ())
         return self._rules[key]
 
-    def _shared_names(self, body: Body, given: FactorNames) -> dict[int, str]:
-        """Names for the leaves of a body, from dims that have names already.
 
-        One forward factor may be several leaves of its backward: of a dot, the contracted dim is the rows of
-        ``dx = dy·Kᵀ``'s kernel and, as another index, the columns of x in ``dK = xᵀ·dy``.
-        """
-        analysis = self.analysis(body)
-        names: dict[int, str] = {}
-        for atom, tensor in zip((*analysis.jaxpr.invars, *analysis.jaxpr.outvars), given.tensors, strict=True):
-            if not isinstance(atom, core.Var):
-                continue
-            for leaves, factors in zip(analysis.leaves(atom), tensor, strict=True):
-                if [analysis.atoms.size[leaf] for leaf in leaves] == [size for _, size in factors]:
-                    for leaf, (name, _) in zip(leaves, factors, strict=True):
-                        if name:
-                            names.setdefault(leaf, name)
-        return names
+def _shared_names(analysis: Analysis, given: FactorNames) -> dict[int, str]:
+    """Names for the leaves of a body, from dims that have names already.
+
+    One forward factor may be several leaves of its backward: of a dot, the contracted dim is the rows of
+    ``dx = dy·Kᵀ``'s kernel and, as another index, the columns of x in ``dK = xᵀ·dy``.
+    """
+    names: dict[int, str] = {}
+    for _, _, leaves, factors in _dims(analysis, given):
+        if [analysis.atoms.size[leaf] for leaf in leaves] == [size for _, size in factors]:
+            for leaf, (name, _) in zip(leaves, factors, strict=True):
+                if name:
+                    names.setdefault(leaf, name)
+    return names
+
+
+def _finer(analysis: Analysis, given: FactorNames) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Tensors and dims that ``given`` tells into more sub-dims than the body does, with their sizes."""
+    found = []
+    for index, dim, leaves, factors in _dims(analysis, given):
+        sizes = [size for _, size in factors]
+        mine = [analysis.atoms.size[leaf] for leaf in leaves]
+        pieces, matched = common_refinement(mine, sizes)
+        if mine != sizes and matched and [size for _, size in pieces] == [size for size in sizes if size != 1]:
+            found.append((index, dim, tuple(sizes)))
+    return tuple(found)
+
+
+def _dims(analysis: Analysis, given: FactorNames) -> Iterator[tuple[int, int, Leaves, tuple[tuple[str, int], ...]]]:
+    """Every dim of every input and output that is a variable: its place, its leaves, and the names given to it."""
+    for index, (atom, tensor) in enumerate(
+        zip((*analysis.jaxpr.invars, *analysis.jaxpr.outvars), given.tensors, strict=True)
+    ):
+        if isinstance(atom, core.Var):
+            for dim, (leaves, factors) in enumerate(zip(analysis.leaves(atom), tensor, strict=True)):
+                yield index, dim, leaves, factors
 
 
 def _combiner(states: Mapping[core.Var, str], atom: Any) -> Any:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -77,3 +79,28 @@ def test_sums_of_the_backward_s_recomputation_are_made_once() -> None:
     again = [name for name in kinds if "@backward/reduce_sum:0" in name]
     assert len(kinds) < len([a for a in plan.program.adapters if a.tensor.name.startswith("norm/rsqrt")])
     assert not again, kinds
+
+
+def heads_loss(params: Any, batch: Any) -> Any:
+    """A norm over the batch, then a softmax inside each of four heads: the norm's pieces do not tell the heads apart."""
+    with jax.named_scope("up"):
+        x = batch["x"] @ params["up"]["kernel"]
+    with jax.named_scope("mix"):
+        x = x * jax.lax.rsqrt((x * x).mean(0, keepdims=True) + 1e-2)
+        x = jax.nn.softmax(x.reshape(16, 4, 4), axis=-1).reshape(16, 16)
+    return jnp.mean((x @ params["down"]["kernel"] - batch["y"]) ** 2)
+
+
+def batch_and_heads(graph: Any, devices: np.ndarray) -> None:
+    op = graph["mix/exp"]
+    rows, heads, inner = graph.rule(op).factors
+    cells = graph.op_trans(op, Split(rows, 2), Split(heads, 2), Split(inner, 2))
+    graph.op_assign(cells, devices.reshape(2, 2, 2))
+
+
+def test_pieces_keep_names_of_sub_dims_that_they_do_not_tell_apart() -> None:
+    assert_same_numbers(batch_and_heads, 8, heads_loss)
+    plan = planned(batch_and_heads, 8, heads_loss)
+    first = plan.graph["mix/exp/reduce_sum"]
+    assert plan.completed.ops[first.path].placement.parts(plan.completed.mesh) == {"a": 2, "b": 2, "c": 2}
+    assert plan.completed.ops[first.path].inputs[0].subdims == ((16,), (4, 4))
