@@ -18,7 +18,7 @@ from jscaler.errors import (
     UnknownPrimitiveWarning,
     VerificationError,
 )
-from jscaler.primitives import Chunk, Plan, Replicate, Split
+from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split
 from jscaler.rules.user_rules import register_rule
 from jscaler.verification import verify, verify_rule
 

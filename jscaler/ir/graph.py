@@ -1,7 +1,7 @@
 """``Graph``: the captured program as ops over PTensors, in an order that respects data dependencies. Immutable."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ class RuleSource(Protocol):
     def factor_of(self, graph: "Graph", path: str, dim: int) -> Mapping[Op, str]: ...
 
     def pieces(self, op: Op, factors: tuple[str, ...]) -> tuple[str, ...]: ...
+
+    def expansion(self, op: Op, factor: str, parts: int, algorithm: Any) -> Sequence[Any] | None: ...
 
 
 @dataclass(frozen=True)

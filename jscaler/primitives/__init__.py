@@ -4,8 +4,9 @@ from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate,
 from jscaler.primitives.grid import Grid
 from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, Trans
 from jscaler.primitives.planner import Planner, Policy, fused, make_plan
+from jscaler.primitives.prefix import Prefix
 
 __all__ = [
-    "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "Order", "Plan", "Planner", "Policy",
+    "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "Order", "Plan", "Planner", "Policy", "Prefix",
     "Replicate", "Split", "Trans", "fused", "make_plan",
 ]  # fmt: skip

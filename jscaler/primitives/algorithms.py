@@ -8,6 +8,7 @@ import numpy as np
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError, divisors, listing
 from jscaler.ir import Op, Rule
+from jscaler.rules.expansion import Expanding
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,35 @@ class Chunk:
     parts: int
 
 
-Algorithm = Split | Replicate | Chunk
+Algorithm = Split | Replicate | Chunk | Expanding
 
 
 @dataclass(frozen=True)
 class GridAxis:
-    """One axis of an op's grid of cells; ``factor`` is None where the cells are copies, ``sizes`` where parts are equal."""
+    """One axis of an op's grid of cells.
+
+    Attributes:
+        factor: what is split; None where the cells are copies.
+        parts: the number of cells along the axis.
+        sizes: of the parts, where they are unequal.
+        algorithm: what replaces the op by steps of its own, where a plain split would not do.
+    """
 
     factor: str | None
     parts: int
     sizes: tuple[int, ...] | None = None
+    algorithm: Expanding | None = None
 
     def __str__(self) -> str:
-        return f"{self.factor or 'copy'}:{parts_text(self.parts, self.sizes)}"
+        how = f" by {type(self.algorithm).__name__}" if self.algorithm is not None else ""
+        return f"{self.factor or 'copy'}:{parts_text(self.parts, self.sizes)}{how}"
 
 
-def as_split(axis: GridAxis) -> Split:
+def as_split(axis: GridAxis) -> Algorithm:
     """The algorithm that makes ``axis``, which splits a factor."""
     assert axis.factor is not None
+    if axis.algorithm is not None:
+        return axis.algorithm
     return Split(axis.factor, sizes=axis.sizes) if axis.sizes else Split(axis.factor, axis.parts)
 
 
@@ -94,6 +106,8 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
         return GridAxis(None, int(algorithm.copies))
     if isinstance(algorithm, Chunk):
         return _chunk_axis(op, rule, algorithm, before)
+    if not isinstance(algorithm, Split):
+        return _expanding_axis(op, rule, algorithm, before)
     sizes = _own_sizes(op, algorithm)
     parts = len(sizes) if sizes is not None else algorithm.parts
     assert parts is not None
@@ -102,6 +116,8 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     if not factor.splittable and parts > 1:
         raise SplitError(op.path, factor.name, factor.size, parts, f"it is blocked: {factor.reason}")
     nested = [a for a in before if a.factor == factor.name]
+    if any(a.algorithm is not None for a in nested):
+        raise PlanError(f"'{op.path}': factor '{factor.name}' is cut by {nested[0]} already, in one go")
     if any(a.sizes for a in nested) or (nested and sizes is not None):
         raise PlanError(
             f"'{op.path}': factor '{factor.name}' is split by {', '.join(map(str, nested))} already; parts of sizes of "
@@ -127,6 +143,21 @@ def _chunk_axis(op: Op, rule: Rule, algorithm: Chunk, before: Sequence[GridAxis]
     if why and axis.parts > 1:
         raise SplitError(op.path, factor.name, factor.size, axis.parts, f"one after another: {why}")
     return axis
+
+
+def _expanding_axis(op: Op, rule: Rule, algorithm: Expanding, before: Sequence[GridAxis]) -> GridAxis:
+    if not isinstance(algorithm, Expanding):
+        raise PlanError(f"'{op.path}': {algorithm!r} is no algorithm; it needs a factor, parts and an expand method")
+    _check_count(op, algorithm.parts)
+    factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
+    others = [a for a in before if a.factor == factor.name or a.algorithm is not None]
+    if others:
+        raise PlanError(
+            f"'{op.path}': {algorithm} meets {', '.join(map(str, others))}; one algorithm cuts an op, in one go"
+        )
+    if factor.size % algorithm.parts:
+        raise SplitError(op.path, factor.name, factor.size, algorithm.parts)
+    return GridAxis(factor.name, int(algorithm.parts), algorithm=algorithm)
 
 
 def _own_sizes(op: Op, algorithm: Split) -> tuple[int, ...] | None:

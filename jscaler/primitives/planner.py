@@ -9,10 +9,10 @@ import numpy as np
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fuse import fuse
-from jscaler.errors import PlanError
-from jscaler.ir import Graph, Op, Place
+from jscaler.errors import PlanError, SplitError
+from jscaler.ir import Graph, Op, Place, Rule
 from jscaler.ir.op import Residuals
-from jscaler.primitives.algorithms import Algorithm, Chunk, Replicate, grid_axis
+from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
 from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, ReduceDtype, SaveResiduals, Trans
 
@@ -82,11 +82,23 @@ class Planner:
                 raise PlanError(f"'{target.path}' runs in chunks of {chunks[0]} already; an op is chunked along one factor")
             else:
                 chunks = (axis,)
-        cut = tuple(a.factor for a in axes if a.factor is not None and rule.factors[a.factor].reopens)
-        grid = Grid.whole(target, axes, self.graph.rules.pieces(target, cut) if cut else (), chunks)
+        grid = Grid.whole(target, axes, self._pieces(target, rule, axes), chunks)
         self._decisions.append(Trans(target.path, axes, chunks))
         self._grids[target.path] = grid
         return grid
+
+    def _pieces(self, op: Op, rule: Rule, axes: Sequence[GridAxis]) -> tuple[str, ...]:
+        """What the ops do that will stand for ``op``; none where it stays one op."""
+        for axis in axes:
+            if axis.algorithm is not None and axis.factor is not None and op.body is not None:
+                steps = self.graph.rules.expansion(op, axis.factor, axis.parts, axis.algorithm)
+                if steps is None:
+                    factor = rule.factors[axis.factor]
+                    why = f"{axis.algorithm} finds nothing in it that it could cut"
+                    raise SplitError(op.path, factor.name, factor.size, axis.parts, why)
+                return tuple(step.name for step in steps)
+        cut = tuple(a.factor for a in axes if a.factor is not None and rule.factors[a.factor].reopens)
+        return self.graph.rules.pieces(op, cut) if cut else ()
 
     def op_assign(
         self, cells: Op | Grid | str, devices: int | Sequence[Any] | np.ndarray, *, any_order: bool = False

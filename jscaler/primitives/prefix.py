@@ -56,7 +56,7 @@ class Prefix:
 
 
 class _Writer:
-    """Collects equations until a running sum ends a step."""
+    """Collects equations until a running sum ends a step; the next step completes it."""
 
     def __init__(self, site: Site):
         self.site = site
@@ -68,64 +68,62 @@ class _Writer:
         self.open: tuple[core.JaxprEqn, int, str, str] | None = None
 
     def walk(self, eqn: core.JaxprEqn, axis: int) -> None:
-        number, self.count = self.count, self.count + 1
-        local, totals, before = (f"{kind}{number}" for kind in ("local", "totals", "before"))
-        name, reverse, parts = eqn.primitive.name, eqn.params["reverse"], self.site.parts
-        run = functools.partial(_within, name, axis, reverse, parts)
-        self._close(f"within{number}" if number else "within", eqn.invars, run, (local, totals))
+        """End a step with the halves of a running sum, and add the step that sums up the totals."""
+        tag = str(self.count or "")
+        self.count += 1
+        name, reverse = eqn.primitive.name, eqn.params["reverse"]
+        within = functools.partial(_within, name, axis, reverse, self.site.parts)
+        self._close(f"within{tag}", eqn.invars[0], within, (f"local{tag}", f"totals{tag}"))
         carry = functools.partial(_carried, name, axis, reverse)
-        self.steps.append(Step(f"carry{number}" if number else "carry", carry, (totals,), (before,)))
-        self.open = (eqn, axis, local, before)
+        self.steps.append(Step(f"carry{tag}", carry, (f"totals{tag}",), (f"before{tag}",)))
+        self.open = (eqn, axis, f"local{tag}", f"before{tag}")
 
     def finish(self) -> list[Step]:
-        self._close("add", [], list, ())
+        self._close("add", None, None, ())
         return self.steps
 
-    def _close(self, name: str, wants: Sequence[Any], then: Callable[..., Any], made: tuple[str, ...]) -> None:
-        """A step of the equations so far, after the running sum that is open; ``then`` is run on ``wants`` at its end."""
+    def _close(self, name: str, walked: Any, within: Callable[[Any], Any] | None, halves: tuple[str, ...]) -> None:
+        """A step of the equations so far, behind the running sum that is open; it ends with ``within(walked)``."""
         begun, eqns = self.open, self.eqns
         self.eqns, self.open = [], None
-        ready = {v for e in eqns for v in e.outvars} | ({begun[0].outvars[0]} if begun is not None else set())
-        results = self.site.jaxpr.outvars
-        last = not made
-        later = self._read_later(eqns)
-        handed = [v for v in ready if v in later and not last]
-        handed.sort(key=lambda v: [o for e in self.site.jaxpr.eqns for o in e.outvars].index(v))
-        ends = [
-            i
-            for i, v in enumerate(results)
-            if (v in ready if isinstance(v, core.Var) else False) or (last and self._bare(v))
-        ]
-        outs = [*handed, *(results[i] for i in ends), *wants]
-        needed = [v for e in eqns for v in e.invars] + outs
-        reads = list(dict.fromkeys(v for v in needed if isinstance(v, core.Var) and v not in ready))
-        jaxpr_in = reads if begun is None else [*reads, begun[0].outvars[0]]
-        body = make_jaxpr(eqns, jaxpr_in, outs, self.site.jaxpr)
-        names = [self.names[v] for v in reads]
-        halves = () if begun is None else begun[2:]
-        num_out = len(outs) - len(wants)
+        completed = [] if begun is None else [begun[0].outvars[0]]
+        made = [*completed, *(v for e in eqns for v in e.outvars)]
+        outs = [*self._handed_on(eqns, made, walked), *(v for _, v in self._results(made, within is None))]
+        ends = [i for i, _ in self._results(made, within is None)]
+        wanted = [*(v for e in eqns for v in e.invars), *outs, *([] if within is None else [walked])]
+        reads = list(dict.fromkeys(v for v in wanted if isinstance(v, core.Var) and v not in made))
+        body = make_jaxpr(eqns, [*reads, *completed], [*outs, *([] if within is None else [walked])], self.site.jaxpr)
 
         def run(*args: Any) -> list[Any]:
             values = list(args[: len(reads)])
             if begun is not None:
                 values.append(_joined(begun[0].primitive.name, begun[1], *args[len(reads) :]))
             found = evaluate(body, values)
-            return [*found[:num_out], *then(*found[num_out:])]
+            return found if within is None else [*found[:-1], *within(found[-1])]
 
-        for v in handed:
-            self.names[v] = f"value{len(self.names)}"
-        makes = (*(self.names[v] for v in handed), *ends, *made)
-        self.steps.append(Step(name, run, (*names, *halves), makes))
+        handed = outs[: len(outs) - len(ends)]
+        read_names = tuple(self.names[v] for v in reads)
+        self.names.update({v: f"value{len(self.names) + i}" for i, v in enumerate(handed)})
+        makes = (*(self.names[v] for v in handed), *ends, *halves)
+        self.steps.append(Step(name, run, (*read_names, *(begun[2:] if begun is not None else ())), makes))
 
-    def _bare(self, atom: Any) -> bool:
-        """Whether a result is an operand as it is, or a literal."""
-        return not isinstance(atom, core.Var) or atom in self.site.jaxpr.invars
+    def _handed_on(self, eqns: Sequence[core.JaxprEqn], made: Sequence[core.Var], walked: Any) -> list[core.Var]:
+        """What this step makes and equations of later steps read."""
+        done = {id(e) for e in eqns}
+        seen = max((i for i, e in enumerate(self.site.jaxpr.eqns) if id(e) in done), default=-1)
+        behind = self.site.jaxpr.eqns[seen + 1 :]
+        ending = next((e for e in behind if e.primitive.name in JOINS and e.invars[0] is walked), None)
+        later = {v for e in behind if e is not ending for v in e.invars if isinstance(v, core.Var)}
+        return [v for v in made if v in later]
 
-    def _read_later(self, eqns: Sequence[core.JaxprEqn]) -> set[core.Var]:
-        """What equations behind ``eqns`` read, but for the running sum that ends the step."""
-        own = {id(e) for e in eqns}
-        start = max((i for i, e in enumerate(self.site.jaxpr.eqns) if id(e) in own), default=-1)
-        return {v for e in self.site.jaxpr.eqns[start + 1 :] for v in e.invars if isinstance(v, core.Var)}
+    def _results(self, made: Sequence[core.Var], last: bool) -> list[tuple[int, Any]]:
+        """The results of the op that this step makes; the last one also hands out operands and literals."""
+        found = []
+        for i, v in enumerate(self.site.jaxpr.outvars):
+            bare = not isinstance(v, core.Var) or v in self.site.jaxpr.invars
+            if last if bare else v in made:
+                found.append((i, v))
+        return found
 
 
 def _within(name: str, axis: int, reverse: bool, parts: int, x: Any) -> list[Any]:

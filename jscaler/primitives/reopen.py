@@ -15,6 +15,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.names import PathNames
 from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.primitives.algorithms import GridAxis
+from jscaler.primitives.expand import expand_op
 from jscaler.primitives.plan import Assign, Decision, Order, Plan, Trans
 from jscaler.rules.book import RuleBook
 
@@ -39,9 +40,9 @@ def reopen(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Reope
     ops: list[Op] = []
     pieces: dict[str, tuple[Op, ...]] = {}
     for op in graph.ops:
-        factors = _to_open(op, grids, book)
-        made = cut_op(op, factors, book, bodies) if factors else (op,)
-        if factors:
+        mirrored = grids.get(op.forward.path, ()) if op.forward is not None else ()
+        made = _opened(op, grids.get(op.path, mirrored), book, bodies)
+        if len(made) > 1:
             pieces[op.path] = made
         ops += made
     if not pieces:
@@ -52,10 +53,21 @@ def reopen(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Reope
     return Reopened(cut_graph, dataclasses.replace(plan, decisions=decisions), paths)
 
 
-def _to_open(op: Op, grids: Mapping[str, Sequence[GridAxis]], book: RuleBook) -> tuple[str, ...]:
+def _opened(op: Op, axes: Sequence[GridAxis], book: RuleBook, bodies: BodyTable) -> tuple[Op, ...]:
+    """The ops that stand for ``op``: the steps of an algorithm, each cut where it reduces."""
+    steps: tuple[Op, ...] = (op,)
+    for axis in axes:
+        if axis.algorithm is not None:
+            steps = expand_op(op, axis, book, bodies) or steps
+    made: list[Op] = []
+    for step in steps:
+        factors = _to_open(step, axes, book)
+        made += cut_op(step, factors, book, bodies) if factors else (step,)
+    return tuple(made)
+
+
+def _to_open(op: Op, axes: Sequence[GridAxis], book: RuleBook) -> tuple[str, ...]:
     """The factors along which ``op`` is to be split and cannot be as it is; all its split factors, if any is so."""
-    mirrored = grids.get(op.forward.path, ()) if op.forward is not None else ()
-    axes = grids.get(op.path, mirrored)
     wanted = tuple(dict.fromkeys(a.factor for a in axes if a.factor is not None and a.parts > 1))
     factors = book.rule(op).factors if wanted else {}
     wanted = tuple(f for f in wanted if f in factors and factors[f].splittable)
@@ -118,7 +130,9 @@ def _dealt(decision: Decision, pieces: Mapping[str, tuple[Op, ...]], book: RuleB
 def _axis(axis: GridAxis, rule: Rule) -> GridAxis:
     """A piece that lacks the factor, or needs it whole, is copied along the axis."""
     factor = rule.factors.get(axis.factor) if axis.factor is not None else None
-    return axis if factor is not None and factor.kind != "blocked" else GridAxis(None, axis.parts)
+    if factor is None or factor.kind == "blocked" or (axis.algorithm is not None and factor.size % axis.parts):
+        return GridAxis(None, axis.parts)
+    return dataclasses.replace(axis, algorithm=None)
 
 
 def _chunks(decision: Trans, rule: Rule) -> tuple[GridAxis, ...]:

@@ -15,6 +15,7 @@ from jscaler.rules.analysis import Analysis, analyse
 from jscaler.rules.chunk import Chunks
 from jscaler.rules.cut import Piece, cut
 from jscaler.rules.derive import derive_rule
+from jscaler.rules.expansion import Site, Step
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reach import reached_factors
@@ -30,6 +31,7 @@ class RuleBook:
     _rules: dict[Any, tuple[Rule, dict[str, Leaves]]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
     _cuts: dict[Any, tuple[Piece, ...]] = field(default_factory=dict)
+    _expansions: dict[Any, Sequence[Step] | None] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _partials: dict[Any, tuple[Combiner | None, ...] | None] = field(default_factory=dict)
 
@@ -144,6 +146,14 @@ class RuleBook:
     def pieces(self, op: Op, factors: tuple[str, ...]) -> tuple[str, ...]:
         """What the pieces of ``op`` do; of a backward handle that is known only after the policy."""
         return tuple(piece.name for piece in self.cut(op, factors)) if op.body is not None else ()
+
+    def expansion(self, op: Op, factor: str, parts: int, algorithm: Any) -> Sequence[Step] | None:
+        """The steps that ``algorithm`` (see ``rules.expansion``) puts in ``op``'s place; None where it has none for it."""
+        assert op.body is not None
+        key = (op.body, self.groups(op)[factor], parts, algorithm)
+        if key not in self._expansions:
+            self._expansions[key] = algorithm.expand(Site(self.analysis(op.body), self.groups(op)[factor], parts))
+        return self._expansions[key]
 
     def groups(self, op: Op) -> Mapping[str, Leaves]:
         """The leaf atoms of each factor of an op with a body."""

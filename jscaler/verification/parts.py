@@ -25,6 +25,9 @@ from jscaler.rules.derive import derive_rule
 from jscaler.rules.localize import Localizer
 from jscaler.rules.user_rules import user_names
 
+How = int | tuple[int, ...]  # a number of equal parts, or the sizes of unequal ones
+Split = Mapping[str, How]
+
 COMBINE = {"add": np.add, "max": np.maximum, "min": np.minimum}
 # Compiling is all that these checks spend: the least of it will do.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -74,19 +77,36 @@ class Fragment:
         (name,) = self.rule.operands[operand][dim]
         return self.rule.factors[name].reason
 
-    def local(self, split: Mapping[str, int]) -> core.Jaxpr:
+    def local(self, split: Split) -> core.Jaxpr:
         """The program of one part; it takes the part's index along each factor, last."""
-        return Localizer(self.analysis, {leaf: n for f, n in split.items() for leaf in self.leaves[f]}).run()
+        return Localizer(self.analysis, *self.cuts(split)).run()
+
+    def cuts(self, split: Split) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+        """``split`` by leaf atoms: the numbers of parts, and the sizes of unequal ones."""
+        each = [(leaf, how) for f, how in split.items() for leaf in self.leaves[f]]
+        sizes = {leaf: how for leaf, how in each if isinstance(how, tuple)}
+        return {leaf: len(how) if isinstance(how, tuple) else how for leaf, how in each}, sizes
+
+
+def blocks(size: int, how: How) -> tuple[int, ...]:
+    """The sizes of the parts of ``size``."""
+    return how if isinstance(how, tuple) else (size // how,) * how
 
 
 def compare_splits(
-    made: Fragment, args: Any, splits: Sequence[Mapping[str, int]], exact: bool = False, one_by_one: bool = False
+    made: Fragment,
+    args: Any,
+    splits: Sequence[Split],
+    exact: bool = False,
+    one_by_one: bool = False,
+    part: Callable[[Split], core.Jaxpr] | None = None,
 ) -> list[float]:
-    """Whole against parts for each of ``splits``: factor -> number of parts.
+    """Whole against parts for each of ``splits``: factor -> number of parts, or their sizes, padded with NaN.
 
     Args:
         exact: no rounding is allowed.
         one_by_one: run the parts one after another (``lax.map``), for what cannot be batched.
+        part: makes the program of one part; by default ``made.local``.
 
     Returns:
         For each split the largest difference of any result, as a fraction of the result's largest element.
@@ -94,7 +114,7 @@ def compare_splits(
     Raises:
         VerificationError: the rule lies: which result of which split, and by how much.
     """
-    locals_ = [made.local(split) for split in splits]
+    locals_ = [(part or made.local)(split) for split in splits]
     args = [x if is_key(x) else np.asarray(x) for x in args]  # cut by numpy: it compiles nothing
     stacks = [_stacked(made, args, split) for split in splits]
 
@@ -107,7 +127,7 @@ def compare_splits(
     whole, each = jax.jit(run, compiler_options=QUICK)(args, [own for own, _ in stacks])
     found = []
     for split, results in zip(splits, each, strict=True):
-        shown = f"{made.rule} with {', '.join(f'{f} in {n} parts' for f, n in split.items())}"
+        shown = f"{made.rule} with {', '.join(f'{f} in {how} parts' for f, how in split.items())}"
         largest = [0.0]
         for i, (expected, parts) in enumerate(zip(map(_plain, whole), map(_plain, results), strict=True)):
             joined = _join(i, parts, made.rule, split, expected.shape, shown)
@@ -124,14 +144,16 @@ def _every_part(local: core.Jaxpr, operands: Sequence[Any], axes: Sequence[int |
         return evaluate(local, [x if axis is None else next(rest) for x, axis in zip(operands, axes, strict=True)])
 
     stacked = [x for x, axis in zip(operands, axes, strict=True) if axis is not None]
-    draws = any("random" in e.primitive.name or "threefry" in e.primitive.name for e in local.eqns)
+    if not stacked:  # nothing is split
+        return [jnp.stack([x]) for x in one([])]
+    draws = "random" in (text := str(local)) or "threefry" in text
     return lax.map(one, stacked) if draws or one_by_one else jax.vmap(one)(stacked)
 
 
-def _stacked(made: Fragment, args: Any, parts: Mapping[str, int]) -> tuple[list[Any], tuple[int | None, ...]]:
+def _stacked(made: Fragment, args: Any, parts: Split) -> tuple[list[Any], tuple[int | None, ...]]:
     """The operands of all parts, stacked where they differ, then the parts' indices; and what is stacked."""
     rule = made.rule
-    places = list(itertools.product(*map(range, parts.values())))
+    places = list(itertools.product(*(range(len(blocks(rule.factors[f].size, how))) for f, how in parts.items())))
     operands, axes = [], []
     for number, (x, dims) in enumerate(zip(args, rule.operands, strict=True)):
         if parts.keys() & {name for names in dims for name in names}:
@@ -151,50 +173,63 @@ def _cut(
     x: Any,
     dims: TensorFactors,
     rule: Rule,
-    parts: Mapping[str, int],
+    parts: Split,
     place: Mapping[str, int],
     halos: Mapping[int, tuple[str, Halo]],
 ) -> Any:
-    """One part of an operand: its dims refined, cut at its factors, flattened again; and the rows of its halos."""
+    """One part of an operand: its dims refined, cut, padded with rubbish, flattened again; and the rows of its halos."""
     if halos:
-        (dim, (name, halo)), *rest = halos.items()
+        (dim, (name, halo)), *others = halos.items()
         assert dims[dim][0] == name, f"{name} is not the major factor of {dims[dim]}, so its parts have no neighbours"
-        width, own = [(0, 0)] * x.ndim, x.shape[dim] // parts[name]
+        width, own = [(0, 0)] * x.ndim, x.shape[dim] // len(blocks(rule.factors[name].size, parts[name]))
         width[dim] = (halo.before, halo.after)
         start = place[name] * own
         rows = np.take(np.pad(x, width), range(start, start + own + halo.before + halo.after), dim)
         less = tuple(() if d == dim else names for d, names in enumerate(dims))
-        return _cut(rows, less, rule, parts, place, dict(rest))
-    refined, where, local = [], [], []
+        return _cut(rows, less, rule, parts, place, dict(others))
+    refined, where, local, rest = [], [], [], []
     for names, size in zip(dims, x.shape, strict=True):
         sizes = [rule.factors[n].size for n in names] or [size]
         names = names or ("",)
         assert math.prod(sizes) == size, f"{names} do not make a dim of {size}"
         refined += sizes
-        own = [s // parts.get(n, 1) for n, s in zip(names, sizes, strict=True)]
-        where += [slice(o * place.get(n, 0), o * (place.get(n, 0) + 1)) for n, o in zip(names, own, strict=True)]
-        local.append(math.prod(own))
-    return x.reshape(refined)[tuple(where)].reshape(local)
+        for name, whole in zip(names, sizes, strict=True):
+            own, at = blocks(whole, parts.get(name, 1)), place.get(name, 0)
+            where.append(slice(sum(own[:at]), sum(own[: at + 1])))
+            rest.append((0, max(own) - own[at]))
+        local.append(math.prod(max(blocks(s, parts.get(n, 1))) for n, s in zip(names, sizes, strict=True)))
+    part = x.reshape(refined)[tuple(where)]
+    return (np.pad(part, rest, constant_values=_rubbish(x.dtype)) if any(map(any, rest)) else part).reshape(local)
 
 
-def _join(result: int, values: Any, rule: Rule, parts: Mapping[str, int], shape: tuple[int, ...], shown: str) -> Any:
+def _rubbish(dtype: Any) -> Any:
+    """What no result may show: it stands in the padding of the smaller parts."""
+    return True if dtype.kind == "b" else np.iinfo(dtype).max if dtype.kind in "iu" else np.nan
+
+
+def _join(result: int, values: Any, rule: Rule, parts: Split, shape: tuple[int, ...], shown: str) -> Any:
     """The whole result from those of all parts."""
     names = [n for dim in rule.results[result] for n in dim]
-    local = [rule.factors[n].size // parts.get(n, 1) for n in names]
+    local = [max(blocks(rule.factors[n].size, parts.get(n, 1))) for n in names]
     if values[0].size != math.prod(local):
         raise VerificationError(f"{shown}: result {result} of a part has shape {values[0].shape}")
     found = [x.reshape(local) for x in values]
-    for name, n in reversed(list(parts.items())):
-        found = [_join_one(result, name, found[i : i + n], rule, names, shown) for i in range(0, len(found), n)]
+    for name, how in reversed(parts.items()):
+        own = blocks(rule.factors[name].size, how)
+        groups = [found[i : i + len(own)] for i in range(0, len(found), len(own))]
+        found = [_join_one(result, name, group, own, rule, names, shown) for group in groups]
     return found[0].reshape(shape)
 
 
-def _join_one(result: int, name: str, values: list[Any], rule: Rule, names: list[str], shown: str) -> Any:
+def _join_one(
+    result: int, name: str, values: list[Any], own: tuple[int, ...], rule: Rule, names: list[str], shown: str
+) -> Any:
     if combiner := rule.shares.get((name, result)):
         assert name not in names, f"{shown}: result {result} is both split along {name} and in shares of it"
         return functools.reduce(COMBINE[combiner], values)
     if name in names:
-        return np.concatenate(values, names.index(name))
+        axis = names.index(name)
+        return np.concatenate([np.take(x, range(n), axis) for x, n in zip(values, own, strict=True)], axis)
     for other in values[1:]:
         compare(values[0], other, f"{shown}: result {result} does not carry {name}, so all its parts are equal")
     return values[0]

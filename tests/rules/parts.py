@@ -1,6 +1,6 @@
 """Whole against parts, for every open factor and every number of parts; see ``jscaler.verification.parts``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,14 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.errors import divisors
-from jscaler.verification.parts import Fragment, compare_splits
+from jscaler.verification.parts import Fragment, Split, compare_splits
 
 fragment = Fragment.traced
 
 
-def check_splits(made: Fragment, args: Any, splits: Sequence[Mapping[str, int]], exact: bool = False) -> None:
-    """Assert that whole and parts agree for each of ``splits``: factor -> number of parts."""
+def check_splits(made: Fragment, args: Any, splits: Sequence[Split], exact: bool = False) -> None:
+    """Assert that whole and parts agree for each of ``splits``: factor -> number of parts, or their sizes."""
     compare_splits(made, args, splits, exact)
+
+
+def check_uneven(fun: Callable[..., Any], *args: Any, exact: bool = False) -> Fragment:
+    """Assert that whole and parts of unequal sizes agree for every open factor, the function's and its backward's."""
+    made = fragment(fun, *args)
+    pair = backward(fun, *args)
+    for one, given in ((made, args), *(((fragment(pair[0], *pair[1]), pair[1]),) if pair else ())):
+        check_splits(one, given, [{name: how} for name, size in one.open.items() for how in uneven(size)], exact)
+    return made
+
+
+def uneven(size: int) -> list[tuple[int, ...]]:
+    """Some ways to cut ``size`` into unequal parts: large first, small first, three."""
+    found = [(size - 1, 1), (1, size - 1), (size - size // 3 - 1, 1, size // 3)]
+    return [how for how in found if all(how) and len(set(how)) > 1]
 
 
 def backward(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:

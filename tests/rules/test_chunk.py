@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
-from parts import Fragment, Split, backward, check_splits, fragment
+from parts import backward, fragment
 
 from jscaler.errors import divisors
 from jscaler.rules.chunk import Chunks
+from jscaler.verification.parts import Fragment, Split, compare_splits
 
 rng = np.random.default_rng(3)
 x = rng.normal(size=(4, 6))
@@ -24,14 +25,8 @@ def cross_entropy(x: jax.Array, w: jax.Array, ids: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(logits, ids[:, None], 1).sum()
 
 
-def walked(factor: str, count: int) -> Callable[[Fragment, Split], core.Jaxpr]:
-    def part(made: Fragment, split: Split) -> core.Jaxpr:
-        parts = {made.leaves[f]: n for f, n in split.items() if isinstance(n, int)}
-        sizes = {made.leaves[f]: n for f, n in split.items() if not isinstance(n, int)}
-        parts |= {leaf: len(own) for leaf, own in sizes.items()}
-        return Chunks(made.analysis, parts, sizes, [made.leaves[factor]], count).run()
-
-    return part
+def walked(made: Fragment, factor: str, count: int) -> Callable[[Split], core.Jaxpr]:
+    return lambda split: Chunks(made.analysis, *made.cuts(split), made.leaves[factor], count).run()
 
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -51,7 +46,7 @@ def check_chunks(fun: Callable[..., Any], args: Any) -> None:
         count = divisors(size)[1]
         nested = [{factor: 2}] if size % (2 * count) == 0 else []
         others = [{other: divisors(n)[1]} for other, n in made.open.items() if other != factor][:1]
-        check_splits(made, args, [{}, *nested, *others], part=walked(factor, count))
+        compare_splits(made, args, [{}, *nested, *others], part=walked(made, factor, count))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -67,18 +62,19 @@ def test_the_backward_of_a_cross_entropy_in_chunks() -> None:
 
 
 def test_chunks_of_unequal_parts_of_another_factor() -> None:
-    check_splits(fragment(lambda x, w: x @ w, x, w), (x, w), [{"a": (3, 1), "b": (1, 5)}], part=walked("c", 4))
+    made = fragment(lambda x, w: x @ w, x, w)
+    compare_splits(made, (x, w), [{"a": (3, 1), "b": (1, 5)}], part=walked(made, "c", 4))
 
 
 def test_chunks_draw_the_bits_of_the_whole() -> None:
     key = jax.random.key(5)
     made = fragment(lambda k: jax.random.bits(k, (4, 6), "uint32"), key)
-    check_splits(made, (key,), [{}, {"a": 2}], exact=True, part=walked("b", 3))
+    compare_splits(made, (key,), [{}, {"a": 2}], exact=True, part=walked(made, "b", 3))
 
 
 def test_what_is_inside_is_held_for_one_chunk() -> None:
     made = fragment(cross_entropy, x, w, ids)
-    (loop,) = [e for e in walked("a", 4)(made, {}).eqns if e.primitive.name == "scan"]
+    (loop,) = [e for e in walked(made, "a", 4)({}).eqns if e.primitive.name == "scan"]
     assert not any(v.aval.shape == (4, 8) for v in loop.outvars)
     inner = next(iter(core.jaxprs_in_params(loop.params)))
     inner = getattr(inner, "jaxpr", inner)
@@ -88,5 +84,5 @@ def test_what_is_inside_is_held_for_one_chunk() -> None:
 def test_sums_of_short_floats_are_added_up_in_float32() -> None:
     ones = jnp.ones((4096, 1), jnp.bfloat16)
     made = fragment(lambda a, b: a.T @ b, ones, ones)
-    (total,) = jax.core.eval_jaxpr(walked("a", 1024)(made, {}), [], ones, ones)
+    (total,) = jax.core.eval_jaxpr(walked(made, "a", 1024)({}), [], ones, ones)
     assert (total.dtype, float(total[0, 0])) == (jnp.bfloat16, 4096.0)  # in bfloat16, 256 + 1 is 256

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parts import blocks, check_splits, check_uneven, fragment, local, uneven
+from parts import check_splits, check_uneven, fragment, uneven
+
+from jscaler.verification.parts import blocks
 
 rng = np.random.default_rng(4)
 x = rng.normal(size=(4, 6))
@@ -59,7 +61,7 @@ def test_an_unequal_and_an_equal_split_at_once() -> None:
 def test_what_is_beyond_a_part_reaches_no_sum() -> None:
     made = fragment(lambda x, w: x @ w, x, w)
     assert str(made.rule) == "a b, b c -> a c"
-    part = local(made, {"b": (5, 1)})
+    part = made.local({"b": (5, 1)})
     assert [v.aval.shape for v in part.invars] == [(4, 5), (5, 5), ()]
     mine, theirs = np.full((4, 5), np.nan), np.full((5, 5), np.inf)
     mine[:, :1], theirs[:1] = x[:, 5:], w[5:]
@@ -69,8 +71,8 @@ def test_what_is_beyond_a_part_reaches_no_sum() -> None:
 
 def test_equal_parts_are_not_masked() -> None:
     made = fragment(lambda x, w: x @ w, x, w)
-    assert [e.primitive.name for e in local(made, {"b": 2}).eqns] == ["dot_general"]
-    assert "select_n" in [e.primitive.name for e in local(made, {"b": (5, 1)}).eqns]
+    assert [e.primitive.name for e in made.local({"b": 2}).eqns] == ["dot_general"]
+    assert "select_n" in [e.primitive.name for e in made.local({"b": (5, 1)}).eqns]
 
 
 def test_ways_to_cut_are_unequal() -> None:
