@@ -8,6 +8,7 @@ import numpy as np
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError, divisors, listing
 from jscaler.ir import Op, Rule
+from jscaler.primitives.remedies import blocked
 from jscaler.rules.expansion import Expanding
 
 
@@ -114,7 +115,7 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     _check_count(op, parts)
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
     if not factor.splittable and parts > 1:
-        raise SplitError(op.path, factor.name, factor.size, parts, f"it is blocked: {factor.reason}")
+        raise SplitError(op.path, factor.name, factor.size, parts, blocked(factor, rule, parts))
     nested = [a for a in before if a.factor == factor.name]
     if any(a.algorithm is not None for a in nested):
         raise PlanError(f"'{op.path}': factor '{factor.name}' is cut by {nested[0]} already, in one go")
@@ -138,7 +139,7 @@ def _chunk_axis(op: Op, rule: Rule, algorithm: Chunk, before: Sequence[GridAxis]
     axis = grid_axis(op, rule, Split(algorithm.factor, algorithm.parts), before)
     assert axis.factor is not None
     factor = rule.factors[axis.factor]
-    why = f"it is blocked: {factor.reason}" if factor.kind == "blocked" else ""
+    why = f"it needs the whole factor: {factor.reason}; chunk another one" if factor.kind == "blocked" else ""
     why = why or ("its parts overlap" if any(name == factor.name for name, _, _ in rule.halos) else "")
     if why and axis.parts > 1:
         raise SplitError(op.path, factor.name, factor.size, axis.parts, f"one after another: {why}")
