@@ -54,8 +54,14 @@ def test_optimizer_steps_are_those_of_one_device(policy: Any, devices: int) -> N
     assert_same_numbers(policy, devices)
 
 
-def test_joined_gradients_norms_and_softmax() -> None:
-    assert_same_numbers(batch_and_columns, 4, tied_loss, ADAMW)
+def channels(graph: Any, devices: np.ndarray) -> None:
+    """A norm over channels is cut behind its mean and its variance; every piece has the same parts."""
+    graph.op_assign(graph.op_trans(graph["norm/rsqrt"], Split("b", sizes=(5, 3, 8))), devices)
+
+
+@pytest.mark.parametrize(("policy", "devices"), [(batch_and_columns, 4), (channels, 3)], ids=["grid", "channels"])
+def test_joined_gradients_norms_and_softmax(policy: Any, devices: int) -> None:
+    assert_same_numbers(policy, devices, tied_loss, ADAMW)
 
 
 @pytest.mark.smoke
