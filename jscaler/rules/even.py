@@ -5,9 +5,10 @@ from collections.abc import Collection
 from jax.extend import core
 
 from jscaler.rules.analysis import Analysis
+from jscaler.rules.registry import TABLE
 from jscaler.rules.wants import slid_along
 
-OPAQUE = frozenset({"jscaler_op"})  # functions that stay whole: what they do beyond a part's own rows is unknown
+INNER = frozenset({"scan", "while", "cond"})  # they run programs of their own over the padding too
 
 
 def even_only(analysis: Analysis, leaves: Collection[int]) -> str:
@@ -15,7 +16,7 @@ def even_only(analysis: Analysis, leaves: Collection[int]) -> str:
     if not slid_along(analysis).isdisjoint(leaves):
         return "windows slide along it"
     for eqn in analysis.jaxpr.eqns:
-        if eqn.primitive.name in OPAQUE or any(core.jaxprs_in_params(eqn.params)):
+        if eqn.primitive.name in INNER or eqn.primitive.name not in TABLE:
             carried = {
                 leaf
                 for v in (*eqn.invars, *eqn.outvars)
