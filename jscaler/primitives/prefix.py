@@ -136,7 +136,7 @@ def _within(name: str, axis: int, reverse: bool, parts: int, x: Any) -> list[Any
 def _carried(name: str, axis: int, reverse: bool, totals: Any) -> list[Any]:
     """For every part the total of those before it."""
     start = JOINS[name][1]
-    none = jnp.asarray(start, totals.dtype) if isinstance(start, float) else neutral(start, totals.dtype)
+    none = neutral(start, totals.dtype) if isinstance(start, str) else jnp.asarray(start, totals.dtype)
     upto = getattr(lax, name)(totals, axis=axis, reverse=reverse)
     edge = jnp.broadcast_to(none, (*totals.shape[:axis], 1, *totals.shape[axis + 1 :]))
     if reverse:

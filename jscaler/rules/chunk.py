@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, trace_flat
+from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysis import Analysis
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, State, interpret
@@ -62,7 +62,7 @@ class Chunks:
                 return [self._joined(v, state, before, x, i) for v, state, before, x in zipped], None
 
             held, _ = lax.scan(step, start, jnp.arange(self.count, dtype=jnp.int32))
-            return [x.astype(v.aval.dtype) for v, x in zip(jaxpr.outvars, held, strict=True)]
+            return [x.astype(dtype(v)) for v, x in zip(jaxpr.outvars, held, strict=True)]
 
         avals = [v.aval.update(shape=self.whole.extended(v)) for v in jaxpr.invars]
         return trace_flat(local, [*avals, *[jax.ShapeDtypeStruct((), jnp.int32)] * len(self.leaves)])
@@ -103,13 +103,13 @@ class Chunks:
 
     def _empty(self, atom: core.Var | core.Literal, state: State) -> Any:
         """What a result starts as. Sums of short floats are added up in float32, as one dot would."""
-        shape = self.whole.shape(atom) if isinstance(atom, core.Var) else atom.aval.shape
-        dtype: Any = atom.aval.dtype
+        sizes = self.whole.shape(atom) if isinstance(atom, core.Var) else shape(atom)
+        own = dtype(atom)
         if state in (SPLIT, INDEPENDENT):
-            return jnp.zeros(shape, dtype)
-        wide = jnp.float32 if state == "add" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+            return jnp.zeros(sizes, own)
+        wide = jnp.float32 if state == "add" and jnp.issubdtype(own, jnp.floating) and own.itemsize < 4 else own
         combiner: Combiner = state  # type: ignore[assignment]
-        return jnp.broadcast_to(neutral(combiner, wide), shape)
+        return jnp.broadcast_to(neutral(combiner, wide), sizes)
 
     def _joined(self, atom: Any, state: State, before: Any, made: Any, i: Any) -> Any:
         if state == INDEPENDENT:

@@ -214,7 +214,7 @@ def _join(result: int, values: Any, rule: Rule, parts: Split, shape: tuple[int, 
     if values[0].size != math.prod(local):
         raise VerificationError(f"{shown}: result {result} of a part has shape {values[0].shape}")
     found = [x.reshape(local) for x in values]
-    for name, how in reversed(parts.items()):
+    for name, how in reversed(list(parts.items())):
         own = blocks(rule.factors[name].size, how)
         groups = [found[i : i + len(own)] for i in range(0, len(found), len(own))]
         found = [_join_one(result, name, group, own, rule, names, shown) for group in groups]
