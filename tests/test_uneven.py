@@ -130,3 +130,24 @@ def test_state_is_stored_whole() -> None:
     for policy in (hidden, batch):
         lowered = jscaler.parallelize(policy, devices=3)(make_step()).lower(make_state(MOMENTUM), make_batch())
         assert all(layout.even and layout.partition_spec() is not None for layout in lowered.plan.completed.inputs.values())
+
+
+def test_a_cast_behind_a_padded_exchange_is_proven() -> None:
+    """Integers are cut into 2 + 1 rows and then cast: the cast stays behind the exchange, which pads."""
+
+    def fun(i: jax.Array) -> jax.Array:
+        with jax.named_scope("double"):
+            i = i * 2
+        with jax.named_scope("sort"):
+            i = jnp.sort(i)
+        with jax.named_scope("cast"):
+            return jnp.sin(i.astype(jnp.float32))
+
+    def rows(graph: Any, devices: np.ndarray) -> None:
+        (op,) = graph.select("cast/*", kind=None)
+        graph.op_assign(graph.op_trans(op, Split("a", sizes=(2, 1))), devices)
+
+    numbers = jnp.arange(3, dtype=jnp.int16)
+    step = jscaler.parallelize(rows, devices=2)(fun)
+    jscaler.verify(step.lower(numbers))
+    np.testing.assert_allclose(step(numbers), fun(numbers), rtol=1e-6)

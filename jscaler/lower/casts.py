@@ -109,7 +109,8 @@ def _moves(item: Exchange) -> bool:
     adapter = item.adapt.adapter
     kinds = {step.kind for step in adapter.steps}
     in_place = adapter.source.memory == adapter.target.memory  # a cast would run in the host's memory
-    return kinds <= MOVEMENTS and in_place and isinstance(item.input, core.Var)
+    padded = any(stage.view != stage.start.local_sizes for stage in adapter.stages)  # a cast would meet the padding
+    return kinds <= MOVEMENTS and in_place and not padded and isinstance(item.input, core.Var)
 
 
 def _narrows(eqn: core.JaxprEqn) -> bool:
