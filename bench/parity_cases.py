@@ -107,7 +107,7 @@ def moe(dtype: Any) -> Case:
     """The mixture of experts, trained on its load-balancing loss too."""
     from models.moe import MoE, MoEConfig
 
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, "experts": 8}
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, "experts": 8}
     model, batches = MoE(MoEConfig(**sizes, **kinds(dtype))), text_batches()
     params = MoE(MoEConfig(**sizes)).init(jax.random.key(0), batches[0]["tokens"])["params"]
 

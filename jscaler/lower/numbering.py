@@ -144,7 +144,7 @@ class _Numbering:
     slots: dict[Slot, Atom] = field(default_factory=dict)
     indices: dict[tuple[str, ...], core.Var] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
-    known: ChainMap[Any, list[core.Var]] = field(default_factory=ChainMap)
+    known: ChainMap[Any, list[core.Var]] = field(default_factory=lambda: ChainMap())
     keys: dict[int, Any] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], like: core.Jaxpr) -> None:

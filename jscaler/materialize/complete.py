@@ -319,7 +319,7 @@ class _Completer(LoopMixin):
 
     def _all_shared(self, op: Op, chosen: Placement, open_axes: Sequence[str]) -> list[Placement]:
         """Value shares along several axes, passed on along all of them."""
-        along = {axis: tuple(self._share_along(t, axis) for t in op.inputs) for axis in open_axes}
+        along: dict[str, Combiners] = {a: tuple(self._share_along(t, a) for t in op.inputs) for a in open_axes}
         shares = {axis: c for axis, c in along.items() if any(c) and self.book.passes(op, c) is not None}
         return [dataclasses.replace(chosen, shares={**chosen.shares, **shares})] if len(shares) > 1 else []
 

@@ -61,7 +61,7 @@ class _Expander:
         body = self.bodies.traced(step.run, [t.aval for t, _ in reads])
         if len(body.jaxpr.outvars) != len(step.makes):
             raise self._wrong(f"step '{step.name}' returns {len(body.jaxpr.outvars)} arrays for {list(step.makes)}")
-        seen = self.book.analysis(body)
+        seen = self.book.analysis_of_body(body)
         outputs, named = [], [self._fitted(seen, v, n) for v, (_, n) in zip(seen.jaxpr.invars, reads, strict=True)]
         for i, (value, var) in enumerate(zip(step.makes, seen.jaxpr.outvars, strict=True)):
             if isinstance(value, int):

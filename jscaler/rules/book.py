@@ -1,5 +1,6 @@
 """``RuleBook``: rules, partial sums and local bodies of a graph's ops; each worked out once per distinct body."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,10 @@ class RuleBook:
         assert op.body is not None
         return self._refined(op.body, self._given(op))[0]
 
+    def analysis_of_body(self, body: Body) -> Analysis:
+        """The analysed body, its dims refined no further than it does itself."""
+        return self._refined(body, None)[0]
+
     def _refined(self, body: Body, given: FactorNames | None) -> tuple[Analysis, Any]:
         """An analysis of ``body``, and a key of what was refined in it."""
         if (body, ()) not in self._analyses:
@@ -76,7 +81,7 @@ class RuleBook:
         assert op.body is not None
         key = (op.body, tuple(partial))
         if key not in self._partials:
-            analysis = self._refined(op.body, None)[0]
+            analysis = self.analysis_of_body(op.body)
             given: dict[core.Var, Combiner] = {v: c for v, c in zip(analysis.jaxpr.invars, partial, strict=True) if c}
             try:
                 states = interpret(analysis, (), given)
@@ -150,9 +155,10 @@ class RuleBook:
     def expansion(self, op: Op, factor: str, parts: int, algorithm: Any) -> Sequence[Step] | None:
         """The steps that ``algorithm`` (see ``rules.expansion``) puts in ``op``'s place; None where it has none for it."""
         assert op.body is not None
-        key = (op.body, self.groups(op)[factor], parts, algorithm)
+        analysis, finer = self._refined(op.body, self._given(op))
+        key = (op.body, finer, self.groups(op)[factor], parts, algorithm)
         if key not in self._expansions:
-            self._expansions[key] = algorithm.expand(Site(self.analysis(op.body), self.groups(op)[factor], parts))
+            self._expansions[key] = algorithm.expand(Site(analysis, self.groups(op)[factor], parts))
         return self._expansions[key]
 
     def groups(self, op: Op) -> Mapping[str, Leaves]:
@@ -194,7 +200,8 @@ def _finer(analysis: Analysis, given: FactorNames) -> tuple[tuple[int, int, tupl
         sizes = [size for _, size in factors]
         mine = [analysis.atoms.size[leaf] for leaf in leaves]
         pieces, matched = common_refinement(mine, sizes)
-        if mine != sizes and matched and [size for _, size in pieces] == [size for size in sizes if size != 1]:
+        same = math.prod(mine) == math.prod(sizes) and mine != sizes
+        if same and matched and [size for _, size in pieces] == [size for size in sizes if size != 1]:
             found.append((index, dim, tuple(sizes)))
     return tuple(found)
 

@@ -69,7 +69,7 @@ def _scatter(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Se
 
 def _evaluate(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Bind an equation that may carry a jaxpr."""
-    fresh = [core.Var(v.aval) for v in eqn.invars]
+    fresh: list[Any] = [core.Var(v.aval) for v in eqn.invars]
     outvars = [core.Var(v.aval) for v in eqn.outvars]
     one = make_jaxpr([eqn.replace(invars=fresh, outvars=outvars)], fresh, outvars, part.analysis.jaxpr)
     return evaluate(one, values)
@@ -119,7 +119,8 @@ def _own_rows(part: "Localizer", operand: Any, columns: list[Any], looked: dict[
 
 def _dynamic_slice(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """A part gives the elements of the window that are its own, zero for the others."""
-    operand, out = eqn.invars[0], eqn.outvars[0]
+    operand: Any = eqn.invars[0]
+    out = eqn.outvars[0]
     sizes = part.shape(out)
     if _windows_whole(part, operand, shape(out)):
         return [eqn.primitive.bind(*values, **dict(eqn.params, slice_sizes=sizes))]
@@ -140,7 +141,7 @@ def _dynamic_slice(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any])
 
 def _dynamic_update_slice(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """A part writes the elements of the window that are its own."""
-    operand = eqn.invars[0]
+    operand: Any = eqn.invars[0]
     if _windows_whole(part, operand, shape(eqn.invars[1])):
         return [eqn.primitive.bind(*values, **eqn.params)]
     local, update, written = part.shape(operand), values[1], jnp.ones((), bool)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, inline, open_jaxpr, shape, trace_flat
@@ -63,7 +62,7 @@ def programs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
 def _without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:
     jaxpr, consts = open_jaxpr(closed)
     if consts:
-        jaxpr = trace_flat(lambda *xs: jax.core.eval_jaxpr(jaxpr, consts, *xs), [v.aval for v in jaxpr.invars])
+        jaxpr = trace_flat(lambda *xs: core.jaxpr_as_fun(closed)(*xs), [v.aval for v in jaxpr.invars])
     return inline(jaxpr)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from jscaler.capture.jaxprs import dtype
 from jscaler.rules.nested import loop_of
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
     """Numbers written into the program as arrays of their type, which a loop keeps."""
-    return [jnp.asarray(x, v.aval.dtype) if isinstance(v, core.Literal) else x for x, v in zip(values, atoms, strict=True)]
+    return [jnp.asarray(x, dtype(v)) if isinstance(v, core.Literal) else x for x, v in zip(values, atoms, strict=True)]
 
 
 def _scan(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
