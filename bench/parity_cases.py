@@ -185,7 +185,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("sequence_parallel", 4),
             Run("vocab_parallel", 8),
             Run("megatron(dp=2, tp=4)", 8),
-            Run("megatron(dp=2, tp=4, sequence=True)", 8, quick=True),
+            Run("megatron(dp=2, tp=4, sequence=True)", 8),
         ],
     ),
     "nnx GPT": (
