@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jscaler
-from jscaler import Replicate, Split
+from jscaler import Chunk, Replicate, Split
 from jscaler.errors import divisors
 
 Array = Any
@@ -308,20 +308,34 @@ def draw_policy(seed: int, num_devices: int, share: float = 0.7) -> Callable[[An
 
 
 def _split_at_random(graph: Any, op: Any, base: np.ndarray, rng: np.random.Generator) -> None:
-    """Deal the axes of ``base``, in a random order, to the op's factors as far as they divide; the rest copies."""
+    """Deal the axes of ``base``, in a random order, to the op's factors; some copy, some cut into unequal parts."""
     factors = graph.rule(op).factors
     order = [int(i) for i in rng.permutation(base.ndim)]
     algorithms: list[Any] = []
     done: dict[str, int] = {}
+    uneven: set[str] = set()
     for axis in order:
         parts = base.shape[axis]
-        legal = [n for n, f in factors.items() if f.splittable and f.size // done.get(n, 1) % parts == 0]
-        if legal and rng.random() < 0.85:
+        fits = {n: f for n, f in factors.items() if f.splittable and n not in uneven}
+        legal = [n for n, f in fits.items() if f.size // done.get(n, 1) % parts == 0]
+        ragged = [n for n, f in fits.items() if not f.even_only and n not in done and f.size > parts]
+        if ragged and rng.random() < 0.1:
+            name = ragged[int(rng.integers(len(ragged)))]
+            uneven.add(name)
+            edges = sorted(int(i) + 1 for i in rng.choice(factors[name].size - 1, parts - 1, replace=False))
+            sizes = np.diff([0, *edges, factors[name].size])
+            algorithms.append(Split(name, sizes=tuple(map(int, sizes))))
+        elif legal and rng.random() < 0.85:
             name = legal[int(rng.integers(len(legal)))]
             done[name] = done.get(name, 1) * parts
             algorithms.append(Split(name, parts))
         else:
             algorithms.append(Replicate(parts))
+    chunks = [
+        n for n, f in factors.items() if f.kind != "blocked" and n not in uneven and f.size // done.get(n, 1) % 2 == 0
+    ]
+    if chunks and rng.random() < 0.05:
+        algorithms.append(Chunk(chunks[int(rng.integers(len(chunks)))], 2))
     graph.op_assign(graph.op_trans(op, *algorithms), base.transpose(order))
 
 
