@@ -9,11 +9,11 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed  ## train a small GPT on 8 virtual devices
 	$(BIN)/jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu --steps 60
 
-test: $(VENV)/.installed  ## the full test suite
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed  ## the full test suite, a process per core
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 smoke: $(VENV)/.installed  ## the tests that guard against a new JAX
-	$(BIN)/python -m pytest -m smoke
+	$(BIN)/python -m pytest -m smoke -n auto --dist loadfile
 
 test-aot:  ## the tests that compile for CUDA, on any machine; makes .venv-aot (1.7 GB)
 	$(MAKE) VENV=.venv-aot EXTRAS=dev,aot .venv-aot/.installed
@@ -31,7 +31,7 @@ types: $(VENV)/.installed  ## static types
 	$(BIN)/basedpyright
 
 bench: $(VENV)/.installed  ## every benchmark, quick form
-	for b in parity collectives overhead redistribution search_scale; do $(BIN)/python -m bench.$$b --quick || exit 1; done
+	for b in parity collectives overhead programs redistribution search_scale; do $(BIN)/python -m bench.$$b --quick || exit 1; done
 
 lock: $(VENV)/.installed  ## write down the versions that the tests ran with
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
