@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks(language: str, document: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
 def run(*arguments: str) -> str:
@@ -29,6 +29,12 @@ def test_readme_s_python_blocks_run_one_after_another() -> None:
     assert "plan data_parallel" in output
     assert "plan hidden_units" in output
     assert "1× all_reduce" in output
+
+
+def test_the_blocks_on_splitting_run_one_after_another() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/splitting.md")))
+    assert "norm/rsqrt/reduce_sum.1" in output
+    assert output.endswith("['b', 'h', 'o', 's']\n")
 
 
 def test_readme_s_first_example_is_short() -> None:
