@@ -308,7 +308,9 @@ def test_messages_between_groups_of_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "devices"), [("single", 1), ("data_parallel", 8), (tensor_parallel, 4), (batch_and_hidden, 8)], ids=str
+    ("policy", "devices"),
+    [("single", 1), ("data_parallel", 8), (tensor_parallel, 4), (batch_and_hidden, 8)],
+    ids=lambda v: getattr(v, "__name__", str(v)),
 )
 @pytest.mark.parametrize("tx", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
 def test_whole_steps(policy: Any, devices: int, tx: Any) -> None:
