@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.autodiff import Differentiator
@@ -109,9 +110,13 @@ class _Builder:
         for var, stack in zip(slices, stacks, strict=True):
             self.tensors[var] = PTensor(self.names.unique(f"{stack.name}@{name}"), var.aval)
         outer, self.place = self.place, _Place(name, self.place.remat)
-        args = [*parts.consts, *variables]
+        args, before = [*parts.consts, *variables], len(self.ops)
         returned = self._block(parts.body, parts.body_consts, args, eqn, fragment.call, f"{name}/out")
+        if returned and len(self.ops) == before:  # a loop has at least one op to stand in the graph by
+            returned[0] = self._copied(returned[0], name, fragment.call)
         self.place = outer
+        if len(self.ops) == before:
+            return
         outs, written = returned[: len(inits)], returned[len(inits) :]
         for i, var in enumerate((*parts.finals, *parts.stacked)):
             self.tensors[var] = PTensor(f"{name}:{i}", var.aval)
@@ -173,6 +178,14 @@ class _Builder:
         body = self.bodies.intern(make_jaxpr(self._with_generated([], [atom]), [], [atom], self.step.source))
         self.ops.append(self._placed(Op(path, self._kind(call), (), (tensor,), body, call=call)))
         return tensor
+
+    def _copied(self, tensor: PTensor, name: str, call: int | None) -> PTensor:
+        """A copy made here of ``tensor``."""
+        path = self.names.unique(f"{name}/copy")
+        copy = PTensor(f"{path}:0", tensor.aval)
+        body = self.bodies.traced(lambda x: [jnp.copy(x)], [tensor.aval])
+        self.ops.append(self._placed(Op(path, self._kind(call), (tensor,), (copy,), body, call=call)))
+        return copy
 
     def _placed(self, op: Op) -> Op:
         return dataclasses.replace(op, loop=self.place.loop, remat=self.place.remat)

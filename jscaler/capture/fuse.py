@@ -60,7 +60,7 @@ def _check(graph: Graph, members: Sequence[Op], path: str) -> None:
     if len(calls) > 1:
         raise PlanError(f"{listing([op.path for op in members])} belong to different gradient calls and cannot be one op")
     first, last = graph.ops.index(members[0]), graph.ops.index(members[-1])
-    if any(op.loop != members[0].loop for op in graph.ops[first:last]) or len({op.remat for op in members}) > 1:
+    if any(op.loop != members[0].loop for op in graph.ops[first : last + 1]) or len({op.remat for op in members}) > 1:
         raise PlanError(
             f"{listing([op.path for op in members])} cannot be one op: the edge of a loop or of a checkpointed region lies "
             "between them; fuse ops of one body"

@@ -73,7 +73,7 @@ def _repeat(step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh) -> None:
         inner.update(zip((v for _, v in step.xs), slices, strict=True))
         _run(step.steps, inner, mesh)
         outs = [_like(_value(inner, out), v) for _, v, out, _ in step.carries]
-        return outs, [_value(inner, v) for v, _ in step.ys]
+        return outs, [_like(_value(inner, piece), stack) for piece, stack in step.ys]
 
     loop = step.loop
     inits = [_like(_value(env, init), v) for init, v, _, _ in step.carries]

@@ -227,7 +227,7 @@ class _Writer:
 
     def compute(self, op: Op) -> None:
         laid = self.completed.ops[op.path]
-        if op.anywhere:
+        if laid.placement.as_it_lies(op):
             jaxpr, indexed = _anywhere(op, [layout.local_shape for layout in laid.inputs]), ()
         else:
             place = laid.placement

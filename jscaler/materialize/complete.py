@@ -170,6 +170,8 @@ class _Completer(LoopMixin):
             placement = dataclasses.replace(placement, chunks=self._chunks(op))
             done = self._lay_out(op, placement)
             self.ops[op.path] = done
+            if op.anywhere == "sum":
+                self.at_hand[op.inputs[0]] = [done.inputs[0]]
             for tensor, layout in zip(op.outputs, done.outputs, strict=True):
                 self.at_hand[tensor] = [layout]
                 self.waiting.pop(tensor, None)
@@ -229,9 +231,7 @@ class _Completer(LoopMixin):
     def _place(self, op: Op) -> Placement:
         if op.path in self.unordered and self.mesh.axes:
             return self._ordered(op, self.unordered[op.path])
-        if op.anywhere:
-            return Placement(origin="filled")
-        if not self.mesh.axes or not op.inputs:
+        if not self.mesh.axes or not op.inputs or op.anywhere:
             return self.given.get(op.path, Placement(origin="filled"))
         if op.path in self.given:
             return self.given[op.path]
@@ -387,8 +387,8 @@ class _Completer(LoopMixin):
         return total
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
-        if op.anywhere:
-            inputs, outputs = self.as_it_lies(op)
+        if placement.as_it_lies(op):
+            inputs, outputs = self.layouts_at_hand(op)
             return OpLayouts(placement, inputs, outputs)
         if not placement.factors and not placement.shares:
             inputs = tuple(map(self._whole, op.inputs))

@@ -139,13 +139,12 @@ class LoopMixin:
             best = options[costs.index(min(costs))]
         self.at_hand[tensor] = [best]
 
-    def as_it_lies(self: Any, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    def layouts_at_hand(self: Any, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of an op that takes whatever part lies there."""
         if op.anywhere == "sum":
             layout = self._options(op.inputs[1])[0]
             if any(combiner != "add" for _, combiner in layout.values):
                 layout = without_values(layout)
-            self.at_hand[op.inputs[0]] = [layout]
             return (layout, layout), (layout,)
         layouts = tuple(self._fenced(t) for t in op.inputs)
         return layouts, layouts

@@ -39,6 +39,10 @@ class Placement:
         """How many parts each factor is split into."""
         return {f: mesh.size(axes) for f, axes in self.factors.items() if axes}
 
+    def as_it_lies(self, op: Op) -> bool:
+        """Whether ``op`` takes whatever part lies there: it may, and no policy has placed it."""
+        return bool(op.anywhere) and self.origin == "filled"
+
     def describe(self, mesh: DeviceMesh) -> str:
         """``a:8`` for factor a in eight parts, ``share:8`` for shares passed on, ``copy`` where all replicate."""
         used = [f"{f}:{parts_text(n, self.sizes.get(f))}" for f, n in self.parts(mesh).items()]

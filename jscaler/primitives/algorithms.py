@@ -141,6 +141,7 @@ def _chunk_axis(op: Op, rule: Rule, algorithm: Chunk, before: Sequence[GridAxis]
     factor = rule.factors[axis.factor]
     why = f"it needs the whole factor: {factor.reason}; chunk another one" if factor.kind == "blocked" else ""
     why = why or ("its parts overlap" if any(name == factor.name for name, _, _ in rule.halos) else "")
+    why = why or ("it only adds up what other ops make; chunk those" if op.anywhere else "")
     if why and axis.parts > 1:
         raise SplitError(op.path, factor.name, factor.size, axis.parts, f"one after another: {why}")
     return axis

@@ -213,7 +213,7 @@ def common_refinement(a: Sequence[int], b: Sequence[int]) -> tuple[list[Label], 
     found: list[int] = []
     while left and right:
         small, large = sorted((left[-1], right[-1]))
-        if large % small:
+        if not small or large % small:
             return list(enumerate(found[::-1])), False
         found.append(small)
         for side in (left, right):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from lower.steps import ADAMW, assert_same_numbers, make_batch, make_params, mlp_loss, planned, tied_loss
 
 import jscaler
@@ -82,6 +83,23 @@ def test_what_others_read_is_handed_on(planner: Planner) -> None:
 def test_what_cannot_be_one_op(planner: Planner, paths: tuple[str, ...], name: str | None, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         planner.fuse(*paths, name=name)
+
+
+def test_the_edge_of_a_loop_lies_between() -> None:
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("before"):
+            x = x @ params["s"]
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.sum(x)
+
+    weights = {"s": jnp.ones((4, 4)), "w": jnp.ones((3, 4, 4))}
+    planner = Planner(jscaler.parallelize("single")(jscaler.grad(loss_fn)).graph(weights, jnp.ones((2, 4))), 1)
+    assert [op.loop for op in planner.forward()] == [None, "loss/scan", "loss/scan", None]
+    first, dot, tanh, last = (op.path for op in planner.forward())
+    for pair in ((first, dot), (tanh, last), (first, last)):
+        with pytest.raises(PlanError, match="the edge of a loop or of a checkpointed region lies between them"):
+            planner.fuse(*pair)
+    assert planner.fuse(dot, tanh).loop == "loss/scan"
 
 
 def test_fuse_before_splitting(planner: Planner) -> None:

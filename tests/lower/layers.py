@@ -175,6 +175,20 @@ def checkpointed_stacks(p: Any, b: Any) -> Any:
     return x.sum() + (more**2).sum()
 
 
+def barely_loops(p: Any, b: Any) -> Any:
+    """A body that computes nothing that is read, none at all, no iterations, results that are literals."""
+
+    def unread(x: Any, w: Any) -> Any:
+        _ = x @ w
+        return x, (x, w)
+
+    x, (every, _) = lax.scan(unread, b["x"] @ p["s"], p["w"])
+    lax.scan(lambda x, w: (x, x @ w), x, p["w"])
+    none, nones = lax.scan(lambda x, w: (x @ w, x.sum()), x, p["w"][:0])
+    y, (twos, threes) = lax.scan(lambda x, w: (jnp.tanh(x @ w), (2.5, 3)), x, p["w"])
+    return (x * every[1] * none).sum() + nones.sum() + y.sum() * twos.sum() * threes.sum()
+
+
 PROGRAMS = (shared_and_stacked, many_carries, unread_and_replaced, loops_in_loops, checkpointed, checkpointed_stacks)
 
 

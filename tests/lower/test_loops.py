@@ -12,6 +12,7 @@ import pytest
 from lower.layers import (
     LAYERS,
     PROGRAMS,
+    barely_loops,
     batch,
     batch_and_hidden,
     columns_then_rows,
@@ -23,9 +24,9 @@ from lower.layers import (
 )
 
 import jscaler
-from jscaler import Split
+from jscaler import Chunk, Replicate, Split
 from jscaler.compare import twin
-from jscaler.errors import OrderError, VerificationError
+from jscaler.errors import OrderError, SplitError, VerificationError
 from jscaler.lower.numbering import FlatLoop
 from jscaler.lower.program import Adapt, Repeat
 from jscaler.stages import StepPlan
@@ -77,7 +78,7 @@ def dealt(graph: Any, devices: np.ndarray) -> None:
             graph.op_assign(graph.op_trans(op, Split(factors[index % len(factors)].name, devices.size)), devices)
 
 
-@pytest.mark.parametrize("loss_fn", [PROGRAMS[0], *PROGRAMS[1::2]], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", [PROGRAMS[0], *PROGRAMS[1::2], barely_loops], ids=lambda f: f.__name__)
 def test_all_kinds_of_loops_under_a_plan(loss_fn: Callable[..., Any]) -> None:
     with jax.enable_x64(True):
         step = jscaler.parallelize(dealt, devices=2)(step_of(loss_fn)).lower(params(), batch())
@@ -110,6 +111,41 @@ def test_what_every_layer_reads_is_gathered_once_before_the_loop() -> None:
 
     plan = jscaler.parallelize(split_shared, devices=2)(step_of(PROGRAMS[0])).lower(params(), batch()).plan
     assert not any(isinstance(t, Adapt) and t.tensor.name == "p/s" for r in repeats(plan) for t in r.tasks)
+
+
+def sum_of_gradients(*algorithms: Any) -> Callable[..., None]:
+    """Rows of the batch dealt out, and the sum of ``p/s``'s gradients over the layers placed so."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        for op, rows in graph.factor_of("b/x", 0).items():
+            if op.kind == "forward" and graph.rule(op).factors[rows].kind != "blocked":
+                graph.op_assign(graph.op_trans(op, Split(rows, devices.size)), devices)
+        (added,) = graph.select("p/s@sum@*", "backward")
+        graph.op_assign(graph.op_trans(added, *algorithms), devices)
+
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "text"),
+    [
+        (Split("a", 2), "reduce_scatter", "D(2,1)"),
+        (Split("b", sizes=(3, 1)), "point_to_point", "D(1,3+1)"),
+        (Replicate(2), "all_reduce", "R2 V1 D(1,1)"),
+    ],
+    ids=["rows", "uneven columns", "copies"],
+)
+def test_a_policy_may_place_the_sum_of_a_loops_gradients(algorithm: Any, kind: str, text: str) -> None:
+    step = jscaler.parallelize(sum_of_gradients(algorithm), devices=2)(step_of(PROGRAMS[0])).lower(params(), batch())
+    jscaler.verify(step)
+    inside = [t for t in repeats(step.plan)[1].tasks if isinstance(t, Adapt)]
+    assert [(a.tensor.shape, [s.kind for s in a.adapter.steps]) for a in inside] == [((4, 4), [kind])]
+    assert text in str(inside[0].adapter.target)
+
+
+def test_the_sum_of_a_loops_gradients_is_not_chunked() -> None:
+    with pytest.raises(SplitError, match=r"'p/s@sum@.*it only adds up what other ops make; chunk those"):
+        jscaler.parallelize(sum_of_gradients(Chunk("a", 2)), devices=2)(step_of(PROGRAMS[0])).lower(params(), batch())
 
 
 def test_tensor_parallel_layers_reduce_in_the_loop_and_explain_counts_them() -> None:
