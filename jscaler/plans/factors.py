@@ -53,7 +53,8 @@ def _dim(tensor: PTensor, dim: int) -> int:
 def column(graph: Any, kernel: PTensor) -> int | None:
     """The first dim of ``kernel`` that its contraction leaves in the result: of (d, h, k) the heads, of (d, f) f.
 
-    None where no op contracts it (the moments of an optimizer).
+    A dim that is taken apart further on does not count: the 3 of (d, 3, h, k). None where no op contracts the kernel (the
+    moments of an optimizer).
     """
     queue, seen = [(kernel, 0)], {kernel}
     while queue:
@@ -66,12 +67,20 @@ def column(graph: Any, kernel: PTensor) -> int | None:
             dims = rule.operands[op.inputs.index(tensor)]
             kept = [i for i, names in enumerate(dims) if names and rule.factors[names[0]].kind == "parallel"]
             if kept and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
-                return kept[0] + before
+                found = [i + before for i in kept]
+                whole = [i for i in found if not _taken_apart(graph, kernel.name, i)] if len(found) > 1 else found
+                return (whole or found)[0]
             if kept:  # an elementwise op, such as a cast
                 fresh += [(t, before) for t in op.outputs if t.shape == tensor.shape]
         queue += [(t, n) for t, n in fresh if t not in seen]
         seen.update(t for t, _ in fresh)
     return None
+
+
+def _taken_apart(graph: Any, path: str, dim: int) -> bool:
+    """Whether something that dim ``dim`` of an input reaches cannot be split there."""
+    found = graph.factor_of(path, dim).items()
+    return any(op.kind == "forward" and not graph.rule(op).factors[name].splittable for op, name in found)
 
 
 def reached(graph: Any, leaves: Sequence[tuple[PTensor, int]], parts: int) -> Factors:

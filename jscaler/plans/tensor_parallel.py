@@ -8,6 +8,10 @@ The first kernel of a pair is cut by columns, the second by rows; what lies betw
 Σ is an all-reduce of the activations in the forward pass ("g"); its mirror in front of each pair ("f") is one in the
 backward pass: two and two per layer. Parameters, gradients and optimizer state of the pairs lie in parts; everything else
 is copied.
+
+Queries, keys and values may be one kernel. Of shape (d, 3, h, k) it is split by heads and nothing else is sent. A flat one,
+(d, 3·h·k), or a gate and an up in one (d, 2·f), lies in contiguous columns, which are not those of whole heads: what it
+makes is dealt out to them by one exchange forward and one backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +33,8 @@ def tensor_parallel(columns: Dims | Sequence[str] = COLUMNS) -> Callable[..., No
     Args:
         columns: shell patterns of kernels among the step's inputs, or ``{pattern: dim}``; a dim counts from the end if
             negative, so that it holds for stacked layers too. Without one it is the first dim that the kernel's
-            contraction leaves: the heads of (d, h, k), the columns of (d, f). Where two reach one op, the kernel that is
-            first among the inputs decides.
+            contraction leaves, and nothing takes apart: the heads of (d, h, k) and (d, 3, h, k), the columns of (d, f).
+            Where two reach one op, the kernel that is first among the inputs decides.
 
     Raises (when the plan is made):
         UnknownNameError: no kernel matches.

@@ -199,9 +199,10 @@ def _finer(analysis: Analysis, given: FactorNames) -> tuple[tuple[int, int, tupl
     for index, dim, leaves, factors in _dims(analysis, given):
         sizes = [size for _, size in factors]
         mine = [analysis.atoms.size[leaf] for leaf in leaves]
+        if mine == sizes or not math.prod(mine) or math.prod(mine) != math.prod(sizes):  # the same, or empty, or others
+            continue
         pieces, matched = common_refinement(mine, sizes)
-        same = math.prod(mine) == math.prod(sizes) and mine != sizes
-        if same and matched and [size for _, size in pieces] == [size for size in sizes if size != 1]:
+        if matched and [size for _, size in pieces] == [size for size in sizes if size != 1]:
             found.append((index, dim, tuple(sizes)))
     return tuple(found)
 

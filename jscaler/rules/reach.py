@@ -3,14 +3,16 @@
 from collections import deque
 
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Op, PTensor, Rule
+from jscaler.ir.rule import DimFactors
 
 
 def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
     """For every op that dim ``dim`` of ``tensor`` reaches, forwards or backwards along the dataflow, its factor.
 
-    A dim that an op refines is followed on its major sub-dim, where a contiguous part of the dim lies; of several
-    factors the one that comes first in the rule is given.
+    A dim that an op refines is followed on its major sub-dim, where a contiguous part of the dim lies, or if that is
+    blocked on the first that is not: of a flat (3 h k), which attention takes apart, on the heads. Of several factors
+    the one that comes first in the rule is given.
     """
     if not 0 <= dim < len(tensor.shape):
         raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}")
@@ -43,14 +45,19 @@ def _factors_at(graph: Graph, op: Op, tensor: PTensor, dim: int) -> list[str]:
     found: list[str] = []
     for mine, factors in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
         if mine == tensor:
-            found += factors[dim][:1]  # the major sub-dim: where a contiguous part of the dim lies
+            found += _leading(rule, factors[dim])
     return found
 
 
 def _carriers(graph: Graph, op: Op, factor: str) -> list[tuple[PTensor, int]]:
     rule = graph.rule(op)
     tensors = (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True))
-    return [(t, d) for t, dims in tensors for d, names in enumerate(dims) if names[:1] == (factor,)]
+    return [(t, d) for t, dims in tensors for d, names in enumerate(dims) if _leading(rule, names) == [factor]]
+
+
+def _leading(rule: Rule, names: DimFactors) -> list[str]:
+    """The sub-dim that stands for a dim; none where the dim has no factor."""
+    return [n for n in names if rule.factors[n].splittable][:1] or list(names[:1])
 
 
 def _first(graph: Graph, op: Op, names: set[str]) -> str:

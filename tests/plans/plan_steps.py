@@ -1,6 +1,7 @@
 """Train steps of the plans' tests: a small GPT and an MLP, and the checks that every plan is held to."""
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,13 @@ Step = Callable[..., Any]
 
 def train_step(model: nn.Module, tx: optax.GradientTransformation = TX) -> Step:
     """A step on ``batch`` of ``x`` (or tokens) and labels."""
+    training = "train" in inspect.signature(type(model).__call__).parameters
+    options: dict[str, Any] = {"train": True, "rngs": {"dropout": jax.random.key(7)}} if training else {}
 
     def step(state: Any, batch: dict[str, jax.Array]) -> Any:
         def loss_fn(params: Any) -> jax.Array:
             data = batch["x"] if "x" in batch else batch["tokens"]
-            logits = jnp.asarray(model.apply({"params": params}, data, train=True, rngs={"dropout": jax.random.key(7)}))
+            logits = jnp.asarray(model.apply({"params": params}, data, **options))
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
         loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
@@ -47,7 +50,7 @@ def gpt(tx: optax.GradientTransformation = TX, **changes: Any) -> tuple[Step, tu
     sizes = {"hidden": 16, "layers": 1, "heads": 4, "sequence": 8, "vocabulary": 32, **changes}
     model = GPT(GPTConfig(**sizes, param_dtype=jnp.zeros(()).dtype))
     tokens = np.random.default_rng(0).integers(0, 32, (8, 9), np.int32)
-    return _with_arguments(model, tx, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, tokens[:1, :-1])
+    return with_arguments(model, tx, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, tokens[:1, :-1])
 
 
 def gpt_nnx() -> tuple[Step, tuple[Any, Any]]:
@@ -71,10 +74,11 @@ def mlp(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:
     draws = np.random.default_rng(0)
     x = np.asarray(draws.normal(size=(24, 8)), jnp.zeros(()).dtype)
     model = MLP(hidden=16, layers=4, out=8, param_dtype=jnp.zeros(()).dtype)
-    return _with_arguments(model, tx, {"x": x, "labels": draws.integers(0, 8, 24)}, x)
+    return with_arguments(model, tx, {"x": x, "labels": draws.integers(0, 8, 24)}, x)
 
 
-def _with_arguments(model: nn.Module, tx: optax.GradientTransformation, batch: Any, example: Any) -> Any:
+def with_arguments(model: nn.Module, tx: optax.GradientTransformation, batch: Any, example: Any) -> Any:
+    """The step of a model, and its arguments; ``example`` is what it is initialised with."""
     params = jax.eval_shape(functools.partial(model.init, jax.random.key(0)), example)["params"]
     draws = np.random.default_rng(1)
     params = jax.tree.map(lambda p: jnp.asarray(draws.normal(size=p.shape) * 0.5, p.dtype), params)

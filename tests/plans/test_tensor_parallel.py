@@ -1,8 +1,26 @@
 """Megatron's split: two all-reduces of activations per layer in the forward pass, two in the backward pass."""
 
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from plan_steps import COLUMNS, activations, assert_same_numbers, collectives, gpt, gpt_nnx, mlp, planned
+from plan_steps import (
+    COLUMNS,
+    Step,
+    activations,
+    assert_same_numbers,
+    collectives,
+    gpt,
+    gpt_nnx,
+    mlp,
+    planned,
+    with_arguments,
+)
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.plans import tensor_parallel
@@ -41,7 +59,50 @@ def test_optimizer_state_lies_with_its_parameter() -> None:
         assert any(layouts[0].cuts), kernel
 
 
-@pytest.mark.parametrize(("make", "columns"), [(gpt, None), (gpt_nnx, None), (mlp, COLUMNS)])
+class Fused(nn.Module):
+    """A block whose queries, keys and values are one kernel, flat or (d, 3, h, k), and gate and up another."""
+
+    flat: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # b s d -> b s d
+        dense = functools.partial(nn.DenseGeneral, use_bias=not self.flat, param_dtype=x.dtype, dtype=x.dtype)
+        if self.flat:
+            parts = jnp.split(dense(48, name="qkv")(x), 3, axis=-1)
+            q, k, v = (part.reshape(*x.shape[:2], 4, 4) for part in parts)
+        else:
+            q, k, v = jnp.moveaxis(dense((3, 4, 4), name="qkv")(x), 2, 0)
+        weights = nn.softmax(jnp.einsum("bshk,bthk->bhst", q, k))
+        mixed = jnp.einsum("bhst,bthk->bshk", weights, v)
+        x = x + dense(16, axis=(-2, -1), name="out")(mixed)
+        units = dense(32 if self.flat else (2, 16), name="wi")(x)
+        gate, up = jnp.split(units, 2, axis=-1) if self.flat else jnp.moveaxis(units, 2, 0)
+        return x + dense(16, name="wo")(nn.silu(gate) * up)
+
+
+def fused(flat: bool) -> tuple[Step, tuple[Any, Any]]:
+    draws = np.random.default_rng(0)
+    x = np.asarray(draws.normal(size=(4, 8, 16)), jnp.zeros(()).dtype)
+    return with_arguments(Fused(flat), optax.sgd(1e-4, momentum=0.9), {"x": x, "labels": draws.integers(0, 16, (4, 8))}, x)
+
+
+FLAT, FOUR_DIMS = functools.partial(fused, True), functools.partial(fused, False)
+
+
+@pytest.mark.parametrize("make", [FLAT, FOUR_DIMS])
+def test_fused_kernels_are_split_by_heads_and_units(make: Any) -> None:
+    plan = planned(tensor_parallel(), make(), 4)
+    attention = [op for op in plan.graph.forward() if op.path.startswith("dot")]
+    assert len(attention) == 2  # scores and mix
+    for op in attention:
+        assert sum(map(bool, plan.completed.ops[op.path].placement.factors.values())) == 1, op.path
+    found = activations(plan)
+    assert found.pop("all_reduce") == 3  # out, wo, and the gradient in front of wi; none in front of the first kernel
+    # A flat kernel lies in columns: what it makes is dealt to heads (and units), each way once.
+    assert sum(found.values()) == (4 if make is FLAT else 0)
+
+
+@pytest.mark.parametrize(("make", "columns"), [(gpt, None), (gpt_nnx, None), (mlp, COLUMNS), (FLAT, None)])
 def test_the_numbers_are_those_of_one_device(make: object, columns: object) -> None:
     assert_same_numbers(tensor_parallel(columns) if columns else tensor_parallel(), make, 4)  # type: ignore[arg-type]
 

@@ -84,6 +84,22 @@ def test_a_refined_dim_is_followed_on_its_major_part() -> None:
     assert len(reached) == len(graph.ops)
 
 
+def test_a_refined_dim_that_is_taken_apart_is_followed_on_its_first_part_that_can_be_split() -> None:
+    def attention(x: jax.Array, w: jax.Array) -> jax.Array:  # b d, d (3 h k) -> h h
+        with jax.named_scope("project"):
+            y = x @ w
+        with jax.named_scope("heads"):
+            q, k, v = (part.reshape(2, 2, 5) for part in jnp.split(y, 3, axis=1))
+            return jnp.tanh(q) * k + v
+
+    graph = graph_of(attention, np.ones((2, 4), np.float32), np.ones((4, 30), np.float32))
+    reached = {op.path: graph.rule(op).factors[name] for op, name in graph.factor_of("w", 1).items()}
+    assert {path: (f.size, f.kind) for path, f in reached.items()} == {
+        "project/dot": (30, "parallel"),
+        "heads/tanh": (2, "parallel"),
+    }
+
+
 def test_a_dim_that_is_not_there(graph: Graph) -> None:
     with pytest.raises(PlanError, match=r"'batch/tokens' of shape \(4, 3\) has no dim 2"):
         graph.factor_of("batch/tokens", 2)
