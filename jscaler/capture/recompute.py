@@ -132,28 +132,49 @@ def _clone_loop(loop: Loop, table: Mapping[PTensor, PTensor], names: Mapping[str
 
 
 def without_dead_clones(graph: Graph) -> Graph:
-    """``graph`` without clones that nobody reads, nor fences of what nobody reads."""
+    """``graph`` without clones that nobody reads, nor fences of what nobody reads.
+
+    A cloned loop may be left without ops, for the slices of its stacks, which a backward loop reads.
+    """
     ops, loops = list(graph.ops), dict(graph.loops)
     while True:
         uses = Counter(t for op in ops for t in op.inputs)
         uses.update(graph.outputs)
         for loop in loops.values():
             uses.update((*loop.operands, *loop.returned))
-        kept = []
-        for op in reversed(ops):
-            if op.anywhere == "fence":
-                pairs = [(a, b) for a, b in zip(op.inputs, op.outputs, strict=True) if uses[b]]
-                op = dataclasses.replace(op, inputs=tuple(a for a, _ in pairs), outputs=tuple(b for _, b in pairs))
-                kept += [op] if pairs else []
-            elif op.again is None or any(uses[t] for t in op.outputs):
-                kept.append(op)
-            else:
-                uses.subtract(op.inputs)
+        kept = _alive(ops, loops, uses)
         there = {name for op in kept for name in chain_of(op.loop, loops)}
-        trimmed = {n: _trimmed(loop, uses) if AGAIN in n else loop for n, loop in loops.items() if n in there}
+        trimmed = {n: _trimmed(loop, uses) if AGAIN in n else loop for n, loop in loops.items()}
+        there |= {name for n in trimmed if any(uses[t] for t in trimmed[n].inner) for name in chain_of(n, loops)}
+        trimmed = {n: loop for n, loop in trimmed.items() if n in there}
         if len(kept) == len(ops) and trimmed == loops:
             return dataclasses.replace(graph, ops=tuple(ops), loops=loops)
-        ops, loops = kept[::-1], trimmed
+        ops, loops = kept, trimmed
+
+
+def _alive(ops: Sequence[Op], loops: Mapping[str, Loop], uses: Counter[PTensor]) -> list[Op]:
+    """The ops without clones whose results are not in ``uses``, from which is taken what those read."""
+    kept: list[Op] = []
+    # what a loop hands through (a carry that stays as it is) may be read where no op in it is: then one stays
+    anchors: dict[str, Op] = {}
+    for op in ops:
+        for name in chain_of(op.loop, loops):
+            anchors.setdefault(name, op)
+    for op in reversed(ops):
+        around = chain_of(op.loop, loops)
+        if op.anywhere == "fence":
+            pairs = [(a, b) for a, b in zip(op.inputs, op.outputs, strict=True) if uses[b]]
+            op = dataclasses.replace(op, inputs=tuple(a for a, _ in pairs), outputs=tuple(b for _, b in pairs))
+            kept += [op] if pairs else []
+            continue
+        needed = any(anchors.get(name) is op and any(uses[t] for t in loops[name].results) for name in around)
+        if op.again is None or any(uses[t] for t in op.outputs) or needed:
+            kept.append(op)
+            for name in around:
+                anchors.pop(name, None)
+        else:
+            uses.subtract(op.inputs)
+    return kept[::-1]
 
 
 def _trimmed(loop: Loop, uses: Counter[PTensor]) -> Loop:

@@ -48,7 +48,8 @@ class _Threader:
             outside = {t: self.read(t, loop.parent) for t in loop.operands}
             inside = {t: self.read(t, name) for t in loop.returned}
             self.loops[name] = self.loops[name].renamed(outside, inside)
-        return dataclasses.replace(self.graph, ops=ops, loops=self.loops)
+        there = {name for op in ops for name in chain_of(op.loop, self.loops)}  # a clone may have been left without ops
+        return dataclasses.replace(self.graph, ops=ops, loops={n: loop for n, loop in self.loops.items() if n in there})
 
     def _op(self, op: Op) -> Op:
         table = {t: self.read(t, op.loop) for t in dict.fromkeys(op.inputs)}

@@ -167,7 +167,7 @@ class _Completer(LoopMixin):
         todo = [(op, placement)]
         while todo:
             op, placement = todo.pop()
-            placement = dataclasses.replace(placement, chunks=self._chunks(op))
+            placement = dataclasses.replace(placement, chunks=self._fitting_chunks(op, placement))
             done = self._lay_out(op, placement)
             self.ops[op.path] = done
             if op.anywhere == "sum":
@@ -202,8 +202,9 @@ class _Completer(LoopMixin):
             if len(names) != len(cuts):
                 return copy
             factors.update({name: axes for name, axes in zip(names, cuts, strict=True) if axes})
+        chunks = self._chunks(op)
         legal = all(
-            rule.factors[f].kind != "blocked" and rule.factors[f].size % self.mesh.size(axes) == 0
+            rule.factors[f].kind != "blocked" and rule.factors[f].size % (self.mesh.size(axes) * chunks.get(f, 1)) == 0
             for f, axes in factors.items()
         )
         return dataclasses.replace(copy, factors=factors) if legal else copy
@@ -289,6 +290,15 @@ class _Completer(LoopMixin):
             f: n
             for f, n in found.items()
             if f in rule.factors and rule.factors[f].kind != "blocked" and f not in overlapping
+        }
+
+    def _fitting_chunks(self, op: Op, placement: Placement) -> Mapping[str, int]:
+        """The chunks of ``op`` that its parts divide into: a backward may be split in another way than its forward."""
+        chunks = self._chunks(op)
+        factors = self.book.rule(op).factors if chunks else {}
+        parts = placement.parts(self.mesh)
+        return {
+            f: n for f, n in chunks.items() if f not in placement.sizes and factors[f].size % (parts.get(f, 1) * n) == 0
         }
 
     def _fill(self, op: Op, chosen: Placement) -> Placement:

@@ -40,6 +40,7 @@ class Chunks:
         self.walked = frozenset(leaves)
         self.whole = Localizer(analysis, parts, sizes)
         finer = {leaf: parts.get(leaf, 1) * (count if leaf in self.walked else 1) for leaf in (*parts, *leaves)}
+        assert all(analysis.atoms.size[leaf] % finer[leaf] == 0 for leaf in leaves), "chunks that do not divide their part"
         self.chunk = Localizer(analysis, finer, sizes)
         self.leaves = self.whole.leaves
 

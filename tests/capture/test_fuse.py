@@ -154,6 +154,20 @@ def test_the_backward_is_chunked_too() -> None:
         assert "scan" in [e.primitive.name for e in task.jaxpr.eqns]
 
 
+def split_on_its_own(graph: Any, devices: np.ndarray) -> None:
+    """A forward that runs in chunks, and a backward of which each device has so little that it cannot."""
+    chunked = graph.op_trans("up/dot", Split(("kernel", 1), devices.size), Chunk("a", 8))
+    graph.op_assign(chunked, devices)
+    graph.op_assign(graph.op_trans("up/dot@backward", Split("a", devices.size)), devices)
+
+
+def test_a_backward_that_is_split_in_another_way_runs_in_chunks_only_if_they_divide_its_parts() -> None:
+    plan = planned(split_on_its_own, 4, tied_loss)
+    used = [plan.completed.ops[p].placement.describe(plan.completed.mesh) for p in ("up/dot", "up/dot@backward")]
+    assert used == ["c:4 a:8 chunks", "a:4"]
+    assert_same_numbers(split_on_its_own, 4, tied_loss)
+
+
 def test_a_finished_plan_fuses_again() -> None:
     step = jscaler.parallelize(chunked_parts, devices=2)(jscaler.value_and_grad(tied_loss))
     plan = step.lower(make_params(), make_batch()).plan.plan

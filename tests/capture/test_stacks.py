@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 from capture.reference import check_graph, graph_of
 from jax import lax
-from lower.layers import HIDDEN, LAYERS, PROGRAMS, UP, batch, net_batch, net_state, net_step, params, step_of
+from lower.layers import (
+    HIDDEN,
+    LAYERS,
+    PROGRAMS,
+    UP,
+    batch,
+    handed_through,
+    net_batch,
+    net_state,
+    net_step,
+    params,
+    step_of,
+)
 
 import jscaler
 from jscaler.capture.bodies import BodyTable
@@ -36,7 +48,7 @@ def net() -> Graph:
     return graph_of(net_step(False), net_state(), net_batch())
 
 
-@pytest.mark.parametrize("loss_fn", PROGRAMS[2::2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", [*PROGRAMS[2::2], handed_through], ids=lambda f: f.__name__)
 def test_the_graph_computes_what_jax_does(loss_fn: Callable[..., Any]) -> None:
     with jax.enable_x64(True):
         graph = check_graph(step_of(loss_fn), params(), batch(), tolerance=1e-11)

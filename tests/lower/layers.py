@@ -175,6 +175,24 @@ def checkpointed_stacks(p: Any, b: Any) -> Any:
     return x.sum() + (more**2).sum()
 
 
+def handed_through(p: Any, b: Any) -> Any:
+    """Checkpointed stacks of which the backward reads the slices alone, or what passes unchanged or changes places."""
+    h = b["x"] @ p["s"]
+    inner = lambda v: lax.scan(lambda c, w: (c, h @ w), 0.0, v)[1]  # noqa: E731
+    every = jax.checkpoint(lambda v: lax.scan(lambda c, w: (c, inner(w)), 0.0, v)[1])(p["v"])
+
+    def region(x: Any) -> Any:
+        def body(carry: Any, w: Any) -> Any:
+            first, second, same, y = carry
+            return (second, first, same, jnp.tanh(y @ w)), (w, second)
+
+        (first, second, same, y), (ws, seconds) = lax.scan(body, (x, x * 2, x * 3, x), p["w"])
+        return jnp.sin(first) * jnp.cos(second) * jnp.tan(same) * jnp.sin(ws.sum()) * jnp.cos(seconds).sum(0), y
+
+    z, y = jax.checkpoint(region)(h)
+    return (every**2).sum() + (z**2).sum() + y.sum()
+
+
 def barely_loops(p: Any, b: Any) -> Any:
     """A body that computes nothing that is read, none at all, no iterations, results that are literals."""
 
