@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, shape, shape_struct
 from jscaler.capture.op_rule import ELLIPSIS, Matched, OpRule, Words, as_rule
-from jscaler.capture.user_op import op_p
+from jscaler.capture.user_op import Call, op_p
 from jscaler.errors import RuleError
 from jscaler.ir.mask import Combiner
 from jscaler.rules.table import Dims, Label, Spec
@@ -117,14 +117,15 @@ def bind_part(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims) -> li
     """The results of one part of an equation whose rule a user wrote; None for any other.
 
     Raises:
-        RuleError: the results have not the shapes that the rule says.
+        RuleError: the function fails at part shapes, or its results have not the shapes that the rule says.
     """
     rule = matched_rule(eqn)
     if rule is None:
         return None
     if eqn.primitive is op_p:
-        call = eqn.params["call"].at(_word_parts(eqn, rule, subdims))
-        name, results = call.name, call(*values)
+        parts = _word_parts(eqn, rule, subdims)
+        call = eqn.params["call"].at(parts)
+        name, results = call.name, _called(call, values, parts, rule)
     else:
         name, results = eqn.primitive.name, _bind_registered(eqn, values, subdims)
     for i, (result, var) in enumerate(zip(results, eqn.outvars, strict=True)):
@@ -134,6 +135,21 @@ def bind_part(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims) -> li
                 f"{_part_shape(var, subdims)}, of {shape(var)} in all",
             )  # fmt: skip
     return results
+
+
+def _called(call: Call, values: Sequence[Any], parts: Mapping[str, int], rule: Matched) -> list[Any]:
+    try:
+        return call(*values)
+    except Exception as error:
+        cut = ", ".join(f"'{name}' in {count} parts" for name, count in parts.items() if count > 1)
+        if not cut or isinstance(error, RuleError):
+            raise
+        shapes = ", ".join(str(list(v.shape)) for v in values)
+        name = getattr(call, "name", call)
+        raise RuleError(
+            str(rule.text), f"'{name}' fails on parts of shapes {shapes} ({cut}): {error}; it must work at part shapes, or "
+            "block the factor"
+        ) from error  # fmt: skip
 
 
 def _bind_registered(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims) -> list[Any]:
