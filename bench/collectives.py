@@ -128,7 +128,7 @@ def sent_by_kind(text: str) -> dict[str, float]:
 
     table: dict[str, float] = {}
     for one in collectives(text):
-        table[one.kind] = table.get(one.kind, 0.0) + one.sent
+        table[one.kind] = table.get(one.kind, 0.0) + one.times * one.sent
     return table
 
 

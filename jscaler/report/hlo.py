@@ -1,15 +1,18 @@
 """Collectives of a compiled program, read from its HLO: kind, members in order, and bytes that each device sends.
 
-Bytes and members are exact on CPU and on GPU. Counts are those of the text: an op in a loop counts once, and XLA merges
-neighbours: into one op with a tuple result, all-reduces on GPU into one array that holds them all (``AS_WRITTEN`` keeps
-them apart). An asynchronous pair counts once, at its start, whose tuple holds inputs too.
+Bytes and members are exact on CPU and on GPU. A loop's body stands in the text once: its collectives are found once, and
+say how many ``times`` they run; totals count every run. XLA merges neighbours: into one op with a tuple result, all-reduces
+on GPU into one array that holds them all (``AS_WRITTEN`` keeps them apart). An asynchronous pair counts once, at its start,
+whose tuple holds inputs too.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jscaler.report.hlo_loops import times
 from jscaler.report.replica_groups import Groups, replica_groups
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -61,9 +64,10 @@ class Collective:
         nbytes: payload, the larger of what one device puts in and gets out.
         members: devices per group; 2 for a permute.
         dtypes: of the arrays, each once.
-        sent: bytes that one device sends, on average over all devices, in the convention of our transition table.
+        sent: bytes that one device sends each time, on average over all devices, in the convention of our transition table.
         groups: devices that exchange, in order (positions in the program's device list); empty for a permute.
         pairs: sender and receiver of each message of a permute, which may be one device; else empty.
+        times: how often it runs, as far as the text says how many iterations its loops have.
     """
 
     kind: str
@@ -74,10 +78,11 @@ class Collective:
     sent: float = 0.0
     groups: Groups = ()
     pairs: tuple[tuple[int, int], ...] = ()
+    times: int = 1
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every collective in the text of a compiled module.
+    """Every collective in the text of a compiled module, each once, in order.
 
     Example:
         >>> line = "%g = f32[32]{0} all-gather(%p), replica_groups={{2,0},{1,3}}, dimensions={0}"
@@ -86,8 +91,11 @@ def collectives(text: str) -> list[Collective]:
     """
     lines = text.splitlines()
     num_devices = _num_devices(lines[0]) if lines else 0
-    matches = ((_OP.match(line), line) for line in lines)
-    return [_collective(match, line, num_devices) for match, line in matches if match]
+    matches = [(match, number) for number, match in enumerate(map(_OP.match, lines)) if match]
+    runs = times(lines) if matches else []
+    return [
+        dataclasses.replace(_collective(match, lines[number], num_devices), times=runs[number]) for match, number in matches
+    ]
 
 
 def _num_devices(header: str) -> int:
@@ -154,7 +162,7 @@ def _nbytes(dtype: str, shape: str) -> int:
 
 @dataclass(frozen=True)
 class Totals:
-    """Collectives of one kind: launches, tensors, payload bytes per device."""
+    """Collectives of one kind: launches, tensors, payload bytes per device; those in loops as often as they run."""
 
     count: int
     arrays: int
@@ -168,5 +176,6 @@ def totals(text: str) -> dict[str, Totals]:
     for kind in KINDS:
         mine = [c for c in every if c.kind == kind]
         if mine:
-            table[kind] = Totals(len(mine), sum(c.arrays for c in mine), sum(c.nbytes for c in mine))
+            launches = sum(c.times for c in mine)
+            table[kind] = Totals(launches, sum(c.times * c.arrays for c in mine), sum(c.times * c.nbytes for c in mine))
     return table

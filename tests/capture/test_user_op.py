@@ -183,3 +183,16 @@ def test_a_part_of_another_shape_than_the_rule_says_is_an_error() -> None:
         jscaler.parallelize(policy("*lambda>", "b"), devices=2)(train(lying)).lower(
             {"kernel": np.ones((4, 6), np.float32)}, np.ones((2, 4, 4), np.float32)
         )
+
+
+def test_a_function_that_fails_at_part_shapes_is_named() -> None:
+    square = jscaler.op("b h -> b h")(lambda x: x @ jnp.ones((4, 4)))
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        (op,) = (op for op in graph.ops if op.name == "<lambda>")
+        graph.op_assign(graph.op_trans(op, Split("h", 2)), devices)
+
+    with pytest.raises(
+        RuleError, match=r"'<lambda>' fails on parts of shapes \[2, 2\] \('h' in 2 parts\): .*; it must work at"
+    ):
+        jscaler.parallelize(policy, devices=2)(square).lower(jnp.ones((2, 4)))
