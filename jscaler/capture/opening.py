@@ -1,8 +1,8 @@
 """Which constructs are opened into ops of the graph, and what their bodies look like.
 
-A ``scan`` whose body holds a contraction is a stack of layers: its body's ops stand in the graph once. A checkpointed
-region (``nn.remat``) that holds one is opened too; its ops remember it. What holds none (a scan that sums a vector) stays
-one op. A construct that takes gradients itself stays closed as well.
+A ``scan`` whose body holds a contraction, or an op with a user's rule, is a stack of layers: its body's ops stand in the
+graph once. A checkpointed region (``nn.remat``) that holds one is opened too; its ops remember it. What holds none (a scan
+that sums a vector) stays one op. A construct that takes gradients itself stays closed as well.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from jax.extend import core
 
 from jscaler.capture.gradient import value_and_grad_p
 from jscaler.capture.jaxprs import CONTRACTIONS, Atom, inner_jaxpr, open_jaxpr, shape
+from jscaler.capture.user_op import op_p
 
 REMAT = frozenset({"remat2", "checkpoint"})
 # A layer's number is a literal of these; as operands, equal layers are equal programs.
@@ -61,7 +62,7 @@ def opens(eqn: core.JaxprEqn) -> bool:
     if eqn.params.get("differentiated"):  # a recomputation that the user's own jax.grad has written out
         return False
     inside = set(_primitives(inner_jaxpr(eqn)[0]))
-    return bool({p.name for p in inside} & CONTRACTIONS) and value_and_grad_p not in inside
+    return (op_p in inside or bool({p.name for p in inside} & CONTRACTIONS)) and value_and_grad_p not in inside
 
 
 def _primitives(jaxpr: core.Jaxpr) -> list[Any]:

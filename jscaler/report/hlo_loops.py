@@ -13,6 +13,7 @@ _WHILE = re.compile(r"\bwhile\(.*\bcondition=%?(?P<condition>[\w.\-]+), body=%?(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
+_LATER = re.compile(r"\basync-(?:update|done)\(")  # they name what their start has begun
 _NUMBER = re.compile(r"= [su](?:32|64)\[\] constant\((\d+)\)")
 
 
@@ -68,8 +69,10 @@ def _calls(line: str, lines: Sequence[str], table: Blocks) -> list[tuple[str, in
         known = _TRIPS.search(line)
         count = int(known[1]) if known is not None else _compared(loop["condition"], lines, table)
         found = [(loop["body"], count)]
-    else:
+    elif _LATER.search(line) is None:
         found = [(name, 1) for name in _named(line)]
+    else:
+        found = []
     return [(name, count) for name, count in found if name in table]
 
 

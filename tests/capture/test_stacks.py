@@ -119,6 +119,16 @@ def test_what_every_layer_reads_and_keys_that_never_change_are_not_saved() -> No
     assert [c.out.shape for c in sums] == [(4, 4)]
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+def test_a_users_op_makes_a_stack_too(wrap: Callable[..., Any]) -> None:
+    """What it holds is not looked into."""
+    layer = jscaler.op("b h, h o -> b o")(lambda x, w: jnp.tanh(x @ w))
+    loss = lambda p, b: lax.scan(wrap(lambda x, w: (layer(x, w), None)), b["x"], p["w"])[0].sum()  # noqa: E731
+    graph = graph_of(lambda p, b: jscaler.value_and_grad(loss)(p, b), params(), batch())
+    assert graph["loss/<lambda>"].loop == "loss/scan"
+    assert graph["loss/<lambda>"].inputs[1].shape == (4, 4)
+
+
 def test_loops_without_contractions_and_those_that_differentiate_stay_one_op() -> None:
     def summed(p: Any, b: Any) -> Any:
         return lax.scan(lambda x, w: (x + w.sum(), None), b["x"], p["w"])[0].sum()

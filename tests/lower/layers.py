@@ -204,7 +204,7 @@ def barely_loops(p: Any, b: Any) -> Any:
     lax.scan(lambda x, w: (x, x @ w), x, p["w"])
     none, nones = lax.scan(lambda x, w: (x @ w, x.sum()), x, p["w"][:0])
     y, (twos, threes) = lax.scan(lambda x, w: (jnp.tanh(x @ w), (2.5, 3)), x, p["w"])
-    return (x * every[1] * none).sum() + nones.sum() + y.sum() * twos.sum() * threes.sum()
+    return (x * every[1] * none).sum() + nones.sum() + y.sum() * jnp.sum(twos) * jnp.sum(threes)
 
 
 PROGRAMS = (shared_and_stacked, many_carries, unread_and_replaced, loops_in_loops, checkpointed, checkpointed_stacks)
