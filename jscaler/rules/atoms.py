@@ -49,12 +49,15 @@ class Atoms:
                 continue
             if self.size[x] == self.size[y]:
                 self._union(x, y)
-            elif self.size[x] % self.size[y] == 0:
+            elif self.size[y] and self.size[x] % self.size[y] == 0:
                 left += self._refine(x, self.size[y])
                 right.append(y)
-            elif self.size[y] % self.size[x] == 0:
+            elif self.size[x] and self.size[y] % self.size[x] == 0:
                 right += self._refine(y, self.size[x])
                 left.append(x)
+            elif (common := math.gcd(self.size[x], self.size[y])) > 1:
+                left += self._refine(x, common)
+                right += self._refine(y, common)
             else:
                 self.block([*left, x, *right, y], f"{where} mixes parts of sizes {self.size[x]} and {self.size[y]}")
                 return

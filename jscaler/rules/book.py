@@ -20,7 +20,7 @@ from jscaler.rules.expansion import Site, Step
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reach import reached_factors
-from jscaler.rules.table import common_refinement
+from jscaler.rules.reshapes import common_refinement
 from jscaler.rules.user_rules import user_names
 
 
@@ -201,8 +201,7 @@ def _finer(analysis: Analysis, given: FactorNames) -> tuple[tuple[int, int, tupl
         mine = [analysis.atoms.size[leaf] for leaf in leaves]
         if mine == sizes or not math.prod(mine) or math.prod(mine) != math.prod(sizes):  # the same, or empty, or others
             continue
-        pieces, matched = common_refinement(mine, sizes)
-        if matched and [size for _, size in pieces] == [size for size in sizes if size != 1]:
+        if common_refinement(mine, sizes) == ([size for size in sizes if size != 1], True):
             found.append((index, dim, tuple(sizes)))
     return tuple(found)
 

@@ -4,6 +4,7 @@ from jscaler.rules import indexing, pieces
 from jscaler.rules import others as o
 from jscaler.rules import table as t
 from jscaler.rules import windows as w
+from jscaler.rules.reshapes import reshape
 
 ELEMENTWISE = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
@@ -35,7 +36,7 @@ TABLE: dict[str, t.SpecFunction] = {
     "convert_element_type": t.convert,
     "broadcast_in_dim": t.broadcast_in_dim,
     "bitcast_convert_type": t.bitcast,
-    "reshape": t.reshape,
+    "reshape": reshape,
     "transpose": t.transpose,
     "squeeze": t.squeeze,
     "expand_dims": t.expand_dims,

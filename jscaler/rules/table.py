@@ -6,7 +6,6 @@ label in ``blocked`` cannot be split. Dims of size 1 carry no label, since JAX b
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,72 +182,6 @@ def expand_dims(eqn: core.JaxprEqn) -> Spec:
     new = {d % len(shape(eqn.outvars[0])) for d in eqn.params["dimensions"]}
     result = tuple(() if i in new else source.pop(0) for i in range(len(shape(eqn.outvars[0]))))
     return Spec((dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0])))),), (result,), linear="move")
-
-
-def reshape(eqn: core.JaxprEqn) -> Spec:
-    """Match sizes from the minor end; where one side is a multiple, the larger dim is refined."""
-    order = eqn.params.get("dimensions")  # lax.reshape may transpose first
-    if order is None:
-        return _reshape(eqn, shape(eqn.invars[0]))
-    spec = _reshape(eqn, tuple(shape(eqn.invars[0])[d] for d in order))
-    operand = tuple(spec.operands[0][order.index(d)] for d in range(len(order)))
-    return dataclasses.replace(spec, operands=(operand,))
-
-
-def _reshape(eqn: core.JaxprEqn, source: tuple[int, ...]) -> Spec:
-    target = shape(eqn.outvars[0])
-    if 0 in source:
-        return _blocked_remainder(source, target, ((),) * len(source), ((),) * len(target))
-    pieces, matched = common_refinement(source, target)
-    operand, result = _group(pieces, source), _group(pieces, target)
-    return Spec((operand,), (result,), linear="move") if matched else _blocked_remainder(source, target, operand, result)
-
-
-def common_refinement(a: Sequence[int], b: Sequence[int]) -> tuple[list[Label], bool]:
-    """The sizes (as labels, major first) whose products make both shapes, and whether they match down to the major end.
-
-    Example: ``(6, 4)`` and ``(3, 8)`` have the common refinement ``(3, 2, 4)``; ``(4, 9)`` and ``(6, 6)`` share nothing.
-    """
-    left, right = [s for s in a if s != 1], [s for s in b if s != 1]
-    found: list[int] = []
-    while left and right:
-        small, large = sorted((left[-1], right[-1]))
-        if not small or large % small:
-            return list(enumerate(found[::-1])), False
-        found.append(small)
-        for side in (left, right):
-            size = side.pop()
-            if size != small:
-                side.append(size // small)
-    return list(enumerate(found[::-1])), True
-
-
-def _group(pieces: list[Label], sizes: Sequence[int]) -> Dims:
-    """Deal ``pieces`` (major first) out to dims of ``sizes``; what does not fit the majors stays out."""
-    rest = list(pieces)
-    result = []
-    for size in reversed(sizes):
-        dim: list[Label] = []
-        while rest and math.prod(s for _, s in dim) < size and size % (math.prod(s for _, s in dim) * rest[-1][1]) == 0:
-            dim.insert(0, rest.pop())
-        result.append(tuple(dim))
-    return tuple(reversed(result))
-
-
-def _blocked_remainder(source: tuple[int, ...], target: tuple[int, ...], operand: Dims, result: Dims) -> Spec:
-    """Give each dim that the labels do not fill a label of its own, blocked."""
-    blocked: dict[Label, str] = {}
-
-    def fill(side: str, labels: Dims, sizes: tuple[int, ...]) -> Dims:
-        full = []
-        for i, (dim, size) in enumerate(zip(labels, sizes, strict=True)):
-            rest = size // math.prod(s for _, s in dim)
-            extra = (((side, i), rest),) if rest != 1 else ()
-            blocked.update(dict.fromkeys(extra, "a reshape mixes it with its neighbour"))
-            full.append((*extra, *dim))
-        return tuple(full)
-
-    return Spec((fill("in", operand, source),), (fill("out", result, target),), blocked=blocked, linear="move")
 
 
 def iota(eqn: core.JaxprEqn) -> Spec:

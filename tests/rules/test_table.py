@@ -14,7 +14,6 @@ from jax.extend.core import primitives
 from parts import check, check_both, fragment
 
 from jscaler.rules.registry import ELEMENTWISE, TABLE
-from jscaler.rules.table import common_refinement
 
 rng = np.random.default_rng(0)
 
@@ -89,6 +88,12 @@ PRIMITIVES = {p.name: p for p in vars(primitives).values() if hasattr(p, "bind")
 
 
 ELEMENTWISE_HERE = [n for n in ELEMENTWISE.split() if n in PRIMITIVES]
+
+
+def elementwise_call(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function that binds an elementwise primitive, and operands that it takes."""
+    operands = OPERANDS.get(name, lambda: tuple(real(*S) for _ in range(1 + (name in BINARY))))()
+    return lambda *xs: PRIMITIVES[name].bind(*xs, **PARAMS.get(name, {})), operands
 
 
 @pytest.mark.parametrize("names", [ELEMENTWISE_HERE[i : i + 8] for i in range(0, len(ELEMENTWISE_HERE), 8)], ids=" ".join)
@@ -424,21 +429,6 @@ def test_a_layer_in_one_piece() -> None:
     assert {f.name: f.kind for f in made.rule.factors.values()} == {
         "a": "parallel", "b": "parallel", "c": "blocked", "d": "reduction", "e": "parallel",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "pieces", "matched"),
-    [
-        ((6, 4), (3, 8), [3, 2, 4], True),
-        ((2, 3, 4), (24,), [2, 3, 4], True),
-        ((4, 9), (6, 6), [], False),
-        ((6, 15, 2), (10, 18), [2], False),
-        ((1, 4, 1), (2, 1, 2), [2, 2], True),
-        ((), (1, 1), [], True),
-    ],
-)
-def test_common_refinement(a: tuple[int, ...], b: tuple[int, ...], pieces: list[int], matched: bool) -> None:
-    assert common_refinement(a, b) == (list(enumerate(pieces)), matched)
 
 
 def test_a_cast_that_narrows_a_partial_sum_blocks() -> None:
