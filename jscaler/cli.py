@@ -20,9 +20,14 @@ app = typer.Typer(
     help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
+PLAN_HELP = (
+    'built-in plan, with arguments if wanted: "megatron(dp=2, tp=4)"; or a policy of yours: path.py:function. Built in are '
+    + ", ".join(plans.PLANS)
+)
+
 Model = Annotated[str, typer.Option(help="model to train: gpt or moe (a mixture of experts)")]
 Size = Annotated[str, typer.Option(help="its size: nano, mini, 125m, 1.3b, …")]
-PlanName = Annotated[str, typer.Option("--plan", help="built-in plan, or a policy of yours: path.py:function")]
+PlanName = Annotated[str, typer.Option("--plan", help=PLAN_HELP)]
 Devices = Annotated[int | None, typer.Option(help="number of devices; all by default")]
 Platform = Annotated[str | None, typer.Option(help="'cpu' makes as many virtual CPU devices as are asked for")]
 Data = Annotated[Path | None, typer.Option(help="text file or folder; Python's own documentation by default")]
@@ -48,7 +53,7 @@ def train(
 ) -> None:
     """Train a model on text under a plan.
 
-    Example: jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu
+    Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
     """
     from jscaler.train import train as run
 

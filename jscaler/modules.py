@@ -1,7 +1,8 @@
 """A Flax module, linen or nnx, whose forward runs in parallel: what `jscaler.parallelize` makes of a module.
 
 The forward is a step like any other: its arguments lie at ``batch/...``, so that ``data_parallel`` splits them all; what
-is no array (a flag, a name) is a compile-time constant. Parameters are moved into the plan's layout once.
+is no array (a flag, a name) is a compile-time constant. Parameters are moved into the plan's layout once. Inside another
+trace (a parallelized train step, ``jax.jit``, ``jax.grad``) the module is what it was: the plan around it decides.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import jax
 import jax.core
 import numpy as np
 
+from jscaler import graph_nodes
 from jscaler.errors import CaptureError
 
 ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -66,6 +68,20 @@ def _method_signature(method: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+def _bound(
+    module: type, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments by name; a mistake names the module."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{module.__name__}{signature}: {error}") from None
+
+
+def _traced(values: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
 class Placed:
     """Arrays in a plan's layout, remembered by the array they were made of for as long as that one lives."""
 
@@ -106,6 +122,8 @@ class LinenForward:
         self.step = parallelize(forward)
 
     def apply(self, module: Any, variables: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if _traced((variables, args, kwargs)):
+            return self.module.apply(module, variables, *args, **kwargs)
         call = self._call(module, variables, args, kwargs)
         compiled = self.step.compiled(call)
         return compiled.run(self._leaves(call, compiled), call.nodes)
@@ -140,7 +158,7 @@ class LinenForward:
         }
         for name, value in options.items():
             _check_constant(name, type(value), value)
-        bound = _method_signature(self._method(options["method"])).bind(*args, **kwargs)
+        bound = _bound(self.module, _method_signature(self._method(options["method"])), args, kwargs)
         batch, constants = divide(bound.arguments, options.items())
         return variables, batch, rngs, constants
 
@@ -172,6 +190,7 @@ def linen_class(module: type, parallelize: Callable[[Callable[..., Any]], Any]) 
 
     # set after the class is made: linen wraps what a class body holds as methods of the model
     for function in (apply, place, lower):
+        function.__qualname__ = f"{made.__qualname__}.{function.__name__}"
         setattr(made, function.__name__, function)
     return made
 
@@ -188,6 +207,7 @@ class NnxForward:
     """``__call__`` of an nnx module class under a plan. Parameters move into its layout at the first call and stay."""
 
     def __init__(self, module: type, parallelize: Callable[[Callable[..., Any]], Any]):
+        self.module = module
         self.signature = _method_signature(module.__call__)
 
         def forward(model: Any, batch: Any, constants: Constants) -> Any:
@@ -198,13 +218,15 @@ class NnxForward:
         self.step = parallelize(forward)
 
     def __call__(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if _traced((args, kwargs, graph_nodes.flax_nnx().state(model))):
+            return self.module.__call__(model, *args, **kwargs)
         return self.step(*self.arguments(model, args, kwargs))
 
     def lower(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self.step.lower(*self.arguments(model, args, kwargs))
 
     def arguments(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        return model, *divide(self.signature.bind(*args, **kwargs).arguments)
+        return model, *divide(_bound(self.module, self.signature, args, kwargs).arguments)
 
 
 def nnx_class(module: type, parallelize: Callable[[Callable[..., Any]], Any]) -> type:
@@ -224,22 +246,11 @@ def nnx_class(module: type, parallelize: Callable[[Callable[..., Any]], Any]) ->
     return made
 
 
-class NnxModule:
-    """An nnx module whose call runs under a plan; everything else is the module's own, which is ``.module``."""
-
-    def __init__(self, module: Any, parallelize: Callable[[Callable[..., Any]], Any]):
-        self.module = module
-        self._forward = NnxForward(type(module), parallelize)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(self.module, args, kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The call captured, planned and lowered, not compiled; its ``.plan.explain()`` says what runs where."""
-        return self._forward.lower(self.module, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+def nnx_instance(module: Any, parallelize: Callable[[Callable[..., Any]], Any]) -> Any:
+    """``module`` with a call that runs under a plan: another object with the very same attributes, new ones included."""
+    made = object.__new__(nnx_class(type(module), parallelize))
+    object.__setattr__(made, "__dict__", module.__dict__)
+    return made
 
 
 def parallel_module(target: Any, parallelize: Callable[[Callable[..., Any]], Any]) -> Any | None:
@@ -247,7 +258,7 @@ def parallel_module(target: Any, parallelize: Callable[[Callable[..., Any]], Any
 
     Flax is imported already where there is one of its modules.
     """
-    kinds = (("flax.linen", linen_class, linen_instance), ("flax.nnx", nnx_class, NnxModule))
+    kinds = (("flax.linen", linen_class, linen_instance), ("flax.nnx", nnx_class, nnx_instance))
     for library, of_class, of_instance in kinds:
         base = getattr(sys.modules.get(library), "Module", None)
         if base is not None and isinstance(target, type) and issubclass(target, base):

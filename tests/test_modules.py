@@ -141,7 +141,8 @@ def test_an_nnx_module(plan: str, devices: int, kind: str) -> None:
     decorate = jscaler.parallelize(plan, devices=devices)
     theirs = Twin(4, nnx.Rngs(0))
     ours = decorate(Twin)(4, nnx.Rngs(0)) if kind == "class" else decorate(Twin(4, nnx.Rngs(0)))
-    held = ours if kind == "class" else ours.module
+    held = ours
+    assert isinstance(ours, Twin)
     for model in (ours, theirs):
         model.train()
     for scale in (1.0, jnp.full((8, 1), 2.0)):  # statistics and key counts move
@@ -176,10 +177,34 @@ def test_mistakes() -> None:
     with pytest.raises(jscaler.CaptureError, match="a bound linen module holds its variables"):
         decorate(MODEL.bind(VARIABLES))
     model = decorate(MODEL)
-    with pytest.raises(jscaler.CaptureError, match=r"is being traced: a parallelized step cannot run inside jax.jit, grad"):
-        jscaler.grad(lambda v: model.apply(v, X).sum())(VARIABLES)
     with pytest.raises(jscaler.CaptureError, match="argument 'scale' of the module holds a set, which is neither"):
         model.apply(VARIABLES, X, scale={1})
-    twin = decorate(Twin)(4, nnx.Rngs(0))
-    with pytest.raises(jscaler.CaptureError, match="is being traced"):
-        jscaler.nnx.grad(lambda m: m(X).sum())(twin)
+    with pytest.raises(TypeError, match=r"Net\(x: .*\) -> .*: missing a required argument: 'x'"):
+        model.apply(VARIABLES)
+    twin = decorate(Twin(4, nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"Twin\(x: .*: got an unexpected keyword argument 'scales'"):
+        twin(X, scales=2)
+
+
+def test_an_nnx_instance_shares_what_it_was_made_of() -> None:
+    theirs = Twin(4, nnx.Rngs(0))
+    ours = jscaler.parallelize("single", devices=1)(theirs)
+    ours.note = 3
+    assert theirs.note == 3
+    assert ours.up is theirs.up
+    assert jax.tree.structure(nnx.to_pure_dict(nnx.state(ours))) == jax.tree.structure(nnx.to_pure_dict(nnx.state(theirs)))
+
+
+def test_inside_a_train_step_a_module_is_what_it_was() -> None:
+    decorate = jscaler.parallelize("data_parallel", devices=4)
+    model = decorate(MODEL)
+
+    def step(params: Any, batch: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        value, grads = value_and_grad(lambda p: (model.apply({**VARIABLES, "params": p}, batch) ** 2).mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    ours = decorate(step)(VARIABLES["params"], X)
+    assert_trees_close(ours, jax.jit(lambda p, b: step(p, b, jax.value_and_grad))(VARIABLES["params"], X))
+    twins = [decorate(Twin(4, nnx.Rngs(0))), Twin(4, nnx.Rngs(0))]
+    found = [jscaler.nnx.grad(lambda m: (m(X) ** 2).mean())(twin) for twin in twins]
+    assert_trees_close(nnx.to_pure_dict(found[0]), nnx.to_pure_dict(found[1]))

@@ -52,7 +52,7 @@ def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Gr
 
 def _check(graph: Graph, members: Sequence[Op], path: str) -> None:
     if len(members) < 2:
-        raise PlanError(f"fuse takes two or more ops; {listing([op.path for op in members])} was given")
+        raise PlanError(f"fuse takes two or more ops; {listing([op.path for op in members]) or 'none'} was given")
     wrong = [op.path for op in members if op.kind != "forward"]
     if wrong:
         raise PlanError(f"fuse takes forward ops, and their backwards follow; {listing(wrong)} are none")

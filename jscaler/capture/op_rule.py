@@ -57,7 +57,7 @@ class OpRule:
 
     Args:
         text: one list of words per operand, ``->``, one per result.
-        blocked: factors that must not be split, as words.
+        blocked: factors that must not be split, as words: ``"s t"``.
         reduce: factor -> ``"add"``, ``"max"`` or ``"min"``.
         sizes: factors whose size no dim tells: all but one of each ``(h d)``.
         linear: how value shares of the operands pass without being joined first: ``"each"`` in each operand by itself
@@ -82,6 +82,8 @@ class OpRule:
     def __post_init__(self) -> None:
         for name in ("reduce", "sizes"):
             object.__setattr__(self, name, tuple(sorted(dict(getattr(self, name)).items())))
+        if not isinstance(self.blocked, str):
+            raise RuleError(self.text, f"blocked= is a text of words, as in blocked='s t', not {self.blocked!r}")
         left, arrow, right = self.text.partition("->")
         if not arrow or "->" in right:
             raise RuleError(self.text, "it needs one '->' between operands and results")

@@ -58,7 +58,8 @@ class UserCall:
 
     def __call__(self, *arrays: Any) -> list[Any]:
         out = self.fun(*arrays, **dict(self.static))
-        return [jnp.asarray(x) for x in (out if isinstance(out, (tuple, list)) else [out])]
+        results = out if isinstance(out, (tuple, list)) else [out]
+        return [_array(x, f"'{self.name}': result {i}") for i, x in enumerate(results)]
 
     def at(self, parts: Mapping[str, int]) -> "UserCall":
         static = tuple((k, v // parts[k] if self._is_size(k, v) and k in parts else v) for k, v in self.static)
@@ -113,7 +114,7 @@ def op(
                 hash(call)
             except TypeError as error:
                 raise TypeError(f"'{name}': arrays go by position; keyword arguments are static and hashable") from error
-            values = [jnp.asarray(x) for x in arrays]
+            values = [_array(x, f"'{name}': argument {i}") for i, x in enumerate(arrays)]
             call.matched([x.shape for x in values])
             results = op_p.bind(*values, call=call)
             return results[0] if len(results) == 1 else tuple(results)
@@ -121,6 +122,16 @@ def op(
         return wrapped
 
     return decorate
+
+
+def _array(value: Any, what: str) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{what} is a {type(value).__name__}, and no array: an op takes arrays by position, static values by keyword, "
+            "and returns an array or a tuple of arrays"
+        ) from error
 
 
 def traced(call: Callable[..., Any], avals: Sequence[Any]) -> tuple[core.Jaxpr, list[Any]]:
@@ -143,6 +154,12 @@ def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
 
 def _run(*args: Any, call: Call) -> list[Any]:
     return call(*args)
+
+
+def _run_eagerly(*args: Any, call: Call) -> list[Any]:
+    results = call(*args)
+    call.matched([x.shape for x in args], [x.shape for x in results])  # as the abstract evaluation does
+    return results
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
@@ -171,7 +188,7 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call: Call) -
     return results, [0] * len(results)
 
 
-op_p.def_impl(_run)
+op_p.def_impl(_run_eagerly)
 op_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[op_p] = _jvp
 ad.primitive_transposes[op_p] = _transpose

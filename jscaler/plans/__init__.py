@@ -1,6 +1,7 @@
 """Ready plan policies. Each is a function that returns a policy; a policy may also be written by hand."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
         raise PlanError(f"no plan file at '{path}' (asked for its function '{function}')")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-    if function not in functions:
+    functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+    if not callable(getattr(module, function, None)):
         raise UnknownNameError("function", function, functions, f" in '{path}'")
     return getattr(module, function)
 

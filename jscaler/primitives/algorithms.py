@@ -149,7 +149,10 @@ def _chunk_axis(op: Op, rule: Rule, algorithm: Chunk, before: Sequence[GridAxis]
 
 def _expanding_axis(op: Op, rule: Rule, algorithm: Expanding, before: Sequence[GridAxis]) -> GridAxis:
     if not isinstance(algorithm, Expanding):
-        raise PlanError(f"'{op.path}': {algorithm!r} is no algorithm; it needs a factor, parts and an expand method")
+        raise PlanError(
+            f"'{op.path}': {algorithm!r} is no algorithm; give Split('{next(iter(rule.factors), 'b')}', 2), Replicate, "
+            "Chunk or Prefix, or an object of your own with a factor, parts and an expand method"
+        )
     _check_count(op, algorithm.parts)
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
     others = [a for a in before if a.factor == factor.name or a.algorithm is not None]

@@ -11,6 +11,7 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     ("mixes", "cut the neighbouring factor, or reshape so that both keep a dim of their own"),
     ("there is no rule", "jscaler.register_rule gives the primitive a rule, jscaler.op gives a function one"),
     ("its rule has no word", "name the dim in the op's rule"),
+    ("host callback", "put the callback in a scope of its own, so that its op is copied and the others are split"),
     ("side effect", "move the effect (a debug print, a callback) out of what is split"),
     ("jnp.split", "a reshape to (pieces, size) keeps the pieces' size as a factor of its own"),
 )

@@ -79,7 +79,7 @@ def verify_rule(
         A report that prints as a table with rich, and whose ``rows()`` are plain data.
 
     Raises:
-        VerificationError: the rule lies; with the factor, the parts, the result and the difference.
+        VerificationError: the rule lies; with the factor, the parts, the result and the difference. Or nothing was tried.
         UnknownNameError: there is no such factor, or it is blocked.
 
     Example:
@@ -87,7 +87,7 @@ def verify_rule(
     """
     call = fun.bind if isinstance(fun, core.Primitive) else fun
     name = getattr(fun, "__name__", None) or getattr(fun, "name", type(fun).__name__)
-    args = tuple(x if hasattr(x, "dtype") else jnp.asarray(x) for x in args)
+    args = tuple(_value(x, i) for i, x in enumerate(args))
     jaxpr = trace_flat(lambda *xs: jax.tree.leaves(call(*xs)), [jax.typeof(x) for x in args])
     wanted = None if factors is None else list(factors)
     made = Fragment.of(jaxpr)
@@ -107,7 +107,19 @@ def verify_rule(
         splits = [(f, n) for f in named for n in parts if n > 1 and own.open[f] % n == 0]
         checks += _checks(f"{name}, {direction}", direction, own, values, splits)
         blocked += [(direction, f.name, f.reason) for f in own.rule.factors.values() if f.kind == "blocked"]
+    if made.open and not checks:
+        sizes = ", ".join(f"{f} ({n})" for f, n in made.open.items() if wanted is None or f in wanted)
+        raise VerificationError(
+            f"{name}: nothing could be tried: of {sizes}, none divides into {', '.join(map(str, parts))} parts; give other "
+            "sizes, or parts="
+        )
     return RuleReport(rules, tuple(checks), tuple(blocked))
+
+
+def _value(x: Any, index: int) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"verify_rule runs what it verifies: argument {index} is a shape, give it an array of numbers")
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
 def _checks(

@@ -74,6 +74,7 @@ def test_text_that_cannot_be_read(text: str, why: str) -> None:
     ("keywords", "why"),
     [
         ({"blocked": "b x"}, r"no factor named 'x' in the rule 'b s h, h o -> b s o' \(blocked=\)"),
+        ({"blocked": ("b",)}, r"blocked= is a text of words, as in blocked='s t', not \('b',\)"),
         ({"sizes": {"ho": 2}}, "no factor named 'ho'.* known: b, s, h, o"),
         ({"reduce": {"h": "mul"}}, "'mul'}: known are add, max, min"),
         ({"reduce": {"b": "add"}}, "every result carries 'b'"),

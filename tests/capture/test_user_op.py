@@ -82,6 +82,13 @@ def test_errors_name_the_function_the_operand_and_the_sizes() -> None:
     cut = jscaler.op("n -> n")(lambda x: x[1:])
     with pytest.raises(RuleError, match="factor 'n' has size 4 at operand 0, dim 0 and 3 at result 0, dim 0"):
         jax.jit(cut)(jnp.ones(4))
+    with pytest.raises(RuleError, match="'<lambda>': result 0 has shape"):
+        jscaler.op("n ->")(lambda x: x)(jnp.ones(4))  # outside of jit too
+    with pytest.raises(TypeError, match=r"'project': argument 1 is a str, and no array: .* static values by keyword"):
+        project(x, "kernel")
+    for value in (None, {"y": 1}):
+        with pytest.raises(TypeError, match=f"result 0 is a {type(value).__name__}, and no array"):
+            jscaler.op("n -> n")(lambda x, value=value: value)(jnp.ones(4))
 
 
 def test_a_traced_value_that_is_no_argument_is_refused() -> None:

@@ -138,5 +138,5 @@ def test_steps_that_do_not_make_the_op(steps: Sequence[Step], message: str) -> N
 def test_what_is_no_algorithm() -> None:
     assert isinstance(KeyBlocks(("k", 2), 4), Expanding)
     graph = jscaler.parallelize("single")(total).graph(WHOLE)
-    with pytest.raises(PlanError, match="'half' is no algorithm; it needs a factor, parts and an expand method"):
+    with pytest.raises(PlanError, match="'half' is no algorithm; give Split"):
         jscaler.primitives.Planner(graph, 2).op_trans(graph.ops[0], "half")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jscaler
@@ -17,6 +18,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "both dims": (lambda x: x @ x.T, "a", r"two dims of one tensor; it is free in ops .*; free here: b \(6\)"),
     "mixed": (lambda x: x.reshape(3, 8), "a", "a reshape mixes it .*; cut the neighbouring factor, or reshape so"),
     "sorted": (lambda x: jnp.sort(x, 1), "b", r"it is sorted; free here: a \(4\)$"),
+    "callback": (
+        lambda x: jax.pure_callback(np.asarray, x, x) * 2,
+        "a",
+        "the host callback 'asarray' .* sees it whole; put the callback in a scope of its own",
+    ),
     "nothing": (lambda x: jnp.sort(x[0]), "a", "no factor of the op can be split: copy it, by Replicate$"),
 }  # fmt: skip
 

@@ -73,6 +73,14 @@ def test_factors_and_parts_can_be_chosen() -> None:
         jscaler.verify_rule(project, real(4, 4), real(4, 4), factors=["k"])
 
 
+def test_nothing_tried_is_an_error() -> None:
+    project = op("b h, h o -> b o", jnp.matmul)
+    with pytest.raises(VerificationError, match=r"nothing could be tried: of h \(7\), o \(5\), none divides into 2, 3, 4"):
+        jscaler.verify_rule(project, real(1, 7), real(7, 5))
+    with pytest.raises(TypeError, match="argument 0 is a shape, give it an array"):
+        jscaler.verify_rule(project, jax.ShapeDtypeStruct((2, 2), jnp.float32), real(2, 2))
+
+
 def test_a_plain_function_is_checked_by_its_derived_rule() -> None:
     report = jscaler.verify_rule(lambda x: jnp.tanh(x).sum(0), real(2, 6))
     assert {(c.direction, c.factor) for c in report.checks} == {(d, f) for d in ("forward", "backward") for f in "ab"}
