@@ -15,7 +15,7 @@ from flax import nnx
 
 import jscaler
 from jscaler.lower.program import Adapt
-from jscaler.stages import StepPlan
+from jscaler.stages import Captured, StepPlan, lower, transform
 from models.gpt import GPT, GPTConfig
 from models.gpt_nnx import GPT as NnxGPT
 from models.mlp import MLP
@@ -25,6 +25,13 @@ COLUMNS = {"*/layer_0/kernel": 1, "*/layer_2/kernel": 1}  # of the MLP
 TX = optax.sgd(0.1, momentum=0.9)  # hides nothing: a gradient twice too large moves twice too far
 
 Step = Callable[..., Any]
+CAPTURED: dict[Step, Captured] = {}  # a step is traced once, for all plans
+
+
+def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make``, called once for its arguments and the precision that is set."""
+    cached = functools.cache(lambda _, *args, **options: make(*args, **options))
+    return functools.wraps(make)(lambda *args, **options: cached(jnp.zeros(()).dtype, *args, **options))
 
 
 def train_step(model: nn.Module, tx: optax.GradientTransformation = TX) -> Step:
@@ -45,6 +52,7 @@ def train_step(model: nn.Module, tx: optax.GradientTransformation = TX) -> Step:
     return step
 
 
+@made_once
 def gpt(tx: optax.GradientTransformation = TX, **changes: Any) -> tuple[Step, tuple[Any, Any]]:
     """A GPT of one layer, and its arguments in float64 where that is enabled."""
     sizes = {"hidden": 16, "layers": 1, "heads": 4, "sequence": 8, "vocabulary": 32, **changes}
@@ -53,6 +61,7 @@ def gpt(tx: optax.GradientTransformation = TX, **changes: Any) -> tuple[Step, tu
     return with_arguments(model, tx, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, tokens[:1, :-1])
 
 
+@made_once
 def gpt_nnx() -> tuple[Step, tuple[Any, Any]]:
     """The same GPT in nnx."""
     config = GPTConfig(hidden=16, layers=1, heads=4, sequence=8, vocabulary=32, param_dtype=jnp.zeros(()).dtype)
@@ -69,6 +78,7 @@ def gpt_nnx() -> tuple[Step, tuple[Any, Any]]:
     return step, ({"params": params, "rest": rest}, gpt()[1][1])
 
 
+@made_once
 def mlp(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:
     """An MLP of four layers."""
     draws = np.random.default_rng(0)
@@ -86,9 +96,15 @@ def with_arguments(model: nn.Module, tx: optax.GradientTransformation, batch: An
 
 
 def planned(plan: Any, made: tuple[Step, tuple[Any, Any]], devices: int) -> StepPlan:
-    """The step under ``plan``, lowered but not compiled; its redistribution is proven."""
+    """The step under ``plan``, not compiled; its redistribution is proven."""
     step, arguments = made
+    if step in CAPTURED:
+        known = CAPTURED[step]
+        done = lower(known, transform(known, plan, devices))
+        jscaler.verify(done)
+        return done
     lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(*arguments)
+    CAPTURED[step] = lowered.captured
     jscaler.verify(lowered)
     return lowered.plan
 

@@ -23,9 +23,8 @@ def test_with_the_sequence() -> None:
     assert len(embedding) == 1  # its two gradients are joined before they are reduced
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_the_numbers_are_those_of_one_device(sequence: bool) -> None:
-    assert_same_numbers(megatron(dp=2, tp=4, sequence=sequence, vocab=False), gpt, 8)
+def test_the_numbers_are_those_of_one_device() -> None:
+    assert_same_numbers(megatron(dp=2, tp=4, vocab=False), gpt, 8)  # with sequence and vocabulary: test_vocab_parallel
 
 
 def test_what_is_not_given_is_what_is_left() -> None:
