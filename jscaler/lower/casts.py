@@ -42,7 +42,7 @@ def _behind_narrowing(items: Sequence[Item], outputs: Sequence[Atom]) -> list[It
     """Cast first where all that reads an adapter's result is one narrowing cast."""
     readers: dict[core.Var, list[Item]] = {}
     for item in items:
-        for atom in _reads(item):
+        for atom in reads(item):
             readers.setdefault(atom, []).append(item)
     kept = {v for v in outputs if isinstance(v, core.Var)}
     gone: set[int] = set()
@@ -95,7 +95,8 @@ def _behind_narrow_inputs(items: Sequence[Item]) -> list[Item]:
     return found
 
 
-def _reads(item: Item) -> list[core.Var]:
+def reads(item: Item) -> list[core.Var]:
+    """The variables that an equation, an exchange or a loop reads."""
     if isinstance(item, Exchange):
         atoms: Any = [item.input]
     else:

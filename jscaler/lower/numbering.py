@@ -20,6 +20,7 @@ from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, mak
 from jscaler.ir import Loop
 from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
+from jscaler.lower.swaps import swap_dots
 
 # Equations whose equal copies are kept apart.
 NEVER_MERGED = frozenset({"optimization_barrier", "remat2", "checkpoint"})
@@ -132,7 +133,7 @@ def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatPro
         inputs.append(var)
     numbering.run(program.tasks, like)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
-    items = across_casts(numbering.items, outputs)
+    items = _tidied(numbering.items, outputs)
     return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), _steps(items, outputs, like), outputs)
 
 
@@ -170,7 +171,7 @@ class _Numbering:
         self.run(task.tasks, like)
         outs = [self.slots[out] for _, _, out, _ in task.carries]
         written = [self.slots[piece] for piece, _ in task.ys]
-        items = across_casts(self.items, [*outs, *written])
+        items = _tidied(self.items, [*outs, *written])
         self.items, self.known = outside, self.known.parents
         finals = [core.Var(v.aval) for v in inside]
         length = task.loop.length
@@ -245,6 +246,10 @@ class _Numbering:
         eqn = trace_flat(lambda *xs: lax.optimization_barrier(xs), [a.aval for a in both]).eqns[0]
         fenced = dict(zip(both, self._number(eqn, list(both), None), strict=True))
         return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
+
+
+def _tidied(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
+    return across_casts(swap_dots(items, outputs), outputs)
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:

@@ -244,8 +244,10 @@ def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> 
         place = part.positions(out, dim, jnp.uint32)
         stride = math.prod(shape(out)[dim + 1 :])
         index = index + lax.broadcast_in_dim(place * jnp.uint32(stride), local, (dim,))
+    # one key stays a scalar: broadcast, it would go through every round of XLA:CPU's loop as an array
     words = jax.random.key_data(key)
-    first, second = (lax.broadcast_in_dim(words[..., i], local, tuple(range(keys))) for i in (0, 1))
+    rank = (*words.shape[:-1], *(1 for _ in local[keys:])) if keys else ()
+    first, second = (words[..., i].reshape(rank) for i in (0, 1))
     high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(index), index)
     if width == 64:
         return [(high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)]

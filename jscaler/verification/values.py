@@ -30,6 +30,7 @@ class Values:
         self._depth = 0
         self._numbers: dict[Any, int] = {}
         self._moved: dict[int, Any] = {}  # results of what only moves elements -> how they were made
+        self._dots: dict[int, Any] = {}  # results of dots -> their other parameters, and operands with the dims' labels
         self._kept: list[Any] = []  # what is known by identity must stay alive
 
     def results(self, local: Local, num_args: int) -> list[int]:
@@ -56,6 +57,10 @@ class Values:
             return self._run(inner, [*map(self._constant, consts), *args])
         if name == "scan":
             return self._scan(eqn, args)
+        if name == "dot_general":
+            return [self._dot(eqn, args)]
+        if name == "transpose" and args[0] in self._dots:
+            return [self._transposed_dot(args[0], eqn.params["permutation"])]
         params = tuple((k, self._param(eqn.params[k])) for k in sorted(eqn.params))
         if name == "convert_element_type":
             return [self._cast(params, args[0])]
@@ -98,6 +103,33 @@ class Values:
             self._moved[moved] = key
             return moved
         return self._number((("convert_element_type", params, (arg,)), 0))
+
+    def _dot(self, eqn: core.JaxprEqn, args: list[int]) -> int:
+        """The number of a dot, whichever operand comes first: each operand's dims are labelled by the dim of the result
+        that they become, or by which pair they are of those that are summed."""
+        (contracted, batch), precision = eqn.params["dimension_numbers"], eqn.params["precision"]
+        known, operands = len(batch[0]), []
+        for side, arg in enumerate(args):
+            labels = {dim: label for label, dim in enumerate(batch[side])}
+            labels |= {dim: -1 - pair for pair, dim in enumerate(contracted[side])}
+            for dim in range(len(eqn.invars[side].aval.shape)):
+                if dim not in labels:
+                    labels[dim], known = known, known + 1
+            exactness = precision[side] if isinstance(precision, tuple) else precision
+            operands.append((arg, tuple(labels[dim] for dim in sorted(labels)), str(exactness)))
+        rest = sorted(eqn.params.keys() - {"dimension_numbers", "precision"})
+        return self._labelled_dot(tuple((k, self._param(eqn.params[k])) for k in rest), operands)
+
+    def _transposed_dot(self, dot: int, permutation: Sequence[int]) -> int:
+        how, operands = self._dots[dot]
+        places = {dim: place for place, dim in enumerate(permutation)}
+        moved = [(arg, tuple(places.get(label, label) for label in labels), exact) for arg, labels, exact in operands]
+        return self._labelled_dot(how, moved)
+
+    def _labelled_dot(self, how: Any, operands: Sequence[Any]) -> int:
+        number = self._number(("dot", how, tuple(sorted(operands))))
+        self._dots[number] = (how, operands)
+        return number
 
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))

@@ -75,6 +75,13 @@ def test_bits_split_on_several_dims_and_batches_of_keys(bits: int) -> None:
     check_splits(refined, (key,), [{"a": 2, "c": 2}, {"b": 3, "c": 4}], exact=True)
 
 
+def test_one_key_stays_a_scalar() -> None:
+    """As an array it would be carried through every round of XLA:CPU's loop."""
+    jaxpr = local(fragment(DRAWS["uint32"], key), a=2)
+    (threefry,) = (e for e in jaxpr.eqns if e.primitive.name == "threefry2x32")
+    assert [v.aval.shape for v in threefry.invars] == [(), (), (2, 6), (2, 6)]
+
+
 def test_bits_of_other_generators_are_drawn_whole_and_cut() -> None:
     check(DRAWS["uint32"], jax.random.key(5, impl="rbg"), exact=True)
 
