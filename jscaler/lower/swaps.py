@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom
+from jscaler.capture.jaxprs import Atom, shape
 from jscaler.lower.casts import Item, reads
 
 
@@ -26,10 +26,12 @@ def swap_dots(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
     dots = {item.outvars[0]: place for place, item in enumerate(items) if _is(item, "dot_general")}
     found: list[Item | None] = list(items)
     for place, eqn in enumerate(items):
-        at = dots.get(eqn.invars[0]) if _is(eqn, "transpose") else None
-        if at is None or readers[eqn.invars[0]] != 1:
+        source = eqn.invars[0] if _is(eqn, "transpose") else None
+        if not isinstance(source, core.Var) or source not in dots or readers[source] != 1:
             continue
+        at = dots[source]
         dot = found[at]
+        assert dot is not None
         if _swaps(eqn.params["permutation"], dot):
             found[at], found[place] = _swapped(dot, eqn.outvars[0]), None
             dots[eqn.outvars[0]] = at  # two in a row undo each other
@@ -43,7 +45,7 @@ def _is(item: Item, name: str) -> bool:
 def _swaps(permutation: Sequence[int], dot: core.JaxprEqn) -> bool:
     """Whether the dims that the left operand leaves and those of the right change places, and no others."""
     (contracted, _), (batch, _) = dot.params["dimension_numbers"]
-    left = len(dot.invars[0].aval.shape) - len(contracted)
+    left = len(shape(dot.invars[0])) - len(contracted)
     dims = list(range(len(permutation)))
     plain = dot.params["precision"] is None or isinstance(dot.params["precision"], tuple)
     kept = len(batch)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, fingerprint, inner_jaxpr, open_jaxpr
+from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, fingerprint, inner_jaxpr, open_jaxpr, shape
 from jscaler.capture.opening import scan_parts
 from jscaler.verification.trace import Local
 
@@ -112,7 +112,7 @@ class Values:
         for side, arg in enumerate(args):
             labels = {dim: label for label, dim in enumerate(batch[side])}
             labels |= {dim: -1 - pair for pair, dim in enumerate(contracted[side])}
-            for dim in range(len(eqn.invars[side].aval.shape)):
+            for dim in range(len(shape(eqn.invars[side]))):
                 if dim not in labels:
                     labels[dim], known = known, known + 1
             exactness = precision[side] if isinstance(precision, tuple) else precision
