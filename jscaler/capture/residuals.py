@@ -34,9 +34,12 @@ def with_backward_bodies(
         split: by path the factors that the plan splits.
 
     Raises:
+        UnknownNameError: no such op.
         PlanError: residuals are to be saved, and a factor that the plan splits is blocked by that.
     """
     wanted, split = residuals or {}, split or {}
+    for path in wanted:
+        _ = graph[path]
     forwards: dict[str, Op] = {}
     saved: dict[str, Op] = {}
     handles = {op.forward.path: op for op in graph.ops if op.forward is not None and op.body is None}

@@ -113,7 +113,7 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
 
     Raises:
         UnknownNameError: a decision names an op that the graph lacks.
-        PlanError: a cell is assigned twice or not at all.
+        PlanError: a cell is assigned twice or not at all, or an op that has no cells.
     """
     grids: dict[str, tuple[GridAxis, ...]] = {}
     cells: dict[str, dict[tuple[int, ...], Place]] = {}
@@ -130,6 +130,10 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
             grids[op.path] = axes
         elif isinstance(decision, Assign):
             _assign(cells.setdefault(decision.op, {}), decision)
+    for path in sorted(cells.keys() - grids.keys()):
+        raise PlanError(
+            f"'{graph[path].path}' is assigned to devices before it is split; a Trans comes first, if of no axes"
+        )
     table = {}
     for path, axes in grids.items():
         if path in chunked_ops(plan) and not axes and path not in cells:

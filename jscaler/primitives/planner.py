@@ -165,6 +165,11 @@ class Planner:
         for path in paths:
             if path in self._grids:
                 raise PlanError(f"'{path}' was split before, into {self._grids[path]}; fuse ops before they are split")
+            named = [d for d in self._decisions if path in _names(d)]
+            if named:
+                raise PlanError(
+                    f"'{path}' is named by a decision before, '{named[0]}'; fuse ops first, and name the fused op"
+                )
         paths.sort(key=lambda path: self.graph.ops.index(self.graph[path]))
         decision = Fuse(tuple(dict.fromkeys(paths)), name or (paths[-1] if paths else ""))
         self.graph = fuse(self.graph, decision.ops, decision.path, self._bodies)
@@ -208,6 +213,13 @@ class Planner:
     def plan(self, name: str) -> Plan:
         """The decisions so far."""
         return Plan(name, self.num_devices, tuple(self._decisions))
+
+
+def _names(decision: Decision) -> tuple[str, ...]:
+    """The ops that a decision orders, or of which it says what they save."""
+    if isinstance(decision, Order):
+        return decision.before, decision.after
+    return (decision.op,) if isinstance(decision, SaveResiduals) else ()
 
 
 def _place(device: Any) -> Place:

@@ -110,6 +110,17 @@ def test_fuse_before_splitting(planner: Planner) -> None:
         planner.fuse("up/ad", "back/dot")
 
 
+def test_fuse_before_ordering_and_saving(planner: Planner) -> None:
+    planner.residuals("up/dot", "saved")
+    planner.op_order("norm/rsqrt", "back/dot")
+    for paths, decision in ((("up/dot", "up/add"), "residuals up/dot saved"), (("up/add", "norm/rsqrt"), "op_order")):
+        with pytest.raises(
+            PlanError, match=f"named by a decision before, '{decision}.*fuse ops first, and name the fused op"
+        ):
+            planner.fuse(*paths)
+    assert planner.fuse("loss/where", "loss/gather").path == "loss/gather"
+
+
 def test_ops_of_different_gradient_calls() -> None:
     def step(params: Any, batch: Any) -> Any:
         return jscaler.grad(mlp_loss)(params, batch), jscaler.grad(mlp_loss)(params, batch)

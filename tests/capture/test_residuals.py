@@ -11,9 +11,11 @@ from jax.extend import core
 from user_ops import attend, attend_op, attention_step, make_params, wrong, wrong_op
 
 import jscaler
-from jscaler import PlanError, Split
+from jscaler import PlanError, Split, UnknownNameError
 from jscaler.capture.jaxprs import trace_flat
 from jscaler.capture.saving import Leaf, trace_saving
+from jscaler.primitives import Plan
+from jscaler.primitives.plan import SaveResiduals
 
 marker_p = core.Primitive("marker")  # what a custom forward does, and must do once
 marker_p.def_impl(lambda x: x)
@@ -153,6 +155,8 @@ def test_residuals_of_what_has_none() -> None:
         lowered(step, say("*attend", "all"), *args)
     with pytest.raises(PlanError, match="is a update op without a backward"):
         lowered(step, lambda g, d: g.residuals(g.update()[0], "saved"), *args)
+    with pytest.raises(UnknownNameError, match="no op named 'other'"):
+        lowered(step, Plan("of another step", 2, (SaveResiduals("other", "saved"),)), *args)
 
 
 def test_the_digest_of_a_plan_knows_of_residuals() -> None:

@@ -145,6 +145,13 @@ def test_a_plan_for_another_graph_is_refused(graph: Graph) -> None:
         decided_placements(graph, plan(Trans("qvk/dot", ())))
 
 
+def test_cells_that_no_split_has_made_are_refused(graph: Graph) -> None:
+    with pytest.raises(PlanError, match="'qkv/dot' is assigned to devices before it is split"):
+        decided_placements(graph, Plan("p", 2, (Assign("qkv/dot", (), places(0)),)))
+    with pytest.raises(UnknownNameError, match="nothing"):
+        decided_placements(graph, Plan("p", 2, (Assign("nothing", (), places(0)),)))
+
+
 def test_cells_that_share_a_device() -> None:
     with pytest.raises(PlanError, match=r"'op' has 4 cells on 2 devices: .*time axis"):
         check_devices({"op": Decided((GridAxis("a", 4),), places(0, 0, 1, 1))}, 2)
