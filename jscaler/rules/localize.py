@@ -278,6 +278,7 @@ SPECIAL: dict[str, Callable[[Localizer, core.JaxprEqn, Sequence[Any]], Sequence[
 SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
     "broadcast_in_dim": lambda part, eqn: {"shape": part.extended(eqn.outvars[0])},
     "reshape": _sized("new_sizes"),
+    "empty": _sized("shape"),
     **pieces.SHAPED,
     "conv_general_dilated": local_groups,
 }

@@ -53,6 +53,8 @@ def _scatter(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Se
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     sizes = window_sizes(eqn)
     looked = _split_columns(part, operand, numbers.scatter_dims_to_operand_dims, sizes)
+    if not looked and part.sizes:  # the padding of a smaller part writes nothing, but to a place that others write to
+        eqn = eqn.replace(params=dict(eqn.params, indices_are_sorted=False, unique_indices=False))
     if not looked:
         return _evaluate(part, eqn, values)
     most = [shape(operand)[d] - sizes[d] for d in numbers.scatter_dims_to_operand_dims]

@@ -86,7 +86,9 @@ def elementwise(linear: str = "") -> SpecFunction:
 def convert(eqn: core.JaxprEqn) -> Spec:
     """Casts are linear between floats, unless they narrow: a partial sum in fewer bits is another number."""
     source, target = (np.dtype(dtype(v)) for v in (eqn.invars[0], eqn.outvars[0]))
-    widens = all(d.kind in "fV" for d in (source, target)) and (target == source or target.itemsize > source.itemsize)
+    widens = all(jnp.issubdtype(d, jnp.floating) for d in (source, target)) and (
+        target == source or target.itemsize > source.itemsize
+    )
     return elementwise("move" if widens else "")(eqn)
 
 

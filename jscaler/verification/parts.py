@@ -93,6 +93,23 @@ def blocks(size: int, how: How) -> tuple[int, ...]:
     return how if isinstance(how, tuple) else (size // how,) * how
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A fragment, what to run it on, and the splits to compare with the whole.
+
+    Attributes:
+        splits: each is factor -> number of parts, or their sizes, padded with NaN.
+        programs: for each split the program of one part, as ``made.local`` gives it.
+        what: goes before messages.
+    """
+
+    made: Fragment
+    args: Sequence[Any]
+    splits: Sequence[Split]
+    programs: Sequence[core.Jaxpr]
+    what: str = ""
+
+
 def compare_splits(
     made: Fragment,
     args: Any,
@@ -101,36 +118,52 @@ def compare_splits(
     one_by_one: bool = False,
     part: Callable[[Split], core.Jaxpr] | None = None,
 ) -> list[float]:
-    """Whole against parts for each of ``splits``: factor -> number of parts, or their sizes, padded with NaN.
+    """Whole against parts for each of ``splits``; see `compare_all`.
+
+    Args:
+        part: makes the program of one part; by default ``made.local``.
+    """
+    programs = [(part or made.local)(split) for split in splits]
+    return compare_all([Comparison(made, args, splits, programs)], exact, one_by_one)[0]
+
+
+def compare_all(comparisons: Sequence[Comparison], exact: bool = False, one_by_one: bool = False) -> list[list[float]]:
+    """Whole against parts, in one program for all: what takes time here is compiling.
 
     Args:
         exact: no rounding is allowed.
         one_by_one: run the parts one after another (``lax.map``), for what cannot be batched.
-        part: makes the program of one part; by default ``made.local``.
 
     Returns:
-        For each split the largest difference of any result, as a fraction of the result's largest element.
+        For each split of each the largest difference of any result, as a fraction of the result's largest element.
 
     Raises:
-        VerificationError: the rule lies: which result of which split, and by how much.
+        VerificationError: a rule lies: which result of which split, and by how much.
     """
-    locals_ = [(part or made.local)(split) for split in splits]
-    args = [x if is_key(x) else np.asarray(x) for x in args]  # cut by numpy: it compiles nothing
-    stacks = [_stacked(made, args, split) for split in splits]
+    args = [[x if is_key(x) else np.asarray(x) for x in c.args] for c in comparisons]  # cut by numpy: it compiles nothing
+    stacks = [[_stacked(c.made, own, split) for split in c.splits] for c, own in zip(comparisons, args, strict=True)]
 
-    # One program for all: what takes time here is compiling.
     def run(args: Any, operands: Any) -> Any:
-        pairs = zip(locals_, operands, stacks, strict=True)
-        each = [_every_part(local, own, axes, one_by_one) for local, own, (_, axes) in pairs]
-        return evaluate(made.analysis.jaxpr, args), each
+        found = []
+        for c, own, given, stacked in zip(comparisons, args, operands, stacks, strict=True):
+            pairs = zip(c.programs, given, stacked, strict=True)
+            each = [_every_part(local, mine, axes, one_by_one) for local, mine, (_, axes) in pairs]
+            found.append((evaluate(c.made.analysis.jaxpr, own), each))
+        return found
 
-    whole, each = jax.jit(run, compiler_options=QUICK)(args, [own for own, _ in stacks])
+    operands = [[own for own, _ in stacked] for stacked in stacks]
+    results = jax.jit(run, compiler_options=QUICK)(args, operands)
+    return [_differences(c, whole, each, exact) for c, (whole, each) in zip(comparisons, results, strict=True)]
+
+
+def _differences(one: Comparison, whole: Sequence[Any], each: Sequence[Any], exact: bool) -> list[float]:
     found = []
-    for split, results in zip(splits, each, strict=True):
-        shown = f"{made.rule} with {', '.join(f'{f} in {how} parts' for f, how in split.items())}"
+    for split, results in zip(one.splits, each, strict=True):
+        parts_of = ", ".join(f"{f} in {how} parts" for f, how in split.items())
+        shown = f"{f'{one.what}: ' if one.what else ''}{one.made.rule} with {parts_of}"
         largest = [0.0]
         for i, (expected, parts) in enumerate(zip(map(_plain, whole), map(_plain, results), strict=True)):
-            joined = _join(i, parts, made.rule, split, expected.shape, shown)
+            joined = _join(i, parts, one.made.rule, split, expected.shape, shown)
             largest.append(compare(expected, joined, f"{shown}: result {i}", exact))
         found.append(max(largest))
     return found

@@ -13,8 +13,9 @@ from rich.table import Table
 from jscaler.capture.bodies import BodyTable, holds_custom_vjp
 from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.errors import RuleError, UnknownNameError, VerificationError
+from jscaler.ir import Factor
 from jscaler.report.tables import table
-from jscaler.verification.parts import Fragment, compare_splits
+from jscaler.verification.parts import Comparison, Fragment, compare_all
 
 PARTS = (2, 3, 4)
 
@@ -85,35 +86,82 @@ def verify_rule(
     Example:
         >>> jscaler.verify_rule(project, x, kernel)
     """
+    (report,) = verify_rules([(fun, args)], factors, parts)
+    return report
+
+
+def verify_rules(
+    calls: Sequence[tuple[Callable[..., Any] | core.Primitive, Sequence[Any]]],
+    factors: Iterable[str] | None = None,
+    parts: Sequence[int] = PARTS,
+) -> list[RuleReport]:
+    """`verify_rule` of several functions with their arguments, compiled together."""
+    wanted = None if factors is None else list(factors)
+    prepared = [_prepared(fun, args, wanted, parts) for fun, args in calls]
+    split = [one.comparison for runs, _ in prepared for one in runs if one.splits]  # what is not split is not run
+    found = iter(compare_all(split, one_by_one=True))
+    reports = []
+    for runs, blocked in prepared:
+        checks = [check for one in runs if one.splits for check in one.checks(next(found))]
+        refused = [(one.direction, f.name, f.reason) for one in runs for f in one.factors if f.kind == "blocked"]
+        rules = {one.direction: str(one.comparison.made.rule) for one in runs}
+        reports.append(RuleReport(rules, tuple(checks), (*blocked, *refused)))
+    return reports
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One direction of a function, and how it is going to be split."""
+
+    direction: str
+    splits: list[tuple[str, int]]
+    comparison: Comparison
+
+    @property
+    def factors(self) -> list[Factor]:
+        return list(self.comparison.made.rule.factors.values())
+
+    def checks(self, differences: Sequence[float]) -> list[RuleCheck]:
+        factors = self.comparison.made.rule.factors
+        return [
+            RuleCheck(self.direction, f, factors[f].size, factors[f].kind, n, off)
+            for (f, n), off in zip(self.splits, differences, strict=True)
+        ]
+
+
+def _prepared(
+    fun: Any, args: Sequence[Any], wanted: list[str] | None, parts: Sequence[int]
+) -> tuple[list[_Run], list[tuple[str, str, str]]]:
+    """The directions of a function with the splits to try, and why there is no backward."""
     call = fun.bind if isinstance(fun, core.Primitive) else fun
     name = getattr(fun, "__name__", None) or getattr(fun, "name", type(fun).__name__)
     args = tuple(_value(x, i) for i, x in enumerate(args))
     jaxpr = trace_flat(lambda *xs: jax.tree.leaves(call(*xs)), [jax.typeof(x) for x in args])
-    wanted = None if factors is None else list(factors)
     made = Fragment.of(jaxpr)
     for factor in wanted or ():
         if factor not in made.open:
             raise UnknownNameError("open factor", factor, made.open, f" in '{name}' ({made.rule})")
-    rules, checks, blocked = {}, [], []
-    runs: list[tuple[str, core.Jaxpr, Sequence[Any]]] = [("forward", jaxpr, args)]
+    blocked: list[tuple[str, str, str]] = []
+    directions: list[tuple[str, core.Jaxpr, Sequence[Any]]] = [("forward", jaxpr, args)]
     try:
-        runs += _backwards(jaxpr, args)
-    except NotImplementedError as error:  # JAX's word for a primitive without a derivative
+        directions += _backwards(jaxpr, args)
+    except (NotImplementedError, ValueError) as error:  # JAX's words for what has no derivative
         blocked.append(("backward", "", str(error)))
-    for direction, one, values in runs:
+    runs = []
+    for direction, one, values in directions:
         own = Fragment.of(one)
-        rules[direction] = str(own.rule)
         named = [f for f in own.open if wanted is None or f in wanted]
         splits = [(f, n) for f in named for n in parts if n > 1 and own.open[f] % n == 0]
-        checks += _checks(f"{name}, {direction}", direction, own, values, splits)
-        blocked += [(direction, f.name, f.reason) for f in own.rule.factors.values() if f.kind == "blocked"]
-    if made.open and not checks:
+        what = f"{name}, {direction}"
+        programs = [_program(what, own, f, n) for f, n in splits]
+        runs.append(_Run(direction, splits, Comparison(own, values, [{f: n} for f, n in splits], programs, what)))
+    if made.open and not any(one.splits for one in runs):
         sizes = ", ".join(f"{f} ({n})" for f, n in made.open.items() if wanted is None or f in wanted)
         raise VerificationError(
             f"{name}: nothing could be tried: of {sizes}, none divides into {', '.join(map(str, parts))} parts; give other "
             "sizes, or parts="
         )
-    return RuleReport(rules, tuple(checks), tuple(blocked))
+    return runs, blocked
 
 
 def _value(x: Any, index: int) -> Any:
@@ -122,28 +170,14 @@ def _value(x: Any, index: int) -> Any:
     return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
-def _checks(
-    what: str, direction: str, made: Fragment, values: Sequence[Any], splits: Sequence[tuple[str, int]]
-) -> list[RuleCheck]:
-    if not splits:
-        return []
-    for factor, n in splits:  # a part that cannot even be traced: say which
-        try:
-            made.local({factor: n})
-        except RuleError as error:
-            raise VerificationError(f"{what}: {factor} in {n} parts: {error}") from error
-        except Exception as error:
-            raise VerificationError(
-                f"{what}: {made.rule}: the function fails for {factor} in {n} parts: {error}"
-            ) from error
+def _program(what: str, made: Fragment, factor: str, n: int) -> core.Jaxpr:
+    """The program of one part; says which it is that cannot even be traced."""
     try:
-        found = compare_splits(made, values, [{f: n} for f, n in splits], one_by_one=True)
-    except VerificationError as error:
-        raise VerificationError(f"{what}: {error}") from error
-    factors = made.rule.factors
-    return [
-        RuleCheck(direction, f, factors[f].size, factors[f].kind, n, off) for (f, n), off in zip(splits, found, strict=True)
-    ]
+        return made.local({factor: n})
+    except RuleError as error:
+        raise VerificationError(f"{what}: {factor} in {n} parts: {error}") from error
+    except Exception as error:
+        raise VerificationError(f"{what}: {made.rule}: the function fails for {factor} in {n} parts: {error}") from error
 
 
 def _backwards(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[tuple[str, core.Jaxpr, list[Any]]]:

@@ -83,3 +83,18 @@ def test_ways_to_cut_are_unequal() -> None:
     assert uneven(6) == [(5, 1), (3, 1, 2)]
     assert uneven(2) == []
     assert blocks(6, 3) == (2, 2, 2)
+
+
+def test_the_padding_of_a_smaller_part_takes_back_the_promise_of_unique_indices() -> None:
+    """It adds nothing, but to row 0: where additions race, one of another part's rows would be lost."""
+
+    def fun(i: jax.Array, u: jax.Array) -> jax.Array:
+        return jnp.zeros((6, 4)).at[i].add(u, unique_indices=True, indices_are_sorted=True)
+
+    args = (np.array([0, 2, 5]), np.ones((3, 4)))
+    made = fragment(fun, *args)
+    (index,) = made.rule.operands[0][0]
+    for split, promised in (({index: 3}, True), ({index: (2, 1)}, False)):
+        (add,) = [e for e in made.local(split).eqns if e.primitive.name == "scatter-add"]
+        assert add.params["unique_indices"] == add.params["indices_are_sorted"] == promised
+        check_splits(made, args, [split])

@@ -57,6 +57,9 @@ def test_others(name: str) -> None:
     assert "".join(made.open) == factors
 
 
+RAGGED = (lax.ragged_dot, (real(6, 3), real(2, 3, 4), np.array([2, 4])))
+
+
 def test_a_ragged_product_splits_as_a_dot_but_for_its_groups() -> None:
     args = (real(6, 3), real(2, 3, 4), np.array([2, 4]))
     backward_args = (*args, real(6, 4))

@@ -100,9 +100,12 @@ def test_rows_and_columns_at_once() -> None:
     check_splits(made, args, [{rows: 2, columns: 3}, {rows: 4, columns: 2}])
 
 
+GRADIENT = (lambda x, dy: jax.vjp(pool("max", 3, 2), x)[1](dy)[0], (real(1, 8, 2), real(1, 4, 2)))
+TANGENTS = (lambda x, dx: jax.jvp(pool("max", 3, 1), (x,), (dx,)), (real(2, 6, 3), real(2, 6, 3)))
+
+
 def test_tangents_of_a_maximum() -> None:
-    x, dx = real(2, 6, 3), real(2, 6, 3)
-    made = check(lambda x, dx: jax.jvp(pool("max", 3, 1), (x,), (dx,)), x, dx)
+    made = check(TANGENTS[0], *TANGENTS[1])
     assert "select_and_gather_add" in made.primitives
     assert 6 in made.open.values()
 
