@@ -35,7 +35,7 @@ class Case:
         tensors: kind -> how many tensors, exactly, on virtual CPU devices.
         launches: kind -> how many launches, exactly, on a CUDA target, which makes one array of tensors that combine.
         as_much_as: the plan whose all-reduces take as many bytes as this one's reduce-scatters and all-gathers.
-        wider: whether, on a CUDA target, it adds in more bits than GSPMD, which adds what a bfloat16 dot gives as it is; its
+        wider: whether it adds in more bits than GSPMD does on a CUDA target, where that adds what a bfloat16 dot gives; its
             ratio is then shown, and not held to a bound.
         quick: whether it is part of the quick form.
     """
