@@ -13,6 +13,9 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     ("its rule has no word", "name the dim in the op's rule"),
     ("host callback", "put the callback in a scope of its own, so that its op is copied and the others are split"),
     ("side effect", "move the effect (a debug print, a callback) out of what is split"),
+    ("it is sorted", "nothing frees it, since every place of a sort depends on all of it"),
+    ("its largest are taken", "nothing frees it; take the largest of parts by a reshape to (parts, size), then of those"),
+    ("its reduction cannot be joined", "nothing frees it: no collective joins what parts of it give"),
     ("jnp.split", "a reshape to (pieces, size) keeps the pieces' size as a factor of its own"),
 )
 

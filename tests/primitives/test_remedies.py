@@ -17,7 +17,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "running maximum": (lambda x: jax.lax.cummax(x, 0), "a", r"Prefix\('a', 2\) in place of Split .*; free here: b \(6\)"),
     "both dims": (lambda x: x @ x.T, "a", r"two dims of one tensor; it is free in ops .*; free here: b \(6\)"),
     "mixed": (lambda x: x.reshape(3, 8), "a", "a reshape mixes it .*; cut the neighbouring factor, or reshape so"),
-    "sorted": (lambda x: jnp.sort(x, 1), "b", r"it is sorted; free here: a \(4\)$"),
+    "sorted": (lambda x: jnp.sort(x, 1), "b", r"it is sorted; nothing frees it, .*; free here: a \(4\)$"),
+    "largest": (lambda x: jax.lax.top_k(x, 2), "b", r"largest are taken; nothing frees it; take the largest of parts by"),
+    "place of the largest": (lambda x: x.argmax(1), "b", "cannot be joined; nothing frees it: no collective joins"),
     "callback": (
         lambda x: jax.pure_callback(np.asarray, x, x) * 2,
         "a",

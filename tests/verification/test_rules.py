@@ -123,7 +123,7 @@ def test_a_custom_vjp_is_checked_in_both_modes() -> None:
             "n m, m -> n m",
             lambda x, b: x + b * jnp.arange(4),
             (real(1, 4), real(4)),
-            "the function fails for m in 2 parts",
+            r"fails on parts of shapes \[1, 2\], \[2\] \('m' in 2 parts\)",
         ),
         ("b h, h o, o -> b o", lambda x, k, b: x @ k + b, (real(2, 4), real(4, 3), real(3)), "with h in 2 parts"),
         ("n m -> n, n", lambda x: (x.sum(1), x.max(1)), (real(3, 4),), "with m in 2 parts: result 1 differs by"),
