@@ -36,6 +36,8 @@ class Net(nn.Module):
 class Twin(nnx.Module):
     """The same in nnx."""
 
+    note = 0
+
     def __init__(self, hidden: int, rngs: nnx.Rngs):
         self.up = nnx.Linear(3, hidden, rngs=rngs)
         self.norm = nnx.BatchNorm(hidden, rngs=rngs)

@@ -19,8 +19,9 @@ from models.training import make_state, train_step
 def test_a_later_token_does_not_change_earlier_logits() -> None:
     model = GPT(GPTConfig(hidden=16, layers=2, heads=2, sequence=8))
     tokens = jnp.arange(8)[None]
-    params = model.init(jax.random.key(0), tokens)
-    before, after = (model.apply(params, tokens.at[0, 5].set(t)) for t in (5, 99))
+    params = jax.jit(model.init)(jax.random.key(0), tokens)
+    apply = jax.jit(model.apply)
+    before, after = (apply(params, tokens.at[0, 5].set(t)) for t in (5, 99))
     np.testing.assert_array_equal(before[0, :5], after[0, :5])
     assert not np.allclose(before[0, 5:], after[0, 5:])
 
@@ -63,7 +64,7 @@ def test_stacked_and_rematerialised_layers_are_the_same_model(remat: bool) -> No
 
 def test_stacked_layers_are_drawn_apart() -> None:
     model = GPT(GPTConfig(hidden=16, layers=3, heads=2, sequence=8, vocabulary=32, stacked=True))
-    kernel = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]["blocks"]["mlp"]["up"]["kernel"]
+    kernel = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]["blocks"]["mlp"]["up"]["kernel"]
     assert kernel.shape == (3, 16, 64)
     assert len(np.unique(np.asarray(kernel[:, 0, 0]))) == 3
 
