@@ -61,7 +61,7 @@ CASES = [
     Case(MLP, f"sequence_parallel({EVEN}, {ROWS})", "sequence_parallel", FIVE, FIVE, "tensor_parallel", quick=True),
     Case("gpt-nano f32", "data_parallel", "data_parallel"),
     # two all-reduces each way and layer
-    Case("gpt-nano f32", "tensor_parallel", "tensor_parallel", quick=True),
+    Case("gpt-nano f32", "tensor_parallel", "tensor_parallel"),
     Case("gpt-nano f32", "sequence_parallel", "sequence_parallel", EIGHT, EIGHT),
     Case("gpt-nano f32", "vocab_parallel", "vocab_parallel"),
     Case("gpt-nano f32", "megatron(2, 4)", "dp 2 × tp 4"),
