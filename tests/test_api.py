@@ -240,7 +240,7 @@ def test_a_gradient_hidden_in_a_scan() -> None:
 
 
 def test_no_input_is_called_batch() -> None:
-    with pytest.raises(jscaler.UnknownNameError, match=r"no input named 'batch'; pass data_parallel\(batch=...\)"):
+    with pytest.raises(jscaler.UnknownNameError, match=r"no input named 'batch'; pass the plan batch=..."):
         on_eight()(lambda data: data * 2)(jnp.ones(8))
 
 
