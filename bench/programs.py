@@ -10,7 +10,6 @@ ops at random: nested, along several factors, on the devices in a random order. 
 import multiprocessing
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 
 from bench.harness import Row, main
 
@@ -62,9 +61,9 @@ def rows(quick: bool, cases: int, first: int, workers: int) -> Iterator[Row]:
         return
     seeds = range(first, first + cases)
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=5) as pool:
-        yield from pool.map(chunk, chunks)
+    # fresh processes now and then: XLA keeps what it compiled
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=5) as pool:
+        yield from pool.imap(chunk, chunks)
 
 
 if __name__ == "__main__":
