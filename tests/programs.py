@@ -331,9 +331,8 @@ def _split_at_random(graph: Any, op: Any, base: np.ndarray, rng: np.random.Gener
             algorithms.append(Split(name, parts))
         else:
             algorithms.append(Replicate(parts))
-    chunks = [
-        n for n, f in factors.items() if f.kind != "blocked" and n not in uneven and f.size // done.get(n, 1) % 2 == 0
-    ]
+    whole = [n for n, f in factors.items() if f.kind != "blocked" and not f.even_only and n not in uneven]
+    chunks = [n for n in whole if factors[n].size // done.get(n, 1) % 2 == 0]
     if chunks and rng.random() < 0.05:
         algorithms.append(Chunk(chunks[int(rng.integers(len(chunks)))], 2))
     graph.op_assign(graph.op_trans(op, *algorithms), base.transpose(order))
