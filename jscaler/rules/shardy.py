@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
-from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, shape_struct
+from jscaler.capture.jaxprs import evaluate, make_jaxpr, open_jaxpr, shape, shape_struct
 from jscaler.rules.atoms import Atoms
 from jscaler.rules.others import UNKNOWN
 from jscaler.rules.table import Dims, Label, Spec
@@ -61,16 +61,14 @@ def shardy_spec(eqn: core.JaxprEqn) -> Spec | None:
 def _lowered(eqn: core.JaxprEqn, sizes: Sequence[tuple[int, ...]]) -> ir.Module | None:
     """The StableHLO of one equation on operands of ``sizes``; None where it cannot be lowered by itself."""
     variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+    empty, _ = open_jaxpr(jax.make_jaxpr(lambda: ())())
+    one = make_jaxpr([eqn], variables, eqn.outvars, empty)
+    structs = [jax.ShapeDtypeStruct(s, shape_struct(v.aval).dtype) for v, s in zip(variables, sizes, strict=True)]
     try:
-        one = make_jaxpr([eqn], variables, eqn.outvars, core.Jaxpr([], [], [], [], frozenset(), _INFO))
-        structs = [jax.ShapeDtypeStruct(s, shape_struct(v.aval).dtype) for v, s in zip(variables, sizes, strict=True)]
         lowered = jax.jit(lambda *xs: evaluate(one, xs), keep_unused=True).lower(*structs)
-        return lowered.compiler_ir("stablehlo")
-    except Exception:  # a primitive may refuse in any way it likes; then nothing is known of it
+    except Exception:  # a primitive may refuse in any way it likes: nothing is known of it, and the caller warns and copies
         return None
-
-
-_INFO = jax.make_jaxpr(lambda: 0)().jaxpr.debug_info
+    return lowered.compiler_ir("stablehlo")
 
 
 def _dims(module: ir.Module, atoms: Atoms) -> tuple[list[list[list[int]]], list[list[list[int]]]]:

@@ -19,8 +19,8 @@ def ordered_ops(graph: Graph, orders: Sequence[Order]) -> tuple[Op, ...]:
     """
     if not orders:
         return graph.ops
-    for order in orders:  # (both names are checked, wherever the two ops stand)
-        graph[order.before], graph[order.after]
+    for path in (p for order in orders for p in (order.before, order.after)):
+        _ = graph[path]  # raises where no op is called so, wherever the other stands
     return tuple(flat(_ordered(graph, graph.tree, orders)))
 
 
