@@ -1,35 +1,14 @@
-"""``Cluster``: hosts of devices, and the α–β model of the links inside a host and between hosts.
+"""``Cluster``: hosts of devices, and the α–β model of the links inside a host and between hosts."""
 
-Bandwidths are of public data sheets, one direction: NVLink per device, the network per host (all its devices share it).
-Latencies of the GPU clusters are assumed; ``jscaler bench-comm`` measures both. docs/clusters.md lists the sources.
-"""
-
-import json
-import math
-import tomllib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jscaler.cost.device import DeviceKind
+from jscaler.cost.link import Link
 from jscaler.cost.model import Line
 from jscaler.cost.table import COLLECTIVES
-from jscaler.errors import DeviceError, UnknownNameError
-
-
-@dataclass(frozen=True)
-class Link:
-    """One class of links.
-
-    Attributes:
-        latency: α, seconds per step of a collective.
-        bandwidth: 1/β, bytes per second in one direction.
-    """
-
-    latency: float
-    bandwidth: float
+from jscaler.errors import DeviceError
 
 
 @dataclass(frozen=True)
@@ -39,7 +18,8 @@ class Cluster:
     Attributes:
         inside: the link of each device to the others of its host.
         between: the link of each host to the others, shared by its devices.
-        memory: bytes of each device.
+        memory: bytes of each device; the kind's own when left out.
+        device: what the devices are, where that is said.
     """
 
     name: str
@@ -48,12 +28,19 @@ class Cluster:
     inside: Link
     between: Link
     memory: int = 0
+    device: DeviceKind | None = None
 
     def __post_init__(self) -> None:
+        if self.device is not None and not self.memory:
+            object.__setattr__(self, "memory", self.device.memory)
         if min(self.hosts, self.devices_per_host) < 1:
             raise DeviceError(
                 f"cluster '{self.name}' has {self.hosts} hosts of {self.devices_per_host} devices; give 1 or more"
             )
+
+    @property
+    def num_devices(self) -> int:
+        return self.hosts * self.devices_per_host
 
     @property
     def local_step(self) -> float:
@@ -107,103 +94,3 @@ class Cluster:
 
     def __str__(self) -> str:
         return self.name
-
-
-_NVLINK2, _NVLINK3, _NVLINK4 = Link(10e-6, 150e9), Link(8e-6, 300e9), Link(7e-6, 450e9)
-CLUSTERS = {
-    cluster.name: cluster
-    for cluster in (
-        # 4 DGX-1-like hosts with one 100 Gb/s adapter each: the cluster of SuperScaler's and nnScaler's papers
-        Cluster("v100-nvlink-ib100", 4, 8, _NVLINK2, Link(25e-6, 12.5e9), 34_089_730_048),
-        Cluster("a100", 4, 8, _NVLINK3, Link(20e-6, 200e9), 80_000_000_000),  # DGX A100: 8 × 200 Gb/s
-        Cluster("h100", 4, 8, _NVLINK4, Link(15e-6, 400e9), 80_000_000_000),  # DGX H100: 8 × 400 Gb/s
-        Cluster("h200", 4, 8, _NVLINK4, Link(15e-6, 400e9), 141_000_000_000),  # DGX H200: 8 × 400 Gb/s
-        # virtual devices of one process on two cores: bench-comm --rounds 12 said 44 µs and 1.55 GB/s
-        Cluster("cpu", 1, 8, Link(45e-6, 1.5e9), Link(45e-6, 1.5e9)),
-    )
-}
-
-
-def find_cluster(name: str) -> Cluster:
-    """A built-in cluster by name, or one described in a TOML file by its path.
-
-    Raises:
-        UnknownNameError: neither, or a field of the file is unknown.
-        DeviceError: the file cannot be read, or a field of it is missing or of the wrong kind.
-    """
-    if name.endswith(".toml"):
-        return load_cluster(Path(name))
-    if name not in CLUSTERS:
-        raise UnknownNameError("cluster", name, CLUSTERS, " (or give the path of a .toml file)")
-    return CLUSTERS[name]
-
-
-def cluster_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
-    """The text of a file that ``load_cluster`` reads back as an equal cluster; ``comments`` are lines at its head."""
-    lines = [f"# {comment}" for comment in comments]
-    lines.append(f"name = {json.dumps(cluster.name, ensure_ascii=False)}")
-    lines += [f"{key} = {getattr(cluster, key)}" for key in ("hosts", "devices_per_host")]
-    if cluster.memory:
-        lines.append(f"memory = {cluster.memory}  # bytes per device")
-    for key, owner in (("inside", "device"), ("between", "host")):
-        link = getattr(cluster, key)
-        lines += ["", f"[{key}]", f"latency = {link.latency!r}  # seconds per step"]
-        lines.append(f"bandwidth = {link.bandwidth!r}  # bytes per second and {owner}")
-    return "\n".join(lines) + "\n"
-
-
-def load_cluster(path: Path) -> Cluster:
-    """Read a cluster from TOML.
-
-    Example::
-
-        name = "lab"                   # the file's name when left out
-        hosts = 2
-        devices_per_host = 4
-        memory = 25_769_803_776        # bytes per device; may be left out
-        [inside]
-        latency = 9e-6                 # seconds per step
-        bandwidth = 25e9               # bytes per second and device
-        [between]
-        latency = 30e-6
-        bandwidth = 12.5e9             # bytes per second and host
-
-    Raises:
-        DeviceError: the file cannot be read, or a field is missing or of the wrong kind.
-        UnknownNameError: a field is unknown.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DeviceError(
-            f"cannot read the cluster file {path}: {error}; `jscaler bench-comm --out {path}` writes such a file"
-        ) from None
-    _refuse_unknown(path, table, ("name", "hosts", "devices_per_host", "memory", "inside", "between"), "")
-    hosts, devices_per_host = (_number(path, table, key, int) for key in ("hosts", "devices_per_host"))
-    inside, between = (_link(path, table, key) for key in ("inside", "between"))
-    memory = _number(path, table, "memory", int) if "memory" in table else 0
-    return Cluster(str(table.get("name", path.stem)), hosts, devices_per_host, inside, between, memory)
-
-
-def _link(path: Path, table: dict[str, Any], key: str) -> Link:
-    entry = table.get(key)
-    if not isinstance(entry, dict):
-        raise DeviceError(f"{path}: the table [{key}] with latency (seconds) and bandwidth (bytes/s) is missing")
-    _refuse_unknown(path, entry, ("latency", "bandwidth"), f"{key}.")
-    latency, bandwidth = (_number(path, entry, field, float, f"{key}.") for field in ("latency", "bandwidth"))
-    return Link(latency, bandwidth)
-
-
-def _number(path: Path, table: dict[str, Any], key: str, kind: type, where: str = "") -> Any:
-    value: Any = table.get(key)
-    legal = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if legal and 0 < value < math.inf:  # nan is not between them either
-        return kind(value)
-    found = "missing" if value is None else f"{value!r}"
-    raise DeviceError(f"{path}: '{where}{key}' is {found}; give a positive {'whole ' * (kind is int)}number")
-
-
-def _refuse_unknown(path: Path, table: dict[str, Any], known: Sequence[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            raise UnknownNameError("field", f"{where}{key}", [where + k for k in known], f" in {path}")

@@ -6,74 +6,26 @@ and ``ptxas``, no driver, and no other CUDA library.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
+import json
 import os
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from jscaler.errors import DeviceError, near_names
+from jscaler.cost import Cluster, DeviceKind, find_cluster
+from jscaler.errors import DeviceError
 
 Device = Any  # jax.Device, which type checkers take for a variable
 
 
-@dataclass(frozen=True)
-class DeviceKind:
-    """What XLA asks of a GPU before it compiles for it.
-
-    Attributes:
-        description: the name that the driver reports.
-        capability: CUDA compute capability, major and minor.
-        num_cores: streaming multiprocessors, each with ``fpus_per_core`` float32 units and ``shared_per_core`` bytes of
-            shared memory, of which one block may take ``shared_per_block`` when it asks for it.
-        memory: bytes that the driver offers to programs, less than the name promises.
-        bandwidth: of the memory, bytes per second.
-        l2_cache: bytes.
-        clock: boost clock, GHz.
-    """
-
-    description: str
-    capability: tuple[int, int]
-    num_cores: int
-    fpus_per_core: int
-    shared_per_core: int
-    shared_per_block: int
-    memory: int
-    bandwidth: int
-    l2_cache: int
-    clock: float
-
-    def config(self) -> str:
-        """The description in XLA's text format (a ``GpuTargetConfigProto``)."""
-        major, minor = self.capability
-        fields = {
-            "core_count": self.num_cores,
-            "fpus_per_core": self.fpus_per_core,
-            "shared_memory_per_core": self.shared_per_core,
-            "shared_memory_per_block_optin": self.shared_per_block,
-            "device_memory_size": self.memory,
-            "memory_bandwidth": self.bandwidth,
-            "l2_cache_size": self.l2_cache,
-            "clock_rate_ghz": self.clock,
-            **_EVERY_GPU,
-        }
-        info = " ".join(f"{name}: {value}" for name, value in fields.items())
-        return (
-            f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
-            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 9 } '
-            f'device_description_str: "{self.description}"'
-        )
-
-
-_EVERY_GPU = {  # the same from compute capability 7.0 to 9.0
+_EVERY_GPU: dict[str, int] = {  # the same from compute capability 7.0 to 9.0
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
-    "threads_per_core_limit": 2048,
     "shared_memory_per_block": 48 << 10,
     "registers_per_core_limit": 1 << 16,
     "registers_per_block_limit": 1 << 16,
@@ -81,27 +33,12 @@ _EVERY_GPU = {  # the same from compute capability 7.0 to 9.0
     "block_dim_limit_y": (1 << 16) - 1,
     "block_dim_limit_z": (1 << 16) - 1,
 }
-# Cores, memory and caches: the vendor's data sheets of the SXM boards. Memory: what the driver reports on such a board.
-# fmt: off
-_VOLTA = ((7, 0), 80, 64, 96 << 10, 96 << 10)
-_AMPERE = ((8, 0), 108, 64, 164 << 10, 163 << 10)
-_HOPPER = ((9, 0), 132, 128, 228 << 10, 227 << 10)
-DEVICE_KINDS = {
-    "V100-16GB": DeviceKind("Tesla V100-SXM2-16GB", *_VOLTA, 16_935_682_048, 900_000_000_000, 6 << 20, 1.53),
-    "V100-32GB": DeviceKind("Tesla V100-SXM3-32GB", *_VOLTA, 34_089_730_048, 900_000_000_000, 6 << 20, 1.53),
-    "A100-40GB": DeviceKind("NVIDIA A100-SXM4-40GB", *_AMPERE, 42_298_834_944, 1_555_000_000_000, 40 << 20, 1.41),
-    "A100-80GB": DeviceKind("NVIDIA A100-SXM4-80GB", *_AMPERE, 85_100_068_864, 2_039_000_000_000, 40 << 20, 1.41),
-    "H100-80GB": DeviceKind("NVIDIA H100 80GB HBM3", *_HOPPER, 84_929_347_584, 3_352_320_000_000, 50 << 20, 1.98),
-    "H200-141GB": DeviceKind("NVIDIA H200", *_HOPPER, 151_397_597_184, 4_800_000_000_000, 50 << 20, 1.98),
-}
-# fmt: on
-
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _REMEDY = 'pip install "jscaler[aot]"'
 
 
-def described_devices(cluster: str) -> list[Device]:
+def described_devices(cluster: str | os.PathLike[str] | Cluster) -> list[Device]:
     """Compile-only devices of a CUDA cluster that need not exist; the same objects for the same description.
 
     JAX's CUDA plugin looks for a driver when it loads, and refuses to load without one unless the environment variable
@@ -109,14 +46,16 @@ def described_devices(cluster: str) -> list[Device]:
     call only; that is enough if the call comes before JAX's first computation (later, JAX has looked for plugins).
 
     Args:
-        cluster: ``"8xH100-80GB"``, one host, or ``"4x8xV100-32GB"``, hosts × devices of each × kind.
+        cluster: ``"8xH100-80GB"``, one host, or ``"4x8xV100-32GB"``, hosts × devices of each × kind; or whatever else
+            ``find_cluster`` takes, a TOML file of one's own included; or a `Cluster` that says its device kind.
 
     Returns:
         the devices, host by host: device d of n per host has ``process_index == d // n``.
 
     Raises:
-        DeviceError: the description is malformed or names no kind of ``DEVICE_KINDS``; the plugin is missing or did not
-            load; the installed compiler makes no code for the kind.
+        UnknownNameError: no such cluster or device kind.
+        DeviceError: the cluster says no device kind; the plugin is missing or did not load; the installed compiler makes
+            no code for the kind.
 
     Example:
         >>> mesh = jax.sharding.Mesh(described_devices("8xH100-80GB"), ("data",))
@@ -124,34 +63,58 @@ def described_devices(cluster: str) -> list[Device]:
         >>> "all-reduce" in jax.jit(jax.numpy.sum).lower(batch).compile().as_text()
         True
     """
-    return list(_devices(*_parsed(cluster)))
+    found = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
+    return list(_devices(found.hosts, found.devices_per_host, device_kind(found)))
 
 
-def _parsed(cluster: str) -> tuple[int, int, str]:
-    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z]\S*)", cluster)
-    if not match:
+def device_kind(cluster: Cluster) -> DeviceKind:
+    """What a cluster's devices are, with the cluster's memory.
+
+    Raises:
+        DeviceError: the cluster does not say it.
+    """
+    if cluster.device is None:
         raise DeviceError(
-            f"'{cluster}' describes no cluster; write devices x kind or hosts x devices-per-host x kind, such as "
-            "'8xH100-80GB' or '4x8xV100-32GB'"
+            f"cluster '{cluster.name}' does not say what its devices are; give one that does, such as 8xH100-80GB, or "
+            'write device = "H100-80GB" or a table [device] into its file'
         )
-    kind = match[3]
-    if kind not in DEVICE_KINDS:
-        near = near_names(kind, list(DEVICE_KINDS))
-        hint = f"; did you mean '{near[0]}'?" if near else ";"
-        raise DeviceError(f"no device kind named '{kind}' in '{cluster}'{hint} known: {', '.join(DEVICE_KINDS)}")
-    return int(match[1] or 1), int(match[2]), kind
+    return dataclasses.replace(cluster.device, memory=cluster.memory)
 
 
 @functools.cache
-def _devices(hosts: int, per_host: int, kind: str) -> tuple[Device, ...]:
-    config = DEVICE_KINDS[kind].config()
+def _devices(hosts: int, per_host: int, kind: DeviceKind) -> tuple[Device, ...]:
     try:
         with _without_driver():
-            topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x{hosts}x{per_host}")
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=_config(kind), topology=f"1x{hosts}x{per_host}"
+            )
     except NotImplementedError as error:
         raise DeviceError(_why_no_plugin()) from error
     _refuse_unless_compiled(kind, topology.devices[0])
     return tuple(topology.devices)
+
+
+def _config(kind: DeviceKind) -> str:
+    """A device in XLA's text format (a ``GpuTargetConfigProto``)."""
+    major, minor = kind.capability
+    fields = {
+        "core_count": kind.num_cores,
+        "fpus_per_core": kind.fpus_per_core,
+        "threads_per_core_limit": kind.threads_per_core,
+        "shared_memory_per_core": kind.shared_per_core,
+        "shared_memory_per_block_optin": kind.shared_per_block,
+        "device_memory_size": kind.memory,
+        "memory_bandwidth": int(kind.bandwidth),
+        "l2_cache_size": kind.l2_cache,
+        "clock_rate_ghz": kind.clock,
+        **_EVERY_GPU,
+    }
+    info = " ".join(f"{name}: {value}" for name, value in fields.items())
+    return (
+        f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 9 } '
+        f"device_description_str: {json.dumps(kind.description)}"
+    )
 
 
 @contextlib.contextmanager
@@ -184,14 +147,14 @@ def _installed(name: str) -> bool:
         return False
 
 
-def _refuse_unless_compiled(kind: str, device: Device) -> None:
+def _refuse_unless_compiled(kind: DeviceKind, device: Device) -> None:
     """Compile one small kernel: what ptxas supports is known to nobody else (0.05 s, once per kind and shape)."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     vector = jax.ShapeDtypeStruct((1024,), "float32", sharding=sharding)
     try:
         jax.jit(lambda x: x + x).lower(vector).compile()
     except jax.errors.JaxRuntimeError as error:
-        major, minor = DEVICE_KINDS[kind].capability
+        major, minor = kind.capability
         raise DeviceError(
             f"the installed CUDA compiler makes no code for {kind} (compute capability {major}.{minor}): "
             f"{str(error).splitlines()[0].rstrip('.')}; the compiler of CUDA 12 knows all built-in kinds: {_REMEDY}"

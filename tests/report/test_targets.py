@@ -14,23 +14,25 @@ import pytest
 from jax.experimental import topologies
 from report.programs import FOLDED, MERGED, PROGRAMS, launches, stored
 
-from jscaler.errors import DeviceError
-from jscaler.report import targets
+from jscaler.cost import DEVICE_KINDS, find_cluster
+from jscaler.errors import DeviceError, UnknownNameError
 from jscaler.report.hlo import AS_WRITTEN, collectives
-from jscaler.report.targets import DEVICE_KINDS, described_devices
+from jscaler.report.targets import described_devices
 
 
 @pytest.mark.parametrize(
     "cluster", ["", "H100-80GB", "8", "8 x H100-80GB", "0xH100-80GB", "4x0xV100-32GB", "1x4x8xH100-80GB"]
 )
 def test_a_malformed_description_is_refused(cluster: str) -> None:
-    with pytest.raises(DeviceError, match=rf"'{cluster}' describes no cluster; write .* such as '8xH100-80GB'"):
+    with pytest.raises(UnknownNameError, match=rf"no cluster named '{cluster}' \(or describe one: 8xH100-80GB"):
         described_devices(cluster)
 
 
-@pytest.mark.parametrize(("kind", "near"), [("h100-80gb", "H100-80GB"), ("V100-32", "V100-32GB"), ("H200", "H200-141GB")])
+@pytest.mark.parametrize(
+    ("kind", "near"), [("h100-80gb", "H100-80GB"), ("V100-32", "V100-32GB"), ("H200-14", "H200-141GB")]
+)
 def test_an_unknown_kind_names_its_neighbour_and_the_known(kind: str, near: str) -> None:
-    with pytest.raises(DeviceError, match=f"'{kind}' in '8x{kind}'; did you mean '{near}'. known: V100-16GB, .*H200"):
+    with pytest.raises(UnknownNameError, match=f"'{kind}' in '8x{kind}'; did you mean '{near}'. known: V100-16GB, .*H200"):
         described_devices(f"8x{kind}")
 
 
@@ -54,10 +56,9 @@ def test_a_plugin_that_is_missing_or_did_not_load(monkeypatch, installed: object
     assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 
 
-def test_memory_is_a_little_less_than_the_name_promises() -> None:
-    for name, kind in DEVICE_KINDS.items():
-        promised = int(name.rsplit("-", 1)[1].removesuffix("GB"))
-        assert 0.95 * promised < kind.memory / 1e9 < 1.08 * promised
+def test_a_cluster_that_does_not_say_what_its_devices_are() -> None:
+    with pytest.raises(DeviceError, match=r"cluster 'cpu' does not say what its devices are; .* such as 8xH100-80GB"):
+        described_devices("cpu")
 
 
 @pytest.mark.aot
@@ -112,11 +113,23 @@ def test_a_group_over_hosts() -> None:
 
 
 @pytest.mark.aot
-def test_a_kind_that_the_compiler_does_not_know(monkeypatch) -> None:
-    unborn = dataclasses.replace(DEVICE_KINDS["H100-80GB"], capability=(99, 0))
-    monkeypatch.setitem(targets.DEVICE_KINDS, "Z1-80GB", unborn)
+def test_a_kind_of_one_s_own_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(
+        'hosts = 2\ndevices_per_host = 4\n[device]\nname = "L40S"\nlike = "A100-40GB"\ncapability = "8.9"\n'
+        "threads_per_core = 1536\nmemory = 47_700_000_000\nshared_per_core = 102_400\nshared_per_block = 101_376\n"
+        "[inside]\nlatency = 1e-5\nbandwidth = 32e9\n[between]\nlatency = 2e-5\nbandwidth = 25e9\n"
+    )
+    devices = described_devices(path)
+    assert [d.process_index for d in devices] == [0] * 4 + [1] * 4
+    assert {d.device_kind for d in devices} == {"L40S"}
+
+
+@pytest.mark.aot
+def test_a_kind_that_the_compiler_does_not_know() -> None:
+    unborn = dataclasses.replace(DEVICE_KINDS["H100-80GB"], name="Z1-80GB", capability=(99, 0))
     with pytest.raises(DeviceError, match=r"makes no code for Z1-80GB \(compute capability 99.0\): .*jscaler\[aot\]"):
-        described_devices("8xZ1-80GB")
+        described_devices(dataclasses.replace(find_cluster("8xH100-80GB"), device=unborn))
 
 
 @pytest.mark.aot
