@@ -17,7 +17,7 @@ from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
 from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
-from jscaler.stages import Captured, Executable, StepPlan, capture, executable, input_structs, lower, transform
+from jscaler.stages import Captured, Executable, StepPlan, capture, executable, lower, lowered, transform
 
 PlanLike = str | Plan | Callable[..., Any]
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -41,7 +41,8 @@ def parallelize(
 
     Args:
         plan: a policy, the name of a built-in one (``"data_parallel"``), or a finished `Plan`.
-        devices: how many of ``jax.devices()``, or which; all of them by default.
+        devices: how many of ``jax.devices()``, or which; all of them by default. A step can be planned and lowered for
+            more than there are, not run.
         cluster: whose links price the adapters, in seconds: a `Cluster`, a built-in one's name or a .toml file. By
             default few bytes are sent in few steps, whatever the links.
         donate_argnums, donate_argnames: arguments whose buffers the step may reuse, as in ``jax.jit``.
@@ -123,11 +124,15 @@ class Parallelized:
     def compiled(self, call: Call) -> "Compiled":
         """The executable for calls like this one, compiled where it has not been."""
         if call.key not in self._compiled:
+            resolve_devices(self._devices)
             self._compiled[call.key] = self._lower(call).compile()
         return self._compiled[call.key]
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
-        """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct``s), without compiling."""
+        """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct``s), without compiling.
+
+        The number of devices that was asked for need not be at hand before ``compile()``.
+        """
         return self._lower(self._arguments.bind(args, kwargs))
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -139,20 +144,24 @@ class Parallelized:
         return self._arguments.bind(args, kwargs).leaves
 
     def _lower(self, call: "Call") -> "Lowered":
-        devices = resolve_devices(self._devices)
+        count, devices = _devices_at_hand(self._devices)
         captured, result = _capture(self.fun, self._arguments, call, self._updates)
-        step = lower(captured, transform(captured, self._policy, len(devices)), self._cost)
+        step = lower(captured, transform(captured, self._policy, count), self._cost)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
-        lowered = made.jitted.lower(*input_structs(step, made.in_shardings))
         return Lowered(
-            step, captured, made, call.without_arrays(), result.tree, lowered, tuple(devices), self._cost, result.changes
-        )
+            step, captured, made, call.without_arrays(), result.tree, lowered(step, made), devices, self._cost,
+            result.changes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``."""
+    """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``.
+
+    Attributes:
+        devices: those it was lowered for; none where as many as the plan has are not at hand.
+    """
 
     plan: StepPlan
     captured: Captured
@@ -169,6 +178,13 @@ class Lowered:
         return self.plan.graph
 
     def compile(self) -> "Compiled":
+        """Compile for the devices it was lowered for.
+
+        Raises:
+            DeviceError: they are not at hand.
+        """
+        if not self.devices:
+            resolve_devices(self.plan.plan.num_devices)
         return Compiled(self, self.lowered.compile())
 
     def as_text(self) -> str:
@@ -255,6 +271,14 @@ def resolve_devices(devices: Devices) -> list[Device]:
     if len(set(chosen)) < len(chosen) or not chosen:
         raise DeviceError(f"devices must be distinct and at least one: {chosen}")
     return chosen
+
+
+def _devices_at_hand(devices: Devices) -> tuple[int, tuple[Device, ...]]:
+    """How many devices are asked for, and which; none where there are fewer."""
+    if isinstance(devices, int) and devices > len(jax.devices()):
+        return devices, ()
+    found = resolve_devices(devices)
+    return len(found), tuple(found)
 
 
 @dataclass(frozen=True)

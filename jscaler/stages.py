@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
@@ -141,7 +141,10 @@ class Executable:
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
-    """The program on real devices; ``donate`` lists flat argument indices whose buffers may be reused."""
+    """The program on ``devices``; ``donate`` lists flat argument indices whose buffers may be reused.
+
+    On no devices, where as many as the plan has are not at hand, it can be lowered and not compiled.
+    """
     mesh = physical_mesh(step.program, devices)
     fun = emit(step.program, step.flat, mesh)
     constants = [value for _, value in step.graph.constants]
@@ -154,6 +157,13 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     return Executable(jitted, in_shardings, out_shardings, tuple(donate))
 
 
+def lowered(step: StepPlan, made: Executable) -> Any:
+    """``made`` as StableHLO (a ``jax.stages.Lowered``); where no devices are at hand, for the default backend's kind."""
+    traced = made.jitted.trace(*input_structs(step, made.in_shardings))
+    absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.in_shardings, *made.out_shardings))
+    return traced.lower(lowering_platforms=(jax.default_backend(),)) if absent else traced.lower()
+
+
 def input_structs(step: StepPlan, in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """What ``jax.jit(...).lower`` takes for the step's inputs."""
     return [
@@ -162,11 +172,14 @@ def input_structs(step: StepPlan, in_shardings: Sequence[Any]) -> list[jax.Shape
     ]
 
 
-def shardings(step: StepPlan, mesh: Mesh) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def shardings(step: StepPlan, mesh: Mesh | AbstractMesh) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The shardings of the step's inputs and outputs on ``mesh``."""
 
     def one(layout: Layout) -> NamedSharding | SingleDeviceSharding:
-        return sharding(layout, mesh) if step.program.mesh.axes else SingleDeviceSharding(mesh.devices.flat[0])
+        if step.program.mesh.axes:
+            return sharding(layout, mesh)
+        assert isinstance(mesh, Mesh), "one device is always at hand"
+        return SingleDeviceSharding(mesh.devices.flat[0])
 
     inputs = tuple(one(step.completed.inputs[t]) for t in step.graph.inputs)
     return inputs, tuple(one(layout) for _, layout in step.program.outputs)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jscaler
+from jscaler.stages import executable, lowered
 
 on_eight = functools.partial(jscaler.parallelize, "data_parallel", devices=8)
 
@@ -189,6 +190,20 @@ def test_op_order_inside_one_executable() -> None:
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(jscaler.DeviceError, match=r"16 devices are asked for and 8 are at hand.*ask for 1 to 8"):
         jscaler.parallelize("single", devices=16)(sgd)(*state_and_batch())
+
+
+def test_a_step_for_more_devices_than_there_are_is_planned_and_lowered() -> None:
+    large = jscaler.parallelize("data_parallel", devices=1024)(sgd).lower(*state_and_batch(2048))
+    assert "mhlo.num_partitions = 1024" in large.as_text()
+    assert "1024" in large.plan.explain()
+    with pytest.raises(jscaler.DeviceError, match="1024 devices are asked for and 8 are at hand"):
+        large.compile()
+
+
+def test_a_lowering_without_devices_says_what_one_with_them_says() -> None:
+    present = on_eight()(sgd).lower(*state_and_batch(16))
+    absent = executable(present.plan, (), ())
+    assert lowered(present.plan, absent).as_text() == present.as_text()
 
 
 def test_a_batch_that_does_not_divide() -> None:

@@ -1,4 +1,4 @@
-"""Emit a flat program as one function of whole arrays: ``jax.shard_map`` over a mesh of real devices."""
+"""Emit a flat program as one function of whole arrays: ``jax.shard_map`` over a mesh of devices, or of none yet."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
 from jscaler.lower.collectives import exchange
@@ -19,20 +19,23 @@ from jscaler.lower.program import Extend, Program
 from jscaler.materialize import DeviceMesh, Layout
 
 
-def physical_mesh(program: Program, devices: Sequence[Any]) -> Mesh:
-    """The mesh of real devices: logical device i is ``devices[i]``."""
+def physical_mesh(program: Program, devices: Sequence[Any]) -> Mesh | AbstractMesh:
+    """The mesh of real devices: logical device i is ``devices[i]``. Of no devices, one that can only be lowered for."""
+    sizes = tuple(size for _, size in program.mesh.axes)
+    if not devices:
+        return AbstractMesh(sizes, program.mesh.names, axis_types=(AxisType.Auto,) * len(sizes))
     chosen = np.array([devices[d] for d in program.mesh.devices], dtype=object)
-    return Mesh(chosen.reshape([s for _, s in program.mesh.axes]), program.mesh.names)
+    return Mesh(chosen.reshape(sizes), program.mesh.names)
 
 
-def sharding(layout: Layout, mesh: Mesh) -> NamedSharding:
+def sharding(layout: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The NamedSharding that a storable layout is."""
     spec = layout.partition_spec()
     assert spec is not None, f"{layout} has no PartitionSpec"
     return NamedSharding(mesh, spec)
 
 
-def emit(program: Program, flat: FlatProgram, mesh: Mesh) -> Callable[..., list[Any]]:
+def emit(program: Program, flat: FlatProgram, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
     """A function of the program's inputs (whole arrays, to be jitted) that returns its outputs."""
 
     def local(*args: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
 from jscaler.ir import Graph, Nest, Op, PTensor, nested
@@ -21,7 +21,9 @@ from jscaler.materialize import Layout
 Values = dict[PTensor, Any]
 
 
-def constrained_step(graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh) -> Callable[..., list[Any]]:
+def constrained_step(
+    graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh | AbstractMesh
+) -> Callable[..., list[Any]]:
     """A function of whole leaves to whole leaves, with ``with_sharding_constraint`` wherever the plan fixes a layout.
 
     Args:
@@ -47,7 +49,7 @@ def constrained_step(graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh
 
 
 class _Evaluator:
-    def __init__(self, graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh):
+    def __init__(self, graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh | AbstractMesh):
         self.graph = graph
         self.layouts = layouts
         self.mesh = mesh
