@@ -16,6 +16,7 @@ from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
 from jscaler.lower.numbering import Exchange, FlatLoop, FlatProgram, Run, Step
 from jscaler.lower.program import Extend, Program
+from jscaler.lower.scopes import adapter_scope
 from jscaler.materialize import DeviceMesh, Layout
 
 
@@ -59,10 +60,11 @@ def _run(steps: Iterable[Step], env: dict[Any, Any], mesh: DeviceMesh) -> None:
             env.update(zip(step.jaxpr.outvars, results, strict=True))
         elif isinstance(step, Exchange):
             source, task = _value(env, step.input), step.adapt
-            if isinstance(task, Extend):
-                env[step.output] = extend(task.edges, source, mesh)
-            else:
-                env[step.output] = exchange(task.adapter, source, mesh, task.reduce_dtype)
+            with jax.named_scope(adapter_scope(task.tensor)):
+                if isinstance(task, Extend):
+                    env[step.output] = extend(task.edges, source, mesh)
+                else:
+                    env[step.output] = exchange(task.adapter, source, mesh, task.reduce_dtype)
         else:
             _repeat(step, env, mesh)
 

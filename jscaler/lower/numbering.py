@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
 from jscaler.ir import Loop
 from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
+from jscaler.lower.scopes import op_scope
 from jscaler.lower.swaps import swap_dots
 
 # Equations whose equal copies are kept apart.
@@ -193,9 +194,12 @@ class _Numbering:
             atoms = self._wait(atoms, [self.slots[s] for s in task.after])
         atoms += [self._index(axes) for axes in task.parts]
         env: dict[core.Var, Atom] = dict(zip(task.jaxpr.invars, atoms, strict=True))
+        scope = source_info_util.new_name_stack(op_scope(task.op))
         for eqn in task.jaxpr.eqns:
             reads = [v if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._number(eqn, reads, task.op.source_info), strict=True))
+            info = task.op.source_info or eqn.source_info
+            made = self._number(eqn, reads, info.replace(name_stack=scope))
+            env.update(zip(eqn.outvars, made, strict=True))
         for slot, var in zip(task.outputs, task.jaxpr.outvars, strict=True):
             self.slots[slot] = var if isinstance(var, core.Literal) else env[var]
 

@@ -11,6 +11,7 @@ from lower.steps import ADAMW, batch_and_hidden, make_batch, make_state, make_st
 
 import jscaler
 from jscaler.lower.emit import physical_mesh, sharding
+from jscaler.lower.scopes import adapter_scope, op_scope
 from jscaler.materialize import Layout
 
 KINDS = {  # ours: StableHLO's, HLO's
@@ -124,3 +125,15 @@ def test_a_layout_without_a_partition_spec_is_never_a_sharding() -> None:
     shares = Layout(program.mesh, (), (), (("x0", "add"),))
     with pytest.raises(AssertionError, match="has no PartitionSpec"):
         sharding(shares, physical_mesh(program, jax.devices()[:4]))
+
+
+def test_the_compiled_program_names_ops_and_what_is_moved() -> None:
+    step = lowered(tensor_parallel)
+    names = set(re.findall(r'op_name="([^"]*)"', step.compile().as_text()))
+    for scope in ("up/dot", "down/dot~backward", "down/dot:0~adapter"):
+        assert any(f"/{scope}/" in f"/{name}/" for name in names), scope
+    paths = {op_scope(op) for op in step.graph.ops}
+    adapters = {adapter_scope(adapt.tensor) for adapt in step.plan.program.adapters}
+    of_ours = {name for name in names if name.startswith("jit(run)/shard_map/")}
+    unnamed = [n for n in of_ours if not any(f"/{scope}/" in f"/{n}/" for scope in paths | adapters)]
+    assert {name.removeprefix("jit(run)/shard_map/").split(".")[0] for name in unnamed} <= {"axis_index", "broadcast"}
