@@ -129,7 +129,8 @@ def test_a_layout_without_a_partition_spec_is_never_a_sharding() -> None:
 
 def test_the_compiled_program_names_ops_and_what_is_moved() -> None:
     step = lowered(tensor_parallel)
-    names = set(re.findall(r'op_name="([^"]*)"', step.compile().as_text()))
+    # XLA writes "update/(add/add:mul/mul)" for what it merges
+    names = {name.replace("/(", "/") for name in re.findall(r'op_name="([^"]*)"', step.compile().as_text())}
     for scope in ("up/dot", "down/dot~backward", "down/dot:0~adapter"):
         assert any(f"/{scope}/" in f"/{name}/" for name in names), scope
     paths = {op_scope(op) for op in step.graph.ops}
