@@ -89,6 +89,7 @@ class _Builder:
         self.gradient_call = {g: i for i, call in enumerate(step.calls) for g in call.gradients}
         self.calls = step.calls
         self.call_level: dict[int, float] = {}
+        self.gradient_level: dict[int, float] = {}
         self.wrt = {v for call in step.calls for v in call.wrt}
 
     def add(self, index: int, tagged: TaggedEquation) -> None:
@@ -130,12 +131,15 @@ class _Builder:
     def _level(self, var: core.Var) -> float:
         if var in self.home:
             return self.home[var].level
-        if var in self.gradient_call:  # a gradient comes after all that its call reads and computes
-            index = self.gradient_call[var]
+        return self._gradient_level(self.gradient_call[var]) if var in self.gradient_call else 0
+
+    def _gradient_level(self, index: int) -> float:
+        """A gradient comes after all that its call reads and computes, which is all there when one is first read."""
+        if index not in self.gradient_level:
             call = self.calls[index]
             before = (self._level(v) for v in (call.loss, *call.wrt) if isinstance(v, core.Var))
-            return max(self.call_level.get(index, 0), *before, 0)
-        return 0
+            self.gradient_level[index] = max(self.call_level.get(index, 0), *before, 0)
+        return self.gradient_level[index]
 
     def merge_preparations(self, outvars: Iterable[Atom]) -> None:
         """Casts, reshapes and masks with one reader, in their own scope, become part of it. Cannot close a cycle."""
@@ -171,26 +175,39 @@ def _topological(found: list[Fragment], home: dict[core.Var, Fragment], calls: S
     for i, fragment in enumerate(found):
         if fragment.call is not None and calls:  # (the body of a construct belongs to a call, and holds none)
             members[fragment.call].add(i)
-    after: dict[int, set[int]] = {i: set() for i in range(len(found))}
-    waiting = [0] * len(found)
+    # a call stands between its members and the readers of its gradients: number len(found) + its index
+    after: list[set[int]] = [set() for _ in range(len(found) + len(calls))]
+    waiting = [0] * len(found) + [len(m) for m in members]
+    for call, before in enumerate(members):
+        for i in before:
+            after[i].add(len(found) + call)
     for i, fragment in enumerate(found):
         reads = {v for _, e in fragment.eqns for v in e.invars if isinstance(v, core.Var)}
-        sources = {number[id(home[v])] for v in reads if v in home}
-        for call in {gradient_call[v] for v in reads if v in gradient_call}:
-            sources |= members[call]
-        sources -= {i}
+        sources = {number[id(home[v])] for v in reads if v in home} - {i}
+        sources |= {len(found) + gradient_call[v] for v in reads if v in gradient_call}
         waiting[i] = len(sources)
         for source in sources:
             after[source].add(i)
-    ready = [(f.eqns[-1][0], i) for i, f in enumerate(found) if not waiting[i]]
-    heapq.heapify(ready)
+    ready: list[tuple[int, int]] = []
     order = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(found[i])
+
+    def free(i: int) -> None:
+        if i < len(found):
+            heapq.heappush(ready, (found[i].eqns[-1][0], i))
+        else:
+            done(i)
+
+    def done(i: int) -> None:
         for j in after[i]:
             waiting[j] -= 1
             if not waiting[j]:
-                heapq.heappush(ready, (found[j].eqns[-1][0], j))
+                free(j)
+
+    for i in [i for i, count in enumerate(waiting) if not count]:
+        free(i)
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(found[i])
+        done(i)
     assert len(order) == len(found), "fragments form a cycle: a level was broken"
     return order

@@ -73,6 +73,11 @@ class Graph:
         return {op.path: op for op in self.ops}
 
     @cached_property
+    def position(self) -> dict[str, int]:
+        """The place of every op, by path, in the order of the program."""
+        return {op.path: i for i, op in enumerate(self.ops)}
+
+    @cached_property
     def tree(self) -> tuple[Item, ...]:
         """Ops and loops in order; the ops of a loop stand in it."""
         return nested(self.ops, self.loops)

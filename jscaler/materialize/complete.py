@@ -27,7 +27,7 @@ from jscaler.materialize.placement import (
     chunked_ops,
     decided_placements,
     operand_layout,
-    placed_grid,
+    placed_grids,
     placement_of,
     result_layout,
 )
@@ -86,7 +86,7 @@ def complete(
     """
     decided = decided_placements(graph, plan)
     check_devices(decided, plan.num_devices)
-    grids = {p: placed_grid(p, d) for p, d in decided.items()}
+    grids = placed_grids(decided)
     ordered = [g for p, g in grids.items() if not decided[p].any_order]
     mesh, covered = common_mesh(ordered, plan.num_devices)
     # grids in any order cut the devices as the others order them, if their cuts agree

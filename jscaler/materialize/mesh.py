@@ -7,7 +7,7 @@ Grids of 2×4 and 4×2 cells over the same eight devices cut the device number a
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -81,9 +81,9 @@ class DeviceMesh:
 
 @dataclass(frozen=True)
 class PlacedGrid:
-    """The devices of one op's grid: row-major, one per cell."""
+    """The devices of one op's grid: row-major, one per cell. Grids of the same shape and devices are equal."""
 
-    op: str
+    op: str = field(compare=False)
     shape: tuple[int, ...]
     devices: tuple[int, ...]
 

@@ -116,7 +116,7 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
         PlanError: a cell is assigned twice or not at all, or an op that has no cells.
     """
     grids: dict[str, tuple[GridAxis, ...]] = {}
-    cells: dict[str, dict[tuple[int, ...], Place]] = {}
+    assigned: dict[str, list[Assign]] = {}
     unordered = {d.op for d in plan.decisions if isinstance(d, Assign) and d.any_order}
     for decision in plan.decisions:
         if isinstance(decision, Trans):
@@ -129,24 +129,36 @@ def decided_placements(graph: Graph, plan: Plan) -> dict[str, Decided]:
                 grid_axis(op, graph.rule(op), Chunk(axis.factor, axis.parts), axes)
             grids[op.path] = axes
         elif isinstance(decision, Assign):
-            _assign(cells.setdefault(decision.op, {}), decision)
-    for path in sorted(cells.keys() - grids.keys()):
+            assigned.setdefault(decision.op, []).append(decision)
+    for path in sorted(assigned.keys() - grids.keys()):
         raise PlanError(
             f"'{graph[path].path}' is assigned to devices before it is split; a Trans comes first, if of no axes"
         )
+    chunked = chunked_ops(plan)
     table = {}
     for path, axes in grids.items():
-        if path in chunked_ops(plan) and not axes and path not in cells:
+        if path in chunked and not axes and path not in assigned:
             continue  # how it is chunked was decided, and where it runs was not
-        every = list(_cells(tuple((0, a.parts) for a in axes)))
-        missing = [c for c in every if c not in cells.get(path, {})]
-        if missing:
-            raise PlanError(
-                f"'{path}' was split into {len(every)} cells and {len(missing)} of them have no device: "
-                f"{listing([str(list(c)) for c in missing])}; call op_assign for them"
-            )
-        table[path] = Decided(axes, tuple(cells[path][c] for c in every), path in unordered)
+        table[path] = Decided(axes, _places(path, axes, assigned.get(path, [])), path in unordered)
     return table
+
+
+def _places(path: str, axes: Sequence[GridAxis], decisions: Sequence[Assign]) -> tuple[Place, ...]:
+    """The place of every cell of a grid, row-major."""
+    whole = tuple((0, a.parts) for a in axes)
+    if len(decisions) == 1 and decisions[0].index == whole:
+        return decisions[0].places  # shared by all that lies there
+    cells: dict[tuple[int, ...], Place] = {}
+    for decision in decisions:
+        _assign(cells, decision)
+    every = _cells(whole)
+    missing = [c for c in every if c not in cells]
+    if missing:
+        raise PlanError(
+            f"'{path}' was split into {len(every)} cells and {len(missing)} of them have no device: "
+            f"{listing([str(list(c)) for c in missing])}; call op_assign for them"
+        )
+    return tuple(cells[c] for c in every)
 
 
 def chunked_ops(plan: Plan) -> dict[str, dict[str, int]]:
@@ -178,7 +190,7 @@ def check_devices(table: Mapping[str, Decided], num_devices: int) -> None:
     Raises:
         PlanError: an op leaves devices out (a crossing between groups), or stacks cells on one device (a time axis).
     """
-    for path, decided in table.items():
+    for path, decided in _by_places(table).values():
         hosted = [str(p) for p in decided.places if p.space != "device"]
         if hosted:
             raise PlanError(
@@ -197,9 +209,18 @@ def check_devices(table: Mapping[str, Decided], num_devices: int) -> None:
             )
 
 
-def placed_grid(path: str, decided: Decided) -> PlacedGrid:
-    """The grid as the mesh sees it."""
-    return PlacedGrid(path, tuple(a.parts for a in decided.axes), decided.devices)
+def _by_places(table: Mapping[str, Decided]) -> dict[int, tuple[str, Decided]]:
+    """The first op that lies in each array of places; arrays that a policy used again are one object."""
+    found: dict[int, tuple[str, Decided]] = {}
+    for path, decided in table.items():
+        found.setdefault(id(decided.places), (path, decided))
+    return found
+
+
+def placed_grids(table: Mapping[str, Decided]) -> dict[str, PlacedGrid]:
+    """The grids as the mesh sees them."""
+    devices = {array: decided.devices for array, (_, decided) in _by_places(table).items()}
+    return {p: PlacedGrid(p, tuple(a.parts for a in d.axes), devices[id(d.places)]) for p, d in table.items()}
 
 
 def placement_of(decided: Decided, covered: Sequence[Axes]) -> Placement:

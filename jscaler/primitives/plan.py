@@ -1,6 +1,7 @@
 """``Plan``: the list of decisions that a policy's primitives append. Everything after it is a pure function."""
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jscaler.ir import Place
@@ -53,9 +54,12 @@ class Assign:
         return tuple(p.device for p in self.places)
 
     def __str__(self) -> str:
+        return self.line(" ".join(map(str, self.places)))
+
+    def line(self, places: str) -> str:
+        """The decision as text, given its places as text."""
         box = ", ".join(f"{a}:{b}" for a, b in self.index)
-        order = "any order of " if self.any_order else ""
-        return f"op_assign {self.op}[{box}] -> {order}[{' '.join(map(str, self.places))}]"
+        return f"op_assign {self.op}[{box}] -> {'any order of ' if self.any_order else ''}[{places}]"
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,20 @@ class Plan:
     @property
     def digest(self) -> str:
         """A short hash, equal in every process that made the same decisions."""
-        text = "\n".join([f"{self.num_devices}", *map(str, self.decisions)])
+        text = "\n".join([f"{self.num_devices}", *_lines(self.decisions)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
-        return "\n".join([f"Plan {self.name} on {self.num_devices} devices", *map(str, self.decisions)])
+        return "\n".join([f"Plan {self.name} on {self.num_devices} devices", *_lines(self.decisions)])
+
+
+def _lines(decisions: Iterable[Decision]) -> Iterator[str]:
+    """The decisions as text; an array of places that many ops lie on is written out once."""
+    known: dict[int, str] = {}
+    for decision in decisions:
+        if isinstance(decision, Assign):
+            if id(decision.places) not in known:
+                known[id(decision.places)] = " ".join(map(str, decision.places))
+            yield decision.line(known[id(decision.places)])
+        else:
+            yield str(decision)

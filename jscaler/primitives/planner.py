@@ -41,6 +41,7 @@ class Planner:
         self._bodies = bodies if bodies is not None else BodyTable()
         self._decisions: list[Decision] = []
         self._grids: dict[str, Grid] = {}
+        self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.graph, name)
@@ -125,15 +126,24 @@ class Planner:
             raise PlanError(f"{cells} has {count} cells and is assigned to {array.size} devices: {array.tolist()}")
         if array.size > 1 and array.ndim > 1 and _squeezed(array.shape) != _squeezed(cells.shape):
             raise PlanError(f"{cells} has shape {cells.shape} and its devices have shape {array.shape}")
+        places = self._places(cells, array)
+        if any_order and not cells.is_whole:
+            raise PlanError(f"{cells} is part of a grid, which cannot be assigned in any order; assign the whole grid")
+        self._decisions.append(Assign(cells.op.path, cells.index, places, any_order))
+
+    def _places(self, cells: Grid, array: np.ndarray) -> tuple[Place, ...]:
+        """The places of an array of devices. Equal arrays of numbers are one tuple, however many ops lie there."""
+        key = (array.dtype, array.tobytes())
+        known = self._arrays.get(key) if array.dtype != object else None
+        if known is not None:
+            return known
         places = tuple(_place(d) for d in array.flat)
         wrong = [p.device for p in places if not 0 <= p.device < self.num_devices]
         if wrong:
             raise PlanError(
                 f"{cells} is assigned to devices {wrong}; there are {self.num_devices}: 0 to {self.num_devices - 1}"
             )
-        if any_order and not cells.is_whole:
-            raise PlanError(f"{cells} is part of a grid, which cannot be assigned in any order; assign the whole grid")
-        self._decisions.append(Assign(cells.op.path, cells.index, places, any_order))
+        return places if array.dtype == object else self._arrays.setdefault(key, places)
 
     def op_order(self, before: Op | Grid | str, after: Op | Grid | str) -> None:
         """Run ``before`` before ``after``."""

@@ -37,7 +37,8 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
             if beyond[1] >= 0 and beyond not in seen:
                 seen.add(beyond)
                 queue.append(beyond)
-    return {op: _first(graph, op, by_op[op]) for op in graph.ops if by_op.get(op)}
+    found = sorted((op for op, factors in by_op.items() if factors), key=lambda op: graph.position[op.path])
+    return {op: _first(graph, op, by_op[op]) for op in found}
 
 
 def _factors_at(graph: Graph, op: Op, tensor: PTensor, dim: int) -> list[str]:

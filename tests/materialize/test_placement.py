@@ -17,7 +17,7 @@ from jscaler.materialize.placement import (
     check_devices,
     decided_placements,
     operand_layout,
-    placed_grid,
+    placed_grids,
     placement_of,
     result_layout,
 )
@@ -99,7 +99,7 @@ def test_placement_of_grid_axes() -> None:
     axes = (GridAxis("a", 2), GridAxis(None, 2), GridAxis("a", 2), GridAxis("b", 1))
     decided = Decided(axes, places(*range(8)))
     assert placement_of(decided, [("x0",), ("x1",), ("x2",), ()]).factors == {"a": ("x0", "x2")}
-    assert placed_grid("op", decided).shape == (2, 2, 2, 1)
+    assert placed_grids({"op": decided})["op"].shape == (2, 2, 2, 1)
 
 
 # Decisions
