@@ -85,7 +85,7 @@ class _Opener:
     def add(self, eqn: core.JaxprEqn) -> None:
         eqn = eqn.replace(invars=[self.read(v) for v in eqn.invars])
         if eqn.primitive is not value_and_grad_p:
-            self.equations += [TaggedEquation(e, None) for e in split_cond(eqn)]
+            self.equations += [TaggedEquation(e, None) for e in split_cond(eqn, staged=True)]
             return
         index = len(self.calls)
         wrt = eqn.params["wrt"]

@@ -14,6 +14,7 @@ import numpy as np
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.ir import Factor, Op, PTensor
+from jscaler.ir.kinds import tensor_kinds
 from jscaler.primitives import Algorithm, Replicate, Split
 
 Factors = dict[Op, str]
@@ -26,10 +27,17 @@ def by_dim(patterns: Dims | Sequence[str], dim: int | None = None) -> Dims:
 
 
 def select(graph: Any, patterns: Dims) -> list[tuple[PTensor, int]]:
-    """The input leaves that match, each once, with the dim to follow; the first pattern that matches a leaf counts."""
+    """The input leaves that match, each once, with the dim to follow; the first pattern that matches a leaf counts.
+
+    An optimizer's state follows its parameter, and may have other dims (the sums of a factored moment): only its full
+    name matches it.
+    """
+    kinds = tensor_kinds(graph) if graph.calls else {}
     found: list[tuple[PTensor, int]] = []
     for tensor in graph.inputs:
         for pattern, dim in patterns.items():
+            if kinds.get(tensor) == "optimizer" and tensor.name != pattern:
+                continue
             if tensor.shape and _matches(tensor.name, pattern):
                 place = column(graph, tensor) if dim is None else _dim(tensor, dim)
                 if place is not None:

@@ -236,8 +236,10 @@ def _flow_cond(eqn: core.JaxprEqn, inner: Sequence["Analysis"], at: Flow) -> lis
 
 
 def _agreed(index: int, inner: Sequence["Analysis"], states: Sequence[State], at: Flow) -> State:
-    """The one state of a result in all branches; zero is any sum's share."""
+    """The one state of a result in all branches; zero is any sum's share, and any value its own maximum."""
     open_ = {s for s, branch in zip(states, inner, strict=True) if not (s == FREE and branch.gives_zero(index))}
-    if len(open_) > 1 or (open_ - {"add", CUT, FREE} and FREE in states):
+    if FREE in states and set(states) - {FREE} in ({"max"}, {"min"}):
+        open_ = set(states) - {FREE}
+    elif len(open_) > 1 or (open_ - {"add", CUT, FREE} and FREE in states):
         raise at.refuse("the branches of a cond treat it differently")
     return next(iter(open_), FREE) if at.own[index] == FREE else CUT

@@ -70,6 +70,17 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
         lambda p, x: lax.cond(p, lambda x: x.sum(0), lambda x: jnp.ones(x.shape[1:]), x),
         (np.bool_(False), x), "·, a b c -> b c", "bc",
     ),
+    "a maximum in one branch": (
+        lambda p, x: lax.cond(p, lambda x: x.max(0), lambda x: jnp.ones(x.shape[1:]), x),
+        (np.bool_(True), x), "·, a b c -> b c", "abc",
+    ),
+    "finite or not wanted": (
+        lambda p, x: lax.cond(p, lambda x: jnp.isfinite(x).all(), lambda x: False, x), (np.bool_(True), x),
+        "·, a b c -> ·", "abc",
+    ),
+    "a maximum and a sum": (
+        lambda p, x: lax.cond(p, lambda x: x.max(0), lambda x: x.sum(0), x), (np.bool_(True), x), "·, a b c -> b c", "bc",
+    ),
     "three branches": (
         lambda i, x: lax.switch(i, [jnp.sin, jnp.cos, lambda x: x[..., ::-1]], x), (np.int32(5), x),
         "·, a b c -> a b c", "ab",
