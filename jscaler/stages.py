@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
+from jscaler.capture.refetch import refetched
 from jscaler.capture.residuals import with_backward_bodies
 from jscaler.capture.saved import with_saved_tensors
 from jscaler.capture.trace import trace_step
@@ -20,10 +21,12 @@ from jscaler.lower.emit import emit, physical_mesh, sharding
 from jscaler.lower.numbering import FlatProgram, flatten
 from jscaler.lower.program import Program, make_program
 from jscaler.materialize import Completed, Layout, complete
+from jscaler.materialize.shards import stored_leaves
 from jscaler.primitives import Order, Plan, fused, make_plan
 from jscaler.primitives.reopen import reopen
 from jscaler.report.explain import explain
 from jscaler.rules.book import RuleBook
+from jscaler.rules.made_of import made_of
 from jscaler.schedule import ordered_ops
 
 
@@ -119,6 +122,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPl
     source = with_backward_bodies(graph, captured.bodies, plan.residuals, plan.split_factors)
     reopened = reopen(source, plan, captured.rules, captured.bodies)
     graph = with_saved_tensors(reopened.graph, captured.bodies)
+    graph = refetched(graph, made_of(graph, stored_leaves(graph, plan)).dims.keys(), captured.bodies)
     orders = [d for d in reopened.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after: dict[str, list[str]] = {}

@@ -34,10 +34,11 @@ def recompute(graph: Graph, bodies: BodyTable) -> Graph:
     for region in regions:
         graph = _expanded(graph, region)
     graph = without_dead_clones(graph)
-    return dataclasses.replace(graph, ops=tuple(_with_fence_body(op, bodies) for op in graph.ops))
+    return dataclasses.replace(graph, ops=tuple(with_fence_body(op, bodies) for op in graph.ops))
 
 
-def _with_fence_body(op: Op, bodies: BodyTable) -> Op:
+def with_fence_body(op: Op, bodies: BodyTable) -> Op:
+    """``op`` with its body, if it is a fence."""
     if op.anywhere != "fence":
         return op
     body = bodies.traced(lambda *xs: list(lax.optimization_barrier(xs)), [t.aval for t in op.inputs])

@@ -21,12 +21,12 @@ def tensor_kinds(graph: Graph) -> Mapping[PTensor, TensorKind]:
     kinds.update({graph.inputs[i]: "optimizer" for i in graph.next_version.values()})
     for call in graph.calls:
         for tensor in call.wrt:
-            kinds.update(dict.fromkeys(_origins(graph, tensor) & inputs, "parameter"))
+            kinds.update(dict.fromkeys(origins(graph, tensor) & inputs, "parameter"))
         kinds.update(dict.fromkeys((g for g in call.gradients if g not in inputs), "gradient"))
     return kinds
 
 
-def _origins(graph: Graph, tensor: PTensor) -> frozenset[PTensor]:
+def origins(graph: Graph, tensor: PTensor) -> frozenset[PTensor]:
     """The tensor, or what ops without a contraction (casts, scalings) made it from: tensors of its shape."""
     found, todo = set[PTensor](), [tensor]
     while todo:

@@ -32,6 +32,7 @@ from jscaler.materialize.placement import (
     result_layout,
 )
 from jscaler.materialize.relabel import shared_out
+from jscaler.materialize.shards import Shards, find_shards, shard_grid
 from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
 
@@ -67,6 +68,7 @@ class Completed:
     inputs: Mapping[PTensor, Layout]
     outputs: tuple[Layout, ...]
     loops: Mapping[str, LoopLayouts] = field(default_factory=dict)
+    gradients: Mapping[PTensor, Layout] = field(default_factory=dict)  # those of sharded parameters, as updates get them
 
 
 def complete(
@@ -88,13 +90,15 @@ def complete(
     check_devices(decided, plan.num_devices)
     grids = placed_grids(decided)
     ordered = [g for p, g in grids.items() if not decided[p].any_order]
+    ordered += map(shard_grid, plan.shards.values())
     mesh, covered = common_mesh(ordered, plan.num_devices)
     # grids in any order cut the devices as the others order them, if their cuts agree
     free = [dataclasses.replace(g, devices=mesh.devices) for p, g in grids.items() if decided[p].any_order]
     mesh, covered = find_common_mesh([*ordered, *free], mesh.devices) or (mesh, covered)
     given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: d for p, d in decided.items() if d.any_order}
-    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}, chunked_ops(plan)).run()
+    shards = find_shards(graph, plan, covered)
+    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}, chunked_ops(plan), shards).run()
 
 
 def _parts(decided: Decided) -> dict[str, int]:
@@ -117,6 +121,7 @@ class _Completer(LoopMixin):
         cost: CostModel,
         pieces: Mapping[str, tuple[str, ...]],
         chunks: Mapping[str, Mapping[str, int]],
+        shards: Shards,
     ):
         self.graph = graph
         self.mesh = mesh
@@ -126,10 +131,12 @@ class _Completer(LoopMixin):
         self.cost = cost
         self.pieces = pieces
         self.chunks = chunks
+        self.shards = shards
         self.ops: dict[str, OpLayouts] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
         self.inputs: dict[PTensor, Layout] = {}
+        self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
         self.step_inputs = frozenset(graph.inputs)
         self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
         self.undecided: set[PTensor] = set()  # slices that may lie in any of the layouts at hand, until they are read
@@ -141,7 +148,8 @@ class _Completer(LoopMixin):
         for tensor in self.graph.inputs:
             self.inputs.setdefault(tensor, self._whole(tensor))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
-        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts())
+        gradients = {t: self.at_hand[t][0] for t in self.shards.gradients if t in self.at_hand}
+        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), gradients)
 
     def visit_all(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -158,7 +166,7 @@ class _Completer(LoopMixin):
         if not self.mesh.axes or not op.outputs or placed:
             return False
         large = [t for t in op.inputs if t.shape]
-        return bool(large) and all(t not in self.at_hand for t in large)
+        return bool(large) and all(t not in self.at_hand or t in self.shards.whole for t in large)
 
     def _settle(self, op: Op, placement: Placement) -> None:
         """Fix the placement of ``op``; what it reads of waiting ops settles them."""
@@ -171,7 +179,7 @@ class _Completer(LoopMixin):
             if op.anywhere == "sum":
                 self.at_hand[op.inputs[0]] = [done.inputs[0]]
             for tensor, layout in zip(op.outputs, done.outputs, strict=True):
-                self.at_hand[tensor] = [layout]
+                self.at_hand[tensor] = [self.shards.gradient(tensor, layout)]
                 self.waiting.pop(tensor, None)
             for tensor, layout in zip(op.inputs, done.inputs, strict=True):
                 maker = self.waiting.get(tensor)
@@ -185,7 +193,25 @@ class _Completer(LoopMixin):
             self._settle(self.waiting[tensor], self._as_wanted(self.waiting[tensor], tensor, wanted))
 
     def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
-        """The placement of ``op`` that makes ``tensor`` in the layout its reader wants; a copy where none does."""
+        """The placement of ``op`` that makes ``tensor`` in the layout its reader wants; what is made of shards, in shards."""
+        return self._on_shards(op, self._making(op, tensor, wanted))
+
+    def _on_shards(self, op: Op, placement: Placement) -> Placement:
+        """``placement`` split further, where ``op`` makes something of sharded parameters alone."""
+        name, axes = self.shards.factor(op) or ("", ())
+        open_axes = tuple(a for a in axes if all(a not in used for used in placement.factors.values()))
+        factor = self.book.rule(op).factors.get(name) if open_axes else None
+        both = (*placement.factors.get(name, ()), *open_axes)
+        if (
+            factor is None
+            or factor.kind == "blocked"
+            or factor.size % (self.mesh.size(both) * self._chunks(op).get(name, 1))
+        ):
+            return placement
+        return dataclasses.replace(placement, factors={**placement.factors, name: both})
+
+    def _making(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
+        """The placement of ``op`` that makes ``tensor`` in this layout; a copy where none does."""
         copy = Placement(origin="filled")
         if wanted.values or not any(wanted.cuts) or not wanted.even:
             return copy
@@ -214,7 +240,7 @@ class _Completer(LoopMixin):
         if tensor in self.undecided:
             self.decide(tensor, layout)
         if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
-            self.at_hand[tensor] = [_storable(layout)]
+            self.at_hand[tensor] = [self.shards.leaf(tensor, _storable(layout))]
             if tensor in self.step_inputs:
                 self.inputs[tensor] = self.at_hand[tensor][0]
         if layout not in self.at_hand[tensor]:
@@ -246,8 +272,10 @@ class _Completer(LoopMixin):
             for path in self.pieces.get(op.forward.path, (op.forward.path,)):
                 factors.update(self.ops[path].placement.factors)
                 sizes.update(self.ops[path].placement.sizes)
+            _, shards = self.shards.factor(op.forward) or ("", ())  # a gradient is scattered when it is done
+            factors = {f: tuple(a for a in axes if a not in shards) for f, axes in factors.items()}
             return self._fill(op, self._possible(op, Placement(factors, sizes=sizes, origin="mirrored")))
-        return self._fill(op, Placement(origin="filled"))
+        return self._fill(op, self._on_shards(op, Placement(origin="filled")))
 
     def _ordered(self, op: Op, decided: Decided) -> Placement:
         """The cheapest device order for a grid that the policy placed in any order."""

@@ -46,7 +46,7 @@ class Filling:
             return chosen
         rule = self.book.rule(op)
         # Axis by axis may stick: two gradients in shares of both axes are cheap to join before either is reduced.
-        starts = [chosen, *self._all_shared(chosen, open_axes)]
+        starts = [chosen, *self._all_shared(chosen, open_axes), *self._as_cut(rule, chosen, open_axes)]
         found = [self._axis_by_axis(rule, start, open_axes) for start in starts]
         return min(found, key=lambda entry: entry[0])[1]
 
@@ -68,6 +68,21 @@ class Filling:
         along: dict[str, Combiners] = {a: tuple(self._share_along(t, a) for t in self.op.inputs) for a in open_axes}
         shares = {axis: c for axis, c in along.items() if any(c) and self.book.passes(self.op, c) is not None}
         return [dataclasses.replace(chosen, shares={**chosen.shares, **shares})] if len(shares) > 1 else []
+
+    def _as_cut(self, rule: Rule, chosen: Placement, open_axes: Sequence[str]) -> list[Placement]:
+        """A factor split by several axes at once, in the order in which they cut an input: a shard of a part."""
+        found: dict[tuple[str, Axes], Placement] = {}
+        for tensor, dims in zip(self.op.inputs, rule.operands, strict=True):
+            for layout in self.at_hand.get(tensor, [])[:1]:
+                for sizes, names, cuts in zip(layout.subdims, dims, layout.by_dim, strict=True):
+                    several = len(sizes) == 1 and names and len(cuts[0]) > 1 and set(cuts[0]) <= set(open_axes)
+                    factor = rule.factors[names[0]] if several else None
+                    if factor is None or factor.kind == "blocked" or factor.name in chosen.factors or not layout.even:
+                        continue
+                    if factor.size % (self.mesh.size(cuts[0]) * self.chunks.get(factor.name, 1)) == 0:
+                        made = dataclasses.replace(chosen, factors={**chosen.factors, factor.name: cuts[0]})
+                        found[factor.name, cuts[0]] = made
+        return list(found.values())
 
     def _readable(self, more: float) -> str:
         return f"cost {more:.0f}" if isinstance(self.unit, Bytes) else f"{more * 1e6:.1f} µs"

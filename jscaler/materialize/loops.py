@@ -19,6 +19,7 @@ from jscaler.ir.loop import Item, chain_of
 from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import DeviceMesh
+from jscaler.materialize.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Completer(Protocol):
     inputs: dict[PTensor, Layout]
     waiting: dict[PTensor, Op]
     undecided: set[PTensor]
+    shards: Shards
+    left: dict[PTensor, Layout]
 
     def visit_all(self, items: Sequence[Item]) -> None: ...
     def _whole(self, tensor: PTensor) -> Layout: ...
@@ -97,7 +100,7 @@ class LoopMixin:
             layout = self.at_hand[carry.inside][0]
             self._want(carry.out, layout)
             self._want(carry.init, layout)
-            self.at_hand[carry.final] = [layout]
+            self.at_hand[carry.final] = [self.shards.gradient(carry.final, layout)]
         for x in loop.xs:
             if x.slice in self.undecided:
                 self.decide(x.slice, self.at_hand[x.slice][0])
@@ -111,7 +114,10 @@ class LoopMixin:
                     self._want(y.slice, self._whole(y.slice))
                 held = self.at_hand[y.slice]
                 joined = held if loop.forward is not None else [h for h in held if not h.values] or held
-                self.at_hand[y.stack] = [joined[0].stacked(loop.length)]
+                layout = joined[0].stacked(loop.length)
+                scattered = self.shards.gradient(y.stack, layout)
+                self.at_hand[y.stack] = [scattered]
+                self.left[y.stack] = scattered if y.stack in self.shards.scattered else layout
 
     def loop_layouts(self: Any) -> dict[str, LoopLayouts]:
         """The layouts of all loops, once everything is placed."""
@@ -121,7 +127,8 @@ class LoopMixin:
             loop = loops[name]
             ys = []
             for y in loop.ys:
-                layout = self.at_hand.get(y.stack, [self._whole(y.stack)])[0].sliced()
+                layout = self.left.get(y.stack) or self.at_hand.get(y.stack, [self._whole(y.stack)])[0]
+                layout = layout.sliced()
                 self.at_hand.setdefault(y.slice, [layout])  # a stack that another loop saves
                 ys.append(layout)
             carries = tuple(self.at_hand[c.inside][0] for c in loop.carries)
@@ -175,7 +182,10 @@ class LoopMixin:
         if saved is None:
             return []
         source, length = saved
-        return [layout.stacked(length) for layout in self._options(source)]
+        options = self._options(source)
+        if source in self.shards.stored:  # what is made of shards is made whole again
+            options = options[:1]
+        return [layout.stacked(length) for layout in options]
 
     def _saved(self: Any) -> dict[PTensor, tuple[PTensor, int]]:
         """Saved stack -> what it is a stack of, and how many of them."""

@@ -16,6 +16,7 @@ from jscaler.plans.single import single
 from jscaler.plans.spatial import spatial
 from jscaler.plans.tensor_parallel import tensor_parallel
 from jscaler.plans.vocab_parallel import vocab_parallel
+from jscaler.plans.zero import zero1, zero3
 
 Factory = Callable[..., Callable[..., Any]]
 PLANS: dict[str, Factory] = {
@@ -27,6 +28,8 @@ PLANS: dict[str, Factory] = {
     "megatron": megatron,
     "expert_parallel": expert_parallel,
     "spatial": spatial,
+    "zero1": zero1,
+    "zero3": zero3,
 }
 
 
@@ -65,5 +68,5 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
 
 __all__ = [
     "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "sequence_parallel", "single", "spatial",
-    "tensor_parallel", "vocab_parallel",
+    "tensor_parallel", "vocab_parallel", "zero1", "zero3",
 ]  # fmt: skip

@@ -11,18 +11,23 @@ et al. 2022.)
 
 Activations are reduced within a row (see `tensor_parallel`, `sequence_parallel`, `vocab_parallel`), gradients within a
 column, where all of them combine into one all-reduce. Neighbours share a row, the faster links of a cluster.
+
+With ``zero``, what a column holds copies of is split over it, on top of the cuts of ``tp`` (see `zero`): optimizer state,
+or parameters too.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from jscaler.errors import PlanError
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Dims, Factors, by_dim, device_grid, reached, required, select, split
 from jscaler.plans.sequence_parallel import SEQUENCE
 from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
+from jscaler.plans.zero import shard_parameters, without_updates
 
 
 def megatron(
@@ -30,6 +35,7 @@ def megatron(
     tp: int | None = None,
     sequence: bool | Dims = False,
     vocab: bool | Dims = True,
+    zero: Literal[0, 1, 3] = 0,
     batch: str = "batch",
     columns: Dims | Sequence[str] = COLUMNS,
 ) -> Callable[..., None]:
@@ -43,11 +49,12 @@ def megatron(
         sequence: whether what lies between heads and hidden units is split along the sequence; ``{input: dim}`` says
             where that is, ``{"batch/tokens": 1}`` by default.
         vocab: whether embedding, logits and cross entropy are split too; ``{pattern: dim}`` as for `vocab_parallel`.
+        zero: what is split over the ``dp`` rows beside the batch: 1 the optimizer's state, 3 the parameters too.
         batch: as for `data_parallel`.
         columns: as for `tensor_parallel`.
 
     Raises (when the plan is made):
-        PlanError: dp × tp is not the number of devices.
+        PlanError: dp × tp is not the number of devices, or there is no such stage of ZeRO.
         UnknownNameError: no batch or kernel matches.
         SplitError: the batch, the heads, the vocabulary or the sequence does not divide.
 
@@ -59,7 +66,11 @@ def megatron(
     def policy(graph: Any, devices: np.ndarray) -> None:
         grid = device_grid(devices, "megatron", dp=dp, tp=tp)
         rows, parts = grid.shape
-        split(graph, grid, batch_factors(graph, batch, rows), _tensor_factors(graph, parts))
+        table = _tensor_factors(graph, parts)
+        if zero:
+            shard_parameters(graph, grid, stored=zero == 3, cuts=table)
+            table = without_updates(graph, table)
+        split(graph, grid, batch_factors(graph, batch, rows), table)
 
     def _tensor_factors(graph: Any, parts: int) -> Factors:
         if parts == 1:
@@ -74,5 +85,7 @@ def megatron(
             table = reached(graph, tokens, parts) | table
         return table
 
+    if zero not in (0, 1, 3):
+        raise PlanError(f"megatron: zero is 0, 1 or 3, not {zero!r}: stage 2 sends what 1 does and keeps gradients whole")
     policy.__name__ = "megatron"
     return policy

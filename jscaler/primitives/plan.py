@@ -94,7 +94,30 @@ class SaveResiduals:
         return f"residuals {self.op} {self.mode}"
 
 
-Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse
+@dataclass(frozen=True)
+class Shard:
+    """Split the update of a parameter along a dim of it, beyond the cuts that its readers make.
+
+    Attributes:
+        leaf: the parameter's path among the step's inputs.
+        dim: the dim that is cut.
+        parts: how many parts.
+        devices: row-major: the devices of part 0, of part 1, and so on.
+        stored: whether the parameter itself lies in these parts too, and is whole only where it is used.
+    """
+
+    leaf: str
+    dim: int
+    parts: int
+    devices: tuple[int, ...]
+    stored: bool = False
+
+    def __str__(self) -> str:
+        kept = "stored so" if self.stored else "stored whole"
+        return f"shard     {self.leaf} dim {self.dim} in {self.parts} over [{' '.join(map(str, self.devices))}], {kept}"
+
+
+Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Shard
 
 
 @dataclass(frozen=True)
@@ -129,6 +152,11 @@ class Plan:
             if isinstance(decision, Trans):
                 found.setdefault(decision.op, []).extend(a.factor for a in decision.axes if a.factor and a.parts > 1)
         return found
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """By path of the parameter how its update is split."""
+        return {d.leaf: d for d in self.decisions if isinstance(d, Shard)}
 
     @property
     def digest(self) -> str:

@@ -10,11 +10,12 @@ import numpy as np
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fuse import fuse
 from jscaler.errors import PlanError, SplitError
-from jscaler.ir import Graph, Op, Place, Rule
+from jscaler.ir import Graph, Op, Place, PTensor, Rule
+from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, ReduceDtype, SaveResiduals, Trans
+from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, ReduceDtype, SaveResiduals, Shard, Trans
 
 
 class Policy(Protocol):
@@ -201,6 +202,46 @@ class Planner:
         if jax.dtypes.canonicalize_dtype(known) != known:
             raise PlanError(f"reduce_dtype {known.name} needs jax.config.update('jax_enable_x64', True)")
         self._decisions.append(ReduceDtype(known.name))
+
+    def shard(self, leaf: PTensor | str, dim: int, devices: Any, *, stored: bool = False) -> None:
+        """Split the update of a parameter, and with it the optimizer's state, over devices that hold copies of it.
+
+        Its gradients arrive in these parts (value shares are reduced and scattered in one step), and all that the step
+        makes of them alone is left to be filled in, so the rest follows. What tensor parallelism cuts is cut further.
+
+        Args:
+            leaf: the parameter, or its path.
+            dim: the dim to cut; a stack of layers is not cut along the layers, which its loop takes apart.
+            devices: an array over all devices; its first axis counts the parts.
+            stored: whether the parameter lies in parts too: it is then made whole in front of its use in the forward
+                pass, and again in the backward pass, and the update leaves it as it came. Otherwise it lies whole, and
+                the new one is put together once.
+
+        Raises:
+            UnknownNameError: there is no such input.
+            PlanError: it is sharded already, or not a parameter, has no such dim, or the devices are not all devices.
+            SplitError: the dim does not divide.
+
+        Example:
+            >>> graph.shard("state/params/up/kernel", 0, devices.reshape(4, 2), stored=True)  # doctest: +SKIP
+        """
+        tensor = self.graph.input(leaf) if isinstance(leaf, str) else leaf
+        array = np.asarray(devices)
+        if any(isinstance(d, Shard) and d.leaf == tensor.name for d in self._decisions):
+            raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
+        if tensor_kinds(self.graph).get(tensor) != "parameter":
+            raise PlanError(f"'{tensor.name}' is no parameter: no gradient is taken with respect to it")
+        if not 0 <= dim < len(tensor.shape):
+            raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}")
+        if array.ndim == 0 or sorted(array.flat) != list(range(self.num_devices)):
+            raise PlanError(
+                f"'{tensor.name}' is sharded over devices {array.tolist()}: give an array of all {self.num_devices}, each "
+                "once, whose first axis counts the parts"
+            )
+        parts = array.shape[0]
+        if tensor.shape[dim] % parts:
+            raise SplitError(tensor.name, f"dim {dim}", tensor.shape[dim], parts)
+        self._decisions.append(Shard(tensor.name, dim, parts, tuple(int(d) for d in array.flat), stored))
 
     def residuals(self, op: Op | Grid | str, mode: Residuals) -> None:
         """Say what the backward of a forward op reads of it.

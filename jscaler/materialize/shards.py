@@ -1,0 +1,110 @@
+"""Where state lies that a plan shards: a layout that readers want, with one more cut.
+
+layout that the readers want     R2 V1 D(4,1)      tensor parallelism cuts dim 0 in four
+as a shard over the two rows     R1 V1 D(8,1)      the same dim, cut further
+a gradient, as it is made        R1 V2 D(4,1)      value shares of the rows: one reduce-scatter away
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.kinds import origins
+from jscaler.materialize.layout import Layout
+from jscaler.materialize.mesh import Axes, PlacedGrid
+from jscaler.primitives import Plan, Shard
+from jscaler.rules.made_of import MadeOf, made_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim, and the mesh axes that cut it beyond what cuts it already."""
+
+    dim: int
+    axes: Axes
+
+    def of(self, layout: Layout) -> Layout:
+        """``layout`` with this cut, where its own parts divide; value shares along the axes are joined.
+
+        Axes that cut some dim already stay where they are.
+        """
+        used = {a for cuts in layout.cuts for a in cuts}
+        axes = tuple(a for a in self.axes if a not in used)
+        if not axes or layout.uneven:
+            return layout
+        values = tuple((a, c) for a, c in layout.values if a not in axes)
+        first = sum(map(len, layout.subdims[: self.dim]))
+        for index in range(first, first + len(layout.subdims[self.dim])):
+            cuts = list(layout.cuts)
+            cuts[index] += axes
+            made = dataclasses.replace(layout, cuts=tuple(cuts), values=values)
+            plain = dataclasses.replace(made, values=())
+            if made.even and plain.partition_spec() is not None:
+                return made
+        return layout
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A plan's shards, tensor by tensor.
+
+    Attributes:
+        stored: parameters that lie in parts, and what is made of them alone, also in loops.
+        whole: parameters that lie whole while their updates are split.
+        gradients: final gradients of sharded parameters.
+        scattered: those that a loop makes, of parameters that lie in parts: scattered slice by slice, inside the loop.
+        made: what is made of stored parameters alone.
+    """
+
+    stored: Mapping[PTensor, Cut] = field(default_factory=dict)
+    whole: frozenset[PTensor] = frozenset()
+    gradients: Mapping[PTensor, Cut] = field(default_factory=dict)
+    scattered: frozenset[PTensor] = frozenset()
+    made: MadeOf = field(default_factory=MadeOf)
+    axes: Mapping[PTensor, Axes] = field(default_factory=dict)
+
+    def factor(self, op: Op) -> tuple[str, Axes] | None:
+        """The factor of an op that is made for shards alone, and the axes that split it."""
+        found = self.made.factors.get(op.path)
+        return (found[1], self.axes[found[0]]) if found is not None else None
+
+    def gradient(self, tensor: PTensor, layout: Layout) -> Layout:
+        """How ``tensor``, which is made in ``layout``, comes to its readers."""
+        cut = self.gradients.get(tensor)
+        return cut.of(layout) if cut is not None else layout
+
+    def leaf(self, tensor: PTensor, layout: Layout) -> Layout:
+        """How ``tensor`` lies whose first reader wants it in ``layout``."""
+        cut = self.stored.get(tensor)
+        return cut.of(layout) if cut is not None else layout
+
+
+def stored_leaves(graph: Graph, plan: Plan) -> dict[PTensor, int]:
+    """The parameters that ``plan`` stores in parts, with the dim that is cut."""
+    return {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items() if shard.stored}
+
+
+def shard_grid(shard: Shard) -> PlacedGrid:
+    """The devices of a shard as the mesh sees them."""
+    return PlacedGrid(shard.leaf, (shard.parts, len(shard.devices) // shard.parts), shard.devices)
+
+
+def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axes, ...]]) -> Shards:
+    """What ``plan`` shards of ``graph``; ``covered`` gives the mesh axes of its grids."""
+    if not plan.shards:
+        return Shards()
+    cuts = {graph.input(leaf): Cut(s.dim, covered[shard_grid(s)][0]) for leaf, s in plan.shards.items()}
+    axes = {t: cut.axes for t, cut in cuts.items()}
+    made = made_of(graph, stored_leaves(graph, plan))
+    stored = {t: Cut(dim, axes[leaf]) for t, (leaf, dim) in made.dims.items()}
+    gradients: dict[PTensor, Cut] = {}
+    scattered: set[PTensor] = set()
+    for call in graph.calls:
+        for wrt, gradient in zip(call.wrt, call.gradients, strict=True):
+            for leaf in cuts.keys() & origins(graph, wrt):
+                gradients[gradient] = cuts[leaf]
+                if leaf in stored:
+                    scattered.add(gradient)
+    whole = frozenset(cuts.keys() - stored.keys())
+    return Shards(stored, whole, gradients, frozenset(scattered), made, axes)

@@ -1,0 +1,124 @@
+"""ZeRO: data parallelism without its copies. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.)
+
+Every device of data parallelism updates every parameter, and keeps the optimizer's state for it. Here each updates its own
+part of every parameter::
+
+    gradients, value shares ──► reduce-scatter ──► update of the own part ──► all-gather ──► parameters         stage 1
+
+Reduce-scatter and all-gather send what the all-reduce of the gradients sent; the state shrinks by the number of devices.
+A norm over all gradients is made of the parts' norms: scalars are all-reduced. In stage 3 parameters lie in parts as well::
+
+    part ──► all-gather ──► forward ··· part ──► all-gather ──► backward ──► reduce-scatter ──► update of the part
+
+half as much again is sent, and no device holds more whole parameters than are in use; of a stack of layers (``nn.scan``),
+one layer's. What the forward casts is gathered after the cast.
+
+A parameter is cut along its first dim that divides. Those with none stay whole everywhere; ``explain()`` lists them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jscaler.ir import PTensor
+from jscaler.ir.kinds import tensor_kinds
+from jscaler.plans.data_parallel import batch_factors
+from jscaler.plans.factors import Factors, split
+
+
+def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
+    """`data_parallel`, with the optimizer's state and the updates split over all devices.
+
+    Args:
+        batch, reduce_dtype: as for `data_parallel`.
+
+    Raises (when the plan is made):
+        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+    """
+    return _zero("zero1", batch, reduce_dtype, stored=False)
+
+
+def zero3(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
+    """`zero1`, with the parameters themselves split too: fully sharded data parallelism.
+
+    Args:
+        batch, reduce_dtype: as for `data_parallel`.
+
+    Raises (when the plan is made):
+        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+
+    Example:
+        >>> @jscaler.parallelize(plans.zero3(), devices=8, donate_argnames="state")
+        ... def train_step(state, batch): ...
+    """
+    return _zero("zero3", batch, reduce_dtype, stored=True)
+
+
+def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool) -> Callable[..., None]:
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        table = batch_factors(graph, batch, devices.size)
+        if reduce_dtype is not None:
+            graph.reduce_dtype(reduce_dtype)
+        shard_parameters(graph, devices, stored)
+        split(graph, devices, table)
+
+    policy.__name__ = name
+    return policy
+
+
+def shard_parameters(graph: Any, grid: np.ndarray, stored: bool, cuts: Factors | None = None) -> None:
+    """Shard every parameter over the first axis of ``grid``, where a dim of it divides.
+
+    Args:
+        stored: whether the parameters lie in parts too.
+        cuts: what the other axis splits, op by op: a dim is cut by both if its size allows, else by one.
+    """
+    graph.require_gradient()
+    rows = grid.shape[0]
+    if rows == 1:
+        return
+    for tensor, kind in tensor_kinds(graph.graph).items():
+        dim = _dim(graph, tensor, rows, grid.size // rows, cuts or {}) if kind == "parameter" else None
+        if dim is not None:
+            graph.shard(tensor, dim, grid, stored=stored)
+
+
+def _dim(graph: Any, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int | None:
+    """The dim of a parameter to cut in ``rows``: the first that any cut leaves divisible, else the first that divides."""
+    loops, cut = _seen_inside(graph, leaf, cuts)
+    divides = [d for d in range(loops, len(leaf.shape)) if leaf.shape[d] and leaf.shape[d] % rows == 0]
+    safe = [d for d in divides if leaf.shape[d] % (rows * parts) == 0]
+    free = [d for d in divides if d not in cut]
+    return next(iter(safe + free), None)
+
+
+def _seen_inside(graph: Any, leaf: PTensor, cuts: Factors) -> tuple[int, set[int]]:
+    """How many loops take ``leaf`` apart, dim by dim from the first; and the dims that ``cuts`` cut where it is read."""
+    depth, found = 0, set[int]()
+    todo, seen = [(leaf, 0)], {leaf}
+    while todo:
+        tensor, before = todo.pop()
+        depth = max(depth, before)
+        for op in graph.consumers.get(tensor, ()):
+            if op in cuts:
+                dims = graph.rule(op).operands[op.inputs.index(tensor)]
+                found |= {d + before for d, names in enumerate(dims) if cuts[op] in names}
+        slices = [(t, before - shift) for t, shift in graph.linked.get(tensor, ()) if shift < 0 and t not in seen]
+        todo += slices
+        seen.update(t for t, _ in slices)
+    return depth, found
+
+
+def without_updates(graph: Any, table: Factors) -> Factors:
+    """``table`` without the optimizer's ops, which follow the gradients and the state that they read."""
+    kinds = tensor_kinds(graph.graph)
+    own = {t for t, kind in kinds.items() if kind in ("parameter", "optimizer", "gradient")}
+    found = set()
+    for op in graph.update():
+        large = [t for t in op.inputs if t.shape]
+        if large and all(t in own for t in large):
+            own.update(op.outputs)
+            found.add(op)
+    return {op: factor for op, factor in table.items() if op not in found}
