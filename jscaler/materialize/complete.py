@@ -193,7 +193,7 @@ class _Completer(LoopMixin):
             self._settle(self.waiting[tensor], self._as_wanted(self.waiting[tensor], tensor, wanted))
 
     def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
-        """The placement of ``op`` that makes ``tensor`` in the layout its reader wants; what is made of shards, in shards."""
+        """The placement of ``op`` that makes ``tensor`` in the layout its reader wants, cut further for what is made of shards."""
         return self._on_shards(op, self._making(op, tensor, wanted))
 
     def _on_shards(self, op: Op, placement: Placement) -> Placement:
