@@ -193,7 +193,7 @@ class _Completer(LoopMixin):
             self._settle(self.waiting[tensor], self._as_wanted(self.waiting[tensor], tensor, wanted))
 
     def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
-        """The placement of ``op`` that makes ``tensor`` in the layout its reader wants, cut further for what is made of shards."""
+        """The placement of ``op`` that makes ``tensor`` as its reader wants it; what is made of shards, in shards."""
         return self._on_shards(op, self._making(op, tensor, wanted))
 
     def _on_shards(self, op: Op, placement: Placement) -> Placement:
@@ -202,11 +202,8 @@ class _Completer(LoopMixin):
         open_axes = tuple(a for a in axes if all(a not in used for used in placement.factors.values()))
         factor = self.book.rule(op).factors.get(name) if open_axes else None
         both = (*placement.factors.get(name, ()), *open_axes)
-        if (
-            factor is None
-            or factor.kind == "blocked"
-            or factor.size % (self.mesh.size(both) * self._chunks(op).get(name, 1))
-        ):
+        parts = self.mesh.size(both) * self._chunks(op).get(name, 1)
+        if factor is None or factor.kind == "blocked" or factor.size % parts:
             return placement
         return dataclasses.replace(placement, factors={**placement.factors, name: both})
 
