@@ -18,6 +18,7 @@ from jscaler.ir import Graph
 from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
 from jscaler.stages import Captured, Executable, StepPlan, capture, executable, lower, lowered, transform
+from jscaler.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 
 PlanLike = str | Plan | Callable[..., Any]
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -111,6 +112,7 @@ class Parallelized:
         self._arguments = arguments
         self._cost = cost
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
+        self._lowered: dict[Any, Lowered] = {}
         self._compiled: dict[Any, Compiled] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +127,56 @@ class Parallelized:
         """The executable for calls like this one, compiled where it has not been."""
         if call.key not in self._compiled:
             resolve_devices(self._devices)
-            self._compiled[call.key] = self._lower(call).compile()
+            self._compiled[call.key] = self._planned(call).compile()
         return self._compiled[call.key]
+
+    def init(self, make_state: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
+        """Make the training state in the plan's layout: every device makes its own parts, and none holds a whole leaf.
+
+        Positional arguments are ``make_state``'s, arguments by name are the step's. What ``make_state`` returns is the
+        argument of the step that is not given (a tuple, where several are not: a model and its optimizer).
+
+        Args:
+            make_state: a function that makes the state as on one device. It is traced, once.
+            args: its arguments. Arrays are traced; anything else (a model, an optimizer, a size) is a constant.
+            given: the step's other arguments, as examples: arrays, or ``jax.ShapeDtypeStruct``s.
+
+        Returns:
+            What ``make_state`` returns, with the same values. (Keys of other generators than threefry are right too, but
+            their bits are drawn whole.)
+
+        Raises:
+            CaptureError: the state is not what the step lacks, or holds something other than arrays.
+            UnknownNameError: the step has no argument of such a name.
+
+        Example:
+            >>> state = train_step.init(make_state, model, jax.random.key(0), batch=batch)  # doctest: +SKIP
+        """
+        traced, lowered = self._plan_state(make_state, args, given)
+        return _returned(traced, traced.fill(_leaf_shardings(lowered, traced.names)))
+
+    def abstract_state(self, make_state: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
+        """What `init` would make, as ``jax.ShapeDtypeStruct``s with the plan's shardings; nothing is computed.
+
+        This is what a checkpoint library restores into: see ``docs/state.md``.
+        """
+        traced, lowered = self._plan_state(make_state, args, given)
+        shardings = _leaf_shardings(lowered, traced.names)
+        return _returned(traced, [s.update(sharding=x) for s, x in zip(traced.structs, shardings, strict=True)])
+
+    def _plan_state(
+        self, make_state: Callable[..., Any], args: Any, given: dict[str, Any]
+    ) -> tuple[TracedState, "Lowered"]:
+        traced = trace_state(missing_arguments(self._arguments, given), make_state, args)
+        values = traced.assemble(traced.structs) | given
+        positional, named = by_position_and_name(self._arguments, values)
+        return traced, self._planned(self._arguments.bind(positional, named))
+
+    def _planned(self, call: Call) -> "Lowered":
+        """The step lowered for calls like this one; kept, so that a state is laid out as the step will want it."""
+        if call.key not in self._lowered:
+            self._lowered[call.key] = self._lower(call)
+        return self._lowered[call.key]
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
         """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct``s), without compiling.
@@ -238,6 +288,17 @@ class Compiled:
 
     def cost_analysis(self) -> Any:
         return self.compiled.cost_analysis()
+
+
+def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:
+    """The shardings of the leaves of the step arguments ``names``, in the order of ``names``."""
+    owned = list(zip(lowered.call.owners, lowered.executable.in_shardings, strict=True))
+    return [sharding for name in names for owner, sharding in owned if owner == name]
+
+
+def _returned(traced: TracedState, leaves: Sequence[Any]) -> Any:
+    values = traced.assemble(leaves)
+    return values[traced.names[0]] if len(traced.names) == 1 else tuple(values[name] for name in traced.names)
 
 
 def _place(value: Any, sharding: Any) -> Any:
