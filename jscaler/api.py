@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jscaler import graph_nodes, plans
 from jscaler.arguments import Arguments, Call, difference
 from jscaler.capture.names import PathNames, tree_path
 from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
+from jscaler.dispatch import KnownArguments, place
 from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
 from jscaler.modules import parallel_module
@@ -114,10 +115,16 @@ class Parallelized:
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
         self._lowered: dict[Any, Lowered] = {}
         self._compiled: dict[Any, Compiled] = {}
+        self._last: Compiled | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._last is not None:
+            placed = self._last.known.placed(args, kwargs)
+            if placed is not None:
+                return self._last.result(placed)
         call = self._arguments.bind(args, kwargs)
-        return self.compiled(call).run(call.leaves, call.nodes)
+        self._last = self.compiled(call)
+        return self._last.run_call(call, args, kwargs)
 
     def bind(self, *args: Any, **kwargs: Any) -> Call:
         """These arguments as flat leaves."""
@@ -247,6 +254,10 @@ class Compiled:
 
     lowered: Lowered
     compiled: Any
+    known: KnownArguments = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known", KnownArguments(self.lowered.executable.in_shardings))
 
     @property
     def plan(self) -> StepPlan:
@@ -257,27 +268,40 @@ class Compiled:
         return self.lowered.graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        placed = self.known.placed(args, kwargs)
+        if placed is not None:
+            return self.result(placed)
         call = self.lowered.call.arguments.bind(args, kwargs)
         if call.key != self.lowered.call.key:
             raise CaptureError(
                 "this compiled step was lowered for arguments of another tree, shape, dtype or static value: "
                 f"{difference(self.lowered.call, call)}; call the decorated function, which compiles for each"
             )
-        return self.run(call.leaves, call.nodes)
+        return self.run_call(call, args, kwargs)
 
     def run(self, leaves: Sequence[Any], nodes: Mapping[str, Any] | None = None) -> Any:
         """Run on flat leaves, which are moved to the plan's layout where they do not have it.
 
         ``nodes`` are the nnx objects to which leaves belong: what changed is set in them, in the plan's layout.
         """
-        placed = [
-            x if isinstance(x, jax.Array) and x.sharding == s else _place(x, s)
-            for x, s in zip(leaves, self.lowered.executable.in_shardings, strict=True)
-        ]
+        return self.result(self.place(leaves), leaves, nodes)
+
+    def run_call(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run on the arguments that were bound as ``call``; a next call of the same form is bound faster."""
+        placed = self.place(call.leaves)
+        self.known.learn(args, kwargs, call, placed)
+        return self.result(placed, call.leaves, call.nodes)
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """``leaves`` in the plan's layout."""
+        return list(map(place, leaves, self.lowered.executable.in_shardings))
+
+    def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
+        """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""
         outputs = self.compiled(*placed)
         tree = self.lowered.out_tree
         if nodes and self.lowered.changes is not None:
-            graph_nodes.update(nodes, self.lowered.changes.arrays(leaves, placed, outputs[tree.num_leaves :]))
+            graph_nodes.update(nodes, self.lowered.changes.arrays(given, placed, outputs[tree.num_leaves :]))
         return jax.tree.unflatten(tree, outputs[: tree.num_leaves])
 
     def as_text(self) -> str:
@@ -299,12 +323,6 @@ def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:
 def _returned(traced: TracedState, leaves: Sequence[Any]) -> Any:
     values = traced.assemble(leaves)
     return values[traced.names[0]] if len(traced.names) == 1 else tuple(values[name] for name in traced.names)
-
-
-def _place(value: Any, sharding: Any) -> Any:
-    if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(sharding, value.ndim):
-        return value
-    return jax.device_put(value, sharding)
 
 
 def resolve_devices(devices: Devices) -> list[Device]:

@@ -114,7 +114,7 @@ class Arguments:
             flat, tree = jax.tree.flatten(value)
             trees.append((name, tree))
             for i, leaf in enumerate(flat):
-                types.append(_leaf_type(leaf, name, value, i))
+                types.append(leaf_type(leaf, name, value, i))
             leaves += flat
             owners += [name] * len(flat)
         return Call(self, tuple(leaves), tuple(types), tuple(owners), tuple(static), tuple(trees), graphdef, nodes)
@@ -175,7 +175,8 @@ def _check_hashable(name: str, value: Any) -> None:
         raise CaptureError(f"static argument '{name}' is a {type(value).__name__}, which is not hashable") from None
 
 
-def _leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
+def leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
+    """The type of leaf ``index`` of ``tree``, which is argument ``name``; raises CaptureError where it is no array."""
     if isinstance(leaf, jax.core.Tracer):
         raise CaptureError(
             f"argument '{name}' is being traced: a parallelized step cannot run inside jax.jit, grad or vmap; call the "
