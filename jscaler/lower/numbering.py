@@ -7,7 +7,7 @@ not.) What must be computed again is fenced by ``optimization_barrier``, whose r
 
 import dataclasses
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
-from jscaler.ir import Loop
+from jscaler.ir import Loop, PTensor
 from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
 from jscaler.lower.scopes import op_scope
@@ -93,6 +93,21 @@ def step_results(step: Step) -> list[core.Var]:
 
 
 @dataclass(frozen=True)
+class Origins:
+    """Where the values of a flat program come from.
+
+    Attributes:
+        op: a variable -> the path of the op that made it; of merged ones the first.
+        tensor: a variable -> the (first) tensor of the graph that it is a part of.
+        done: the path of an op -> which equations of its local body were not done before.
+    """
+
+    op: Mapping[core.Var, str] = field(default_factory=dict)
+    tensor: Mapping[core.Var, PTensor] = field(default_factory=dict)
+    done: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class FlatProgram:
     """A program without slots: runs of equations and exchanges, over variables that are assigned once.
 
@@ -103,6 +118,7 @@ class FlatProgram:
     part_indices: tuple[tuple[tuple[str, ...], core.Var], ...]
     steps: tuple[Step, ...]
     outputs: tuple[Atom, ...]
+    origins: Origins = field(default_factory=Origins, compare=False, repr=False)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -135,7 +151,9 @@ def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatPro
     numbering.run(program.tasks, like)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
     items = _tidied(numbering.items, outputs)
-    return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), _steps(items, outputs, like), outputs)
+    steps = _steps(items, outputs, like)
+    origins = Origins(numbering.makers, numbering.tensors, numbering.done)
+    return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), steps, outputs, origins)
 
 
 Item = core.JaxprEqn | Exchange | FlatLoop
@@ -148,6 +166,9 @@ class _Numbering:
     items: list[Item] = field(default_factory=list)
     known: ChainMap[Any, list[core.Var]] = field(default_factory=lambda: ChainMap())
     keys: dict[int, Any] = field(default_factory=dict)
+    makers: dict[core.Var, str] = field(default_factory=dict)
+    tensors: dict[core.Var, PTensor] = field(default_factory=dict)
+    done: dict[str, tuple[bool, ...]] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], like: core.Jaxpr) -> None:
         for task in tasks:
@@ -178,6 +199,7 @@ class _Numbering:
         length = task.loop.length
         made = [core.Var(a.aval.update(shape=(length, *_shape(a)), weak_type=False)) for a in written]
         self.slots.update(zip(task.outputs, (*finals, *made), strict=True))
+        self._hold(task.loop.results, task.outputs)
         self.items.append(
             FlatLoop(
                 task.loop,
@@ -195,13 +217,26 @@ class _Numbering:
         atoms += [self._index(axes) for axes in task.parts]
         env: dict[core.Var, Atom] = dict(zip(task.jaxpr.invars, atoms, strict=True))
         scope = source_info_util.new_name_stack(op_scope(task.op))
+        done = []
         for eqn in task.jaxpr.eqns:
             reads = [v if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
             info = task.op.source_info or eqn.source_info
+            before = len(self.items)
             made = self._number(eqn, reads, info.replace(name_stack=scope))
             env.update(zip(eqn.outvars, made, strict=True))
+            done.append(len(self.items) > before)
+            if done[-1]:
+                self.makers.update(dict.fromkeys(made, task.op.path))
+        self.done[task.op.path] = tuple(done)
         for slot, var in zip(task.outputs, task.jaxpr.outvars, strict=True):
             self.slots[slot] = var if isinstance(var, core.Literal) else env[var]
+        self._hold(task.op.outputs, task.outputs)
+
+    def _hold(self, tensors: Sequence[PTensor], slots: Sequence[Slot]) -> None:
+        for tensor, slot in zip(tensors, slots, strict=True):
+            atom = self.slots[slot]
+            if isinstance(atom, core.Var):
+                self.tensors.setdefault(atom, tensor)
 
     def adapt(self, task: Adapt) -> None:
         source = self.slots[task.input]
@@ -212,6 +247,7 @@ class _Numbering:
             self.items.append(Exchange(task, source, out))
             self.known[key] = [out]
         self.slots[task.output] = self.known[key][0]
+        self._hold([task.tensor], [task.output])
 
     def extend(self, task: Extend) -> None:
         """Equal halos of one value are exchanged once, whatever tensors it stands for."""

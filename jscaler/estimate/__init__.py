@@ -1,0 +1,1 @@
+"""What a plan costs before XLA has seen it: memory of each device, arithmetic, seconds."""

@@ -1,0 +1,136 @@
+"""From steps to kernels: which values are stored, and what each kernel reads.
+
+A model of how XLA fuses on GPUs. A fused value is stored where a call reads it (a dot wants a buffer), where the block
+ends, and where reading it once and again costs less than computing it in each of its readers; else it vanishes in them.
+XLA duplicates cheap arithmetic into its readers as long as fewer bytes move, and so do we:
+
+    in · (k - 1) < out · (k + 1)      k readers, in: bytes that computing it reads, out: its own bytes
+
+Whatever is made of random bits is computed once: a mask of one byte per element is stored.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jscaler.estimate.block import TURN, Aliases, Block, Kernel, Step, Value
+
+FUSED = frozenset({"fused", "drawn"})
+PICKS = frozenset({"dynamic_slice", "slice", "gather"})  # read no more than they leave
+MANY = 8  # readers beyond which no more are told apart
+
+Reads = dict[Value, int]  # buffer -> bytes of it that are read
+
+
+def kernels_of(block: Block) -> tuple[Kernel, ...]:
+    """The kernels of a block in order, those of loops inside them not among them.
+
+    Example:
+        >>> a, b, c = (Value(400, t) for t in "abc")
+        >>> steps = Step("fused", "exp", (a,), (b,)), Step("call", "dot_general", (b,), (c,))
+        >>> [(k.step.name, dict(k.reads), k.writes) for k in kernels_of(Block((a,), steps, (c,)))]
+        [('exp', {a: 400}, (b,)), ('dot_general', {b: 400}, (c,))]
+    """
+    return _Fusion(dataclasses.replace(block, steps=_turns_free(block.steps))).run()
+
+
+def _turns_free(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The transposes of matrices that only dots read as aliases: a dot reads its operands either way."""
+    readers: dict[Value, set[str]] = {}
+    for step in steps:
+        for value in step.reads:
+            readers.setdefault(value, set()).add(step.name)
+    return tuple(
+        dataclasses.replace(step, kind="alias")
+        if step.name == TURN and readers.get(step.writes[0]) == {"dot_general"}
+        else step
+        for step in steps
+    )
+
+
+@dataclass
+class _Fusion:
+    block: Block
+    aliases: Aliases = field(default_factory=Aliases)
+    stored: set[Value] = field(default_factory=set)
+    drawn: set[Value] = field(default_factory=set)  # made of random bits
+    made: set[Value] = field(default_factory=set)  # by fused steps
+    readers: dict[Value, set[Value]] = field(default_factory=dict)  # unstored value -> stored ones that it ends in
+    behind: dict[Value, Mapping[Value, int]] = field(default_factory=dict)  # unstored value -> what computing it reads
+
+    def run(self) -> tuple[Kernel, ...]:
+        self._store_what_is_needed()
+        self._find_readers()
+        kernels = []
+        for step in self.block.steps:
+            if step.kind == "alias":
+                continue
+            reads = self._reads(step)
+            if step.kind not in FUSED:
+                over = tuple((step.writes[i], self.aliases.of(step.reads[j])) for i, j in step.over)
+                kernels.append(Kernel(step, reads, step.writes, over))
+                continue
+            self._decide(step, reads)
+            for value in step.writes:
+                if value in self.stored:
+                    over = tuple((value, v) for v in reads if v.nbytes == value.nbytes)
+                    kernels.append(Kernel(step, reads, (value,), over))
+        return tuple(kernels)
+
+    def _store_what_is_needed(self) -> None:
+        """What calls read, what leaves the block, and masks that were drawn."""
+        for step in self.block.steps:
+            if step.kind == "alias":
+                self.aliases.add(step)
+                if step.name == "optimization_barrier":
+                    self.stored.update(self.aliases.all(step.reads))
+                continue
+            reads = self.aliases.all(step.reads)
+            if step.kind in FUSED:
+                self.made.update(step.writes)
+                if step.kind == "drawn" or not self.drawn.isdisjoint(reads):
+                    self.stored.update(v for v in step.writes if v.is_flag)
+                    self.drawn.update(v for v in step.writes if not v.is_flag)
+                continue
+            if step.kind != "reduced":
+                self.stored.update(reads)
+            self.stored.update(step.writes)
+        self.stored.update(self.aliases.all(self.block.outputs))
+
+    def _find_readers(self) -> None:
+        for step in reversed(self.block.steps):
+            if step.kind == "alias":
+                continue
+            ends: Iterable[Value] = step.writes[:1]
+            if step.kind in FUSED:
+                ends = {e for v in step.writes for e in ([v] if v in self.stored else self.readers.get(v, ()))}
+            for value in self.aliases.all(step.reads):
+                if value in self.made and value not in self.stored:
+                    known = self.readers.setdefault(value, set())
+                    if len(known) < MANY:
+                        known.update(ends)
+
+    def _reads(self, step: Step) -> Reads:
+        """The buffers behind what a step reads."""
+        found: Reads = {}
+        for value in self.aliases.all(step.reads):
+            fused = value in self.made and value not in self.stored
+            for buffer, nbytes in self.behind[value].items() if fused else ((value, value.nbytes),):
+                found[buffer] = max(found.get(buffer, 0), nbytes)
+        if step.name in PICKS:
+            most = sum(v.nbytes for v in step.writes)
+            return {v: min(n, most) for v, n in found.items()}
+        return found
+
+    def _decide(self, step: Step, reads: Reads) -> None:
+        """Whether the results of a fused step are stored after all."""
+        read = sum(reads.values())
+        for value in step.writes:
+            if value in self.stored:
+                continue
+            count = len(self.readers.get(value, ()))
+            repeat = value not in self.drawn and read * (count - 1) < value.nbytes * (count + 1)
+            if count > 1 and not repeat:
+                self.stored.add(value)
+            else:
+                self.behind[value] = reads

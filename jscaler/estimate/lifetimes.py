@@ -1,0 +1,122 @@
+"""When buffers live: a sweep over the kernels of a block, and of the loops in it.
+
+A buffer lives from the kernel that writes it to the last that reads it. A result may be written over an operand that
+dies there: of an elementwise kernel one of its size, of a scatter or a collective the one that it changes. A loop holds
+its carries and the stacks that it writes while it runs, and the most that one iteration needs beside them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
+from jscaler.estimate.kernels import kernels_of
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One kernel of the program's order.
+
+    Attributes:
+        name, op: its primitive, and the path of its op.
+        nbytes: of all buffers that live while it runs; what the block was given is not counted.
+    """
+
+    name: str
+    op: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """The memory that a block needs beside its inputs.
+
+    Attributes:
+        peak: bytes at the worst moment.
+        moment: its index in the timeline.
+        live: the buffers that live then, largest first.
+        timeline: bytes at each kernel; of a loop those of one iteration.
+    """
+
+    peak: int
+    moment: int
+    live: tuple[Value, ...]
+    timeline: tuple[Moment, ...]
+
+
+def lifetimes(block: Block, over: Mapping[Value, Value] | None = None) -> Lifetimes:
+    """Follow the buffers of ``block``.
+
+    Args:
+        over: output -> the input whose buffer it may take, once nobody reads that any more (a donated argument).
+    """
+    kernels = _slices_late(block, kernels_of(block))
+    last = last_reads(block, kernels)
+    arguments = dict(over or {})
+    live: dict[Value, int] = {}  # buffer -> bytes
+    timeline: list[Moment] = []
+    peak, moment, worst = 0, 0, dict[Value, int]()
+    for position, kernel in enumerate(kernels):
+        dying = {v for v in kernel.reads if last[v] == position}
+        for value in kernel.writes:
+            live[value] = value.nbytes
+            if value in arguments and last.get(arguments[value], -1) <= position:
+                live[value] = 0
+        for value, operand in kernel.over:
+            if operand in dying and live.get(operand) == live[value] == value.nbytes:
+                live[operand] = 0  # its buffer is the result's
+        here = sum(live.values())
+        inside = max((_iteration(inner) for inner in kernel.step.inner), key=lambda found: found.peak, default=None)
+        reached, held = here, dict(live)
+        at = len(timeline)
+        if inside is not None and inside.timeline:
+            timeline += [Moment(m.name, m.op, here + m.nbytes) for m in inside.timeline]
+            reached, at = here + inside.peak, at + inside.moment
+            held |= {v: v.nbytes for v in inside.live}
+        else:
+            timeline.append(Moment(kernel.step.name, kernel.step.op, here))
+        if reached > peak:
+            peak, moment, worst = reached, at, held
+        for value in (*dying, *kernel.writes):
+            if last.get(value, position) <= position:
+                live.pop(value, None)
+    held_longest = sorted((v for v, nbytes in worst.items() if nbytes), key=lambda v: -v.nbytes)
+    return Lifetimes(peak, moment, tuple(held_longest), tuple(timeline))
+
+
+def last_reads(block: Block, kernels: Sequence[Kernel]) -> dict[Value, int]:
+    """The last kernel that reads each buffer; of an output, one past the end."""
+    last: dict[Value, int] = {}
+    for position, kernel in enumerate(kernels):
+        last.update(dict.fromkeys(kernel.reads, position))
+    last.update(dict.fromkeys(_outputs(block), len(kernels)))
+    return last
+
+
+def _outputs(block: Block) -> tuple[Value, ...]:
+    aliases = Aliases()
+    for step in block.steps:
+        if step.kind == "alias":
+            aliases.add(step)
+    return aliases.all(block.outputs)
+
+
+def _iteration(inner: Inner) -> Lifetimes:
+    """What an iteration needs beside the carries and the stacks: what a carry becomes may be written over what it was."""
+    over = {out: inside for _, inside, out, _ in inner.carries if out is not None}
+    return lifetimes(inner.block, over)
+
+
+def _slices_late(block: Block, kernels: Sequence[Kernel]) -> list[Kernel]:
+    """``kernels`` with each slice of what the block was given in front of its first reader."""
+    given = set(block.inputs)
+    found: list[Kernel] = []
+    waiting: dict[Value, Kernel] = {}
+    for kernel in kernels:
+        if kernel.step.name == "dynamic_slice" and given.issuperset(kernel.reads):
+            waiting.update(dict.fromkeys(kernel.writes, kernel))
+            continue
+        for value in kernel.reads:
+            if value in waiting:
+                found.append(waiting.pop(value))
+        found.append(kernel)
+    return found + list(dict.fromkeys(waiting.values()))

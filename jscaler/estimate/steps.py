@@ -1,0 +1,246 @@
+"""From a flat program to a ``Block``: what each equation, exchange and loop means for memory."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, inner_jaxpr, shape
+from jscaler.estimate.block import TURN, Block, Inner, Kind, Step, Value
+from jscaler.lower.casts import Exchange
+from jscaler.lower.numbering import FlatLoop, FlatProgram, Run
+from jscaler.lower.numbering import Step as FlatStep
+from jscaler.lower.program import Extend
+from jscaler.materialize import Layout
+from jscaler.rules.nested import loop_of, programs
+from jscaler.rules.registry import ELEMENTWISE
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ALIASES = _names("reshape squeeze expand_dims optimization_barrier copy stop_gradient name")
+_DRAWN = _names("random_bits threefry2x32")
+_MOVED = _names(
+    """
+    add sub add_any mul div neg conj complex real imag select_n convert_element_type broadcast_in_dim transpose
+    bitcast_convert_type slice pad concatenate split stack unstack rev dynamic_slice gather iota empty empty2
+    random_wrap random_unwrap random_clone random_seed random_fold_in random_split
+    """
+)
+_FUSED = (_names(ELEMENTWISE) | _MOVED) - _DRAWN
+_REDUCED = _names(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_or reduce_and reduce_xor argmax argmin reduce
+    reduce_window reduce_window_sum reduce_window_max reduce_window_min cumsum cumlogsumexp cumprod cummax cummin
+    """
+)
+# these write over their first operand
+_CHANGED = _names("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max dynamic_update_slice")
+_OPENED = CALLS | CUSTOM_CALLS
+
+
+def nbytes(atom: Any) -> int:
+    """Bytes of a variable or literal; a PRNG key counts as the eight bytes of a threefry key."""
+    return math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 8)
+
+
+@dataclass
+class Blocks:
+    """Translates programs to blocks. Every variable stands for one value."""
+
+    ops: Mapping[core.Var, str] = field(default_factory=dict)
+    values: dict[core.Var, Value] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+    def program(self, flat: FlatProgram) -> Block:
+        """The block of a whole program; its inputs are the program's, and the part indices."""
+        self._flat(flat.steps)
+        inputs = (*flat.inputs, *(v for _, v in flat.part_indices))
+        return Block(tuple(map(self.value, inputs)), tuple(self.steps), self._read(flat.outputs))
+
+    def jaxpr(self, jaxpr: core.Jaxpr) -> Block:
+        """The block of a jaxpr."""
+        self._equations(jaxpr.eqns)
+        return Block(tuple(map(self.value, jaxpr.invars)), tuple(self.steps), self._read(jaxpr.outvars))
+
+    def value(self, var: core.Var) -> Value:
+        """The value that ``var`` is."""
+        if var not in self.values:
+            aval: Any = var.aval
+            self.values[var] = Value(nbytes(var), aval.str_short(short_dtypes=True), aval.dtype == jnp.bool_)
+        return self.values[var]
+
+    def _read(self, atoms: Iterable[Atom]) -> tuple[Value, ...]:
+        return tuple(self.value(a) for a in atoms if isinstance(a, core.Var))
+
+    def _atom(self, atom: Atom) -> Value | None:
+        return self.value(atom) if isinstance(atom, core.Var) else None
+
+    def _flat(self, steps: Sequence[FlatStep]) -> None:
+        for step in steps:
+            if isinstance(step, Run):
+                self._equations(step.jaxpr.eqns)
+            elif isinstance(step, Exchange):
+                self._exchange(step)
+            else:
+                self._loop(step)
+
+    def _equations(self, eqns: Iterable[core.JaxprEqn]) -> None:
+        for eqn in eqns:
+            name = eqn.primitive.name
+            if name in _OPENED:
+                inner, _ = inner_jaxpr(eqn)
+                self._alias(inner.invars, eqn.invars, name)
+                self._equations(inner.eqns)
+                self._alias(eqn.outvars, inner.outvars, name)
+            elif name in ("scan", "while", "cond"):
+                self._nested(eqn)
+            else:
+                self._equation(eqn)
+
+    def _equation(self, eqn: core.JaxprEqn) -> None:
+        name = eqn.primitive.name
+        kind: Kind = "call"
+        if name in _ALIASES or (
+            name == "broadcast_in_dim" and eqn.invars and nbytes(eqn.invars[0]) == nbytes(eqn.outvars[0])
+        ):
+            kind = "alias"
+        elif name in _DRAWN:
+            kind = "drawn"
+        elif name in _FUSED:
+            kind = "fused"
+        elif name in _REDUCED:
+            kind = "reduced"
+        reads, writes = self._read(eqn.invars), self._read(eqn.outvars)
+        if kind == "alias" and len(reads) != len(writes):
+            kind = "fused"  # of a literal
+        if name == "transpose" and len(shape(eqn.outvars[0])) == 2:
+            name = TURN
+        over = ((0, 0),) if name in _CHANGED and isinstance(eqn.invars[0], core.Var) else ()
+        self._add(kind, name, reads, writes, over=over)
+
+    def _add(self, kind: Kind, name: str, reads: Sequence[Value], writes: Sequence[Value], **rest: Any) -> None:
+        self.steps.append(Step(kind, name, tuple(reads), tuple(writes), **rest))
+
+    def _alias(self, new: Sequence[core.Var], old: Sequence[Atom], name: str) -> None:
+        for var, atom in zip(new, old, strict=True):
+            if isinstance(var, core.Var) and var not in self.values:
+                same = self._atom(atom)
+                if same is None:
+                    self._add("fused", name, (), (self.value(var),))
+                else:
+                    self._add("alias", name, (same,), (self.value(var),))
+
+    def _exchange(self, exchange: Exchange) -> None:
+        """One step per collective; a point-to-point exchange is one."""
+        task, aval = exchange.adapt, exchange.output.aval
+        here = self._atom(exchange.input)
+        reads = () if here is None else (here,)
+        out = self.value(exchange.output)
+        if isinstance(task, Extend):
+            self._add("call", "halo", reads, (out,))
+            return
+        itemsize = getattr(aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]
+        narrow = task.reduce_dtype is not None and task.adapter.adds
+        if narrow:
+            itemsize = jnp.dtype(task.reduce_dtype).itemsize
+            reads = (self._temporary("fused", "convert_element_type", reads, task.adapter.source, itemsize),)
+        walk = list(task.adapter.walk)
+        for number, (layout, step) in enumerate(walk):
+            kind: Kind = "fused" if step.kind in ("slice", "value_mask") else "call"
+            after = step.apply(layout)
+            over = ((0, 0),) if step.kind in ("all_reduce", "permute") and reads else ()
+            if number == len(walk) - 1 and not narrow and _local_bytes(after, itemsize) == out.nbytes:
+                self._add(kind, step.kind, reads, (out,), over=over)
+                return
+            reads = (self._temporary(kind, step.kind, reads, after, itemsize, over),)
+        self._add("fused" if narrow or not walk or reads[0].nbytes != out.nbytes else "alias", "view", reads, (out,))
+
+    def _temporary(
+        self, kind: Kind, name: str, reads: Sequence[Value], layout: Layout, itemsize: int, over: Any = ()
+    ) -> Value:
+        made = Value(_local_bytes(layout, itemsize), f"{name} of {layout.local_shape}")
+        self._add(kind, name, reads, (made,), over=over)
+        return made
+
+    def _inside(self, steps: Sequence[FlatStep] | core.Jaxpr) -> list[Step]:
+        outside, self.steps = self.steps, []
+        if isinstance(steps, core.Jaxpr):
+            self._equations(steps.eqns)
+        else:
+            self._flat(steps)
+        inside, self.steps = self.steps, outside
+        return inside
+
+    def _loop(self, loop: FlatLoop) -> None:
+        steps = self._inside(loop.steps)
+        carries = tuple((self._atom(a), self.value(b), self._atom(c), self.value(d)) for a, b, c, d in loop.carries)
+        xs = tuple((self.value(stack), self.value(piece)) for stack, piece in loop.xs if isinstance(stack, core.Var))
+        ys = tuple((self._atom(piece), self.value(stack)) for piece, stack in loop.ys)
+        self._repeat(steps, carries, xs, ys, loop.loop.length, self._read(loop.reads))
+
+    def _nested(self, eqn: core.JaxprEqn) -> None:
+        """A scan, while or cond that is one equation."""
+        inner = programs(eqn)
+        if eqn.primitive.name == "cond":
+            branches = []
+            for jaxpr in inner:
+                made = Blocks()
+                branches.append(Inner(made.jaxpr(jaxpr)))
+            self._add("loop", "cond", self._read(eqn.invars), self._read(eqn.outvars), inner=tuple(branches))
+            return
+        known, body = loop_of(eqn), inner[-1]
+        consts, operands = known.consts - known.conditions, eqn.invars[known.conditions :]
+        self._alias(body.invars[:consts], operands[:consts], "const")
+        steps = self._inside(body)
+        carries = tuple(
+            (self._atom(a), self.value(b), self._atom(c), self.value(d))
+            for a, b, c, d in zip(
+                operands[consts : consts + known.carry],
+                body.invars[consts : consts + known.carry],
+                body.outvars[: known.carry],
+                eqn.outvars[: known.carry],
+                strict=True,
+            )
+        )
+        stacks = zip(operands[consts + known.carry :], body.invars[consts + known.carry :], strict=True)
+        xs = tuple((self.value(stack), self.value(piece)) for stack, piece in stacks if isinstance(stack, core.Var))
+        made = zip(body.outvars[known.carry :], eqn.outvars[known.carry :], strict=True)
+        ys = tuple((self._atom(piece), self.value(stack)) for piece, stack in made)
+        self._repeat(steps, carries, xs, ys, eqn.params.get("length", 1), self._read(eqn.invars))
+
+    def _repeat(self, steps: list[Step], carries: Any, xs: Any, ys: Any, length: int, reads: tuple[Value, ...]) -> None:
+        """Slices are taken in front of the body, and written as soon as they are made."""
+        body = [Step("fused", "dynamic_slice", (stack,), (piece,)) for stack, piece in xs]
+        writing: dict[Value, list[Value]] = {}
+        for piece, stack in ys:
+            if piece is not None:
+                writing.setdefault(piece, []).append(stack)
+        made = {v for step in steps for v in step.writes}
+        for piece, stacks in writing.items():  # what the iteration was given
+            body += [_written(piece) for _ in stacks if piece not in made]
+        for step in steps:
+            body.append(step)
+            body += [_written(v) for v in step.writes for _ in writing.get(v, ())]
+        given = (*(inside for _, inside, _, _ in carries), *(stack for stack, _ in xs))
+        block = Block(given, tuple(body), tuple(out for _, _, out, _ in carries if out is not None))
+        inner = Inner(block, carries, xs, ys, length)
+        writes = (*(final for *_, final in carries), *(stack for _, stack in ys))
+        held = [init for init, *_ in carries]
+        operands = tuple(dict.fromkeys([*(v for v in held if v is not None), *reads]))
+        over = tuple((i, operands.index(init)) for i, init in enumerate(held) if init is not None)
+        self._add("loop", "scan", operands, writes, over=over, inner=(inner,))
+
+
+def _written(piece: Value) -> Step:
+    """A slice on its way into its stack: computed there, if it is no buffer of its own."""
+    return Step("reduced", "dynamic_update_slice", (piece,), (Value(0, "stack"),))
+
+
+def _local_bytes(layout: Layout, itemsize: int) -> int:
+    return math.prod(layout.local_sizes) * itemsize
