@@ -220,12 +220,17 @@ class Layout:
         runs = [list(run) for _, run in itertools.groupby(self.values, key=lambda v: v[1])]
         return tuple((self.mesh.size(tuple(a for a, _ in run)), run[0][1]) for run in runs)
 
+    @property
+    def counts(self) -> str:
+        """The layout without its devices: ``R2 V1 D(4,1)``."""
+        parts = tuple(dict(self.uneven).get(i) or self.mesh.size(axes) for i, axes in enumerate(self.cuts))
+        return counts_text(self.subdims, self.mesh.size(self.free), self.shares, parts)
+
     def __str__(self) -> str:
         order = (*self.free, *(a for a, _ in self.values), *(a for axes in self.cuts for a in axes))
         devices = self.mesh.groups(order).reshape(-1).tolist()
-        parts = tuple(dict(self.uneven).get(i) or self.mesh.size(axes) for i, axes in enumerate(self.cuts))
         where = "" if self.memory == "device" else f" @{self.memory}"
-        return f"{counts_text(self.subdims, self.mesh.size(self.free), self.shares, parts)} on [{_runs(devices)}]{where}"
+        return f"{self.counts} on [{_runs(devices)}]{where}"
 
 
 def ceil_blocks(size: int, parts: int) -> tuple[int, ...]:

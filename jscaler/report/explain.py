@@ -92,7 +92,7 @@ def why(placement: Placement) -> str:
 
 def layout_text(layout: Layout) -> str:
     """A layout without its devices."""
-    return str(layout).partition(" on ")[0]
+    return layout.counts
 
 
 def _details(moves: Sequence[Move]) -> list[str]:

@@ -24,6 +24,17 @@ from jscaler.rules.reshapes import common_refinement
 from jscaler.rules.user_rules import user_names
 
 
+@dataclass(frozen=True)
+class _Derived:
+    """What is known of one op with a body; ``finer`` is a key of how its analysis is refined."""
+
+    op: Op
+    rule: Rule
+    groups: dict[str, Leaves]
+    analysis: Analysis
+    finer: Any
+
+
 @dataclass
 class RuleBook:
     """A memo over bodies. ``rule`` and ``factor_of`` serve policies; the rest serves materialize and lower."""
@@ -35,13 +46,18 @@ class RuleBook:
     _expansions: dict[Any, Sequence[Step] | None] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _partials: dict[Any, tuple[Combiner | None, ...] | None] = field(default_factory=dict)
+    # by identity of ops, which are asked about often and take longer to compare than to keep
+    _of_ops: dict[int, _Derived] = field(default_factory=dict)
+    _of_handles: dict[int, tuple[Op, Rule]] = field(default_factory=dict)
 
     def rule(self, op: Op) -> Rule:
         """The factors of ``op``; a backward op shares the names of its forward through their common dims."""
-        if op.body is None:
-            assert op.forward is not None
-            return _handle_rule(self.rule(op.forward), op)
-        return self._derived(op)[0]
+        if op.body is not None:
+            return self._derived(op).rule
+        assert op.forward is not None
+        if id(op) not in self._of_handles:
+            self._of_handles[id(op)] = op, _handle_rule(self.rule(op.forward), op)
+        return self._of_handles[id(op)][1]
 
     def factor_of(self, graph: Graph, path: str, dim: int) -> Mapping[Op, str]:
         return reached_factors(graph, graph.input(path), dim)
@@ -119,11 +135,10 @@ class RuleBook:
                     retraced = inline(retraced, CALLS | CUSTOM_VJP)  # no autodiff follows
                 self._locals[op.body, ()] = (retraced, ())
             return self._locals[op.body, ()][0], ()
-        groups = self.groups(op)
-        sizes = sizes or {}
-        analysis, finer = self._refined(op.body, self._given(op))
+        derived, sizes = self._derived(op), sizes or {}
+        groups, analysis = derived.groups, derived.analysis
         key = (
-            (op.body, finer),
+            (op.body, derived.finer),
             tuple(sorted((groups[f], n, sizes.get(f, ())) for f, n in split.items())),
             tuple((groups[f], n) for f, n in walked.items()),
         )
@@ -140,12 +155,10 @@ class RuleBook:
 
     def cut(self, op: Op, factors: tuple[str, ...]) -> tuple[Piece, ...]:
         """The pieces of ``op`` that let ``factors`` be split."""
-        assert op.body is not None
-        groups = self.groups(op)
-        analysis, finer = self._refined(op.body, self._given(op))
-        key = ((op.body, finer), tuple(groups.items()), factors)
+        derived = self._derived(op)
+        key = ((op.body, derived.finer), tuple(derived.groups.items()), factors)
         if key not in self._cuts:
-            self._cuts[key] = cut(analysis, groups, factors)
+            self._cuts[key] = cut(derived.analysis, derived.groups, factors)
         return self._cuts[key]
 
     def pieces(self, op: Op, factors: tuple[str, ...]) -> tuple[str, ...]:
@@ -154,24 +167,30 @@ class RuleBook:
 
     def expansion(self, op: Op, factor: str, parts: int, algorithm: Any) -> Sequence[Step] | None:
         """The steps that ``algorithm`` (see ``rules.expansion``) puts in ``op``'s place; None where it has none for it."""
-        assert op.body is not None
-        analysis, finer = self._refined(op.body, self._given(op))
-        key = (op.body, finer, self.groups(op)[factor], parts, algorithm)
+        derived = self._derived(op)
+        key = (op.body, derived.finer, derived.groups[factor], parts, algorithm)
         if key not in self._expansions:
-            self._expansions[key] = algorithm.expand(Site(analysis, self.groups(op)[factor], parts))
+            self._expansions[key] = algorithm.expand(Site(derived.analysis, derived.groups[factor], parts))
         return self._expansions[key]
 
     def groups(self, op: Op) -> Mapping[str, Leaves]:
         """The leaf atoms of each factor of an op with a body."""
-        return self._derived(op)[1]
+        return self._derived(op).groups
 
-    def _derived(self, op: Op) -> tuple[Rule, dict[str, Leaves]]:
-        """The rule of an op with a body, and the leaf atoms of its factors."""
-        assert op.body is not None
-        given = self._given(op)
-        key = (op.body, given)
+    def _derived(self, op: Op) -> _Derived:
+        """What is known of an op with a body."""
+        if id(op) not in self._of_ops:
+            assert op.body is not None
+            given = self._given(op)
+            analysis, finer = self._refined(op.body, given)
+            rule, groups = self._rule_of(op.body, given, analysis)
+            self._of_ops[id(op)] = _Derived(op, rule, groups, analysis, finer)
+        return self._of_ops[id(op)]
+
+    def _rule_of(self, body: Body, given: FactorNames | None, analysis: Analysis) -> tuple[Rule, dict[str, Leaves]]:
+        """The rule of a body whose factors have these names from elsewhere, and the leaf atoms of its factors."""
+        key = (body, given)
         if key not in self._rules:
-            analysis, _ = self._refined(op.body, given)
             own = user_names(analysis.jaxpr.eqns, analysis.leaves)
             names = own if given is None else _shared_names(analysis, given)
             self._rules[key] = derive_rule(analysis, names, given.reserved if given else ())

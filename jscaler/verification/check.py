@@ -193,7 +193,7 @@ class _StepCheck:
 
     def _shardings(self, emitted: Local, sizes: Mapping[str, int]) -> None:
         """The compiled step's shardings put the parts where the program takes and leaves them."""
-        if self.lowered is None:
+        if self.lowered is None or not self.lowered.devices:  # (lowered for devices that are not at hand)
             return
         graph, made = self.step.graph, self.lowered.executable
         devices = [self.lowered.devices[d] for d in self.step.program.mesh.devices]
