@@ -37,6 +37,7 @@ class Case:
         as_much_as: the plan whose all-reduces take as many bytes as this one's reduce-scatters and all-gathers.
         wider: whether it adds in more bits than GSPMD does on a CUDA target, where that adds what a bfloat16 dot gives; its
             ratio is then shown, and not held to a bound.
+        sharded: whether gradients are reduce-scattered once and all-reduces are of scalars.
         quick: whether it is part of the quick form.
     """
 
@@ -47,11 +48,13 @@ class Case:
     launches: Mapping[str, int] = field(default_factory=dict)
     as_much_as: str = ""
     wider: bool = False
+    sharded: bool = False
     quick: bool = False
 
 
 MLP = "mlp-6 f32"
 FIVE, EIGHT = ({"reduce-scatter": n, "all-gather": n} for n in (5, 8))
+ONCE = {"reduce-scatter": 12, "all-gather": 12, "all-reduce": 1}
 # fmt: off
 CASES = [
     Case(MLP, "data_parallel", "data_parallel", quick=True),
@@ -66,6 +69,15 @@ CASES = [
     Case("gpt-nano f32", "vocab_parallel", "vocab_parallel"),
     Case("gpt-nano f32", "megatron(2, 4)", "dp 2 × tp 4"),
     Case("gpt-nano f32", "megatron(2, 4, vocab=False, sequence=True)", "dp 2 × tp 4, sequence", EIGHT, EIGHT),
+    # 12 gradients and parameters; the loss
+    Case(MLP, "zero1", "zero1", ONCE, {"reduce-scatter": 1, "all-gather": 1, "all-reduce": 1}, sharded=True, quick=True),
+    # forward all parameters, which combine; backward again the kernels whose inputs need gradients, one by one, as the
+    # cotangents come. (XLA's CPU backend keeps no fences and merges the second with the first.)
+    Case(MLP, "zero3", "zero3", ONCE, {"reduce-scatter": 1, "all-gather": 6, "all-reduce": 1}, sharded=True, quick=True),
+    Case("gpt-nano f32", "zero1", "zero1", {}, {"reduce-scatter": 1, "all-gather": 1}, sharded=True),
+    Case("gpt-nano f32", "zero3", "zero3", {}, {"reduce-scatter": 1}, sharded=True),
+    Case("gpt-nano f32", "megatron(2, 4, zero=1)", "dp 2 × tp 4, zero1"),
+    Case("gpt-nano f32", "megatron(2, 4, zero=3)", "dp 2 × tp 4, zero3"),
     Case("moe-nano f32, 2 layers", "expert_parallel", "expert_parallel", {"all-to-all": 8}, {"all-to-all": 8}, quick=True),
     Case("gpt-nano bf16 compute", "data_parallel", "data_parallel", wider=True),
     Case("gpt-nano bf16 compute", 'data_parallel(reduce_dtype="bfloat16")', "data_parallel, added in bf16"),
@@ -120,6 +132,17 @@ def case_rows(
         beyond = [sum(t.nbytes for t in side.values()) - least for side in (ours, theirs)]
         row = {**where, "op": "payload beyond the parameters' bytes", "sent": beyond[0], "gspmd_sent": beyond[1]}
         yield {**row, "value": beyond[0], "bound": SCALARS}
+    if case.sharded:
+        leaves = jax.tree.leaves(parameters(args[0]))
+        least = sum(math.prod(p.shape) * p.dtype.itemsize for p in leaves)
+        found = mine["reduce-scatter"], mine["all-gather"]
+        row = {**where, "op": "reduce-scatter, beyond one of the parameters' bytes"}
+        yield {**row, "sent": found[0], "value": abs(found[0] - least * (1 - 1 / DEVICES)), "bound": 0}
+        row = {**where, "op": "all-gather, in that of the parameters' bytes"}
+        yield {**row, "sent": round(found[1] / (least * (1 - 1 / DEVICES)), 4)}
+        scalars = ours.get("all-reduce", none)
+        row = {**where, "op": "all-reduce: no more than a float for each parameter and two"}
+        yield {**row, "tensors": scalars.arrays, "value": scalars.nbytes, "bound": 4 * (len(leaves) + 2)}
     if case.as_much_as:
         whole = sent[case.step, case.as_much_as]["all-reduce"]
         more = mine["reduce-scatter"] + mine["all-gather"] - whole

@@ -121,7 +121,7 @@ def twin(lowered: Lowered) -> Any:
 def _compile_twin(plan: StepPlan, lowered: Lowered, donated: Sequence[int]) -> Any:
     mesh = physical_mesh(plan.program, lowered.devices)
     inputs, outputs = shardings(plan, mesh)
-    fun = constrained_step(plan.source, plan.layouts, mesh)
+    fun = constrained_step(plan.source, plan.layouts, mesh, plan.completed.gradients, plan.refetched)
     jitted = jax.jit(fun, in_shardings=inputs, out_shardings=list(outputs), donate_argnums=tuple(donated))
     return jitted.lower(*input_structs(plan, inputs)).compile()
 

@@ -1,6 +1,6 @@
 """The chain: capture, transform, schedule, materialize, lower. Each stage is a call; nothing else happens here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,11 @@ class StepPlan:
         """How every op leaves its results."""
         made = ((op, self.completed.ops[op.path].outputs) for op in self.graph.ops)
         return {t: layout for op, layouts in made for t, layout in zip(op.outputs, layouts, strict=True)}
+
+    @property
+    def refetched(self) -> Set[PTensor]:
+        """What is made whole for the forward pass, and again for the backward pass: parameters that lie in parts."""
+        return made_of(self.source, stored_leaves(self.source, self.plan)).dims.keys()
 
     def explain(self) -> str:
         """A table: how every group of ops is split, who decided, and which collectives with how many bytes follow."""

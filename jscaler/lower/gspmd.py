@@ -5,8 +5,9 @@ between two hands. Gradients are ``jax.value_and_grad`` of the constrained forwa
 constraints on the cotangents.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,15 +23,21 @@ Values = dict[PTensor, Any]
 
 
 def constrained_step(
-    graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh | AbstractMesh
+    graph: Graph,
+    layouts: Mapping[PTensor, Layout],
+    mesh: Mesh | AbstractMesh,
+    gradients: Mapping[PTensor, Layout] | None = None,
+    refetched: Set[PTensor] = frozenset(),
 ) -> Callable[..., list[Any]]:
     """A function of whole leaves to whole leaves, with ``with_sharding_constraint`` wherever the plan fixes a layout.
 
     Args:
         graph: the step as the policy saw it.
         layouts: how the ops leave their results.
+        gradients: how gradients come to their readers, where the plan shards them.
+        refetched: what is made whole again for the backward pass, and not kept: ops that read it are checkpointed.
     """
-    evaluator = _Evaluator(graph, layouts, mesh)
+    evaluator = _Evaluator(graph, layouts, mesh, gradients or {}, refetched)
 
     def step(*leaves: Any) -> list[Any]:
         values: Values = dict(zip(graph.inputs, leaves, strict=True))
@@ -49,21 +56,36 @@ def constrained_step(
 
 
 class _Evaluator:
-    def __init__(self, graph: Graph, layouts: Mapping[PTensor, Layout], mesh: Mesh | AbstractMesh):
+    def __init__(
+        self,
+        graph: Graph,
+        layouts: Mapping[PTensor, Layout],
+        mesh: Mesh | AbstractMesh,
+        gradients: Mapping[PTensor, Layout],
+        refetched: Set[PTensor],
+    ):
         self.graph = graph
         self.layouts = layouts
         self.mesh = mesh
+        self.gradients = gradients
+        self.refetched = refetched
 
     def run(self, op: Op, values: Values) -> None:
         body = op.primal or op.body  # the gradient here is JAX's own, which saves its residuals itself
         assert body is not None
-        results = evaluate(body.jaxpr, [values[t] for t in op.inputs])
+
+        def run(*args: Any) -> list[Any]:
+            return evaluate(body.jaxpr, args)
+
+        again = op.kind == "forward" and any(t in self.refetched for t in op.inputs)
+        results = (jax.checkpoint(run) if again else run)(*(values[t] for t in op.inputs))
         for tensor, value in zip(op.outputs, results, strict=False):
-            layout = self.layouts.get(tensor)
-            spec = layout.partition_spec() if layout is not None and self.mesh.axis_names else None
-            if spec is not None:
-                value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
-            values[tensor] = value
+            values[tensor] = self.constrained(value, self.layouts.get(tensor))
+
+    def constrained(self, value: Any, layout: Layout | None) -> Any:
+        """``value`` in ``layout``, where that can be said to GSPMD."""
+        spec = layout.partition_spec() if layout is not None and self.mesh.axis_names else None
+        return value if spec is None else jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
 
     def differentiate(self, index: int, values: Values) -> None:
         """Run one gradient call: all its forward ops, and JAX's gradient of them."""
@@ -79,7 +101,9 @@ class _Evaluator:
         made = [t for t in produced if t in self.read_outside(index)]
         (_, results), gradients = jax.value_and_grad(loss, has_aux=True)([values[t] for t in call.wrt])
         values.update(zip(made, results, strict=True))
-        values.update(zip(call.gradients, gradients, strict=True))
+        for tensor, gradient in zip(call.gradients, gradients, strict=True):
+            layout = self.gradients.get(tensor)
+            values[tensor] = self.constrained(gradient, layout and dataclasses.replace(layout, values=()))
 
     def read_outside(self, index: int) -> set[PTensor]:
         """What a gradient call hands out besides its gradients."""

@@ -69,6 +69,7 @@ class Completed:
     outputs: tuple[Layout, ...]
     loops: Mapping[str, LoopLayouts] = field(default_factory=dict)
     gradients: Mapping[PTensor, Layout] = field(default_factory=dict)  # those of sharded parameters, as updates get them
+    shards: Mapping[PTensor, Axes] = field(default_factory=dict)  # the axes that sharded parameters are cut by, if stored
 
 
 def complete(
@@ -149,7 +150,7 @@ class _Completer(LoopMixin):
             self.inputs.setdefault(tensor, self._whole(tensor))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
         gradients = {t: self.at_hand[t][0] for t in self.shards.gradients if t in self.at_hand}
-        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), gradients)
+        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), gradients, self.shards.axes)
 
     def visit_all(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -272,7 +273,7 @@ class _Completer(LoopMixin):
             _, shards = self.shards.factor(op.forward) or ("", ())  # a gradient is scattered when it is done
             factors = {f: tuple(a for a in axes if a not in shards) for f, axes in factors.items()}
             return self._fill(op, self._possible(op, Placement(factors, sizes=sizes, origin="mirrored")))
-        return self._fill(op, self._on_shards(op, Placement(origin="filled")))
+        return self._fill(op, Placement(origin="filled"))
 
     def _ordered(self, op: Op, decided: Decided) -> Placement:
         """The cheapest device order for a grid that the policy placed in any order."""

@@ -87,7 +87,7 @@ def stored_leaves(graph: Graph, plan: Plan) -> dict[PTensor, int]:
 
 def shard_grid(shard: Shard) -> PlacedGrid:
     """The devices of a shard as the mesh sees them."""
-    return PlacedGrid(shard.leaf, (shard.parts, len(shard.devices) // shard.parts), shard.devices)
+    return PlacedGrid("shards", (shard.parts, len(shard.devices) // shard.parts), shard.devices)
 
 
 def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axes, ...]]) -> Shards:

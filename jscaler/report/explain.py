@@ -13,6 +13,7 @@ from jscaler.lower.program import Adapt, Extend, Program, walk
 from jscaler.materialize import Completed, Layout
 from jscaler.materialize.placement import Placement
 from jscaler.primitives import Plan
+from jscaler.report.replicated import replicated_lines
 
 Moved = dict[str, tuple[int, float]]  # kind of collective -> count, bytes that each device sends
 
@@ -73,6 +74,7 @@ def explain(graph: Graph, plan: Plan, completed: Completed, program: Program, fl
         *(lines if len(rows) > 1 else []),
         *([f"{hidden} ops are copied on every device, as all that they read is"] if hidden else []),
         *([f"results: {_moves(_sum([m.moved for m in results]))}", *_details(results)] if results else []),
+        *replicated_lines(graph, plan, completed),
         f"total: {_moves(total) or 'no communication'}",
     ])  # fmt: skip
 
