@@ -5,7 +5,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -18,7 +18,9 @@ from jscaler.errors import CaptureError, DeviceError, PlanError
 from jscaler.ir import Graph
 from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
+from jscaler.report.target_report import TargetReport
 from jscaler.stages import Captured, Executable, StepPlan, capture, executable, lower, lowered, transform
+from jscaler.target import Target, compile_for, find_target
 from jscaler.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 
 PlanLike = str | Plan | Callable[..., Any]
@@ -203,12 +205,16 @@ class Parallelized:
     def _lower(self, call: "Call") -> "Lowered":
         count, devices = _devices_at_hand(self._devices)
         captured, result = _capture(self.fun, self._arguments, call, self._updates)
-        step = lower(captured, transform(captured, self._policy, count), self._cost)
+
+        def planned(num_devices: int) -> StepPlan:
+            return lower(captured, transform(captured, self._policy, num_devices), self._cost)
+
+        step = planned(count)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
         return Lowered(
             step, captured, made, call.without_arrays(), result.tree, lowered(step, made), devices, self._cost,
-            result.changes,
+            result.changes, planned if self._devices is None else None,
         )  # fmt: skip
 
 
@@ -218,6 +224,7 @@ class Lowered:
 
     Attributes:
         devices: those it was lowered for; none where as many as the plan has are not at hand.
+        planned: the plan for another number of devices; None where ``parallelize`` was told which to use.
     """
 
     plan: StepPlan
@@ -229,17 +236,37 @@ class Lowered:
     devices: tuple[Device, ...]
     cost: CostModel = FEW_STEPS
     changes: "NodeChanges | None" = None
+    planned: Callable[[int], StepPlan] | None = field(default=None, repr=False, compare=False)
 
     @property
     def graph(self) -> Graph:
         return self.plan.graph
 
-    def compile(self) -> "Compiled":
-        """Compile for the devices it was lowered for.
+    @overload
+    def compile(self, target: None = None) -> "Compiled": ...
+    @overload
+    def compile(self, target: Target) -> TargetReport: ...
+    def compile(self, target: Target | None = None) -> "Compiled | TargetReport":
+        """Compile for the devices it was lowered for, or for a cluster that need not be there.
+
+        Args:
+            target: a CUDA cluster, ``"8xH100-80GB"`` or ``"4x8xV100-32GB"`` (hosts × devices × kind), a built-in cluster's
+                name, a TOML file or a `Cluster`. Needs ``pip install "jscaler[aot]"`` and no GPU.
+
+        Returns:
+            What runs; of a target a report: memory of a device by kind, whether it fits, collectives, XLA's text.
 
         Raises:
-            DeviceError: they are not at hand.
+            DeviceError: the devices are not at hand; the target has another number of devices than ``parallelize`` was
+                given (given none, the step is planned for the target's); the plugin is missing.
+
+        Example:
+            >>> print(step.lower(state, batch).compile(target="8xH100-80GB"))
         """
+        if target is not None:
+            cluster = find_target(target)
+            step = self.planned(cluster.num_devices) if self.planned is not None else self.plan
+            return compile_for(step, cluster, self.executable.donated)
         if not self.devices:
             resolve_devices(self.plan.plan.num_devices)
         return Compiled(self, self.lowered.compile())

@@ -1,45 +1,30 @@
-"""The command line: ``jscaler train`` and ``jscaler compare``."""
+"""The command line: ``jscaler train`` and ``jscaler compare``; the other commands have files of their own."""
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import jax
 import typer
 from rich.console import Console
 
-from jscaler import plans
-from jscaler.api import Parallelized, parallelize, resolve_devices
+from jscaler.api import resolve_devices
 from jscaler.commands.comm import bench_comm
+from jscaler.commands.compile import compile_
+from jscaler.commands.job import Batches, Job
+from jscaler.commands.options import Batch, Data, Devices, Model, PlanName, Platform, Seed, Sequence, Size, use_platform
 from jscaler.commands.redistribute import redistribute
-from jscaler.errors import DeviceError, JscalerError, UnknownNameError
+from jscaler.errors import JscalerError
 
 app = typer.Typer(
     help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-PLAN_HELP = (
-    'built-in plan, with arguments if wanted: "megatron(dp=2, tp=4)"; or a policy of yours: path.py:function. Built in are '
-    + ", ".join(plans.PLANS)
-)
-
-Model = Annotated[str, typer.Option(help="model to train: gpt or moe (a mixture of experts)")]
-Size = Annotated[str, typer.Option(help="its size: nano, mini, 125m, 1.3b, …")]
-PlanName = Annotated[str, typer.Option("--plan", help=PLAN_HELP)]
-Devices = Annotated[int | None, typer.Option(help="number of devices; all by default")]
-Platform = Annotated[str | None, typer.Option(help="'cpu' makes as many virtual CPU devices as are asked for")]
-Data = Annotated[Path | None, typer.Option(help="text file or folder; Python's own documentation by default")]
-Batch = Annotated[int, typer.Option(help="sequences per step, over all devices")]
-Sequence = Annotated[int | None, typer.Option("--seq", help="tokens per sequence; the model's own by default")]
-Seed = Annotated[int, typer.Option(help="seed of parameters, dropout and data order")]
-
 
 @app.command()
 def train(
     model: Model = "gpt",
-    size: Size = "nano",
+    size: Size = None,
     plan: PlanName = "data_parallel",
     devices: Devices = None,
     platform: Platform = None,
@@ -58,14 +43,14 @@ def train(
     from jscaler.train import train as run
 
     use_platform(platform, devices)
-    job = _Job(model, size, plan, devices, data, batch, seq, learning_rate, steps, seed)
-    run(job.step, job.state(), job.batch_at, steps, Console(), log)
+    job = Job(model, size, plan, resolve_devices(devices), batch, seq, learning_rate=learning_rate, steps=steps, seed=seed)
+    run(job.step, job.state(), Batches(job, data), steps, Console(), log)
 
 
 @app.command()
 def compare(
     model: Model = "gpt",
-    size: Size = "nano",
+    size: Size = None,
     plan: PlanName = "data_parallel",
     devices: Devices = None,
     platform: Platform = None,
@@ -84,9 +69,9 @@ def compare(
     from jscaler.compare import comparison_table
 
     use_platform(platform, devices)
-    job = _Job(model, size, plan, devices, data, batch, seq, 3e-3, 100, seed)
-    state = job.state()
-    result = run(job.step, lambda i: (state, job.batch_at(i)), rounds=rounds)
+    job = Job(model, size, plan, resolve_devices(devices), batch, seq, seed=seed)
+    state, batches = job.state(), Batches(job, data)
+    result = run(job.step, lambda i: (state, batches(i)), rounds=rounds)
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
@@ -95,59 +80,7 @@ def compare(
 
 app.command()(bench_comm)
 app.command()(redistribute)
-
-
-class _Job:
-    """A model, its data and its train step under a plan, as the options describe them."""
-
-    def __init__(
-        self, model: str, size: str, plan: str, devices: int | None, data: Path | None, batch: int, seq: int | None,
-        learning_rate: float, steps: int, seed: int,
-    ):  # fmt: skip
-        from models import make_model
-        from models.text import load_bytes
-        from models.training import TEXT_STEPS, make_optimizer
-
-        if model not in TEXT_STEPS:
-            raise UnknownNameError("language model", model, TEXT_STEPS)
-        self.model, config = make_model(model, size)
-        if seq is not None:
-            config = dataclasses.replace(config, sequence=seq)
-            self.model = type(self.model)(config)
-        self.config = config
-        self.data = load_bytes(data)
-        self.batch, self.seed = batch, seed
-        self.optimizer = make_optimizer(learning_rate, steps=steps)
-        chosen = resolve_devices(devices)
-        self.step: Parallelized = parallelize(plans.by_name(plan), devices=chosen, donate_argnames="state")(
-            TEXT_STEPS[model]
-        )
-
-    def state(self) -> Any:
-        from models.training import make_state
-
-        return make_state(self.model, self.config.sequence, self.optimizer, self.seed)
-
-    def batch_at(self, step: int) -> dict[str, Any]:
-        from models.text import batch_at
-
-        return batch_at(self.data, step, self.batch, self.config.sequence, self.seed)
-
-
-def use_platform(platform: str | None, devices: int | None) -> None:
-    """Choose JAX's platform before it is first used; ``cpu`` makes ``devices`` virtual devices.
-
-    Raises:
-        DeviceError: the platform is not known.
-    """
-    if platform is None:
-        return
-    known = ("cpu", "cuda")
-    if platform not in known:
-        raise DeviceError(f"no platform '{platform}'; known: {', '.join(known)}")
-    jax.config.update("jax_platforms", platform)
-    if platform == "cpu" and devices:
-        jax.config.update("jax_num_cpu_devices", devices)
+app.command("compile")(compile_)
 
 
 def main() -> None:

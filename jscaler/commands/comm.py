@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jscaler.commands.options import use_platform
 from jscaler.cost import Cluster, cluster_toml
 from jscaler.errors import DeviceError
 from jscaler.report.explain import readable_bytes
@@ -38,7 +39,6 @@ def bench_comm(
     Example: jscaler bench-comm --platform cpu --devices 8 --quick --out cluster.toml
     """
     from jscaler.api import resolve_devices
-    from jscaler.cli import use_platform
     from jscaler.cost import fit, measure
 
     _refuse_suffix(out)

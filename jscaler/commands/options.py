@@ -1,0 +1,47 @@
+"""Options that several commands share, and the choice of JAX's platform."""
+
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+
+from jscaler import plans
+from jscaler.errors import DeviceError
+
+PLAN_HELP = (
+    'built-in plan, with arguments if wanted: "megatron(dp=2, tp=4)"; or a policy of yours: path.py:function. Built in are '
+    + ", ".join(plans.PLANS)
+)
+
+Model = Annotated[str, typer.Option(help="model: gpt or moe (a mixture of experts), with its size if wanted: gpt-1.3b")]
+Size = Annotated[str | None, typer.Option(help="its size: nano, mini, 125m, 1.3b, …; nano by default")]
+PlanName = Annotated[str, typer.Option("--plan", help=PLAN_HELP)]
+Devices = Annotated[int | None, typer.Option(help="number of devices; all by default")]
+Platform = Annotated[str | None, typer.Option(help="'cpu' makes as many virtual CPU devices as are asked for")]
+Data = Annotated[Path | None, typer.Option(help="text file or folder; Python's own documentation by default")]
+Batch = Annotated[int, typer.Option(help="sequences per step, over all devices")]
+Sequence = Annotated[int | None, typer.Option("--seq", help="tokens per sequence; the model's own by default")]
+Seed = Annotated[int, typer.Option(help="seed of parameters, dropout and data order")]
+Dtype = Annotated[str, typer.Option(help="what the model computes in: bf16, fp16 or f32; parameters stay float32")]
+Stacked = Annotated[
+    bool | None,
+    typer.Option("--stacked/--no-stacked", help="layers as one scan, compiled once; on for gpt"),
+]
+Remat = Annotated[bool, typer.Option("--remat", help="compute each layer again in the backward pass")]
+
+
+def use_platform(platform: str | None, devices: int | None) -> None:
+    """Choose JAX's platform before it is first used; ``cpu`` makes ``devices`` virtual devices.
+
+    Raises:
+        DeviceError: the platform is not known.
+    """
+    if platform is None:
+        return
+    known = ("cpu", "cuda")
+    if platform not in known:
+        raise DeviceError(f"no platform '{platform}'; known: {', '.join(known)}")
+    jax.config.update("jax_platforms", platform)
+    if platform == "cpu" and devices:
+        jax.config.update("jax_num_cpu_devices", devices)

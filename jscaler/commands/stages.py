@@ -1,0 +1,21 @@
+"""How far a long command is: a line for each stage, with its seconds."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """A function that is told each stage before it begins; what is shown is on stderr, and gone in the end."""
+    columns = SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def begin(stage: str) -> None:
+            for task in progress.tasks:
+                progress.update(task.id, total=1, completed=1)
+            progress.add_task(stage, total=None)
+
+        yield begin

@@ -1,0 +1,78 @@
+"""A device's memory as a picture: kinds side by side against what the device has, and the largest contributors below."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jscaler.errors import JscalerError
+from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
+from jscaler.report.memory import MEMORY_KINDS, Memory
+from jscaler.report.target_report import TargetReport
+from jscaler.report.target_tables import heading, verdict
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KIND_COLORS = dict(zip(MEMORY_KINDS, (COLORS[i] for i in (4, 1, 0, 3, 2, 7, 5)), strict=True))
+MOST_BARS = 10
+GIB = 1 << 30
+
+
+def draw_memory(path: Path, report: TargetReport) -> None:
+    """Write the picture of ``memory_figure`` to ``path``.
+
+    Raises:
+        UnknownNameError: the path's ending says no known format.
+        JscalerError: matplotlib is missing, or the file cannot be written.
+    """
+    refuse_picture(path)
+    figure = memory_figure(report)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise JscalerError(f"cannot write the picture {path}: {error}; choose another path") from None
+
+
+def memory_figure(report: TargetReport) -> "Figure":
+    """The memory of one device by kind, and what takes most of it."""
+    from matplotlib.figure import Figure
+
+    shown = [c for c in report.contributors[:MOST_BARS] if c.nbytes]
+    figure = Figure(figsize=(11, 2.9 + 0.3 * len(shown)), layout="constrained")
+    upper, lower = figure.subplots(2, 1, height_ratios=(1.0, 0.35 + 0.3 * len(shown)))
+    figure.suptitle(heading(report), fontsize=11, weight="bold", color=INK, x=0.01, ha="left")
+    _stack(upper, report.memory)
+    for row, one in enumerate(shown):
+        lower.barh(row, one.nbytes / GIB, color=KIND_COLORS[one.kind], height=0.7, edgecolor=INK, linewidth=0.4)
+        arrays = f"{one.count} × {one.shape}" if one.shape else ""
+        note = "  ".join(part for part in (f"{one.nbytes / GIB:.2f}", arrays, one.source) if part)
+        lower.text(one.nbytes / GIB, row, f"  {note}", va="center", fontsize=8, color=INK)
+    lower.set_yticks(range(len(shown)), [_short(one.op) for one in shown], fontsize=8)
+    lower.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, 1.55 * max((c.nbytes / GIB for c in shown), default=1)))
+    lower.set_title("held at the peak, GiB", fontsize=9, loc="left", color=INK)
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+    return figure
+
+
+def _stack(axes: "Axes", memory: Memory) -> None:
+    left = 0.0
+    for kind in MEMORY_KINDS:
+        width = getattr(memory, kind) / GIB
+        if width:
+            label = f"{kind} {width:.2f}"
+            axes.barh(0, width, left=left, color=KIND_COLORS[kind], height=0.6, edgecolor=INK, linewidth=0.4, label=label)
+            left += width
+    capacity = memory.capacity / GIB
+    axes.axvline(capacity, color=INK, linewidth=1.4, linestyle="--")
+    axes.text(capacity, 0.36, f"{capacity:.2f} GiB ", fontsize=8, color=INK, ha="right", va="bottom")
+    axes.set(yticks=[], ylim=(-0.4, 0.62), xlim=(0, 1.03 * max(left, capacity)))
+    axes.set_title(verdict(memory).partition(";")[0], fontsize=9, loc="left", color=INK)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=len(MEMORY_KINDS), fontsize=8, frameon=False)
+    axes.spines["left"].set_color(FAINT)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 46 else f"…{name[-45:]}"
