@@ -38,12 +38,13 @@ HEAVY = ("reduce_", "arg", "cum", "gather", "scatter", "sort", "top_k", "dynamic
 
 @dataclass(eq=False)
 class Fragment:
-    """A growing group of equations of one scope."""
+    """A growing group of equations of one scope; ``era`` counts the gradient calls that have begun before it."""
 
     call: int | None
     scope: str
     level: float
     scalar: bool
+    era: int = 0
     eqns: list[tuple[int, core.JaxprEqn]] = field(default_factory=list)
     closed: bool = False
 
@@ -90,10 +91,12 @@ class _Builder:
         self.calls = step.calls
         self.call_level: dict[int, float] = {}
         self.gradient_level: dict[int, float] = {}
+        self.begun: set[int] = set()
         self.wrt = {v for call in step.calls for v in call.wrt}
 
     def add(self, index: int, tagged: TaggedEquation) -> None:
         eqn, call = tagged.eqn, tagged.call
+        self.begun |= {call} if call is not None else set()
         reads = [v for v in eqn.invars if isinstance(v, core.Var) and v not in self.generated]
         if not reads and not eqn.effects and eqn.primitive.name not in ALONE and not self.wrt & set(eqn.outvars):
             self.generated.update(dict.fromkeys(eqn.outvars, eqn))
@@ -120,11 +123,13 @@ class _Builder:
         for candidate in (*sources, *beside):
             others = max((self._level(v) for v in reads if self.home.get(v) is not candidate), default=0)
             joins = (candidate.call, candidate.scope, candidate.scalar, candidate.closed) == (call, scope, scalar, False)
+            # what prepares a call (parameters cast for it) is no part of the update that reads the same parameters
+            joins = joins and (call is not None or candidate.era == len(self.begun))
             if joins and others < candidate.level and eqn.primitive.name not in ALONE:
                 return candidate
         # What only prepares an input (a reshape of a bias) lies below all else, so that its reader need not.
         inputs_only = not sources and below == 0 and eqn.primitive.name in MOVEMENTS
-        fragment = Fragment(call, scope, 0.5 if inputs_only else int(below) + 1, scalar)
+        fragment = Fragment(call, scope, 0.5 if inputs_only else int(below) + 1, scalar, len(self.begun))
         self.fragments.append(fragment)
         return fragment
 

@@ -15,6 +15,7 @@ from jscaler.capture.jaxprs import trace_flat
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, chain_of
+from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
 from jscaler.rules.book import RuleBook
@@ -144,16 +145,9 @@ def make_program(
     Args:
         after: op path -> paths of ops that ``op_order`` puts before it.
         cost: what adapters cost.
-        reduce_dtype: the dtype in which gradients are added between devices.
+        reduce_dtype: the dtype in which gradients are added between devices; see `lower.sums` for the default.
     """
-    gradients = [t for op in order if op.kind == "backward" and not op.again for t in op.outputs]
-    gradients += [t for loop in graph.loops.values() if loop.forward for t in (*loop.inner, *loop.results)]
-    floating = [
-        t
-        for t in dict.fromkeys(gradients)
-        if t.shape and t.role == "gradient" and jnp.issubdtype(t.dtype, jnp.floating) and t.dtype != reduce_dtype
-    ]
-    writer = _Writer(graph, completed, book, cost, dict.fromkeys(floating, reduce_dtype), after)
+    writer = _Writer(graph, completed, book, cost, summing_dtypes(graph, order, reduce_dtype), after)
     inputs = [writer.define(t, completed.inputs[t]) for t in graph.inputs]
     constants = [writer.define(t, Layout.replicated(completed.mesh, t.shape)) for t, _ in graph.constants]
     writer.write(nested(order, graph.loops))
@@ -171,7 +165,7 @@ class _Writer:
     completed: Completed
     book: RuleBook
     cost: CostModel
-    reduce_dtypes: Mapping[PTensor, str | None]
+    reduce_dtypes: Mapping[PTensor, str]
     after: Mapping[str, Sequence[str]]
     tasks: list[Task] = field(default_factory=list)  # of the loop that is being written, or of the program
     home: dict[PTensor, list[Task]] = field(default_factory=dict)  # where a tensor is defined, and so adapted

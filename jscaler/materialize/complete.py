@@ -139,6 +139,8 @@ class _Completer(LoopMixin):
         self.inputs: dict[PTensor, Layout] = {}
         self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
         self.step_inputs = frozenset(graph.inputs)
+        pairs = [pair for call in graph.calls for pair in zip(call.gradients, call.wrt, strict=True)]
+        self.joined = {g: p for g, p in pairs if g in graph.producer and graph.producer[g].forward is None}
         self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
         self.undecided: set[PTensor] = set()  # slices that may lie in any of the layouts at hand, until they are read
 
@@ -334,7 +336,7 @@ class _Completer(LoopMixin):
         return Filling(op, self.mesh, self.book, self.at_hand, self._chunks(op), price, self.cost).of(chosen)
 
     def _cost(self, op: Op, placement: Placement) -> float:
-        """In the cost model's unit: the adapters of the inputs, and what joining the results' value shares will take."""
+        """In the cost model's unit: the adapters of the inputs, and what bringing the results on will take."""
         laid = self._lay_out(op, placement)
         total = 0.0
         for index, (tensor, wanted) in enumerate(zip(op.inputs, laid.inputs, strict=True)):
@@ -342,9 +344,14 @@ class _Completer(LoopMixin):
             if tensor in self.at_hand:
                 total += min(find_adapter(h, wanted, tensor.itemsize, self.cost).cost for h in self.at_hand[tensor])
         for tensor, left in zip(op.outputs, laid.outputs, strict=True):
-            if left.values:
-                total += find_adapter(left, dataclasses.replace(left, values=()), tensor.itemsize, self.cost).cost
+            goal = self._goal(tensor) or dataclasses.replace(left, values=())
+            total += find_adapter(left, goal, tensor.itemsize, self.cost).cost if goal != left else 0.0
         return total
+
+    def _goal(self, tensor: PTensor) -> Layout | None:
+        """Where several gradients of one parameter go when they are joined: its update follows the parameter."""
+        parameter = self.joined.get(tensor)
+        return self.at_hand[parameter][0] if parameter in self.at_hand else None
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
         if placement.as_it_lies(op):
