@@ -19,12 +19,10 @@ from jax.extend import core, source_info_util
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
 from jscaler.ir import Loop, PTensor
 from jscaler.lower.casts import Exchange, across_casts
+from jscaler.lower.conditions import NEVER_MERGED, merge_conditions
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
 from jscaler.lower.scopes import op_scope
 from jscaler.lower.swaps import swap_dots
-
-# Equations whose equal copies are kept apart.
-NEVER_MERGED = frozenset({"optimization_barrier", "remat2", "checkpoint"})
 
 
 @dataclass(frozen=True)
@@ -289,7 +287,7 @@ class _Numbering:
 
 
 def _tidied(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
-    return across_casts(swap_dots(items, outputs), outputs)
+    return merge_conditions(across_casts(swap_dots(items, outputs), outputs))
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:

@@ -57,6 +57,8 @@ class Values:
             return self._run(inner, [*map(self._constant, consts), *args])
         if name == "scan":
             return self._scan(eqn, args)
+        if name == "cond" and not eqn.effects:
+            return self._condition(eqn, args)
         if name == "dot_general":
             return [self._dot(eqn, args)]
         if name == "transpose" and args[0] in self._dots:
@@ -69,6 +71,12 @@ class Values:
         if name in MOVEMENTS:
             self._moved[numbers[0]] = key
         return numbers
+
+    def _condition(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
+        """A condition, result by result, so that several of one predicate are the one that holds them all."""
+        branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
+        each = [self._run(branch, [*map(self._constant, consts), *args[1:]]) for branch, consts in branches]
+        return [self._number(("cond", args[0], made)) for made in zip(*each, strict=True)]
 
     def _scan(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
         """A loop: its carries are told apart by what they are before it, and by what an iteration makes of them.

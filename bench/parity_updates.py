@@ -1,0 +1,172 @@
+"""What `bench.parity` compares of updates: optimizers and precisions, on one small model, under every plan.
+
+An update follows its parameter: its state lies in the parameter's layout, and nothing of a parameter's size is moved for
+it but gradients (`strays` lists what is). Some optimizers meet a gradient that is not finite in step `BAD`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jscaler
+from jscaler.lower.program import Adapt, Compute, walk
+from jscaler.stages import StepPlan
+from models.mlp import MLP
+
+STEPS, BAD = 5, 2
+RATE = 1e-2
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, RATE, 2, 8)
+Optimizer = Callable[[], Any]
+
+
+def clipped(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), inner)
+
+
+def kernels(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def groups(params: Any) -> Any:
+    """Two groups: biases and kernels."""
+    return jax.tree.map(lambda p: "kernel" if p.ndim > 1 else "bias", params)
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "clip+adamw": lambda: clipped(optax.adamw(RATE)),
+    "two groups": lambda: optax.multi_transform(
+        {"kernel": clipped(optax.adamw(RATE)), "bias": optax.sgd(RATE, momentum=0.9)}, groups
+    ),
+    "lamb": lambda: optax.lamb(RATE),
+    "apply_if_finite(clip+adamw)": lambda: optax.apply_if_finite(clipped(optax.adamw(RATE)), 3),
+    "MultiSteps(clip+adamw, 2)": lambda: optax.MultiSteps(clipped(optax.adamw(RATE)), 2),
+    "apply_if_finite(MultiSteps(lamb, 2))": lambda: optax.apply_if_finite(
+        optax.MultiSteps(optax.lamb(RATE), 2).gradient_transformation(), 3
+    ),
+    "MultiSteps(adam, 2), skipping what is not finite": lambda: optax.MultiSteps(
+        optax.adam(RATE), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=8),
+    "nesterov": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
+    "lion": lambda: optax.lion(RATE),
+    "masked decay, schedule, ema": lambda: optax.chain(
+        optax.scale_by_adam(),
+        optax.masked(optax.add_decayed_weights(0.1), kernels),
+        optax.scale_by_learning_rate(SCHEDULE),
+        optax.ema(0.9),
+    ),
+    "inject_hyperparams(rmsprop)": lambda: optax.inject_hyperparams(optax.rmsprop)(learning_rate=SCHEDULE, momentum=0.9),
+    "novograd": lambda: optax.novograd(RATE),
+    "lookahead": lambda: optax.lookahead(clipped(optax.adam(RATE)), sync_period=2, slow_step_size=0.5),
+}
+MEETS_BAD = frozenset(name for name in OPTIMIZERS if "finite" in name)
+
+FIRST = '{"*/layer_0/kernel": 1}'
+PLANS: dict[str, int] = {
+    "single": 1,
+    "data_parallel": 4,
+    f"tensor_parallel({FIRST})": 4,
+    f'sequence_parallel({FIRST}, {{"batch/x": 0}})': 4,
+    'vocab_parallel({"*/layer_2/kernel": 1})': 8,
+    f"megatron(dp=2, tp=4, columns={FIRST})": 8,
+    f'megatron(dp=2, tp=4, columns={FIRST}, sequence={{"batch/x": 0}})': 8,
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step, its first state, and its batches."""
+
+    step: Callable[..., Any]
+    state: Any
+    batches: list[Any]
+
+
+def update_step(name: str, value_and_grad: Any = jscaler.value_and_grad, dtype: Any = None) -> Made:
+    """A step of a small MLP with the optimizer ``name``; every leaf of its state is trained on from the first step."""
+    dtype = jnp.zeros(()).dtype if dtype is None else dtype
+    model = MLP(hidden=32, layers=3, out=8, dtype=dtype, param_dtype=dtype)
+    draws = np.random.default_rng(0)
+    scales = [np.inf if i == BAD and name in MEETS_BAD else 1.0 for i in range(STEPS)]
+    batches = [
+        {"x": draws.normal(size=(16, 12)).astype(dtype), "y": draws.integers(0, 8, 16), "scale": np.asarray(s, dtype)}
+        for s in scales
+    ]
+    shapes = jax.eval_shape(model.init, jax.random.key(0), batches[0]["x"])["params"]
+    params = jax.tree.map(lambda p: jnp.asarray(draws.normal(size=p.shape) * 0.3, p.dtype), shapes)
+    optimizer = OPTIMIZERS[name]()
+    slow = name == "lookahead"
+    held = optax.LookaheadParams.init_synced(params) if slow else params
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            logits = jnp.asarray(model.apply({"params": p}, batch["x"]))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean() * batch["scale"]
+
+        params = state["params"]
+        value, gradients = value_and_grad(loss)(params.fast if slow else params)
+        updates, moments = optimizer.update(gradients, state["opt"], params)
+        return {"params": optax.apply_updates(params, updates), "opt": moments}, value
+
+    return Made(step, {"params": held, "opt": optimizer.init(held)}, batches)
+
+
+def off_layout(state: Any) -> list[str]:
+    """The leaves of optimizer state that look like a parameter (the end of their path, and shape) and lie otherwise."""
+    params = {_path(path): leaf for path, leaf in jax.tree.leaves_with_path(state["params"])}
+    found = []
+    for path, leaf in jax.tree.leaves_with_path(state["opt"]):
+        twin = next((p for name, p in params.items() if _path(path).endswith(name) and p.shape == leaf.shape), None)
+        if twin is not None and not leaf.sharding.is_equivalent_to(twin.sharding, leaf.ndim):
+            found.append(f"{_path(path)}: {leaf.sharding.spec}, parameter {twin.sharding.spec}")
+    return found
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path[-2:])
+
+
+def strays(plan: StepPlan) -> dict[str, float]:
+    """What updates move beside gradients: tensor -> bytes that a device sends, of all that is as large as a parameter."""
+    kept = {e.adapt.output for e in plan.flat.exchanges}  # equal ones are made once
+    shapes = {t.shape for call in plan.graph.calls for t in call.wrt if len(t.shape) > 1}
+    found: dict[str, float] = {}
+    moved: list[tuple[Adapt, int]] = []
+    for task, times in walk(plan.program.tasks):
+        if isinstance(task, Adapt):
+            moved += [(task, times)] if task.output in kept else []
+        elif isinstance(task, Compute):
+            if task.op.kind == "update":
+                found.update(_beside_gradients(moved, shapes))
+            moved = []
+    return {**found, **dict(_beside_gradients(moved, shapes))}
+
+
+def _beside_gradients(moved: list[tuple[Adapt, int]], shapes: set[tuple[int, ...]]) -> Iterator[tuple[str, float]]:
+    for adapt, times in moved:
+        kinds = {step.kind for step in adapt.adapter.steps} - {"slice", "value_mask"}
+        joins = adapt.tensor.role == "gradient" and kinds <= {"all_reduce", "reduce_scatter"}
+        sent = sum(nbytes for _, nbytes in adapt.sent(adapt.tensor.itemsize)) * times
+        if sent and not joins and adapt.tensor.shape in shapes:
+            yield adapt.tensor.name, sent
+
+
+def parts_of(state: Any) -> Mapping[str, tuple[int, int]]:
+    """Per leaf its bytes, and those that the first device holds."""
+    return {
+        jax.tree_util.keystr(path): (leaf.nbytes, leaf.addressable_shards[0].data.nbytes)
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
+
+
+def run(made: Made, decorate: Callable[..., Any]) -> tuple[Any, Any]:
+    """The state after all steps, and the decorated step."""
+    decorated, state = decorate(made.step), made.state
+    for batch in made.batches:
+        state, _ = decorated(state, batch)
+    return state, decorated

@@ -1,0 +1,124 @@
+"""Conditions of one predicate that stand next to each other become one again.
+
+Capture cuts a ``cond`` leaf by leaf, so that each leaf is placed on its own. What is left of it in the program waits for
+the first of its results to be read, and is then one equation with all that is ready: a launch (and on a GPU a wait for
+the predicate) per stage of an update, and not per leaf::
+
+    cond(p, a)  f(a)  cond(p, b)  g(b)        becomes        cond(p, a and b)  f(a)  g(b)
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from jscaler.capture.jaxprs import Atom, Inliner, literal_key, make_jaxpr, open_jaxpr, params_key
+from jscaler.lower.casts import Exchange, Item, reads
+
+# Equations whose equal copies are kept apart.
+NEVER_MERGED = frozenset({"optimization_barrier", "remat2", "checkpoint"})
+
+
+def merge_conditions(items: Sequence[Item]) -> list[Item]:
+    """``items`` with conditions of one predicate as few as their order allows; other items keep their order."""
+    predicates = [_key(item.invars[0]) for item in items if _is_condition(item)]
+    if len(set(predicates)) == len(predicates):
+        return list(items)
+    after, waiting = _dependencies(items)
+    ready = [i for i in range(len(items)) if not waiting[i]]
+    late: list[int] = []  # conditions that are ready
+    found: list[Item] = []
+    heapq.heapify(ready)
+    while ready or late:
+        if ready:
+            group = [heapq.heappop(ready)]
+            if _is_condition(items[group[0]]):
+                late += group
+                continue
+        else:
+            first = _key(items[min(late)].invars[0])
+            group = sorted(i for i in late if _key(items[i].invars[0]) == first)
+            late = [i for i in late if i not in group]
+        found.append(items[group[0]] if len(group) == 1 else _merged([items[i] for i in group]))
+        for i in group:
+            for j in after[i]:
+                waiting[j] -= 1
+                if not waiting[j]:
+                    heapq.heappush(ready, j)
+    return found
+
+
+def _dependencies(items: Sequence[Item]) -> tuple[list[list[int]], list[int]]:
+    """Who waits for each item, and for how many each waits; what has effects keeps its order."""
+    maker: dict[core.Var, int] = {}
+    after: list[list[int]] = [[] for _ in items]
+    waiting = [0] * len(items)
+    effect: int | None = None
+    for i, item in enumerate(items):
+        sources = {maker[v] for v in reads(item) if v in maker}
+        if isinstance(item, core.JaxprEqn) and item.effects:
+            sources |= {effect} if effect is not None else set()
+            effect = i
+        for source in sources:
+            after[source].append(i)
+        waiting[i] = len(sources)
+        outs = [item.output] if isinstance(item, Exchange) else item.outvars
+        maker.update(dict.fromkeys(outs, i))
+    return after, waiting
+
+
+def _is_condition(item: Any) -> bool:
+    return (
+        isinstance(item, core.JaxprEqn)
+        and item.primitive.name == "cond"
+        and not item.effects
+        and not any(open_jaxpr(branch)[1] for branch in item.params["branches"])
+    )
+
+
+def _merged(eqns: Sequence[core.JaxprEqn]) -> core.JaxprEqn:
+    """One condition for several of one predicate; operands that are equal are passed once."""
+    operands: dict[Any, Atom] = {_key(a): a for eqn in eqns for a in eqn.invars[1:]}
+    branches = []
+    for number in range(len(eqns[0].params["branches"])):
+        bodies = [open_jaxpr(eqn.params["branches"][number])[0] for eqn in eqns]
+        given: dict[Any, core.Var] = {}
+        for eqn, body in zip(eqns, bodies, strict=True):
+            for atom, var in zip(eqn.invars[1:], body.invars, strict=True):
+                given.setdefault(_key(atom), core.Var(var.aval))
+        inliner, outs = Inliner(frozenset()), []
+        for eqn, body in zip(eqns, bodies, strict=True):
+            outs += inliner.run(body, [], [given[_key(a)] for a in eqn.invars[1:]])
+        inner, outs = _once(inliner.eqns, outs)
+        invars = [given[key] for key in operands]
+        branches.append(core.ClosedJaxpr(make_jaxpr(merge_conditions(inner), invars, outs, bodies[0]), []))
+    return eqns[0].replace(
+        params={**eqns[0].params, "branches": tuple(branches)},
+        invars=[eqns[0].invars[0], *operands.values()],
+        outvars=[v for eqn in eqns for v in eqn.outvars],
+    )
+
+
+def _once(eqns: Sequence[core.JaxprEqn], outs: Sequence[Atom]) -> tuple[list[core.JaxprEqn], list[Atom]]:
+    """Equal arithmetic once: conditions inside of a branch have one predicate then."""
+    known: dict[Any, Sequence[core.Var]] = {}
+    same: dict[core.Var, core.Var] = {}
+    found = []
+
+    def read(atom: Atom) -> Atom:
+        return same.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    for eqn in eqns:
+        eqn = eqn.replace(invars=[read(a) for a in eqn.invars])
+        key = (eqn.primitive, params_key(eqn.params), tuple(map(_key, eqn.invars)))
+        if eqn.effects or eqn.primitive.name in NEVER_MERGED or key not in known:
+            known[key] = eqn.outvars
+            found.append(eqn)
+        else:
+            same.update(zip(eqn.outvars, known[key], strict=True))
+    return found, [read(a) for a in outs]
+
+
+def _key(atom: Atom) -> Any:
+    return literal_key(atom) if isinstance(atom, core.Literal) else atom
