@@ -156,6 +156,22 @@ def _beside_gradients(moved: list[tuple[Adapt, int]], shapes: set[tuple[int, ...
             yield adapt.tensor.name, sent
 
 
+def far(state: Any, want: Any, allowed: float = 1e-10) -> list[str]:
+    """The leaves that differ by more than ``allowed`` times their largest element or the learning rate, or in type."""
+    return [path for path, distance in distances(state, want).items() if not distance <= allowed]
+
+
+def distances(state: Any, want: Any) -> dict[str, float]:
+    """Per leaf the largest difference, against its largest element and the learning rate; infinite where types differ."""
+    found = {}
+    for (path, a), b in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(want), strict=True):
+        same = (a.shape, a.dtype) == (b.shape, b.dtype)
+        mine, theirs = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        largest = max(float(np.abs(theirs).max()), RATE)
+        found[jax.tree_util.keystr(path)] = float(np.abs(mine - theirs).max()) / largest if same else np.inf
+    return found
+
+
 def parts_of(state: Any) -> Mapping[str, tuple[int, int]]:
     """Per leaf its bytes, and those that the first device holds."""
     return {
