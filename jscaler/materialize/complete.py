@@ -342,9 +342,13 @@ class _Completer(LoopMixin):
         for index, (tensor, wanted) in enumerate(zip(op.inputs, laid.inputs, strict=True)):
             total += halo_cost(wanted, laid.edges_of(index), tensor.itemsize, self.cost)
             if tensor in self.at_hand:
-                total += min(find_adapter(h, wanted, tensor.itemsize, self.cost).cost for h in self.at_hand[tensor])
+                passing = op.kind == "update" and tensor in self.shards.stored  # whole while it is used, then no more
+                held = self.at_hand[tensor][:1] if passing else self.at_hand[tensor]
+                total += min(find_adapter(h, wanted, tensor.itemsize, self.cost).cost for h in held)
         for tensor, left in zip(op.outputs, laid.outputs, strict=True):
-            goal = self._goal(tensor) or dataclasses.replace(left, values=())
+            plain = dataclasses.replace(left, values=())
+            sharded = tensor in self.shards.gradients
+            goal = self.shards.gradient(tensor, plain) if sharded else self._goal(tensor) or plain
             total += find_adapter(left, goal, tensor.itemsize, self.cost).cost if goal != left else 0.0
         return total
 
