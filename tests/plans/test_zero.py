@@ -1,0 +1,204 @@
+"""ZeRO: gradients are scattered once, updates are made in parts, and parameters are whole only while they are used."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plan_steps import COLUMNS, assert_same_numbers, collectives, gpt, made_once, mlp, planned
+
+import jscaler
+from jscaler.errors import PlanError, SplitError
+from jscaler.lower.numbering import FlatLoop
+from jscaler.lower.program import Adapt, Repeat
+from jscaler.materialize import Layout
+from jscaler.plans import by_name, megatron, zero1, zero3
+from jscaler.report.targets import described_devices
+from jscaler.stages import StepPlan
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+@made_once
+def stacked() -> Any:
+    """The GPT's layers in a scan, and computed again."""
+    return gpt(layers=2, stacked=True, remat=True)
+
+
+def moved(plan: StepPlan) -> Counter[str]:
+    """Collectives of more than a scalar, by kind."""
+    return Counter(kind for kind, tensor in collectives(plan) if tensor.shape)
+
+
+def held(plan: StepPlan, part: str) -> tuple[int, int]:
+    """Bytes of a part of the state that a device holds, and of all of it."""
+    layouts = {t: layout for t, layout in plan.completed.inputs.items() if t.name.startswith(f"state/{part}") and t.shape}
+    return sum(math.prod(lay.local_shape) * t.itemsize for t, lay in layouts.items()), sum(t.nbytes for t in layouts)
+
+
+def test_gradients_are_scattered_once_and_new_parameters_gathered_once() -> None:
+    plan = planned(zero1(), mlp(CLIPPED), 8)
+    assert moved(plan) == {"reduce_scatter": 8, "all_gather": 8}  # eight parameters; of the norms, scalars are all-reduced
+    own, whole = held(plan, "opt")
+    assert own == whole // 8
+    assert held(plan, "params") == (whole // 2, whole // 2)
+
+
+def test_parameters_in_parts_are_gathered_forward_and_backward() -> None:
+    plan = planned(zero3(), mlp(CLIPPED), 8)
+    # all eight forward; backward the kernels of all layers but the first, whose inputs need no gradient
+    assert moved(plan) == {"reduce_scatter": 8, "all_gather": 8 + 3}
+    own, whole = held(plan, "")
+    assert own == whole // 8
+    again = [op for op in plan.graph.ops if op.path.endswith("@refetch")]
+    assert {op.anywhere for op in again} == {"fence"} and len(again) == 3
+
+
+def test_what_tensor_parallelism_cuts_is_cut_further() -> None:
+    plan = planned(megatron(dp=2, tp=4, columns=COLUMNS, zero=3), mlp(), 8)
+    layouts = {t.name.removeprefix("state/params/"): str(layout) for t, layout in plan.completed.inputs.items()}
+    assert layouts["layer_0/kernel"].startswith("R1 V1 D(2,4)")
+    assert layouts["layer_1/kernel"].startswith(
+        "R1 V1 D(8,1) on [0 4 1 5 2 6 3 7]"
+    )  # rows: by columns of the grid, then rows
+    assert layouts["layer_1/bias"].startswith("R4 V1 D(2)")
+    without = moved(planned(megatron(dp=2, tp=4, columns=COLUMNS), mlp(), 8))
+    assert without["all_reduce"] - moved(plan)["all_reduce"] == moved(plan)["reduce_scatter"] == 8
+
+
+@pytest.mark.parametrize(
+    ("plan", "make"),
+    [
+        (zero1(), mlp),
+        (zero3(), gpt),
+        (megatron(dp=2, tp=4, zero=1), gpt),
+        (megatron(dp=2, tp=2, sequence=True, zero=3), stacked),
+    ],
+)
+def test_the_numbers_are_those_of_one_device(plan: Any, make: Any) -> None:
+    assert_same_numbers(plan, make, 4 if make is stacked else 8)
+
+
+def test_of_a_stack_of_layers_one_is_whole_at_a_time() -> None:
+    plan = planned(zero3(), stacked(), 8)
+    loops = [task for task in plan.program.tasks if isinstance(task, Repeat)]
+    assert len(loops) == 2
+    for loop in loops:
+        gathered = [t for t in loop.tasks if isinstance(t, Adapt) and t.adapter.steps[0].kind == "all_gather"]
+        assert len([t for t in gathered if "params/blocks" in t.tensor.name]) == len(gathered) > 10
+    outside = [t.tensor for t in plan.program.tasks if isinstance(t, Adapt)]
+    assert not [t for t in outside if "blocks" in t.name and len(t.shape) > 1]
+    scattered = {t.tensor for t in loops[1].tasks if isinstance(t, Adapt) and t.adapter.adds}
+    assert len(scattered) == 16  # the gradients of a layer, in its own iteration
+    for stack, layout in plan.completed.gradients.items():
+        assert layout.cuts[0] == () if "blocks" in stack.name else True
+
+
+def test_the_first_stage_scatters_the_gradients_of_a_stack_after_its_loop() -> None:
+    plan = planned(zero1(), stacked(), 8)
+    loops = [step for step in plan.flat.steps if isinstance(step, FlatLoop)]
+    assert not [e for loop in loops for e in loop.steps if not isinstance(e, FlatLoop) and hasattr(e, "adapt")]
+    assert moved(plan) == {"reduce_scatter": 20, "all_gather": 20}
+
+
+def test_what_is_cast_is_gathered_after_the_cast() -> None:
+    plan = planned(zero3(), gpt(dtype=jnp.bfloat16), 8)
+    gathers = [
+        e for e in plan.flat.exchanges if isinstance(e.adapt, Adapt) and e.adapt.adapter.steps[0].kind == "all_gather"
+    ]
+    wide = {e.adapt.tensor.name.split("@")[0] for e in gathers if e.input.aval.dtype == jnp.float32}
+    assert wide and all("norm" in name for name in wide)  # which computes in float32
+    sums = [e for e in plan.flat.exchanges if isinstance(e.adapt, Adapt) and e.adapt.adapter.adds and e.adapt.tensor.shape]
+    assert {e.input.aval.dtype.name for e in sums} == {"float32"}
+    narrow = planned(zero3(reduce_dtype="bfloat16"), gpt(dtype=jnp.bfloat16), 8)
+    assert {a.reduce_dtype for a in narrow.program.adapters if a.adapter.adds and a.tensor.shape} == {"bfloat16"}
+
+
+def uneven_step(state: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ params["kernel"] + params["bias"]) ** 2) * params["scale"]
+
+    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
+    updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+@pytest.mark.parametrize(("plan", "leaves"), [(zero1(), 3), (zero3(), 3)])
+def test_what_does_not_divide_is_listed(plan: Any, leaves: int) -> None:
+    params = {"kernel": jnp.ones((16, 7)), "bias": jnp.zeros(7), "scale": jnp.ones(())}
+    arguments = {"params": params, "opt": CLIPPED.init(params)}, {"x": jnp.ones((8, 16))}
+    text = planned(plan, (uneven_step, arguments), 4).explain()
+    assert f"replicated over the 4 devices that shards are split over: {leaves} leaves and 4 scalars" in text
+    assert "└ state/params/bias f32[7], 28 bytes: nothing divides" in text
+    assert "kernel f32" not in text.partition("replicated over")[2]
+
+
+def test_decisions_are_part_of_the_plan() -> None:
+    plans = [planned(plan, mlp(), 8).plan for plan in (zero1(), zero3(), zero1())]
+    assert plans[0].digest == plans[2].digest != plans[1].digest
+    assert "shard     state/params/layer_0/kernel dim 0 in 8 over [0 1 2 3 4 5 6 7], stored so" in str(plans[1])
+    assert planned(plans[1], mlp(), 8).program.inputs == planned(zero3(), mlp(), 8).program.inputs  # a finished plan
+    assert by_name('zero3(batch="batch")').__name__ == "zero3"
+    assert by_name("megatron(dp=2, tp=4, zero=1)").__name__ == "megatron"
+
+
+def test_mistakes() -> None:
+    with pytest.raises(PlanError, match="zero is 0, 1 or 3, not 2"):
+        megatron(zero=2)  # type: ignore[arg-type]
+    for leaf, dim, shape, error, message in (
+        ("batch/x", 0, (8,), PlanError, "'batch/x' is no parameter"),
+        ("state/params/layer_0/bias", 1, (8,), PlanError, r"of shape \(16,\) has no dim 1"),
+        ("state/params/layer_0/bias", 0, (4,), PlanError, "give an array of all 8"),
+        ("state/params/layer_0/kernel", 1, (8,), SplitError, "size 12 into 8"),
+    ):
+        made = mlp() if error is PlanError else narrow_mlp()
+
+        def policy(graph: Any, devices: np.ndarray, leaf: str = leaf, dim: int = dim, shape: Any = shape) -> None:
+            graph.shard(leaf, dim, devices[: shape[0]])
+
+        with pytest.raises(error, match=message):
+            planned(policy, made, 8)
+
+    def twice(graph: Any, devices: np.ndarray) -> None:
+        for _ in range(2):
+            graph.shard("state/params/layer_0/bias", 0, devices)
+
+    with pytest.raises(PlanError, match="was sharded before"):
+        planned(twice, mlp(), 8)
+
+
+@made_once
+def narrow_mlp() -> Any:
+    from plan_steps import with_arguments
+
+    from models.mlp import MLP
+
+    x = np.ones((8, 8), np.float32)
+    model = MLP(hidden=12, layers=2, out=8, param_dtype=jnp.zeros(()).dtype)
+    return with_arguments(model, CLIPPED, {"x": x, "labels": np.zeros(8, np.int32)}, x)
+
+
+def test_a_cut_joins_the_shares_along_it() -> None:
+    plan = planned(zero1(), mlp(), 8)
+    for gradient, layout in plan.completed.gradients.items():
+        assert isinstance(layout, Layout) and not layout.values, gradient
+        assert dataclasses.replace(layout, cuts=((),) * len(layout.cuts)).free == plan.completed.mesh.names
+
+
+@pytest.mark.aot
+def test_temporaries_of_a_stack_are_less_than_its_parameters() -> None:
+    sizes: dict[str, Any] = {"hidden": 128, "layers": 12, "heads": 8, "sequence": 16, "stacked": True, "remat": True}
+    step, (state, batch) = gpt(optax.adam(1e-3), **sizes)
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(state["params"]))
+    devices = described_devices("8xH100-80GB")
+    peaks = {}
+    for plan in (zero1(), zero3()):
+        lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(state, batch)
+        memory = lowered.compile().memory_analysis()
+        peaks[plan.__name__] = memory.temp_size_in_bytes
+    assert peaks["zero3"] < parameters / 3 < parameters < peaks["zero1"], (peaks, parameters)
