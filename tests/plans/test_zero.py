@@ -16,7 +16,6 @@ import jscaler
 from jscaler.errors import PlanError, SplitError
 from jscaler.lower.numbering import FlatLoop
 from jscaler.lower.program import Adapt, Repeat
-from jscaler.materialize import Layout
 from jscaler.plans import by_name, megatron, zero1, zero3
 from jscaler.report.targets import described_devices
 from jscaler.stages import StepPlan
@@ -27,7 +26,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 @made_once
 def stacked() -> Any:
     """The GPT's layers in a scan, and computed again."""
-    return gpt(layers=2, stacked=True, remat=True)
+    return gpt(layers=2, heads=8, stacked=True, remat=True)
 
 
 def moved(plan: StepPlan) -> Counter[str]:
@@ -56,7 +55,7 @@ def test_parameters_in_parts_are_gathered_forward_and_backward() -> None:
     own, whole = held(plan, "")
     assert own == whole // 8
     again = [op for op in plan.graph.ops if op.path.endswith("@refetch")]
-    assert {op.anywhere for op in again} == {"fence"} and len(again) == 3
+    assert [op.anywhere for op in again] == ["fence"] * 3
 
 
 def test_what_tensor_parallelism_cuts_is_cut_further() -> None:
@@ -75,8 +74,8 @@ def test_what_tensor_parallelism_cuts_is_cut_further() -> None:
     ("plan", "make"),
     [
         (zero1(), mlp),
-        (zero3(), gpt),
-        (megatron(dp=2, tp=4, zero=1), gpt),
+        (zero3(), mlp),
+        (megatron(dp=2, tp=4, columns=COLUMNS, zero=1), mlp),
         (megatron(dp=2, tp=2, sequence=True, zero=3), stacked),
     ],
 )
@@ -112,7 +111,7 @@ def test_what_is_cast_is_gathered_after_the_cast() -> None:
         e for e in plan.flat.exchanges if isinstance(e.adapt, Adapt) and e.adapt.adapter.steps[0].kind == "all_gather"
     ]
     wide = {e.adapt.tensor.name.split("@")[0] for e in gathers if e.input.aval.dtype == jnp.float32}
-    assert wide and all("norm" in name for name in wide)  # which computes in float32
+    assert {name.split("/")[-2].rstrip("12") for name in wide} == {"norm"}  # which computes in float32
     sums = [e for e in plan.flat.exchanges if isinstance(e.adapt, Adapt) and e.adapt.adapter.adds and e.adapt.tensor.shape]
     assert {e.input.aval.dtype.name for e in sums} == {"float32"}
     narrow = planned(zero3(reduce_dtype="bfloat16"), gpt(dtype=jnp.bfloat16), 8)
@@ -186,7 +185,7 @@ def narrow_mlp() -> Any:
 def test_a_cut_joins_the_shares_along_it() -> None:
     plan = planned(zero1(), mlp(), 8)
     for gradient, layout in plan.completed.gradients.items():
-        assert isinstance(layout, Layout) and not layout.values, gradient
+        assert not layout.values, gradient
         assert dataclasses.replace(layout, cuts=((),) * len(layout.cuts)).free == plan.completed.mesh.names
 
 
