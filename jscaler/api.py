@@ -15,6 +15,7 @@ from jscaler.capture.names import PathNames, tree_path
 from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.dispatch import KnownArguments, place
 from jscaler.errors import CaptureError, DeviceError, PlanError
+from jscaler.follow import Followed, Following
 from jscaler.ir import Graph
 from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
@@ -106,7 +107,7 @@ class Parallelized:
 
     def __init__(
         self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS,
-        updates: bool = True,
+        updates: bool = True, following: Following | None = None,
     ):  # fmt: skip
         functools.update_wrapper(self, fun)
         self.fun = fun
@@ -114,6 +115,7 @@ class Parallelized:
         self._devices = devices
         self._arguments = arguments
         self._cost = cost
+        self._following = following  # whose layouts the state of this step has
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
         self._lowered: dict[Any, Lowered] = {}
         self._compiled: dict[Any, Compiled] = {}
@@ -192,7 +194,49 @@ class Parallelized:
 
         The number of devices that was asked for need not be at hand before ``compile()``.
         """
-        return self._lower(self._arguments.bind(args, kwargs))
+        call = self._arguments.bind(args, kwargs)
+        self._lowered[call.key] = self._lower(call)
+        return self._lowered[call.key]
+
+    def follow(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        plan: PlanLike | None = None,
+        paths: Mapping[str, str] | None = None,
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+    ) -> Any:
+        """Parallelize a step that reads this one's state, an evaluation: the state lies as it lies here, and is not moved.
+
+        Args:
+            fun: the step. Without it a decorator is returned.
+            plan: its policy; by default this step's, and where that does not fit a step without a gradient (or is a
+                finished `Plan`), its plan is filled in from the layout of the state.
+            paths: which of its arguments are what of this step: ``{"params": "state/params"}``. By default those that are
+                called as this step's state is.
+            static_argnums, static_argnames: as in `parallelize`.
+
+        Returns:
+            A `Parallelized`. It wants this step planned, by `init`, a call or `lower`, before it is called itself.
+
+        Example:
+            >>> @train_step.follow  # doctest: +SKIP
+            ... def eval_step(state, batch): ...
+        """
+        if fun is None:
+            return functools.partial(
+                self.follow, plan=plan, paths=paths, static_argnums=static_argnums, static_argnames=static_argnames
+            )
+        policy = plans.by_name(plan) if isinstance(plan, str) else plan
+        arguments = Arguments.of(fun, (), (), static_argnums, static_argnames)
+
+        def planned() -> list[Followed]:
+            made = self._lowered.values()
+            return [Followed.of(m.graph, m.plan.completed.inputs, m.call) for m in made]
+
+        following = Following(self.__name__, self._policy, planned, paths or {})
+        return Parallelized(fun, policy, self._devices, arguments, self._cost, following=following)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The captured graph for these arguments, before any plan."""
@@ -202,12 +246,17 @@ class Parallelized:
         """The flat leaves of these arguments, in the order of the graph's inputs."""
         return self._arguments.bind(args, kwargs).leaves
 
+    def _plan(self, captured: Captured, call: Call, num_devices: int) -> Plan:
+        if self._following is None:
+            return transform(captured, self._policy, num_devices)
+        return self._following.plan(captured, self._policy, call, num_devices, self.__name__)
+
     def _lower(self, call: "Call") -> "Lowered":
         count, devices = _devices_at_hand(self._devices)
         captured, result = _capture(self.fun, self._arguments, call, self._updates)
 
         def planned(num_devices: int) -> StepPlan:
-            return lower(captured, transform(captured, self._policy, num_devices), self._cost)
+            return lower(captured, self._plan(captured, call, num_devices), self._cost)
 
         step = planned(count)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]

@@ -101,5 +101,9 @@ def listing(names: Sequence[str], most: int = 6) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+class PlanWarning(UserWarning):
+    """A step's plan is not the one that was asked for: the policy did not fit, and the plan was filled in."""
+
+
 class UnknownPrimitiveWarning(UserWarning):
     """A primitive without a rule: ops that contain it are replicated, never split."""

@@ -70,7 +70,8 @@ class _Builder:
         self.constants: list[tuple[core.Var, Any]] = []
         self._add_constants(step.constants)
         self.fragments, self.generated = fragments(step)
-        self.root = common_root(f.scope for f in self.fragments if f.call is not None)
+        # a step without a gradient names its ops as a loss does, so that one policy fits both
+        self.root = common_root(f.scope for f in self.fragments if f.call is not None or not step.calls)
         results = {v for v in step.outvars if isinstance(v, core.Var)}
         results |= {v for c in step.calls for v in (c.loss, *c.wrt) if isinstance(v, core.Var)}
         self.read_outside = _readers_outside(self.fragments, results)

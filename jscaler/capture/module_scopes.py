@@ -21,12 +21,17 @@ HOLDERS = ("rngs",)  # below a module, and no module of the user's
 
 
 def with_module_scopes(step: Trace, input_names: Sequence[str]) -> Trace:
-    """``step`` with a scope for every equation of those gradient calls in which no equation has one."""
+    """``step`` with a scope for every equation of those gradient calls in which no equation has one.
+
+    So has a step without any gradient call.
+    """
     named = {t.call for t in step.equations if scope_of(t.eqn)}
     names = dict(zip(step.invars, input_names, strict=True))
     equations = list(step.equations)
-    for index, call in enumerate(step.calls):
-        roots = {names[v].split("/")[0] for v in call.wrt if v in names and names[v].count("/") > 1}
+    # a step without a gradient is named as a loss is: what it is given are modules, and a batch
+    given = {None: [v for v in step.invars if names[v].split("/")[0] != "batch"]} if not step.calls else {}
+    for index, held in (given or {i: call.wrt for i, call in enumerate(step.calls)}).items():
+        roots = {names[v].split("/")[0] for v in held if v in names and names[v].count("/") > 1}
         if index in named or not roots:
             continue
         modules = {v: _module(name) for v, name in names.items() if name.split("/")[0] in roots}

@@ -33,6 +33,7 @@ from jscaler.materialize.placement import (
 )
 from jscaler.materialize.relabel import shared_out
 from jscaler.materialize.shards import Shards, find_shards, shard_grid
+from jscaler.materialize.stored import stored_grid, stored_inputs, stored_layouts
 from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
 
@@ -92,6 +93,7 @@ def complete(
     grids = placed_grids(decided)
     ordered = [g for p, g in grids.items() if not decided[p].any_order]
     ordered += map(shard_grid, plan.shards.values())
+    ordered += map(stored_grid, stored_inputs(plan))
     mesh, covered = common_mesh(ordered, plan.num_devices)
     # grids in any order cut the devices as the others order them, if their cuts agree
     free = [dataclasses.replace(g, devices=mesh.devices) for p, g in grids.items() if decided[p].any_order]
@@ -99,7 +101,8 @@ def complete(
     given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: d for p, d in decided.items() if d.any_order}
     shards = find_shards(graph, plan, covered)
-    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}, chunked_ops(plan), shards).run()
+    stored = stored_layouts(graph, plan, mesh, covered)
+    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}, chunked_ops(plan), shards, stored).run()
 
 
 def _parts(decided: Decided) -> dict[str, int]:
@@ -123,6 +126,7 @@ class _Completer(LoopMixin):
         pieces: Mapping[str, tuple[str, ...]],
         chunks: Mapping[str, Mapping[str, int]],
         shards: Shards,
+        stored: Mapping[PTensor, Layout],
     ):
         self.graph = graph
         self.mesh = mesh
@@ -136,7 +140,8 @@ class _Completer(LoopMixin):
         self.ops: dict[str, OpLayouts] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
-        self.inputs: dict[PTensor, Layout] = {}
+        self.at_hand.update({t: [layout] for t, layout in stored.items()})
+        self.inputs: dict[PTensor, Layout] = dict(stored)
         self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
         self.step_inputs = frozenset(graph.inputs)
         pairs = [pair for call in graph.calls for pair in zip(call.gradients, call.wrt, strict=True)]

@@ -2,11 +2,11 @@
 
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, Split
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, Shard, Trans
+from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, Shard, Store, Trans
 from jscaler.primitives.planner import Planner, Policy, fused, make_plan
 from jscaler.primitives.prefix import Prefix
 
 __all__ = [
     "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "Order", "Plan", "Planner", "Policy", "Prefix",
-    "Replicate", "Shard", "Split", "Trans", "fused", "make_plan",
+    "Replicate", "Shard", "Split", "Store", "Trans", "fused", "make_plan",
 ]  # fmt: skip

@@ -117,7 +117,25 @@ class Shard:
         return f"shard     {self.leaf} dim {self.dim} in {self.parts} over [{' '.join(map(str, self.devices))}], {kept}"
 
 
-Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Shard
+@dataclass(frozen=True)
+class Store:
+    """Input ``leaf`` lies on a grid of ``devices`` (row-major), each dim cut by the grid's axes at ``cuts``, major first.
+
+    Axes that cut nothing replicate it.
+    """
+
+    leaf: str
+    grid: tuple[int, ...]
+    devices: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        parts = "×".join(map(str, self.grid)) or "1"
+        cuts = ", ".join("·".join(f"x{i}" for i in cut) or "whole" for cut in self.cuts)
+        return f"store     {self.leaf}({cuts}) on {parts} [{' '.join(map(str, self.devices))}]"
+
+
+Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Shard | Store
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""Inputs whose layout is given: those that a plan stores, and how the layouts of one plan are told to another."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jscaler.errors import PlanError, UnknownNameError
+from jscaler.ir import Graph, PTensor
+from jscaler.materialize.layout import Layout
+from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
+from jscaler.primitives import Plan, Store
+
+
+def stored_grid(store: Store) -> PlacedGrid:
+    """The devices of a stored input, as a mesh has to express them; one grid for all inputs that lie on the same."""
+    return PlacedGrid("the inputs that are stored", store.grid, store.devices)
+
+
+def stored_inputs(plan: Plan) -> list[Store]:
+    """What the plan says of where inputs lie."""
+    return [d for d in plan.decisions if isinstance(d, Store)]
+
+
+def stored_layouts(
+    graph: Graph, plan: Plan, mesh: DeviceMesh, covered: Mapping[PlacedGrid, tuple[Axes, ...]]
+) -> dict[PTensor, Layout]:
+    """The layout of every input that the plan stores; ``covered`` gives the mesh axes of its grid's.
+
+    Raises:
+        UnknownNameError: the graph has no such input.
+        PlanError: its dims are not those that are cut, or do not divide.
+    """
+    inputs = {t.name: t for t in graph.inputs}
+    found: dict[PTensor, Layout] = {}
+    for store in stored_inputs(plan):
+        if store.leaf not in inputs:
+            raise UnknownNameError("input", store.leaf, inputs, " (the plan stores it)")
+        tensor, axes = inputs[store.leaf], covered[stored_grid(store)]
+        cuts = tuple(tuple(a for i in cut for a in axes[i]) for cut in store.cuts)
+        if len(cuts) != len(tensor.shape):
+            raise PlanError(f"'{store.leaf}' of shape {tensor.shape} is stored as a tensor of {len(cuts)} dims: {store}")
+        layout = dataclasses.replace(Layout.replicated(mesh, tensor.shape), cuts=cuts)
+        if not layout.even:
+            raise PlanError(f"'{store.leaf}' of shape {tensor.shape} does not divide into the parts of {store}")
+        found[tensor] = layout
+    return found
+
+
+def store_of(leaf: str, layout: Layout) -> Store:
+    """The decision that another plan stores input ``leaf`` in a storable ``layout``."""
+    assert layout.partition_spec() is not None, f"no array can lie as {layout}"
+    names = layout.mesh.names
+    cuts = tuple(tuple(names.index(a) for axes in dim for a in axes) for dim in layout.by_dim)
+    grid = tuple(size for _, size in layout.mesh.axes)
+    assert math.prod(grid) == len(layout.mesh.devices)
+    return Store(leaf, grid, layout.mesh.devices, cuts)
