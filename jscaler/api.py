@@ -1,7 +1,6 @@
 """``@jscaler.parallelize``: a train step that runs under a plan; otherwise it is used like ``jax.jit``'s."""
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,22 +10,21 @@ import jax
 
 from jscaler import graph_nodes, plans
 from jscaler.arguments import Arguments, Call, difference
-from jscaler.capture.names import PathNames, tree_path
 from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
+from jscaler.devices import Device, Devices, devices_at_hand, resolve_devices
 from jscaler.dispatch import KnownArguments, place
-from jscaler.errors import CaptureError, DeviceError, PlanError
+from jscaler.errors import CaptureError, PlanError
 from jscaler.follow import Followed, Following
 from jscaler.ir import Graph
 from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
 from jscaler.report.target_report import TargetReport
-from jscaler.stages import Captured, Executable, StepPlan, capture, executable, lower, lowered, transform
+from jscaler.stages import Captured, Executable, StepPlan, executable, lower, lowered, transform
+from jscaler.step_capture import NodeChanges, capture_call
 from jscaler.target import Target, compile_for, find_target
 from jscaler.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 
 PlanLike = str | Plan | Callable[..., Any]
-Device = Any  # jax.Device, which type checkers take for a variable
-Devices = int | Sequence[Device] | None
 
 
 def parallelize(
@@ -159,27 +157,30 @@ class Parallelized:
         Raises:
             CaptureError: the state is not what the step lacks, or holds something other than arrays.
             UnknownNameError: the step has no argument of such a name.
+            DeviceError: there are fewer devices than the plan is for.
 
         Example:
             >>> state = train_step.init(make_state, model, jax.random.key(0), batch=batch)  # doctest: +SKIP
         """
+        resolve_devices(self._devices)
         traced, lowered = self._plan_state(make_state, args, given)
         return _returned(traced, traced.fill(_leaf_shardings(lowered, traced.names)))
 
     def abstract_state(self, make_state: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
         """What `init` would make, as ``jax.ShapeDtypeStruct``s with the plan's shardings; nothing is computed.
 
-        This is what a checkpoint library restores into: see ``docs/state.md``.
+        This is what a checkpoint library restores into: see ``docs/state.md``. No leaf has a weak type, since none will
+        when it has been restored.
         """
-        traced, lowered = self._plan_state(make_state, args, given)
+        traced, lowered = self._plan_state(make_state, args, given, weak=False)
         shardings = _leaf_shardings(lowered, traced.names)
-        return _returned(traced, [s.update(sharding=x) for s, x in zip(traced.structs, shardings, strict=True)])
+        return _returned(traced, [s.update(sharding=x) for s, x in zip(traced.structs(weak=False), shardings, strict=True)])
 
     def _plan_state(
-        self, make_state: Callable[..., Any], args: Any, given: dict[str, Any]
+        self, make_state: Callable[..., Any], args: Any, given: dict[str, Any], weak: bool = True
     ) -> tuple[TracedState, "Lowered"]:
         traced = trace_state(missing_arguments(self._arguments, given), make_state, args)
-        values = traced.assemble(traced.structs) | given
+        values = traced.assemble(traced.structs(weak)) | given
         positional, named = by_position_and_name(self._arguments, values)
         return traced, self._planned(self._arguments.bind(positional, named))
 
@@ -240,7 +241,7 @@ class Parallelized:
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The captured graph for these arguments, before any plan."""
-        return _capture(self.fun, self._arguments, self._arguments.bind(args, kwargs), self._updates)[0].graph
+        return capture_call(self.fun, self._arguments, self._arguments.bind(args, kwargs), self._updates)[0].graph
 
     def leaves(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The flat leaves of these arguments, in the order of the graph's inputs."""
@@ -252,8 +253,8 @@ class Parallelized:
         return self._following.plan(captured, self._policy, call, num_devices, self.__name__)
 
     def _lower(self, call: "Call") -> "Lowered":
-        count, devices = _devices_at_hand(self._devices)
-        captured, result = _capture(self.fun, self._arguments, call, self._updates)
+        count, devices = devices_at_hand(self._devices)
+        captured, result = capture_call(self.fun, self._arguments, call, self._updates)
 
         def planned(num_devices: int) -> StepPlan:
             return lower(captured, self._plan(captured, call, num_devices), self._cost)
@@ -284,7 +285,7 @@ class Lowered:
     lowered: Any
     devices: tuple[Device, ...]
     cost: CostModel = FEW_STEPS
-    changes: "NodeChanges | None" = None
+    changes: NodeChanges | None = None
     planned: Callable[[int], StepPlan] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -399,142 +400,3 @@ def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:
 def _returned(traced: TracedState, leaves: Sequence[Any]) -> Any:
     values = traced.assemble(leaves)
     return values[traced.names[0]] if len(traced.names) == 1 else tuple(values[name] for name in traced.names)
-
-
-def resolve_devices(devices: Devices) -> list[Device]:
-    """The devices asked for.
-
-    Raises:
-        DeviceError: there are fewer.
-    """
-    if devices is None:
-        return list(jax.devices())
-    if isinstance(devices, int):
-        at_hand = jax.devices()
-        if devices < 1:
-            raise DeviceError(f"{devices} devices are asked for; ask for 1 to {len(at_hand)}")
-        if devices > len(at_hand):
-            raise DeviceError(
-                f"{devices} devices are asked for and {len(at_hand)} are at hand ({at_hand[0].platform}); ask for 1 to "
-                f"{len(at_hand)}, or make virtual CPU devices with jax.config.update('jax_num_cpu_devices', {devices}) "
-                "before JAX is first used (`--platform cpu` on the command line)"
-            )
-        return list(at_hand[:devices])
-    chosen = [] if isinstance(devices, str) else list(devices)
-    if not all(hasattr(d, "platform") for d in chosen):
-        raise DeviceError(f"devices are a number or a list of jax.Device, not {devices!r}")
-    if len(set(chosen)) < len(chosen) or not chosen:
-        raise DeviceError(f"devices must be distinct and at least one: {chosen}")
-    return chosen
-
-
-def _devices_at_hand(devices: Devices) -> tuple[int, tuple[Device, ...]]:
-    """How many devices are asked for, and which; none where there are fewer."""
-    if isinstance(devices, int) and devices > len(jax.devices()):
-        return devices, ()
-    found = resolve_devices(devices)
-    return len(found), tuple(found)
-
-
-@dataclass(frozen=True)
-class NodeChanges:
-    """The leaves of nnx objects: which the step changes, and the path of each that a Variable holds."""
-
-    changed: tuple[int, ...]
-    paths: Mapping[int, tuple[Any, ...]]
-
-    def arrays(self, given: Sequence[Any], placed: Sequence[Any], new: Sequence[Any]) -> dict[tuple[Any, ...], Any]:
-        """Path -> array of all that the caller's objects shall hold now and do not hold yet."""
-        values = {i: placed[i] for i in self.paths if placed[i] is not given[i]}
-        values |= dict(zip(self.changed, new, strict=True))
-        return {self.paths[i]: value for i, value in values.items() if i in self.paths}
-
-
-@dataclass
-class _Result:
-    """The step's result tree, known once it has been traced. Changed leaves of nnx objects follow its leaves."""
-
-    tree: Any = None
-    avals: tuple[Any, ...] = ()
-    changes: NodeChanges | None = None
-
-
-def _capture(fun: Callable[..., Any], arguments: Arguments, call: Call, updates: bool = True) -> tuple[Captured, _Result]:
-    result = _Result()
-
-    def flat_fun(*leaves: Any) -> list[Any]:
-        bound, nodes = arguments.rebuild(call, leaves)
-        out = fun(*bound.args, **bound.kwargs)
-        flat, result.tree = jax.tree.flatten(out)
-        if nodes:
-            graph_nodes.check_no_nodes("result", out)
-            result.changes = _node_changes(arguments, call, nodes, leaves)
-            after = dict(zip((i for i, _ in call.node_leaves), _node_arrays(call, nodes), strict=True))
-            flat += [after[i] for i in result.changes.changed]
-        result.avals = tuple(jax.typeof(x) for x in flat)
-        return flat
-
-    flat_fun.__name__ = getattr(fun, "__name__", "step")
-
-    def output_names() -> list[str]:
-        tree = jax.tree.unflatten(result.tree, list(range(result.tree.num_leaves)))
-        unique = PathNames()
-        names = [tree_path("", path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        names += [call.names[i] for i in (result.changes.changed if result.changes else ())]
-        return [unique.unique(name) for name in names]
-
-    def next_versions(gradients: frozenset[int]) -> dict[int, int]:
-        return _next_versions(arguments, call, result, gradients) if updates else {}
-
-    structs = [t.struct for t in call.types]
-    return capture(flat_fun, structs, call.names, output_names, next_versions), result
-
-
-def _node_arrays(call: Call, nodes: Mapping[str, Any]) -> list[Any]:
-    """The arrays that ``nodes`` hold, in the order of the call's leaves."""
-    graphdef, trees = graph_nodes.split(nodes)
-    graph_nodes.check_structure(call.graphdef, graphdef, "the step")
-    return [leaf for name in call.nodes for leaf in jax.tree.leaves(trees[name])]
-
-
-def _node_changes(arguments: Arguments, call: Call, nodes: Mapping[str, Any], leaves: Sequence[Any]) -> NodeChanges:
-    """What the step changed in ``nodes``. Of a donated argument all comes back, since nothing else of it is left."""
-    marked = graph_nodes.variables(nodes)
-    held = [flag for name in call.nodes for flag in jax.tree.leaves(marked[name])]
-    donated = {i for i, owner in enumerate(call.owners) if owner in arguments.donated}
-    places = call.node_leaves
-    now = _node_arrays(call, nodes)
-    changed = [i for (i, _), new in zip(places, now, strict=True) if new is not leaves[i] or i in donated]
-    return NodeChanges(tuple(changed), {i: path for (i, path), flag in zip(places, held, strict=True) if flag})
-
-
-def _next_versions(arguments: Arguments, call: Call, result: _Result, gradients: frozenset[int]) -> dict[int, int]:
-    """Output leaf -> input leaf, for every argument whose tree comes back with the same shapes.
-
-    Without donation, a bare array that comes back is no state: state is a tree.
-    """
-    members = result.tree.children()
-    starts = itertools.accumulate((m.num_leaves for m in members), initial=0)
-    parts = [(0, result.tree), *zip(starts, members, strict=False)]  # the whole result, or one of its members
-    changed = result.changes.changed if result.changes else ()
-    follow = enumerate(changed, result.tree.num_leaves)
-    versions = {o: i for o, i in follow if _alike(call.types[i], result.avals[o])}
-    in_start = 0
-    for name, tree in call.trees:
-        if name in call.nodes:
-            in_start += tree.num_leaves
-            continue
-        is_state = name in arguments.donated if arguments.donated else tree.num_nodes > tree.num_leaves
-        for out_start, part in parts:
-            ins = range(in_start, in_start + tree.num_leaves)
-            outs = range(out_start, out_start + part.num_leaves)
-            same = part == tree and all(_alike(call.types[i], result.avals[o]) for i, o in zip(ins, outs, strict=True))
-            if is_state and same and not (versions.keys() | gradients) & set(outs):
-                versions.update(zip(outs, ins, strict=True))
-                break
-        in_start += tree.num_leaves
-    return versions
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jscaler.api import resolve_devices
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.job import Batches, Job
 from jscaler.commands.options import Batch, Data, Devices, Model, PlanName, Platform, Seed, Sequence, Size, use_platform
 from jscaler.commands.redistribute import redistribute
+from jscaler.devices import resolve_devices
 from jscaler.errors import JscalerError
 
 app = typer.Typer(

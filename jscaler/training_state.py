@@ -42,11 +42,10 @@ class TracedState:
     graphdef: Any
     nodes: frozenset[str]
 
-    @property
-    def structs(self) -> list[jax.ShapeDtypeStruct]:
-        """The leaves, without a layout."""
+    def structs(self, weak: bool = True) -> list[jax.ShapeDtypeStruct]:
+        """The leaves, without a layout; with their weak types (a count that was a Python number), or without."""
         avals = (v.aval for v in self.jaxpr.outvars)
-        return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=weak and getattr(a, "weak_type", False)) for a in avals]
 
     def assemble(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The step arguments with these leaves, by name."""

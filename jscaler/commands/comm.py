@@ -38,8 +38,8 @@ def bench_comm(
 
     Example: jscaler bench-comm --platform cpu --devices 8 --quick --out cluster.toml
     """
-    from jscaler.api import resolve_devices
     from jscaler.cost import fit, measure
+    from jscaler.devices import resolve_devices
 
     _refuse_suffix(out)
     use_platform(platform, devices)

@@ -1,0 +1,46 @@
+"""The devices that a step is asked to run on: how many, or which."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jscaler.errors import DeviceError
+
+Device = Any  # jax.Device, which type checkers take for a variable
+Devices = int | Sequence[Device] | None
+
+
+def resolve_devices(devices: Devices) -> list[Device]:
+    """The devices asked for.
+
+    Raises:
+        DeviceError: there are fewer.
+    """
+    if devices is None:
+        return list(jax.devices())
+    if isinstance(devices, int):
+        at_hand = jax.devices()
+        if devices < 1:
+            raise DeviceError(f"{devices} devices are asked for; ask for 1 to {len(at_hand)}")
+        if devices > len(at_hand):
+            raise DeviceError(
+                f"{devices} devices are asked for and {len(at_hand)} are at hand ({at_hand[0].platform}); ask for 1 to "
+                f"{len(at_hand)}, or make virtual CPU devices with jax.config.update('jax_num_cpu_devices', {devices}) "
+                "before JAX is first used (`--platform cpu` on the command line)"
+            )
+        return list(at_hand[:devices])
+    chosen = [] if isinstance(devices, str) else list(devices)
+    if not all(hasattr(d, "platform") for d in chosen):
+        raise DeviceError(f"devices are a number or a list of jax.Device, not {devices!r}")
+    if len(set(chosen)) < len(chosen) or not chosen:
+        raise DeviceError(f"devices must be distinct and at least one: {chosen}")
+    return chosen
+
+
+def devices_at_hand(devices: Devices) -> tuple[int, tuple[Device, ...]]:
+    """How many devices are asked for, and which; none where there are fewer."""
+    if isinstance(devices, int) and devices > len(jax.devices()):
+        return devices, ()
+    found = resolve_devices(devices)
+    return len(found), tuple(found)
