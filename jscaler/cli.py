@@ -34,17 +34,27 @@ def train(
     seq: Sequence = None,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     log: Annotated[Path | None, typer.Option(help="write one JSON line per step to this file")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="save the state in this folder after the last step")] = None,
+    resume: Annotated[bool, typer.Option(help="start from the checkpoint, which may be another plan's")] = False,
     seed: Seed = 0,
 ) -> None:
-    """Train a model on text under a plan.
+    """Train a model on text under a plan. Every device makes and stores its own parts of the state.
 
     Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
     """
     from jscaler.train import train as run
 
+    if resume and checkpoint is None:
+        raise typer.BadParameter("give the --checkpoint to start from", param_hint="--resume")
     use_platform(platform, devices)
     job = Job(model, size, plan, resolve_devices(devices), batch, seq, learning_rate=learning_rate, steps=steps, seed=seed)
-    run(job.step, job.state(), Batches(job, data), steps, Console(), log)
+    batches = Batches(job, data)
+    start, state = job.start(batches(0), checkpoint if resume else None)
+    state = run(job.step, state, batches, range(start, steps), Console(), log)
+    if checkpoint is not None:
+        from jscaler.checkpoint import save
+
+        save(checkpoint, max(start, steps), state)
 
 
 @app.command()

@@ -28,26 +28,29 @@ def train(
     step: Parallelized,
     state: Any,
     batch_at: Callable[[int], dict[str, Any]],
-    steps: int,
+    steps: range,
     console: Console,
     log: Path | None = None,
-) -> list[StepRecord]:
-    """Run ``steps`` optimizer steps; print the plan first, then progress.
+) -> Any:
+    """Run the optimizer steps of these numbers; print the plan first, then progress.
 
     Args:
         step: ``step(state, batch) -> (state, {"loss": scalar})``.
         batch_at: the batch of a step; ``batch["tokens"]`` is counted.
         log: where a JSON line per step goes.
+
+    Returns:
+        The state after the last step.
     """
     with console.status("capturing, planning and compiling"):
         started = time.perf_counter()
-        compiled = step.lower(state, batch_at(0)).compile()
+        compiled = step.compiled(step.bind(state, batch_at(0)))
     console.print(compiled.plan.explain(), highlight=False, soft_wrap=True)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s", highlight=False)
     records = []
-    with _progress(console) as progress, _opened(log) as file:
-        task = progress.add_task("training", total=steps, loss=float("nan"), speed=0.0, seconds=0.0)
-        for index in range(steps):
+    with _progress(console) as progress, _opened(log, steps.start) as file:
+        task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, seconds=0.0)
+        for index in steps:
             batch = batch_at(index)
             began = time.perf_counter()
             state, metrics = compiled(state, batch)
@@ -63,10 +66,10 @@ def train(
         first, last = records[0], records[-1]
         middle = sorted(r.seconds for r in records)[len(records) // 2]
         console.print(
-            f"loss {first.loss:.3f} -> {last.loss:.3f} in {steps} steps; median step {1000 * middle:.0f} ms",
+            f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(steps)} steps; median step {1000 * middle:.0f} ms",
             highlight=False,
         )
-    return records
+    return state
 
 
 def _progress(console: Console) -> Progress:
@@ -83,10 +86,10 @@ def _progress(console: Console) -> Progress:
 
 
 @contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO | None]:
+def _opened(path: Path | None, first: int) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("a" if first else "w") as file:
         yield file

@@ -18,33 +18,26 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_train_prints_the_plan_and_logs_every_step(tmp_path: Path) -> None:
-    log = tmp_path / "runs" / "log.jsonl"
-    output = run("train", *SMALL, "--plan", "data_parallel", "--devices", "8", "--steps", "12", "--log", str(log))
+def test_train_logs_every_step_and_another_plan_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    log, folder, text = tmp_path / "runs" / "log.jsonl", tmp_path / "checkpoint", tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 20)
+    common = ["train", *SMALL, "--data", str(text), "--log", str(log), "--checkpoint", str(folder)]
+    output = run(*common, "--plan", "data_parallel", "--devices", "8", "--steps", "12")
     assert "plan data_parallel" in output
     assert "all_reduce" in output
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [r["step"] for r in records] == list(range(12))
-    assert records[-1]["loss"] < records[0]["loss"]
-    assert {"seconds", "tokens_per_second"} <= records[0].keys()
-
-
-def test_train_on_a_file_with_a_policy_of_ones_own(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question. " * 20)
-    output = run(
-        "train",
-        *SMALL,
-        "--plan",
-        "docs/split_one_mlp.py:split_one_mlp",
-        "--devices",
-        "4",
-        "--steps",
-        "2",
-        "--data",
-        str(text),
-    )
+    policy = "docs/split_one_mlp.py:split_one_mlp"
+    output = run(*common, "--plan", policy, "--devices", "4", "--steps", "14", "--resume")
     assert "plan split_one_mlp" in output
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [r["step"] for r in records] == list(range(14))
+    assert {"seconds", "tokens_per_second"} <= records[0].keys()
+    assert max(r["loss"] for r in records[12:]) < records[0]["loss"] - 0.5
+
+
+def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no checkpoint in .*without --resume"):
+        run("train", *SMALL, "--plan", "single", "--devices", "1", "--checkpoint", str(tmp_path / "none"), "--resume")
+    assert CliRunner().invoke(app, ["train", "--resume"]).exit_code == 2
 
 
 def test_train_a_mixture_of_experts() -> None:

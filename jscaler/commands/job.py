@@ -76,6 +76,18 @@ class Job:
 
         return make_state(self.model, self.config.sequence, self.optimizer, self.seed)
 
+    def start(self, batch: Any, checkpoint: Path | None = None) -> tuple[int, Any]:
+        """The first step, and the state in the plan's layout: a fresh one, or the latest of ``checkpoint``."""
+        from models.training import make_state
+
+        arguments = (make_state, self.model, self.config.sequence, self.optimizer, self.seed)
+        if checkpoint is None:
+            return 0, self.step.init(*arguments, batch=batch)
+        from jscaler.checkpoint import latest_step, restore
+
+        step = latest_step(checkpoint)
+        return step, restore(checkpoint, step, self.step.abstract_state(*arguments, batch=batch))
+
     def arguments(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """Shapes of a state and a batch, of which nothing is allocated."""
         tokens = jax.ShapeDtypeStruct((self.batch, self.config.sequence), "int32")

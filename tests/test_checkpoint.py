@@ -1,0 +1,71 @@
+"""Orbax saves and restores a training state, also into another plan on other devices."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jscaler
+from tests.test_training_state import (
+    KeyedState,
+    Net,
+    assert_equal,
+    columns_then_rows,
+    make_nnx,
+    make_state,
+    net_batch,
+    net_step,
+    nnx_step,
+)
+
+ARGUMENTS = (make_state, Net(), jax.random.key(3), 1e-2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, KeyedState, Any]:
+    """A state after one step, saved; and the loss of the next step."""
+    step = jscaler.parallelize(columns_then_rows, devices=4)(net_step)
+    state, _ = step(step.init(*ARGUMENTS, batch=net_batch()), net_batch())
+    path = tmp_path_factory.mktemp("checkpoint") / "state"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+    return path, state, step(state, net_batch())[1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices"), [(columns_then_rows, 4), (columns_then_rows, 8), ("data_parallel", 2), ("single", 1)]
+)
+def test_restore_into_a_plan(saved: Any, plan: Any, devices: int) -> None:
+    path, state, loss = saved
+    step = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(net_step)
+    target = step.abstract_state(*ARGUMENTS, batch=net_batch())
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(path, target)
+    assert_equal(restored, state)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
+    after, next_loss = step(restored, net_batch())
+    np.testing.assert_allclose(next_loss, loss, rtol=1e-5)
+    assert after.step == 2
+    assert len(step._lowered) == 1  # it was planned for the state that was restored
+
+
+def test_restore_nnx_objects(tmp_path: Path) -> None:
+    step = jscaler.parallelize(columns_then_rows, devices=4)(nnx_step)
+    model, optimizer = step.init(make_nnx, 0, batch=net_batch())
+    step(model, optimizer, net_batch())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state((model, optimizer)))
+    loss = step(model, optimizer, net_batch())
+
+    other = jscaler.parallelize("data_parallel", devices=2)(nnx_step)
+    again, its = other.abstract_state(make_nnx, 0, batch=net_batch())
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", nnx.state((again, its)))
+    nnx.update((again, its), restored)
+    np.testing.assert_allclose(other(again, its, net_batch()), loss, rtol=1e-5)
+    np.testing.assert_allclose(again.up.kernel[...], model.up.kernel[...], atol=1e-5)
+    assert len(other._lowered) == 1
