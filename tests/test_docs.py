@@ -37,6 +37,13 @@ def test_the_blocks_on_splitting_run_one_after_another() -> None:
     assert output.endswith("['b', 'h', 'o', 's']\n")
 
 
+def test_the_blocks_on_training_state_run_one_after_another() -> None:
+    lines = run("-c", "\n".join(blocks("python", "docs/state.md"))).splitlines()
+    assert lines[0] == "(64, 64)"
+    assert float(lines[1]) > 0
+    assert lines[2] == "True"
+
+
 def test_readme_s_first_example_is_short() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 20
 

@@ -1,0 +1,103 @@
+"""What does a state of many leaves cost per call? A step that hardly computes, called with the state that it returned.
+
+``call_ratio``: the fastest call (until it returns; the step itself runs on) against ``jax.jit`` of the same function under
+the same shardings, in turn: flattening, recognising the arguments and dispatching, held to 1.5 with 300 leaves.
+``extra_us_per_leaf``: their difference. ``moved``: arrays of the state that are moved between calls, ``live_growth``: arrays
+that 20 calls leave behind; both are held to 0.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jscaler
+from bench.harness import Row, main
+
+LEAVES = 300
+COLUMNS = ("case", "target", "call_ratio", "extra_us_per_leaf", "moved", "live_growth")
+
+
+def add(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+    """Add the mean of the batch to every leaf."""
+    return jax.tree.map(lambda x: x + batch.mean(), state)
+
+
+def whole(graph: Any, devices: np.ndarray) -> None:
+    """A copy on every device."""
+    graph.op_assign(graph.ops[0], devices)
+
+
+def measure(devices: int, rounds: int) -> Row:
+    ours = jscaler.parallelize(whole, devices=devices, donate_argnames="state")(add)
+    batch = jnp.ones(8)
+    first = {f"layer_{i}/kernel": jnp.full(8, float(i), jnp.float32) for i in range(LEAVES)}
+    shardings = ours.lower(first, batch).executable.in_shardings
+    batch = jax.device_put(batch, shardings[-1])
+    of_state = dict(zip(sorted(first), shardings, strict=False))
+    jit = jax.jit(add, in_shardings=(of_state, shardings[-1]), out_shardings=of_state, donate_argnums=0)
+    calls = [_Calls(step, jax.device_put(jax.tree.map(jnp.copy, first), of_state), batch) for step in (jit, ours)]
+    for call in calls:
+        call(3)
+    seconds: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        for i, call in enumerate(calls):
+            seconds[i].append(call(1))
+    fastest = [min(s) for s in seconds]
+    live = len(jax.live_arrays())
+    moved = _count_moves(lambda: calls[1](20))
+    return {
+        "case": f"state of {LEAVES} leaves, {devices} devices",
+        "target": jax.devices()[0].platform,
+        "call_ratio": round(fastest[1] / fastest[0], 3),
+        "extra_us_per_leaf": round(1e6 * (fastest[1] - fastest[0]) / LEAVES, 3),
+        "moved": moved,
+        "live_growth": len(jax.live_arrays()) - live,
+        "bounds": {"call_ratio": 1.5, "moved": 0, "live_growth": 0},
+    }
+
+
+class _Calls:
+    """Calls of a step with the state that it returned."""
+
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any):
+        self.step, self.state, self.batch = step, state, batch
+
+    def __call__(self, count: int) -> float:
+        """Call ``count`` times; the seconds that the last call took to return."""
+        seconds = 0.0
+        for _ in range(count):
+            started = time.perf_counter()
+            self.state = self.step(self.state, self.batch)
+            seconds = time.perf_counter() - started
+            jax.block_until_ready(self.state)
+        return seconds
+
+
+def _count_moves(run: Callable[[], Any]) -> int:
+    """How often ``jax.device_put`` is called."""
+    real, count = jax.device_put, 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return real(*args, **kwargs)
+
+    jax.device_put = counting
+    try:
+        run()
+    finally:
+        jax.device_put = real
+    return count
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    for devices in (1, 2) if quick else (1, 2, 8):
+        yield measure(devices, 200 if quick else 1000)
+
+
+if __name__ == "__main__":
+    main("state", __doc__ or "", COLUMNS, rows)
