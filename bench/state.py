@@ -2,7 +2,7 @@
 
 ``call_ratio``: the fastest call (until it returns; the step itself runs on) against ``jax.jit`` of the same function under
 the same shardings, in turn: flattening, recognising the arguments and dispatching, held to 1.5 with 300 leaves.
-``extra_us_per_leaf``: their difference. ``moved``: arrays of the state that are moved between calls, ``live_growth``: arrays
+``extra_us_per_leaf``: their difference. ``moved``: arrays that are moved between calls; ``live_growth``: arrays
 that 20 calls leave behind; both are held to 0.
 """
 
