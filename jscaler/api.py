@@ -109,6 +109,7 @@ class Parallelized:
     ):  # fmt: skip
         functools.update_wrapper(self, fun)
         self.fun = fun
+        self._name = getattr(fun, "__name__", "step")
         self._policy = policy
         self._devices = devices
         self._arguments = arguments
@@ -151,8 +152,7 @@ class Parallelized:
             given: the step's other arguments, as examples: arrays, or ``jax.ShapeDtypeStruct``s.
 
         Returns:
-            What ``make_state`` returns, with the same values. (Keys of other generators than threefry are right too, but
-            their bits are drawn whole.)
+            What ``make_state`` returns, of the same random bits. (Those of other generators than threefry are drawn whole.)
 
         Raises:
             CaptureError: the state is not what the step lacks, or holds something other than arrays.
@@ -236,7 +236,7 @@ class Parallelized:
             made = self._lowered.values()
             return [Followed.of(m.graph, m.plan.completed.inputs, m.call) for m in made]
 
-        following = Following(self.__name__, self._policy, planned, paths or {})
+        following = Following(self._name, self._policy, planned, paths or {})
         return Parallelized(fun, policy, self._devices, arguments, self._cost, following=following)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -250,7 +250,7 @@ class Parallelized:
     def _plan(self, captured: Captured, call: Call, num_devices: int) -> Plan:
         if self._following is None:
             return transform(captured, self._policy, num_devices)
-        return self._following.plan(captured, self._policy, call, num_devices, self.__name__)
+        return self._following.plan(captured, self._policy, call, num_devices, self._name)
 
     def _lower(self, call: "Call") -> "Lowered":
         count, devices = devices_at_hand(self._devices)
