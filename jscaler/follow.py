@@ -4,9 +4,8 @@ An evaluation between train steps reads the very arrays that the train step retu
 plan as decisions (`jscaler.primitives.Store`), before anything else is completed.
 """
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,16 +53,18 @@ class Following:
 
     def plan(self, captured: Captured, policy: Any, call: Call, num_devices: int, step: str) -> Plan:
         """The plan of ``step`` by its own ``policy``, or by the other's where that fits; the state's layouts are in it."""
-        made = transform(captured, policy, num_devices) if policy is not None else self._alike(captured, num_devices, step)
-        return dataclasses.replace(made, decisions=(*self.stores(call), *made.decisions))
+        stores = self.stores(call)
+        if policy is None:
+            return self._alike(captured, stores, num_devices, step)
+        return transform(captured, policy, num_devices, stores)
 
-    def _alike(self, captured: Captured, num_devices: int, step: str) -> Plan:
+    def _alike(self, captured: Captured, stores: Sequence[Store], num_devices: int, step: str) -> Plan:
         """The other step's policy on this step; an open plan, with a warning, where it does not fit."""
-        left_open = Plan(f"filled in for {step}", num_devices)
+        left_open = Plan(f"filled in for {step}", num_devices, tuple(stores))
         if isinstance(self.policy, Plan):
             return left_open  # a finished plan names the ops of its own graph
         try:
-            return transform(captured, self.policy, num_devices)
+            return transform(captured, self.policy, num_devices, stores)
         except JscalerError as error:
             warnings.warn(
                 f"the policy of '{self.name}' does not fit '{step}', whose plan is filled in from the layout of the state; "

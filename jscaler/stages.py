@@ -1,5 +1,6 @@
 """The chain: capture, transform, schedule, materialize, lower. Each stage is a call; nothing else happens here."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from jscaler.lower.numbering import FlatProgram, flatten
 from jscaler.lower.program import Program, make_program
 from jscaler.materialize import Completed, Layout, complete
 from jscaler.materialize.shards import stored_leaves
-from jscaler.primitives import Order, Plan, fused, make_plan
+from jscaler.primitives import Order, Plan, Store, fused, make_plan
 from jscaler.primitives.reopen import reopen
 from jscaler.report.explain import explain
 from jscaler.rules.book import RuleBook
@@ -108,17 +109,19 @@ def capture(
     return Captured(graph, bodies, rules, step.source)
 
 
-def transform(captured: Captured, policy: Callable[..., Any] | Plan, num_devices: int) -> Plan:
-    """Run the policy, unless a finished plan is given.
+def transform(
+    captured: Captured, policy: Callable[..., Any] | Plan, num_devices: int, stores: Sequence[Store] = ()
+) -> Plan:
+    """Run the policy, unless a finished plan is given; ``stores`` say before it where inputs lie.
 
     Raises:
         DeviceError: the finished plan is for another number of devices.
     """
     if not isinstance(policy, Plan):
-        return make_plan(policy, captured.graph, num_devices, captured.bodies)
+        return make_plan(policy, captured.graph, num_devices, captured.bodies, stores)
     if policy.num_devices != num_devices:
         raise DeviceError(f"the plan '{policy.name}' is for {policy.num_devices} devices, and {num_devices} are given")
-    return policy
+    return dataclasses.replace(policy, decisions=(*stores, *policy.decisions)) if stores else policy
 
 
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:

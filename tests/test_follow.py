@@ -184,3 +184,12 @@ def test_the_same_state_comes_from_another_device_order() -> None:
     out = step.follow(evaluate)(state, net_batch())
     whole = evaluate(state.replace(params=jax.tree.map(np.asarray, state.params)), net_batch())
     np.testing.assert_allclose(out["out"], whole["out"], rtol=1e-5, atol=1e-6)
+
+
+def test_sharded_parameters_are_gathered_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = jscaler.parallelize("zero3", devices=4)(net_step)
+    state = started(step)
+    assert state.params["up"]["kernel"].addressable_shards[0].data.size == 16 * 64 // 4
+    out = assert_untouched(step.follow(evaluate), (state, net_batch()), state, monkeypatch)
+    whole = evaluate(state.replace(params=jax.tree.map(np.asarray, state.params)), net_batch())
+    np.testing.assert_allclose(out["out"], whole["out"], rtol=1e-5, atol=1e-6)

@@ -75,6 +75,8 @@ def shard_parameters(graph: Any, grid: np.ndarray, stored: bool, cuts: Factors |
         stored: whether the parameters lie in parts too.
         cuts: what the other axis splits, op by op: a dim is cut by both if its size allows, else by one.
     """
+    if graph.stored and not graph.calls:
+        return  # an evaluation that follows a train step: its parameters lie as that step has sharded them
     graph.require_gradient()
     rows = grid.shape[0]
     if rows == 1:

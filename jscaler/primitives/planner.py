@@ -15,7 +15,7 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, ReduceDtype, SaveResiduals, Shard, Trans
+from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, ReduceDtype, SaveResiduals, Shard, Store, Trans
 
 
 class Policy(Protocol):
@@ -36,11 +36,14 @@ class Planner:
         ...         graph.op_assign(graph.op_trans(op, Split("a", 2)), devices)
     """
 
-    def __init__(self, graph: Graph, num_devices: int, bodies: BodyTable | None = None):
+    def __init__(
+        self, graph: Graph, num_devices: int, bodies: BodyTable | None = None, stores: Sequence[Store] = ()
+    ):  # fmt: skip
         self.graph = graph
         self.num_devices = num_devices
         self._bodies = bodies if bodies is not None else BodyTable()
-        self._decisions: list[Decision] = []
+        self.stored = frozenset(s.leaf for s in stores)  # inputs whose layout is given: that of a step that is followed
+        self._decisions: list[Decision] = list(stores)
         self._grids: dict[str, Grid] = {}
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
 
@@ -293,8 +296,17 @@ def fused(graph: Graph, plan: Plan, bodies: BodyTable) -> Graph:
     return graph
 
 
-def make_plan(policy: Callable[..., Any], graph: Graph, num_devices: int, bodies: BodyTable | None = None) -> Plan:
-    """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``bodies`` interns the bodies of fused ops."""
-    planner = Planner(graph, num_devices, bodies)
+def make_plan(
+    policy: Callable[..., Any],
+    graph: Graph,
+    num_devices: int,
+    bodies: BodyTable | None = None,
+    stores: Sequence[Store] = (),
+) -> Plan:
+    """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``stores`` are decided before.
+
+    ``bodies`` interns the bodies of fused ops.
+    """
+    planner = Planner(graph, num_devices, bodies, stores)
     policy(planner, np.arange(num_devices))
     return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))
