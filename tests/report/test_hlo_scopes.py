@@ -31,7 +31,7 @@ ENTRY %main (a: f32[8], b: f32[4,8]) -> f32[8] {
   %init = (f32[8]{0}, f32[4,8]{1,0}) tuple(%a, %b)
   %loop = (f32[8]{0}, f32[4,8]{1,0}) while(%init), condition=%never, body=%body
   %first = f32[8]{0} get-tuple-element(%loop), index=0
-  %sum = f32[8]{0} all-reduce-start(%first), to_apply=%add, metadata={op_name="jit(run)/shard_map/(mlp/dot:0~adapter/psum:b/psum)"}
+  %sum = f32[8]{0} all-reduce-start(%first), to_apply=%add, metadata={op_name="jit(run)/(mlp/dot:0~adapter/psum:b/psum)"}
   %done = f32[8]{0} all-reduce-done(%sum)
   %twice = f32[8]{0} copy(%done)
   ROOT %last = f32[8]{0} add(%a, %a), metadata={op_name="jit(run)/shard_map/update/add.1/add"}
