@@ -14,6 +14,7 @@ _TUPLE_INDEX = re.compile(r"\bindex=(\d+)")
 _PASSING = frozenset(
     {"bitcast", "copy", "copy-start", "copy-done", "convert", "reshape", "transpose", "slice", "broadcast"}
 )
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 MOST_SEGMENTS = 16  # of a name, that are compared with scopes: XLA joins the names of what it merges
 
 
@@ -71,6 +72,10 @@ class Scopes:
             if made is None:
                 continue
             inside = self._inside(made, place)
+            merged = bool(place) and len(made.operands) > 1 and made.opcode.startswith(_COLLECTIVES)
+            if merged:  # of several tensors; its name is that of all together
+                waiting.append((made.operands[place[-1]], ()))
+                continue
             if not place or not inside:
                 scope = self.scope(made.op_name)
                 if scope:

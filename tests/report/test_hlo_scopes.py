@@ -32,6 +32,7 @@ ENTRY %main (a: f32[8], b: f32[4,8]) -> f32[8] {
   %loop = (f32[8]{0}, f32[4,8]{1,0}) while(%init), condition=%never, body=%body
   %first = f32[8]{0} get-tuple-element(%loop), index=0
   %sum = f32[8]{0} all-reduce-start(%first), to_apply=%add, metadata={op_name="jit(run)/(mlp/dot:0~adapter/psum:b/psum)"}
+  %pair = (f32[8]{0}, f32[8]{0}) all-reduce(%a, %twice), to_apply=%add, metadata={op_name="jit(run)/(add/a:add/b)"}
   %done = f32[8]{0} all-reduce-done(%sum)
   %twice = f32[8]{0} copy(%done)
   ROOT %last = f32[8]{0} add(%a, %a), metadata={op_name="jit(run)/shard_map/update/add.1/add"}
@@ -46,6 +47,7 @@ KNOWN = ["mlp/dot~backward", "mlp/dot:0~adapter", "update/add.1", "add", "update
         ("last", (), "update/add.1"),  # the longest of those that begin there
         ("sum", (), "mlp/dot:0~adapter"),  # the first of what was merged
         ("twice", (), "mlp/dot:0~adapter"),  # by its operand
+        ("pair", (1,), "mlp/dot:0~adapter"),  # that of the tensor, not of all that are reduced together
         ("step", (1,), "mlp/dot~backward"),  # what is written into the stack
         ("loop", (1,), "mlp/dot~backward"),  # by the body
         ("loop", (0,), ""),  # an argument, handed through
