@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,17 +113,19 @@ def _placed(leaves: Sequence[Any], lowered: Lowered) -> list[Any]:
     return [jax.device_put(jax.numpy.copy(x), s) for x, s in zip(leaves, shardings_, strict=True)]
 
 
-def twin(lowered: Lowered) -> Any:
-    """The same split, compiled by ``jax.jit`` through GSPMD, with the same donation."""
-    return _compile_twin(lowered.plan, lowered, lowered.executable.donated)
+def twin(lowered: Lowered, options: Mapping[str, Any] | None = None) -> Any:
+    """The same split, compiled by ``jax.jit`` through GSPMD, with the same donation; ``options`` are the compiler's."""
+    return _compile_twin(lowered.plan, lowered, lowered.executable.donated, options)
 
 
-def _compile_twin(plan: StepPlan, lowered: Lowered, donated: Sequence[int]) -> Any:
+def _compile_twin(
+    plan: StepPlan, lowered: Lowered, donated: Sequence[int], options: Mapping[str, Any] | None = None
+) -> Any:
     mesh = physical_mesh(plan.program, lowered.devices)
     inputs, outputs = shardings(plan, mesh)
     fun = constrained_step(plan.source, plan.layouts, mesh, plan.completed.gradients, plan.refetched)
     jitted = jax.jit(fun, in_shardings=inputs, out_shardings=list(outputs), donate_argnums=tuple(donated))
-    return jitted.lower(*input_structs(plan, inputs)).compile()
+    return jitted.lower(*input_structs(plan, inputs)).compile(dict(options or {}))
 
 
 def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[float, float, float]:

@@ -1,0 +1,152 @@
+"""Does a plan take more memory, or send more, than GSPMD's compilation of the same split? For GPUs that need not be there.
+
+GPT 125M and 1.3B, layers stacked and computed again in the backward, parameters in float32, on 8 H100 (bfloat16) and on 4
+hosts of 8 V100 (float16, which they multiply). ``peak_bytes`` is what XLA reserves on a device: arguments, results that take no
+argument's place, temporaries. ``collective_bytes`` are those that a device sends in a step, by the optimized HLO. Ratios are to
+`jscaler.compare.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
+
+Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes; ``--out rows.jsonl`` keeps each as it
+is measured, and what the file holds is not compiled again.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Row, main
+
+COLUMNS = (
+    "model", "plan", "target", "peak_bytes", "memory_ratio", "collective_bytes", "bytes_ratio", "fits", "seconds",
+    "gspmd_seconds",
+)  # fmt: skip
+BOUND = 1.02
+H100, V100 = "8xH100-80GB", "4x8xV100-32GB"
+DTYPE = {H100: "bf16", V100: "fp16"}
+BATCH = {("gpt-125m", H100): 64, ("gpt-125m", V100): 64, ("gpt-1.3b", H100): 16, ("gpt-1.3b", V100): 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan on a target."""
+
+    model: str
+    plan: str
+    target: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.model, self.plan, self.target
+
+
+def _cases(model: str, target: str, *plans: str) -> list[Case]:
+    return [Case(model, plan, target) for plan in plans]
+
+
+CASES = [  # 125M has 12 heads, so that tensor parallelism over 8 devices is not for it
+    *_cases(
+        "gpt-125m", H100, "data_parallel", "vocab_parallel", "zero1", "zero3", "megatron(dp=4, tp=2)", "megatron(dp=2, tp=4)",
+        "megatron(dp=2, tp=4, vocab=False, sequence=True)", "megatron(dp=2, tp=4, zero=1)", "megatron(dp=2, tp=4, zero=3)",
+    ),
+    *_cases(
+        "gpt-125m", V100, "data_parallel", "zero1", "zero3", "megatron(dp=8, tp=4)",
+        "megatron(dp=8, tp=4, vocab=False, sequence=True)", "megatron(dp=8, tp=4, zero=1)", "megatron(dp=8, tp=4, zero=3)",
+    ),
+    *_cases(
+        "gpt-1.3b", H100, "data_parallel", "tensor_parallel", "sequence_parallel", "vocab_parallel", "zero1", "zero3",
+        "megatron(dp=2, tp=4)", "megatron(dp=2, tp=4, vocab=False, sequence=True)", "megatron(dp=2, tp=4, zero=1)",
+        "megatron(dp=2, tp=4, zero=3)",
+    ),
+    *_cases(
+        "gpt-1.3b", V100, "data_parallel", "tensor_parallel", "zero1", "zero3", "megatron(dp=4, tp=8)",
+        "megatron(dp=4, tp=8, vocab=False, sequence=True)", "megatron(dp=4, tp=8, zero=1)", "megatron(dp=4, tp=8, zero=3)",
+    ),
+]  # fmt: skip
+
+
+def rows(
+    quick: bool, model: str | None = None, plan: str | None = None, target: str | None = None, out: str | None = None
+) -> Iterator[Row]:
+    """A row per case; the options choose those that hold their text."""
+    chosen = [
+        case
+        for case in (CASES[:1] if quick else CASES)
+        if all(not asked or asked in said for asked, said in zip((model, plan, target), case.key, strict=True))
+    ]
+    known = _kept(out)
+    for number, case in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {' | '.join(case.key)}", file=sys.stderr, flush=True)
+        if case.key not in known:
+            known[case.key] = measured(case)
+            if out:
+                with Path(out).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(known[case.key]) + "\n")
+        yield known[case.key]
+
+
+def _kept(out: str | None) -> dict[tuple[str, str, str], Row]:
+    lines = Path(out).read_text(encoding="utf-8").splitlines() if out and Path(out).exists() else []
+    found = [json.loads(line) for line in lines]
+    return {(row["model"], row["plan"], row["target"]): row for row in found}
+
+
+def measured(case: Case) -> Row:
+    """Compile both sides; figures of ours and their ratios."""
+    from jscaler.commands.job import Job
+    from jscaler.compare import twin
+    from jscaler.cost import find_cluster
+    from jscaler.report.targets import described_devices
+    from jscaler.target import WITHOUT_GPU
+
+    cluster = find_cluster(case.target)
+    job = Job(
+        case.model, None, case.plan, described_devices(cluster), BATCH[case.model, case.target],
+        dtype=DTYPE[case.target], stacked=True, remat=True,
+    )  # fmt: skip
+    lowered = job.step.lower(*job.arguments())
+    started = time.perf_counter()
+    ours = figures(lowered.lowered.compile(WITHOUT_GPU))
+    between = time.perf_counter()
+    theirs = figures(twin(lowered, WITHOUT_GPU))
+    return {
+        "model": case.model,
+        "plan": case.plan,
+        "target": case.target,
+        "peak_bytes": ours[0],
+        "memory_ratio": _ratio(ours[0], theirs[0]),
+        "collective_bytes": round(ours[1]),
+        "bytes_ratio": _ratio(ours[1], theirs[1]),
+        "fits": ours[0] <= cluster.memory,
+        "seconds": round(between - started, 1),
+        "gspmd_seconds": round(time.perf_counter() - between, 1),
+        "bounds": {"memory_ratio": BOUND, "bytes_ratio": BOUND},
+    }
+
+
+def figures(compiled: Any) -> tuple[int, float]:
+    """Bytes that XLA reserves on a device, and bytes that a device sends in a step."""
+    from jscaler.report.hlo import collectives
+    from jscaler.report.target_report import xla_bytes
+
+    sizes = xla_bytes(compiled.memory_analysis())
+    peak = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
+    return peak, sum(c.times * c.sent for c in collectives(compiled.as_text()))
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    if theirs:
+        return round(ours / theirs, 4)
+    return 1.0 if ours == theirs else float("inf")
+
+
+def _named(what: str) -> dict[str, Sequence[str] | str]:
+    return {"metavar": "TEXT", "help": f"only cases whose {what} holds this text"}
+
+
+if __name__ == "__main__":
+    kept = {"metavar": "FILE", "help": "keep each row in this file; rows that it holds are not compiled again"}
+    options: dict[str, Any] = {what: _named(what) for what in ("model", "plan", "target")} | {"out": kept}
+    main("targets", __doc__ or "", COLUMNS, rows, devices=1, options=options)
