@@ -1,12 +1,12 @@
 """Does a plan take more memory, or send more, than GSPMD's compilation of the same split? For GPUs that need not be there.
 
-GPT 125M and 1.3B, layers stacked and computed again in the backward, parameters in float32, on 8 H100 (bfloat16) and on 4
-hosts of 8 V100 (float16, which they multiply). ``peak_bytes`` is what XLA reserves on a device: arguments, results that take no
-argument's place, temporaries. ``collective_bytes`` are those that a device sends in a step, by the optimized HLO. Ratios are to
-`jscaler.compare.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
+GPT 125M and 1.3B, layers stacked and computed again in the backward, parameters in float32, on 8 H100 (bfloat16) and on
+4 hosts of 8 V100 (float16, which they multiply). ``peak_bytes`` is what XLA reserves on a device: arguments, results that
+take no argument's place, temporaries. ``collective_bytes`` are those that a device sends in a step, by the optimized HLO.
+Ratios are to `jscaler.compare.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
 
-Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes; ``--out rows.jsonl`` keeps each as it
-is measured, and what the file holds is not compiled again.
+Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes; ``--out rows.jsonl`` keeps each
+as it is measured, and what the file holds is not compiled again.
 """
 
 import json
@@ -48,8 +48,8 @@ def _cases(model: str, target: str, *plans: str) -> list[Case]:
 
 CASES = [  # 125M has 12 heads, so that tensor parallelism over 8 devices is not for it
     *_cases(
-        "gpt-125m", H100, "data_parallel", "vocab_parallel", "zero1", "zero3", "megatron(dp=4, tp=2)", "megatron(dp=2, tp=4)",
-        "megatron(dp=2, tp=4, vocab=False, sequence=True)", "megatron(dp=2, tp=4, zero=1)", "megatron(dp=2, tp=4, zero=3)",
+        "gpt-125m", H100, "data_parallel", "vocab_parallel", "zero1", "zero3", "megatron(dp=4, tp=2)",
+        "megatron(dp=2, tp=4)", "megatron(dp=2, tp=4, vocab=False, sequence=True)", "megatron(dp=2, tp=4, zero=1)", "megatron(dp=2, tp=4, zero=3)",
     ),
     *_cases(
         "gpt-125m", V100, "data_parallel", "zero1", "zero3", "megatron(dp=8, tp=4)",
