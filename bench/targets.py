@@ -49,7 +49,8 @@ def _cases(model: str, target: str, *plans: str) -> list[Case]:
 CASES = [  # 125M has 12 heads, so that tensor parallelism over 8 devices is not for it
     *_cases(
         "gpt-125m", H100, "data_parallel", "vocab_parallel", "zero1", "zero3", "megatron(dp=4, tp=2)",
-        "megatron(dp=2, tp=4)", "megatron(dp=2, tp=4, vocab=False, sequence=True)", "megatron(dp=2, tp=4, zero=1)", "megatron(dp=2, tp=4, zero=3)",
+        "megatron(dp=2, tp=4)", "megatron(dp=2, tp=4, vocab=False, sequence=True)", "megatron(dp=2, tp=4, zero=1)",
+        "megatron(dp=2, tp=4, zero=3)",
     ),
     *_cases(
         "gpt-125m", V100, "data_parallel", "zero1", "zero3", "megatron(dp=8, tp=4)",
