@@ -53,10 +53,12 @@ def compile_(
     if draw is not None:
         draw_memory(draw, report)
     if as_json:
-        typer.echo(json.dumps({"model": job.describe(), **report.as_json(), "picture": str(draw) if draw else None}))
+        typer.echo(
+            json.dumps({"model": job.describe(), **report.as_json(), "plan": plan, "picture": str(draw) if draw else None})
+        )
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    console.print(f"{job.describe()}\n{heading(report)}", highlight=False, markup=False)
+    console.print(f"{job.describe()}, plan {plan}\n{heading(report)}", highlight=False, markup=False)
     for made in tables(report, rows):
         console.print(made)
     console.print(verdict(report.memory), highlight=False, markup=False)

@@ -1,11 +1,13 @@
 """A device's memory as a picture: kinds side by side against what the device has, and the largest contributors below."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jscaler.errors import JscalerError
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
-from jscaler.report.memory import MEMORY_KINDS, Memory
+from jscaler.report.explain import readable_bytes
+from jscaler.report.memory import MEMORY_KINDS, Contributor, Memory
 from jscaler.report.target_report import TargetReport
 from jscaler.report.target_tables import heading, verdict
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 KIND_COLORS = dict(zip(MEMORY_KINDS, (COLORS[i] for i in (4, 1, 0, 3, 2, 7, 5)), strict=True))
 MOST_BARS = 10
+SMALL = 1e-3  # of the peak: what is less is not in the legend
 GIB = 1 << 30
 
 
@@ -43,14 +46,7 @@ def memory_figure(report: TargetReport) -> "Figure":
     upper, lower = figure.subplots(2, 1, height_ratios=(1.0, 0.35 + 0.3 * len(shown)))
     figure.suptitle(heading(report), fontsize=11, weight="bold", color=INK, x=0.01, ha="left")
     _stack(upper, report.memory)
-    for row, one in enumerate(shown):
-        lower.barh(row, one.nbytes / GIB, color=KIND_COLORS[one.kind], height=0.7, edgecolor=INK, linewidth=0.4)
-        arrays = f"{one.count} × {one.shape}" if one.shape else ""
-        note = "  ".join(part for part in (f"{one.nbytes / GIB:.2f}", arrays, one.source) if part)
-        lower.text(one.nbytes / GIB, row, f"  {note}", va="center", fontsize=8, color=INK)
-    lower.set_yticks(range(len(shown)), [_short(one.op) for one in shown], fontsize=8)
-    lower.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, 1.55 * max((c.nbytes / GIB for c in shown), default=1)))
-    lower.set_title("held at the peak, GiB", fontsize=9, loc="left", color=INK)
+    _bars(lower, shown)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="x", labelsize=8)
@@ -62,16 +58,31 @@ def _stack(axes: "Axes", memory: Memory) -> None:
     for kind in MEMORY_KINDS:
         width = getattr(memory, kind) / GIB
         if width:
-            label = f"{kind} {width:.2f}"
+            label = f"{kind} {readable_bytes(getattr(memory, kind))}" if width > SMALL * memory.peak / GIB else None
             axes.barh(0, width, left=left, color=KIND_COLORS[kind], height=0.6, edgecolor=INK, linewidth=0.4, label=label)
             left += width
     capacity = memory.capacity / GIB
     axes.axvline(capacity, color=INK, linewidth=1.4, linestyle="--")
     axes.text(capacity, 0.36, f"{capacity:.2f} GiB ", fontsize=8, color=INK, ha="right", va="bottom")
-    axes.set(yticks=[], ylim=(-0.4, 0.62), xlim=(0, 1.03 * max(left, capacity)))
+    axes.set(yticks=[], ylim=(-0.4, 0.62), xlim=(0, 1.03 * max(left, capacity)), xlabel="GiB")
+    axes.xaxis.label.set_fontsize(8)
     axes.set_title(verdict(memory).partition(";")[0], fontsize=9, loc="left", color=INK)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=len(MEMORY_KINDS), fontsize=8, frameon=False)
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, -0.3), ncols=5, fontsize=8, frameon=False)
     axes.spines["left"].set_color(FAINT)
+
+
+def _bars(axes: "Axes", shown: Sequence[Contributor]) -> None:
+    largest = max((c.nbytes for c in shown), default=1)
+    unit, size = ("GiB", GIB) if largest > GIB // 10 else ("MiB", 1 << 20)
+    for row, one in enumerate(shown):
+        width = one.nbytes / size
+        axes.barh(row, width, color=KIND_COLORS[one.kind], height=0.7, edgecolor=INK, linewidth=0.4)
+        arrays = f"{one.count} × {one.shape}" if one.shape else ""
+        note = "  ".join(part for part in (readable_bytes(one.nbytes), arrays, one.source) if part)
+        axes.text(width, row, f"  {note}", va="center", fontsize=8, color=INK)
+    axes.set_yticks(range(len(shown)), [_short(one.op) for one in shown], fontsize=8)
+    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, 1.6 * largest / size))
+    axes.set_title(f"held at the peak, {unit}", fontsize=9, loc="left", color=INK)
 
 
 def _short(name: str) -> str:
