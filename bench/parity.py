@@ -2,7 +2,8 @@
 from the float64 run than 1.5 times ``jax.jit`` itself; step-1 gradients per leaf against the global norm.
 
 Five steps with clipping and AdamW, and five with momentum SGD and no clipping, which would hide a gradient that is n
-times too large. Dropout is on; all runs draw the same masks. The models and their plans stand in `bench.parity_cases`.
+times too large. Dropout is on; all runs draw the same masks. The models and their plans stand in `bench.parity_cases`,
+other optimizers and master weights under every plan in `bench.parity_updates`.
 
 With Adam, one run says little about how far ``jax.jit`` lies from float64: an element whose gradient is rounding moves by
 whole learning rates (the convolutional net in float32: 4e-6 to 2.4e-3 over six starts that differ by rounding). So a row
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 
 import jscaler
+from bench import parity_updates
 from bench.harness import Row, main
 from bench.parity_cases import CASES, DTYPES, STEPS, Case
 
@@ -133,6 +135,7 @@ def rows(quick: bool) -> Iterator[Row]:
                     where = {"model": model, "plan": one.name, "dtype": dtype, "devices": one.devices}
                     for row in measures(dtype, ours, jit, exact, others):
                         yield {**where, **row, "measure": f"{optimizer}: {row['measure']}"}
+    yield from parity_updates.rows(quick)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,12 @@ def one_mlp(graph: Any, devices: np.ndarray) -> None:
         graph.op_assign(graph.op_trans(op, jscaler.Split((f"{layer}/kernel", dim), devices.size)), devices)
 
 
+def tied_two_ways(graph: Any, devices: np.ndarray) -> None:
+    """The tied embedding is looked up by parts of the vocabulary, and makes logits by parts of the hidden units."""
+    for path, dim in (("embed/gather", 0), ("embed.attend/dot", 1)):
+        graph.op_assign(graph.op_trans(graph[path], jscaler.Split(("embed/embedding", dim), devices.size)), devices)
+
+
 DOCS = Path(__file__).parent.parent / "docs"
 FIRST = '{"*/layer_0/kernel": 1}'
 CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
@@ -188,6 +194,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("tensor_parallel", 4),
             Run("sequence_parallel", 4),
             Run("vocab_parallel", 8),
+            Run(tied_two_ways, 4),
             Run("megatron(dp=2, tp=4)", 8),
             Run("megatron(dp=2, tp=4, sequence=True)", 8),
             Run("zero1", 8),

@@ -1,9 +1,10 @@
-"""What `bench.parity` compares of updates: optimizers and precisions, on one small model, under every plan.
+"""What `bench.parity` compares of updates: optimizers and master weights, on one small model, under every plan.
 
 An update follows its parameter: its state lies in the parameter's layout, and nothing of a parameter's size is moved for
 it but gradients (`strays` lists what is). Some optimizers meet a gradient that is not finite in step `BAD`.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import optax
 import jscaler
 from jscaler.lower.program import Adapt, Compute, walk
 from jscaler.stages import StepPlan
+from models.master import make_master_state, master_step
 from models.mlp import MLP
 
 STEPS, BAD = 5, 2
@@ -180,9 +182,67 @@ def parts_of(state: Any) -> Mapping[str, tuple[int, int]]:
     }
 
 
-def run(made: Made, decorate: Callable[..., Any]) -> tuple[Any, Any]:
-    """The state after all steps, and the decorated step."""
+def run(made: Made, decorate: Callable[..., Any]) -> Any:
+    """The state after all steps."""
     decorated, state = decorate(made.step), made.state
     for batch in made.batches:
         state, _ = decorated(state, batch)
-    return state, decorated
+    return state
+
+
+FLOOR, BOUND = 1e-12, 1.5
+QUICK = ("apply_if_finite(MultiSteps(lamb, 2))",)
+MASTERS = {(of, kind): dtype for of in ("cast", "master") for kind, dtype in (("bf16", jnp.bfloat16), ("f16", jnp.float16))}
+
+
+def rows(quick: bool) -> Iterator[dict[str, Any]]:
+    """Float64: per optimizer and plan the distance from one device, what lies off its parameter, and what strays."""
+    for name in QUICK if quick else OPTIMIZERS:
+        want = run(update_step(name, jax.value_and_grad), jax.jit)
+        for plan, devices in list(PLANS.items())[-1:] if quick else PLANS.items():
+            made = update_step(name)
+            decorated = jscaler.parallelize(plan, devices=devices)
+            lowered = decorated(made.step).lower(made.state, made.batches[0])
+            state = run(made, lambda _, lowered=lowered: lowered.compile())
+            where = {"model": "mlp, updates", "plan": plan, "dtype": "float64", "devices": devices}
+            found = {
+                "state, per leaf": (max(distances(state, want).values()), 1e-10),
+                "leaves of state that do not lie like their parameter": (len(off_layout(state)), 0),
+                "bytes moved beside gradients and vectors": (sum(strays(lowered.plan).values()), 0),
+            }
+            for measure, (value, bound) in found.items():
+                yield {**where, "measure": f"{name}: {measure}", "value": value, "bound": bound}
+    yield from [] if quick else master_rows()
+
+
+def master_rows() -> Iterator[dict[str, Any]]:
+    """Master weights: the distance of parameters and moments from a run in float64, against that of ``jax.jit``."""
+    exact = run(master_made("master", jnp.float64, jax.value_and_grad), jax.jit)
+    for (of, kind), dtype in MASTERS.items():
+        jit = run(master_made(of, dtype, jax.value_and_grad), jax.jit)
+        for plan, devices in PLANS.items():
+            ours = run(master_made(of, dtype), jscaler.parallelize(plan, devices=devices))
+            value = (_away(ours, exact) + FLOOR) / (_away(jit, exact) + FLOOR)
+            measure = f"gradients of the {of}, f32 master: state, L2 to float64 / jit's"
+            where = {"model": "mlp, updates", "plan": plan, "dtype": kind, "devices": devices}
+            yield {**where, "measure": measure, "value": value, "bound": BOUND}
+
+
+def master_made(of: Any, dtype: Any, value_and_grad: Any = jscaler.value_and_grad) -> Made:
+    """`models.master.master_step` on the small MLP, its master in float64 where the loss is."""
+    made = update_step("clip+adamw", dtype=dtype)
+    model = MLP(hidden=32, layers=3, out=8)
+    scale = 1024.0 if dtype == jnp.float16 else None
+    state = make_master_state(model, made.batches[0]["x"].astype(np.float32), clipped(optax.adamw(RATE)), scale)
+    if dtype == jnp.float64:
+        wide = jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, (state.params, state.opt_state)
+        )
+        state = state.replace(params=wide[0], opt_state=wide[1])
+    batches = [{"x": batch["x"], "labels": batch["y"]} for batch in made.batches]
+    return Made(functools.partial(master_step, dtype=dtype, of=of, value_and_grad=value_and_grad), state, batches)
+
+
+def _away(state: Any, exact: Any) -> float:
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(exact.params), strict=True)
+    return float(np.sqrt(sum(((np.asarray(a, np.float64) - np.asarray(b)) ** 2).sum() for a, b in pairs)))

@@ -4,13 +4,13 @@ import functools
 
 import jax
 import pytest
+from plans.plan_steps import QUICK
 
 import jscaler
 from bench.parity_updates import OPTIMIZERS, PLANS, far, off_layout, parts_of, strays, update_step
 from jscaler import plans
 from jscaler.report.hlo import collectives
 from jscaler.stages import Captured, StepPlan, lower, transform
-from tests.plans.plan_steps import QUICK
 
 TENSOR, MEGATRON = (next(p for p in reversed(PLANS) if p.startswith(name)) for name in ("tensor_parallel", "megatron"))
 

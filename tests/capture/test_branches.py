@@ -48,6 +48,54 @@ def test_results_that_share_nothing_are_apart(name: str, fun: Callable[..., Any]
     assert pieces(fun, np.bool_(flag), x, y) == (1, count)
 
 
+def staged(fun: Callable[..., Any], *args: Any) -> list[list[tuple[int, ...]]]:
+    """The shapes of each condition's results, where numbers are handed out of branches; what they compute is compared."""
+    jaxpr = trace_flat(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(jnp.asarray(a)) for a in args])
+    eqns = [piece for eqn in jaxpr.eqns for piece in split_cond(eqn, staged=True)]
+    after = make_jaxpr(eqns, jaxpr.invars, jaxpr.outvars, jaxpr)
+    for a, b in zip(evaluate(jaxpr, args), evaluate(after, args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    return [[v.aval.shape for v in e.outvars] for e in eqns if e.primitive.name == "cond"]  # type: ignore[union-attr]
+
+
+def clipped(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    norm = jnp.sqrt((x**2).sum() + (y**2).sum())
+    return x / norm, y / norm
+
+
+def trusted(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is handed out at the second stage is made of what was at the first."""
+    a, b = clipped(x, y)
+    return a * jnp.linalg.norm(y), b * jnp.linalg.norm(a)
+
+
+NUMBER, X, Y = (), (6,), (2, 3)
+STAGED: dict[str, tuple[Callable[..., Any], list[list[tuple[int, ...]]]]] = {
+    "shared by a sum": (normalized, [[NUMBER], [X], [Y]]),
+    "clipped": (clipped, [[NUMBER], [NUMBER], [NUMBER], [X], [Y]]),
+    "in two stages": (trusted, [[NUMBER]] * 3 + [[NUMBER]] * 4 + [[X], [Y]]),
+    "one result": (lambda x, y: (x / x.sum(), y), [[NUMBER], [X]]),
+    "a contraction": (lambda x, y: (x, (y @ y.T) @ y), [[(2, 2)], [Y]]),
+    "keys": (
+        lambda x, y: (x + jax.random.normal(jax.random.key(x[0].astype(int)), x.shape), y), [[NUMBER], [X]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("name", STAGED)
+def test_numbers_are_handed_out_where_no_gradient_flows(name: str, flag: bool) -> None:
+    fun, shapes = STAGED[name]
+    found = staged(lambda p, x, y: lax.cond(p, fun, lambda x, y: (x, y), x, y), np.bool_(flag), x, y)
+    assert sorted(found) == sorted(shapes)
+
+
+def test_both_branches_may_hand_out() -> None:
+    found = staged(lambda i, x, y: lax.switch(i, [clipped, normalized, trusted], x, y), np.int32(2), x, y)
+    assert [X] in found
+    assert [Y] in found
+
+
 OPTIMIZERS = {
     "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2),

@@ -148,3 +148,14 @@ def test_random_programs_have_no_cycle_and_lose_no_equation(chosen: list[tuple[i
         assert contractions in ([], [len(fragment.eqns) - 1])
     eqns = [id(e) for f in several for _, e in f.eqns] + [id(e) for e in {id(e): e for e in generated.values()}.values()]
     assert sorted(eqns) == sorted(id(t.eqn) for t in step.equations)
+
+
+def test_what_prepares_a_call_is_no_part_of_the_update() -> None:
+    def step(p: jax.Array, x: jax.Array) -> Any:
+        loss, g = jscaler.value_and_grad(lambda low: (x.astype(low.dtype) @ low).sum().astype(jnp.float32))(
+            p.astype("bfloat16")
+        )
+        return p - g.astype(p.dtype) - 0.1 * p, loss
+
+    casts = [f for f in found(step, x, x) if f.call is None and f.eqns[0][1].outvars[0].aval.dtype == jnp.bfloat16]  # type: ignore[union-attr]
+    assert names(casts) == [["convert_element_type"]]

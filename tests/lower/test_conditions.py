@@ -57,8 +57,6 @@ def test_cut_and_merged(name: str, flag: bool) -> None:
 
 
 def test_other_items_keep_their_order() -> None:
-    jaxpr = trace_flat(
-        lambda p, x: [jnp.sin(x) * 2, lax.cond(p, jnp.sin, jnp.cos, x), jnp.tanh(x)],
-        [jax.typeof(jnp.bool_(True)), jax.typeof(jnp.asarray(x))],
-    )
+    structs = [jax.typeof(jnp.bool_(True)), jax.typeof(jnp.asarray(x))]
+    jaxpr = trace_flat(lambda p, x: [jnp.sin(x) * 2, lax.cond(p, jnp.sin, jnp.cos, x), jnp.tanh(x)], structs)
     assert merge_conditions(jaxpr.eqns) == list(jaxpr.eqns)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from plans.plan_steps import QUICK
 
 import jscaler
 from jscaler import Split, plans
@@ -15,7 +16,6 @@ from jscaler.lower.program import Adapt
 from jscaler.stages import StepPlan
 from models.master import MasterState, make_master_state, master_step
 from models.mlp import MLP
-from tests.plans.plan_steps import QUICK
 
 FORMS = ["cast", "master"]
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))

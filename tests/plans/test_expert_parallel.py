@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from plan_steps import QUICK, TX, activations, made_once, planned
 
@@ -19,7 +20,7 @@ SIZES = MoEConfig(hidden=8, layers=1, heads=2, sequence=8, vocabulary=16, expert
 
 
 @made_once
-def moe(layers: int = 2) -> tuple[Any, tuple[TrainState, dict[str, np.ndarray]]]:
+def moe(layers: int = 2, tx: Any = TX) -> tuple[Any, tuple[TrainState, dict[str, np.ndarray]]]:
     def step(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
         return balanced_train_step(state, batch, value_and_grad)
 
@@ -28,8 +29,19 @@ def moe(layers: int = 2) -> tuple[Any, tuple[TrainState, dict[str, np.ndarray]]]
     tokens = np.random.default_rng(0).integers(0, 16, (12, 9), np.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens[:, :-1])["params"]
     params = jax.tree.map(lambda p: jnp.asarray(draws.normal(size=p.shape) * 0.3, p.dtype), params)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=TX, key=jax.random.key(2))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx, key=jax.random.key(2))
     return step, (state, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+
+
+def test_state_behind_a_condition_lies_like_the_experts() -> None:
+    tx = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), 3)
+    plan = planned(expert_parallel(), moe(1, tx), 4)
+    inputs = {t.name: layout for t, layout in plan.completed.inputs.items()}
+    experts = {name: layout for name, layout in inputs.items() if "/experts/" in name and "router" not in name}
+    assert len(experts) == 3 * sum(name.startswith("state/params") for name in experts)
+    for name, layout in experts.items():
+        assert layout == inputs["state/params" + name[name.index("/block") :]], name
+        assert any(layout.cuts), name
 
 
 def test_four_all_to_alls_per_layer() -> None:

@@ -1,8 +1,13 @@
 """The vocabulary in parts: one all-reduce of looked-up rows, a maximum and two sums per token, and no logits are sent."""
 
+from typing import Any
+
+import numpy as np
+import optax
 import pytest
 from plan_steps import activations, assert_same_numbers, collectives, gpt, planned
 
+from jscaler import Split
 from jscaler.errors import SplitError, UnknownNameError
 from jscaler.plans import megatron, vocab_parallel
 
@@ -24,6 +29,38 @@ def test_the_table_lies_in_rows() -> None:
     layouts = [layout for t, layout in plan.completed.inputs.items() if t.name.endswith("embed/embedding")]
     assert len(layouts) == 2  # and its momentum
     assert all(layout.local_shape == (8, 16) for layout in layouts)
+
+
+def test_a_pattern_is_of_parameters_and_state_of_other_dims_follows() -> None:
+    plan = planned(vocab_parallel(), gpt(optax.adafactor(1e-2, min_dim_size_to_factor=8)), 4)
+    rows = {t.name: layout.local_shape for t, layout in plan.completed.inputs.items() if t.name.endswith("embed/embedding")}
+    sizes = {name.split("/")[-3]: shape for name, shape in rows.items()}
+    assert sizes["params"] == (8, 16)
+    assert (8,) in sizes.values(), "the factor that counts words lies in parts as they do"
+
+
+def tied(look_up: int, logits: int) -> Any:
+    """One use of the tied table split along one dim, and the other along another."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        for path, dim in (("embed/gather", look_up), ("embed.attend/dot", logits)):
+            graph.op_assign(graph.op_trans(graph[path], Split(("embed/embedding", dim), devices.size)), devices)
+
+    return policy
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
+def test_a_tied_table_that_is_split_in_two_ways_lies_in_one(dims: tuple[int, int]) -> None:
+    plan = planned(tied(*dims), gpt(), 4)
+    tables = [layout for t, layout in plan.completed.inputs.items() if t.name.endswith("embed/embedding")]
+    assert len(set(tables)) == 1, "parameter and momentum"
+    moved = [(kind, t.name.partition("@")[0]) for kind, t in collectives(plan) if t.shape == (32, 16)]
+    # the table for its other use, and that use's gradient: they are joined once, where the parameter lies
+    assert moved == [("all_to_all", "state/params/embed/embedding"), ("all_to_all", "d(state/params/embed/embedding)")]
+
+
+def test_a_tied_table_that_is_split_in_two_ways_gives_the_numbers_of_one_device() -> None:
+    assert_same_numbers(tied(1, 0), gpt, 4)
 
 
 def test_with_heads_units_and_sequence() -> None:
