@@ -202,7 +202,10 @@ class _Completer(LoopMixin):
 
     def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
         """The placement of ``op`` that makes ``tensor`` as its reader wants it; what is made of shards, in shards."""
-        return self._on_shards(op, self._making(op, tensor, wanted))
+        made = self._making(op, tensor, wanted)
+        if any(t in self.at_hand for t in op.inputs if t.shape):  # a parameter that lies: its norm is split as it is
+            made = self._fill(op, made)
+        return self._on_shards(op, made)
 
     def _on_shards(self, op: Op, placement: Placement) -> Placement:
         """``placement`` split further, where ``op`` makes something of sharded parameters alone."""

@@ -21,7 +21,7 @@ FORMS = ["cast", "master"]
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
 
-def made(of: str, dtype: Any, scale: float | None = None) -> tuple[Any, MasterState, dict[str, Any]]:
+def made(of: Any, dtype: Any, scale: float | None = None) -> tuple[Any, MasterState, dict[str, Any]]:
     draws = np.random.default_rng(0)
     batch = {"x": draws.normal(size=(16, 12)).astype(dtype), "labels": draws.integers(0, 8, 16)}
     state = make_master_state(MLP(hidden=32, layers=2, out=8), jnp.zeros((1, 12)), TX, scale)
