@@ -105,15 +105,20 @@ def test_the_first_stage_scatters_the_gradients_of_a_stack_after_its_loop() -> N
     assert moved(plan) == {"reduce_scatter": 20, "all_gather": 20}
 
 
+def dtype_of(exchange: Any) -> str:
+    """What an exchange moves."""
+    return exchange.input.aval.dtype.name
+
+
 def test_what_is_cast_is_gathered_after_the_cast() -> None:
     plan = planned(zero3(), gpt(dtype=jnp.bfloat16), 8)
     gathers = [
         e for e in plan.flat.exchanges if isinstance(e.adapt, Adapt) and e.adapt.adapter.steps[0].kind == "all_gather"
     ]
-    wide = {e.adapt.tensor.name.split("@")[0] for e in gathers if e.input.aval.dtype == jnp.float32}
+    wide = {e.adapt.tensor.name.split("@")[0] for e in gathers if dtype_of(e) == "float32"}
     assert {name.split("/")[-2].rstrip("12") for name in wide} == {"norm"}  # which computes in float32
     sums = [e for e in plan.flat.exchanges if isinstance(e.adapt, Adapt) and e.adapt.adapter.adds and e.adapt.tensor.shape]
-    assert {e.input.aval.dtype.name for e in sums} == {"float32"}
+    assert {dtype_of(e) for e in sums} == {"float32"}
     narrow = planned(zero3(reduce_dtype="bfloat16"), gpt(dtype=jnp.bfloat16), 8)
     assert {a.reduce_dtype for a in narrow.program.adapters if a.adapter.adds and a.tensor.shape} == {"bfloat16"}
 
