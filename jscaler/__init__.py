@@ -12,6 +12,8 @@ from jscaler.errors import (
     JscalerError,
     OrderError,
     PlanError,
+    PlanFileError,
+    PlanFitError,
     PlanWarning,
     RuleError,
     SplitError,
@@ -27,7 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError", "Chunk", "Compiled", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule", "OrderError",
-    "Parallelized", "Plan", "PlanError", "PlanWarning", "Prefix", "Replicate", "RuleError", "Split", "SplitError",
-    "UnknownNameError", "UnknownPrimitiveWarning", "VerificationError", "grad", "nnx", "op", "parallelize", "plans",
-    "register_rule", "value_and_grad", "verify", "verify_rule",
+    "Parallelized", "Plan", "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix", "Replicate", "RuleError",
+    "Split", "SplitError", "UnknownNameError", "UnknownPrimitiveWarning", "VerificationError", "grad", "nnx", "op",
+    "parallelize", "plans", "register_rule", "value_and_grad", "verify", "verify_rule",
 ]  # fmt: skip

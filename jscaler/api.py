@@ -24,7 +24,7 @@ from jscaler.step_capture import NodeChanges, capture_call
 from jscaler.target import Target, compile_for, find_target
 from jscaler.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 
-PlanLike = str | Plan | Callable[..., Any]
+PlanLike = str | os.PathLike[str] | Plan | Callable[..., Any]
 
 
 def parallelize(
@@ -43,7 +43,8 @@ def parallelize(
     class or an instance, ``apply`` runs in parallel; of an nnx module its call. Their arguments lie at ``batch``.
 
     Args:
-        plan: a policy, the name of a built-in one (``"data_parallel"``), or a finished `Plan`.
+        plan: a policy, the name of a built-in one (``"data_parallel"``), a finished `Plan`, or the file of a saved one
+            (``"plan.json"``).
         devices: how many of ``jax.devices()``, or which; all of them by default. A step can be planned and lowered for
             more than there are, not run.
         cluster: whose links price the adapters, in seconds: a `Cluster`, a built-in one's name or a .toml file. By
@@ -59,7 +60,7 @@ def parallelize(
         ... def train_step(state, batch): ...
         >>> model = jscaler.parallelize("data_parallel", devices=8)(model)
     """
-    policy = plans.by_name(plan) if isinstance(plan, str) else plan
+    policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
     if not isinstance(policy, Plan) and not callable(policy):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
 

@@ -20,6 +20,24 @@ class PlanError(JscalerError):
     """The plan contradicts itself, the graph or the devices."""
 
 
+class PlanFileError(PlanError):
+    """A plan cannot be written to a file or read from one."""
+
+
+class PlanFitError(PlanError):
+    """A finished plan does not fit the graph: its op paths and rules are not those that the plan was made for.
+
+    Example:
+        >>> raise PlanFitError("two_way", "op 'up/dot' is not in the graph; did you mean 'top/dot'?")
+        Traceback (most recent call last):
+        jscaler.errors.PlanFitError: plan 'two_way' does not fit this graph; the first difference: op 'up/dot' is not in the
+        graph; did you mean 'top/dot'?
+    """
+
+    def __init__(self, plan: str, difference: str):
+        super().__init__(f"plan '{plan}' does not fit this graph; the first difference: {difference}")
+
+
 class OrderError(PlanError):
     """Order constraints and data dependencies form a cycle."""
 

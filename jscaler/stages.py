@@ -1,6 +1,7 @@
 """The chain: capture, transform, schedule, materialize, lower. Each stage is a call; nothing else happens here."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from jscaler.lower.program import Program, make_program
 from jscaler.materialize import Completed, Layout, complete
 from jscaler.materialize.shards import stored_leaves
 from jscaler.primitives import Order, Plan, Store, fused, make_plan
+from jscaler.primitives.fits import check_fits
 from jscaler.primitives.reopen import reopen
 from jscaler.report.explain import explain
 from jscaler.rules.book import RuleBook
@@ -76,6 +78,10 @@ class StepPlan:
         """What is made whole for the forward pass, and again for the backward pass: parameters that lie in parts."""
         return made_of(self.source, stored_leaves(self.source, self.plan)).dims.keys()
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan's decisions to a file, which `Plan.load` reads; raises PlanFileError."""
+        self.plan.save(path)
+
     def explain(self) -> str:
         """A table: how every group of ops is split, who decided, and which collectives with how many bytes follow."""
         return explain(self.graph, self.plan, self.completed, self.program, self.flat)
@@ -116,11 +122,16 @@ def transform(
 
     Raises:
         DeviceError: the finished plan is for another number of devices.
+        PlanFitError: it was made for a graph of other ops or rules.
     """
     if not isinstance(policy, Plan):
         return make_plan(policy, captured.graph, num_devices, captured.bodies, stores)
     if policy.num_devices != num_devices:
-        raise DeviceError(f"the plan '{policy.name}' is for {policy.num_devices} devices, and {num_devices} are given")
+        raise DeviceError(
+            f"the plan '{policy.name}' is for {policy.num_devices} devices, and {num_devices} are given; give it as many "
+            f"(devices={policy.num_devices}), or plan again"
+        )
+    check_fits(policy, captured.graph, captured.bodies)
     return dataclasses.replace(policy, decisions=(*stores, *policy.decisions)) if stores else policy
 
 

@@ -17,6 +17,7 @@ from jscaler.plans.spatial import spatial
 from jscaler.plans.tensor_parallel import tensor_parallel
 from jscaler.plans.vocab_parallel import vocab_parallel
 from jscaler.plans.zero import zero1, zero3
+from jscaler.primitives import Plan
 
 Factory = Callable[..., Callable[..., Any]]
 PLANS: dict[str, Factory] = {
@@ -33,24 +34,28 @@ PLANS: dict[str, Factory] = {
 }
 
 
-def by_name(name: str) -> Callable[..., Any]:
-    """The policy that ``name`` says.
+def by_name(name: str) -> Callable[..., Any] | Plan:
+    """The policy, or the finished plan, that ``name`` says.
 
     Args:
         name: a built-in plan, ``"data_parallel"``, with arguments if wanted, ``"megatron(dp=2, tp=4)"``; or a function
-            in a file: ``"path.py:function"`` is a policy, ``"path.py:function(parts=2)"`` returns one.
+            in a file: ``"path.py:function"`` is a policy, ``"path.py:function(parts=2)"`` returns one; or a saved plan,
+            ``"path.json"``.
 
     Raises:
         UnknownNameError: no plan, argument, or function in the file, has that name.
         PlanError: there is no such file, or the arguments are no literals or not those of the plan.
+        PlanFileError: a saved plan cannot be read.
     """
+    if name.endswith(".json"):
+        return Plan.load(name)
     called, arguments = parse_call(name)
     path, _, function = called.rpartition(":")
     if path.endswith(".py"):
         found = _from_file(Path(path), function)
         return found if arguments is None else arguments.call(found)
     if called not in PLANS:
-        raise UnknownNameError("plan", called, PLANS, "; a policy of your own is path.py:function")
+        raise UnknownNameError("plan", called, PLANS, "; a policy of your own is path.py:function, a saved plan path.json")
     return (arguments or PlanCall(called)).call(PLANS[called])
 
 

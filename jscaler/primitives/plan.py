@@ -1,12 +1,16 @@
 """``Plan``: the list of decisions that a policy's primitives append. Everything after it is a pure function."""
 
-import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
+from jscaler.errors import PlanFileError
 from jscaler.ir import Place
 from jscaler.ir.op import Residuals
+from jscaler.primitives import plan_file
 from jscaler.primitives.algorithms import GridAxis
+from jscaler.primitives.made_for import MadeFor
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
 
@@ -136,6 +140,24 @@ class Store:
 
 
 Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Shard | Store
+KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keeps these names for good
+    "op_trans": Trans,
+    "op_assign": Assign,
+    "op_order": Order,
+    "reduce_dtype": ReduceDtype,
+    "residuals": SaveResiduals,
+    "fuse": Fuse,
+    "shard": Shard,
+    "store": Store,
+}
+
+
+def named_ops(decision: Decision) -> tuple[str, ...]:
+    """The ops that a decision names; those that it fuses are no more."""
+    if isinstance(decision, Order):
+        return decision.before, decision.after
+    path = decision.path if isinstance(decision, Fuse) else getattr(decision, "op", None)
+    return () if path is None else (path,)
 
 
 @dataclass(frozen=True)
@@ -146,11 +168,19 @@ class Plan:
         name: the policy's name.
         num_devices: how many logical devices it was given.
         decisions: what the primitives appended.
+        made_for: the ops and rules of the graph that it was made for; a plan without it is taken for any graph that has
+            the ops it names.
+
+    Example:
+        >>> plan = train_step.lower(state, batch).plan.plan  # doctest: +SKIP
+        >>> plan.save("plan.json")  # doctest: +SKIP
+        >>> train_step = jscaler.parallelize(Plan.load("plan.json"), devices=8)(step)  # doctest: +SKIP
     """
 
     name: str
     num_devices: int
     decisions: tuple[Decision, ...] = ()
+    made_for: MadeFor | None = field(default=None, compare=False, repr=False)
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -176,11 +206,44 @@ class Plan:
         """By path of the parameter how its update is split."""
         return {d.leaf: d for d in self.decisions if isinstance(d, Shard)}
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A short hash, equal in every process that made the same decisions."""
-        text = "\n".join([f"{self.num_devices}", *_lines(self.decisions)])
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return plan_file.digest(self.num_devices, self.decisions, KINDS)
+
+    def to_json(self) -> str:
+        """The text of a plan file: JSON, one decision per line.
+
+        Raises:
+            PlanFileError: an algorithm of one's own could not be made again from it.
+        """
+        contents = plan_file.Contents(self.name, self.num_devices, self.digest, self.decisions, self.made_for)
+        return plan_file.write(contents, KINDS)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that ``text`` says.
+
+        Algorithms of one's own are imported from the module that defined them.
+
+        Raises:
+            PlanFileError: it is malformed, of a newer version, or holds a kind of decision that is not known.
+        """
+        found = plan_file.read(text, KINDS)
+        return cls(found.name, found.num_devices, found.decisions, found.made_for)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all; raises PlanFileError."""
+        plan_file.save(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """The plan in a file; raises PlanFileError. Whether it fits is seen once it meets a graph."""
+        text = plan_file.load(path)
+        try:
+            return cls.from_json(text)
+        except PlanFileError as error:
+            raise PlanFileError(f"'{os.fspath(path)}': {error}") from error
 
     def __str__(self) -> str:
         return "\n".join([f"Plan {self.name} on {self.num_devices} devices", *_lines(self.decisions)])

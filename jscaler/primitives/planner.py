@@ -11,11 +11,24 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fuse import fuse
 from jscaler.errors import PlanError, SplitError
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
-from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, ReduceDtype, SaveResiduals, Shard, Store, Trans
+from jscaler.primitives.made_for import MadeFor
+from jscaler.primitives.plan import (
+    Assign,
+    Decision,
+    Fuse,
+    Order,
+    Plan,
+    ReduceDtype,
+    SaveResiduals,
+    Shard,
+    Store,
+    Trans,
+    named_ops,
+)
+from jscaler.primitives.shards import check_shard
 
 
 class Policy(Protocol):
@@ -179,7 +192,7 @@ class Planner:
         for path in paths:
             if path in self._grids:
                 raise PlanError(f"'{path}' was split before, into {self._grids[path]}; fuse ops before they are split")
-            named = [d for d in self._decisions if path in _names(d)]
+            named = [d for d in self._decisions if not isinstance(d, Fuse) and path in named_ops(d)]
             if named:
                 raise PlanError(
                     f"'{path}' is named by a decision before, '{named[0]}'; fuse ops first, and name the fused op"
@@ -232,19 +245,10 @@ class Planner:
         array = np.asarray(devices)
         if any(isinstance(d, Shard) and d.leaf == tensor.name for d in self._decisions):
             raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
-        if tensor_kinds(self.graph).get(tensor) != "parameter":
-            raise PlanError(f"'{tensor.name}' is no parameter: no gradient is taken with respect to it")
-        if not 0 <= dim < len(tensor.shape):
-            raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}")
-        if array.ndim == 0 or sorted(array.flat) != list(range(self.num_devices)):
-            raise PlanError(
-                f"'{tensor.name}' is sharded over devices {array.tolist()}: give an array of all {self.num_devices}, each "
-                "once, whose first axis counts the parts"
-            )
-        parts = array.shape[0]
-        if tensor.shape[dim] % parts:
-            raise SplitError(tensor.name, f"dim {dim}", tensor.shape[dim], parts)
-        self._decisions.append(Shard(tensor.name, dim, parts, tuple(int(d) for d in array.flat), stored))
+        parts = array.shape[0] if array.ndim else 0
+        decision = Shard(tensor.name, dim, parts, tuple(int(d) for d in array.flat), stored)
+        check_shard(self.graph, decision, self.num_devices)
+        self._decisions.append(decision)
 
     def residuals(self, op: Op | Grid | str, mode: Residuals) -> None:
         """Say what the backward of a forward op reads of it.
@@ -266,14 +270,9 @@ class Planner:
 
     def plan(self, name: str) -> Plan:
         """The decisions so far."""
-        return Plan(name, self.num_devices, tuple(self._decisions))
-
-
-def _names(decision: Decision) -> tuple[str, ...]:
-    """The ops that a decision orders, or of which it says what they save."""
-    if isinstance(decision, Order):
-        return decision.before, decision.after
-    return (decision.op,) if isinstance(decision, SaveResiduals) else ()
+        named = {path for decision in self._decisions for path in named_ops(decision)}
+        made_for = MadeFor.of(self.graph, named, self._grids)
+        return Plan(name, self.num_devices, tuple(self._decisions), made_for)
 
 
 def _place(device: Any) -> Place:

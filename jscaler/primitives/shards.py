@@ -1,0 +1,28 @@
+"""Whether a parameter can be sharded as a decision says."""
+
+from jscaler.errors import PlanError, SplitError
+from jscaler.ir import Graph
+from jscaler.ir.kinds import tensor_kinds
+from jscaler.primitives.plan import Shard
+
+
+def check_shard(graph: Graph, shard: Shard, num_devices: int) -> None:
+    """Compare a decision with the parameter that it names.
+
+    Raises:
+        UnknownNameError: there is no such input.
+        PlanError: it is no parameter, has no such dim, or the devices are not all devices, as many for each part.
+        SplitError: the dim does not divide.
+    """
+    tensor = graph.input(shard.leaf)
+    if tensor_kinds(graph).get(tensor) != "parameter":
+        raise PlanError(f"'{tensor.name}' is no parameter: no gradient is taken with respect to it")
+    if not 0 <= shard.dim < len(tensor.shape):
+        raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {shard.dim}")
+    if sorted(shard.devices) != list(range(num_devices)) or shard.parts < 1 or num_devices % shard.parts:
+        raise PlanError(
+            f"'{tensor.name}' is sharded over devices {list(shard.devices)}: give an array of all {num_devices}, each "
+            "once, whose first axis counts the parts"
+        )
+    if tensor.shape[shard.dim] % shard.parts:
+        raise SplitError(tensor.name, f"dim {shard.dim}", tensor.shape[shard.dim], shard.parts)
