@@ -13,8 +13,8 @@ from rich.table import Table
 from jscaler.api import Lowered, Parallelized
 from jscaler.lower.emit import physical_mesh
 from jscaler.lower.gspmd import constrained_step
-from jscaler.report.explain import readable_bytes
 from jscaler.report.hlo import Totals, totals
+from jscaler.report.moves import readable_bytes
 from jscaler.report.tables import table
 from jscaler.report.timing import interleaved, median_ratio
 from jscaler.stages import StepPlan, executable, input_structs, lower, shardings

@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ from jscaler.materialize.shards import stored_leaves
 from jscaler.primitives import Order, Plan, Store, fused, make_plan
 from jscaler.primitives.fits import check_fits
 from jscaler.primitives.reopen import reopen
-from jscaler.report.explain import explain
+from jscaler.report.explain import SECTIONS, Section, explain
+from jscaler.report.step_report import StepReport, step_report
 from jscaler.rules.book import RuleBook
 from jscaler.rules.made_of import made_of
 from jscaler.schedule import ordered_ops
@@ -58,6 +60,7 @@ class StepPlan:
     completed: Completed
     program: Program
     flat: FlatProgram
+    cost: CostModel = FEW_STEPS
 
     @property
     def name(self) -> str:
@@ -82,9 +85,19 @@ class StepPlan:
         """Write the plan's decisions to a file, which `Plan.load` reads; raises PlanFileError."""
         self.plan.save(path)
 
-    def explain(self) -> str:
-        """A table: how every group of ops is split, who decided, and which collectives with how many bytes follow."""
-        return explain(self.graph, self.plan, self.completed, self.program, self.flat)
+    @cached_property
+    def report(self) -> StepReport:
+        """What the plan makes of every group of ops and of state leaves, as data; ``report.as_json()`` for programs."""
+        return step_report(self.graph, self.plan, self.completed, self.program, self.flat, self.cost)
+
+    def explain(self, sections: Iterable[Section] = SECTIONS) -> str:
+        """Tables: how every group of ops is split, who decided, and which collectives with how many bytes follow; how the
+        leaves of the arguments lie; bytes by kind of tensor.
+
+        Args:
+            sections: which of ``"ops"``, ``"leaves"``, ``"memory"``; all by default.
+        """
+        return explain(self.report, sections)
 
     def vtensors(self, path: str, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
         """The parts of tensors that the cell of op ``path`` on logical ``device`` reads, and those that it writes."""
@@ -150,7 +163,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPl
     completed = complete(graph, reopened.plan, captured.rules, cost, reopened.pieces)
     program = make_program(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
     avals = [t.aval for t in (*graph.inputs, *(c for c, _ in graph.constants))]
-    return StepPlan(source, graph, plan, completed, program, flatten(program, avals, captured.source))
+    return StepPlan(source, graph, plan, completed, program, flatten(program, avals, captured.source), cost)
 
 
 @dataclass(frozen=True)

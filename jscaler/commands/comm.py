@@ -14,7 +14,7 @@ from rich.table import Table
 from jscaler.commands.options import use_platform
 from jscaler.cost import Cluster, cluster_toml
 from jscaler.errors import DeviceError
-from jscaler.report.explain import readable_bytes
+from jscaler.report.moves import readable_bytes
 from jscaler.report.tables import table
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from jscaler.materialize.adapter import alternatives
 from jscaler.materialize.bounds import bytes_at_least
 from jscaler.materialize.transitions import price_of
 from jscaler.report.draw_layout import draw_redistribution, refuse_picture
-from jscaler.report.explain import readable_bytes
 from jscaler.report.layout_text import layout_picture, side_by_side
+from jscaler.report.moves import readable_bytes
 from jscaler.report.steps import describe, groups_of, groups_text, layout_text, readable_seconds
 from jscaler.report.tables import table
 

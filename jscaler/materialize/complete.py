@@ -271,7 +271,7 @@ class _Completer(LoopMixin):
         if op.again is not None:
             for tensor in op.again.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))
-            return dataclasses.replace(self.ops[op.again.path].placement, origin="mirrored", runner_up="")
+            return dataclasses.replace(self.ops[op.again.path].placement, origin="mirrored", runners_up=())
         if op.forward is not None:
             for tensor in op.forward.outputs:
                 self._settle_waiting(tensor, self._whole(tensor))
@@ -341,7 +341,7 @@ class _Completer(LoopMixin):
         def price(placement: Placement) -> float:
             return self._cost(op, placement)
 
-        return Filling(op, self.mesh, self.book, self.at_hand, self._chunks(op), price, self.cost).of(chosen)
+        return Filling(op, self.mesh, self.book, self.at_hand, self._chunks(op), price).of(chosen)
 
     def _cost(self, op: Op, placement: Placement) -> float:
         """In the cost model's unit: the adapters of the inputs, and what bringing the results on will take."""

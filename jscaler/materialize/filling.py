@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jscaler.cost import Bytes, CostModel
 from jscaler.ir import Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh
-from jscaler.materialize.placement import Combiners, Placement
+from jscaler.materialize.placement import Combiners, Placement, RunnerUp
 from jscaler.rules.book import RuleBook
 
 
@@ -25,7 +24,6 @@ class Filling:
         at_hand: the layouts in which tensors lie.
         chunks: of the op's factors, the number of parts that run one after another.
         price: of a placement, its adapters included.
-        unit: the cost model that prices are of.
     """
 
     op: Op
@@ -34,7 +32,6 @@ class Filling:
     at_hand: Mapping[PTensor, Sequence[Layout]]
     chunks: Mapping[str, int]
     price: Callable[[Placement], float]
-    unit: CostModel
 
     def of(self, chosen: Placement) -> Placement:
         """Give each axis that ``chosen`` leaves open its cheapest use; among equals the earlier candidate."""
@@ -47,11 +44,18 @@ class Filling:
         rule = self.book.rule(op)
         # Axis by axis may stick: two gradients in shares of both axes are cheap to join before either is reduced.
         starts = [chosen, *self._all_shared(chosen, open_axes), *self._as_cut(rule, chosen, open_axes)]
-        found = [self._axis_by_axis(rule, start, open_axes) for start in starts]
-        return min(found, key=lambda entry: entry[0])[1]
+        found = sorted((self._axis_by_axis(rule, start, open_axes) for start in starts), key=lambda entry: entry[0])
+        cost, best = found[0]
+        others = tuple(
+            RunnerUp(other.describe(self.mesh), "", price - cost)
+            for price, other in found[1:]
+            if (other.factors, other.shares, other.sizes) != (best.factors, best.shares, best.sizes)
+        )
+        return dataclasses.replace(best, runners_up=(*best.runners_up, *others[:1]))
 
     def _axis_by_axis(self, rule: Rule, chosen: Placement, open_axes: Sequence[str]) -> tuple[float, Placement]:
-        cost, runner_up = 0.0, ""
+        cost = 0.0
+        runners_up: list[RunnerUp] = []
         for axis in open_axes:
             if axis in chosen.shares or any(axis in axes for axes in chosen.factors.values()):
                 cost = self.price(chosen)  # decided together with another axis
@@ -60,8 +64,8 @@ class Filling:
             costs.sort(key=lambda entry: entry[:2])
             cost, _, chosen = costs[0]
             if len(costs) > 1:
-                runner_up = f"{costs[1][2].describe(self.mesh)} (+{self._readable(costs[1][0] - cost)})"
-        return cost, dataclasses.replace(chosen, runner_up=runner_up)
+                runners_up.append(RunnerUp(costs[1][2].describe(self.mesh), axis, costs[1][0] - cost))
+        return cost, dataclasses.replace(chosen, runners_up=tuple(runners_up))
 
     def _all_shared(self, chosen: Placement, open_axes: Sequence[str]) -> list[Placement]:
         """Value shares along several axes, passed on along all of them."""
@@ -83,9 +87,6 @@ class Filling:
                         made = dataclasses.replace(chosen, factors={**chosen.factors, factor.name: cuts[0]})
                         found[factor.name, cuts[0]] = made
         return list(found.values())
-
-    def _readable(self, more: float) -> str:
-        return f"cost {more:.0f}" if isinstance(self.unit, Bytes) else f"{more * 1e6:.1f} µs"
 
     def _candidates(self, rule: Rule, chosen: Placement, axis: str) -> list[Placement]:
         found = [chosen]

@@ -16,6 +16,21 @@ Combiners = tuple[Combiner | None, ...]
 
 
 @dataclass(frozen=True)
+class RunnerUp:
+    """The best that was not taken where something was filled in.
+
+    Attributes:
+        what: the placement that was not taken, as `Placement.describe` says it.
+        axis: the mesh axis that was decided; empty where it was several at once.
+        more: how much more it costs, in the cost model's unit.
+    """
+
+    what: str
+    axis: str
+    more: float
+
+
+@dataclass(frozen=True)
 class Placement:
     """The uses of the mesh axes in one op. Axes not named here replicate the op.
 
@@ -25,7 +40,7 @@ class Placement:
         chunks: factor -> the number of its parts that run one after another on every device.
         shares: axis -> per operand the combiner of the value shares that pass through the (linear) op along it.
         origin: who decided: ``policy``, ``mirrored`` (a backward after its forward) or ``filled``.
-        runner_up: for what was filled in, the best alternative and the extra bytes it would send.
+        runners_up: for every axis that was filled in by price, the best that was not taken.
     """
 
     factors: Mapping[str, Axes] = field(default_factory=dict)
@@ -33,7 +48,7 @@ class Placement:
     chunks: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     shares: Mapping[str, Combiners] = field(default_factory=dict)
     origin: str = "policy"
-    runner_up: str = ""
+    runners_up: tuple[RunnerUp, ...] = ()
 
     def parts(self, mesh: DeviceMesh) -> dict[str, int]:
         """How many parts each factor is split into."""

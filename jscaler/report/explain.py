@@ -1,167 +1,141 @@
-"""``explain``: a plan as a table that a person can read."""
+"""``explain``: a plan as tables that a person can read."""
 
-import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
-from jscaler.ir import Graph, Op
-from jscaler.ir.loop import chain_of
-from jscaler.lower.numbering import FlatProgram
-from jscaler.lower.program import Adapt, Extend, Program, walk
-from jscaler.materialize import Completed, Layout
-from jscaler.materialize.placement import Placement
-from jscaler.primitives import Plan
-from jscaler.report.replicated import replicated_lines
+from jscaler.materialize.placement import RunnerUp
+from jscaler.report.folding import braced, merged
+from jscaler.report.leaves import LeafRow, together
+from jscaler.report.moves import Move, moved_text, readable_bytes, summed
+from jscaler.report.step_report import OpRow, StepReport, grouped_moves
 
-Moved = dict[str, tuple[int, float]]  # kind of collective -> count, bytes that each device sends
+Section = Literal["ops", "leaves", "memory"]
+SECTIONS: tuple[Section, ...] = ("ops", "leaves", "memory")
+MOST_LISTED = 8  # leaves that are named of those that stay whole
 
 
-@dataclass(frozen=True)
-class Move:
-    """What stands in front of an op: a tensor on its way from one layout to another.
+def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
+    """A report as text.
 
-    Attributes:
-        way: the layouts, in R V D text.
-        moved: the collectives, over all iterations of a loop.
-    """
-
-    tensor: str
-    way: str
-    moved: Moved
-
-
-def explain(graph: Graph, plan: Plan, completed: Completed, program: Program, flat: FlatProgram) -> str:
-    """One line per group of like ops (layer numbers folded), and below it one per tensor that is moved for it.
-
-    A group's line: its split, who decided and why, the collectives in front of it with the bytes that each device sends,
+    ``ops``: one line per group of like ops (layer numbers folded), and below it one per tensor that is moved for it. A
+    group's line: its split, who decided and why, the collectives in front of it with the bytes that each device sends,
     how it leaves its (first) result, and the runner-up of what was filled in. Layouts are ``R<replicas> V<value shares>
     D<parts of each dim>``.
+
+    ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
+    others are split. ``memory``: bytes by kind of tensor.
     """
-    moves = moves_by_reader(program, flat)
-    groups: dict[tuple[str, ...], list[Op]] = {}
-
-    def times(op: Op) -> int:
-        """How often a loop runs it."""
-        return math.prod(graph.loops[name].length for name in chain_of(op.loop, graph.loops))
-
-    for op in graph.ops:
-        laid = completed.ops[op.path]
-        place, left = laid.placement, layout_text(laid.outputs[0]) if laid.outputs else ""
-        key = (op.kind, _folded(op.path), place.describe(completed.mesh), why(place), left, place.runner_up)
-        groups.setdefault(key, []).append(op)
-    rows = [("kind", "ops", "n", "split", "decided", "collectives in front (bytes per device)", "leaves", "runner-up")]
-    details: list[list[str]] = [[]]
-    for (kind, path, split, reason, left, runner_up), ops in groups.items():
-        mine = [move for op in ops for move in moves.get(op.path, [])]
-        moved = _sum([move.moved for move in mine])
-        if not moved and reason != "policy" and split == "copy" and not runner_up:
-            continue  # copied because all it reads is copied: nothing to tell
-        count = str(sum(times(op) for op in ops))
-        rows.append((kind, path, count, split, reason, _moves(moved), left, runner_up))
-        details.append(_details(mine))
-    results = [move for move in moves.get("", []) if _moves(move.moved)]
-    hidden = sum(times(op) for op in graph.ops) - sum(int(r[2]) for r in rows[1:])
-    axes = " × ".join(f"{n}={s}" for n, s in completed.mesh.axes) or "one device"
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row, below in zip(rows, details, strict=True):
-        lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip(), *below]
-    total = _sum([move.moved for every in moves.values() for move in every])
-    return "\n".join([
-        f"plan {plan.name} ({plan.digest}) on {plan.num_devices} device(s), mesh {axes}, {len(plan.decisions)} decisions",
-        *(lines if len(rows) > 1 else []),
-        *([f"{hidden} ops are copied on every device, as all that they read is"] if hidden else []),
-        *([f"results: {_moves(_sum([m.moved for m in results]))}", *_details(results)] if results else []),
-        *replicated_lines(graph, plan, completed),
-        f"total: {_moves(total) or 'no communication'}",
-    ])  # fmt: skip
+    chosen = list(sections)
+    axes = " × ".join(f"{name}={size}" for name, size in report.mesh.items()) or "one device"
+    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {axes}"
+    lines = [f"{head}, {report.num_decisions} decisions"]
+    lines += _ops(report) if "ops" in chosen else []
+    lines += _leaves(report) if "leaves" in chosen else []
+    lines += _memory(report) if "memory" in chosen else []
+    return "\n".join([*lines, f"total: {moved_text(report.total) or 'no communication'}"])
 
 
-def why(placement: Placement) -> str:
-    """Who decided a placement, and for what reason."""
-    if placement.origin == "policy":
-        return "policy"
-    if placement.origin == "mirrored":
-        return "mirrored, shares passed on" if placement.shares else "mirrored"
-    if placement.shares:
-        return "filled: passes value shares on"
-    if placement.factors:
-        return "filled: the split of its inputs" if placement.runner_up else "filled: the split that its reader wants"
-    return "filled: whole values cost least" if placement.runner_up else "filled: no cheaper use"
+def _ops(report: StepReport) -> list[str]:
+    rows = [row for row in report.ops if not row.idle]
+    table = [("kind", "ops", "n", "split", "decided", "collectives in front (bytes per device)", "leaves", "runner-up")]
+    below: list[Sequence[str]] = [[]]
+    for row in _merged_updates(rows):
+        runner_up = _runners_up(row.runners_up, report)
+        table.append(
+            (row.kind, row.path, str(row.count), row.split, row.decided, moved_text(row.moved), row.layout, runner_up)
+        )
+        below.append(_details(row.moves))
+    lines = _aligned(table, below) if rows else []
+    hidden = sum(row.count for row in report.ops if row.idle)
+    lines += [f"{hidden} ops are copied on every device, as all that they read is"] if hidden else []
+    if report.results:
+        moved = summed([move.moved for move in report.results])
+        lines += [f"results: {moved_text(moved)}", *_details(report.results)]
+    return lines
 
 
-def layout_text(layout: Layout) -> str:
-    """A layout without its devices."""
-    return layout.counts
+def _merged_updates(rows: Sequence[OpRow]) -> list[OpRow]:
+    """Update ops that do the same for different leaves as one row; forward and backward keep the program's order."""
+
+    def join(path: str, found: Sequence[OpRow]) -> OpRow:
+        moves = grouped_moves([move for row in found for move in row.moves])
+        return dataclasses.replace(found[0], path=path, count=sum(row.count for row in found), moves=moves)
+
+    def rest(row: OpRow) -> tuple[object, ...]:
+        return row.split, row.decided, row.layout, row.runners_up, bool(row.moves)
+
+    updates = merged([row for row in rows if row.kind == "update"], lambda row: row.path, rest, join, keep_last=True)
+    return [*(row for row in rows if row.kind != "update"), *updates]
 
 
 def _details(moves: Sequence[Move]) -> list[str]:
-    """One line per tensor and way, layer numbers folded."""
-    groups: dict[tuple[str, str], list[Moved]] = {}
-    for move in moves:
-        if _moves(move.moved):
-            groups.setdefault((_folded(move.tensor), move.way), []).append(move.moved)
-    return [f"          └ {tensor}: {way}, {_moves(_sum(moved))}" for (tensor, way), moved in groups.items()]
+    """One line per tensor and way; tensors that differ in one part of their names together."""
+
+    def join(name: str, found: Sequence[Move]) -> Move:
+        return Move(name, found[0].way, summed([move.moved for move in found]))
+
+    alike = merged(moves, lambda move: move.tensor, lambda move: (move.way, tuple(move.moved)), join)
+    return [f"          └ {move.tensor}: {move.way}, {moved_text(move.moved)}" for move in alike]
 
 
-def moves_by_reader(program: Program, flat: FlatProgram) -> dict[str, list[Move]]:
-    """Op path -> what is moved in front of it; "" for the results."""
-    itemsizes = {t.output: t.tensor.itemsize for t in (*program.adapters, *program.halos)}
-    # adapters that moved across a cast carry its narrow side
-    itemsizes |= {e.adapt.output: _itemsize(e.input) for e in flat.exchanges}
-    kept = {e.adapt.output for e in flat.exchanges}  # equal ones are made once
-    table: dict[str, list[Move]] = {}
-    waiting: list[Move] = []
-    for task, times in walk(program.tasks):
-        if isinstance(task, Adapt | Extend):
-            waiting += [_move(task, times, itemsizes[task.output])] if task.output in kept else []
-        else:
-            table.setdefault(task.op.path, []).extend(waiting)
-            waiting = []
-    table[""] = waiting
-    return table
+def _leaves(report: StepReport) -> list[str]:
+    table = [("leaf", "path", "n", "whole", "lies", "per device", "decided", "runner-up")]
+    for row in _merged_leaves(report.leaves):
+        runner_up = _runners_up([row.runner_up] if row.runner_up else [], report)
+        whole, part = readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)
+        table.append((row.kind, row.name, str(row.count), whole, row.layout, part, row.decided, runner_up))
+    return [*(_aligned(table) if report.leaves else []), *(report.not_sharded or _stay_whole(report))]
 
 
-def _move(adapt: Adapt | Extend, times: int, itemsize: int) -> Move:
-    moved: Moved = {}
-    for kind, nbytes in adapt.sent(itemsize):
-        count, sent = moved.get(kind, (0, 0.0))
-        moved[kind] = (count + times, sent + times * nbytes)
-    if isinstance(adapt, Extend):
-        return Move(adapt.tensor.name, f"{layout_text(adapt.layout)} and the rows around each part", moved)
-    return Move(adapt.tensor.name, f"{layout_text(adapt.adapter.source)} → {layout_text(adapt.adapter.target)}", moved)
+def _merged_leaves(rows: Sequence[LeafRow]) -> list[LeafRow]:
+    return merged(rows, lambda row: row.name, _alike, _leaves_together)
 
 
-def _sum(parts: Sequence[Moved]) -> Moved:
-    total: Moved = {}
-    for part in parts:
-        for kind, (count, sent) in part.items():
-            known = total.get(kind, (0, 0.0))
-            total[kind] = (known[0] + count, known[1] + sent)
-    return total
+def _alike(row: LeafRow) -> tuple[object, ...]:
+    return row.kind, row.shape, row.dtype, row.layout, row.decided.partition(":")[0], row.runner_up
 
 
-def _moves(moved: Moved) -> str:
-    """The collectives of a table; what stays on its device is left out."""
-    sent = {kind: found for kind, found in moved.items() if kind not in ("slice", "value_mask")}
-    return ", ".join(f"{count}× {kind} {readable_bytes(nbytes)}" for kind, (count, nbytes) in sent.items())
+def _leaves_together(name: str, rows: Sequence[LeafRow]) -> LeafRow:
+    decided = braced([row.decided for row in rows])
+    shown = f"{rows[0].decided}, …" if ", " in decided else decided
+    return dataclasses.replace(together(name, rows), decided=shown)
 
 
-def readable_bytes(number: float) -> str:
-    """``1.5 MiB`` for 1572864."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024 or unit == "GiB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    raise AssertionError
+def _stay_whole(report: StepReport) -> list[str]:
+    rows = sorted(_merged_leaves(report.replicated), key=lambda row: -row.nbytes_per_device)
+    if not rows:
+        return []
+    count, nbytes = sum(row.count for row in rows), sum(row.nbytes_per_device for row in rows)
+    names = ", ".join(f"{row.name} ({readable_bytes(row.nbytes_per_device)})" for row in rows[:MOST_LISTED])
+    more = f", and {sum(row.count for row in rows[MOST_LISTED:])} smaller" if len(rows) > MOST_LISTED else ""
+    return [f"{count} leaves stay whole on every device, {readable_bytes(nbytes)} in all: {names}{more}"]
 
 
-def _folded(path: str) -> str:
-    """Layer numbers as ``*``: ``block_*/mlp/up/dot``."""
-    return re.sub(r"(?<=[_/.])\d+(?=/|@|$|\.)", "*", path)
+def _memory(report: StepReport) -> list[str]:
+    table = [("bytes", "n", "whole", "per device")]
+    for row in report.memory:
+        table.append((row.kind, str(row.count), readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)))
+    return _aligned(table)
 
 
-def _itemsize(atom: Any) -> int:
-    return atom.aval.dtype.itemsize
+def _runners_up(found: Sequence[RunnerUp], report: StepReport) -> str:
+    """``copy (+cost 384)``; with its axis where several were decided."""
+    named = len(found) > 1 and len(report.mesh) > 1
+
+    def one(runner_up: RunnerUp) -> str:
+        more = f"{runner_up.more * 1e6:+.1f} µs" if report.unit == "seconds" else f"{runner_up.more:+.0f}"
+        cost = more if report.unit == "seconds" else f"{more[0]}cost {more[1:]}"
+        return f"{runner_up.axis + ': ' if named and runner_up.axis else ''}{runner_up.what} ({cost})"
+
+    return ", ".join(map(one, found))
+
+
+def _aligned(table: Sequence[Sequence[str]], below: Sequence[Sequence[str]] | None = None) -> list[str]:
+    """Columns as wide as their widest entry; after each row the lines that stand below it."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines: list[str] = []
+    for number, row in enumerate(table):
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        lines += below[number] if below is not None else []
+    return lines

@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from jscaler.compare import Comparison, Side, comparison_table
-from jscaler.report.explain import readable_bytes
 from jscaler.report.hlo import Totals
+from jscaler.report.moves import readable_bytes
 
 
 def test_a_comparison_shows_both_sides_and_their_ratio() -> None:

@@ -1,0 +1,82 @@
+"""What is moved in front of each op: tensors on their way from one layout to another, and the bytes of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jscaler.lower.numbering import FlatProgram
+from jscaler.lower.program import Adapt, Extend, Program, walk
+
+Moved = Mapping[str, tuple[int, float]]  # kind of collective -> count, bytes that each device sends
+LOCAL = frozenset({"slice", "value_mask"})  # steps that send nothing
+
+
+@dataclass(frozen=True)
+class Move:
+    """What stands in front of an op: a tensor on its way from one layout to another.
+
+    Attributes:
+        way: the layouts, in R V D text.
+        moved: the collectives, over all iterations of a loop; what stays on its device is left out.
+    """
+
+    tensor: str
+    way: str
+    moved: Moved
+
+
+def moves_by_reader(program: Program, flat: FlatProgram) -> dict[str, list[Move]]:
+    """Op path -> what is moved in front of it; "" for the results."""
+    itemsizes = {t.output: t.tensor.itemsize for t in (*program.adapters, *program.halos)}
+    # adapters that moved across a cast carry its narrow side
+    itemsizes |= {e.adapt.output: _itemsize(e.input) for e in flat.exchanges}
+    kept = {e.adapt.output for e in flat.exchanges}  # equal ones are made once
+    table: dict[str, list[Move]] = {}
+    waiting: list[Move] = []
+    for task, times in walk(program.tasks):
+        if isinstance(task, Adapt | Extend):
+            waiting += [_move(task, times, itemsizes[task.output])] if task.output in kept else []
+        else:
+            table.setdefault(task.op.path, []).extend(waiting)
+            waiting = []
+    table[""] = waiting
+    return table
+
+
+def _move(adapt: Adapt | Extend, times: int, itemsize: int) -> Move:
+    moved: dict[str, tuple[int, float]] = {}
+    for kind, nbytes in adapt.sent(itemsize):
+        if kind not in LOCAL:
+            count, sent = moved.get(kind, (0, 0.0))
+            moved[kind] = (count + times, sent + times * nbytes)
+    if isinstance(adapt, Extend):
+        return Move(adapt.tensor.name, f"{adapt.layout.counts} and the rows around each part", moved)
+    return Move(adapt.tensor.name, f"{adapt.adapter.source.counts} → {adapt.adapter.target.counts}", moved)
+
+
+def summed(parts: Sequence[Moved]) -> Moved:
+    """Counts and bytes of all of ``parts``."""
+    total: dict[str, tuple[int, float]] = {}
+    for part in parts:
+        for kind, (count, sent) in part.items():
+            known = total.get(kind, (0, 0.0))
+            total[kind] = (known[0] + count, known[1] + sent)
+    return total
+
+
+def moved_text(moved: Moved) -> str:
+    """``2× all_reduce 3.0 KiB``."""
+    return ", ".join(f"{count}× {kind} {readable_bytes(nbytes)}" for kind, (count, nbytes) in moved.items())
+
+
+def readable_bytes(number: float) -> str:
+    """``1.5 MiB`` for 1572864."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024 or unit == "GiB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError
+
+
+def _itemsize(atom: Any) -> int:
+    return atom.aval.dtype.itemsize

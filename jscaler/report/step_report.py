@@ -1,0 +1,199 @@
+"""``StepReport``: a planned step as data, for people (`explain`) and for programs (``as_json``)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jscaler.cost import Bytes, CostModel
+from jscaler.ir import Graph, Op
+from jscaler.ir.kinds import TensorKind, tensor_kinds
+from jscaler.ir.loop import chain_of
+from jscaler.ir.op import OpKind
+from jscaler.lower.numbering import FlatProgram
+from jscaler.lower.program import Program
+from jscaler.materialize import Completed
+from jscaler.materialize.placement import Placement, RunnerUp
+from jscaler.primitives import Plan
+from jscaler.report.folding import folded
+from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
+from jscaler.report.moves import Move, Moved, moves_by_reader, summed
+from jscaler.report.replicated import replicated_lines
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """Ops that are alike but for layer numbers.
+
+    Attributes:
+        kind: forward, backward or update.
+        path: their path, layer numbers as ``*``.
+        count: how often they run in a step, over all iterations of loops.
+        split: what the mesh axes mean for them: ``a:2 share:4``.
+        origin: who decided: ``policy``, ``mirrored`` or ``filled``.
+        decided: the same with the reason.
+        layout: how they leave their (first) result, in R V D text.
+        runners_up: the best that was not taken, per axis that was filled in by price.
+        moves: what stands in front of them, one per tensor and way.
+        idle: copied because all that they read is copied: nothing was to be decided, and nothing is sent.
+    """
+
+    kind: OpKind
+    path: str
+    count: int
+    split: str
+    origin: str
+    decided: str
+    layout: str
+    runners_up: tuple[RunnerUp, ...] = ()
+    moves: tuple[Move, ...] = ()
+    idle: bool = False
+
+    @property
+    def moved(self) -> Moved:
+        """All collectives in front of them."""
+        return summed([move.moved for move in self.moves])
+
+
+@dataclass(frozen=True)
+class KindBytes:
+    """The tensors of one kind: how many, their bytes, and how many of these each device holds (most, if they differ)."""
+
+    kind: TensorKind
+    count: int
+    nbytes: int
+    nbytes_per_device: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a plan makes of a step.
+
+    Attributes:
+        mesh: axis -> size.
+        num_decisions: of the policy; everything else was filled in.
+        ops: groups of like ops, in the order of the program.
+        leaves: groups of like leaves of the step's arguments.
+        memory: bytes by kind of tensor.
+        results: what is moved for the step's results.
+        not_sharded: what lies whole along the axes of the plan's shards, a line each, and why.
+        unit: of the runners-up: ``bytes`` (a launch counts as some, too) or ``seconds``.
+    """
+
+    plan: str
+    digest: str
+    num_devices: int
+    mesh: Mapping[str, int]
+    num_decisions: int
+    ops: tuple[OpRow, ...]
+    leaves: tuple[LeafRow, ...]
+    memory: tuple[KindBytes, ...]
+    results: tuple[Move, ...]
+    not_sharded: tuple[str, ...] = ()
+    unit: str = "bytes"
+
+    @property
+    def total(self) -> Moved:
+        """All collectives of a step."""
+        return summed([move.moved for moves in (*(row.moves for row in self.ops), self.results) for move in moves])
+
+    @property
+    def replicated(self) -> tuple[LeafRow, ...]:
+        """Leaves that are whole on every device, though others of their kind are split."""
+        split = {row.kind for row in self.leaves if not row.replicated}
+        return tuple(row for row in self.leaves if row.replicated and row.kind in split)
+
+    def as_json(self) -> dict[str, Any]:
+        """Dictionaries, lists, numbers and text only."""
+        found = dataclasses.asdict(self) | {"total": self.total}
+        return _plain(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def step_report(
+    graph: Graph, plan: Plan, completed: Completed, program: Program, flat: FlatProgram, cost: CostModel
+) -> StepReport:
+    """Gather the report of a planned step."""
+    moves = moves_by_reader(program, flat)
+    return StepReport(
+        plan.name,
+        plan.digest,
+        plan.num_devices,
+        dict(completed.mesh.axes),
+        len(plan.decisions),
+        _op_rows(graph, completed, moves),
+        leaf_rows(graph, completed, cost),
+        _memory(graph, completed),
+        grouped_moves(moves.get("", [])),
+        tuple(replicated_lines(graph, plan, completed)),
+        "bytes" if isinstance(cost, Bytes) else "seconds",
+    )
+
+
+def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Move]]) -> tuple[OpRow, ...]:
+    groups: dict[tuple[Any, ...], list[Op]] = {}
+    for op in graph.ops:
+        laid = completed.ops[op.path]
+        place, left = laid.placement, laid.outputs[0].counts if laid.outputs else ""
+        split = place.describe(completed.mesh)
+        key = (op.kind, folded(op.path), split, place.origin, why(place), left, place.runners_up)
+        groups.setdefault(key, []).append(op)
+    rows = []
+    for (kind, path, split, origin, decided, left, runners_up), ops in groups.items():
+        mine = grouped_moves([move for op in ops for move in moves.get(op.path, [])])
+        idle = not any(m.moved for m in mine) and origin != "policy" and split == "copy" and not runners_up
+        count = sum(_times(graph, op) for op in ops)
+        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle))
+    return tuple(rows)
+
+
+def _times(graph: Graph, op: Op) -> int:
+    """How often loops run it."""
+    return math.prod(graph.loops[name].length for name in chain_of(op.loop, graph.loops))
+
+
+def grouped_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
+    """One per tensor and way, layer numbers folded."""
+    groups: dict[tuple[str, str], list[Moved]] = {}
+    for move in moves:
+        if move.moved:
+            groups.setdefault((folded(move.tensor), move.way), []).append(move.moved)
+    return tuple(Move(tensor, way, summed(moved)) for (tensor, way), moved in groups.items())
+
+
+def why(placement: Placement) -> str:
+    """Who decided a placement, and for what reason."""
+    if placement.origin == "policy":
+        return "policy"
+    if placement.origin == "mirrored":
+        return "mirrored, shares passed on" if placement.shares else "mirrored"
+    if placement.shares:
+        return "filled: passes value shares on"
+    if placement.factors:
+        return "filled: the split of its inputs" if placement.runners_up else "filled: the split that its reader wants"
+    return "filled: whole values cost least" if placement.runners_up else "filled: no cheaper use"
+
+
+def _memory(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
+    """Bytes by kind. A gradient counts in the layout in which its (first) reader takes it, value shares joined."""
+    kinds = tensor_kinds(graph)
+    laid = {t: layout for t, layout in completed.inputs.items() if t in kinds}
+    for op in graph.ops:
+        placed = completed.ops[op.path]
+        for tensor, layout in zip(op.inputs, placed.inputs, strict=True):
+            if kinds.get(tensor) == "gradient" and tensor not in laid:
+                laid[tensor] = layout
+    for tensor, layout in zip(graph.outputs, completed.outputs, strict=True):
+        laid.setdefault(tensor, layout)  # a gradient that the step only returns
+    rows = []
+    for kind in ("parameter", "gradient", "optimizer", "input"):
+        mine = [t for t, k in kinds.items() if k == kind]
+        parts = sum(local_bytes(t, laid[t]) if t in laid else t.nbytes for t in mine)
+        rows.append(KindBytes(kind, len(mine), sum(t.nbytes for t in mine), parts))
+    return tuple(rows)
