@@ -100,8 +100,8 @@ class StepReport:
 
     @property
     def replicated(self) -> tuple[LeafRow, ...]:
-        """Leaves that are whole on every device, though others of their kind are split."""
-        split = {row.kind for row in self.leaves if not row.replicated}
+        """State that is whole on every device, though other state of its kind is split."""
+        split = {row.kind for row in self.leaves if not row.replicated and row.kind != "input"}
         return tuple(row for row in self.leaves if row.replicated and row.kind in split)
 
     def as_json(self) -> dict[str, Any]:

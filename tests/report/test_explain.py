@@ -1,10 +1,17 @@
 """``explain`` says how each group of ops is split, who decided, and what is sent."""
 
+import json
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jscaler
+from jscaler import Split
+from jscaler.cost import FEW_STEPS
+from tests.lower.steps import batch_and_hidden, planned, tensor_parallel
 
 
 @pytest.mark.smoke
@@ -45,3 +52,70 @@ def test_explain_says_why_and_which_tensor_in_which_layouts() -> None:
     reader = lines[moved[0] - 1]
     assert "filled: " in reader
     assert any("layer_*/dot " in line and "policy" in line and "R1 V1 D(1,4)" in line for line in lines)
+
+
+def test_leaves_and_bytes_follow_the_ops_and_sections_can_be_chosen() -> None:
+    plan = planned(tensor_parallel, 4)
+    lines = plan.explain().splitlines()
+    assert any(
+        line.split()[:5] == ["parameter", "state/params/up/kernel", "1", "512", "B"] and "R1 V1 D(1,4)" in line
+        for line in lines
+    )
+    assert any(line.startswith("2 leaves of state stay whole on every device, 64 B in all: state/") for line in lines)
+    memory = plan.explain(sections=["memory"]).splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in memory[2:-1]}
+    assert table["parameter"] == ["4", "1.1", "KiB", "304", "B"]
+    assert table["gradient"] == table["parameter"]
+    assert table["optimizer"] == table["parameter"]
+    assert table["input"][-2:] == ["1.1", "KiB"]
+    assert memory[0] == lines[0]
+    assert memory[-1] == lines[-1]
+    assert not any(line.startswith(("forward", "parameter ", "leaf")) for line in memory[1:] if "state/" in line)
+
+
+def test_the_report_is_plain_data() -> None:
+    report = planned(batch_and_hidden, 4).report
+    data = json.loads(json.dumps(report.as_json()))
+    assert data["plan"] == "batch_and_hidden"
+    assert data["mesh"] == {"x0": 2, "x1": 2}
+    assert {row["kind"] for row in data["ops"]} == {"forward", "backward", "update"}
+    sent = sum(nbytes for _, nbytes in data["total"].values())
+    assert sent == sum(n for row in data["ops"] for move in row["moves"] for _, n in move["moved"].values())
+    assert sum(row["count"] for row in data["ops"]) == len(planned(batch_and_hidden, 4).graph.ops)
+
+
+def test_whatever_was_filled_in_by_price_says_what_it_cost_more() -> None:
+    """Per axis of a two-dim grid; never cheaper than what was taken."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        cells = graph.op_trans("one/dot", Split("a", 2), Split("c", 4))
+        graph.op_assign(cells, devices.reshape(2, 4))
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("one"):
+            y = x @ w
+        with jax.named_scope("two"):
+            return jnp.tanh(y)
+
+    plan = jscaler.parallelize(policy, devices=8)(step).lower(jnp.ones((8, 8)), jnp.ones((8, 8))).plan
+    first, second = plan.report.ops
+    assert (first.origin, first.runners_up) == ("policy", ())
+    assert second.decided == "filled: the split of its inputs"
+    assert [(found.axis, found.what) for found in second.runners_up] == [("x0", "copy"), ("x1", "a:2")]
+    along_x1 = FEW_STEPS.launch + 3 / 4 * (8 * 8 * 4) / 2  # gather the half of y that a row of devices holds
+    assert second.runners_up[1].more == pytest.approx(along_x1, abs=1)
+    assert second.runners_up[0].more > 0
+    assert f"x1: a:2 (+cost {along_x1:.0f})" in plan.explain()
+
+
+def test_update_ops_of_like_leaves_are_one_line() -> None:
+    def step(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+        def loss(p: dict[str, jax.Array]) -> jax.Array:
+            return sum(jnp.tanh(batch @ p[name]).sum() for name in p)  # type: ignore[return-value]
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jscaler.grad(loss)(state))
+
+    state = {name: jnp.ones((4, 4)) for name in ("key", "query", "value")}
+    text = jscaler.parallelize("data_parallel", devices=2)(step).lower(state, jnp.ones((2, 4))).plan.explain()
+    assert "update/state/{key,query,value}/" in text
+    assert "state/{key,query,value} " in text

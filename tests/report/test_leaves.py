@@ -1,0 +1,108 @@
+"""State leaf by state leaf: how it lies, its bytes on each device, who decided, and what another layout would cost."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jscaler
+from jscaler.cost import FEW_STEPS
+from jscaler.ir.kinds import tensor_kinds
+from jscaler.report.leaves import LeafRow
+from jscaler.stages import StepPlan
+from tests.lower.steps import MOMENTUM, Policy, batch_and_hidden, make_batch, make_state, make_step, split, tensor_parallel
+
+
+def plan_of(policy: Policy | str, devices: int = 4) -> StepPlan:
+    return jscaler.parallelize(policy, devices=devices)(make_step()).lower(make_state(MOMENTUM), make_batch()).plan
+
+
+def rows_of(plan: StepPlan) -> dict[str, LeafRow]:
+    return {row.name: row for row in plan.report.leaves}
+
+
+@pytest.mark.smoke
+def test_every_leaf_lies_in_the_bytes_that_its_arrays_have() -> None:
+    """Kind by kind, against the shards of the step's own arrays."""
+    step = jscaler.parallelize(batch_and_hidden, devices=4)(make_step())
+    lowered = step.lower(make_state(MOMENTUM), make_batch())
+    report = lowered.plan.report
+    held: dict[str, int] = {}
+    for tensor, sharding in zip(lowered.graph.inputs, lowered.executable.in_shardings, strict=True):
+        local = int(np.prod(sharding.shard_shape(tensor.shape))) * tensor.itemsize
+        kind = tensor_kinds(lowered.graph)[tensor]
+        held[kind] = held.get(kind, 0) + local
+    by_kind = {row.kind: row for row in report.memory}
+    for kind, nbytes in held.items():
+        assert sum(row.nbytes_per_device for row in report.leaves if row.kind == kind) == nbytes
+        assert by_kind[kind].nbytes_per_device == nbytes
+        assert sum(row.nbytes for row in report.leaves if row.kind == kind) == by_kind[kind].nbytes
+    assert held["parameter"] == held["optimizer"] == 4 * (8 * 16 // 2 + 16 // 2 + 16 * 8 // 2 + 8)
+    assert sum(row.count for row in report.leaves) == len(lowered.graph.inputs)
+
+
+def test_who_decided_and_for_whom() -> None:
+    rows = rows_of(plan_of(tensor_parallel))
+    assert rows["state/params/up/kernel"].decided == "policy: as up/dot reads it"
+    assert rows["state/params/up/kernel"].layout == "R1 V1 D(1,4)"
+    assert rows["state/params/down/bias"].decided == "filled: as down/add reads it"
+    moment = rows["state/opt/*/trace/up/kernel"]  # nobody said so: it follows its parameter's update
+    assert moment.decided == "filled: as its update reads it"
+    assert (moment.layout, moment.kind) == ("R1 V1 D(1,4)", "optimizer")
+    assert rows["batch/labels"].decided == "whole: no op reads it"
+
+
+def test_what_stays_whole_though_others_are_split_is_listed() -> None:
+    report = plan_of(tensor_parallel).report
+    assert {row.name for row in report.replicated} == {"state/params/down/bias", "state/opt/*/trace/down/bias"}
+    assert plan_of("data_parallel").report.replicated == ()  # all parameters are whole
+
+
+def test_the_runner_up_is_the_price_of_another_layout() -> None:
+    """Two readers want different cuts of one kernel: the first has it, and the second brings it over."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        split(graph, "one/dot", ("w", 1), devices)
+        split(graph, "two/dot", ("w", 0), devices)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        with jax.named_scope("one"):
+            y = x @ w
+        with jax.named_scope("two"):
+            return y @ w
+
+    plan = jscaler.parallelize(policy, devices=4)(step).lower(jnp.ones((8, 8)), jnp.ones((4, 8))).plan
+    row = rows_of(plan)["w"]
+    assert (row.layout, row.decided) == ("R1 V1 D(1,4)", "policy: as one/dot reads it")
+    whole = 8 * 8 * 4
+    exchange = FEW_STEPS.launch + whole / 4 * 3 / 4  # one all-to-all; from a whole copy both readers just slice
+    assert row.runner_up is not None
+    assert row.runner_up.what == "R4 V1 D(1,1)"
+    assert row.runner_up.more == pytest.approx(-exchange, abs=1)
+
+
+def test_leaves_of_stacked_layers_are_those_of_the_loop() -> None:
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        def loss(params: dict[str, jax.Array]) -> jax.Array:
+            def layer(c: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+                with jax.named_scope("up"):
+                    return jnp.tanh(c @ w), None
+
+            return jax.lax.scan(layer, x, params["w"])[0].sum()
+
+        return jax.tree.map(lambda p, g: p - g, params, jscaler.grad(loss)(params))
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        op = next(op for op in graph.forward() if op.loop and op.name == "dot")
+        cells = graph.op_trans(op, jscaler.Split("c", devices.size))
+        graph.op_assign(cells, devices)
+
+    decorated = jscaler.parallelize(policy, devices=2, donate_argnums=0)(step)
+    plan = decorated.lower({"w": jnp.ones((3, 8, 8))}, jnp.ones((4, 8))).plan
+    row = rows_of(plan)["params/w"]
+    assert row.kind == "parameter"
+    assert row.layout == "R1 V1 D(1,1,2)"
+    assert row.decided.startswith("policy: as ")
+    assert row.nbytes_per_device == 3 * 8 * 8 * 4 // 2
