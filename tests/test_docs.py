@@ -44,6 +44,19 @@ def test_the_blocks_on_training_state_run_one_after_another() -> None:
     assert lines[2] == "True"
 
 
+def test_the_blocks_on_plans_run_one_after_another() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/plans.md")))
+    quoted = blocks("text", "docs/plans.md")
+    for line in quoted[0].replace("…\n", "").splitlines():
+        words = line.split()
+        assert any(words == found.split() for found in output.splitlines()), line
+    differences = [line for line in output.splitlines() if "the first difference: " in line]
+    assert len(differences) == 3
+    assert " ".join(quoted[2].split())[:-1] in differences[0]
+    assert "op 'layer_2/dot' is not in the graph" in differences[1]
+    assert "of size 66 into 4 parts" in differences[2]
+
+
 def test_readme_s_first_example_is_short() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 20
 

@@ -60,26 +60,23 @@ def _compare(plan: Plan, graph: Graph) -> None:
     """The graph against the plan's record: op by op in the order of the program, then what the record lacks."""
     if plan.made_for is None:
         return
+    added = [op.path for op in graph.forward() if op.path not in plan.made_for.by_path]
+    missing = [op.path for op in plan.made_for.ops if op.path not in graph.by_path]
+    counts = f"{len(missing)} of the plan's ops are missing, {len(added)} forward ops are new"
     for op in plan.made_for.ops:
         if op.path not in graph.by_path:
-            raise PlanError(f"op '{op.path}' is not in the graph{_near(op.path, graph)}; {_counts(plan, graph)}")
+            raise PlanError(f"op '{op.path}' is not in the graph{_near(op.path, graph)}; {counts}")
         _compare_rule(op, graph)
-    added = [op.path for op in graph.forward() if op.path not in plan.made_for.by_path]
     if added:
         raise PlanError(
-            f"op '{added[0]}' is in the graph and was not in the one that the plan was made for "
-            f"({len(added)} such ops; {_counts(plan, graph)}); to have such ops filled in, take "
-            "dataclasses.replace(plan, made_for=None)"
+            f"op '{added[0]}' is in the graph and was not in the one that the plan was made for; {counts}; to have them "
+            "filled in, take dataclasses.replace(plan, made_for=None)"
         )
 
 
-def _counts(plan: Plan, graph: Graph) -> str:
-    assert plan.made_for is not None
-    return f"the plan was made for {len(plan.made_for.ops)} forward and named ops, and this graph has {len(graph.ops)} ops"
-
-
 def _near(path: str, graph: Graph) -> str:
-    near = near_names(path, list(graph.by_path))
+    known = list(graph.by_path)
+    near = near_names(path, known) or near_names(path.rsplit("/", 1)[-1], known)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 

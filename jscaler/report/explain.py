@@ -109,7 +109,8 @@ def _stay_whole(report: StepReport) -> list[str]:
     count, nbytes = sum(row.count for row in rows), sum(row.nbytes_per_device for row in rows)
     names = ", ".join(f"{row.name} ({readable_bytes(row.nbytes_per_device)})" for row in rows[:MOST_LISTED])
     more = f", and {sum(row.count for row in rows[MOST_LISTED:])} smaller" if len(rows) > MOST_LISTED else ""
-    return [f"{count} leaves of state stay whole on every device, {readable_bytes(nbytes)} in all: {names}{more}"]
+    leaves = "1 leaf of state stays" if count == 1 else f"{count} leaves of state stay"
+    return [f"{leaves} whole on every device, {readable_bytes(nbytes)} in all: {names}{more}"]
 
 
 def _memory(report: StepReport) -> list[str]:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 def folded(path: str) -> str:
     """Layer numbers as ``*``: ``block_*/mlp/up/dot``."""
-    return re.sub(r"(?<=[_/.])\d+(?=[/@.:)]|$)", "*", path)
+    return re.sub(r"(?<=[_/.])\d+(?=[/@.:) ]|$)", "*", path)
 
 
 def merged(
