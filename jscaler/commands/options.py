@@ -10,8 +10,8 @@ from jscaler import plans
 from jscaler.errors import DeviceError
 
 PLAN_HELP = (
-    'built-in plan, with arguments if wanted: "megatron(dp=2, tp=4)"; or a policy of yours: path.py:function. Built in are '
-    + ", ".join(plans.PLANS)
+    'built-in plan, with arguments if wanted: "megatron(dp=2, tp=4)"; a policy of yours: path.py:function; or a saved '
+    "plan: path.json. Built in are " + ", ".join(plans.PLANS)
 )
 
 Model = Annotated[str, typer.Option(help="model: gpt or moe (a mixture of experts), with its size if wanted: gpt-1.3b")]

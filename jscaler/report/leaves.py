@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.cost import CostModel
@@ -50,15 +50,21 @@ def local_bytes(tensor: PTensor, layout: Layout) -> int:
     return math.prod(layout.local_shape) * tensor.itemsize
 
 
-def leaf_rows(graph: Graph, completed: Completed, cost: CostModel) -> tuple[LeafRow, ...]:
-    """One row per group of like leaves: parameters, the optimizer's, inputs; in the order of the arguments."""
+def leaf_rows(graph: Graph, completed: Completed, cost: CostModel, stored: Collection[str] = ()) -> tuple[LeafRow, ...]:
+    """One row per group of like leaves: parameters, the optimizer's, inputs; in the order of the arguments.
+
+    Args:
+        stored: the leaves of which the plan itself says how they lie.
+    """
     kinds = tensor_kinds(graph)
     made_by = _updates(graph)
     wants = _wanted(graph, completed)
     rows: dict[tuple[object, ...], LeafRow] = {}
     for index, tensor in enumerate(graph.inputs):
         layout = completed.inputs[tensor]
-        decided = _decided(graph, completed, tensor, wants.get(tensor, ()))
+        decided = "policy: stored in parts"
+        if tensor.name not in stored:
+            decided = _decided(graph, completed, tensor, wants.get(tensor, ()))
         runner_up = _runner_up(completed, tensor, made_by.get(index), wants.get(tensor, ()), cost)
         row = LeafRow(
             kinds[tensor],

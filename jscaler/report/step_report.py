@@ -128,7 +128,7 @@ def step_report(
         dict(completed.mesh.axes),
         len(plan.decisions),
         _op_rows(graph, completed, moves),
-        leaf_rows(graph, completed, cost),
+        leaf_rows(graph, completed, cost, [leaf for leaf, shard in plan.shards.items() if shard.stored]),
         _memory(graph, completed),
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),

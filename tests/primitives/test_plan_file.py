@@ -21,6 +21,7 @@ from jscaler.ir import Place
 from jscaler.primitives import Assign, Fuse, GridAxis, Order, Trans
 from jscaler.primitives.made_for import MadeFor, OpRecord, RuleRecord
 from jscaler.primitives.plan import KINDS, Decision, ReduceDtype, SaveResiduals, Shard
+from tests.lower.steps import MOMENTUM, make_batch, make_state, make_step
 from tests.programs import devices_of, draw_policy, draw_program
 
 GOLDEN = Path(__file__).parent / "golden_plan.json"  # written by `python -m tests.primitives.test_plan_file`
@@ -222,6 +223,19 @@ FLAGS = "--xla_force_host_platform_device_count=4"
 def test_a_malformed_file_is_refused_with_the_place(text: str, message: str) -> None:
     with pytest.raises(PlanFileError, match=message):
         Plan.from_json(text)
+
+
+def test_a_plan_that_stores_state_in_parts_makes_the_same_program_again() -> None:
+    def lowered(plan: str | Plan) -> jscaler.Lowered:
+        return jscaler.parallelize(plan, devices=4)(make_step()).lower(make_state(MOMENTUM), make_batch())
+
+    first = lowered("zero3")
+    assert any(isinstance(d, Shard) for d in first.plan.plan.decisions)
+    loaded = Plan.from_json(first.plan.plan.to_json())
+    again = lowered(loaded)
+    assert loaded == first.plan.plan
+    assert again.plan.digest == first.plan.digest
+    assert again.as_text() == first.as_text()
 
 
 def test_a_file_edited_on_purpose_is_read_without_its_digest() -> None:

@@ -54,6 +54,14 @@ def test_who_decided_and_for_whom() -> None:
     assert rows["batch/labels"].decided == "whole: no op reads it"
 
 
+def test_parameters_that_the_plan_stores_in_parts_say_so() -> None:
+    rows = rows_of(plan_of("zero3"))
+    kernel, moment = rows["state/params/up/kernel"], rows["state/opt/*/trace/up/kernel"]
+    assert kernel.decided == "policy: stored in parts"
+    assert moment.decided == "filled: as its update reads it"
+    assert kernel.nbytes_per_device == moment.nbytes_per_device == 8 * 16 * 4 // 4
+
+
 def test_what_stays_whole_though_others_are_split_is_listed() -> None:
     report = plan_of(tensor_parallel).report
     assert {row.name for row in report.replicated} == {"state/params/down/bias", "state/opt/*/trace/down/bias"}
