@@ -57,11 +57,21 @@ def test_the_blocks_on_plans_run_one_after_another() -> None:
     assert "of size 66 into 4 parts" in differences[2]
 
 
+@pytest.mark.aot
+def test_the_blocks_on_targets_run() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/targets.md")))
+    assert "plan zero1 on 8xH100-80GB: 8 NVIDIA H100 80GB HBM3, compiled without them" in output
+    assert "'all-gather'" in output
+
+
 def test_readme_s_first_example_is_short() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 20
 
 
-@pytest.mark.parametrize("command", [line for block in blocks("bash") for line in block.splitlines()])
+@pytest.mark.parametrize(
+    "command",
+    [line for d in ("README.md", "docs/targets.md") for block in blocks("bash", d) for line in block.splitlines()],
+)
 def test_readme_s_commands_exist(command: str) -> None:
     words = shlex.split(command, comments=True)
     if words[0] == "make":

@@ -53,9 +53,8 @@ def compile_(
     if draw is not None:
         draw_memory(draw, report)
     if as_json:
-        typer.echo(
-            json.dumps({"model": job.describe(), **report.as_json(), "plan": plan, "picture": str(draw) if draw else None})
-        )
+        record = {"model": job.describe(), **report.as_json(), "plan": plan}
+        typer.echo(json.dumps({**record, "picture": str(draw) if draw else None}))
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
     console.print(f"{job.describe()}, plan {plan}\n{heading(report)}", highlight=False, markup=False)
