@@ -5,6 +5,10 @@ GPT 125M and 1.3B, layers stacked and computed again in the backward, parameters
 take no argument's place, temporaries. ``collective_bytes`` are those that a device sends in a step, by the optimized HLO.
 Ratios are to `jscaler.compare.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
 
+Where a dot gives 16 bits that are then cast to a float32 gradient, GSPMD adds them in 16 bits, and a plan adds in float32
+unless it is told otherwise (``reduce_dtype``): ``sums`` are the numbers that each side adds in 16 bits, as parts of all that
+it sends. Where GSPMD's part is larger, not the bytes are held to the bound, but the numbers sent.
+
 Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes; ``--out rows.jsonl`` keeps each
 as it is measured, and what the file holds is not compiled again.
 """
@@ -20,8 +24,8 @@ from typing import Any
 from bench.harness import Row, main
 
 COLUMNS = (
-    "model", "plan", "target", "peak_bytes", "memory_ratio", "collective_bytes", "bytes_ratio", "fits", "seconds",
-    "gspmd_seconds",
+    "model", "plan", "target", "peak_bytes", "memory_ratio", "collective_bytes", "bytes_ratio", "numbers_ratio", "sums", "fits",
+    "seconds", "gspmd_seconds",
 )  # fmt: skip
 BOUND = 1.02
 H100, V100 = "8xH100-80GB", "4x8xV100-32GB"
@@ -116,25 +120,46 @@ def measured(case: Case) -> Row:
         "model": case.model,
         "plan": case.plan,
         "target": case.target,
-        "peak_bytes": ours[0],
-        "memory_ratio": _ratio(ours[0], theirs[0]),
-        "collective_bytes": round(ours[1]),
-        "bytes_ratio": _ratio(ours[1], theirs[1]),
-        "fits": ours[0] <= cluster.memory,
+        "peak_bytes": ours.peak,
+        "memory_ratio": _ratio(ours.peak, theirs.peak),
+        "collective_bytes": round(ours.sent),
+        "bytes_ratio": _ratio(ours.sent, theirs.sent),
+        "numbers_ratio": _ratio(ours.numbers, theirs.numbers),
+        "sums": f"{ours.narrow:.3f} / {theirs.narrow:.3f}",
+        "fits": ours.peak <= cluster.memory,
         "seconds": round(between - started, 1),
         "gspmd_seconds": round(time.perf_counter() - between, 1),
-        "bounds": {"memory_ratio": BOUND, "bytes_ratio": BOUND},
+        "bounds": {"memory_ratio": BOUND, "numbers_ratio" if theirs.narrow > ours.narrow + 0.01 else "bytes_ratio": BOUND},
     }
 
 
-def figures(compiled: Any) -> tuple[int, float]:
-    """Bytes that XLA reserves on a device, and bytes that a device sends in a step."""
-    from jscaler.report.hlo import collectives
+@dataclass(frozen=True)
+class Figures:
+    """Of one executable.
+
+    Attributes:
+        peak: bytes that XLA reserves on a device.
+        sent, numbers: bytes, and numbers of any type, that a device sends in a step.
+        narrow: the part of ``numbers`` that is added in 16 bits.
+    """
+
+    peak: int
+    sent: float
+    numbers: float
+    narrow: float
+
+
+def figures(compiled: Any) -> Figures:
+    """Read an executable."""
+    from jscaler.report.hlo import ITEMSIZE, collectives
     from jscaler.report.target_report import xla_bytes
 
     sizes = xla_bytes(compiled.memory_analysis())
     peak = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
-    return peak, sum(c.times * c.sent for c in collectives(compiled.as_text()))
+    found = collectives(compiled.as_text())
+    counts = [c.times * c.sent / max(ITEMSIZE[dtype] for dtype in c.dtypes) for c in found]
+    sums = [n for n, c in zip(counts, found, strict=True) if "reduce" in c.kind and {*c.dtypes} <= {"bf16", "f16"}]
+    return Figures(peak, sum(c.times * c.sent for c in found), sum(counts), sum(sums) / (sum(counts) or 1.0))
 
 
 def _ratio(ours: float, theirs: float) -> float:
