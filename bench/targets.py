@@ -6,8 +6,8 @@ take no argument's place, temporaries. ``collective_bytes`` are those that a dev
 Ratios are to `jscaler.compare.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
 
 Where a dot gives 16 bits that are then cast to a float32 gradient, GSPMD adds them in 16 bits, and a plan adds in float32
-unless it is told otherwise (``reduce_dtype``): ``sums`` are the numbers that each side adds in 16 bits, as parts of all that
-it sends. Where GSPMD's part is larger, not the bytes are held to the bound, but the numbers sent.
+unless it is told otherwise (``reduce_dtype``): ``sums`` are the numbers that each side adds in 16 bits, as parts of all
+that it sends. Where GSPMD's part is larger, not the bytes are held to the bound, but the numbers sent.
 
 Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes; ``--out rows.jsonl`` keeps each
 as it is measured, and what the file holds is not compiled again.
@@ -24,8 +24,8 @@ from typing import Any
 from bench.harness import Row, main
 
 COLUMNS = (
-    "model", "plan", "target", "peak_bytes", "memory_ratio", "collective_bytes", "bytes_ratio", "numbers_ratio", "sums", "fits",
-    "seconds", "gspmd_seconds",
+    "model", "plan", "target", "peak_bytes", "memory_ratio", "collective_bytes", "bytes_ratio", "numbers_ratio", "sums",
+    "fits", "seconds", "gspmd_seconds",
 )  # fmt: skip
 BOUND = 1.02
 H100, V100 = "8xH100-80GB", "4x8xV100-32GB"
