@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jscaler.commands.job import Job
+from jscaler.commands.job import Job, stacked_by_default
 from jscaler.commands.options import Batch, Dtype, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.stages import stages
 from jscaler.report.draw_layout import refuse_picture
@@ -45,7 +45,7 @@ def compile_(
         refuse_picture(draw)
     use_platform("cpu", None)
     cluster = find_target(target)
-    job = Job(model, size, plan, cluster.num_devices, batch, seq, dtype, _stacked(model, stacked), remat)
+    job = Job(model, size, plan, cluster.num_devices, batch, seq, dtype, stacked_by_default(model, stacked), remat)
     with stages() as begin:
         begin("capturing and planning")
         lowered = job.step.lower(*job.arguments())
@@ -63,7 +63,3 @@ def compile_(
     console.print(verdict(report.memory), highlight=False, markup=False)
     if draw is not None:
         console.print(f"written: {draw}", highlight=False, markup=False)
-
-
-def _stacked(model: str, stacked: bool | None) -> bool | None:
-    return model.startswith("gpt") if stacked is None else stacked

@@ -33,6 +33,11 @@ def model_and_size(model: str, size: str | None) -> tuple[str, str]:
     return name, said or size or "nano"
 
 
+def stacked_by_default(model: str, stacked: bool | None) -> bool:
+    """Whether layers are to be one scan, where nobody says: of a GPT, so that planning and compiling take that of one."""
+    return model.partition("-")[0] == "gpt" if stacked is None else stacked
+
+
 class Job:
     """A model, its data and its train step under a plan.
 
