@@ -129,7 +129,7 @@ def _value(match: re.Match[str], live: dict[tuple[str, str], tuple[int, int]]) -
     index = match["index"] or "{}"
     start, stop = live.get((match["name"], index), (0, -1))  # what never lies in memory of its own has no range
     numbers = tuple(int(i) for i in index[1:-1].split(",") if i)
-    shape = re.sub(r"\{.*", "", match["shape"])
+    shape = "tuple" if match["shape"].startswith("(") else re.sub(r"\{.*", "", match["shape"])  # a table of addresses
     return Value(match["name"], numbers, int(match["offset"]), int(match["size"]), shape, start, stop)
 
 

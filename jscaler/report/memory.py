@@ -201,9 +201,9 @@ class _Owners:
     def _stack(self, value: Value, op: Op | None) -> PTensor | None:
         """The stack that lies in an array, as far as its shape and the op that makes its slices tell."""
         known = self.stacks.get(value.shape, [])
-        if len(known) == 1:
-            return known[0][0]
-        return next((stack for stack, piece in known if op is not None and piece in op.outputs), None)
+        made_here = [stack for stack, piece in known if op is not None and piece in op.outputs]
+        handed_on = [stack for stack, piece in known if op is None and piece not in self.graph.producer]  # of carries
+        return next(iter(made_here or handed_on or ([known[0][0]] if len(known) == 1 else [])), None)
 
     def _of_tensor(self, tensor: PTensor) -> tuple[MemoryKind, str, str]:
         kind, maker = self.kinds.get(tensor), self._maker(tensor)

@@ -16,7 +16,7 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(target_module, "WITHOUT_GPU", {"xla_backend_optimization_level": 0})  # nothing runs
 
 
-LAYERS, WIDTH, ROWS = 3, 32, 16
+LAYERS, WIDTH, ROWS = 3, 32, 512
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
