@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
+from jscaler.capture.jaxprs import trace_flat
 from jscaler.capture.refetch import refetched
 from jscaler.capture.residuals import with_backward_bodies
 from jscaler.capture.saved import with_saved_tensors
@@ -43,6 +44,14 @@ class Captured:
     bodies: BodyTable
     rules: RuleBook
     source: core.Jaxpr
+
+    @staticmethod
+    def of(graph: Graph) -> "Captured":
+        """The capture that ``graph`` comes from, as far as its rules remember it."""
+        rules = graph.rules
+        assert isinstance(rules, RuleBook)
+        source = next((op.body.jaxpr for op in graph.ops if op.body is not None), None)
+        return Captured(graph, rules.bodies, rules, source if source is not None else trace_flat(list, []))
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,8 @@ def capture(
     gradients, which look like a next version of the parameters and are not.
     """
     step = trace_step(fun, avals)
-    bodies, rules = BodyTable(), RuleBook()
+    rules = RuleBook()
+    bodies = rules.bodies
     gradients = {v for call in step.calls for v in call.gradients}
     are_gradients = frozenset(i for i, v in enumerate(step.outvars) if isinstance(v, core.Var) and v in gradients)
     graph = build_graph(step, input_names, output_names(), next_version(are_gradients), bodies, rules)

@@ -54,13 +54,13 @@ class Cluster:
         steps = COLLECTIVES[kind].steps(groups.shape[1])
         if steps == 0:
             return Line(self.local_step, 0.0)
-        crossing = self._crossing(kind, groups)
+        crossing = self.crossing(kind, groups)
         if crossing == 0:
             return Line(self.local_step + steps * self.inside.latency, 1 / self.inside.bandwidth)
         slowest = max(1 / self.inside.bandwidth, crossing / self.between.bandwidth)
         return Line(self.local_step + steps * self.between.latency, slowest)
 
-    def _crossing(self, kind: str, groups: np.ndarray) -> float:
+    def crossing(self, kind: str, groups: np.ndarray) -> float:
         """Bytes that leave the busiest host, as a multiple of what each member sends."""
         hosts = groups // self.devices_per_host
         spanning = hosts[(hosts != hosts[:, :1]).any(1)]

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jscaler.estimate.flops import NONE, Flops
+
 TURN = "turn"  # the name of a matrix's transpose, which a dot reads for free
 Kind = Literal["alias", "fused", "drawn", "reduced", "call", "loop"]
 
@@ -64,6 +66,7 @@ class Step:
         over: pairs (result, operand): the result may be written over the operand, if nobody reads that afterwards.
         inner: of a loop what it runs; of a ``cond`` its branches, of which one runs.
         op: path of the op that it belongs to; "" for what belongs to none.
+        flops: what it computes.
     """
 
     kind: Kind
@@ -73,6 +76,7 @@ class Step:
     over: tuple[tuple[int, int], ...] = ()
     inner: tuple[Inner, ...] = ()
     op: str = ""
+    flops: Flops = NONE
 
 
 @dataclass(frozen=True)

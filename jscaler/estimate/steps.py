@@ -10,6 +10,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, inner_jaxpr, shape
 from jscaler.estimate.block import TURN, Block, Inner, Kind, Step, Value
+from jscaler.estimate.flops import NONE, flops_of
 from jscaler.lower.casts import Exchange
 from jscaler.lower.numbering import FlatLoop, FlatProgram, Run
 from jscaler.lower.numbering import Step as FlatStep
@@ -122,7 +123,9 @@ class Blocks:
         if name == "transpose" and len(shape(eqn.outvars[0])) == 2:
             name = TURN
         over = ((0, 0),) if name in _CHANGED and isinstance(eqn.invars[0], core.Var) else ()
-        self._add(kind, name, reads, writes, over=over)
+        op = self.ops.get(eqn.outvars[0], "") if eqn.outvars else ""
+        flops = NONE if kind == "alias" else flops_of(eqn)
+        self._add(kind, name, reads, writes, over=over, op=op, flops=flops)
 
     def _add(self, kind: Kind, name: str, reads: Sequence[Value], writes: Sequence[Value], **rest: Any) -> None:
         self.steps.append(Step(kind, name, tuple(reads), tuple(writes), **rest))

@@ -52,6 +52,7 @@ class Planner:
     def __init__(
         self, graph: Graph, num_devices: int, bodies: BodyTable | None = None, stores: Sequence[Store] = ()
     ):  # fmt: skip
+        self.source = graph  # before any op was fused
         self.graph = graph
         self.num_devices = num_devices
         self._bodies = bodies if bodies is not None else BodyTable()

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
+from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import CALLS, CUSTOM_VJP, evaluate, inline, trace_flat
 from jscaler.capture.user_op import op_p
 from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
@@ -37,8 +38,15 @@ class _Derived:
 
 @dataclass
 class RuleBook:
-    """A memo over bodies. ``rule`` and ``factor_of`` serve policies; the rest serves materialize and lower."""
+    """A memo over bodies. ``rule`` and ``factor_of`` serve policies; the rest serves materialize and lower.
 
+    Attributes:
+        bodies: the bodies that it is about.
+        memo: what later stages work out of a local body, by keys of their own.
+    """
+
+    bodies: BodyTable = field(default_factory=BodyTable)
+    memo: dict[Any, Any] = field(default_factory=dict)
     _analyses: dict[Any, Analysis] = field(default_factory=dict)
     _rules: dict[Any, tuple[Rule, dict[str, Leaves]]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)

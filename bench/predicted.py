@@ -1,0 +1,112 @@
+"""Does a plan's predicted memory hold? ``jscaler.cost`` against what XLA's buffers for a CUDA cluster take.
+
+``predicted_peak`` is the cost query's, which compiles nothing: bytes per device of the step's arguments, and of all that
+lives at the worst moment. ``compiled_peak`` is the compiled program's own account for the described cluster: arguments,
+results that take no argument's buffer, and temporaries. No GPU is needed, but the extra ``aot`` is.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jscaler
+from bench.harness import Row, main
+
+COLUMNS = ("plan", "model", "target", "predicted_peak", "compiled_peak", "ratio", "seconds")
+BF16 = {"dtype": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan on as many devices of the target as it is for.
+
+    Attributes:
+        plan: as on the command line.
+        model: makes the step and the shapes of its arguments.
+        shown: the model's name in the table.
+    """
+
+    plan: str
+    devices: int
+    model: Callable[[], tuple[Any, tuple[Any, ...]]]
+    shown: str
+    quick: bool = False
+
+
+def gpt(batch: int = 8, **changes: Any) -> tuple[Any, tuple[Any, ...]]:
+    """GPT 125M with dropout, clipping and AdamW, its arguments as shapes; ``changes`` are those of its sizes."""
+    from models.gpt import GPT, SIZES
+    from models.training import make_optimizer, make_state, train_step
+
+    config = dataclasses.replace(SIZES["125m"], **changes)
+    state = jax.eval_shape(lambda: make_state(GPT(config), config.sequence, make_optimizer()))
+    return train_step, (state, tokens(batch, config.sequence))
+
+
+def moe(batch: int = 16) -> tuple[Any, tuple[Any, ...]]:
+    """A mixture of eight experts in four layers, with its load-balancing loss."""
+    from models.moe import SIZES, MoE
+    from models.training import balanced_train_step, make_optimizer, make_state
+
+    sizes = {"hidden": 512, "layers": 4, "heads": 8, "sequence": 512, "vocabulary": 8192}
+    config = dataclasses.replace(SIZES["mini"], **sizes)
+    state = jax.eval_shape(lambda: make_state(MoE(config), config.sequence, make_optimizer()))
+    return balanced_train_step, (state, tokens(batch, config.sequence))
+
+
+def tokens(batch: int, sequence: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch of text."""
+    return dict.fromkeys(("tokens", "labels"), jax.ShapeDtypeStruct((batch, sequence), jnp.int32))
+
+
+CASES = [
+    Case("single", 1, lambda: gpt(stacked=True), "gpt-125m f32, stacked"),
+    Case("single", 1, lambda: gpt(stacked=True, remat=True), "gpt-125m f32, stacked, remat", quick=True),
+    Case("single", 1, lambda: gpt(layers=4, **BF16), "gpt-125m bf16, 4 layers"),
+    Case("data_parallel", 8, lambda: gpt(32, layers=6), "gpt-125m f32, 6 layers, batch 32"),
+    Case("tensor_parallel", 4, lambda: gpt(stacked=True), "gpt-125m f32, stacked", quick=True),
+    Case("sequence_parallel", 4, lambda: gpt(stacked=True, **BF16), "gpt-125m bf16, stacked"),
+    Case("vocab_parallel", 8, lambda: gpt(layers=2), "gpt-125m f32, 2 layers"),
+    Case("megatron(dp=2, tp=4)", 8, lambda: gpt(layers=4), "gpt-125m f32, 4 layers"),
+    Case("megatron(dp=2, tp=4)", 8, lambda: gpt(16, stacked=True, remat=True, **BF16), "gpt-125m bf16, stacked, remat"),
+    Case("megatron(dp=2, tp=4, sequence=True)", 8, lambda: gpt(stacked=True), "gpt-125m f32, stacked"),
+    Case("expert_parallel", 8, moe, "moe f32, 4 layers of 8 experts"),
+]
+
+
+def rows(quick: bool, target: str) -> Iterator[Row]:
+    from jscaler.report.targets import described_devices
+
+    # without a GPU to try them on, XLA chooses Triton tiles for a matmul that it then cannot compile
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+    devices = described_devices(target)
+    for case in CASES:
+        if case.quick or not quick:
+            yield measure(case, target, devices)
+
+
+def measure(case: Case, target: str, devices: list[Any]) -> Row:
+    fun, args = case.model()
+    lowered = jscaler.parallelize(case.plan, devices=devices[: case.devices], donate_argnums=0)(fun).lower(*args)
+    found = jscaler.cost(lowered, None, target)
+    compiled = lowered.compile().memory_analysis()
+    peak = (
+        compiled.argument_size_in_bytes
+        + compiled.output_size_in_bytes
+        - compiled.alias_size_in_bytes
+        + compiled.temp_size_in_bytes
+    )
+    ratio = found.memory.peak / peak
+    row = {"plan": f"{case.plan} on {case.devices}", "model": case.shown, "target": target, "ratio": ratio}
+    figures = {"predicted_peak": found.memory.peak, "compiled_peak": peak, "seconds": found.seconds.total}
+    return {**row, **figures, "value": abs(ratio - 1), "bound": 0.15}
+
+
+if __name__ == "__main__":
+    known = {"metavar": "CLUSTER", "default": "8xH100-80GB", "help": "a described cluster of at least 8 devices"}
+    main("predicted", __doc__ or "", COLUMNS, rows, options={"target": known})

@@ -1,0 +1,83 @@
+"""Floating-point operations of one equation, from its shapes."""
+
+import math
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jscaler.capture.jaxprs import dtype, open_jaxpr, shape
+
+# Integer operations of one word of threefry (20 rounds of 3, 5 key injections, counters), on units that do half as many of
+# them as they do float32 operations.
+PER_DRAWN_WORD = 200.0
+
+
+class Flops(NamedTuple):
+    """Operations and the unit that does them: the dtype of a product's operands, or ``vector`` for what is no product."""
+
+    count: float = 0.0
+    unit: str = "vector"
+
+
+NONE = Flops()
+
+
+def flops_of(eqn: core.JaxprEqn) -> Flops:
+    """What an equation computes: 2·b·m·n·k of a dot, 2 per tap and output of a convolution, 1 per element of arithmetic.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> a, b = jnp.ones((8, 16)), jnp.ones((16, 4))
+        >>> flops_of(jax.make_jaxpr(jnp.dot)(a, b).eqns[0])
+        Flops(count=1024.0, unit='float32')
+    """
+    name = eqn.primitive.name
+    if name in _PRODUCTS:
+        return Flops(_PRODUCTS[name](eqn), _dtype_name(eqn.invars[0]))
+    if name in ("random_bits", "threefry2x32"):
+        return Flops(PER_DRAWN_WORD * sum(math.prod(shape(v)) for v in eqn.outvars))
+    if not eqn.outvars:
+        return NONE
+    if name == "pallas_call":
+        return _kernel(eqn)
+    sizes = [math.prod(shape(v)) for v in (*eqn.invars, *eqn.outvars)]
+    return Flops(float(max(sizes, default=0)))
+
+
+def _dot(eqn: core.JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2.0 * math.prod(shape(eqn.outvars[0])) * math.prod(shape(eqn.invars[0])[d] for d in contracted)
+
+
+def _convolution(eqn: core.JaxprEqn) -> float:
+    """Taps of a window times its input channels, which a grouped kernel holds for one group."""
+    numbers = eqn.params["dimension_numbers"]
+    kernel = shape(eqn.invars[1])
+    taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
+    return 2.0 * math.prod(shape(eqn.outvars[0])) * taps / eqn.params["batch_group_count"]
+
+
+def _ragged(eqn: core.JaxprEqn) -> float:
+    """As if every row were in one group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    return 2.0 * math.prod(shape(eqn.outvars[0])) * math.prod(shape(eqn.invars[0])[d] for d in contracted)
+
+
+def _kernel(eqn: core.JaxprEqn) -> Flops:
+    """A kernel's own program, once for each cell of its grid; as products where it has any."""
+    cells = math.prod(int(n) for n in eqn.params["grid_mapping"].grid)
+    units: dict[str, float] = {}
+    for inner in core.jaxprs_in_params(eqn.params):
+        for found in map(flops_of, open_jaxpr(inner)[0].eqns):
+            units[found.unit] = units.get(found.unit, 0.0) + found.count
+    products = [(count, unit) for unit, count in units.items() if unit != "vector"]
+    count, unit = max(products, default=(units.get("vector", 0.0), "vector"))
+    return Flops(cells * count, unit)
+
+
+_PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _convolution, "ragged_dot_general": _ragged}
+
+
+def _dtype_name(atom: Any) -> str:
+    return str(dtype(atom))

@@ -1,0 +1,117 @@
+"""``Memory``: what one device holds while a step runs, by what it is for, and when it holds most."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.extend import core
+
+from jscaler.estimate.block import Value
+from jscaler.estimate.lifetimes import Moment, lifetimes
+from jscaler.estimate.steps import Blocks, nbytes
+from jscaler.ir import Graph, PTensor
+from jscaler.ir.kinds import TensorKind, tensor_kinds
+from jscaler.lower.numbering import FlatProgram
+
+ARGUMENTS = ("parameter", "optimizer", "input")
+Held = str  # a TensorKind, or "temporary"
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A buffer at the peak.
+
+    Attributes:
+        name: of the tensor whose part it is, or its type where it lies inside an op.
+        op: path of the op that made it; "" where a loop or an exchange did.
+        kind: ``activation``, ``gradient`` (of a parameter) or ``temporary``.
+    """
+
+    name: str
+    op: str
+    kind: Held
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device; with uneven parts, on the one with the largest.
+
+    Attributes:
+        parameters, optimizer, inputs: the step's arguments by what they are, held throughout. Constants are inputs.
+        gradients, activations, temporaries: the rest at the peak: gradients of parameters; what forward ops leave; what
+            backward and update ops hold, and results that are no argument's next version.
+        peak: all of it, at the worst moment.
+        at: the path of the op that runs then.
+        live: the buffers of the rest, largest first.
+        timeline: for each kernel in order its primitive, its op, and the bytes of everything that lives; of a loop those
+            of one iteration.
+    """
+
+    parameters: int
+    optimizer: int
+    inputs: int
+    gradients: int
+    activations: int
+    temporaries: int
+    peak: int
+    at: str
+    live: tuple[LiveTensor, ...]
+    timeline: tuple[Moment, ...]
+
+    @property
+    def arguments(self) -> int:
+        return self.parameters + self.optimizer + self.inputs
+
+
+def memory_of(graph: Graph, flat: FlatProgram, donated: bool = True) -> Memory:
+    """Predict the memory of a program, as XLA will allocate it on a GPU.
+
+    Args:
+        graph: the graph that the program runs, which says what its tensors are.
+        donated: whether state is updated in place: the next version of a leaf takes its buffer.
+    """
+    kinds = tensor_kinds(graph)
+    blocks = Blocks(flat.origins.op)
+    block = blocks.program(flat)
+    tensors = (*graph.inputs, *(c for c, _ in graph.constants))
+    held: dict[Held, int] = dict.fromkeys(ARGUMENTS, 0)
+    for tensor, var in zip(tensors, flat.inputs, strict=True):
+        held[kinds[tensor]] += nbytes(var)
+    arguments = sum(held.values())
+    found = lifetimes(block, _in_place(graph, flat, blocks) if donated else {})
+    variables = {value: var for var, value in blocks.values.items()}
+    live = tuple(_described(graph, flat, kinds, value, variables.get(value)) for value in found.live)
+    at_peak = {kind: sum(t.nbytes for t in live if t.kind == kind) for kind in ("gradient", "activation", "temporary")}
+    timeline = tuple(Moment(m.name, m.op, arguments + m.nbytes) for m in found.timeline)
+    return Memory(
+        held["parameter"], held["optimizer"], held["input"],
+        at_peak["gradient"], at_peak["activation"], at_peak["temporary"],
+        arguments + found.peak, _op_near(timeline, found.moment), live, timeline,
+    )  # fmt: skip
+
+
+def _in_place(graph: Graph, flat: FlatProgram, blocks: Blocks) -> dict[Value, Value]:
+    """Output -> the argument whose next version it is."""
+    pairs = ((flat.outputs[o], flat.inputs[i]) for o, i in graph.next_version.items())
+    return {blocks.value(new): blocks.value(old) for new, old in pairs if isinstance(new, core.Var)}
+
+
+def _described(
+    graph: Graph, flat: FlatProgram, kinds: Mapping[PTensor, TensorKind], value: Value, var: core.Var | None
+) -> LiveTensor:
+    tensor = flat.origins.tensor.get(var) if var is not None else None
+    op = flat.origins.op.get(var, "") if var is not None else ""
+    maker = graph.producer.get(tensor) if tensor is not None else graph.by_path.get(op)
+    kind: Held = "temporary"
+    if tensor is not None and kinds.get(tensor) == "gradient":
+        kind = "gradient"
+    elif maker is not None:
+        kind = "activation" if maker.kind == "forward" else kind
+    elif tensor is not None and tensor.role in ("activation", "residual"):
+        kind = "activation"  # a loop's
+    return LiveTensor(tensor.name if tensor is not None else str(value), op, kind, value.nbytes)
+
+
+def _op_near(timeline: Sequence[Moment], index: int) -> str:
+    """The op of a moment; a collective's is that of the kernel behind it."""
+    return next((m.op for m in timeline[index:] if m.op), next((m.op for m in timeline[:index][::-1] if m.op), ""))

@@ -1,0 +1,129 @@
+"""What a program sends: bytes and seconds of every exchange, by the class of links that it crosses."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from jscaler.cost import Cluster
+from jscaler.lower.numbering import FlatProgram
+from jscaler.lower.program import Adapt, Compute, Extend, Program, walk
+from jscaler.materialize import Layout
+from jscaler.materialize.edges import halo_cost, messages
+from jscaler.materialize.transitions import Transition, moves, price_of, regions_between
+
+LOCAL = frozenset({"slice", "value_mask"})
+RESULTS = ""  # in place of an op's path: what is moved behind the last op
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that are sent, all iterations of loops together.
+
+    Attributes:
+        inside: bytes that each device sends (in the mean) in collectives whose groups each stay inside a host.
+        between: the same of collectives with groups that span hosts.
+        leaving: bytes that leave the busiest host.
+        seconds: one after the other, by the cluster's links.
+        kinds: kind of collective -> how often, and bytes that each device sends.
+    """
+
+    inside: float = 0.0
+    between: float = 0.0
+    leaving: float = 0.0
+    seconds: float = 0.0
+    kinds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Bytes that each device sends."""
+        return self.inside + self.between
+
+
+def sum_of(parts: Iterable[Traffic]) -> Traffic:
+    """All of them."""
+    every = list(parts)
+    kinds: dict[str, tuple[int, float]] = {}
+    for part in every:
+        for kind, (count, nbytes) in part.kinds.items():
+            known = kinds.get(kind, (0, 0.0))
+            kinds[kind] = (known[0] + count, known[1] + nbytes)
+    return Traffic(
+        sum(p.inside for p in every),
+        sum(p.between for p in every),
+        sum(p.leaving for p in every),
+        sum(p.seconds for p in every),
+        kinds,
+    )
+
+
+def traffic_by_reader(program: Program, flat: FlatProgram, cluster: Cluster) -> dict[str, Traffic]:
+    """Op path -> what is moved in front of it; ``RESULTS`` for what is moved for the results.
+
+    The links of a collective are added up: where several hosts are busy, ``leaving`` is that of the busiest in each.
+    """
+    # adapters that moved across a cast carry its narrow side; equal ones are made once
+    itemsizes = {e.adapt.output: getattr(e.input.aval.dtype, "itemsize", 8) for e in flat.exchanges}  # type: ignore[attr-defined]
+    table: dict[str, list[Traffic]] = {}
+    waiting: list[Traffic] = []
+    for task, times in walk(program.tasks):
+        if isinstance(task, Compute):
+            table.setdefault(task.op.path, []).extend(waiting)
+            waiting = []
+        elif task.output in itemsizes:
+            waiting.append(traffic_of(task, itemsizes[task.output], times, cluster))
+    table[RESULTS] = waiting
+    return {path: sum_of(parts) for path, parts in table.items() if parts}
+
+
+def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster) -> Traffic:
+    """What one adapter or halo exchange sends."""
+    if isinstance(task, Extend):
+        count = len(task.layout.mesh.devices)
+        parts = [
+            _messages("halo", [(pairs, elements * itemsize)], count, cluster)
+            for pairs, elements in messages(task.layout, task.edges)
+        ]
+        seconds = halo_cost(task.layout, task.edges, itemsize, cluster)
+    else:
+        if task.reduce_dtype is not None and task.adapter.adds:
+            itemsize = jnp.dtype(task.reduce_dtype).itemsize
+        steps = [(layout, step) for layout, step in task.adapter.walk if step.kind not in LOCAL]
+        parts = [_transition(layout, step, itemsize, cluster) for layout, step in steps]
+        seconds = sum(price_of(layout, step, itemsize, cluster) for layout, step in steps)
+    every = sum_of(parts)
+    kinds = {kind: (times * n, times * nbytes) for kind, (n, nbytes) in every.kinds.items()}
+    return Traffic(times * every.inside, times * every.between, times * every.leaving, times * seconds, kinds)
+
+
+def _transition(layout: Layout, step: Transition, itemsize: int, cluster: Cluster) -> Traffic:
+    sent = step.bytes(layout, itemsize)
+    count = len(layout.mesh.devices)
+    if step.kind == "permute":
+        assert step.to is not None
+        local = math.prod(layout.local_sizes) * itemsize
+        return _messages(step.kind, [(moves(layout, step.to), local)], count, cluster)
+    if step.kind == "point_to_point":
+        assert step.to is not None
+        numbers = layout.mesh.numbers
+        rounds = regions_between(layout, step.to).rounds
+        return _messages(step.kind, [(numbers[np.array(r.pairs)], r.size * itemsize) for r in rounds], count, cluster)
+    crossing = cluster.crossing(step.kind, layout.mesh.groups(step.axes))
+    kinds = {step.kind: (1, sent)}
+    if crossing:
+        return Traffic(between=sent, leaving=crossing * sent, kinds=kinds)
+    return Traffic(inside=sent, kinds=kinds)
+
+
+def _messages(kind: str, rounds: Iterable[tuple[np.ndarray, float]], count: int, cluster: Cluster) -> Traffic:
+    """Rounds of messages of given sizes between pairs of devices."""
+    inside, between, leaving = 0.0, 0.0, 0.0
+    for pairs, nbytes in rounds:
+        hosts = np.asarray(pairs).reshape(-1, 2) // cluster.devices_per_host
+        across = hosts[hosts[:, 0] != hosts[:, 1]]
+        between += len(across) * nbytes / count
+        inside += (len(hosts) - len(across)) * nbytes / count
+        leaving += (np.bincount(across[:, 0]).max() if len(across) else 0) * nbytes
+    return Traffic(inside, between, leaving, 0.0, {kind: (1, inside + between)})
