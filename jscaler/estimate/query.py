@@ -13,7 +13,6 @@ from jscaler.errors import PlanError
 from jscaler.estimate.memory import Memory, memory_of
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader
 from jscaler.estimate.work import Work, work_of
-from jscaler.ir import Graph
 from jscaler.lower.program import Compute, walk
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
@@ -119,7 +118,7 @@ class Cost:
 
 
 def cost(
-    graph: Graph | Planner | Captured | StepPlan | Any,
+    graph: Any,
     plan: Plan | Callable[..., Any] | str | None,
     cluster: Cluster | str | os.PathLike[str],
     *,

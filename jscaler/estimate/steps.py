@@ -95,10 +95,7 @@ class Blocks:
         for eqn in eqns:
             name = eqn.primitive.name
             if name in _OPENED:
-                inner, _ = inner_jaxpr(eqn)
-                self._alias(inner.invars, eqn.invars, name)
-                self._equations(inner.eqns)
-                self._alias(eqn.outvars, inner.outvars, name)
+                self._call(eqn)
             elif name in ("scan", "while", "cond"):
                 self._nested(eqn)
             else:
@@ -130,20 +127,27 @@ class Blocks:
     def _add(self, kind: Kind, name: str, reads: Sequence[Value], writes: Sequence[Value], **rest: Any) -> None:
         self.steps.append(Step(kind, name, tuple(reads), tuple(writes), **rest))
 
-    def _alias(self, new: Sequence[core.Var], old: Sequence[Atom], name: str) -> None:
-        for var, atom in zip(new, old, strict=True):
-            if isinstance(var, core.Var) and var not in self.values:
-                same = self._atom(atom)
-                if same is None:
-                    self._add("fused", name, (), (self.value(var),))
-                else:
-                    self._add("alias", name, (same,), (self.value(var),))
+    def _call(self, eqn: core.JaxprEqn) -> None:
+        """A call as its equations."""
+        inner, _ = inner_jaxpr(eqn)
+        inside = self._child(inner.invars, eqn.invars)
+        inside.steps = self.steps
+        inside._equations(inner.eqns)
+        for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
+            same = inside._atom(atom)
+            kind: Kind = "fused" if same is None else "alias"
+            self._add(kind, eqn.primitive.name, () if same is None else (same,), (self.value(var),))
+
+    def _child(self, inside: Sequence[core.Var], operands: Sequence[Atom]) -> "Blocks":
+        """For a program of its own, whose variables may be those of another use of it; its inputs are ``operands``."""
+        values = ((var, self._atom(atom)) for var, atom in zip(inside, operands, strict=True))
+        return Blocks(self.ops, {var: value for var, value in values if value is not None})
 
     def _exchange(self, exchange: Exchange) -> None:
         """One step per collective; a point-to-point exchange is one."""
         task, aval = exchange.adapt, exchange.output.aval
         here = self._atom(exchange.input)
-        reads = () if here is None else (here,)
+        reads: tuple[Value, ...] = () if here is None else (here,)
         out = self.value(exchange.output)
         if isinstance(task, Extend):
             self._add("call", "halo", reads, (out,))
@@ -191,31 +195,30 @@ class Blocks:
         """A scan, while or cond that is one equation."""
         inner = programs(eqn)
         if eqn.primitive.name == "cond":
-            branches = []
-            for jaxpr in inner:
-                made = Blocks()
-                branches.append(Inner(made.jaxpr(jaxpr)))
-            self._add("loop", "cond", self._read(eqn.invars), self._read(eqn.outvars), inner=tuple(branches))
+            self._branches(eqn, inner)
             return
         known, body = loop_of(eqn), inner[-1]
         consts, operands = known.consts - known.conditions, eqn.invars[known.conditions :]
-        self._alias(body.invars[:consts], operands[:consts], "const")
-        steps = self._inside(body)
-        carries = tuple(
-            (self._atom(a), self.value(b), self._atom(c), self.value(d))
-            for a, b, c, d in zip(
-                operands[consts : consts + known.carry],
-                body.invars[consts : consts + known.carry],
-                body.outvars[: known.carry],
-                eqn.outvars[: known.carry],
-                strict=True,
-            )
-        )
-        stacks = zip(operands[consts + known.carry :], body.invars[consts + known.carry :], strict=True)
-        xs = tuple((self.value(stack), self.value(piece)) for stack, piece in stacks if isinstance(stack, core.Var))
+        end = consts + known.carry
+        inside = self._child(body.invars[:consts], operands[:consts])
+        inside._equations(body.eqns)
+        carried = zip(operands[consts:end], body.invars[consts:end], body.outvars, eqn.outvars, strict=False)
+        carries = tuple((self._atom(a), inside.value(b), inside._atom(c), self.value(d)) for a, b, c, d in carried)
+        stacks = zip(operands[end:], body.invars[end:], strict=True)
+        xs = tuple((self.value(stack), inside.value(piece)) for stack, piece in stacks if isinstance(stack, core.Var))
         made = zip(body.outvars[known.carry :], eqn.outvars[known.carry :], strict=True)
-        ys = tuple((self._atom(piece), self.value(stack)) for piece, stack in made)
-        self._repeat(steps, carries, xs, ys, eqn.params.get("length", 1), self._read(eqn.invars))
+        ys = tuple((inside._atom(piece), self.value(stack)) for piece, stack in made)
+        self._repeat(inside.steps, carries, xs, ys, eqn.params.get("length", 1), self._read(eqn.invars))
+
+    def _branches(self, eqn: core.JaxprEqn, branches: Sequence[core.Jaxpr]) -> None:
+        """A cond: one of its branches runs, and leaves its results in the cond's."""
+        found = []
+        for jaxpr in branches:
+            inside = self._child(jaxpr.invars, eqn.invars[1:])
+            block = inside.jaxpr(jaxpr)
+            finals = zip(jaxpr.outvars, map(self.value, eqn.outvars), strict=True)
+            found.append(Inner(block, tuple((None, Value(0), inside._atom(out), final) for out, final in finals)))
+        self._add("loop", "cond", self._read(eqn.invars), self._read(eqn.outvars), inner=tuple(found))
 
     def _repeat(self, steps: list[Step], carries: Any, xs: Any, ys: Any, length: int, reads: tuple[Value, ...]) -> None:
         """Slices are taken in front of the body, and written as soon as they are made."""
