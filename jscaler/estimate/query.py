@@ -167,7 +167,8 @@ def _step(graph: Any, plan: Any, cluster: Cluster, devices: int | None) -> StepP
         devices = devices or graph.num_devices
         policy = plan if plan is not None else graph.plan("decisions so far")
     else:
-        captured = graph if isinstance(graph, Captured) else Captured.of(graph)
+        given: Any = graph
+        captured = given if isinstance(given, Captured) else Captured.of(given)
         policy = plan
     if policy is None:
         raise PlanError("a graph costs nothing without a plan: give a policy, a built-in plan's name or a Plan")

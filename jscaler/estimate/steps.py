@@ -145,14 +145,14 @@ class Blocks:
 
     def _exchange(self, exchange: Exchange) -> None:
         """One step per collective; a point-to-point exchange is one."""
-        task, aval = exchange.adapt, exchange.output.aval
+        task = exchange.adapt
         here = self._atom(exchange.input)
         reads: tuple[Value, ...] = () if here is None else (here,)
         out = self.value(exchange.output)
         if isinstance(task, Extend):
             self._add("call", "halo", reads, (out,))
             return
-        itemsize = getattr(aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]
+        itemsize = out.nbytes // max(1, math.prod(shape(exchange.output))) or 8
         narrow = task.reduce_dtype is not None and task.adapter.adds
         if narrow:
             itemsize = jnp.dtype(task.reduce_dtype).itemsize
@@ -166,7 +166,8 @@ class Blocks:
                 self._add(kind, step.kind, reads, (out,), over=over)
                 return
             reads = (self._temporary(kind, step.kind, reads, after, itemsize, over),)
-        self._add("fused" if narrow or not walk or reads[0].nbytes != out.nbytes else "alias", "view", reads, (out,))
+        same = not narrow and bool(walk) and [v.nbytes for v in reads] == [out.nbytes]
+        self._add("alias" if same else "fused", "view", reads, (out,))
 
     def _temporary(
         self, kind: Kind, name: str, reads: Sequence[Value], layout: Layout, itemsize: int, over: Any = ()
