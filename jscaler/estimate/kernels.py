@@ -6,7 +6,9 @@ XLA duplicates cheap arithmetic into its readers as long as fewer bytes move, an
 
     in · (k - 1) < out · (k + 1)      k readers, in: bytes that computing it reads, out: its own bytes
 
-Whatever is made of random bits is computed once: a mask of one byte per element is stored.
+Whatever is made of random bits is computed once: a mask of one byte per element is stored. A result is written over an
+operand of its size, but not where a reduction of the same operand goes into it alone (a softmax's gradient): that is one
+kernel, which reads whole rows.
 """
 
 import dataclasses
@@ -55,8 +57,9 @@ class _Fusion:
     stored: set[Value] = field(default_factory=set)
     drawn: set[Value] = field(default_factory=set)  # made of random bits
     made: set[Value] = field(default_factory=set)  # by fused steps
-    readers: dict[Value, set[Value]] = field(default_factory=dict)  # unstored value -> stored ones that it ends in
+    readers: dict[Value, set[Value]] = field(default_factory=dict)  # value -> stored ones that it is computed into
     behind: dict[Value, Mapping[Value, int]] = field(default_factory=dict)  # unstored value -> what computing it reads
+    summed: dict[Value, set[Value]] = field(default_factory=dict)  # result of a reduction -> what it reads
 
     def run(self) -> tuple[Kernel, ...]:
         self._store_what_is_needed()
@@ -66,6 +69,8 @@ class _Fusion:
             if step.kind == "alias":
                 continue
             reads = self._reads(step)
+            if step.kind == "reduced":
+                self.summed.update({v: set(reads) for v in step.writes})
             if step.kind not in FUSED:
                 over = tuple((step.writes[i], self.aliases.of(step.reads[j])) for i, j in step.over)
                 kernels.append(Kernel(step, reads, step.writes, over))
@@ -73,7 +78,8 @@ class _Fusion:
             self._decide(step, reads)
             for value in step.writes:
                 if value in self.stored:
-                    over = tuple((value, v) for v in reads if v.nbytes == value.nbytes)
+                    again = {v for r in reads if self.readers[r] == {value} for v in self.summed.get(r, ())}
+                    over = tuple((value, v) for v in reads if v.nbytes == value.nbytes and v not in again)
                     kernels.append(Kernel(step, reads, (value,), over))
         return tuple(kernels)
 
@@ -105,10 +111,9 @@ class _Fusion:
             if step.kind in FUSED:
                 ends = {e for v in step.writes for e in ([v] if v in self.stored else self.readers.get(v, ()))}
             for value in self.aliases.all(step.reads):
-                if value in self.made and value not in self.stored:
-                    known = self.readers.setdefault(value, set())
-                    if len(known) < MANY:
-                        known.update(ends)
+                known = self.readers.setdefault(value, set())
+                if len(known) < MANY:
+                    known.update(ends)
 
     def _reads(self, step: Step) -> Reads:
         """The buffers behind what a step reads."""

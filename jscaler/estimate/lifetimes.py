@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
 from jscaler.estimate.kernels import kernels_of
+from jscaler.estimate.schedule import ordered
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+WORKSPACE = 4 << 20  # bytes that a matrix product of XLA on GPUs has beside its operands and its result
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ def lifetimes(block: Block, over: Mapping[Value, Value] | None = None) -> Lifeti
     Args:
         over: output -> the input whose buffer it may take, once nobody reads that any more (a donated argument).
     """
-    kernels = _slices_late(block, kernels_of(block))
+    fenced = any(step.name == "optimization_barrier" for step in block.steps)
+    kernels = _slices_late(block, ordered(kernels_of(block), _outputs(block), fenced))
     last = last_reads(block, kernels)
     arguments = dict(over or {})
     live: dict[Value, int] = {}  # buffer -> bytes
@@ -64,7 +69,7 @@ def lifetimes(block: Block, over: Mapping[Value, Value] | None = None) -> Lifeti
         for value, operand in kernel.over:
             if operand in dying and live.get(operand) == live[value] == value.nbytes:
                 live[operand] = 0  # its buffer is the result's
-        here = sum(live.values())
+        here = sum(live.values()) + (WORKSPACE if kernel.step.name in PRODUCTS else 0)
         inside = max((_iteration(inner) for inner in kernel.step.inner), key=lambda found: found.peak, default=None)
         reached, held = here, dict(live)
         at = len(timeline)

@@ -34,6 +34,7 @@ _MOVED = _names(
     """
 )
 _FUSED = (_names(ELEMENTWISE) | _MOVED) - _DRAWN
+_SUMS = _names("reduce_sum reduce_max reduce_min reduce_prod")
 _REDUCED = _names(
     """
     reduce_sum reduce_max reduce_min reduce_prod reduce_or reduce_and reduce_xor argmax argmin reduce

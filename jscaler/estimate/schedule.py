@@ -1,0 +1,58 @@
+"""In which order kernels run, as far as memory depends on it.
+
+Without collectives XLA's order needs about as much memory as the program's own: a gradient of a weight is computed as
+soon as it can be. To hide collectives behind other work, XLA puts off what no other device waits for; what it then comes to
+is near to depth first from the results, operands with the most other readers first.
+"""
+
+from collections.abc import Callable, Sequence
+
+from jscaler.estimate.block import Kernel, Value
+
+COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "point_to_point", "halo"})
+
+
+def ordered(kernels: Sequence[Kernel], outputs: Sequence[Value], fenced: bool) -> tuple[Kernel, ...]:
+    """``kernels`` of one block in the order that XLA is expected to run them in.
+
+    Args:
+        fenced: whether the block has fences: what is behind one stays there, as in the program.
+    """
+    if fenced or not any(kernel.step.name in COLLECTIVES for kernel in kernels):
+        return tuple(kernels)
+    return tuple(kernels[i] for i in _most_read_first(kernels, outputs))
+
+
+def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> list[int]:
+    maker = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
+    operands = [tuple(dict.fromkeys(maker[v] for v in kernel.reads if v in maker)) for kernel in kernels]
+    users = [0] * len(kernels)
+    for before in operands:
+        for j in before:
+            users[j] += 1
+    extra, sizes = [0] * len(kernels), [0] * len(kernels)  # of a kernel and all that it needs
+    for i, before in enumerate(operands):
+        extra[i] = max(0, users[i] - 1) + sum(extra[j] for j in before)
+        sizes[i] = sum(v.nbytes for v in kernels[i].writes) + sum(sizes[j] for j in before)
+
+    def ranked(some: Sequence[int]) -> list[int]:
+        return sorted(some, key=lambda j: (-extra[j], -sizes[j], j))
+
+    made = [maker[v] for v in outputs if v in maker]
+    roots = dict.fromkeys([*made, *(i for i, count in enumerate(users) if not count)])
+    return _post_order(ranked(list(roots)), lambda i: ranked(operands[i]))
+
+
+def _post_order(roots: Sequence[int], operands: Callable[[int], Sequence[int]]) -> list[int]:
+    found: dict[int, None] = {}
+    todo = [(root, False) for root in reversed(roots)]
+    while todo:
+        i, opened = todo.pop()
+        if i in found:
+            continue
+        if opened:
+            found[i] = None
+            continue
+        todo.append((i, True))
+        todo += [(j, False) for j in reversed(operands(i)) if j not in found]
+    return list(found)
