@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
 from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.schedule import ordered
+from jscaler.estimate.schedule import PRODUCTS, ordered
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 WORKSPACE = 4 << 20  # bytes that a matrix product of XLA on GPUs has beside its operands and its result
 
 

@@ -39,7 +39,7 @@ class Memory:
     Attributes:
         parameters, optimizer, inputs: the step's arguments by what they are, held throughout. Constants are inputs.
         gradients, activations, temporaries: the rest at the peak: gradients of parameters; what forward ops leave; what
-            backward and update ops hold, and results that are no argument's next version.
+            backward and update ops hold, workspaces, and results that are no argument's next version.
         peak: all of it, at the worst moment.
         at: the path of the op that runs then.
         live: the buffers of the rest, largest first.
@@ -81,11 +81,11 @@ def memory_of(graph: Graph, flat: FlatProgram, donated: bool = True) -> Memory:
     found = lifetimes(block, _in_place(graph, flat, blocks) if donated else {})
     variables = {value: var for var, value in blocks.values.items()}
     live = tuple(_described(graph, flat, kinds, value, variables.get(value)) for value in found.live)
-    at_peak = {kind: sum(t.nbytes for t in live if t.kind == kind) for kind in ("gradient", "activation", "temporary")}
+    gradients, activations = (sum(t.nbytes for t in live if t.kind == kind) for kind in ("gradient", "activation"))
     timeline = tuple(Moment(m.name, m.op, arguments + m.nbytes) for m in found.timeline)
     return Memory(
         held["parameter"], held["optimizer"], held["input"],
-        at_peak["gradient"], at_peak["activation"], at_peak["temporary"],
+        gradients, activations, found.peak - gradients - activations,
         arguments + found.peak, _op_near(timeline, found.moment), live, timeline,
     )  # fmt: skip
 

@@ -5,10 +5,12 @@ soon as it can be. To hide collectives behind other work, XLA puts off what no o
 is near to depth first from the results, operands with the most other readers first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from jscaler.estimate.block import Kernel, Value
 
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+SMALL = 1 << 16  # bytes
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "point_to_point", "halo"})
 
 
@@ -40,15 +42,38 @@ def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> lis
 
     made = [maker[v] for v in outputs if v in maker]
     roots = dict.fromkeys([*made, *(i for i, count in enumerate(users) if not count)])
-    return _post_order(ranked(list(roots)), lambda i: ranked(operands[i]))
+    readers: list[list[int]] = [[] for _ in kernels]
+    for i, before in enumerate(operands):
+        for j in before:
+            readers[j].append(i)
+    early = [_frees(kernel) for kernel in kernels]
+    found: dict[int, None] = {}
+    for i in _post_order(ranked(list(roots)), lambda i: ranked(operands[i])):
+        if i in found:
+            continue
+        found[i] = None
+        for j in readers[i]:
+            needed = [k for k in _post_order([j], lambda k: operands[k], found) if k not in found]
+            if all(early[k] for k in needed):
+                found.update(dict.fromkeys(needed))
+    return list(found)
 
 
-def _post_order(roots: Sequence[int], operands: Callable[[int], Sequence[int]]) -> list[int]:
+def _frees(kernel: Kernel) -> bool:
+    """Whether it leaves far less than it reads, or next to nothing: it does not wait."""
+    if kernel.step.name in COLLECTIVES or kernel.step.inner or kernel.step.name in PRODUCTS:
+        return False
+    written = sum(v.nbytes for v in kernel.writes)
+    return written <= SMALL or 8 * written <= sum(kernel.reads.values())
+
+
+def _post_order(roots: Sequence[int], operands: Callable[[int], Sequence[int]], known: Container[int] = ()) -> list[int]:
+    """``roots`` and all that they need, operands first; what is ``known`` is not looked into."""
     found: dict[int, None] = {}
     todo = [(root, False) for root in reversed(roots)]
     while todo:
         i, opened = todo.pop()
-        if i in found:
+        if i in found or i in known:
             continue
         if opened:
             found[i] = None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jscaler.estimate.block import Block, Inner, Step, Value
-from jscaler.estimate.lifetimes import lifetimes
+from jscaler.estimate.lifetimes import WORKSPACE, lifetimes
 
 SIZES = (10, 20, 40)
 
@@ -72,9 +72,9 @@ def test_an_output_takes_a_donated_argument_once_nobody_reads_it() -> None:
 def test_an_elementwise_result_takes_the_buffer_that_dies_there() -> None:
     x, a, b, c = (Value(100, n) for n in "xabc")
     steps = (
-        Step("call", "dot_general", (x,), (a,)),
+        Step("call", "dot", (x,), (a,)),
         Step("fused", "exp", (a,), (b,)),
-        Step("call", "dot_general", (b,), (c,)),
+        Step("call", "dot", (b,), (c,)),
     )
     assert [m.nbytes for m in lifetimes(Block((x,), steps, (c,))).timeline] == [100, 100, 200]
 
@@ -88,8 +88,8 @@ def loop(length: int = 5) -> tuple[Block, Inner]:
     steps = (
         Step("fused", "dynamic_slice", (weights,), (piece,)),
         Step("reduced", "dynamic_update_slice", (inside,), (Value(0),)),
-        Step("call", "dot_general", (inside, piece), (hidden,)),
-        Step("call", "dot_general", (hidden,), (out,)),
+        Step("call", "dot", (inside, piece), (hidden,)),
+        Step("call", "dot", (hidden,), (out,)),
     )
     inner = Inner(
         Block((inside, weights), steps, (out,)),
@@ -110,18 +110,23 @@ def test_a_loop_holds_its_carry_and_stacks_and_one_iteration() -> None:
     assert [(m.name, m.nbytes) for m in found.timeline] == [
         ("dynamic_update_slice", 48),
         ("dynamic_slice", 148),
-        ("dot_general", 178),
-        ("dot_general", 78),
+        ("dot", 178),
+        ("dot", 78),
     ]
     assert set(names(found.live)) == {"w", "h", "stack", "end"}
 
 
 def test_a_carry_that_is_read_later_cannot_be_written_over() -> None:
     block, inner = loop()
-    extra = Step("call", "dot_general", (inner.carries[0][1],), (Value(1, "late"),))
+    extra = Step("call", "dot", (inner.carries[0][1],), (Value(1, "late"),))
     longer = Inner(
         Block(inner.block.inputs, (*inner.block.steps, extra), inner.block.outputs), inner.carries, inner.xs, inner.ys
     )
     step = Step("loop", "scan", block.steps[0].reads, block.steps[0].writes, inner=(longer,))
     timeline = lifetimes(Block(block.inputs, (step,), block.outputs)).timeline
     assert timeline[-1].nbytes == 48 + 8 + 1
+
+
+def test_a_product_has_a_workspace() -> None:
+    x, y = Value(100, "x"), Value(100, "y")
+    assert lifetimes(Block((x,), (Step("call", "dot_general", (x,), (y,)),), (y,))).peak == 100 + WORKSPACE
