@@ -76,6 +76,8 @@ CASES = [
     Case("megatron(dp=2, tp=4)", 8, lambda: gpt(layers=4), "gpt-125m f32, 4 layers"),
     Case("megatron(dp=2, tp=4)", 8, lambda: gpt(16, stacked=True, remat=True, **BF16), "gpt-125m bf16, stacked, remat"),
     Case("megatron(dp=2, tp=4, sequence=True)", 8, lambda: gpt(stacked=True), "gpt-125m f32, stacked"),
+    Case("zero1", 8, lambda: gpt(stacked=True), "gpt-125m f32, stacked"),
+    Case("zero3", 8, lambda: gpt(stacked=True), "gpt-125m f32, stacked"),
     Case("expert_parallel", 8, moe, "moe f32, 4 layers of 8 experts"),
 ]
 

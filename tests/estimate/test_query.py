@@ -233,3 +233,10 @@ def test_work_is_counted_for_every_op(graph: Any) -> None:
         if task.op.path in ("up/dot", "down/dot"):
             read = sum(t.nbytes for t in task.op.inputs)
             assert (op.read, op.written) == (read, task.op.outputs[0].nbytes)
+
+
+def test_more_devices_hold_less_each_under_zero(graph: Any) -> None:
+    one, two, four = (jscaler.cost(graph, "zero3", H100, devices=n).memory for n in (1, 2, 4))
+    assert one.parameters > two.parameters > four.parameters
+    assert one.optimizer > two.optimizer > four.optimizer
+    assert one.arguments > two.arguments > four.arguments

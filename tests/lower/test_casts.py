@@ -11,6 +11,7 @@ from lower.steps import MOMENTUM, make_batch, make_state, make_step, mlp_loss, p
 
 import jscaler
 from jscaler import PlanError, Split, plans
+from jscaler.cost import CLUSTERS
 from jscaler.lower.numbering import FlatProgram
 
 ON_FOUR = np.arange(4)
@@ -188,7 +189,7 @@ def test_part_of_a_grid_cannot_be_in_any_order() -> None:
 
 def test_a_cluster_prices_the_adapters() -> None:
     x = jnp.ones((16, 8))
-    for cluster in ("h100", jscaler.cost.CLUSTERS["v100-nvlink-ib100"]):
+    for cluster in ("h100", CLUSTERS["v100-nvlink-ib100"]):
         run = jscaler.parallelize(lambda graph, devices: None, devices=4, cluster=cluster)(lambda x: jnp.sin(x))
         np.testing.assert_allclose(run(x), jnp.sin(x), rtol=1e-6)
     with pytest.raises(jscaler.UnknownNameError, match=r"no cluster named 'h10'.*did you mean 'h100'"):
