@@ -12,6 +12,7 @@ from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.job import Batches, Job
 from jscaler.commands.options import Batch, Data, Devices, Model, PlanName, Platform, Seed, Sequence, Size, use_platform
+from jscaler.commands.plan import plan_
 from jscaler.commands.redistribute import redistribute
 from jscaler.devices import resolve_devices
 from jscaler.errors import JscalerError
@@ -91,6 +92,7 @@ def compare(
 app.command()(bench_comm)
 app.command()(redistribute)
 app.command("compile")(compile_)
+app.command("plan")(plan_)
 
 
 def main() -> None:
