@@ -112,7 +112,7 @@ class Cost:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        from jscaler.estimate.text import cost_text  # it draws on report, which reads lower packages only
+        from jscaler.report.cost_text import cost_text  # report stands right of this package
 
         return cost_text(self)
 

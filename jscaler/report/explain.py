@@ -9,6 +9,7 @@ from jscaler.report.folding import braced, merged
 from jscaler.report.leaves import LeafRow, together
 from jscaler.report.moves import Move, moved_text, readable_bytes, summed
 from jscaler.report.step_report import OpRow, StepReport, grouped_moves
+from jscaler.report.tables import aligned
 
 Section = Literal["ops", "leaves", "memory"]
 SECTIONS: tuple[Section, ...] = ("ops", "leaves", "memory")
@@ -24,7 +25,7 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     D<parts of each dim>``.
 
     ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
-    others are split. ``memory``: bytes by kind of tensor.
+    others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
     """
     chosen = list(sections)
     axes = " × ".join(f"{name}={size}" for name, size in report.mesh.items()) or "one device"
@@ -46,7 +47,7 @@ def _ops(report: StepReport) -> list[str]:
             (row.kind, row.path, str(row.count), row.split, row.decided, moved_text(row.moved), row.layout, runner_up)
         )
         below.append(_details(row.moves))
-    lines = _aligned(table, below) if rows else []
+    lines = aligned(table, below) if rows else []
     hidden = sum(row.count for row in report.ops if row.idle)
     lines += [f"{hidden} ops are copied on every device, as all that they read is"] if hidden else []
     if report.results:
@@ -85,7 +86,7 @@ def _leaves(report: StepReport) -> list[str]:
         runner_up = _runners_up([row.runner_up] if row.runner_up else [], report)
         whole, part = readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)
         table.append((row.kind, row.name, str(row.count), whole, row.layout, part, row.decided, runner_up))
-    return [*(_aligned(table) if report.leaves else []), *(report.not_sharded or _stay_whole(report))]
+    return [*(aligned(table) if report.leaves else []), *(report.not_sharded or _stay_whole(report))]
 
 
 def _merged_leaves(rows: Sequence[LeafRow]) -> list[LeafRow]:
@@ -117,7 +118,11 @@ def _memory(report: StepReport) -> list[str]:
     table = [("bytes", "n", "whole", "per device")]
     for row in report.memory:
         table.append((row.kind, str(row.count), readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)))
-    return _aligned(table)
+    peak = report.peak
+    parts = ("arguments", "gradients", "activations", "temporaries")
+    shown = ", ".join(f"{part} {readable_bytes(getattr(peak, part))}" for part in parts)
+    where = f" in {peak.at}" if peak.at else ""
+    return [*aligned(table), f"peak per device, as estimated: {readable_bytes(peak.total)}{where}: {shown}"]
 
 
 def _runners_up(found: Sequence[RunnerUp], report: StepReport) -> str:
@@ -130,13 +135,3 @@ def _runners_up(found: Sequence[RunnerUp], report: StepReport) -> str:
         return f"{runner_up.axis + ': ' if named and runner_up.axis else ''}{runner_up.what} ({cost})"
 
     return ", ".join(map(one, found))
-
-
-def _aligned(table: Sequence[Sequence[str]], below: Sequence[Sequence[str]] | None = None) -> list[str]:
-    """Columns as wide as their widest entry; after each row the lines that stand below it."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines: list[str] = []
-    for number, row in enumerate(table):
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        lines += below[number] if below is not None else []
-    return lines

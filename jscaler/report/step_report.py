@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jscaler.cost import Bytes, CostModel
+from jscaler.estimate.memory import memory_of
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -67,6 +68,23 @@ class KindBytes:
 
 
 @dataclass(frozen=True)
+class PeakBytes:
+    """Bytes on each device at the worst moment of a step, as estimated (`jscaler.estimate`); donated state in place.
+
+    Attributes:
+        arguments: parameters, optimizer state and inputs, held throughout.
+        at: the path of the op that runs then.
+    """
+
+    arguments: int
+    gradients: int
+    activations: int
+    temporaries: int
+    total: int
+    at: str
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What a plan makes of a step.
 
@@ -76,6 +94,7 @@ class StepReport:
         ops: groups of like ops, in the order of the program.
         leaves: groups of like leaves of the step's arguments.
         memory: bytes by kind of tensor.
+        peak: what lives at the worst moment.
         results: what is moved for the step's results.
         not_sharded: what lies whole along the axes of the plan's shards, a line each, and why.
         unit: of the runners-up: ``bytes`` (a launch counts as some, too) or ``seconds``.
@@ -89,6 +108,7 @@ class StepReport:
     ops: tuple[OpRow, ...]
     leaves: tuple[LeafRow, ...]
     memory: tuple[KindBytes, ...]
+    peak: PeakBytes
     results: tuple[Move, ...]
     not_sharded: tuple[str, ...] = ()
     unit: str = "bytes"
@@ -130,6 +150,7 @@ def step_report(
         _op_rows(graph, completed, moves),
         leaf_rows(graph, completed, cost, [leaf for leaf, shard in plan.shards.items() if shard.stored]),
         _memory(graph, completed),
+        _peak(graph, flat),
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),
         "bytes" if isinstance(cost, Bytes) else "seconds",
@@ -197,3 +218,8 @@ def _memory(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
         parts = sum(local_bytes(t, laid[t]) if t in laid else t.nbytes for t in mine)
         rows.append(KindBytes(kind, len(mine), sum(t.nbytes for t in mine), parts))
     return tuple(rows)
+
+
+def _peak(graph: Graph, flat: FlatProgram) -> PeakBytes:
+    found = memory_of(graph, flat)
+    return PeakBytes(found.arguments, found.gradients, found.activations, found.temporaries, found.peak, found.at)

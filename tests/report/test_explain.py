@@ -63,7 +63,12 @@ def test_leaves_and_bytes_follow_the_ops_and_sections_can_be_chosen() -> None:
     )
     assert any(line.startswith("2 leaves of state stay whole on every device, 64 B in all: state/") for line in lines)
     memory = plan.explain(sections=["memory"]).splitlines()
-    table = {line.split()[0]: line.split()[1:] for line in memory[2:-1]}
+    table = {line.split()[0]: line.split()[1:] for line in memory[2:-2]}
+    assert memory[-2].startswith("peak per device, as estimated: ")
+    peak = plan.report.peak
+    assert peak.activations > 0
+    assert peak.total == peak.arguments + peak.gradients + peak.activations + peak.temporaries
+    assert peak.arguments == sum(r.nbytes_per_device for r in plan.report.memory if r.kind != "gradient")
     assert table["parameter"] == ["4", "1.1", "KiB", "304", "B"]
     assert table["gradient"] == table["parameter"]
     assert table["optimizer"] == table["parameter"]

@@ -1,10 +1,10 @@
 """A ``Cost`` as text that a person can read."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jscaler.report.folding import folded
 from jscaler.report.moves import readable_bytes
+from jscaler.report.tables import aligned
 
 if TYPE_CHECKING:
     from jscaler.estimate.query import Cost
@@ -53,7 +53,7 @@ def _ops(cost: "Cost") -> list[str]:
         known = readable_seconds(seconds if cost.cluster.device else None)
         shown = (readable_bytes(moved), known, readable_bytes(sent), readable_seconds(sending))
         rows.append((kind, path, f"{count:.0f}", f"{flops:.3g}", *shown))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _memory(cost: "Cost") -> list[str]:
@@ -67,10 +67,5 @@ def _memory(cost: "Cost") -> list[str]:
     return [
         f"memory per device: {readable_bytes(memory.peak)}{limit}{fits}, most in {memory.at or 'the results'}",
         shown,
-        *_aligned(rows),
+        *aligned(rows),
     ]
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
