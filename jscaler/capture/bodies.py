@@ -37,6 +37,7 @@ class BodyTable:
     bodies: dict[Any, Body] = field(default_factory=dict)
     backwards: dict[Any, tuple[Body, tuple[int, ...]]] = field(default_factory=dict)
     saves: dict[Any, SavedBodies] = field(default_factory=dict)
+    simple: dict[tuple[str, Any, float], Body] = field(default_factory=dict)
 
     def intern(self, jaxpr: core.Jaxpr) -> Body:
         """The one Body of all jaxprs that equal ``jaxpr``."""
@@ -47,11 +48,18 @@ class BodyTable:
 
     def join(self, aval: Any, count: int) -> Body:
         """The n-ary add that joins ``count`` gradients of one tensor."""
-        return self.traced(lambda *parts: [sum(parts[1:], start=parts[0])], [aval] * count)
+        return self._known("join", aval, count, lambda *parts: [sum(parts[1:], start=parts[0])], [aval] * count)
 
     def fill(self, aval: Any, value: float) -> Body:
         """A tensor of one value: the seed of a backward pass, or the gradient of an unused parameter."""
-        return self.traced(lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
+        return self._known("fill", aval, value, lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
+
+    def _known(self, kind: str, aval: Any, number: float, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Body:
+        """The body that ``kind``, ``aval`` and ``number`` stand for: ``fun``, traced once."""
+        key = (kind, aval, number)
+        if key not in self.simple:
+            self.simple[key] = self.traced(fun, avals)
+        return self.simple[key]
 
     def backward(self, forward: Op, handle: Op) -> tuple[Body, tuple[int, ...]]:
         """The backward body of a forward op, and which of the handle's inputs it reads."""

@@ -73,6 +73,10 @@ class Graph:
         return {op.path: op for op in self.ops}
 
     @cached_property
+    def _inputs(self) -> dict[str, PTensor]:
+        return {t.name: t for t in self.inputs}
+
+    @cached_property
     def position(self) -> dict[str, int]:
         """The place of every op, by path, in the order of the program."""
         return {op.path: i for i, op in enumerate(self.ops)}
@@ -143,10 +147,9 @@ class Graph:
 
     def input(self, path: str) -> PTensor:
         """The input leaf at ``path``."""
-        for tensor in self.inputs:
-            if tensor.name == path:
-                return tensor
-        raise UnknownNameError("input", path, [t.name for t in self.inputs])
+        if path not in self._inputs:
+            raise UnknownNameError("input", path, self._inputs)
+        return self._inputs[path]
 
     def select_inputs(self, pattern: str) -> tuple[PTensor, ...]:
         """Input leaves whose path is ``pattern``, lies below it, or matches it as a shell pattern."""

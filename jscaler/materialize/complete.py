@@ -9,10 +9,11 @@ optimizer state follows its parameter. Everything is deterministic.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Op, PTensor, VTensor
+from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
 from jscaler.ir.loop import Item
 from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.edges import Edge, edges_of, extended_mask, halo_cost
@@ -36,6 +37,8 @@ from jscaler.materialize.shards import Shards, find_shards, shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs, stored_layouts
 from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
+
+Laid = tuple[tuple[Layout, ...], tuple[Layout, ...], tuple[tuple[Edge, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,9 @@ class _Completer(LoopMixin):
         self.chunks = chunks
         self.shards = shards
         self.ops: dict[str, OpLayouts] = {}
+        # what equal ops share, by all that it depends on
+        self.laid: dict[Any, Laid] = {}
+        self.filled: dict[Any, Placement] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
         self.at_hand.update({t: [layout] for t, layout in stored.items()})
@@ -336,12 +342,18 @@ class _Completer(LoopMixin):
         }
 
     def _fill(self, op: Op, chosen: Placement) -> Placement:
-        """Give each axis that ``chosen`` leaves open its cheapest use."""
+        """Give each axis that ``chosen`` leaves open its cheapest use. Equal ops whose inputs lie alike are filled once."""
+        chunks = self._chunks(op)
 
         def price(placement: Placement) -> float:
             return self._cost(op, placement)
 
-        return Filling(op, self.mesh, self.book, self.at_hand, self._chunks(op), price).of(chosen)
+        lie = tuple((tuple(self.at_hand.get(t, ())), t in self.shards.stored) for t in op.inputs)
+        goals = tuple((self._goal(t), self.shards.gradients.get(t)) for t in op.outputs)
+        key = (op.body, id(self.book.rule(op)), op.kind, chosen.key, tuple(chunks.items()), lie, goals)
+        if key not in self.filled:
+            self.filled[key] = Filling(op, self.mesh, self.book, self.at_hand, chunks, price).of(chosen)
+        return self.filled[key]
 
     def _cost(self, op: Op, placement: Placement) -> float:
         """In the cost model's unit: the adapters of the inputs, and what bringing the results on will take."""
@@ -373,13 +385,20 @@ class _Completer(LoopMixin):
             inputs = tuple(map(self._whole, op.inputs))
             return OpLayouts(placement, inputs, tuple(map(self._whole, op.outputs)))
         rule = self.book.rule(op)
+        key = (op.body, id(rule), placement.key)
+        if key not in self.laid:
+            self.laid[key] = self._layouts(op, rule, placement)
+        return OpLayouts(placement, *self.laid[key])
+
+    def _layouts(self, op: Op, rule: Rule, placement: Placement) -> Laid:
+        """The layouts of an op's inputs and outputs, and the edges beyond its parts of the inputs."""
         passed = {axis: self.book.passes(op, combiners) for axis, combiners in placement.shares.items()}
         known = {axis: combiners for axis, combiners in passed.items() if combiners is not None}
         assert len(known) == len(passed), f"{op.path} does not pass the shares it was given"
         inputs = tuple(operand_layout(self.mesh, rule, placement, op, i) for i in range(len(op.inputs)))
         outputs = tuple(result_layout(self.mesh, rule, placement, op, i, known) for i in range(len(op.outputs)))
         edges = tuple(edges_of(rule, dict(placement.factors), i) for i in range(len(op.inputs)))
-        return OpLayouts(placement, inputs, outputs, edges if any(edges) else ())
+        return inputs, outputs, edges if any(edges) else ()
 
 
 def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:

@@ -103,6 +103,8 @@ class Layout:
 
     def with_sizes(self, sizes: Mapping[int, tuple[int, ...]]) -> "Layout":
         """This layout with blocks of the given sizes, by sub-dim; the blocks of equal parts need no mention."""
+        if not sizes:
+            return self
         made = dict(self.uneven) | dict(sizes)
         for index, blocks in made.items():
             assert sum(blocks) == self.sizes[index], f"{blocks} are not the blocks of {self.sizes[index]}"
@@ -114,9 +116,12 @@ class Layout:
         """The axes that cut ``dim`` into unequal runs of rows, and the number of rows of each; None for any other cut."""
         first = sum(map(len, self.subdims[:dim]))
         cuts = self.by_dim[dim]
-        minor = math.prod(self.subdims[dim][1:])
-        if not cuts or not cuts[0] or any(cuts[1:]) or len(set(self.block_sizes(first))) == 1:
+        if not cuts or not cuts[0] or any(cuts[1:]):
             return None
+        equal = self.sizes[first] % self.mesh.size(cuts[0]) == 0 and first not in dict(self.uneven)
+        if equal or len(set(self.block_sizes(first))) == 1:
+            return None
+        minor = math.prod(self.subdims[dim][1:])
         return cuts[0], tuple(b * minor for b in self.block_sizes(first))
 
     @property

@@ -32,6 +32,13 @@ class DeviceMesh:
     def __post_init__(self) -> None:
         assert math.prod(s for _, s in self.axes) == len(self.devices)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # layouts are looked up by it all the time; of numbers alone, so equal in every process
+        return hash(self.devices)
+
     @cached_property
     def names(self) -> Axes:
         return tuple(name for name, _ in self.axes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jscaler.errors import PlanError, listing
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
@@ -49,6 +50,12 @@ class Placement:
     shares: Mapping[str, Combiners] = field(default_factory=dict)
     origin: str = "policy"
     runners_up: tuple[RunnerUp, ...] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What equal placements share."""
+        uses = (self.factors, self.sizes, self.chunks, self.shares)
+        return (*(tuple(use.items()) for use in uses), self.origin, self.runners_up)
 
     def parts(self, mesh: DeviceMesh) -> dict[str, int]:
         """How many parts each factor is split into."""

@@ -9,6 +9,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fuse import fuse
 from jscaler.errors import PlanError, PlanFitError, UnknownNameError, listing, near_names
 from jscaler.ir import Graph, Op
+from jscaler.ir.kinds import tensor_kinds
 from jscaler.primitives.algorithms import Chunk, as_split, grid_axis
 from jscaler.primitives.made_for import OpRecord, RuleRecord
 from jscaler.primitives.plan import Assign, Fuse, Plan, Shard, Trans, named_ops
@@ -27,13 +28,14 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
         graph = _fused(plan, graph, bodies)
         _compare(plan, graph)
         grids: dict[str, tuple[int, ...]] = {}
+        kinds = tensor_kinds(graph)
         for decision in plan.decisions:
             _check_ops(named_ops(decision), graph, str(decision))
             if isinstance(decision, Trans):
                 _check_trans(decision, graph[decision.op], graph)
                 grids[decision.op] = tuple(a.parts for a in decision.axes)
             elif isinstance(decision, Shard):
-                check_shard(graph, decision, plan.num_devices)
+                check_shard(graph, decision, plan.num_devices, kinds)
             elif isinstance(decision, Assign):
                 _check_assign(decision, grids, plan.num_devices)
     except PlanFitError:

@@ -1,6 +1,6 @@
 """The three primitives. A policy gets a ``Planner``: the graph to read, and a pen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -11,6 +11,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fuse import fuse
 from jscaler.errors import PlanError, SplitError
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
+from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.grid import Grid
@@ -60,6 +61,8 @@ class Planner:
         self._decisions: list[Decision] = list(stores)
         self._grids: dict[str, Grid] = {}
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
+        self._sharded: set[str] = set()
+        self._kinds_of: tuple[Graph, Mapping[PTensor, TensorKind]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.graph, name)
@@ -244,12 +247,19 @@ class Planner:
         """
         tensor = self.graph.input(leaf) if isinstance(leaf, str) else leaf
         array = np.asarray(devices)
-        if any(isinstance(d, Shard) and d.leaf == tensor.name for d in self._decisions):
+        if tensor.name in self._sharded:
             raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
         parts = array.shape[0] if array.ndim else 0
-        decision = Shard(tensor.name, dim, parts, tuple(int(d) for d in array.flat), stored)
-        check_shard(self.graph, decision, self.num_devices)
+        decision = Shard(tensor.name, dim, parts, tuple(map(int, array.ravel().tolist())), stored)
+        check_shard(self.graph, decision, self.num_devices, self._kinds)
+        self._sharded.add(tensor.name)
         self._decisions.append(decision)
+
+    @property
+    def _kinds(self) -> Mapping[PTensor, TensorKind]:
+        if self._kinds_of is None or self._kinds_of[0] is not self.graph:  # fused ops make another graph
+            self._kinds_of = self.graph, tensor_kinds(self.graph)
+        return self._kinds_of[1]
 
     def residuals(self, op: Op | Grid | str, mode: Residuals) -> None:
         """Say what the backward of a forward op reads of it.

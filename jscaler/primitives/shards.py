@@ -1,13 +1,15 @@
 """Whether a parameter can be sharded as a decision says."""
 
+from collections.abc import Mapping
+
 from jscaler.errors import PlanError, SplitError
-from jscaler.ir import Graph
-from jscaler.ir.kinds import tensor_kinds
+from jscaler.ir import Graph, PTensor
+from jscaler.ir.kinds import TensorKind
 from jscaler.primitives.plan import Shard
 
 
-def check_shard(graph: Graph, shard: Shard, num_devices: int) -> None:
-    """Compare a decision with the parameter that it names.
+def check_shard(graph: Graph, shard: Shard, num_devices: int, kinds: Mapping[PTensor, TensorKind]) -> None:
+    """Compare a decision with the parameter that it names; ``kinds`` are those of the graph's tensors.
 
     Raises:
         UnknownNameError: there is no such input.
@@ -15,7 +17,7 @@ def check_shard(graph: Graph, shard: Shard, num_devices: int) -> None:
         SplitError: the dim does not divide.
     """
     tensor = graph.input(shard.leaf)
-    if tensor_kinds(graph).get(tensor) != "parameter":
+    if kinds.get(tensor) != "parameter":
         raise PlanError(f"'{tensor.name}' is no parameter: no gradient is taken with respect to it")
     if not 0 <= shard.dim < len(tensor.shape):
         raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {shard.dim}")

@@ -1,0 +1,86 @@
+"""Planning works on distinct ops: what equal layers share is worked out once, for any number of devices. By counts."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jscaler
+from jscaler.capture import bodies
+from jscaler.materialize.filling import Filling
+from jscaler.materialize.mesh import DeviceMesh
+from jscaler.rules import book
+from jscaler.rules.localize import Localizer
+from models.gpt import GPT, GPTConfig
+from models.training import TrainState, make_optimizer, train_step
+
+CONFIG = GPTConfig(hidden=16, layers=2, heads=8, sequence=8, vocabulary=32)
+
+
+def lowered(layers: int, rows: int, stacked: bool = False) -> Any:
+    """A GPT's train step for ``rows`` × 8 devices, which need not be there."""
+    model, optimizer = GPT(dataclasses.replace(CONFIG, layers=layers, stacked=stacked)), make_optimizer()
+
+    def make_state() -> TrainState:
+        params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, key=jax.random.key(1))
+
+    tokens = jax.ShapeDtypeStruct((128, 8), jnp.int32)
+    plan = jscaler.plans.megatron(dp=rows, tp=8)
+    step = jscaler.parallelize(plan, devices=8 * rows, donate_argnames="state")(train_step)
+    return step.lower(jax.eval_shape(make_state), {"tokens": tokens, "labels": tokens})
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the expensive parts of planning run."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(book, "analyse")
+    count(book, "derive_rule")
+    count(book, "trace_flat")
+    count(bodies, "trace_flat")
+    count(Localizer, "run")
+    count(Filling, "of")
+    count(DeviceMesh, "coordinate")  # of one device
+    return counts
+
+
+def test_layers_of_a_python_loop_are_planned_once(work: Counter[str]) -> None:
+    lowered(3, 1)
+    few = dict(work)
+    work.clear()
+    lowered(6, 1)
+    assert dict(work) == few
+    assert min(few.values()) > 0
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_more_devices_are_no_more_work(work: Counter[str], stacked: bool) -> None:
+    few = lowered(2, 2, stacked)
+    work.pop("coordinate", None)  # in small groups, exchanges from device to device compete
+    before = dict(work)
+    work.clear()
+    many = lowered(2, 128, stacked)
+    assert dict(work) == before
+    assert [type(s).__name__ for s in many.plan.flat.steps] == [type(s).__name__ for s in few.plan.flat.steps]
+
+
+def test_equal_arrays_of_devices_are_one_object() -> None:
+    plan = lowered(2, 128).plan.plan
+    assigned = [d for d in plan.decisions if isinstance(d, jscaler.primitives.Assign)]
+    assert len(assigned) > 50
+    assert len({id(d.places) for d in assigned}) == 1
