@@ -13,6 +13,7 @@ import jscaler
 from jscaler.capture import bodies
 from jscaler.materialize.filling import Filling
 from jscaler.materialize.mesh import DeviceMesh
+from jscaler.primitives import Assign
 from jscaler.rules import book
 from jscaler.rules.localize import Localizer
 from models.gpt import GPT, GPTConfig
@@ -81,6 +82,6 @@ def test_more_devices_are_no_more_work(work: Counter[str], stacked: bool) -> Non
 
 def test_equal_arrays_of_devices_are_one_object() -> None:
     plan = lowered(2, 128).plan.plan
-    assigned = [d for d in plan.decisions if isinstance(d, jscaler.primitives.Assign)]
+    assigned = [d for d in plan.decisions if isinstance(d, Assign)]
     assert len(assigned) > 50
     assert len({id(d.places) for d in assigned}) == 1
