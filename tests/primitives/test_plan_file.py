@@ -9,6 +9,7 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -20,7 +21,7 @@ from jscaler import Plan, PlanFileError, Prefix
 from jscaler.ir import Place
 from jscaler.primitives import Assign, Fuse, GridAxis, Order, Trans
 from jscaler.primitives.made_for import MadeFor, OpRecord, RuleRecord
-from jscaler.primitives.plan import KINDS, Decision, ReduceDtype, SaveResiduals, Shard
+from jscaler.primitives.plan import KINDS, Decision, ReduceDtype, SaveResiduals, Shard, Store
 from tests.lower.steps import MOMENTUM, make_batch, make_state, make_step
 from tests.programs import devices_of, draw_policy, draw_program
 
@@ -44,6 +45,7 @@ PLAN = Plan(
         Order("up/dot", "down/dot"),
         Shard("state/params/up/kernel", 0, 2, (0, 2, 1, 3), stored=True),
         Shard("state/params/up/bias", 0, 4, (0, 2, 1, 3)),
+        Store("state/params/down/kernel", (2, 2), (0, 2, 1, 3), ((1, 0), ())),
     ),
     MadeFor((OpRecord("up/dot", RULE), OpRecord("down/dot", RULE), OpRecord("loss"))),
 )
@@ -71,8 +73,11 @@ def test_every_decision_is_one_line_and_every_device_array_stands_once() -> None
     assert lines.count("  [0, 2, 1, 3],") == 1
 
 
-def test_the_table_names_every_kind_of_decision() -> None:
-    assert set(KINDS.values()) == set(typing.get_args(Decision))
+def test_every_kind_of_decision_is_named_drawn_and_in_the_golden_file() -> None:
+    kinds = set(typing.get_args(Decision))
+    assert set(KINDS.values()) == kinds
+    assert set(strategies) == kinds
+    assert {json.loads(line.rstrip(","))["kind"] for line in GOLDEN.read_text().splitlines() if '"kind":' in line} == {*KINDS}
     assert not any(f.name == "kind" for kind in KINDS.values() for f in dataclasses.fields(kind))
 
 
@@ -88,15 +93,18 @@ axes = st.builds(
 )
 grids = st.lists(axes, max_size=3).map(tuple)
 records = st.builds(OpRecord, names, st.none() | st.just(RULE))
-decisions = st.one_of(
-    st.builds(Trans, names, grids, grids),
-    st.builds(Assign, names, st.lists(st.tuples(counts, counts), max_size=3).map(tuple), places, st.booleans()),
-    st.builds(Order, names, names),
-    st.builds(ReduceDtype, names),
-    st.builds(SaveResiduals, names, st.sampled_from(["inputs", "saved"])),
-    st.builds(Shard, names, counts, counts, st.lists(counts).map(tuple), st.booleans()),
-    st.builds(Fuse, st.lists(names).map(tuple), names),
-)
+numbers = st.lists(counts, max_size=4).map(tuple)
+strategies: dict[type, st.SearchStrategy[Any]] = {
+    Trans: st.builds(Trans, names, grids, grids),
+    Assign: st.builds(Assign, names, st.lists(st.tuples(counts, counts), max_size=3).map(tuple), places, st.booleans()),
+    Order: st.builds(Order, names, names),
+    ReduceDtype: st.builds(ReduceDtype, names),
+    SaveResiduals: st.builds(SaveResiduals, names, st.sampled_from(["inputs", "saved"])),
+    Shard: st.builds(Shard, names, counts, counts, st.lists(counts).map(tuple), st.booleans()),
+    Fuse: st.builds(Fuse, st.lists(names).map(tuple), names),
+    Store: st.builds(Store, names, numbers, numbers, st.lists(numbers, max_size=3).map(tuple)),
+}
+decisions = st.one_of(*strategies.values())
 random_plans = st.builds(
     Plan,
     names,
