@@ -3,15 +3,40 @@
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
+from jscaler.errors import DataError, JscalerError
 
-from jscaler.errors import DataError
+try:
+    import orbax.checkpoint as ocp
+except ImportError:
+    raise JscalerError('checkpoints need Orbax, which is not installed: pip install "jscaler[checkpoint]"') from None
 
 
 def save(folder: Path, step: int, state: Any) -> None:
-    """Save ``state``, as it is after ``step`` steps."""
+    """Save ``state``, as it is after ``step`` steps.
+
+    Raises:
+        DataError: there is a state of as many steps, or of more.
+    """
     with ocp.CheckpointManager(folder.absolute()) as manager:
-        manager.save(step, args=ocp.args.StandardSave(state))
+        saved = manager.save(step, args=ocp.args.StandardSave(state))
+    if not saved:  # Orbax says so, and no more
+        raise DataError(f"the state after {step} steps is not saved: {folder} has one after {found_step(folder)}")
+
+
+def found_step(folder: Path) -> int | None:
+    """The number of steps taken by the latest state in ``folder``, where there is one."""
+    if not folder.is_dir():
+        return None
+    with ocp.CheckpointManager(folder.absolute()) as manager:
+        return manager.latest_step()
+
+
+def check_unused(folder: Path) -> None:
+    """Raises DataError where ``folder`` holds the state of another run, beside which that of a new one would be lost."""
+    if (step := found_step(folder)) is not None:
+        raise DataError(
+            f"there is a checkpoint after {step} steps in {folder}: go on from it with --resume, or give another folder"
+        )
 
 
 def latest_step(folder: Path) -> int:
@@ -20,11 +45,8 @@ def latest_step(folder: Path) -> int:
     Raises:
         DataError: there is none.
     """
-    if folder.is_dir():
-        with ocp.CheckpointManager(folder.absolute()) as manager:
-            step = manager.latest_step()
-        if step is not None:
-            return step
+    if (step := found_step(folder)) is not None:
+        return step
     raise DataError(f"there is no checkpoint in {folder}: train with --checkpoint {folder} first, without --resume")
 
 

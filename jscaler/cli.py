@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
-from jscaler.commands.job import Batches, Job
+from jscaler.commands.job import Batches, Job, devices_for
 from jscaler.commands.options import Batch, Data, Devices, Model, PlanName, Platform, Seed, Sequence, Size, use_platform
 from jscaler.commands.plan import plan_
 from jscaler.commands.redistribute import redistribute
@@ -47,15 +47,22 @@ def train(
 
     if resume and checkpoint is None:
         raise typer.BadParameter("give the --checkpoint to start from", param_hint="--resume")
+    devices = devices_for(plan, devices)
     use_platform(platform, devices)
+    if checkpoint is not None:
+        from jscaler.checkpoint import check_unused, save  # before, not after hours of training
+
+        if not resume:
+            check_unused(checkpoint)
     job = Job(model, size, plan, resolve_devices(devices), batch, seq, learning_rate=learning_rate, steps=steps, seed=seed)
     batches = Batches(job, data)
     start, state = job.start(batches(0), checkpoint if resume else None)
+    if start >= steps:
+        Console().print(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left", highlight=False)
+        return
     state = run(job.step, state, batches, range(start, steps), Console(), log)
     if checkpoint is not None:
-        from jscaler.checkpoint import save
-
-        save(checkpoint, max(start, steps), state)
+        save(checkpoint, steps, state)
 
 
 @app.command()
@@ -79,6 +86,7 @@ def compare(
     from jscaler.compare import compare as run
     from jscaler.compare import comparison_table
 
+    devices = devices_for(plan, devices)
     use_platform(platform, devices)
     job = Job(model, size, plan, resolve_devices(devices), batch, seq, seed=seed)
     state, batches = job.state(), Batches(job, data)

@@ -9,6 +9,7 @@ import jax
 from jscaler import plans
 from jscaler.api import Parallelized, parallelize
 from jscaler.errors import JscalerError, UnknownNameError
+from jscaler.primitives import Plan
 
 DTYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "f32": "float32",
@@ -36,6 +37,13 @@ def model_and_size(model: str, size: str | None) -> tuple[str, str]:
 def stacked_by_default(model: str, stacked: bool | None) -> bool:
     """Whether layers are to be one scan, where nobody says: of a GPT, so that planning and compiling take that of one."""
     return model.partition("-")[0] == "gpt" if stacked is None else stacked
+
+
+def devices_for(plan: str, devices: int | None) -> int | None:
+    """How many devices were asked for; where nobody says it, as many as a saved plan is for."""
+    if devices is not None or not plan.endswith(".json"):
+        return devices
+    return Plan.load(plan).num_devices
 
 
 class Job:

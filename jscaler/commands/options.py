@@ -17,7 +17,7 @@ PLAN_HELP = (
 Model = Annotated[str, typer.Option(help="model: gpt or moe (a mixture of experts), with its size if wanted: gpt-1.3b")]
 Size = Annotated[str | None, typer.Option(help="its size: nano, mini, 125m, 1.3b, …; nano by default")]
 PlanName = Annotated[str, typer.Option("--plan", help=PLAN_HELP)]
-Devices = Annotated[int | None, typer.Option(help="number of devices; all by default")]
+Devices = Annotated[int | None, typer.Option(help="number of devices; by default all, or those of a saved plan")]
 Platform = Annotated[str | None, typer.Option(help="'cpu' makes as many virtual CPU devices as are asked for")]
 Data = Annotated[Path | None, typer.Option(help="text file or folder; Python's own documentation by default")]
 Batch = Annotated[int, typer.Option(help="sequences per step, over all devices")]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jscaler.commands.job import Job, stacked_by_default
+from jscaler.commands.job import Job, devices_for, stacked_by_default
 from jscaler.commands.options import Batch, Dtype, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.stages import stages
 from jscaler.cost import Cluster, find_cluster
@@ -16,6 +16,7 @@ from jscaler.errors import DeviceError
 from jscaler.estimate.query import cost
 
 TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
+DEVICES_HELP = "number of devices; by default those of a saved plan, or of the target"
 PIPED = 200  # columns where the output is no terminal: explain is wide
 
 
@@ -23,7 +24,9 @@ def plan_(
     model: Model = "gpt",
     size: Size = None,
     plan: PlanName = "data_parallel",
-    devices: Annotated[int | None, typer.Option(help="number of devices; those of the target by default", min=1)] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="number of devices; by default those of a saved plan, or of the target", min=1)
+    ] = None,
     target: Annotated[str | None, typer.Option(help=TARGET_HELP)] = None,
     batch: Batch = 32,
     seq: Sequence = None,
@@ -41,7 +44,7 @@ def plan_(
     """
     use_platform("cpu", None)
     cluster = None if target is None else find_cluster(target)
-    count = _count(devices, cluster)
+    count = _count(devices_for(plan, devices), cluster)
     job = Job(model, size, plan, count, batch, seq, dtype, stacked_by_default(model, stacked), remat)
     with stages() as begin:
         begin("capturing and planning")
