@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
+import jax.numpy as jnp
+
 from jscaler.ir.graph import Graph
 from jscaler.ir.tensor import PTensor
 
@@ -12,9 +14,10 @@ TensorKind = Literal["parameter", "gradient", "optimizer", "input", "activation"
 def tensor_kinds(graph: Graph) -> Mapping[PTensor, TensorKind]:
     """The kind of every input, constant and gradient of ``graph``; a tensor that is not listed is an activation.
 
-    A parameter is an input leaf that a gradient is taken with respect to, also through a cast (master weights). All other
-    state that the step updates is the optimizer's, batch statistics and step counters included; the rest of the inputs
-    (a batch, a key) and constants are inputs.
+    A parameter is an input leaf that a gradient is taken with respect to, also through a cast (master weights), or state of
+    floating-point numbers that a loss reads and the step returns as it came (a frozen layer). All other state is the
+    optimizer's, batch statistics and step counters included; the rest of the inputs (a batch, a key) and constants are
+    inputs.
     """
     inputs = frozenset(graph.inputs)
     kinds: dict[PTensor, TensorKind] = dict.fromkeys((*graph.inputs, *(c for c, _ in graph.constants)), "input")
@@ -23,7 +26,15 @@ def tensor_kinds(graph: Graph) -> Mapping[PTensor, TensorKind]:
         for tensor in call.wrt:
             kinds.update(dict.fromkeys(origins(graph, tensor) & inputs, "parameter"))
         kinds.update(dict.fromkeys((g for g in call.gradients if g not in inputs), "gradient"))
+    kinds.update(dict.fromkeys(_frozen(graph), "parameter"))
     return kinds
+
+
+def _frozen(graph: Graph) -> list[PTensor]:
+    """State that is read by a loss and never changed."""
+    kept = [graph.inputs[i] for o, i in graph.next_version.items() if graph.outputs[o] is graph.inputs[i]]
+    floating = [t for t in kept if t.shape and jnp.issubdtype(t.dtype, jnp.inexact)]
+    return [t for t in floating if any(op.kind == "forward" for op in graph.consumers.get(t, ()))] if graph.calls else []
 
 
 def origins(graph: Graph, tensor: PTensor) -> frozenset[PTensor]:

@@ -40,3 +40,17 @@ def test_master_weights_behind_a_cast_are_parameters():
     kinds = {t.name: kind for t, kind in tensor_kinds(graph).items()}
     assert kinds["master/w"] == "parameter"
     assert kinds["x"] == "input"
+
+
+def test_a_frozen_layer_of_a_state_is_a_parameter_and_its_settings_are_not():
+    def step(state, x):
+        gradient = jscaler.grad(lambda head: jnp.sum(x @ state["base"] @ head * state["scale"]))(state["head"])
+        head = state["head"] - state["rates"][0] * gradient
+        return state | {"head": head, "sums": state["sums"] + 1}
+
+    shapes = {"base": (4, 3), "head": (3, 2), "rates": (2,), "sums": (2,), "scale": ()}
+    state = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    graph = jscaler.parallelize("single", devices=1)(step).graph(state, jnp.ones((5, 4)))
+    kinds = {t.name: kind for t, kind in tensor_kinds(graph).items()}
+    assert kinds["state/base"] == kinds["state/head"] == "parameter"
+    assert {kinds[f"state/{n}"] for n in ("rates", "sums", "scale")} == {"optimizer"}
