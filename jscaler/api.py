@@ -12,7 +12,7 @@ from jscaler import graph_nodes, plans
 from jscaler.arguments import Arguments, Call, difference
 from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.devices import Device, Devices, devices_at_hand, resolve_devices
-from jscaler.dispatch import KnownArguments, place
+from jscaler.dispatch import KnownArguments
 from jscaler.errors import CaptureError, PlanError
 from jscaler.follow import Followed, Following
 from jscaler.ir import Graph
@@ -45,8 +45,8 @@ def parallelize(
     Args:
         plan: a policy, the name of a built-in one (``"data_parallel"``), a finished `Plan`, or the file of a saved one
             (``"plan.json"``).
-        devices: how many of ``jax.devices()``, or which; all of them by default. A step can be planned and lowered for
-            more than there are, not run.
+        devices: how many of ``jax.devices()``, or which; by default as many as a finished plan is for, and else all of
+            them. A step can be planned and lowered for more than there are, not run.
         cluster: whose links price the adapters, in seconds: a `Cluster`, a built-in one's name or a .toml file. By
             default few bytes are sent in few steps, whatever the links.
         donate_argnums, donate_argnames: arguments whose buffers the step may reuse, as in ``jax.jit``.
@@ -60,9 +60,9 @@ def parallelize(
         ... def train_step(state, batch): ...
         >>> model = jscaler.parallelize("data_parallel", devices=8)(model)
     """
-    policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
-    if not isinstance(policy, Plan) and not callable(policy):
-        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
+    policy = _policy(plan)
+    if devices is None and isinstance(policy, Plan):
+        devices = policy.num_devices
 
     cost = _cost_model(cluster)
 
@@ -89,6 +89,13 @@ def parallelize(
         return Parallelized(forward, policy, devices, arguments, cost, updates=False)
 
     return decorate
+
+
+def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
+    policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
+    if not isinstance(policy, Plan) and not callable(policy):
+        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
+    return policy
 
 
 def _cost_model(cluster: Any) -> CostModel:
@@ -230,7 +237,7 @@ class Parallelized:
             return functools.partial(
                 self.follow, plan=plan, paths=paths, static_argnums=static_argnums, static_argnames=static_argnames
             )
-        policy = plans.by_name(plan) if isinstance(plan, str) else plan
+        policy = None if plan is None else _policy(plan)
         arguments = Arguments.of(fun, (), (), static_argnums, static_argnames)
 
         def planned() -> list[Followed]:
@@ -335,7 +342,8 @@ class Compiled:
     known: KnownArguments = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "known", KnownArguments(self.lowered.executable.in_shardings))
+        made = self.lowered.executable
+        object.__setattr__(self, "known", KnownArguments(made.in_shardings, frozenset(made.returned.values())))
 
     @property
     def plan(self) -> StepPlan:
@@ -372,11 +380,15 @@ class Compiled:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """``leaves`` in the plan's layout."""
-        return list(map(place, leaves, self.lowered.executable.in_shardings))
+        return self.known.place(leaves)
+
+    def flat(self, *placed: Any) -> Sequence[Any]:
+        """The step's flat results, of leaves that lie as the plan wants them."""
+        return self.lowered.executable.results(self.compiled(*placed), placed)
 
     def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
         """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""
-        outputs = self.compiled(*placed)
+        outputs = self.flat(*placed)
         tree = self.lowered.out_tree
         if nodes and self.lowered.changes is not None:
             graph_nodes.update(nodes, self.lowered.changes.arrays(given, placed, outputs[tree.num_leaves :]))

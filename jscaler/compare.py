@@ -67,7 +67,7 @@ def compare(step: Parallelized, arguments: Arguments, steps: int = 5, rounds: in
     """
     started = time.perf_counter()
     lowered = step.lower(*arguments(0))
-    mine = lowered.compile().compiled
+    mine = lowered.compile()
     ours_seconds = time.perf_counter() - started
     plan = lowered.plan
     started = time.perf_counter()
@@ -75,7 +75,7 @@ def compare(step: Parallelized, arguments: Arguments, steps: int = 5, rounds: in
     twin_seconds = time.perf_counter() - started
     leaves = [step.leaves(*arguments(i)) for i in range(steps)]
     numbers = _differences(lowered, leaves)
-    times = race(lowered, (mine, other), leaves[0], rounds)
+    times = race(lowered, (mine.flat, other), leaves[0], rounds)
     return Comparison(
         plan.name,
         plan.plan.num_devices,
@@ -88,7 +88,10 @@ def compare(step: Parallelized, arguments: Arguments, steps: int = 5, rounds: in
 
 
 def race(lowered: Lowered, executables: Sequence[Any], leaves: Sequence[Any], rounds: int) -> list[list[float]]:
-    """Seconds per step of each executable of ``lowered``'s plan, run in turn from the same flat arguments."""
+    """Seconds per step of each executable of ``lowered``'s plan, run in turn from the same flat arguments.
+
+    Each is called with flat leaves and returns all of the step's flat results.
+    """
     return interleaved([_Loop(run, lowered, leaves) for run in executables], rounds)
 
 
@@ -139,7 +142,8 @@ def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[flo
     probed = dataclasses.replace(graph, outputs=(*graph.outputs, *probes), output_names=(*graph.output_names, *names))
     both = lower(dataclasses.replace(lowered.captured, graph=probed), lowered.plan.plan, lowered.cost)
     ours = executable(both, lowered.devices, ())
-    sides = (ours.jitted.lower(*input_structs(both, ours.in_shardings)).compile(), _compile_twin(both, lowered, ()))
+    mine = ours.jitted.lower(*input_structs(both, ours.in_shardings)).compile()
+    sides = (lambda *leaves: ours.results(mine(*leaves), leaves), _compile_twin(both, lowered, ()))
     results = []
     for run in sides:
         state: dict[int, Any] = {}

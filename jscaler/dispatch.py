@@ -10,16 +10,22 @@ from operator import itemgetter
 from typing import Any
 
 import jax
+import numpy as np
 
 from jscaler.arguments import Call, leaf_type
 
 
-def place(value: Any, sharding: Any) -> Any:
-    """``value`` under ``sharding``: itself, where it lies so already."""
+def place(value: Any, sharding: Any, returned: bool = False) -> Any:
+    """``value`` under ``sharding``: itself, where it lies so already.
+
+    What is ``returned`` untouched shares no memory with a numpy array, into which its owner may write later.
+    """
     if isinstance(value, jax.Array):
         held = value.sharding
         if held is sharding or held == sharding or held.is_equivalent_to(sharding, value.ndim):
             return value
+    elif returned and isinstance(value, np.ndarray):
+        value = value.copy()
     return jax.device_put(value, sharding)
 
 
@@ -30,9 +36,14 @@ class KnownArguments:
     describe them. *Moved* ones (a batch) are typed and placed one by one. *Static* ones are compared by value.
     """
 
-    def __init__(self, shardings: Sequence[Any]):
+    def __init__(self, shardings: Sequence[Any], returned: frozenset[int] = frozenset()):
         self._shardings = shardings
+        self._returned = [i in returned for i in range(len(shardings))]
         self._tree: Any = None
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """``leaves`` in the plan's layout."""
+        return list(map(place, leaves, self._shardings, self._returned))
 
     def learn(self, args: Sequence[Any], kwargs: Mapping[str, Any], call: Call, placed: Sequence[Any]) -> None:
         """Remember the form of a call that was bound as ``call``, and whose leaves were placed as ``placed``."""
@@ -46,7 +57,8 @@ class KnownArguments:
         self._static = [(i, x) for i, x in enumerate(flat) if i not in dynamic]
         stays = [p is x and isinstance(x, jax.Array) for p, x in zip(placed, call.leaves, strict=True)]
         settled = [i for i, same in enumerate(stays) if same]
-        self._moved = [(i, call.types[i], self._shardings[i]) for i, same in enumerate(stays) if not same]
+        moved = [i for i, same in enumerate(stays) if not same]
+        self._moved = [(i, call.types[i], self._shardings[i], self._returned[i]) for i in moved]
         self._settled = itemgetter(*settled) if len(settled) > 1 else lambda leaves: [leaves[i] for i in settled]
         arrays = self._settled(placed)
         self._avals, self._held = [x.aval for x in arrays], [x.sharding for x in arrays]
@@ -70,8 +82,8 @@ class KnownArguments:
         self._avals, self._held = avals, held  # the next call is likely to bring these very objects
         if any(type(flat[i]) is not type(x) or flat[i] != x for i, x in self._static):
             return None
-        for i, wanted, sharding in self._moved:
+        for i, wanted, sharding, returned in self._moved:
             if leaf_type(leaves[i], "", leaves[i], 0) != wanted:
                 return None
-            leaves[i] = place(leaves[i], sharding)
+            leaves[i] = place(leaves[i], sharding, returned)
         return leaves

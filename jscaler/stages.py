@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -178,12 +178,28 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPl
 
 @dataclass(frozen=True)
 class Executable:
-    """A step as a jitted function of flat leaves, with the shardings of its arguments and results."""
+    """A step as a jitted function of flat leaves, with the shardings of its arguments and results.
+
+    Attributes:
+        jitted: returns those results that it computes.
+        out_shardings: of all results.
+        donated: positions of the arguments whose buffers the step may reuse.
+        returned: result -> the argument that it is, untouched: of a frozen layer nothing is copied.
+    """
 
     jitted: Any
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
     donated: tuple[int, ...]
+    returned: Mapping[int, int] = field(default_factory=dict)
+
+    def results(self, computed: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
+        """All results, of what the jitted function computed from ``leaves``, and the leaves that are returned."""
+        if not self.returned:
+            return computed
+        rest = iter(computed)
+        count = len(self.out_shardings)
+        return [leaves[self.returned[i]] if i in self.returned else next(rest) for i in range(count)]
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
@@ -195,12 +211,32 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     fun = emit(step.program, step.flat, mesh)
     constants = [value for _, value in step.graph.constants]
     in_shardings, out_shardings = shardings(step, mesh)
+    returned = _returned(step.flat, in_shardings, out_shardings, donate)
+    computed = [i for i in range(len(out_shardings)) if i not in returned]
 
-    def run(*leaves: Any) -> Any:
-        return fun(*leaves, *constants)
+    def run(*leaves: Any) -> list[Any]:
+        results = fun(*leaves, *constants)
+        return [results[i] for i in computed]
 
-    jitted = jax.jit(run, in_shardings=in_shardings, out_shardings=list(out_shardings), donate_argnums=tuple(donate))
-    return Executable(jitted, in_shardings, out_shardings, tuple(donate))
+    outs = [out_shardings[i] for i in computed]
+    jitted = jax.jit(run, in_shardings=in_shardings, out_shardings=outs, donate_argnums=tuple(donate))
+    return Executable(jitted, in_shardings, out_shardings, tuple(donate), returned)
+
+
+def _returned(flat: FlatProgram, ins: Sequence[Any], outs: Sequence[Any], donate: Sequence[int]) -> dict[int, int]:
+    """Which results are arguments as they came, in the same layout; XLA would copy each.
+
+    Not the donated ones: their results take their buffers. An argument that is returned twice is copied once, since two
+    leaves of one state that are the same array could not both be donated to the next step.
+    """
+    at = {var: i for i, var in enumerate(flat.inputs[: len(ins)]) if i not in donate}
+    found: dict[int, int] = {}
+    for i, value in enumerate(flat.outputs):
+        source = at.get(value) if isinstance(value, core.Var) else None
+        if source is not None and ins[source] == outs[i]:
+            found[i] = source
+            del at[value]
+    return found
 
 
 def lowered(step: StepPlan, made: Executable) -> Any:

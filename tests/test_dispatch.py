@@ -98,3 +98,74 @@ def test_a_compiled_step_knows_its_arguments_again(monkeypatch: pytest.MonkeyPat
     assert bound == []
     with pytest.raises(jscaler.CaptureError, match="'batch' is float32"):
         compiled(state, batch[:2])
+
+
+def train(trained: dict[str, jax.Array], frozen: dict[str, Any], batch: Any) -> tuple[Any, Any, jax.Array]:
+    """A layer is trained behind one that is not, and comes back as it came."""
+    loss, gradients = jscaler.value_and_grad(lambda p: ((batch @ frozen["base"] @ p["head"]) ** 2).mean())(trained)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, trained, gradients), frozen, loss
+
+
+def columns(graph: Any, devices: np.ndarray) -> None:
+    graph.op_assign(graph.op_trans(graph.forward()[0], jscaler.Split(("frozen/base", 1), devices.size)), devices)
+
+
+def frozen_step(donated: Any) -> jscaler.Parallelized:
+    return jscaler.parallelize(columns, devices=2, donate_argnames=donated)(train)
+
+
+def trained_and_frozen() -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    base = np.arange(32, dtype=np.float32).reshape(4, 8) / 64
+    return {"head": jnp.ones((8, 2)) / 8}, {"base": base, "scale": jnp.arange(3.0)}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("donated", [(), "trained"])
+def test_what_comes_back_unchanged_is_the_very_array(donated: Any) -> None:
+    step, batch = frozen_step(donated), np.ones((4, 4), np.float32)
+    trained, frozen = trained_and_frozen()
+    compiled = step.lower(trained, frozen, batch).compile()
+    assert sorted(compiled.lowered.executable.returned.values()) == [1, 2]
+    assert compiled.memory_analysis().output_size_in_bytes < 128  # the base takes 64 on each device, the head 64
+    trained, kept, first = step(trained, frozen, batch)
+    assert kept["base"].sharding.shard_shape((4, 8)) == (4, 4)  # moved to the plan's layout, once
+    np.testing.assert_array_equal(kept["base"], trained_and_frozen()[1]["base"])
+    frozen["base"][:] = 7  # the caller's own memory
+    for _ in range(2):
+        trained, again, loss = step(trained, kept, batch)
+        assert all(again[name] is kept[name] for name in kept)
+    np.testing.assert_array_equal(kept["base"], trained_and_frozen()[1]["base"])
+    assert loss < first
+
+
+def test_of_a_donated_argument_what_is_unchanged_keeps_its_memory() -> None:
+    step, batch = frozen_step(("trained", "frozen")), np.ones((4, 4), np.float32)
+    trained, frozen, _ = step(*trained_and_frozen(), batch)
+    held = [s.data.unsafe_buffer_pointer() for s in frozen["base"].addressable_shards]
+    given = frozen["base"]
+    trained, frozen, _ = step(trained, frozen, batch)
+    assert given.is_deleted()
+    assert held == [s.data.unsafe_buffer_pointer() for s in frozen["base"].addressable_shards]
+
+
+def test_an_array_of_numpy_may_be_written_to_after_every_call() -> None:
+    step, mine = frozen_step(()), np.ones((4, 8), np.float32)
+    trained, batch = {"head": jnp.ones((8, 2))}, np.ones((4, 4), np.float32)
+    results = []
+    for value in range(3):  # the first call is bound, the others are known
+        mine[:] = value
+        results.append(step(trained, {"base": mine}, batch)[1]["base"])
+    mine[:] = 9
+    assert [float(r[0, 0]) for r in results] == [0.0, 1.0, 2.0]
+
+
+def test_what_comes_back_twice_is_two_arrays_that_can_both_be_donated() -> None:
+    twice = jscaler.parallelize(all_whole, devices=2)(lambda params: {"params": params, "ema": params, "sum": params.sum()})
+    update = jscaler.parallelize(all_whole, devices=2, donate_argnames="state")(
+        lambda state: {"params": state["params"] + 1, "ema": state["ema"] * 2, "sum": state["sum"]}
+    )
+    params = twice(jnp.arange(4.0))["params"]
+    state = twice(params)
+    assert state["params"] is params or state["ema"] is params
+    state = update(state)
+    np.testing.assert_array_equal(state["params"] - state["ema"], [1.0, 0.0, -1.0, -2.0])

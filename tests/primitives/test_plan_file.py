@@ -77,7 +77,9 @@ def test_every_kind_of_decision_is_named_drawn_and_in_the_golden_file() -> None:
     kinds = set(typing.get_args(Decision))
     assert set(KINDS.values()) == kinds
     assert set(strategies) == kinds
-    assert {json.loads(line.rstrip(","))["kind"] for line in GOLDEN.read_text().splitlines() if '"kind":' in line} == {*KINDS}
+    assert {json.loads(line.rstrip(","))["kind"] for line in GOLDEN.read_text().splitlines() if '"kind":' in line} == {
+        *KINDS
+    }
     assert not any(f.name == "kind" for kind in KINDS.values() for f in dataclasses.fields(kind))
 
 
