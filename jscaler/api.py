@@ -237,6 +237,10 @@ class Parallelized:
             return functools.partial(
                 self.follow, plan=plan, paths=paths, static_argnums=static_argnums, static_argnames=static_argnames
             )
+        if not callable(fun):
+            raise CaptureError(f"follow takes a step function, not a {type(fun).__name__}")
+        if paths is not None and not isinstance(paths, Mapping):
+            raise CaptureError(f"paths says which argument is what, as in {{'params': 'state/params'}}, and is {paths!r}")
         policy = None if plan is None else _policy(plan)
         arguments = Arguments.of(fun, (), (), static_argnums, static_argnames)
 

@@ -141,7 +141,7 @@ def capture(
 def transform(
     captured: Captured, policy: Callable[..., Any] | Plan, num_devices: int, stores: Sequence[Store] = ()
 ) -> Plan:
-    """Run the policy, unless a finished plan is given; ``stores`` say before it where inputs lie.
+    """Run the policy, unless a finished plan is given; ``stores`` say where inputs lie, whatever that plan says.
 
     Raises:
         DeviceError: the finished plan is for another number of devices.
@@ -155,7 +155,9 @@ def transform(
             f"(devices={policy.num_devices}), or plan again"
         )
     check_fits(policy, captured.graph, captured.bodies)
-    return dataclasses.replace(policy, decisions=(*stores, *policy.decisions)) if stores else policy
+    given = {store.leaf for store in stores}
+    rest = [d for d in policy.decisions if not (isinstance(d, Store) and d.leaf in given)]
+    return dataclasses.replace(policy, decisions=(*stores, *rest)) if stores else policy
 
 
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:

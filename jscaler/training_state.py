@@ -87,7 +87,15 @@ def trace_state(names: Sequence[str], make_state: Callable[..., Any], args: Sequ
     """Trace ``make_state(*args)``, which makes the step arguments ``names``: one value, or a tuple of as many.
 
     Arrays among ``args`` are operands, all else (a model, an optimizer, sizes) is a compile-time constant.
+
+    Raises:
+        CaptureError: it is no function, or does not make what it should.
     """
+    if not callable(make_state):
+        raise CaptureError(
+            f"make_state is a function that makes the state, and not a {type(make_state).__name__}; a state that has been "
+            "made is passed to the step itself, which moves it to the plan's layout"
+        )
     leaves, tree = jax.tree.flatten(tuple(args), is_leaf=graph_nodes.is_node)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ARRAYS)]
     found: dict[str, Any] = {}

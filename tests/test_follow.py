@@ -1,6 +1,8 @@
 """An evaluation that follows a train step reads its state where it lies."""
 
+import dataclasses
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jscaler
+from jscaler.primitives import Store
 from tests.test_training_state import (
     KeyedState,
     Net,
@@ -88,6 +91,16 @@ def test_the_policy_of_the_train_step_is_used_where_it_fits(trained: Any) -> Non
     }
 
 
+def test_where_the_state_lies_goes_before_what_a_saved_plan_says(trained: Any) -> None:
+    step, state = trained
+    saved = step.follow(evaluate).lower(state, net_batch()).plan
+    kernel = Store("state/params/up/kernel", (4,), (0, 1, 2, 3), ((), ()))
+    decisions = [kernel if isinstance(d, Store) and d.leaf == kernel.leaf else d for d in saved.plan.decisions]
+    assert kernel in decisions
+    moved = dataclasses.replace(saved.plan, decisions=tuple(decisions))
+    assert step.follow(evaluate, plan=moved).lower(state, net_batch()).plan.digest == saved.digest
+
+
 def test_a_policy_that_does_not_fit_is_filled_in_from_the_state(trained: Any) -> None:
     def needs_a_gradient(graph: Any, devices: np.ndarray) -> None:
         columns_then_rows(graph, devices)
@@ -147,6 +160,14 @@ def test_what_cannot_be_followed(trained: Any) -> None:
         step.follow(lambda params: params, plan=as_it_lies, paths={"params": "state/parms"})(state.params)
     with pytest.raises(jscaler.UnknownNameError, match="weights"):
         step.follow(lambda params: params, plan=as_it_lies, paths={"weights": "state/params"})(state.params)
+    with pytest.raises(jscaler.CaptureError, match="follow takes a step function, not a int"):
+        step.follow(3)
+    with pytest.raises(jscaler.CaptureError, match="paths says which argument is what"):
+        step.follow(evaluate, paths="state/params")
+    with pytest.raises(jscaler.PlanError, match="a plan is a policy"):
+        step.follow(evaluate, plan=3)
+    with pytest.raises(jscaler.PlanFileError, match=r"none\.json"):
+        step.follow(evaluate, plan=Path("none.json"))
     narrow = jax.tree.map(lambda x: x[..., :2] if x.ndim else x, state.params)
     with pytest.raises(jscaler.CaptureError, match=r"'state/params/down/bias' is float32\[2\], and .* is float32\[4\]"):
         step.follow(lambda state: state.step, plan=as_it_lies)(state.replace(params=narrow))

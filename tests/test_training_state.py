@@ -198,6 +198,12 @@ def test_arguments_that_do_not_fit(given: dict[str, Any], error: type[Exception]
         step.init(make_linear, jnp.float32(1), **given)
 
 
+def test_what_makes_a_state_is_a_function() -> None:
+    step = jscaler.parallelize("single", devices=1)(linear)
+    with pytest.raises(jscaler.CaptureError, match=r"make_state is a function .* not a dict; .* passed to the step itself"):
+        step.init({"w": jnp.ones(2)}, x=jnp.ones(2))
+
+
 def test_a_state_that_is_no_tree_of_arrays() -> None:
     step = jscaler.parallelize("single", devices=1, static_argnames="rate")(linear)
     with pytest.raises(jscaler.CaptureError, match=r"'params/name' a str.*pytree_node=False"):

@@ -12,8 +12,9 @@ from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.primitives.algorithms import Chunk, as_split, grid_axis
 from jscaler.primitives.made_for import OpRecord, RuleRecord
-from jscaler.primitives.plan import Assign, Fuse, Plan, Shard, Trans, named_ops
+from jscaler.primitives.plan import Assign, Fuse, Plan, Shard, Store, Trans, named_ops
 from jscaler.primitives.shards import check_shard
+from jscaler.primitives.stores import check_store
 
 
 def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
@@ -36,6 +37,8 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
                 grids[decision.op] = tuple(a.parts for a in decision.axes)
             elif isinstance(decision, Shard):
                 check_shard(graph, decision, plan.num_devices, kinds)
+            elif isinstance(decision, Store):
+                check_store(graph, decision, plan.num_devices)
             elif isinstance(decision, Assign):
                 _check_assign(decision, grids, plan.num_devices)
     except PlanFitError:

@@ -15,7 +15,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph, Place
 from jscaler.primitives import Assign, Fuse, GridAxis, Order, Trans, make_plan
 from jscaler.primitives.fits import check_fits
-from jscaler.primitives.plan import SaveResiduals, Shard
+from jscaler.primitives.plan import SaveResiduals, Shard, Store
 from tests.lower.steps import ADAMW, MOMENTUM, make_batch, make_state, make_step, split, tensor_parallel
 
 
@@ -196,6 +196,39 @@ def test_shards_of_parameters_are_compared_with_the_inputs() -> None:
     assert "cannot split factor 'dim 1' of size 18 into 4" in difference(sharded("params/up", 1, 4), graph_of(hidden=18))
 
 
+@pytest.mark.parametrize(
+    ("leaf", "grid", "devices", "cuts", "message"),
+    [
+        ("batsh", (4,), (0, 1, 2, 3), ((0,), ()), "no input named 'batsh'; did you mean 'batch'"),
+        ("batch", (4,), (0, 1, 2, 3), ((0,),), "'batch' of shape (4, 8) is stored as a tensor of 1 dims"),
+        ("batch", (4,), (0, 1, 2, 9), ((0,), ()), "'batch' is stored on a grid [4] of devices [0, 1, 2, 9]: give as many"),
+        ("batch", (4,), (0, 1, 2, 2), ((0,), ()), "'batch' is stored on a grid [4] of devices [0, 1, 2, 2]"),
+        ("batch", (3,), (0, 1, 2, 3), ((0,), ()), "'batch' is stored on a grid [3] of devices [0, 1, 2, 3]"),
+        ("batch", (4,), (0, 1, 2, 3), ((3,), ()), "'batch' is cut by the axes [[3], []] of a grid of 1"),
+        ("batch", (2, 2), (0, 1, 2, 3), ((-1,), ()), "'batch' is cut by the axes [[-1], []] of a grid of 2"),
+        ("batch", (2, 2), (0, 1, 2, 3), ((1,), (0, 1)), "'batch' is cut by the axes [[1], [0, 1]]"),
+        ("params/up", (4,), (0, 1, 2, 3), ((), (0,)), "'params/up' cannot split factor 'dim 1' of size 18 into 4 parts"),
+    ],
+)
+def test_inputs_that_are_stored_are_compared_with_the_graph(
+    leaf: str, grid: tuple[int, ...], devices: tuple[int, ...], cuts: Any, message: str
+) -> None:
+    plan = Plan("mine", 4, (Store(leaf, grid, devices, cuts),))
+    assert difference(Plan.from_json(plan.to_json()), graph_of(hidden=18)).startswith(message)
+
+
+def test_inputs_are_stored_on_any_grid_of_the_devices() -> None:
+    stores = (Store("batch", (2, 2), (3, 1, 2, 0), ((1,), (0,))), Store("params/up", (), (2,), ((), ())))
+    check_fits(Plan("mine", 4, stores), graph_of(), BodyTable())
+
+
 def test_the_number_of_devices_is_compared_first() -> None:
     with pytest.raises(jscaler.DeviceError, match=r"is for 4 devices, and 2 are given; give it as many \(devices=4\)"):
         jscaler.parallelize(made(), devices=2)(make_step()).lower(make_state(MOMENTUM), make_batch())
+
+
+def test_a_plan_brings_its_number_of_devices() -> None:
+    saved = jscaler.parallelize(tensor_parallel, devices=4)(make_step()).lower(make_state(MOMENTUM), make_batch())
+    lowered = jscaler.parallelize(saved.plan.plan)(make_step()).lower(make_state(MOMENTUM), make_batch())
+    assert len(lowered.devices) == 4
+    assert lowered.as_text() == saved.as_text()
