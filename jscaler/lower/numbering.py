@@ -180,7 +180,7 @@ class _Numbering:
                 self.repeat(task, like)
 
     def repeat(self, task: Repeat, like: core.Jaxpr) -> None:
-        """A loop. Its body knows the values of the program around it, which does not know those of the body."""
+        """A loop. Its body knows the values of the program around it (but what is made of nothing); that not the body's."""
         inits = [self.slots[init] for init, *_ in task.carries]
         stacks = [self.slots[stack] for stack, _ in task.xs]
         inside = [core.Var(a.aval.update(weak_type=False)) for a in inits]
@@ -259,7 +259,8 @@ class _Numbering:
     def _number(self, eqn: core.JaxprEqn, reads: list[Atom], info: Any) -> list[core.Var]:
         mergeable = not eqn.effects and eqn.primitive.name not in NEVER_MERGED
         key = (eqn.primitive, self._params(eqn), tuple(map(_atom_key, reads))) if mergeable else None
-        if key is not None and key in self.known:
+        known = self.known.maps[0] if eqn.primitive.name in _MADE_OF_NOTHING else self.known
+        if key is not None and key in known:
             return self.known[key]
         outvars = [fresh(v) for v in eqn.outvars]
         self.items.append(eqn.replace(invars=reads, outvars=outvars, source_info=info or eqn.source_info))
@@ -284,6 +285,11 @@ class _Numbering:
         eqn = trace_flat(lambda *xs: lax.optimization_barrier(xs), [a.aval for a in both]).eqns[0]
         fenced = dict(zip(both, self._number(eqn, list(both), None), strict=True))
         return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
+
+
+# A loop makes these again: what it reads of the program around it lies in memory while it runs, and not in a register. A
+# device's counts for random bits, for one, are as large as what is drawn.
+_MADE_OF_NOTHING = ("iota", "broadcast_in_dim")
 
 
 def _tidied(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:

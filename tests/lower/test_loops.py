@@ -228,3 +228,30 @@ def test_the_verifier_finds_a_reduction_that_a_loop_leaves_out() -> None:
     broken = dataclasses.replace(plan, program=dataclasses.replace(plan.program, tasks=tuple(tasks)))
     with pytest.raises(VerificationError):
         jscaler.verify(broken)
+
+
+def test_a_loop_makes_its_counts_and_zeros_itself() -> None:
+    """Random bits of equal shape are drawn in front of a loop and in it: the counts that they are made of are not kept."""
+
+    def step(w: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def drop(x: jax.Array, key: jax.Array) -> jax.Array:
+            return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, jnp.zeros(x.shape, x.dtype))
+
+        def loss(w: jax.Array) -> jax.Array:
+            keys = jax.random.split(batch["key"], LAYERS + 1)
+            x = drop(batch["x"], keys[0])
+            body = jax.checkpoint(lambda x, of: (drop(jnp.tanh(x @ of[0]), of[1]), None), prevent_cse=False)
+            return (jax.lax.scan(body, x, (w, keys[1:]))[0] ** 2).mean()
+
+        value, gradient = jscaler.value_and_grad(loss)(w)
+        return w - gradient, value
+
+    args = jax.random.normal(jax.random.key(0), (LAYERS, 6, 6)), {"x": jnp.ones((8, 6)), "key": jax.random.key(1)}
+    run = jscaler.parallelize("data_parallel", devices=4)(step)
+    loops = [s for s in run.lower(*args).plan.flat.steps if isinstance(s, FlatLoop)]
+    assert len(loops) == 2
+    for loop in loops:
+        own = {*(init for init, *_ in loop.carries), *(stack for stack, _ in loop.xs)}
+        assert all(v.aval.shape == () for v in loop.reads if v not in own), loop.reads
+    for ours, whole in zip(run(*args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-5)
