@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jscaler import graph_nodes
@@ -79,7 +81,9 @@ def _within(array: Any, devices: set[Any]) -> Any:
     if not lies_elsewhere:
         return array
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+        return jax.random.wrap_key_data(
+            jnp.asarray(np.asarray(jax.random.key_data(array))), impl=jax.random.key_impl(array)
+        )
     return np.asarray(array)
 
 
