@@ -237,7 +237,9 @@ def branch(d: Drawer, x: Any) -> StepFn:
 
 
 def top(d: Drawer, x: Any) -> StepFn:
-    return d.pick(lambda env, v: jax.lax.top_k(v, min(2, v.shape[-1]))[0], lambda env, v: v * (v.argmax(-1, keepdims=True) + 1))
+    return d.pick(
+        lambda env, v: jax.lax.top_k(v, min(2, v.shape[-1]))[0], lambda env, v: v * (v.argmax(-1, keepdims=True) + 1)
+    )
 
 
 def drop(d: Drawer, x: Any) -> StepFn:
