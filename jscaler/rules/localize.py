@@ -23,6 +23,7 @@ from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
 from jscaler.ir import Halo
 from jscaler.rules import lookups, nested_parts, pieces
 from jscaler.rules.analysis import Analysis
+from jscaler.rules.counters import global_index
 from jscaler.rules.neutral import neutral
 from jscaler.rules.table import Spec
 from jscaler.rules.user_rules import bind_part
@@ -234,21 +235,17 @@ def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> 
     """Threefry in its partitionable form is a function of the key and the 64-bit global index of the element."""
     (key,), out = values, eqn.outvars[0]
     width, keys = eqn.params["bit_width"], len(shape(eqn.invars[0]))
-    whole = eqn.params["shape"]
     by_index = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and "fry" in str(key.dtype)
-    if not by_index or not jax.config.jax_threefry_partitionable or math.prod(whole) >= 2**32:  # type: ignore[attr-defined]
+    if not by_index or not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         return [_draw_whole(part, eqn, key)]
     local = part.shape(out)
-    index = jnp.zeros(local, jnp.uint32)
-    for dim in range(keys, len(local)):
-        place = part.positions(out, dim, jnp.uint32)
-        stride = math.prod(shape(out)[dim + 1 :])
-        index = index + lax.broadcast_in_dim(place * jnp.uint32(stride), local, (dim,))
+    dims = range(keys, len(local))
+    high, low = global_index(lambda d: part.positions(out, d, jnp.uint32), dims, eqn.params["shape"], local)
     # one key stays a scalar: broadcast, it would go through every round of XLA:CPU's loop as an array
     words = jax.random.key_data(key)
     rank = (*words.shape[:-1], *(1 for _ in local[keys:])) if keys else ()
     first, second = (words[..., i].reshape(rank) for i in (0, 1))
-    high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(index), index)
+    high, low = threefry2x32_p.bind(first, second, high, low)
     if width == 64:
         return [(high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)]
     return [(high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])]
