@@ -1,5 +1,7 @@
 """Orbax saves and restores a training state, also into another plan on other devices."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jscaler
+from jscaler import checkpoint
 from tests.test_training_state import (
     KeyedState,
     Net,
@@ -69,3 +72,26 @@ def test_restore_nnx_objects(tmp_path: Path) -> None:
     np.testing.assert_allclose(other(again, its, net_batch()), loss, rtol=1e-5)
     np.testing.assert_allclose(again.up.kernel[...], model.up.kernel[...], atol=1e-5)
     assert len(other._lowered) == 1
+
+
+def test_a_state_that_orbax_would_leave_out_is_refused(tmp_path: Path) -> None:
+    """Orbax skips a step that is not beyond the latest one, and says so by what it returns."""
+    folder, state = tmp_path / "run", {"w": jax.numpy.ones(3)}
+    checkpoint.check_unused(folder)
+    assert checkpoint.found_step(folder) is None
+    checkpoint.save(folder, 5, state)
+    checkpoint.save(folder, 7, {"w": 2 * state["w"]})
+    assert checkpoint.latest_step(folder) == 7
+    for step in (3, 7):
+        with pytest.raises(jscaler.DataError, match=rf"after {step} steps is not saved: .* one after 7"):
+            checkpoint.save(folder, step, state)
+    with pytest.raises(jscaler.DataError, match=r"a checkpoint after 7 steps in .*--resume, or give another folder"):
+        checkpoint.check_unused(folder)
+    target = {"w": jax.ShapeDtypeStruct((3,), np.float32, sharding=state["w"].sharding)}
+    np.testing.assert_array_equal(checkpoint.restore(folder, 7, target)["w"], [2.0, 2.0, 2.0])
+
+
+def test_without_orbax_the_remedy_is_named() -> None:
+    code = "import sys; sys.modules['orbax'] = sys.modules['orbax.checkpoint'] = None; import jscaler.checkpoint"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'pip install "jscaler[checkpoint]"' in run.stderr

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from jscaler import Plan
 from jscaler.cli import app
+from jscaler.commands.job import devices_for
 from jscaler.errors import DataError, DeviceError, PlanError, SplitError, UnknownNameError
 
 SMALL = ["--size", "nano", "--seq", "8", "--batch", "8"]
@@ -28,6 +30,8 @@ def test_train_logs_every_step_and_another_plan_goes_on_from_its_checkpoint(tmp_
     policy = "docs/split_one_mlp.py:split_one_mlp"
     output = run(*common, "--plan", policy, "--devices", "4", "--steps", "14", "--resume")
     assert "plan split_one_mlp" in output
+    output = run(*common, "--plan", "single", "--devices", "1", "--steps", "14", "--resume")
+    assert "the checkpoint is of 14 steps, and --steps is 14: nothing is left" in output
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [r["step"] for r in records] == list(range(14))
     assert {"seconds", "tokens_per_second"} <= records[0].keys()
@@ -38,6 +42,23 @@ def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no checkpoint in .*without --resume"):
         run("train", *SMALL, "--plan", "single", "--devices", "1", "--checkpoint", str(tmp_path / "none"), "--resume")
     assert CliRunner().invoke(app, ["train", "--resume"]).exit_code == 2
+
+
+def test_a_folder_with_the_state_of_another_run_is_not_trained_into(tmp_path: Path) -> None:
+    from jscaler.checkpoint import save
+
+    save(tmp_path, 3, {"w": 1.0})
+    with pytest.raises(DataError, match="there is a checkpoint after 3 steps"):
+        run("train", *SMALL, "--plan", "single", "--devices", "1", "--checkpoint", str(tmp_path))
+
+
+def test_a_saved_plan_brings_its_number_of_devices(tmp_path: Path) -> None:
+    Plan("mine", 3).save(tmp_path / "plan.json")
+    path = str(tmp_path / "plan.json")
+    assert [devices_for(path, None), devices_for(path, 8), devices_for("single", None)] == [3, 8, None]
+    with pytest.raises(DeviceError, match="is for 3 devices, and 2 are given"):
+        run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path, "--devices", "2")
+    assert "on 3 device(s)" in run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path)
 
 
 def test_train_a_mixture_of_experts() -> None:

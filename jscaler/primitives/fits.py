@@ -10,9 +10,10 @@ from jscaler.capture.fuse import fuse
 from jscaler.errors import PlanError, PlanFitError, UnknownNameError, listing, near_names
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import tensor_kinds
-from jscaler.primitives.algorithms import Chunk, as_split, grid_axis
+from jscaler.primitives.algorithms import Chunk, GridAxis, as_split, grid_axis
+from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.made_for import OpRecord, RuleRecord
-from jscaler.primitives.plan import Assign, Fuse, Plan, Shard, Store, Trans, named_ops
+from jscaler.primitives.plan import Assign, Fuse, Plan, ReduceDtype, SaveResiduals, Shard, Store, Trans, named_ops
 from jscaler.primitives.shards import check_shard
 from jscaler.primitives.stores import check_store
 
@@ -28,17 +29,22 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
     try:
         graph = _fused(plan, graph, bodies)
         _compare(plan, graph)
-        grids: dict[str, tuple[int, ...]] = {}
+        grids: dict[str, tuple[GridAxis, ...]] = {}
         kinds = tensor_kinds(graph)
+        _check_once(plan)
         for decision in plan.decisions:
             _check_ops(named_ops(decision), graph, str(decision))
             if isinstance(decision, Trans):
-                _check_trans(decision, graph[decision.op], graph)
-                grids[decision.op] = tuple(a.parts for a in decision.axes)
+                _check_trans(decision, graph[decision.op], graph, grids.get(decision.op, ()))
+                grids[decision.op] = decision.axes
             elif isinstance(decision, Shard):
                 check_shard(graph, decision, plan.num_devices, kinds)
             elif isinstance(decision, Store):
                 check_store(graph, decision, plan.num_devices)
+            elif isinstance(decision, SaveResiduals):
+                check_residuals(graph[decision.op])
+            elif isinstance(decision, ReduceDtype):
+                summing_dtype(decision.dtype)
             elif isinstance(decision, Assign):
                 _check_assign(decision, grids, plan.num_devices)
     except PlanFitError:
@@ -100,8 +106,21 @@ def _compare_rule(op: OpRecord, graph: Graph) -> None:
         raise PlanError(f"the rule of op '{op.path}' is '{found}' here, and was '{op.rule}'")
 
 
-def _check_trans(decision: Trans, op: Op, graph: Graph) -> None:
+def _check_once(plan: Plan) -> None:
+    """Whether a leaf is sharded and stored in one way."""
+    found: dict[tuple[type, str], Shard | Store] = {}
+    for decision in plan.decisions:
+        if isinstance(decision, (Shard, Store)):
+            first = found.setdefault((type(decision), decision.leaf), decision)
+            if first != decision:
+                raise PlanError(f"of '{decision.leaf}' two things are said: '{first}' and '{decision}'")
+
+
+def _check_trans(decision: Trans, op: Op, graph: Graph, before: tuple[GridAxis, ...]) -> None:
+    """``before`` is the grid that an earlier decision made of the op, which is split further."""
     rule = graph.rule(op)
+    if decision.axes[: len(before)] != before:
+        raise PlanError(f"'{op.path}' is split into {list(map(str, before))} before, and '{decision}' is not part of that")
     for i, axis in enumerate(decision.axes):
         if axis.factor is not None:
             grid_axis(op, rule, as_split(axis), decision.axes[:i])
@@ -113,10 +132,10 @@ def _check_trans(decision: Trans, op: Op, graph: Graph) -> None:
         grid_axis(op, rule, Chunk(axis.factor, axis.parts), decision.axes)
 
 
-def _check_assign(decision: Assign, grids: dict[str, tuple[int, ...]], num_devices: int) -> None:
-    shape = grids.get(decision.op)
-    if shape is None:
+def _check_assign(decision: Assign, grids: dict[str, tuple[GridAxis, ...]], num_devices: int) -> None:
+    if decision.op not in grids:
         raise PlanError(f"'{decision.op}' is assigned to devices before it is split; a Trans comes first, if of no axes")
+    shape = tuple(axis.parts for axis in grids[decision.op])
     inside = len(decision.index) == len(shape) and all(
         0 <= start < stop <= parts for (start, stop), parts in zip(decision.index, shape, strict=True)
     )

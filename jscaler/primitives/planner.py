@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
@@ -14,6 +12,7 @@ from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
+from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.grid import Grid
 from jscaler.primitives.made_for import MadeFor
 from jscaler.primitives.plan import (
@@ -213,15 +212,7 @@ class Planner:
         Raises:
             PlanError: not a floating dtype.
         """
-        try:
-            known = jnp.dtype(dtype) if dtype is not None else None
-        except TypeError:
-            known = None
-        if known is None or not jnp.issubdtype(known, jnp.floating):
-            raise PlanError(f"reduce_dtype is a floating dtype like 'bfloat16', not {dtype!r}")
-        if jax.dtypes.canonicalize_dtype(known) != known:
-            raise PlanError(f"reduce_dtype {known.name} needs jax.config.update('jax_enable_x64', True)")
-        self._decisions.append(ReduceDtype(known.name))
+        self._decisions.append(ReduceDtype(summing_dtype(dtype)))
 
     def shard(self, leaf: PTensor | str, dim: int, devices: Any, *, stored: bool = False) -> None:
         """Split the update of a parameter, and with it the optimizer's state, over devices that hold copies of it.
@@ -275,8 +266,7 @@ class Planner:
         known = self.graph[op] if isinstance(op, str) else op.op if isinstance(op, Grid) else op
         if mode not in ("inputs", "saved"):
             raise PlanError(f"'{known.path}': residuals are 'inputs' or 'saved', not {mode!r}")
-        if known.kind != "forward" or known.backward is None:
-            raise PlanError(f"'{known.path}' is a {known.kind} op without a backward, so it has no residuals to speak of")
+        check_residuals(known)
         self._decisions.append(SaveResiduals(known.path, mode))
 
     def plan(self, name: str) -> Plan:

@@ -15,7 +15,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph, Place
 from jscaler.primitives import Assign, Fuse, GridAxis, Order, Trans, make_plan
 from jscaler.primitives.fits import check_fits
-from jscaler.primitives.plan import SaveResiduals, Shard, Store
+from jscaler.primitives.plan import ReduceDtype, SaveResiduals, Shard, Store
 from tests.lower.steps import ADAMW, MOMENTUM, make_batch, make_state, make_step, split, tensor_parallel
 
 
@@ -148,6 +148,20 @@ GRID = Trans("up/dot", (GridAxis("c", 2), GridAxis(None, 2)))
         ((Trans("up/dot", (GridAxis(None, 0),)),), "'up/dot' is copied 0 times"),
         ((Trans("up/dot", (GridAxis("x", 2),)),), "no factor named 'x' in op 'up/dot'"),
         ((Trans("up/dot", (), (GridAxis(None, 2),)),), "'up/dot' runs in chunks of no factor"),
+        (
+            (GRID, Trans("up/dot", (GridAxis("a", 2),))),
+            r"'up/dot' is split into \['c:2', 'copy:2'\] before, and 'op_trans ",
+        ),
+        ((ReduceDtype("foo"),), "reduce_dtype is a floating dtype like 'bfloat16', not 'foo'"),
+        ((SaveResiduals("up/dot@backward", "saved"),), "'up/dot@backward' is a backward op without a backward"),
+        (
+            (Shard("params/up", 0, 4, (0, 1, 2, 3)), Shard("params/up", 1, 4, (0, 1, 2, 3))),
+            "of 'params/up' two things are said: 'shard ",
+        ),
+        (
+            (Store("batch", (2,), (0, 1), ((0,), ())), Store("batch", (2,), (0, 1), ((), (0,)))),
+            "of 'batch' two things are said: 'store ",
+        ),
         ((Trans("up/dot", (), (GridAxis("c", 5),)),), "cannot split factor 'c' of size 16 into 5 parts"),
         ((Trans("up/dot", (GridAxis("c", 2, (9, 9)),)),), r"the sizes \[9, 9\] add up to 18"),
     ],
