@@ -56,6 +56,7 @@ def test_restore_into_a_plan(saved: Any, plan: Any, devices: int) -> None:
     assert len(step._lowered) == 1  # it was planned for the state that was restored
 
 
+@pytest.mark.smoke
 def test_restore_nnx_objects(tmp_path: Path) -> None:
     step = jscaler.parallelize(columns_then_rows, devices=4)(nnx_step)
     model, optimizer = step.init(make_nnx, 0, batch=net_batch())

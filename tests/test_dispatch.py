@@ -37,6 +37,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> list
     return calls
 
 
+@pytest.mark.smoke
 def test_a_state_of_many_leaves_passes_through_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     step, batch = step_of(donate_argnames="state"), np.ones(4, np.float32)
     state, _ = step(leaves(LEAVES), batch)

@@ -67,6 +67,7 @@ def assert_untouched(step: jscaler.Parallelized, arguments: tuple[Any, ...], sta
     return out
 
 
+@pytest.mark.smoke
 def test_the_state_stays_where_it_lies(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = trained
     out = assert_untouched(step.follow(evaluate), (state, net_batch()), state, monkeypatch)
@@ -132,6 +133,7 @@ def test_part_of_the_state_by_its_path(trained: Any, monkeypatch: pytest.MonkeyP
     np.testing.assert_allclose(out, predict.fun(jax.tree.map(np.asarray, state.params), *arguments[1:]), rtol=1e-5)
 
 
+@pytest.mark.smoke
 def test_the_modules_of_an_nnx_step(monkeypatch: pytest.MonkeyPatch) -> None:
     step = jscaler.parallelize(columns_then_rows, devices=4)(nnx_step)
     model, optimizer = step.init(make_nnx, 0, batch=net_batch())

@@ -65,6 +65,7 @@ def assert_equal(ours: Any, theirs: Any, rtol: float = 0) -> None:
         np.testing.assert_allclose(a, b, rtol=rtol, err_msg=str(path))
 
 
+@pytest.mark.smoke
 def test_a_state_is_made_in_its_layout() -> None:
     step, model = net_train_step(), Net()
     state = step.init(make_state, model, jax.random.key(0), 1e-2, batch=net_batch())

@@ -24,13 +24,16 @@ def replicated_lines(graph: Graph, plan: Plan, completed: Completed) -> list[str
             scalars += 1
         elif tensor.name not in plan.shards or plan.shards[tensor.name].stored:
             aval = tensor.aval.str_short(short_dtypes=True)
-            whole.append(f"          └ {tensor.name} {aval}, {tensor.nbytes} bytes: {_why(tensor, parts)}")
+            whole.append(f"          └ {tensor.name} {aval}, {tensor.nbytes} bytes: {_why(graph, tensor, parts)}")
     if not whole and not scalars:
         return []
     count = f"{scalars} scalar{'s' * (scalars != 1)}"
-    said = [f"{len(whole)} leaves"] * bool(whole) + [count] * bool(scalars)
+    leaves = f"{len(whole)} {'leaf' if len(whole) == 1 else 'leaves'}"
+    said = [leaves] * bool(whole) + [count] * bool(scalars)
     return [f"replicated over the {parts} devices that shards are split over: {' and '.join(said)}", *whole]
 
 
-def _why(tensor: PTensor, parts: int) -> str:
+def _why(graph: Graph, tensor: PTensor, parts: int) -> str:
+    if not graph.consumers.get(tensor) and tensor not in graph.linked:
+        return "no op reads it"
     return "as its readers want it" if any(size % parts == 0 for size in tensor.shape) else "nothing divides"

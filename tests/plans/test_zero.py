@@ -132,6 +132,35 @@ def uneven_step(state: Any, batch: Any) -> Any:
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("plan", ["zero3", "megatron(dp=2, tp=2, vocab=False, zero=3, columns={'*/w': 1})"])
+def test_frozen_layers_lie_in_parts_too(plan: str) -> None:
+    """An adapter of low rank is trained beside a kernel that is not, and comes back in the state as it came."""
+
+    def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+        def loss_fn(low: dict[str, jax.Array]) -> jax.Array:
+            kernel = state["base"]["w"] + low["a"] @ low["b"]
+            return ((jnp.tanh(batch @ kernel) @ state["base"]["out"]) ** 2).mean()
+
+        loss, grads = jscaler.value_and_grad(loss_fn)(state["low"])
+        return {**state, "low": jax.tree.map(lambda p, g: p - g, state["low"], grads)}, loss
+
+    shapes = {"base": {"w": (8, 32), "out": (32, 8)}, "low": {"a": (8, 4), "b": (4, 32)}}
+    draw = np.random.default_rng(0).normal
+    with jax.enable_x64(True):
+        state = jax.tree.map(lambda shape: draw(size=shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
+        batch = draw(size=(8, 8))
+        ours, theirs = jscaler.parallelize(plan, devices=4)(step), jax.jit(step)
+        mine, wanted = state, state
+        for _ in range(2):
+            mine, loss = ours(mine, batch)
+            wanted, right = theirs(wanted, batch)
+            np.testing.assert_allclose(loss, right, rtol=1e-12)
+        for made, other in zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(made, other, rtol=1e-12, atol=1e-14)
+        assert {x.addressable_shards[0].data.size for x in mine["base"].values()} == {8 * 32 // 4}
+
+
 @pytest.mark.parametrize(("plan", "leaves"), [(zero1(), 3), (zero3(), 3)])
 def test_what_does_not_divide_is_listed(plan: Any, leaves: int) -> None:
     params = {"kernel": jnp.ones((16, 7)), "bias": jnp.zeros(7), "scale": jnp.ones(())}
