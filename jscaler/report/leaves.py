@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.cost import CostModel
@@ -11,6 +11,7 @@ from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.materialize import Completed, Layout, find_adapter
 from jscaler.materialize.placement import RunnerUp
+from jscaler.primitives import Plan, Store
 from jscaler.report.folding import folded
 
 
@@ -50,21 +51,17 @@ def local_bytes(tensor: PTensor, layout: Layout) -> int:
     return math.prod(layout.local_shape) * tensor.itemsize
 
 
-def leaf_rows(graph: Graph, completed: Completed, cost: CostModel, stored: Collection[str] = ()) -> tuple[LeafRow, ...]:
-    """One row per group of like leaves: parameters, the optimizer's, inputs; in the order of the arguments.
-
-    Args:
-        stored: the leaves of which the plan itself says how they lie.
-    """
+def leaf_rows(graph: Graph, plan: Plan, completed: Completed, cost: CostModel) -> tuple[LeafRow, ...]:
+    """One row per group of like leaves: parameters, the optimizer's, inputs; in the order of the arguments."""
+    said = {leaf: "policy: stored in parts" for leaf, shard in plan.shards.items() if shard.stored}
+    said |= {d.leaf: "stored so by the plan" for d in plan.decisions if isinstance(d, Store)}
     kinds = tensor_kinds(graph)
     made_by = _updates(graph)
     wants = _wanted(graph, completed)
     rows: dict[tuple[object, ...], LeafRow] = {}
     for index, tensor in enumerate(graph.inputs):
         layout = completed.inputs[tensor]
-        decided = "policy: stored in parts"
-        if tensor.name not in stored:
-            decided = _decided(graph, completed, tensor, wants.get(tensor, ()))
+        decided = said.get(tensor.name) or _decided(graph, completed, tensor, wants.get(tensor, ()))
         runner_up = _runner_up(completed, tensor, made_by.get(index), wants.get(tensor, ()), cost)
         row = LeafRow(
             kinds[tensor],

@@ -148,7 +148,7 @@ def step_report(
         dict(completed.mesh.axes),
         len(plan.decisions),
         _op_rows(graph, completed, moves),
-        leaf_rows(graph, completed, cost, [leaf for leaf, shard in plan.shards.items() if shard.stored]),
+        leaf_rows(graph, plan, completed, cost),
         _memory(graph, completed),
         _peak(graph, flat),
         grouped_moves(moves.get("", [])),

@@ -1,5 +1,6 @@
 """State leaf by state leaf: how it lies, its bytes on each device, who decided, and what another layout would cost."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ import pytest
 import jscaler
 from jscaler.cost import FEW_STEPS
 from jscaler.ir.kinds import tensor_kinds
+from jscaler.primitives import Plan, Store
 from jscaler.report.leaves import LeafRow
 from jscaler.stages import StepPlan
 from tests.lower.steps import MOMENTUM, Policy, batch_and_hidden, make_batch, make_state, make_step, split, tensor_parallel
 
 
-def plan_of(policy: Policy | str, devices: int = 4) -> StepPlan:
+def plan_of(policy: Policy | Plan | str, devices: int = 4) -> StepPlan:
     return jscaler.parallelize(policy, devices=devices)(make_step()).lower(make_state(MOMENTUM), make_batch()).plan
 
 
@@ -52,6 +54,13 @@ def test_who_decided_and_for_whom() -> None:
     assert moment.decided == "filled: as its update reads it"
     assert (moment.layout, moment.kind) == ("R1 V1 D(1,4)", "optimizer")
     assert rows["batch/labels"].decided == "whole: no op reads it"
+
+
+def test_an_input_that_the_plan_stores_says_so_whatever_its_readers_want() -> None:
+    plan = plan_of(tensor_parallel).plan
+    store = Store("state/params/up/kernel", (4,), (0, 1, 2, 3), ((), ()))
+    row = rows_of(plan_of(dataclasses.replace(plan, decisions=(store, *plan.decisions))))["state/params/up/kernel"]
+    assert (row.decided, row.layout) == ("stored so by the plan", "R4 V1 D(1,1)")
 
 
 def test_parameters_that_the_plan_stores_in_parts_say_so() -> None:
