@@ -11,7 +11,21 @@ from rich.console import Console
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.job import Batches, Job, devices_for
-from jscaler.commands.options import Batch, Data, Devices, Model, PlanName, Platform, Seed, Sequence, Size, use_platform
+from jscaler.commands.options import (
+    Batch,
+    Data,
+    Devices,
+    Dtype,
+    Model,
+    PlanName,
+    Platform,
+    Remat,
+    Seed,
+    Sequence,
+    Size,
+    Stacked,
+    use_platform,
+)  # fmt: skip
 from jscaler.commands.plan import plan_
 from jscaler.commands.redistribute import redistribute
 from jscaler.devices import resolve_devices
@@ -38,8 +52,13 @@ def train(
     checkpoint: Annotated[Path | None, typer.Option(help="save the state in this folder after the last step")] = None,
     resume: Annotated[bool, typer.Option(help="start from the checkpoint, which may be another plan's")] = False,
     seed: Seed = 0,
+    dtype: Dtype = None,
+    stacked: Stacked = None,
+    remat: Remat = False,
 ) -> None:
     """Train a model on text under a plan. Every device makes and stores its own parts of the state.
+
+    A plan that jscaler plan saved is for the model that it was told: give the same --dtype, --stacked and --remat.
 
     Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
     """
@@ -54,7 +73,10 @@ def train(
 
         if not resume:
             check_unused(checkpoint)
-    job = Job(model, size, plan, resolve_devices(devices), batch, seq, learning_rate=learning_rate, steps=steps, seed=seed)
+    job = Job(
+        model, size, plan, resolve_devices(devices), batch, seq, dtype, stacked, remat, learning_rate=learning_rate,
+        steps=steps, seed=seed,
+    )  # fmt: skip
     batches = Batches(job, data)
     start, state = job.start(batches(0), checkpoint if resume else None)
     if start >= steps:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from jscaler import Plan
 from jscaler.cli import app
 from jscaler.commands.job import devices_for
-from jscaler.errors import DataError, DeviceError, PlanError, SplitError, UnknownNameError
+from jscaler.errors import DataError, DeviceError, PlanError, PlanFitError, SplitError, UnknownNameError
 
 SMALL = ["--size", "nano", "--seq", "8", "--batch", "8"]
 
@@ -59,6 +59,15 @@ def test_a_saved_plan_brings_its_number_of_devices(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="is for 3 devices, and 2 are given"):
         run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path, "--devices", "2")
     assert "on 3 device(s)" in run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path)
+
+
+def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    run("plan", *SMALL, "--devices", "2", "--plan", "data_parallel", "--save", path)
+    train = ["train", *SMALL, "--plan", path, "--steps", "1"]
+    assert "on 2 device(s)" in run(*train, "--stacked", "--dtype", "bf16")
+    with pytest.raises(PlanFitError, match="the first difference: "):
+        run(*train)
 
 
 def test_train_a_mixture_of_experts() -> None:

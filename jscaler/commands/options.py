@@ -23,10 +23,10 @@ Data = Annotated[Path | None, typer.Option(help="text file or folder; Python's o
 Batch = Annotated[int, typer.Option(help="sequences per step, over all devices")]
 Sequence = Annotated[int | None, typer.Option("--seq", help="tokens per sequence; the model's own by default")]
 Seed = Annotated[int, typer.Option(help="seed of parameters, dropout and data order")]
-Dtype = Annotated[str, typer.Option(help="what the model computes in: bf16, fp16 or f32; parameters stay float32")]
+Dtype = Annotated[str | None, typer.Option(help="what the model computes in: bf16, fp16 or f32; parameters stay float32")]
 Stacked = Annotated[
     bool | None,
-    typer.Option("--stacked/--no-stacked", help="layers as one scan, compiled once; on for gpt"),
+    typer.Option("--stacked/--no-stacked", help="a gpt's layers as one scan, compiled once; on for plan and compile"),
 ]
 Remat = Annotated[bool, typer.Option("--remat", help="compute each layer again in the backward pass")]
 
