@@ -18,6 +18,7 @@ from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
 from jscaler.ir import Loop, PTensor
+from jscaler.lower.before_loops import made_before_loops
 from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.conditions import NEVER_MERGED, merge_conditions
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
@@ -293,7 +294,7 @@ _MADE_OF_NOTHING = ("iota", "broadcast_in_dim")
 
 
 def _tidied(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
-    return merge_conditions(across_casts(swap_dots(items, outputs), outputs))
+    return merge_conditions(made_before_loops(across_casts(swap_dots(items, outputs), outputs), outputs))
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:

@@ -1,0 +1,98 @@
+"""Gradients that stand in front of a backward loop are made there: what they are made of is not kept until after it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+
+import jscaler
+from jscaler.lower.numbering import Exchange, FlatLoop, FlatProgram, Run
+
+LAYERS, HIDDEN, ROWS, WORDS = 3, 8, 16, 32
+State = dict[str, Any]
+
+
+def tied(p: State, batch: State) -> jax.Array:
+    """A table that is looked up in, layers, and logits by the same table: its gradient is a sum over both ends."""
+    x = p["embed"]["embedding"][batch["tokens"]]
+    x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
+    with jax.named_scope("logits"):
+        logits = x @ p["embed"]["embedding"].T
+    return -jax.nn.log_softmax(logits)[jnp.arange(len(x)), batch["labels"]].mean()
+
+
+def head(p: State, batch: State) -> jax.Array:
+    """The same with a table of its own for the logits, which is narrow: its gradient is larger than the logits."""
+    x = p["embed"]["embedding"][batch["tokens"]]
+    x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
+    return ((x @ p["head"]) ** 2).mean()
+
+
+def step_of(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def step(p: State, batch: State) -> Any:
+        value, gradients = jscaler.value_and_grad(loss)(p, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), value
+
+    return step
+
+
+def params(words: int = WORDS, hidden: int = HIDDEN) -> State:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "embed": {"embedding": jax.random.normal(keys[0], (words, hidden))},
+        "w": jax.random.normal(keys[1], (LAYERS, hidden, hidden)) / hidden,
+        "head": jax.random.normal(keys[2], (hidden, 2)),
+    }
+
+
+def data(rows: int = ROWS, words: int = WORDS) -> State:
+    return {"tokens": jnp.arange(rows) * 5 % words, "labels": jnp.arange(rows) * 3 % words}
+
+
+def flat_of(loss: Callable[..., jax.Array], plan: Any, devices: int, rows: int = ROWS) -> FlatProgram:
+    return jscaler.parallelize(plan, devices=devices)(step_of(loss)).lower(params(), data(rows)).plan.flat
+
+
+def flattened(flat: FlatProgram) -> list[Any]:
+    return [i for s in flat.steps for i in (s.jaxpr.eqns if isinstance(s, Run) else [s])]
+
+
+def fences(items: Sequence[Any]) -> list[int]:
+    return [i for i, e in enumerate(items) if isinstance(e, core.JaxprEqn) and e.primitive.name == "optimization_barrier"]
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("data_parallel", 4), ("vocab_parallel", 2)])
+def test_the_loop_waits_for_the_gradient_of_the_table(plan: str, devices: int) -> None:
+    rows = 4 * WORDS
+    items = flattened(flat_of(tied, plan, devices, rows))
+    (fence,) = fences(items)
+    backward = items[next(i for i, item in enumerate(items) if i > fence and isinstance(item, FlatLoop))]
+    assert backward.loop.forward is not None
+    carried, gradient = items[fence].outvars
+    assert carried in [init for init, *_ in backward.carries]
+    parts = devices if plan == "vocab_parallel" else 1
+    assert gradient.aval.shape == (WORDS // parts, HIDDEN)
+    dots = [item for item in items[:fence] if getattr(item, "primitive", None) is not None and not item.effects]
+    assert items[fence].invars[1] in {v for eqn in dots for v in eqn.outvars}
+    sums = [i for i, item in enumerate(items) if isinstance(item, Exchange) and item.input is gradient]
+    assert all(i > fence for i in sums)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_gradient_that_frees_nothing_may_wait(rows: int) -> None:
+    assert not fences(flattened(flat_of(head, "data_parallel", 4, rows)))
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("data_parallel", 4), ("vocab_parallel", 4), ("zero3", 4)])
+def test_numbers_are_those_of_one_device(plan: str, devices: int) -> None:
+    args = params(), data(4 * WORDS)
+    run = jscaler.parallelize(plan, devices=devices)(step_of(tied))
+    jscaler.verify(run.lower(*args))
+    (ours, value), (whole, expected) = run(*args), jax.jit(step_of(tied))(*args)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, whole)
