@@ -37,7 +37,7 @@ def made_before_loops(items: Sequence[Item], outputs: Sequence[Atom]) -> list[It
 
 
 def _before(items: Sequence[Item], place: int, outputs: Sequence[Atom]) -> list[Item]:
-    """``items`` with a fence of the products that the loop at ``place`` has to wait for; what is made of them is behind it."""
+    """``items`` with a fence of the products that the loop at ``place`` waits for; what is made of them is behind it."""
     early, loop, late = items[:place], items[place], items[place + 1 :]
     made = {v: number for number, item in enumerate(early) for v in _results(item)}
     arriving = [init for init, *_ in loop.carries if isinstance(init, core.Var) and init in made]

@@ -11,7 +11,10 @@ from jax import lax
 from jax.extend import core
 
 import jscaler
+from jscaler.cost import find_cluster
 from jscaler.lower.numbering import Exchange, FlatLoop, FlatProgram, Run
+from jscaler.report.targets import described_devices
+from jscaler.target import WITHOUT_GPU
 
 LAYERS, HIDDEN, ROWS, WORDS = 3, 8, 16, 32
 State = dict[str, Any]
@@ -96,3 +99,14 @@ def test_numbers_are_those_of_one_device(plan: str, devices: int) -> None:
     (ours, value), (whole, expected) = run(*args), jax.jit(step_of(tied))(*args)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, whole)
+
+
+@pytest.mark.aot
+def test_xla_does_not_put_the_gradient_off_until_after_the_loop() -> None:
+    """Without the fence it does, and the cotangents of all logits lie in memory while the loop runs."""
+    devices = described_devices(find_cluster("8xH100-80GB"))
+    run = jscaler.parallelize("vocab_parallel", devices=devices, donate_argnums=0)(step_of(tied))
+    text = run.lower(params(1 << 16, 64), data(4096, 1 << 16)).lowered.compile(WITHOUT_GPU).as_text()
+    lines = text[text.index("\nENTRY") :].splitlines()
+    (product,) = [i for i, line in enumerate(lines) if "= (f32[8192,64]" in line and "custom-call(" in line]
+    assert product < max(i for i, line in enumerate(lines) if " while(" in line)
