@@ -347,7 +347,9 @@ class Compiled:
 
     def __post_init__(self) -> None:
         made = self.lowered.executable
-        object.__setattr__(self, "known", KnownArguments(made.in_shardings, frozenset(made.returned.values())))
+        object.__setattr__(
+            self, "known", KnownArguments(made.in_shardings, frozenset(made.returned.values()), made.donated)
+        )
 
     @property
     def plan(self) -> StepPlan:

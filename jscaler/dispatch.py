@@ -5,11 +5,13 @@ them is comparing identities: a state of 300 leaves is known again in some 30 µ
 is not recognised goes the long way: it is bound to the step's signature, and its types decide which executable runs.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jscaler.arguments import Call, leaf_type
@@ -29,21 +31,39 @@ def place(value: Any, sharding: Any, returned: bool = False) -> Any:
     return jax.device_put(value, sharding)
 
 
+def distinct(leaves: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
+    """``leaves``; of an array that is given twice (averages that start as the parameters) the donated one is a copy.
+
+    Memory can be given away once; XLA refuses, or dies, where it is given twice.
+    """
+    given = Counter(id(x) for x in leaves if isinstance(x, jax.Array))
+    if not donated or len(given) == given.total():
+        return leaves
+    own = list(leaves)
+    for i in donated:
+        if given[id(own[i])] > 1:
+            given[id(own[i])] -= 1
+            own[i] = jnp.copy(own[i])
+    return own
+
+
 class KnownArguments:
     """The form of the last call of one executable: enough to know the next one again, and none of its arrays.
 
     Leaves come in three kinds. *Settled* ones were arrays in the plan's layout: they are compared by the objects that
-    describe them. *Moved* ones (a batch) are typed and placed one by one. *Static* ones are compared by value.
+    describe them. *Moved* ones (a batch) are typed and placed one by one. *Static* ones are compared by value. Where most
+    of those that were moved lie as the plan wants them by now, the form is learned again.
     """
 
-    def __init__(self, shardings: Sequence[Any], returned: frozenset[int] = frozenset()):
+    def __init__(self, shardings: Sequence[Any], returned: frozenset[int] = frozenset(), donated: Sequence[int] = ()):
         self._shardings = shardings
         self._returned = [i in returned for i in range(len(shardings))]
+        self._donated = donated
         self._tree: Any = None
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """``leaves`` in the plan's layout."""
-        return list(map(place, leaves, self._shardings, self._returned))
+        return list(map(place, distinct(leaves, self._donated), self._shardings, self._returned))
 
     def learn(self, args: Sequence[Any], kwargs: Mapping[str, Any], call: Call, placed: Sequence[Any]) -> None:
         """Remember the form of a call that was bound as ``call``, and whose leaves were placed as ``placed``."""
@@ -55,7 +75,7 @@ class KnownArguments:
         self._order = call.arguments.bind(numbered, named).leaves  # of every leaf of the step its place in ``flat``
         dynamic = set(self._order)
         self._static = [(i, x) for i, x in enumerate(flat) if i not in dynamic]
-        stays = [p is x and isinstance(x, jax.Array) for p, x in zip(placed, call.leaves, strict=True)]
+        stays = [isinstance(x, jax.Array) and p.sharding == x.sharding for p, x in zip(placed, call.leaves, strict=True)]
         settled = [i for i, same in enumerate(stays) if same]
         moved = [i for i, same in enumerate(stays) if not same]
         self._moved = [(i, call.types[i], self._shardings[i], self._returned[i]) for i in moved]
@@ -79,11 +99,18 @@ class KnownArguments:
             return None
         if avals != self._avals or held != self._held:
             return None
+        if self._donated and len(set(map(id, arrays))) < len(arrays):
+            return None
         self._avals, self._held = avals, held  # the next call is likely to bring these very objects
         if any(type(flat[i]) is not type(x) or flat[i] != x for i, x in self._static):
             return None
+        settled = 0
         for i, wanted, sharding, returned in self._moved:
-            if leaf_type(leaves[i], "", leaves[i], 0) != wanted:
+            leaf = leaves[i]
+            if leaf_type(leaf, "", leaf, 0) != wanted:
                 return None
-            leaves[i] = place(leaves[i], sharding, returned)
+            leaves[i] = place(leaf, sharding, returned)
+            settled += leaves[i] is leaf
+        if settled > len(arrays):  # a state that was moved at the last call, and has been returned since: known from now on
+            return None
         return leaves

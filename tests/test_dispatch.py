@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler import api
+from jscaler import api, dispatch
 
 LEAVES = 300
 
@@ -170,3 +170,38 @@ def test_what_comes_back_twice_is_two_arrays_that_can_both_be_donated() -> None:
     assert state["params"] is params or state["ema"] is params
     state = update(state)
     np.testing.assert_array_equal(state["params"] - state["ema"], [1.0, 0.0, -1.0, -2.0])
+
+
+@pytest.mark.parametrize("made", [jnp.asarray, np.asarray])
+def test_a_state_of_ones_own_is_known_once_it_has_been_returned(monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
+    step, batch = step_of(donate_argnames="state"), np.ones(4, np.float32)
+    state = {name: made(np.full(2, 1.0, np.float32)) for name in leaves(5)}
+    for _ in range(2):
+        state, _ = step(state, batch)
+    bound = count_calls(monkeypatch, api.Arguments, "bind")
+    typed = count_calls(monkeypatch, dispatch, "leaf_type")
+    state, _ = step(state, batch)
+    assert bound == []
+    assert len(typed) == 1  # the batch
+
+
+@pytest.mark.smoke
+def test_an_array_in_two_places_is_donated_once() -> None:
+    step, batch = step_of(donate_argnames="state"), np.ones(4, np.float32)
+    state = {"params": jnp.zeros(2), "ema": jnp.zeros(2), "key": jnp.ones(2)}
+    state["ema"] = state["params"]
+    for _ in range(3):
+        state, _ = step(state, batch)
+        state |= {"ema": state["params"]}  # and where it lies as the plan wants it
+    step(state, batch, a=state["key"])
+    assert not state["key"].is_deleted()  # it was read elsewhere, too
+    np.testing.assert_array_equal(state["key"], [4.0, 4.0])
+
+
+def test_keys_in_two_places_are_donated_once() -> None:
+    def split(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda key: jax.random.fold_in(key, 1), state)
+
+    step, key = jscaler.parallelize(all_whole, devices=2, donate_argnames="state")(split), jax.random.key(0)
+    state = step(step({"a": key, "b": key}))
+    assert jnp.array_equal(jax.random.key_data(state["a"]), jax.random.key_data(state["b"]))
