@@ -147,7 +147,7 @@ def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[flo
     results = []
     for run in sides:
         state: dict[int, Any] = {}
-        outputs: list[Any] = []
+        outputs: Sequence[Any] = []
         for given in leaves:
             outputs = run(*_placed([state.get(i, x) for i, x in enumerate(given)], lowered))
             state = {i: outputs[o] for o, i in graph.next_version.items()}

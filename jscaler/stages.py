@@ -234,10 +234,8 @@ def _returned(flat: FlatProgram, ins: Sequence[Any], outs: Sequence[Any], donate
     at = {var: i for i, var in enumerate(flat.inputs[: len(ins)]) if i not in donate}
     found: dict[int, int] = {}
     for i, value in enumerate(flat.outputs):
-        source = at.get(value) if isinstance(value, core.Var) else None
-        if source is not None and ins[source] == outs[i]:
-            found[i] = source
-            del at[value]
+        if isinstance(value, core.Var) and value in at and ins[at[value]] == outs[i]:
+            found[i] = at.pop(value)
     return found
 
 

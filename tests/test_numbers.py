@@ -171,7 +171,7 @@ def test_a_finished_plan_is_checked_against_devices_and_shapes() -> None:
     plan = jscaler.parallelize("data_parallel", devices=4)(moving_average).lower(PARAMS, BATCH).plan.plan
     with pytest.raises(jscaler.DeviceError, match="the plan 'data_parallel' is for 4 devices, and 8 are given"):
         jscaler.parallelize(plan, devices=8)(moving_average)(PARAMS, BATCH)
-    with pytest.raises(jscaler.SplitError, match="of size 6 into 4 parts; legal: 1, 2, 3, 6"):
+    with pytest.raises(jscaler.PlanFitError, match="of size 6 into 4 parts; legal: 1, 2, 3, 6"):
         jscaler.parallelize(plan, devices=4)(moving_average)(PARAMS, BATCH[:6])
     again = jscaler.parallelize(plan, devices=4)(moving_average)(PARAMS, BATCH)
     np.testing.assert_allclose(again["w"], jax.jit(moving_average)(PARAMS, BATCH)["w"], rtol=1e-5)
