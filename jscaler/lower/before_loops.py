@@ -39,18 +39,18 @@ def made_before_loops(items: Sequence[Item], outputs: Sequence[Atom]) -> list[It
 def _before(items: Sequence[Item], place: int, outputs: Sequence[Atom]) -> list[Item]:
     """``items`` with a fence of the products that the loop at ``place`` waits for; what is made of them is behind it."""
     early, loop, late = items[:place], items[place], items[place + 1 :]
-    made = {v: number for number, item in enumerate(early) for v in _results(item)}
+    made = {v: number for number, item in enumerate(early) for v in results(item)}
     arriving = [init for init, *_ in loop.carries if isinstance(init, core.Var) and init in made]
     if not arriving:
         return list(items)
-    needed, taken = _needed(late, outputs), set(reads(loop))
+    wanted, taken = needed(late, outputs), set(reads(loop))
     products: dict[core.Var, core.Var] = {}
     behind: set[int] = set()
     for item in early:
-        if _is_put_off(item, made, needed | taken):
-            places, results = _made_of(item.outvars[0], early)
+        if _is_put_off(item, made, wanted | taken):
+            places, dependent = _made_of(item.outvars[0], early)
             waits = not any(_is_loop(early[i]) for i in places)
-            if waits and results & needed and results.isdisjoint(taken):
+            if waits and dependent & wanted and dependent.isdisjoint(taken):
                 products[item.outvars[0]] = core.Var(item.outvars[0].aval)
                 behind |= places
     if not products:
@@ -58,16 +58,16 @@ def _before(items: Sequence[Item], place: int, outputs: Sequence[Atom]) -> list[
     last = max(arriving, key=lambda v: made[v])
     later = core.Var(last.aval)
     carries = tuple((later if init is last else init, *rest) for init, *rest in loop.carries)
-    first = [_renamed(item, products) for i, item in enumerate(early) if i not in behind]
-    fence = _fence([last, *products.values()], [later, *products])
-    return [*first, fence, *(early[i] for i in sorted(behind)), dataclasses.replace(loop, carries=carries), *late]
+    first = [renamed(item, products) for i, item in enumerate(early) if i not in behind]
+    barrier = fence([last, *products.values()], [later, *products])
+    return [*first, barrier, *(early[i] for i in sorted(behind)), dataclasses.replace(loop, carries=carries), *late]
 
 
-def _needed(items: Sequence[Item], outputs: Sequence[Atom]) -> set[core.Var]:
+def needed(items: Sequence[Item], outputs: Sequence[Atom]) -> set[core.Var]:
     """What is read by ``items`` that ``outputs`` need, and the outputs."""
     found = {v for v in outputs if isinstance(v, core.Var)}
     for item in reversed(items):
-        if not found.isdisjoint(_results(item)) or (isinstance(item, core.JaxprEqn) and item.effects):
+        if not found.isdisjoint(results(item)) or (isinstance(item, core.JaxprEqn) and item.effects):
             found.update(reads(item))
     return found
 
@@ -77,7 +77,7 @@ def _is_put_off(item: Item, made: Container[core.Var], kept: Container[core.Var]
     if not isinstance(item, core.JaxprEqn) or item.primitive.name not in PRODUCTS:
         return False
     operands = [v for v in item.invars if isinstance(v, core.Var) and v in made and v not in kept]
-    return any(_nbytes(v) > _nbytes(item.outvars[0]) for v in operands)
+    return any(nbytes(v) > nbytes(item.outvars[0]) for v in operands)
 
 
 def _made_of(product: core.Var, items: Sequence[Item]) -> tuple[set[int], set[core.Var]]:
@@ -85,19 +85,19 @@ def _made_of(product: core.Var, items: Sequence[Item]) -> tuple[set[int], set[co
     known, places = {product}, set[int]()
     for place, item in enumerate(items):
         if not known.isdisjoint(reads(item)):
-            known.update(_results(item))
+            known.update(results(item))
             places.add(place)
     return places, known
 
 
-def _renamed(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
+def renamed(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
     """``item`` with other names for what it makes: who reads a product reads what the fence hands on."""
     if not isinstance(item, core.JaxprEqn):
         return item
     return item.replace(outvars=[table.get(v, v) for v in item.outvars])
 
 
-def _fence(taken: Sequence[core.Var], given: Sequence[core.Var]) -> core.JaxprEqn:
+def fence(taken: Sequence[core.Var], given: Sequence[core.Var]) -> core.JaxprEqn:
     eqn = trace_flat(lambda *xs: list(lax.optimization_barrier(xs)), [v.aval for v in taken]).eqns[0]
     return eqn.replace(invars=list(taken), outvars=list(given))
 
@@ -106,11 +106,11 @@ def _is_loop(item: Item) -> bool:
     return not isinstance(item, (core.JaxprEqn, Exchange))
 
 
-def _results(item: Item) -> list[core.Var]:
+def results(item: Item) -> list[core.Var]:
     if isinstance(item, Exchange):
         return [item.output]
     return [v for v in item.outvars if isinstance(v, core.Var)]
 
 
-def _nbytes(var: core.Var) -> int:
+def nbytes(var: core.Var) -> int:
     return math.prod(shape(var)) * dtype(var).itemsize

@@ -21,6 +21,7 @@ from jscaler.ir import Loop, PTensor
 from jscaler.lower.before_loops import made_before_loops
 from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.conditions import NEVER_MERGED, merge_conditions
+from jscaler.lower.pairs import made_together
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
 from jscaler.lower.scopes import op_scope
 from jscaler.lower.swaps import swap_dots
@@ -294,7 +295,8 @@ _MADE_OF_NOTHING = ("iota", "broadcast_in_dim")
 
 
 def _tidied(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
-    return merge_conditions(made_before_loops(across_casts(swap_dots(items, outputs), outputs), outputs))
+    found = across_casts(swap_dots(items, outputs), outputs)
+    return merge_conditions(made_before_loops(made_together(found, outputs), outputs))
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
