@@ -25,6 +25,7 @@ from lower.layers import (
 
 import jscaler
 from jscaler import Chunk, Replicate, Split
+from jscaler.capture.jaxprs import shape
 from jscaler.compare import twin
 from jscaler.errors import OrderError, SplitError, VerificationError
 from jscaler.lower.numbering import FlatLoop
@@ -252,6 +253,6 @@ def test_a_loop_makes_its_counts_and_zeros_itself() -> None:
     assert len(loops) == 2
     for loop in loops:
         own = {*(init for init, *_ in loop.carries), *(stack for stack, _ in loop.xs)}
-        assert all(v.aval.shape == () for v in loop.reads if v not in own), loop.reads
+        assert all(shape(v) == () for v in loop.reads if v not in own), loop.reads
     for ours, whole in zip(run(*args), jax.jit(step)(*args), strict=True):
         np.testing.assert_allclose(ours, whole, rtol=1e-5)
