@@ -7,7 +7,7 @@ is not recognised goes the long way: it is bound to the step's signature, and it
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.arguments import Call, leaf_type
+
+_AVAL, _SHARDING = attrgetter("aval"), attrgetter("sharding")
 
 
 def place(value: Any, sharding: Any, returned: bool = False) -> Any:
@@ -94,7 +96,7 @@ class KnownArguments:
         leaves = [flat[i] for i in self._order]
         arrays = self._settled(leaves)
         try:
-            avals, held = [x.aval for x in arrays], [x.sharding for x in arrays]
+            avals, held = list(map(_AVAL, arrays)), list(map(_SHARDING, arrays))
         except AttributeError:  # not an array any more
             return None
         if avals != self._avals or held != self._held:
