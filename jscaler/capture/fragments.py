@@ -1,7 +1,8 @@
 """Group flat equations into fragments: the ops of the graph.
 
 Neighbouring equations of one scope that share data are one fragment. A contraction ends it (else a tensor that is read
-twice puts one factor on two dims), and so does a reduction to a scalar (what follows would meet a partial sum).
+twice puts one factor on two dims), and so does a reduction to a scalar (what follows would meet a partial sum). Behind a
+gradient, where updates stand, a contraction is a fragment of its own.
 Equations that depend on no input (iota, masks) are copied into every fragment that reads them.
 
 Fragments never form a cycle, by levels: a fragment's level is above those of all it reads, and an equation joins a
@@ -125,6 +126,8 @@ class _Builder:
             joins = (candidate.call, candidate.scope, candidate.scalar, candidate.closed) == (call, scope, scalar, False)
             # what prepares a call (parameters cast for it) is no part of the update that reads the same parameters
             joins = joins and (call is not None or candidate.era == len(self.begun))
+            # nor is an evaluation behind the update, which contracts what the update has made: state lies otherwise
+            joins = joins and not (call is None and self.begun and eqn.primitive.name in CONTRACTIONS)
             if joins and others < candidate.level and eqn.primitive.name not in ALONE:
                 return candidate
         # What only prepares an input (a reshape of a bias) lies below all else, so that its reader need not.

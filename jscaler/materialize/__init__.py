@@ -1,7 +1,8 @@
 """From decisions to layouts, and from layouts to adapters."""
 
 from jscaler.materialize.adapter import Adapter, Stage, find_adapter
-from jscaler.materialize.complete import Completed, OpLayouts, complete
+from jscaler.materialize.complete import complete
+from jscaler.materialize.completed import Completed, OpLayouts
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.notation import OpenLayout, opened, parse_layout

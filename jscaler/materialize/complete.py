@@ -7,19 +7,19 @@ optimizer state follows its parameter. Everything is deterministic.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Op, PTensor, Rule, VTensor
+from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.ir.loop import Item
 from jscaler.materialize.adapter import find_adapter
-from jscaler.materialize.edges import Edge, edges_of, extended_mask, halo_cost
+from jscaler.materialize.completed import Completed, OpLayouts
+from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.loops import LoopLayouts, LoopMixin, without_values
+from jscaler.materialize.loops import LoopMixin, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
 from jscaler.materialize.placement import (
     Decided,
@@ -39,41 +39,6 @@ from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
 
 Laid = tuple[tuple[Layout, ...], tuple[Layout, ...], tuple[tuple[Edge, ...], ...]]
-
-
-@dataclass(frozen=True)
-class OpLayouts:
-    """How one op is placed, and the layouts it reads and leaves; per input the edges at which it reads beyond its part."""
-
-    placement: Placement
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    edges: tuple[tuple[Edge, ...], ...] = ()
-
-    def edges_of(self, index: int) -> tuple[Edge, ...]:
-        """Where the op reads beyond its part of input ``index``."""
-        return self.edges[index] if self.edges else ()
-
-    def vtensors(self, op: Op, position: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
-        """What the cell at ``position`` of the mesh reads and what it writes."""
-        reads = tuple(
-            VTensor(t, extended_mask(layout.mask(position), self.edges_of(i)))
-            for i, (t, layout) in enumerate(zip(op.inputs, self.inputs, strict=True))
-        )
-        return reads, tuple(VTensor(t, layout.mask(position)) for t, layout in zip(op.outputs, self.outputs, strict=True))
-
-
-@dataclass(frozen=True)
-class Completed:
-    """A complete plan: placements for all ops, layouts for all inputs and outputs of the step and of its loops."""
-
-    mesh: DeviceMesh
-    ops: Mapping[str, OpLayouts]
-    inputs: Mapping[PTensor, Layout]
-    outputs: tuple[Layout, ...]
-    loops: Mapping[str, LoopLayouts] = field(default_factory=dict)
-    gradients: Mapping[PTensor, Layout] = field(default_factory=dict)  # those of sharded parameters, as updates get them
-    shards: Mapping[PTensor, Axes] = field(default_factory=dict)  # the axes that sharded parameters are cut by, if stored
 
 
 def complete(
@@ -216,6 +181,10 @@ class _Completer(LoopMixin):
     def _on_shards(self, op: Op, placement: Placement) -> Placement:
         """``placement`` split further, where ``op`` makes something of sharded parameters alone."""
         name, axes = self.shards.factor(op) or ("", ())
+        return self._split_further(op, placement, name, axes)
+
+    def _split_further(self, op: Op, placement: Placement, name: str, axes: Axes) -> Placement:
+        """``placement`` with factor ``name`` split along those of ``axes`` that split nothing, if it can be."""
         open_axes = tuple(a for a in axes if all(a not in used for used in placement.factors.values()))
         factor = self.book.rule(op).factors.get(name) if open_axes else None
         both = (*placement.factors.get(name, ()), *open_axes)
@@ -352,8 +321,25 @@ class _Completer(LoopMixin):
         goals = tuple((self._goal(t), self.shards.gradients.get(t)) for t in op.outputs)
         key = (op.body, id(self.book.rule(op)), op.kind, chosen.key, tuple(chunks.items()), lie, goals)
         if key not in self.filled:
-            self.filled[key] = Filling(op, self.mesh, self.book, self.at_hand, chunks, price).of(chosen)
+            found = Filling(op, self.mesh, self.book, self.at_hand, chunks, price).of(chosen)
+            for scattered in self._scattered(op, found):
+                found = scattered if price(scattered) < price(found) else found
+            self.filled[key] = found
         return self.filled[key]
+
+    def _scattered(self, op: Op, placement: Placement) -> Iterator[Placement]:
+        """``placement``, and a gradient that ``op`` makes for a sharded parameter split as its readers get it.
+
+        So that what it is the sum of (shares of the batch, and a penalty that all devices know) is scattered, not reduced.
+        """
+        for index, tensor in enumerate(op.outputs):
+            cut = self.shards.gradients.get(tensor)
+            names = self.book.rule(op).results[index][cut.dim] if cut is not None else ()
+            if cut is None or not names:
+                continue
+            made = self._split_further(op, placement, names[0], cut.axes)
+            shares = {axis: c for axis, c in made.shares.items() if axis not in cut.axes}
+            yield dataclasses.replace(made, shares=shares)
 
     def _cost(self, op: Op, placement: Placement) -> float:
         """In the cost model's unit: the adapters of the inputs, and what bringing the results on will take."""

@@ -17,11 +17,13 @@ one layer's. What the forward casts is gathered after the cast.
 A parameter is cut along its first dim that divides. Those with none stay whole everywhere; ``explain()`` lists them.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from jscaler.errors import PlanWarning
 from jscaler.ir import PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.plans.data_parallel import batch_factors
@@ -74,6 +76,9 @@ def shard_parameters(graph: Any, grid: np.ndarray, stored: bool, cuts: Factors |
     Args:
         stored: whether the parameters lie in parts too.
         cuts: what the other axis splits, op by op: a dim is cut by both if its size allows, else by one.
+
+    Warns:
+        PlanWarning: no parameter has such a dim.
     """
     if graph.stored and not graph.calls:
         return  # an evaluation that follows a train step: its parameters lie as that step has sharded them
@@ -81,10 +86,19 @@ def shard_parameters(graph: Any, grid: np.ndarray, stored: bool, cuts: Factors |
     rows = grid.shape[0]
     if rows == 1:
         return
-    for tensor, kind in tensor_kinds(graph.graph).items():
-        dim = _dim(graph, tensor, rows, grid.size // rows, cuts or {}) if kind == "parameter" else None
+    parameters = [tensor for tensor, kind in tensor_kinds(graph.graph).items() if kind == "parameter"]
+    dims = {tensor: _dim(graph, tensor, rows, grid.size // rows, cuts or {}) for tensor in parameters}
+    for tensor, dim in dims.items():
         if dim is not None:
             graph.shard(tensor, dim, grid, stored=stored)
+    if all(dim is None for dim in dims.values()):
+        nbytes = sum(tensor.nbytes for tensor in parameters)
+        warnings.warn(
+            f"nothing is sharded: no dim of the {len(parameters)} parameters ({nbytes} bytes) divides by {rows}, so they "
+            "and the optimizer's state stay whole on every device",
+            PlanWarning,
+            stacklevel=2,
+        )
 
 
 def _dim(graph: Any, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int | None:

@@ -16,6 +16,7 @@ from jscaler.capture.names import PathNames
 from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.expand import expand_op
+from jscaler.primitives.held_up import held_up
 from jscaler.primitives.plan import Assign, Decision, Order, Plan, Trans
 from jscaler.rules.book import RuleBook
 
@@ -35,13 +36,14 @@ class Reopened:
 
 
 def reopen(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Reopened:
-    """Cut every op that ``plan`` splits along a blocked factor, and the backward ops that mirror it."""
+    """Cut every op that ``plan`` splits along a blocked factor, backward ops that mirror it, and what holds shards up."""
+    shards = held_up(graph, plan, book)
     grids = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
     ops: list[Op] = []
     pieces: dict[str, tuple[Op, ...]] = {}
     for op in graph.ops:
         mirrored = grids.get(op.forward.path, ()) if op.forward is not None else ()
-        made = _opened(op, grids.get(op.path, mirrored), book, bodies)
+        made = _opened(op, grids.get(op.path, mirrored), shards.get(op.path, ()), book, bodies)
         if len(made) > 1:
             pieces[op.path] = made
         ops += made
@@ -53,8 +55,10 @@ def reopen(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Reope
     return Reopened(cut_graph, dataclasses.replace(plan, decisions=decisions), paths)
 
 
-def _opened(op: Op, axes: Sequence[GridAxis], book: RuleBook, bodies: BodyTable) -> tuple[Op, ...]:
-    """The ops that stand for ``op``: the steps of an algorithm, each cut where it reduces."""
+def _opened(op: Op, axes: Sequence[GridAxis], shards: tuple[str, ...], book: RuleBook, bodies: BodyTable) -> tuple[Op, ...]:
+    """The ops that stand for ``op``: the steps of an algorithm, each cut where it reduces; or free for ``shards``."""
+    if shards and not axes:
+        return cut_op(op, shards, book, bodies)
     steps: tuple[Op, ...] = (op,)
     for axis in axes:
         if axis.algorithm is not None:

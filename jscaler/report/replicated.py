@@ -1,13 +1,32 @@
 """State that a sharded plan leaves whole on every device that could hold a part of it, and why."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.materialize import Completed
 from jscaler.primitives import Plan
+from jscaler.report.folding import folded, merged
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Leaves of one shape that stay whole for one reason, layer numbers as ``*``."""
+
+    name: str
+    aval: str
+    why: str
+    count: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        times = f" ×{self.count}" if self.count > 1 else ""
+        return f"          └ {self.name} {self.aval}{times}, {self.nbytes} bytes: {self.why}"
 
 
 def replicated_lines(graph: Graph, plan: Plan, completed: Completed) -> list[str]:
-    """One line per leaf of parameters and optimizer state that lies whole along the axes of the plan's shards.
+    """What of parameters and optimizer state lies whole along the axes of the plan's shards; like leaves together.
 
     Parameters that the plan itself keeps whole (ZeRO-1) are not among them; scalars are counted only.
     """
@@ -15,7 +34,8 @@ def replicated_lines(graph: Graph, plan: Plan, completed: Completed) -> list[str
     if not axes:
         return []
     parts = completed.mesh.size(tuple(axes))
-    whole, scalars = [], 0
+    whole: list[_Whole] = []
+    scalars = 0
     for tensor, kind in tensor_kinds(graph).items():
         layout = completed.inputs.get(tensor)
         if kind not in ("parameter", "optimizer") or layout is None or axes & {a for cut in layout.cuts for a in cut}:
@@ -24,13 +44,20 @@ def replicated_lines(graph: Graph, plan: Plan, completed: Completed) -> list[str
             scalars += 1
         elif tensor.name not in plan.shards or plan.shards[tensor.name].stored:
             aval = tensor.aval.str_short(short_dtypes=True)
-            whole.append(f"          └ {tensor.name} {aval}, {tensor.nbytes} bytes: {_why(graph, tensor, parts)}")
+            whole.append(_Whole(folded(tensor.name), aval, _why(graph, tensor, parts), 1, tensor.nbytes))
     if not whole and not scalars:
         return []
-    count = f"{scalars} scalar{'s' * (scalars != 1)}"
-    leaves = f"{len(whole)} {'leaf' if len(whole) == 1 else 'leaves'}"
-    said = [leaves] * bool(whole) + [count] * bool(scalars)
-    return [f"replicated over the {parts} devices that shards are split over: {' and '.join(said)}", *whole]
+    said = [_counted(len(whole), "leaf", "leaves")] * bool(whole) + [_counted(scalars, "scalar", "scalars")] * bool(scalars)
+    rows = merged(whole, lambda row: row.name, lambda row: (row.aval, row.why), _together)
+    return [f"replicated over the {parts} devices that shards are split over: {' and '.join(said)}", *map(str, rows)]
+
+
+def _together(name: str, rows: Sequence[_Whole]) -> _Whole:
+    return _Whole(name, rows[0].aval, rows[0].why, sum(row.count for row in rows), sum(row.nbytes for row in rows))
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _why(graph: Graph, tensor: PTensor, parts: int) -> str:

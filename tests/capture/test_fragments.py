@@ -159,3 +159,13 @@ def test_what_prepares_a_call_is_no_part_of_the_update() -> None:
 
     casts = [f for f in found(step, x, x) if f.call is None and f.eqns[0][1].outvars[0].aval.dtype == jnp.bfloat16]  # type: ignore[union-attr]
     assert names(casts) == [["convert_element_type"]]
+
+
+def test_an_evaluation_behind_an_update_is_no_part_of_it() -> None:
+    def step(p: jax.Array, m: jax.Array, x: jax.Array) -> Any:
+        g = jscaler.grad(lambda p: (x @ p).sum())(p)
+        m = 0.9 * m + g
+        return p - m, m, x @ (p - m)
+
+    several = [f for f in found(step, x, x, x) if f.call is None]
+    assert [n for f in names(several) for n in f if "dot_general" in f] == ["dot_general"]

@@ -73,7 +73,50 @@ def test_parameters_are_gathered_after_the_cast(of: str) -> None:
     assert all(any(layout.cuts) for layout in state.values()), "master and moments lie in parts"
 
 
-@pytest.mark.parametrize("plan", ["data_parallel", 'tensor_parallel({"*/layer_0/kernel": 1})'])
+@pytest.mark.parametrize("of", FORMS)
+def test_zero_gathers_16_bits_and_scatters_32_unless_fewer_are_asked_for(of: str) -> None:
+    first, third, asked = (planned(plan, of) for plan in ("zero1", "zero3", 'zero3(reduce_dtype="bfloat16")'))
+    whole = elements(first)
+    assert sent(first) == {"reduce_scatter": 3 / 4 * whole * 4, "all_gather": 3 / 4 * whole * 4}  # masters lie whole
+    gathered = 3 / 4 * (whole + 32 * 8) * 2  # forward, and for the backward the kernel of the second layer again
+    assert sent(third) == {"all_gather": gathered, "reduce_scatter": 3 / 4 * whole * 4}
+    assert sent(asked) == {"all_gather": gathered, "reduce_scatter": 3 / 4 * whole * 2}
+
+
+def beside_step(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    """Parameters in 16 bits; the masters that they are made of are the optimizer's."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        logits = jnp.asarray(MLP(hidden=32, layers=2, out=8, dtype=jnp.bfloat16).apply({"params": params}, batch["x"]))
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["labels"]).mean()
+
+    loss, grads = value_and_grad(loss_fn)(state["params"])
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    updates, opt = TX.update(wide, state["opt"], state["masters"])
+    masters = optax.apply_updates(state["masters"], updates)
+    return {"params": jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters), "masters": masters, "opt": opt}, loss
+
+
+def test_masters_beside_16_bit_parameters_lie_in_parts_and_are_gathered_after_the_cast() -> None:
+    _, master, batch = made("cast", jnp.bfloat16)
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), master.params)
+    state = {"params": params, "masters": master.params, "opt": TX.init(master.params)}
+    lowered = jscaler.parallelize("zero1", devices=4, donate_argnames="state")(beside_step).lower(state, batch)
+    whole = elements(lowered.plan)
+    assert sent(lowered.plan) == {"reduce_scatter": 3 / 4 * whole * 4, "all_gather": 3 / 4 * whole * 2}
+    lies = {
+        t.name: layout for t, layout in lowered.plan.completed.inputs.items() if t.name.startswith("state/") and t.shape
+    }
+    assert {any(layout.cuts) for name, layout in lies.items() if "/params/" in name} == {False}
+    assert {any(layout.cuts) for name, layout in lies.items() if "/params/" not in name} == {True}
+    jitted = functools.partial(beside_step, value_and_grad=jax.value_and_grad)
+    ours, theirs = both("zero1", beside_step, jitted, state, batch)
+    for mine, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert mine.dtype == want.dtype
+        np.testing.assert_allclose(mine.astype(np.float32), want.astype(np.float32), atol=5e-3)
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", 'tensor_parallel({"*/layer_0/kernel": 1})', "zero1", "zero3"])
 @pytest.mark.parametrize("of", FORMS)
 def test_state_stays_in_32_bits(of: str, plan: str) -> None:
     step, state, batch = made(of, jnp.bfloat16)

@@ -13,7 +13,7 @@ import pytest
 from plan_steps import COLUMNS, assert_same_numbers, collectives, gpt, made_once, mlp, planned
 
 import jscaler
-from jscaler.errors import PlanError, SplitError
+from jscaler.errors import PlanError, PlanWarning, SplitError
 from jscaler.lower.numbering import FlatLoop
 from jscaler.lower.program import Adapt, Repeat
 from jscaler.plans import by_name, megatron, zero1, zero3
@@ -159,6 +159,69 @@ def test_frozen_layers_lie_in_parts_too(plan: str) -> None:
         for made, other in zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(made, other, rtol=1e-12, atol=1e-14)
         assert {x.addressable_shards[0].data.size for x in mine["base"].values()} == {8 * 32 // 4}
+
+
+PENALTY = 1e-2
+
+
+def penalised_step(state: Any, batch: Any) -> Any:
+    """An MLP whose loss has a penalty on its kernels, which every device knows whole."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        h = jnp.tanh(batch["x"] @ params["up"] + params["bias"])
+        penalty = PENALTY * sum(jnp.sum(p**2) for p in params.values())
+        return jnp.mean((h @ params["down"]) ** 2) + penalty
+
+    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
+    updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+@made_once
+def penalised() -> Any:
+    draws = np.random.default_rng(0)
+    shapes = {"up": (8, 16), "bias": (16,), "down": (16, 8)}
+    params = {name: jnp.asarray(draws.normal(size=shape)) for name, shape in shapes.items()}
+    arguments = {"params": params, "opt": CLIPPED.init(params)}, {"x": jnp.asarray(draws.normal(size=(8, 8)))}
+    return penalised_step, arguments
+
+
+COLUMN = {"*/up": 1}
+WITH_TENSORS = {stage: megatron(dp=2, tp=2, columns=COLUMN, vocab=False, zero=stage) for stage in (1, 3)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("plan", "devices"), [(zero1(), 4), (zero3(), 4), (WITH_TENSORS[1], 4)])
+def test_a_gradient_with_a_whole_summand_is_scattered_too(plan: Any, devices: int) -> None:
+    found = planned(plan, penalised(), devices)
+    shapes = {t.shape for t in found.graph.inputs if t.name.startswith("state/params")}
+    reduced = [t for kind, t in collectives(found) if kind == "all_reduce" and t.shape in shapes]
+    assert (reduced, moved(found)["reduce_scatter"]) == ([], 3)
+    assert_same_numbers(plan, penalised, devices)
+
+
+@made_once
+def factored() -> Any:
+    return mlp(optax.adafactor(1e-2, min_dim_size_to_factor=8))
+
+
+@pytest.mark.parametrize("plan", [zero1(), zero3(), megatron(dp=2, tp=4, columns=COLUMNS, zero=1)])
+def test_factored_moments_bring_vectors_together(plan: Any) -> None:
+    """The means over a dim that is cut are summed; gradients, and what updates make of them, stay in parts."""
+    found = planned(plan, factored(), 8)
+    assert moved(found)["reduce_scatter"] == 8
+    sums = [t for kind, t in collectives(found) if kind == "all_reduce" and found.graph.producer[t].kind == "update"]
+    assert {len(t.shape) for t in sums} == {0, 1}
+    kernels = [t for t in found.completed.gradients if len(t.shape) == 2]
+    assert len(kernels) == 4
+    cut = [op for op in found.graph.ops if op.kind == "update" for t in op.inputs if t in kernels]
+    assert all(found.completed.ops[op.path].placement.factors for op in cut)
+    assert_same_numbers(plan, factored, 8)
+
+
+@pytest.mark.parametrize("plan", [zero1(), zero3(), megatron(dp=3, zero=1, columns=COLUMNS, vocab=False)])
+def test_where_nothing_divides_a_warning_says_so(plan: Any) -> None:
+    with pytest.warns(PlanWarning, match=r"no dim of the 8 parameters \(\d+ bytes\) divides by 3"):
+        planned(plan, mlp(CLIPPED), 3)
 
 
 @pytest.mark.parametrize(("plan", "leaves"), [(zero1(), 3), (zero3(), 3)])

@@ -1,0 +1,46 @@
+"""What a completed plan says: how every op is placed, and how every tensor lies."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jscaler.ir import Op, PTensor, VTensor
+from jscaler.materialize.edges import Edge, extended_mask
+from jscaler.materialize.layout import Layout
+from jscaler.materialize.loops import LoopLayouts
+from jscaler.materialize.mesh import Axes, DeviceMesh
+from jscaler.materialize.placement import Placement
+
+
+@dataclass(frozen=True)
+class OpLayouts:
+    """How one op is placed, and the layouts it reads and leaves; per input the edges at which it reads beyond its part."""
+
+    placement: Placement
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    edges: tuple[tuple[Edge, ...], ...] = ()
+
+    def edges_of(self, index: int) -> tuple[Edge, ...]:
+        """Where the op reads beyond its part of input ``index``."""
+        return self.edges[index] if self.edges else ()
+
+    def vtensors(self, op: Op, position: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
+        """What the cell at ``position`` of the mesh reads and what it writes."""
+        reads = tuple(
+            VTensor(t, extended_mask(layout.mask(position), self.edges_of(i)))
+            for i, (t, layout) in enumerate(zip(op.inputs, self.inputs, strict=True))
+        )
+        return reads, tuple(VTensor(t, layout.mask(position)) for t, layout in zip(op.outputs, self.outputs, strict=True))
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A complete plan: placements for all ops, layouts for all inputs and outputs of the step and of its loops."""
+
+    mesh: DeviceMesh
+    ops: Mapping[str, OpLayouts]
+    inputs: Mapping[PTensor, Layout]
+    outputs: tuple[Layout, ...]
+    loops: Mapping[str, LoopLayouts] = field(default_factory=dict)
+    gradients: Mapping[PTensor, Layout] = field(default_factory=dict)  # those of sharded parameters, as updates get them
+    shards: Mapping[PTensor, Axes] = field(default_factory=dict)  # the axes that sharded parameters are cut by, if stored
