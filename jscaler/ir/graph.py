@@ -183,7 +183,8 @@ class Graph:
         raise CaptureError(
             "the captured step has no gradient, and this plan needs one: use jscaler.value_and_grad (or jscaler.grad) "
             "in the step instead of jax.value_and_grad, so that the forward program arrives whole; under jax.vmap it is "
-            "not seen either: take one gradient of the mapped loss"
+            "not seen either: take one gradient of the mapped loss; an evaluation follows its train step: "
+            "train_step.follow(evaluate)"
         )
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ class Shards:
     Attributes:
         stored: parameters that lie in parts, and what is made of them alone, also in loops.
         whole: parameters that lie whole while their updates are split.
-        gradients: final gradients of sharded parameters.
+        gradients: final gradients of sharded parameters, and of stacks that are made of stored ones.
         scattered: those that a loop makes, of parameters that lie in parts: scattered slice by slice, inside the loop.
         made: what is made of stored parameters alone.
     """
@@ -106,5 +106,15 @@ def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axe
                 gradients[gradient] = cuts[leaf]
                 if leaf in stored:
                     scattered.add(gradient)
+    casts = _cast_stacks(graph, stored)
+    gradients |= casts
+    scattered |= casts.keys()
     whole = frozenset(cuts.keys() - stored.keys())
     return Shards(stored, whole, gradients, frozenset(scattered), made, axes)
+
+
+def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:
+    """Gradients of stacks that are made of stored parameters (casts), which a loop stacks up layer by layer."""
+    stacks = {y.stack for loop in graph.loops.values() for y in loop.ys}
+    pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents if t in stacks)
+    return {cotangent: stored[tensor] for tensor, cotangent in pairs if tensor in stored}

@@ -103,28 +103,37 @@ def shard_parameters(graph: Any, grid: np.ndarray, stored: bool, cuts: Factors |
 
 def _dim(graph: Any, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int | None:
     """The dim of a parameter to cut in ``rows``: the first that any cut leaves divisible, else the first that divides."""
-    loops, cut = _seen_inside(graph, leaf, cuts)
-    divides = [d for d in range(loops, len(leaf.shape)) if leaf.shape[d] and leaf.shape[d] % rows == 0]
+    taken, cut = _seen_inside(graph, leaf, cuts)
+    divides = [d for d, size in enumerate(leaf.shape) if d not in taken and size and size % rows == 0]
     safe = [d for d in divides if leaf.shape[d] % (rows * parts) == 0]
     free = [d for d in divides if d not in cut]
     return next(iter(safe + free), None)
 
 
-def _seen_inside(graph: Any, leaf: PTensor, cuts: Factors) -> tuple[int, set[int]]:
-    """How many loops take ``leaf`` apart, dim by dim from the first; and the dims that ``cuts`` cut where it is read."""
-    depth, found = 0, set[int]()
-    todo, seen = [(leaf, 0)], {leaf}
+def _seen_inside(graph: Any, leaf: PTensor, cuts: Factors) -> tuple[set[int | None], set[int | None]]:
+    """The dims of ``leaf`` that loops take apart, and those that ``cuts`` cut, through what is made of it alone (casts)."""
+    taken, cut = set[int | None](), set[int | None]()
+    places: dict[PTensor, tuple[int | None, ...]] = {leaf: tuple(range(len(leaf.shape)))}  # by dim of a tensor, the leaf's
+    todo = [leaf]
     while todo:
-        tensor, before = todo.pop()
-        depth = max(depth, before)
+        tensor = todo.pop()
+        dims = places[tensor]
+        found: list[tuple[PTensor, tuple[int | None, ...]]] = []
         for op in graph.consumers.get(tensor, ()):
-            if op in cuts:
-                dims = graph.rule(op).operands[op.inputs.index(tensor)]
-                found |= {d + before for d, names in enumerate(dims) if cuts[op] in names}
-        slices = [(t, before - shift) for t, shift in graph.linked.get(tensor, ()) if shift < 0 and t not in seen]
-        todo += slices
-        seen.update(t for t, _ in slices)
-    return depth, found
+            rule = graph.rule(op)
+            names = rule.operands[op.inputs.index(tensor)]
+            cut |= {place for place, own in zip(dims, names, strict=True) if cuts.get(op) in own}
+            if op.kind != "backward" and all(t in places for t in op.inputs if t.shape):
+                place_of = {own[0]: place for place, own in zip(dims, names, strict=True) if own}
+                results = zip(op.outputs, rule.results, strict=True)
+                found += [(t, tuple(place_of.get(own[0]) if own else None for own in out)) for t, out in results]
+        for other, shift in graph.linked.get(tensor, ()):
+            if shift < 0:
+                taken.update(dims[:-shift])
+                found.append((other, dims[-shift:]))
+        todo += [t for t, _ in found if t not in places]
+        places = {**dict(found), **places}
+    return taken, cut
 
 
 def without_updates(graph: Any, table: Factors) -> Factors:
