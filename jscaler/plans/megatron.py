@@ -27,7 +27,7 @@ from jscaler.plans.factors import Dims, Factors, by_dim, device_grid, reached, r
 from jscaler.plans.sequence_parallel import SEQUENCE
 from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
-from jscaler.plans.zero import shard_parameters, without_updates
+from jscaler.plans.zero import shard_parameters, without_followers
 
 
 def megatron(
@@ -69,7 +69,7 @@ def megatron(
         table = _tensor_factors(graph, parts)
         if zero:
             shard_parameters(graph, grid, stored=zero == 3, cuts=table)
-            table = without_updates(graph, table)
+            table = without_followers(graph, table, stored=zero == 3)
         split(graph, grid, batch_factors(graph, batch, rows), table)
 
     def _tensor_factors(graph: Any, parts: int) -> Factors:

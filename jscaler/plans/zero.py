@@ -18,7 +18,7 @@ A parameter is cut along its first dim that divides. Those with none stay whole 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -136,14 +136,27 @@ def _seen_inside(graph: Any, leaf: PTensor, cuts: Factors) -> tuple[set[int | No
     return taken, cut
 
 
-def without_updates(graph: Any, table: Factors) -> Factors:
-    """``table`` without the optimizer's ops, which follow the gradients and the state that they read."""
+def without_followers(graph: Any, table: Factors, stored: bool) -> Factors:
+    """``table`` without ops that follow what is sharded: the optimizer's, which read gradients and state, and if parameters
+    are ``stored`` in parts, those that make something of them alone (casts)."""
     kinds = tensor_kinds(graph.graph)
     own = {t for t, kind in kinds.items() if kind in ("parameter", "optimizer", "gradient")}
+    made = _with_slices(graph, [t for t, kind in kinds.items() if kind == "parameter"] if stored else [])
     found = set()
-    for op in graph.update():
+    for op in graph.ops:
+        known = {"update": own, "forward": made}.get(op.kind, set())
         large = [t for t in op.inputs if t.shape]
-        if large and all(t in own for t in large):
-            own.update(op.outputs)
+        if large and all(t in known for t in large):
+            known.update(op.outputs if known is own else _with_slices(graph, op.outputs))
             found.add(op)
     return {op: factor for op, factor in table.items() if op not in found}
+
+
+def _with_slices(graph: Any, tensors: Iterable[PTensor]) -> set[PTensor]:
+    """``tensors``, and what loops take of them, layer by layer."""
+    found, todo = set[PTensor](), list(tensors)
+    while todo:
+        tensor = todo.pop()
+        found.add(tensor)
+        todo += [other for other, shift in graph.linked.get(tensor, ()) if shift < 0 and other not in found]
+    return found

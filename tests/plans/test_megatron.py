@@ -1,8 +1,13 @@
 """Data × tensor parallelism: activations are reduced within rows of the grid, gradients within columns."""
 
-import pytest
-from plan_steps import COLUMNS, activations, assert_same_numbers, collectives, gpt, mlp, planned
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import pytest
+from plan_steps import COLUMNS, activations, assert_same_numbers, collectives, gpt, made_once, mlp, planned
+
+import jscaler
 from jscaler.errors import PlanError, SplitError
 from jscaler.plans import megatron
 
@@ -25,6 +30,27 @@ def test_with_the_sequence() -> None:
 
 def test_the_numbers_are_those_of_one_device() -> None:
     assert_same_numbers(megatron(dp=2, tp=4, vocab=False), gpt, 8)  # with sequence and vocabulary: test_vocab_parallel
+
+
+def frozen_step(state: Any, batch: Any) -> Any:
+    """Only the second layer is trained; the first comes back as it was."""
+
+    def loss_fn(head: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(batch["x"] @ state["up"]) @ head) ** 2)
+
+    loss, gradient = jscaler.value_and_grad(loss_fn)(state["down"])
+    return {**state, "down": state["down"] - 0.1 * gradient}, loss
+
+
+@made_once
+def frozen() -> Any:
+    return frozen_step, ({"up": jnp.ones((8, 16)) / 8, "down": jnp.ones((16, 8))}, {"x": jnp.ones((4, 8))})
+
+
+def test_parameters_that_are_not_trained_are_split_like_others() -> None:
+    plan = planned(megatron(dp=2, tp=2, columns={"*/up": 1}, vocab=False), frozen(), 4)
+    layouts = {t.name: layout.cuts for t, layout in plan.completed.inputs.items()}
+    assert layouts["state/up"][1] == layouts["state/down"][0] != ()
 
 
 def test_what_is_not_given_is_what_is_left() -> None:

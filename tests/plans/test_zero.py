@@ -98,6 +98,40 @@ def test_of_a_stack_of_layers_one_is_whole_at_a_time() -> None:
         assert layout.cuts[0] == () if "blocks" in stack.name else True
 
 
+def cast_stack_step(state: Any, batch: Any) -> Any:
+    """Its layers are a stack that is made of the parameters before the loop."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        kernels = 2 * params["kernel"].swapaxes(1, 2)
+        return jnp.mean(jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), batch["x"], kernels)[0] ** 2)
+
+    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
+    updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+@made_once
+def cast_stack() -> Any:
+    draws = np.random.default_rng(0)
+    params = {"kernel": jnp.asarray(draws.normal(size=(4, 8, 8)))}
+    arguments = {"params": params, "opt": CLIPPED.init(params)}, {"x": jnp.asarray(draws.normal(size=(16, 8)))}
+    return cast_stack_step, arguments
+
+
+@pytest.mark.parametrize("plan", [zero3(), megatron(dp=2, tp=2, columns={"*/kernel": 1}, vocab=False, zero=3)])
+def test_a_stack_that_is_cast_before_its_loop_is_whole_one_layer_at_a_time(plan: Any) -> None:
+    found = planned(plan, cast_stack(), 4)
+    (kernel,) = (layout for t, layout in found.completed.inputs.items() if t.name == "state/params/kernel")
+    assert not kernel.cuts[0], "layers are taken apart by the loop"
+    outside = [task.tensor for task in found.program.tasks if isinstance(task, Adapt)]
+    assert not [t for t in outside if len(t.shape) > 2]
+    loops = [task for task in found.program.tasks if isinstance(task, Repeat)]
+    made = [[t for t in loop.tasks if isinstance(t, Adapt) and t.tensor.shape == (8, 8)] for loop in loops]
+    kinds = [[step.kind for t in adapts for step in t.adapter.steps] for adapts in made]
+    assert kinds == [["all_gather"], ["all_gather", "reduce_scatter"]]
+    assert_same_numbers(plan, cast_stack, 4)
+
+
 def test_the_first_stage_scatters_the_gradients_of_a_stack_after_its_loop() -> None:
     plan = planned(zero1(), stacked(), 8)
     loops = [step for step in plan.flat.steps if isinstance(step, FlatLoop)]
