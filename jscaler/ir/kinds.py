@@ -34,7 +34,13 @@ def _frozen(graph: Graph) -> list[PTensor]:
     """State that is read by a loss and never changed."""
     kept = [graph.inputs[i] for o, i in graph.next_version.items() if graph.outputs[o] is graph.inputs[i]]
     floating = [t for t in kept if t.shape and jnp.issubdtype(t.dtype, jnp.inexact)]
-    return [t for t in floating if any(op.kind == "forward" for op in graph.consumers.get(t, ()))] if graph.calls else []
+    return [t for t in floating if read_by_a_loss(graph, t)] if graph.calls else []
+
+
+def read_by_a_loss(graph: Graph, tensor: PTensor) -> bool:
+    """Whether a forward op reads ``tensor``, or what a loop takes of it."""
+    read = (tensor, *(other for other, _ in graph.linked.get(tensor, ())))
+    return any(op.kind == "forward" for t in read for op in graph.consumers.get(t, ()))
 
 
 def origins(graph: Graph, tensor: PTensor) -> frozenset[PTensor]:

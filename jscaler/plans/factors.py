@@ -14,7 +14,7 @@ import numpy as np
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.ir import Factor, Op, PTensor
-from jscaler.ir.kinds import tensor_kinds
+from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.primitives import Algorithm, Replicate, Split
 
 Factors = dict[Op, str]
@@ -30,13 +30,13 @@ def select(graph: Any, patterns: Dims) -> list[tuple[PTensor, int]]:
     """The input leaves that match, each once, with the dim to follow; the first pattern that matches a leaf counts.
 
     An optimizer's state follows its parameter, and may have other dims (the sums of a factored moment): only its full
-    name matches it. Frozen parameters, which the loss reads and no update, are matched like others.
+    name matches it. State that a loss reads (a frozen stack of layers, a target network) is matched like parameters.
     """
     kinds = tensor_kinds(graph) if graph.calls else {}
     found: list[tuple[PTensor, int]] = []
     for tensor in graph.inputs:
         for pattern, dim in patterns.items():
-            if tensor.name != pattern and kinds.get(tensor) == "optimizer" and not _in_a_loss(graph, tensor):
+            if tensor.name != pattern and kinds.get(tensor) == "optimizer" and not read_by_a_loss(graph, tensor):
                 continue
             if tensor.shape and _matches(tensor.name, pattern):
                 place = column(graph, tensor) if dim is None else _dim(tensor, dim)
@@ -44,12 +44,6 @@ def select(graph: Any, patterns: Dims) -> list[tuple[PTensor, int]]:
                     found.append((tensor, place))
                 break
     return found
-
-
-def _in_a_loss(graph: Any, tensor: PTensor) -> bool:
-    """Whether a loss reads ``tensor``, or its slices in a loop."""
-    read = (tensor, *(other for other, _ in graph.linked.get(tensor, ())))
-    return any(op.kind == "forward" for t in read for op in graph.consumers.get(t, ()))
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -54,3 +54,15 @@ def test_a_frozen_layer_of_a_state_is_a_parameter_and_its_settings_are_not():
     kinds = {t.name: kind for t, kind in tensor_kinds(graph).items()}
     assert kinds["state/base"] == kinds["state/head"] == "parameter"
     assert {kinds[f"state/{n}"] for n in ("rates", "sums", "scale")} == {"optimizer"}
+
+
+def test_a_frozen_stack_of_layers_is_a_parameter():
+    def step(state, x):
+        def loss(head):
+            return jnp.sum(jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, state["layers"])[0] @ head)
+
+        return state | {"head": state["head"] - jscaler.grad(loss)(state["head"])}
+
+    state = {"layers": jnp.ones((2, 4, 4)), "head": jnp.ones((4, 2))}
+    graph = jscaler.parallelize("single", devices=1)(step).graph(state, jnp.ones((5, 4)))
+    assert {tensor_kinds(graph)[graph.input(f"state/{name}")] for name in state} == {"parameter"}
