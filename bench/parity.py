@@ -110,10 +110,27 @@ def measures(
         yield {"measure": "step-1 gradient norm", "value": abs(_norm(gradients) / norm - 1), "bound": 1e-6}
 
 
-def rows(quick: bool) -> Iterator[Row]:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "default": "",
+        "metavar": "TEXT",
+        "help": "only models whose name holds this; 'updates': optimizers and masters",
+    },
+    "plan": {"default": "", "metavar": "TEXT", "help": "only plans whose name holds this"},
+}
+
+
+def rows(quick: bool, model: str, plan: str) -> Iterator[Row]:
     jax.config.update("jax_enable_x64", True)  # so that every dtype draws the same dropout masks
+    yield from model_rows(quick, model, plan)
+    if model in parity_updates.NAME and not plan:
+        yield from parity_updates.rows(quick)
+
+
+def model_rows(quick: bool, holds: str, plan_holds: str) -> Iterator[Row]:
+    """Every model under every plan, with both optimizers, in every type."""
     for model, (make, runs) in CASES.items():
-        chosen = [one for one in runs if one.quick or not quick]
+        chosen = [one for one in runs if (one.quick or not quick) and holds in model and plan_holds in one.name]
         for optimizer, chain in OPTIMIZERS.items():
             if not chosen or (quick and optimizer == "clip+adamw"):
                 continue
@@ -135,8 +152,7 @@ def rows(quick: bool) -> Iterator[Row]:
                     where = {"model": model, "plan": one.name, "dtype": dtype, "devices": one.devices}
                     for row in measures(dtype, ours, jit, exact, others):
                         yield {**where, **row, "measure": f"{optimizer}: {row['measure']}"}
-    yield from parity_updates.rows(quick)
 
 
 if __name__ == "__main__":
-    main("parity", __doc__ or "", COLUMNS, rows)
+    main("parity", __doc__ or "", COLUMNS, rows, options=OPTIONS)

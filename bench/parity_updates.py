@@ -20,6 +20,7 @@ from jscaler.stages import StepPlan
 from models.master import make_master_state, master_step
 from models.mlp import MLP
 
+NAME = "mlp, updates"
 STEPS, BAD = 5, 2
 RATE = 1e-2
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, RATE, 2, 8)
@@ -206,7 +207,7 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
             decorated = jscaler.parallelize(plan, devices=devices)
             lowered = decorated(made.step).lower(made.state, made.batches[0])
             state = run(made, lambda _, lowered=lowered: lowered.compile())
-            where = {"model": "mlp, updates", "plan": plan, "dtype": "float64", "devices": devices}
+            where = {"model": NAME, "plan": plan, "dtype": "float64", "devices": devices}
             far_off = max(distances(state, want).values())
             yield {**where, "measure": f"{name}: state, per leaf", "value": far_off, "bound": 1e-10}
             moved, stored_whole = strays(lowered.plan), plan in ZERO and plan != "zero3"
@@ -229,7 +230,7 @@ def master_rows() -> Iterator[dict[str, Any]]:
             ours = run(master_made(of, dtype), jscaler.parallelize(plan, devices=devices))
             value = (_away(ours, exact) + FLOOR) / (_away(jit, exact) + FLOOR)
             measure = f"gradients of the {of}, f32 master: state, L2 to float64 / jit's"
-            where = {"model": "mlp, updates", "plan": plan, "dtype": kind, "devices": devices}
+            where = {"model": NAME, "plan": plan, "dtype": kind, "devices": devices}
             yield {**where, "measure": measure, "value": value, "bound": BOUND}
 
 
