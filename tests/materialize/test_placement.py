@@ -32,7 +32,7 @@ def places(*devices: int) -> tuple[Place, ...]:
 
 def heads(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """(6, 8) @ (8, 36) with the last dim refined to (3, 6, 2): q, k and v of six heads."""
-    with jax.named_scope("qkv"):
+    with jax.named_scope("net"), jax.named_scope("qkv"):
         return (x @ kernel).reshape(6, 3, 6, 2)
 
 
