@@ -155,7 +155,7 @@ def test_residuals_of_what_has_none() -> None:
         lowered(step, say("*attend", "all"), *args)
     with pytest.raises(PlanError, match="is a update op without a backward"):
         lowered(step, lambda g, d: g.residuals(g.update()[0], "saved"), *args)
-    with pytest.raises(PlanFitError, match="op 'other' is not in the graph; .*'residuals other saved' names it"):
+    with pytest.raises(PlanFitError, match=r"op 'other' is not in the graph; .*'residuals other saved' names it"):
         lowered(step, Plan("of another step", 2, (SaveResiduals("other", "saved"),)), *args)
 
 
