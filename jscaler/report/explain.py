@@ -130,8 +130,10 @@ def _runners_up(found: Sequence[RunnerUp], report: StepReport) -> str:
     named = len(found) > 1 and len(report.mesh) > 1
 
     def one(runner_up: RunnerUp) -> str:
-        more = f"{runner_up.more * 1e6:+.1f} µs" if report.unit == "seconds" else f"{runner_up.more:+.0f}"
-        cost = more if report.unit == "seconds" else f"{more[0]}cost {more[1:]}"
+        seconds = report.unit == "seconds"
+        exact = round(runner_up.more * 1e6, 1) if seconds else round(runner_up.more)
+        more = f"{exact + 0.0:+.1f} µs" if seconds else f"{exact:+d}"  # + 0.0: no minus before a rounded zero
+        cost = more if seconds else f"{more[0]}cost {more[1:]}"
         return f"{runner_up.axis + ': ' if named and runner_up.axis else ''}{runner_up.what} ({cost})"
 
     return ", ".join(map(one, found))
