@@ -1,10 +1,11 @@
 """jscaler: expert-written parallel plans for Flax train steps, on JAX and XLA."""
 
 from jscaler import nnx, plans
-from jscaler.api import Compiled, Lowered, Parallelized, parallelize
+from jscaler.api import Parallelized, parallelize
 from jscaler.capture.gradient import grad, value_and_grad
 from jscaler.capture.op_rule import OpRule
 from jscaler.capture.user_op import op
+from jscaler.compiled import Compiled, Lowered
 from jscaler.errors import (
     CaptureError,
     DataError,

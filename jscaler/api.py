@@ -3,25 +3,20 @@
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
-import jax
-
-from jscaler import graph_nodes, plans
-from jscaler.arguments import Arguments, Call, difference
+from jscaler import plans
+from jscaler.arguments import Arguments, Call
+from jscaler.compiled import Compiled, Lowered
 from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
-from jscaler.devices import Device, Devices, devices_at_hand, resolve_devices
-from jscaler.dispatch import KnownArguments
+from jscaler.devices import Devices, devices_at_hand, resolve_devices
 from jscaler.errors import CaptureError, PlanError
 from jscaler.follow import Followed, Following
 from jscaler.ir import Graph
 from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
-from jscaler.report.target_report import TargetReport
-from jscaler.stages import Captured, Executable, StepPlan, executable, lower, lowered, transform
-from jscaler.step_capture import NodeChanges, capture_call
-from jscaler.target import Target, compile_for, find_target
+from jscaler.stages import Captured, StepPlan, executable, lower, lowered, transform
+from jscaler.step_capture import capture_call
 from jscaler.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 
 PlanLike = str | os.PathLike[str] | Plan | Callable[..., Any]
@@ -141,7 +136,7 @@ class Parallelized:
         """These arguments as flat leaves."""
         return self._arguments.bind(args, kwargs)
 
-    def compiled(self, call: Call) -> "Compiled":
+    def compiled(self, call: Call) -> Compiled:
         """The executable for calls like this one, compiled where it has not been."""
         if call.key not in self._compiled:
             resolve_devices(self._devices)
@@ -186,19 +181,19 @@ class Parallelized:
 
     def _plan_state(
         self, make_state: Callable[..., Any], args: Any, given: dict[str, Any], weak: bool = True
-    ) -> tuple[TracedState, "Lowered"]:
+    ) -> tuple[TracedState, Lowered]:
         traced = trace_state(missing_arguments(self._arguments, given), make_state, args)
         values = traced.assemble(traced.structs(weak)) | given
         positional, named = by_position_and_name(self._arguments, values)
         return traced, self._planned(self._arguments.bind(positional, named))
 
-    def _planned(self, call: Call) -> "Lowered":
+    def _planned(self, call: Call) -> Lowered:
         """The step lowered for calls like this one; kept, so that a state is laid out as the step will want it."""
         if call.key not in self._lowered:
             self._lowered[call.key] = self._lower(call)
         return self._lowered[call.key]
 
-    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct``s), without compiling.
 
         The number of devices that was asked for need not be at hand before ``compile()``.
@@ -264,7 +259,7 @@ class Parallelized:
             return transform(captured, self._policy, num_devices)
         return self._following.plan(captured, self._policy, call, num_devices, self._name)
 
-    def _lower(self, call: "Call") -> "Lowered":
+    def _lower(self, call: "Call") -> Lowered:
         count, devices = devices_at_hand(self._devices)
         captured, result = capture_call(self.fun, self._arguments, call, self._updates)
 
@@ -278,136 +273,6 @@ class Parallelized:
             step, captured, made, call.without_arrays(), result.tree, lowered(step, made), devices, self._cost,
             result.changes, planned if self._devices is None else None,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``.
-
-    Attributes:
-        devices: those it was lowered for; none where as many as the plan has are not at hand.
-        planned: the plan for another number of devices; None where ``parallelize`` was told which to use.
-    """
-
-    plan: StepPlan
-    captured: Captured
-    executable: Executable
-    call: Call
-    out_tree: Any
-    lowered: Any
-    devices: tuple[Device, ...]
-    cost: CostModel = FEW_STEPS
-    changes: NodeChanges | None = None
-    planned: Callable[[int], StepPlan] | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def graph(self) -> Graph:
-        return self.plan.graph
-
-    @overload
-    def compile(self, target: None = None) -> "Compiled": ...
-    @overload
-    def compile(self, target: Target) -> TargetReport: ...
-    def compile(self, target: Target | None = None) -> "Compiled | TargetReport":
-        """Compile for the devices it was lowered for, or for a cluster that need not be there.
-
-        Args:
-            target: a CUDA cluster, ``"8xH100-80GB"`` or ``"4x8xV100-32GB"`` (hosts × devices × kind), a built-in cluster's
-                name, a TOML file or a `Cluster`. Needs ``pip install "jscaler[aot]"`` and no GPU.
-
-        Returns:
-            What runs; of a target a report: memory of a device by kind, whether it fits, collectives, XLA's text.
-
-        Raises:
-            DeviceError: the devices are not at hand; the target has another number of devices than ``parallelize`` was
-                given (given none, the step is planned for the target's); the plugin is missing.
-
-        Example:
-            >>> print(step.lower(state, batch).compile(target="8xH100-80GB"))
-        """
-        if target is not None:
-            cluster = find_target(target)
-            step = self.planned(cluster.num_devices) if self.planned is not None else self.plan
-            return compile_for(step, cluster, self.executable.donated)
-        if not self.devices:
-            resolve_devices(self.plan.plan.num_devices)
-        return Compiled(self, self.lowered.compile())
-
-    def as_text(self) -> str:
-        return self.lowered.as_text()
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled step: call it with arguments of the shapes and tree it was lowered for."""
-
-    lowered: Lowered
-    compiled: Any
-    known: KnownArguments = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        made = self.lowered.executable
-        object.__setattr__(
-            self, "known", KnownArguments(made.in_shardings, frozenset(made.returned.values()), made.donated)
-        )
-
-    @property
-    def plan(self) -> StepPlan:
-        return self.lowered.plan
-
-    @property
-    def graph(self) -> Graph:
-        return self.lowered.graph
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        placed = self.known.placed(args, kwargs)
-        if placed is not None:
-            return self.result(placed)
-        call = self.lowered.call.arguments.bind(args, kwargs)
-        if call.key != self.lowered.call.key:
-            raise CaptureError(
-                "this compiled step was lowered for arguments of another tree, shape, dtype or static value: "
-                f"{difference(self.lowered.call, call)}; call the decorated function, which compiles for each"
-            )
-        return self.run_call(call, args, kwargs)
-
-    def run(self, leaves: Sequence[Any], nodes: Mapping[str, Any] | None = None) -> Any:
-        """Run on flat leaves, which are moved to the plan's layout where they do not have it.
-
-        ``nodes`` are the nnx objects to which leaves belong: what changed is set in them, in the plan's layout.
-        """
-        return self.result(self.place(leaves), leaves, nodes)
-
-    def run_call(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run on the arguments that were bound as ``call``; a next call of the same form is bound faster."""
-        placed = self.place(call.leaves)
-        self.known.learn(args, kwargs, call, placed)
-        return self.result(placed, call.leaves, call.nodes)
-
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """``leaves`` in the plan's layout."""
-        return self.known.place(leaves)
-
-    def flat(self, *placed: Any) -> Sequence[Any]:
-        """The step's flat results, of leaves that lie as the plan wants them."""
-        return self.lowered.executable.results(self.compiled(*placed), placed)
-
-    def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
-        """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""
-        outputs = self.flat(*placed)
-        tree = self.lowered.out_tree
-        if nodes and self.lowered.changes is not None:
-            graph_nodes.update(nodes, self.lowered.changes.arrays(given, placed, outputs[tree.num_leaves :]))
-        return jax.tree.unflatten(tree, outputs[: tree.num_leaves])
-
-    def as_text(self) -> str:
-        return self.compiled.as_text()
-
-    def memory_analysis(self) -> Any:
-        return self.compiled.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        return self.compiled.cost_analysis()
 
 
 def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:

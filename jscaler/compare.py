@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from jscaler.api import Lowered, Parallelized
+from jscaler.api import Parallelized
+from jscaler.compiled import Lowered
 from jscaler.lower.emit import physical_mesh
 from jscaler.lower.gspmd import constrained_step
 from jscaler.report.hlo import Totals, totals

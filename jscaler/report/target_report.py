@@ -36,8 +36,24 @@ class CollectiveRow:
     crosses: bool
 
 
+class Inspectable:
+    """What an executable says of itself; it stands in ``compiled``."""
+
+    compiled: Any
+
+    def as_text(self) -> str:
+        """The optimized HLO."""
+        return self.compiled.as_text()
+
+    def memory_analysis(self) -> Any:
+        return self.compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        return self.compiled.cost_analysis()
+
+
 @dataclass(frozen=True)
-class TargetReport:
+class TargetReport(Inspectable):
     """A step compiled for a described cluster: does it fit, what takes the memory, and what travels.
 
     Attributes:
@@ -64,16 +80,6 @@ class TargetReport:
     @property
     def fits(self) -> bool:
         return self.memory.fits
-
-    def as_text(self) -> str:
-        """The optimized HLO."""
-        return self.compiled.as_text()
-
-    def memory_analysis(self) -> Any:
-        return self.compiled.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        return self.compiled.cost_analysis()
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for ``--json``."""

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jscaler.api import Compiled, Lowered
 from jscaler.capture.jaxprs import dtype as dtype_of
 from jscaler.capture.jaxprs import fingerprint, shape_struct
 from jscaler.capture.jaxprs import shape as shape_of
+from jscaler.compiled import Compiled, Lowered
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask
 from jscaler.lower.emit import emit
