@@ -31,8 +31,10 @@ def test_without_a_number_it_is_planned_for_the_target_s(monkeypatch: pytest.Mon
 
 def test_a_finished_plan_is_for_its_own_number() -> None:
     plan = jscaler.parallelize("data_parallel", devices=2)(step).lower(*arguments()).plan.plan
-    with pytest.raises(DeviceError, match=r"plan 'data_parallel' is for 2 devices, and 8 are given"):
-        jscaler.parallelize(plan)(step).lower(*arguments())
+    again = jscaler.parallelize(plan)(step).lower(*arguments())
+    assert again.plan.plan.num_devices == 2
+    with pytest.raises(DeviceError, match=r"plan 'data_parallel' is for 2 devices and the target '8xH100-80GB' has 8"):
+        again.compile(target="8xH100-80GB")
 
 
 @pytest.mark.parametrize(
