@@ -5,8 +5,8 @@ Everything is given by shape: no array is allocated, and no device need be at ha
 (``nn.scan``) or a Python loop. ``seconds`` and ``jit_seconds`` are CPU seconds of this process, which other programs
 move less than they move a clock: medians of interleaved rounds, after a small model has warmed both up. ``ratio``
 (ours / jit's) is held to 3 for the stack and to 4 for the loop. ``growth`` is 1,024 devices against 32 in the same
-rounds, held to 1.3: planning works on axes and device arrays, not on devices. ``explain_seconds`` is the plan's table,
-held to 2.
+rounds, held to 1.3: planning works on axes and device arrays, not on devices. ``explain_seconds`` is the plan's table with its estimate of the peak,
+held to 5.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def measure(case: str, layers: int, rounds: int) -> Iterator[Row]:
             "jit_seconds": round(statistics.median(jit), 3),
             "ratio": round(statistics.median(planned[devices]) / statistics.median(jit), 2),
             "explain_seconds": round(statistics.median(explained[devices]), 3),
-            "bounds": {"explain_seconds": 2.0},
+            "bounds": {"explain_seconds": 5.0},
         }
         if devices == DEVICES[0]:
             row["bounds"]["ratio"] = BOUNDS[case]

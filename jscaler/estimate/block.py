@@ -10,7 +10,7 @@ loop     a call whose own block runs many times
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jscaler.estimate.flops import NONE, Flops
 
@@ -24,16 +24,17 @@ class Value:
 
     Attributes:
         nbytes: of the array.
-        text: type and shape, for people.
+        about: a name for people, or the abstract value, whose type and shape are written out when somebody asks.
         is_flag: whether it holds booleans.
     """
 
     nbytes: int
-    text: str = ""
+    about: Any = ""
     is_flag: bool = False
 
     def __repr__(self) -> str:
-        return self.text or f"{self.nbytes} bytes"
+        text = self.about if isinstance(self.about, str) else self.about.str_short(short_dtypes=True)
+        return text or f"{self.nbytes} bytes"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ its carries and the stacks that it writes while it runs, and the most that one i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
 from jscaler.estimate.kernels import kernels_of
@@ -56,35 +56,48 @@ def lifetimes(block: Block, over: Mapping[Value, Value] | None = None) -> Lifeti
     kernels = _slices_late(block, ordered(kernels_of(block), _outputs(block), fenced))
     last = last_reads(block, kernels)
     arguments = dict(over or {})
-    live: dict[Value, int] = {}  # buffer -> bytes
+    live = _Live()
     timeline: list[Moment] = []
     peak, moment, worst = 0, 0, dict[Value, int]()
     for position, kernel in enumerate(kernels):
         dying = {v for v in kernel.reads if last[v] == position}
         for value in kernel.writes:
-            live[value] = value.nbytes
-            if value in arguments and last.get(arguments[value], -1) <= position:
-                live[value] = 0
+            free = value in arguments and last.get(arguments[value], -1) <= position
+            live.hold(value, 0 if free else value.nbytes)
         for value, operand in kernel.over:
-            if operand in dying and live.get(operand) == live[value] == value.nbytes:
-                live[operand] = 0  # its buffer is the result's
-        here = sum(live.values()) + (WORKSPACE if kernel.step.name in PRODUCTS else 0)
+            if operand in dying and live.bytes.get(operand) == live.bytes[value] == value.nbytes:
+                live.hold(operand, 0)  # its buffer is the result's
+        here = live.total + (WORKSPACE if kernel.step.name in PRODUCTS else 0)
         inside = max((_iteration(inner) for inner in kernel.step.inner), key=lambda found: found.peak, default=None)
-        reached, held = here, dict(live)
-        at = len(timeline)
+        reached, at, more = here, len(timeline), {}
         if inside is not None and inside.timeline:
             timeline += [Moment(m.name, m.op, here + m.nbytes) for m in inside.timeline]
             reached, at = here + inside.peak, at + inside.moment
-            held |= {v: v.nbytes for v in inside.live}
+            more = {v: v.nbytes for v in inside.live}
         else:
             timeline.append(Moment(kernel.step.name, kernel.step.op, here))
         if reached > peak:
-            peak, moment, worst = reached, at, held
+            peak, moment, worst = reached, at, live.bytes | more
         for value in (*dying, *kernel.writes):
             if last.get(value, position) <= position:
-                live.pop(value, None)
+                live.drop(value)
     held_longest = sorted((v for v, nbytes in worst.items() if nbytes), key=lambda v: -v.nbytes)
     return Lifetimes(peak, moment, tuple(held_longest), tuple(timeline))
+
+
+@dataclass
+class _Live:
+    """The buffers that are held, and their sum, which is kept up: a step has more buffers than change at a time."""
+
+    bytes: dict[Value, int] = field(default_factory=dict)
+    total: int = 0
+
+    def hold(self, value: Value, nbytes: int) -> None:
+        self.total += nbytes - self.bytes.get(value, 0)
+        self.bytes[value] = nbytes
+
+    def drop(self, value: Value) -> None:
+        self.total -= self.bytes.pop(value, 0)
 
 
 def last_reads(block: Block, kernels: Sequence[Kernel]) -> dict[Value, int]:

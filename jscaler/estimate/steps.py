@@ -74,7 +74,7 @@ class Blocks:
         """The value that ``var`` is."""
         if var not in self.values:
             aval: Any = var.aval
-            self.values[var] = Value(nbytes(var), aval.str_short(short_dtypes=True), aval.dtype == jnp.bool_)
+            self.values[var] = Value(nbytes(var), aval, aval.dtype == jnp.bool_)
         return self.values[var]
 
     def _read(self, atoms: Iterable[Atom]) -> tuple[Value, ...]:
