@@ -24,7 +24,7 @@ class Value:
 
     Attributes:
         nbytes: of the array.
-        about: a name for people, or the abstract value, whose type and shape are written out when somebody asks.
+        about: a name for people, or the abstract value, written out when somebody asks.
         is_flag: whether it holds booleans.
     """
 
