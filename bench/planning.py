@@ -5,8 +5,8 @@ Everything is given by shape: no array is allocated, and no device need be at ha
 (``nn.scan``) or a Python loop. ``seconds`` and ``jit_seconds`` are CPU seconds of this process, which other programs
 move less than they move a clock: medians of interleaved rounds, after a small model has warmed both up. ``ratio``
 (ours / jit's) is held to 3 for the stack and to 4 for the loop. ``growth`` is 1,024 devices against 32 in the same
-rounds, held to 1.3: planning works on axes and device arrays, not on devices. ``explain_seconds`` is the plan's table with its estimate of the peak,
-held to 5.
+rounds, held to 1.3: planning works on axes and device arrays, not on devices. ``explain_seconds`` is the plan's table
+with its estimate of the peak, held to 5.
 """
 
 import dataclasses
