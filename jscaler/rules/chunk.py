@@ -78,13 +78,15 @@ class Chunks:
                 found.append(index[leaf] * jnp.int32(self.count) + i if leaf in index else i)
         return found
 
-    def _place(self, var: core.Var) -> tuple[tuple[int, ...], int, int] | None:
-        """Where ``var`` carries what is walked: its shape with that dim refined, which dim then, and a chunk's rows."""
+    def _place(self, var: core.Var, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
+        """Where ``var`` carries what is walked: its shape with that dim refined, which dim then, and a chunk's rows.
+
+        ``shape`` is that of its part, which may have rows around it along other dims, for windows.
+        """
         for dim, leaves in enumerate(self.analysis.leaves(var)):
             for place, leaf in enumerate(leaves):
                 if leaf in self.walked:
                     sizes = [self.whole.local_size(x) for x in leaves]
-                    shape = self.whole.shape(var)
                     view = (
                         *shape[:dim],
                         math.prod(sizes[:place]),
@@ -96,11 +98,11 @@ class Chunks:
         return None
 
     def _cut(self, var: core.Var, value: Any, i: Any) -> Any:
-        found = self._place(var)
+        found = self._place(var, self.whole.extended(var))
         if found is None:
             return value
         view, dim, rows = found
-        return lax.dynamic_slice_in_dim(value.reshape(view), i * rows, rows, dim).reshape(self.chunk.shape(var))
+        return lax.dynamic_slice_in_dim(value.reshape(view), i * rows, rows, dim).reshape(self.chunk.extended(var))
 
     def _empty(self, atom: core.Var | core.Literal, state: State) -> Any:
         """What a result starts as. Sums of short floats are added up in float32, as one dot would."""
@@ -117,7 +119,7 @@ class Chunks:
             return jnp.asarray(made, before.dtype)
         if state != SPLIT:
             return JOIN[state](before, made.astype(before.dtype))
-        found = self._place(atom)
+        found = self._place(atom, self.whole.shape(atom))
         assert found is not None
         view, dim, rows = found
         piece = made.reshape((*view[:dim], rows, *view[dim + 1 :]))

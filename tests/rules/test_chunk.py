@@ -66,6 +66,17 @@ def test_chunks_of_unequal_parts_of_another_factor() -> None:
     compare_splits(made, (x, w), [{"a": (3, 1), "b": (1, 5)}], part=walked(made, "c", 4))
 
 
+def test_chunks_of_parts_whose_windows_read_the_neighbours_rows() -> None:
+    def smooth(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    args = rng.normal(size=(4, 8, 8, 2)), rng.normal(size=(3, 3, 2, 4))
+    made = fragment(smooth, *args)
+    (batch,) = (name for name, size in made.open.items() if size == 4 and name in made.rule.operands[0][0])
+    (rows,) = made.rule.operands[0][1]
+    compare_splits(made, args, [{}, {rows: 2}, {rows: 4}, {rows: 2, batch: 2}], part=walked(made, batch, 2))
+
+
 def test_chunks_draw_the_bits_of_the_whole() -> None:
     key = jax.random.key(5)
     made = fragment(lambda k: jax.random.bits(k, (4, 6), "uint32"), key)
