@@ -341,12 +341,8 @@ def _split_at_random(graph: Any, op: Any, base: np.ndarray, rng: np.random.Gener
 
 
 def _primes(number: int) -> list[int]:
-    found, rest = [], number
-    for p in range(2, number + 1):
-        while rest % p == 0:
-            found.append(p)
-            rest //= p
-    return found or [1]
+    smallest = next((p for p in range(2, number + 1) if number % p == 0), None)
+    return [1] if smallest is None else [smallest, *(p for p in _primes(number // smallest) if p > 1)]
 
 
 @dataclass(frozen=True)

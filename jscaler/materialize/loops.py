@@ -117,7 +117,8 @@ class LoopMixin:
                 layout = joined[0].stacked(loop.length)
                 scattered = self.shards.gradient(y.stack, layout)
                 self.at_hand[y.stack] = [scattered]
-                self.left[y.stack] = scattered if y.stack in self.shards.scattered else layout
+                layers_cut = any(scattered.by_dim[0])  # whole layers lie apart: no iteration can scatter its own
+                self.left[y.stack] = layout if layers_cut else scattered
 
     def loop_layouts(self: Any) -> dict[str, LoopLayouts]:
         """The layouts of all loops, once everything is placed."""

@@ -52,15 +52,14 @@ class Shards:
     Attributes:
         stored: parameters that lie in parts, and what is made of them alone, also in loops.
         whole: parameters that lie whole while their updates are split.
-        gradients: final gradients of sharded parameters, and of stacks that are made of stored ones.
-        scattered: those that a loop makes, of parameters that lie in parts: scattered slice by slice, inside the loop.
+        gradients: final gradients of sharded parameters, and of stacks that are made of stored ones. Those that a loop
+            makes are scattered slice by slice, inside the loop, so that no device holds a whole stack of them.
         made: what is made of stored parameters alone.
     """
 
     stored: Mapping[PTensor, Cut] = field(default_factory=dict)
     whole: frozenset[PTensor] = frozenset()
     gradients: Mapping[PTensor, Cut] = field(default_factory=dict)
-    scattered: frozenset[PTensor] = frozenset()
     made: MadeOf = field(default_factory=MadeOf)
     axes: Mapping[PTensor, Axes] = field(default_factory=dict)
 
@@ -99,18 +98,13 @@ def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axe
     made = made_of(graph, stored_leaves(graph, plan))
     stored = {t: Cut(dim, axes[leaf]) for t, (leaf, dim) in made.dims.items()}
     gradients: dict[PTensor, Cut] = {}
-    scattered: set[PTensor] = set()
     for call in graph.calls:
         for wrt, gradient in zip(call.wrt, call.gradients, strict=True):
             for leaf in cuts.keys() & origins(graph, wrt):
                 gradients[gradient] = cuts[leaf]
-                if leaf in stored:
-                    scattered.add(gradient)
-    casts = _cast_stacks(graph, stored)
-    gradients |= casts
-    scattered |= casts.keys()
+    gradients |= _cast_stacks(graph, stored)
     whole = frozenset(cuts.keys() - stored.keys())
-    return Shards(stored, whole, gradients, frozenset(scattered), made, axes)
+    return Shards(stored, whole, gradients, made, axes)
 
 
 def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,13 +15,20 @@ from plan_steps import COLUMNS, assert_same_numbers, collectives, gpt, made_once
 
 import jscaler
 from jscaler.errors import PlanError, PlanWarning, SplitError
-from jscaler.lower.numbering import FlatLoop
 from jscaler.lower.program import Adapt, Repeat
 from jscaler.plans import by_name, megatron, zero1, zero3
+from jscaler.plans.data_parallel import batch_factors
+from jscaler.plans.factors import split
 from jscaler.report.targets import described_devices
 from jscaler.stages import StepPlan
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+def clipped_update(loss_fn: Callable[[Any], jax.Array], state: Any) -> Any:
+    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
+    updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
 
 @made_once
@@ -105,9 +113,7 @@ def cast_stack_step(state: Any, batch: Any) -> Any:
         kernels = 2 * params["kernel"].swapaxes(1, 2)
         return jnp.mean(jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), batch["x"], kernels)[0] ** 2)
 
-    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
-    updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+    return clipped_update(loss_fn, state)
 
 
 @made_once
@@ -116,6 +122,19 @@ def cast_stack() -> Any:
     params = {"kernel": jnp.asarray(draws.normal(size=(4, 8, 8)))}
     arguments = {"params": params, "opt": CLIPPED.init(params)}, {"x": jnp.asarray(draws.normal(size=(16, 8)))}
     return cast_stack_step, arguments
+
+
+def layered_step(state: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean(jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch["x"], params["kernel"])[0] ** 2)
+
+    return clipped_update(loss_fn, state)
+
+
+@made_once
+def layered() -> Any:
+    """Its layers are the stack of parameters itself."""
+    return layered_step, cast_stack()[1]
 
 
 @pytest.mark.parametrize("plan", [zero3(), megatron(dp=2, tp=2, columns={"*/kernel": 1}, vocab=False, zero=3)])
@@ -132,11 +151,31 @@ def test_a_stack_that_is_cast_before_its_loop_is_whole_one_layer_at_a_time(plan:
     assert_same_numbers(plan, cast_stack, 4)
 
 
-def test_the_first_stage_scatters_the_gradients_of_a_stack_after_its_loop() -> None:
+def test_the_first_stage_scatters_the_gradients_of_a_layer_in_its_own_iteration() -> None:
+    """No device holds a whole stack of gradients: of GPT 1.3B that would be a quarter of the peak."""
     plan = planned(zero1(), stacked(), 8)
-    loops = [step for step in plan.flat.steps if isinstance(step, FlatLoop)]
-    assert not [e for loop in loops for e in loop.steps if not isinstance(e, FlatLoop) and hasattr(e, "adapt")]
-    assert moved(plan) == {"reduce_scatter": 20, "all_gather": 20}
+    loops = [task for task in plan.program.tasks if isinstance(task, Repeat)]
+    inside = [[t for t in loop.tasks if isinstance(t, Adapt)] for loop in loops]
+    assert not inside[0]
+    assert len(inside[1]) == 16
+    assert {tuple(step.kind for step in t.adapter.steps) for t in inside[1]} == {("reduce_scatter",)}
+    assert not [t for t in plan.program.tasks if isinstance(t, Adapt) and t.adapter.adds and "blocks" in t.tensor.name]
+    assert_same_numbers(zero1(), stacked, 8)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_stack_may_be_sharded_along_any_dim_also_by_whole_layers(dim: int, stored: bool) -> None:
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        graph.shard(graph.input("state/params/kernel"), dim, devices, stored=stored)
+        split(graph, devices, batch_factors(graph, "batch", devices.size))
+
+    plan = planned(policy, layered(), 4)
+    loops = [task for task in plan.program.tasks if isinstance(task, Repeat)]
+    scattered = [t for t in loops[1].tasks if isinstance(t, Adapt) and t.adapter.adds]
+    assert len(scattered) == (0 if dim == 0 else 1)  # whole layers lie apart: they are dealt out behind the loop
+    assert held(plan, "opt")[0] == held(plan, "opt")[1] // 4
+    assert_same_numbers(policy, layered, 4)
 
 
 def dtype_of(exchange: Any) -> str:
@@ -161,9 +200,7 @@ def uneven_step(state: Any, batch: Any) -> Any:
     def loss_fn(params: Any) -> jax.Array:
         return jnp.mean((batch["x"] @ params["kernel"] + params["bias"]) ** 2) * params["scale"]
 
-    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
-    updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+    return clipped_update(loss_fn, state)
 
 
 @pytest.mark.smoke
@@ -206,9 +243,7 @@ def penalised_step(state: Any, batch: Any) -> Any:
         penalty = PENALTY * sum(jnp.sum(p**2) for p in params.values())
         return jnp.mean((h @ params["down"]) ** 2) + penalty
 
-    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
-    updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+    return clipped_update(loss_fn, state)
 
 
 @made_once
@@ -331,4 +366,4 @@ def test_temporaries_of_a_stack_are_less_than_its_parameters() -> None:
         lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(state, batch)
         memory = lowered.compile().memory_analysis()
         peaks[plan.__name__] = memory.temp_size_in_bytes
-    assert peaks["zero3"] < parameters / 3 < parameters < peaks["zero1"], (peaks, parameters)
+    assert peaks["zero3"] < parameters / 3 < peaks["zero1"] < parameters, (peaks, parameters)
