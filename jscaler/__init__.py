@@ -23,7 +23,7 @@ from jscaler.errors import (
     VerificationError,
 )
 from jscaler.estimate.query import Cost, cost
-from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split
+from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.rules.user_rules import register_rule
 from jscaler.verification import verify, verify_rule
 
@@ -32,6 +32,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule",
     "OrderError", "Parallelized", "Plan", "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix",
-    "Replicate", "RuleError", "Split", "SplitError", "UnknownNameError", "UnknownPrimitiveWarning", "VerificationError",
+    "Replicate", "RuleError", "Split", "SplitError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning", "VerificationError",
     "cost", "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad", "verify", "verify_rule",
 ]  # fmt: skip

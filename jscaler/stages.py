@@ -14,9 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.jaxprs import trace_flat
+from jscaler.capture.recompute import recompute
 from jscaler.capture.refetch import refetched
 from jscaler.capture.residuals import with_backward_bodies
-from jscaler.capture.saved import with_saved_tensors
+from jscaler.capture.saved import thread_saved
 from jscaler.capture.trace import trace_step
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
@@ -33,7 +34,7 @@ from jscaler.report.explain import SECTIONS, Section, explain
 from jscaler.report.step_report import StepReport, step_report
 from jscaler.rules.book import RuleBook
 from jscaler.rules.made_of import made_of
-from jscaler.schedule import ordered_ops
+from jscaler.schedule import ordered_ops, timed
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,9 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPl
     """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
     graph = fused(captured.graph, plan, captured.bodies)
     source = with_backward_bodies(graph, captured.bodies, plan.residuals, plan.split_factors)
-    reopened = reopen(source, plan, captured.rules, captured.bodies)
-    graph = with_saved_tensors(reopened.graph, captured.bodies)
+    graph, in_space = timed(recompute(source, captured.bodies), plan, captured.rules, captured.bodies)
+    reopened = reopen(graph, in_space, captured.rules, captured.bodies)
+    graph = thread_saved(reopened.graph)
     graph = refetched(graph, made_of(graph, stored_leaves(graph, plan)).dims.keys(), captured.bodies)
     orders = [d for d in reopened.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)

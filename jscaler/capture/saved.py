@@ -10,8 +10,6 @@ initial value. Through nested loops a tensor is threaded level by level.
 
 import dataclasses
 
-from jscaler.capture.bodies import BodyTable
-from jscaler.capture.recompute import recompute
 from jscaler.ir import Graph, Loop, Op, PTensor, Stacked
 from jscaler.ir.loop import chain_of
 
@@ -19,11 +17,6 @@ from jscaler.ir.loop import chain_of
 def thread_saved(graph: Graph) -> Graph:
     """``graph``, whose backward ops have bodies, with all that crosses from loop to loop threaded through stacks."""
     return _Threader(graph).run() if graph.loops else graph
-
-
-def with_saved_tensors(graph: Graph, bodies: BodyTable) -> Graph:
-    """``graph``, whose backward ops have bodies, with clones of checkpointed ops, and all that loops save."""
-    return thread_saved(recompute(graph, bodies))
 
 
 class _Threader:

@@ -253,8 +253,9 @@ class _Completer(LoopMixin):
             factors: dict[str, Axes] = {}
             sizes: dict[str, tuple[int, ...]] = {}
             for path in self.pieces.get(op.forward.path, (op.forward.path,)):
-                factors.update(self.ops[path].placement.factors)
-                sizes.update(self.ops[path].placement.sizes)
+                if path in self.ops:  # what reads no activation may run before its forward, which waits in a loop
+                    factors.update(self.ops[path].placement.factors)
+                    sizes.update(self.ops[path].placement.sizes)
             _, shards = self.shards.factor(op.forward) or ("", ())  # a gradient is scattered when it is done
             factors = {f: tuple(a for a in axes if a not in shards) for f, axes in factors.items()}
             return self._fill(op, self._possible(op, Placement(factors, sizes=sizes, origin="mirrored")))

@@ -1,6 +1,6 @@
 """The three primitives that a policy calls, and the plan they write."""
 
-from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, Split
+from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, Split, TimeSplit
 from jscaler.primitives.grid import Grid
 from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, Shard, Store, Trans
 from jscaler.primitives.planner import Planner, Policy, fused, make_plan
@@ -8,5 +8,5 @@ from jscaler.primitives.prefix import Prefix
 
 __all__ = [
     "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "Order", "Plan", "Planner", "Policy", "Prefix",
-    "Replicate", "Shard", "Split", "Store", "Trans", "fused", "make_plan",
+    "Replicate", "Shard", "Split", "Store", "TimeSplit", "Trans", "fused", "make_plan",
 ]  # fmt: skip

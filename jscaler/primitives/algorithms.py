@@ -1,5 +1,6 @@
-"""What ``op_trans`` takes: ``Split`` and ``Replicate``; each gives the grid one axis."""
+"""What ``op_trans`` takes: ``Split``, ``TimeSplit`` and ``Replicate``; each gives the grid one axis."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,27 @@ class Split:
 
 
 @dataclass(frozen=True)
+class TimeSplit:
+    """Split a factor into equal parts that run one after another on the devices of the cell: an axis in time.
+
+    Where devices split the factor too, each walks through its own block of it. Ops whose time axes have one name share
+    loops, as far as their dataflow allows; names nest in the order in which a plan first uses them, the first outermost.
+
+    Attributes:
+        factor: as in `Split`.
+        parts: how many; must divide what splits of the factor between devices leave.
+        axis: the name of the time axis, e.g. ``"microbatch"``.
+
+    Example:
+        >>> graph.op_assign(graph.op_trans(op, Split("b", 4), TimeSplit("b", 8, "microbatch")), devices)  # doctest: +SKIP
+    """
+
+    factor: str | tuple[str, int]
+    parts: int
+    axis: str = "time"
+
+
+@dataclass(frozen=True)
 class Replicate:
     """Run ``copies`` equal copies of the op."""
 
@@ -57,7 +79,7 @@ class Chunk:
     parts: int
 
 
-Algorithm = Split | Replicate | Chunk | Expanding
+Algorithm = Split | TimeSplit | Replicate | Chunk | Expanding
 
 
 @dataclass(frozen=True)
@@ -69,16 +91,19 @@ class GridAxis:
         parts: the number of cells along the axis.
         sizes: of the parts, where they are unequal.
         algorithm: what replaces the op by steps of its own, where a plain split would not do.
+        time: the name of the time axis; empty for an axis in space.
     """
 
     factor: str | None
     parts: int
     sizes: tuple[int, ...] | None = None
     algorithm: Expanding | None = None
+    time: str = ""
 
     def __str__(self) -> str:
         how = f" by {type(self.algorithm).__name__}" if self.algorithm is not None else ""
-        return f"{self.factor or 'copy'}:{parts_text(self.parts, self.sizes)}{how}"
+        when = f" in time ({self.time})" if self.time else ""
+        return f"{self.factor or 'copy'}:{parts_text(self.parts, self.sizes)}{how}{when}"
 
 
 def as_split(axis: GridAxis) -> Algorithm:
@@ -86,6 +111,8 @@ def as_split(axis: GridAxis) -> Algorithm:
     assert axis.factor is not None
     if axis.algorithm is not None:
         return axis.algorithm
+    if axis.time:
+        return TimeSplit(axis.factor, axis.parts, axis.time)
     return Split(axis.factor, sizes=axis.sizes) if axis.sizes else Split(axis.factor, axis.parts)
 
 
@@ -106,7 +133,11 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
         _check_count(op, algorithm.copies)
         return GridAxis(None, int(algorithm.copies))
     if isinstance(algorithm, Chunk):
-        return _chunk_axis(op, rule, algorithm, before)
+        return _whole_axis(op, rule, algorithm, before)
+    if isinstance(algorithm, TimeSplit):
+        if not isinstance(algorithm.axis, str) or not algorithm.axis:
+            raise PlanError(f"'{op.path}': a time axis has a name, not {algorithm.axis!r}")
+        return dataclasses.replace(_whole_axis(op, rule, algorithm, before), time=algorithm.axis)
     if not isinstance(algorithm, Split):
         return _expanding_axis(op, rule, algorithm, before)
     sizes = _own_sizes(op, algorithm)
@@ -135,13 +166,14 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     return GridAxis(factor.name, int(parts), None if even else sizes)
 
 
-def _chunk_axis(op: Op, rule: Rule, algorithm: Chunk, before: Sequence[GridAxis]) -> GridAxis:
+def _whole_axis(op: Op, rule: Rule, algorithm: Chunk | TimeSplit, before: Sequence[GridAxis]) -> GridAxis:
+    """An axis whose parts run one after another: each is complete, but for sums."""
     axis = grid_axis(op, rule, Split(algorithm.factor, algorithm.parts), before)
     assert axis.factor is not None
     factor = rule.factors[axis.factor]
-    why = f"it needs the whole factor: {factor.reason}; chunk another one" if factor.kind == "blocked" else ""
+    why = f"it needs the whole factor: {factor.reason}; take another one" if factor.kind == "blocked" else ""
     why = why or ("its parts overlap" if any(name == factor.name for name, _, _ in rule.halos) else "")
-    why = why or ("it only adds up what other ops make; chunk those" if op.anywhere else "")
+    why = why or ("it only adds up what other ops make; split those" if op.anywhere else "")
     if why and axis.parts > 1:
         raise SplitError(op.path, factor.name, factor.size, axis.parts, f"one after another: {why}")
     return axis

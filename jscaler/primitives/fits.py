@@ -135,7 +135,8 @@ def _check_trans(decision: Trans, op: Op, graph: Graph, before: tuple[GridAxis, 
 def _check_assign(decision: Assign, grids: dict[str, tuple[GridAxis, ...]], num_devices: int) -> None:
     if decision.op not in grids:
         raise PlanError(f"'{decision.op}' is assigned to devices before it is split; a Trans comes first, if of no axes")
-    shape = tuple(axis.parts for axis in grids[decision.op])
+    axes = grids[decision.op]
+    shape = tuple(axis.parts for axis in axes)
     inside = len(decision.index) == len(shape) and all(
         0 <= start < stop <= parts for (start, stop), parts in zip(decision.index, shape, strict=True)
     )
@@ -143,7 +144,7 @@ def _check_assign(decision: Assign, grids: dict[str, tuple[GridAxis, ...]], num_
         raise PlanError(
             f"the cells {list(map(list, decision.index))} of '{decision.op}' are none of its grid {list(shape)}"
         )
-    cells = math.prod(stop - start for start, stop in decision.index)
+    cells = math.prod(stop - start for (start, stop), axis in zip(decision.index, axes, strict=True) if not axis.time)
     if len(decision.places) != cells:
         raise PlanError(f"{cells} cells of '{decision.op}' are assigned to {len(decision.places)} places")
     wrong = sorted({p.device for p in decision.places if not 0 <= p.device < num_devices})

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from jscaler.errors import PlanError
 from jscaler.ir import Op
 from jscaler.primitives.algorithms import GridAxis
@@ -39,6 +41,11 @@ class Grid:
         return tuple(stop - start for start, stop in self.index)
 
     @property
+    def space_shape(self) -> tuple[int, ...]:
+        """Cells along each axis, those that share a device counted once."""
+        return tuple(1 if a.time else n for a, n in zip(self.axes, self.shape, strict=True))
+
+    @property
     def is_whole(self) -> bool:
         return self.shape == tuple(a.parts for a in self.axes)
 
@@ -67,3 +74,28 @@ class Grid:
         axes = ", ".join([*map(str, self.axes), *(f"{a} chunks" for a in self.chunks)])
         name = f"{self.op.path} = {', '.join(self.pieces)}" if self.pieces else self.op.path
         return f"Grid({name} [{axes}])" if self.is_whole else f"Grid({name} [{axes}] at {self.index})"
+
+
+def one_in_time(cells: Grid, devices: np.ndarray) -> np.ndarray:
+    """``devices`` with one entry for the cells along a time axis, which all run on one device.
+
+    Raises:
+        PlanError: they name different devices, or only some of the cells along a time axis are assigned.
+    """
+    parted = [a for a, n in zip(cells.axes, cells.shape, strict=True) if a.time and n != a.parts]
+    if parted:
+        raise PlanError(
+            f"{cells} takes a part of {parted[0]}: all cells along a time axis run on one device; assign them as one"
+        )
+    if devices.size != int(np.prod(cells.shape, dtype=int)) or cells.shape == cells.space_shape:
+        return devices
+    array = devices.reshape(cells.shape)
+    for i, axis in enumerate(cells.axes):
+        if axis.time:
+            first = array.take([0], i)
+            if not (array == first).all():
+                raise PlanError(
+                    f"{cells}: the cells along {axis} run one after another on one device, not on {devices.tolist()}"
+                )
+            array = first
+    return array

@@ -13,7 +13,7 @@ from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
-from jscaler.primitives.grid import Grid
+from jscaler.primitives.grid import Grid, one_in_time
 from jscaler.primitives.made_for import MadeFor
 from jscaler.primitives.plan import (
     Assign,
@@ -75,6 +75,9 @@ class Planner:
     def op_trans(self, op: Op | Grid | str, *algorithms: Algorithm) -> Grid:
         """Replace ``op`` (or the op at a path) by a grid of cells, one axis per algorithm; on a whole grid, add axes.
 
+        An op that has axes in time alone, and no devices yet, may be split again, which adds axes too: what runs one after
+        another is one decision, and where it runs another.
+
         A factor that an inner reduction blocks (the vocabulary of a cross entropy, the channels of a layer norm) cuts the
         op there; the cells are then groups of ops, and ``op`` still stands for all of them.
 
@@ -92,7 +95,10 @@ class Planner:
             raise PlanError(
                 f"{op} is part of a grid: cells that are split differently from their neighbours need their own ops"
             )
-        if not isinstance(op, Grid) and target.path in self._grids:
+        known = self._grids.get(target.path)
+        if not isinstance(op, Grid) and known is not None and self._only_in_time(known):
+            axes, chunks = known.axes, known.chunks
+        elif not isinstance(op, Grid) and known is not None:
             raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
         rule = self.graph.rule(target)
         for algorithm in algorithms:
@@ -107,6 +113,10 @@ class Planner:
         self._decisions.append(Trans(target.path, axes, chunks))
         self._grids[target.path] = grid
         return grid
+
+    def _only_in_time(self, grid: Grid) -> bool:
+        assigned = any(isinstance(d, Assign) and d.op == grid.op.path for d in self._decisions)
+        return all(axis.time for axis in grid.axes) and not grid.chunks and not assigned
 
     def _pieces(self, op: Op, rule: Rule, axes: Sequence[GridAxis]) -> tuple[str, ...]:
         """What the ops do that will stand for ``op``; none where it stays one op."""
@@ -128,7 +138,9 @@ class Planner:
 
         Args:
             cells: an op, a grid, a sub-grid or a cell.
-            devices: one device (a number or a `Place`), or an array with as many devices as there are cells.
+            devices: one device (a number or a `Place`), or an array with as many devices as there are cells; cells along a
+                time axis share a device, and may be counted once. Cells of a plain `Split` that share a device make its
+                axis one in time, too.
             any_order: leave open which cell gets which of the devices: the order is taken that makes the op's inputs
                 cheapest to bring. For a whole grid only.
 
@@ -141,11 +153,13 @@ class Planner:
             if cells.path in self._grids:
                 raise PlanError(f"'{cells.path}' is {self._grids[cells.path]}: assign that grid or its cells, once each")
             cells = self.op_trans(cells, Replicate(array.size)) if array.size > 1 else self.op_trans(cells)
-        count = int(np.prod(cells.shape, dtype=int))
+        array = one_in_time(cells, array)
+        shape = cells.space_shape
+        count = int(np.prod(shape, dtype=int))
         if array.size != count:
             raise PlanError(f"{cells} has {count} cells and is assigned to {array.size} devices: {array.tolist()}")
-        if array.size > 1 and array.ndim > 1 and _squeezed(array.shape) != _squeezed(cells.shape):
-            raise PlanError(f"{cells} has shape {cells.shape} and its devices have shape {array.shape}")
+        if array.size > 1 and array.ndim > 1 and _squeezed(array.shape) != _squeezed(shape):
+            raise PlanError(f"{cells} has shape {shape} and its devices have shape {array.shape}")
         places = self._places(cells, array)
         if any_order and not cells.is_whole:
             raise PlanError(f"{cells} is part of a grid, which cannot be assigned in any order; assign the whole grid")

@@ -42,8 +42,12 @@ def reopen(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Reope
     ops: list[Op] = []
     pieces: dict[str, tuple[Op, ...]] = {}
     for op in graph.ops:
-        mirrored = grids.get(op.forward.path, ()) if op.forward is not None else ()
+        like = op.forward or op.again  # whose grid it mirrors
+        mirrored = grids.get(like.path, ()) if like is not None else ()
         made = _opened(op, grids.get(op.path, mirrored), shards.get(op.path, ()), book, bodies)
+        if op.again is not None and op.again.path in pieces:  # the clones of the pieces
+            originals = pieces[op.again.path]
+            made = tuple(dataclasses.replace(a, again=b) for a, b in zip(made, originals, strict=True))
         if len(made) > 1:
             pieces[op.path] = made
         ops += made

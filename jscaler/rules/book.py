@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
@@ -161,6 +162,24 @@ class RuleBook:
         name = {leaf: f for f in split for leaf in groups[f]}
         return jaxpr, tuple(name[leaf] for leaf in leaves)
 
+    def in_turn(self, op: Op, factor: str, parts: int) -> tuple[core.Jaxpr, bool]:
+        """One of ``parts`` parts of ``op`` that run one after another, to be split further: its user ops stay.
+
+        Returns:
+            The body at the part's shapes, and whether it takes the part's index as its last operand.
+        """
+        assert op.body is not None
+        derived = self._derived(op)
+        key = ("in turn", op.body, derived.finer, derived.groups[factor], parts)
+        if key not in self._locals:
+            cut = dict.fromkeys(derived.groups[factor], parts)
+            localizer = Localizer(derived.analysis, cut, keeps_ops=True)
+            made = inline(localizer.run())
+            reads = any(v in made.invars[len(op.inputs) :] for e in made.eqns for v in e.invars if isinstance(v, core.Var))
+            self._locals[key] = _one_index(made, len(op.inputs), reads), localizer.leaves if reads else ()
+        jaxpr, leaves = self._locals[key]
+        return jaxpr, bool(leaves)
+
     def cut(self, op: Op, factors: tuple[str, ...]) -> tuple[Piece, ...]:
         """The pieces of ``op`` that let ``factors`` be split."""
         derived = self._derived(op)
@@ -203,6 +222,18 @@ class RuleBook:
             names = own if given is None else _shared_names(analysis, given)
             self._rules[key] = derive_rule(analysis, names, given.reserved if given else ())
         return self._rules[key]
+
+
+def _one_index(jaxpr: core.Jaxpr, num_inputs: int, kept: bool) -> core.Jaxpr:
+    """``jaxpr``, whose last operands are the indices of one part along the leaves of one factor, with one index or none."""
+    avals = [v.aval for v in jaxpr.invars[: num_inputs + kept]]
+    spare = len(jaxpr.invars) - num_inputs
+
+    def run(*args: Any) -> list[Any]:
+        index = args[num_inputs:] * spare if kept else [jnp.zeros((), jnp.int32)] * spare
+        return evaluate(jaxpr, [*args[:num_inputs], *index])
+
+    return inline(trace_flat(run, avals))
 
 
 def _shared_names(analysis: Analysis, given: FactorNames) -> dict[int, str]:

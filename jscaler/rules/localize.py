@@ -36,10 +36,15 @@ Sizes = Mapping[int, tuple[int, ...]]  # leaf atom -> the sizes of its parts
 
 
 class Localizer:
-    """Traces an analysed fragment at part shapes. The result takes the part's index for each split leaf, last."""
+    """Traces an analysed fragment at part shapes. The result takes the part's index for each split leaf, last.
 
-    def __init__(self, analysis: Analysis, parts: Parts, sizes: Sizes | None = None):
+    Args:
+        keeps_ops: whether the parts of user ops stay user ops, which can be split again.
+    """
+
+    def __init__(self, analysis: Analysis, parts: Parts, sizes: Sizes | None = None, keeps_ops: bool = False):
         self.analysis = analysis
+        self.keeps_ops = keeps_ops
         self.parts = {leaf: n for leaf, n in parts.items() if n > 1}
         self.sizes = dict(sizes or {})
         self.leaves = tuple(self.parts)
@@ -78,7 +83,7 @@ class Localizer:
 
     def inside(self, inner: Analysis) -> Callable[[Sequence[Any]], list[Any]]:
         """How the same part runs a program inside one of the equations."""
-        part = Localizer(inner, self.parts, self.sizes)
+        part = Localizer(inner, self.parts, self.sizes, self.keeps_ops)
         part.index = self.index
         return part.evaluate
 
@@ -181,7 +186,7 @@ class Localizer:
         return [[(sizes[leaf], self.parts.get(leaf, 1)) for leaf in dim] for dim in self.analysis.leaves(var)]
 
     def _bind(self, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        if (results := bind_part(eqn, values, self.subdims)) is not None:
+        if (results := bind_part(eqn, values, self.subdims, self.keeps_ops)) is not None:
             return results
         name = eqn.primitive.name
         if name in SPECIAL and self.touches(eqn):

@@ -1,5 +1,6 @@
 """Rules that users write: those of their ops (`jscaler.op`), and of their primitives (`jscaler.register_rule`)."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,8 +114,11 @@ def _spec(rule: Matched, operands: Sequence[tuple[int, ...]], results: Sequence[
 SubDims = Callable[[Any], Sequence[Sequence[tuple[int, int]]]]  # of a variable: per dim its sub-dims as (size, parts)
 
 
-def bind_part(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims) -> list[Any] | None:
+def bind_part(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims, kept: bool = False) -> list[Any] | None:
     """The results of one part of an equation whose rule a user wrote; None for any other.
+
+    Args:
+        kept: whether the part of a user op stays one, so that it can be split again; else it is opened.
 
     Raises:
         RuleError: the function fails at part shapes, or its results have not the shapes that the rule says.
@@ -125,7 +129,8 @@ def bind_part(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims) -> li
     if eqn.primitive is op_p:
         parts = _word_parts(eqn, rule, subdims)
         call = eqn.params["call"].at(parts)
-        name, results = call.name, _called(call, values, parts, rule)
+        run = functools.partial(op_p.bind, **{**eqn.params, "call": call}) if kept else call
+        name, results = call.name, _called(call, run, values, parts, rule)
     else:
         name, results = eqn.primitive.name, _bind_registered(eqn, values, subdims)
     for i, (result, var) in enumerate(zip(results, eqn.outvars, strict=True)):
@@ -137,9 +142,11 @@ def bind_part(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims) -> li
     return results
 
 
-def _called(call: Call, values: Sequence[Any], parts: Mapping[str, int], rule: Matched) -> list[Any]:
+def _called(
+    call: Call, run: Callable[..., Any], values: Sequence[Any], parts: Mapping[str, int], rule: Matched
+) -> list[Any]:
     try:
-        return call(*values)
+        return list(run(*values))
     except Exception as error:
         cut = ", ".join(f"'{name}' in {count} parts" for name, count in parts.items() if count > 1)
         if not cut or isinstance(error, RuleError):

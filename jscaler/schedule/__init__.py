@@ -1,5 +1,6 @@
-"""What runs first."""
+"""Order and time: which ops run when, and which run part by part."""
 
 from jscaler.schedule.order import ordered_ops
+from jscaler.schedule.timed import timed
 
-__all__ = ["ordered_ops"]
+__all__ = ["ordered_ops", "timed"]

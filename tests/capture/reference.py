@@ -10,8 +10,9 @@ import numpy as np
 import jscaler
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
+from jscaler.capture.recompute import recompute
 from jscaler.capture.residuals import with_backward_bodies
-from jscaler.capture.saved import with_saved_tensors
+from jscaler.capture.saved import thread_saved
 from jscaler.ir import Graph, Nest, PTensor
 
 
@@ -24,7 +25,7 @@ def interpret(graph: Graph, leaves: Any) -> list[Any]:
     values: dict[PTensor, Any] = dict(zip(graph.inputs, leaves, strict=True))
     values |= dict(graph.constants)
     bodies = BodyTable()
-    full = with_saved_tensors(with_backward_bodies(graph, bodies), bodies)
+    full = thread_saved(recompute(with_backward_bodies(graph, bodies), bodies))
     _run(full.tree, values)
     return [values[t] for t in graph.outputs]
 

@@ -25,8 +25,9 @@ from lower.layers import (
 
 import jscaler
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.recompute import recompute
 from jscaler.capture.residuals import with_backward_bodies
-from jscaler.capture.saved import with_saved_tensors
+from jscaler.capture.saved import thread_saved
 from jscaler.errors import UnknownNameError
 from jscaler.ir import Graph
 from models.gpt import GPT, GPTConfig
@@ -35,7 +36,7 @@ from models.training import make_optimizer, make_state, train_step
 
 def full(graph: Graph) -> Graph:
     bodies = BodyTable()
-    return with_saved_tensors(with_backward_bodies(graph, bodies), bodies)
+    return thread_saved(recompute(with_backward_bodies(graph, bodies), bodies))
 
 
 def saved(graph: Graph) -> dict[str, int]:

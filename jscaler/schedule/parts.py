@@ -1,0 +1,161 @@
+"""One part, in time, of an op: its body at the part's shapes, and which part of each tensor it reads and leaves.
+
+y (8 rows) = f(x (8 rows), w)        four parts in time        y' (2 rows) = f'(x' (2 rows), w)
+                                                               x' is Sliced; w is read whole; a sum over rows is Summed
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jscaler.capture.bodies import BodyTable
+from jscaler.ir import Body, FactorNames, Op, PTensor, Rule
+from jscaler.ir.mask import Combiner
+from jscaler.ir.rule import TensorFactors
+from jscaler.rules.book import RuleBook
+from jscaler.schedule.time_axes import TimeCut
+
+IN_TIME, REST = ".time", ".rest"  # what is cut off a factor's name: the index of the part; the rows in a block
+Named = tuple[tuple[tuple[str, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A part of a tensor: of dim ``dim``, seen as (blocks, parts, rows), one of the parts."""
+
+    dim: int
+    blocks: int
+    parts: int
+    rows: int
+
+    def shifted(self, by: int) -> "Sliced | None":
+        """The same of a tensor with ``by`` dims more in front; None where the dim would be gone."""
+        return dataclasses.replace(self, dim=self.dim + by) if self.dim + by >= 0 else None
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The part's shape."""
+        return (*whole[: self.dim], self.blocks * self.rows, *whole[self.dim + 1 :])
+
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """Part ``index`` of ``x``."""
+        seen = x.reshape((*x.shape[: self.dim], self.blocks, self.parts, self.rows, *x.shape[self.dim + 1 :]))
+        return lax.dynamic_index_in_dim(seen, index, self.dim + 1, keepdims=False).reshape(self.shape(x.shape))
+
+    def merge(self, stack: jax.Array) -> jax.Array:
+        """The whole of a stack of all parts."""
+        _, *part = stack.shape
+        seen = stack.reshape((self.parts, *part[: self.dim], self.blocks, self.rows, *part[self.dim + 1 :]))
+        whole = (*part[: self.dim], self.blocks * self.parts * self.rows, *part[self.dim + 1 :])
+        return jnp.moveaxis(seen, 0, self.dim + 1).reshape(whole)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A summand, or candidate: the whole is what all parts join to."""
+
+    combiner: Combiner
+
+
+Form = Sliced | Summed | None  # None: the tensor as it is, the same for all parts
+
+
+@dataclass(frozen=True)
+class OpPart:
+    """What one op does for one part.
+
+    Attributes:
+        inputs, outputs: which part of each tensor.
+        body: at the part's shapes; None for an op that is right on whatever lies there.
+        named: the names of the factors that are left; the plan's decisions in space speak of them.
+        indexed: whether the part's index is the body's last operand.
+    """
+
+    inputs: tuple[Form, ...]
+    outputs: tuple[Form, ...]
+    body: Body | None = None
+    named: FactorNames | None = None
+    indexed: bool = False
+
+
+def op_part(op: Op, cut: TimeCut, book: RuleBook, bodies: BodyTable, known: dict[int, Body]) -> OpPart | None:
+    """The part of ``op`` that ``cut`` makes; None where it has no such factor, or needs it whole.
+
+    Args:
+        known: the bodies of parts, by jaxpr; filled here.
+    """
+    rule = book.rule(op)
+    factor = rule.factors.get(cut.factor)
+    if factor is None or factor.kind == "blocked" or any(name == cut.factor for name, _, _ in rule.halos):
+        return None
+    if factor.size % cut.parts:
+        return None
+    blocks = cut.blocks if factor.size % (cut.parts * cut.blocks) == 0 else 1
+    finer = dataclasses.replace(op, named=_refined(rule, cut, blocks))
+    seen = book.rule(finer)
+    name = cut.factor + IN_TIME
+    if name not in seen.factors or seen.factors[name].kind == "blocked":
+        return None
+    inputs = [_sliced(seen, dims, name) for dims in seen.operands]
+    outputs: list[Form] = []
+    for i, dims in enumerate(seen.results):
+        combiner = seen.shares.get((name, i))
+        outputs.append(Summed(combiner) if combiner is not None else _sliced(seen, dims, name))
+    jaxpr, indexed = book.in_turn(finer, name, cut.parts)
+    left = tuple(_without(seen, dims, name) for dims in (*seen.operands, *seen.results))
+    if indexed:
+        left = (*left[: len(op.inputs)], (), *left[len(op.inputs) :])
+    named = FactorNames(left, tuple(f for f in seen.factors if f != name))
+    if id(jaxpr) not in known:
+        known[id(jaxpr)] = bodies.intern(jaxpr)
+    return OpPart(tuple(inputs), tuple(outputs), known[id(jaxpr)], named, indexed)
+
+
+def _refined(rule: Rule, cut: TimeCut, blocks: int) -> FactorNames:
+    """The names of an op whose factor is seen as blocks, parts in time, and rows."""
+
+    def sub_dims(name: str) -> list[tuple[str, int]]:
+        size = rule.factors[name].size
+        if name != cut.factor:
+            return [(name, size)]
+        rows = size // (blocks * cut.parts)
+        outer = [(name, blocks), (name + IN_TIME, cut.parts), (name + REST, rows)]
+        found = outer if blocks > 1 else [outer[1], (name, rows)]
+        return [(n, s) for n, s in found if s > 1]
+
+    tensors = tuple(
+        tuple(tuple(s for f in dim for s in sub_dims(f)) for dim in dims) for dims in (*rule.operands, *rule.results)
+    )
+    return FactorNames(tensors, tuple(rule.factors))
+
+
+def _sliced(rule: Rule, dims: TensorFactors, name: str) -> Sliced | None:
+    for dim, factors in enumerate(dims):
+        if name in factors:
+            at = factors.index(name)
+            blocks, rows = (math.prod(rule.factors[f].size for f in part) for part in (factors[:at], factors[at + 1 :]))
+            return Sliced(dim, blocks, rule.factors[name].size, rows)
+    return None
+
+
+def _without(rule: Rule, dims: TensorFactors, name: str) -> Named:
+    return tuple(tuple((f, rule.factors[f].size) for f in dim if f != name) for dim in dims)
+
+
+def passed_on(op: Op, forms: Mapping[PTensor, Form], book: RuleBook) -> OpPart | None:
+    """How an op that no plan splits goes on with parts: a fence takes anything, a linear op passes sums on."""
+    inputs = tuple(forms.get(t) for t in op.inputs)
+    if op.anywhere == "fence":
+        return OpPart(inputs, inputs)
+    if op.anywhere == "sum":
+        return OpPart((inputs[1], inputs[1]), (inputs[1],)) if isinstance(inputs[1], Summed) else None
+    if op.body is None or not all(f is None or f == Summed("add") for f in inputs):
+        return None
+    made = book.passes(op, ["add" if f is not None else None for f in inputs])
+    if made is None or any(m not in (None, "add") for m in made):
+        return None
+    return OpPart(inputs, tuple(Summed("add") if m else None for m in made))

@@ -1,0 +1,267 @@
+"""Which ops share the loop of a time axis: what is made in parts and read in the same parts, as far as it is convex.
+
+Items (ops, and loops over layers) of one level get a *depth*. Whoever reads a part as it is made may stand as deep as its
+maker; whoever needs the whole (a sum over all parts) stands one deeper. Items in time of one depth that share parts are one
+region: nothing that leaves it comes back.
+
+    depth 0   norm                      depth 1   qkv' ─► attention' ─► out' ─┐        one region: parts of heads
+    depth 2   residual, norm  ◄─ sum ─────────────────────────────────────────┘
+    depth 2   up' ─► gelu' ─► down' ─┐                                                 another: parts of hidden units
+    depth 3   residual  ◄─ sum ──────┘
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from jscaler.ir import Graph, Nest, Op, PTensor
+from jscaler.ir.loop import Item
+from jscaler.schedule.parts import Form, OpPart, Sliced, Summed
+
+
+@dataclass(frozen=True)
+class Region:
+    """Items of one level that run part by part.
+
+    Attributes:
+        items: in order.
+        ops, loops: the names of all that stands in them.
+    """
+
+    items: tuple[Item, ...]
+    ops: frozenset[str] = frozenset()
+    loops: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Node:
+    item: Item
+    in_time: bool = False
+    depth: int = 0
+    group: int = 0
+
+
+@dataclass
+class Regions:
+    """Finds the regions of one time axis.
+
+    Attributes:
+        graph: the graph.
+        parts: what the ops do for one part; grows by the ops that go on with parts though no plan splits them.
+        follow: how an op that no plan splits goes on with the parts that it reads, if it can.
+        forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
+    """
+
+    graph: Graph
+    parts: dict[str, OpPart]
+    follow: Callable[[Op, Mapping[PTensor, Form]], OpPart | None]
+    forms: dict[PTensor, Form] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.planned = frozenset(self.parts)
+
+    def arranged(self, items: Sequence[Item]) -> list[tuple[Item, ...] | Region]:
+        """``items`` in an order in which every region stands together; runs of what is in none between them."""
+        nodes: list[_Node] = []
+        maker: dict[PTensor, int] = {}
+        parent: list[int] = []
+        for item in items:
+            node = _Node(item)
+            made = _made(item)
+            sources = {maker[t] for t in _reads(item) if t in maker}
+            node.in_time = self._enters(item, sources, nodes)
+            for source in sources:
+                deeper = nodes[source].in_time and not (node.in_time and self._as_made(item, nodes[source].item))
+                node.depth = max(node.depth, nodes[source].depth + deeper)
+            index = len(nodes)
+            parent.append(index)
+            for source in sources if node.in_time else ():
+                if nodes[source].in_time and nodes[source].depth == node.depth:
+                    parent[_root(parent, source)] = _root(parent, index)
+            nodes.append(node)
+            maker.update(dict.fromkeys(made, index))
+        return _sorted(nodes, [_root(parent, i) for i in range(len(nodes))], maker)
+
+    def _enters(self, item: Item, sources: Set[int], nodes: Sequence[_Node]) -> bool:
+        """Whether ``item`` runs part by part; notes the forms of what it makes."""
+        if isinstance(item, Nest):
+            found = self._lifted(item, self._seen(sources, nodes))
+            self.forms.update(found or {})
+            return found is not None
+        if item.path not in self.planned:
+            seen = self._seen(sources, nodes)
+            seen = {t: seen.get(t) for t in item.inputs}
+            part = self.follow(item, seen) if any(f is not None for f in seen.values()) else None
+            if part is None:
+                return False
+            self.parts[item.path] = part
+        self.forms.update(zip(item.outputs, self.parts[item.path].outputs, strict=True))
+        return True
+
+    def _seen(self, sources: Set[int], nodes: Sequence[_Node]) -> dict[PTensor, Form]:
+        """The parts that a reader of ``sources`` finds: sums only if it may stand as deep as all that it reads."""
+        deepest = max((nodes[s].depth for s in sources), default=0)
+        found: dict[PTensor, Form] = {}
+        for source in sources:
+            if nodes[source].in_time:
+                whole = nodes[source].depth < deepest
+                made = {t: self.forms.get(t) for t in _made(nodes[source].item)}
+                found.update({t: f for t, f in made.items() if not (whole and isinstance(f, Summed))})
+        return found
+
+    def _as_made(self, item: Item, source: Item) -> bool:
+        """Whether ``item`` reads what ``source`` makes as it is made: part for part."""
+        made = set(_made(source))
+        wanted = self.wanted(item)
+        return all(wanted.get(t) == self.forms.get(t) for t in _reads(item) if t in made)
+
+    def wanted(self, item: Item) -> dict[PTensor, Form]:
+        """Which part of each tensor an item in time reads."""
+        if isinstance(item, Op):
+            return dict(zip(item.inputs, self.parts[item.path].inputs, strict=True))
+        found: dict[PTensor, Form] = {}
+        for inner in item.items:
+            found.update(self.wanted(inner) if not isinstance(inner, Op) or inner.path in self.parts else {})
+        for carry in item.loop.carries:
+            found[carry.init] = self.forms.get(carry.inside)
+        for x in item.loop.xs:
+            found[x.stack] = shifted(self.forms.get(x.slice), 1)
+        return found
+
+    # -- loops over layers
+
+    def _lifted(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
+        """The forms of all that a loop makes, if its whole body can run part by part; else None."""
+        if not any(op.path in self.planned for op in nest.ops()):
+            return None
+        found = self._settled(nest, known)
+        if found is None:  # forget what went on with parts for a moment
+            for op in nest.ops():
+                if op.path not in self.planned:
+                    self.parts.pop(op.path, None)
+        return found
+
+    def _settled(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
+        loop = nest.loop
+        guess: dict[PTensor, Form] = {c.inside: None if c.is_sum else known.get(c.init) for c in loop.carries}
+        for _ in range(len(loop.carries) + 2):
+            forms: dict[PTensor, Form] = dict(guess)
+            for x in loop.xs:
+                forms[x.slice] = shifted(known[x.stack], -1) if x.stack in known else self._first_wanted(nest, x.slice)
+            if (made := self._through(nest.items, {**known, **forms})) is None:
+                return None
+            forms |= made
+            after: dict[PTensor, Form] = {c.inside: forms.get(c.out, known.get(c.out)) for c in loop.carries}
+            if after == guess:
+                break
+            guess = after
+        else:
+            return None
+        if not any(f is not None for f in forms.values()):
+            return None
+        for carry in loop.carries:
+            forms[carry.final] = forms[carry.inside]
+            if isinstance(forms[carry.inside], Summed) and not carry.is_sum:
+                return None
+        for y in loop.ys:
+            forms[y.stack] = shifted(forms.get(y.slice), 1)
+        return forms
+
+    def _through(self, items: Sequence[Item], known: dict[PTensor, Form]) -> dict[PTensor, Form] | None:
+        """The forms of all that ``items`` of a loop's body make; None where one needs what only all parts give."""
+        found: dict[PTensor, Form] = {}
+        for item in items:
+            if isinstance(item, Nest):
+                made = self._lifted(item, known)
+                if made is None and any(known.get(t) is not None for t in item.reads()):
+                    return None
+                made = made if made is not None else dict.fromkeys(_made(item))
+            else:
+                made = self._made_by(item, known)
+                if made is None:
+                    return None
+            found |= made
+            known.update(made)
+        return found
+
+    def _made_by(self, op: Op, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
+        if op.path in self.planned:
+            part = self.parts[op.path]
+            if any(known.get(t) not in (f, None) for t, f in zip(op.inputs, part.inputs, strict=True)):
+                return None
+            return dict(zip(op.outputs, part.outputs, strict=True))
+        seen = {t: known.get(t) for t in op.inputs}
+        if not any(f is not None for f in seen.values()):
+            return dict.fromkeys(op.outputs)
+        part = self.follow(op, seen)
+        if part is None:
+            return None
+        self.parts[op.path] = part
+        return dict(zip(op.outputs, part.outputs, strict=True))
+
+    def _first_wanted(self, nest: Nest, tensor: PTensor) -> Form:
+        """Which part of ``tensor``, a slice of a stack from outside, the loop's ops read."""
+        for op in nest.ops():
+            if tensor in op.inputs and op.path in self.planned:
+                return self.parts[op.path].inputs[op.inputs.index(tensor)]
+        return None
+
+
+def shifted(form: Form, by: int) -> Form:
+    """``form`` of a stack of what has it, or of a slice."""
+    return form.shifted(by) if isinstance(form, Sliced) else form
+
+
+def _made(item: Item) -> list[PTensor]:
+    """All that an item defines, inside of it too."""
+    return list(item.outputs) if isinstance(item, Op) else [*item.tensors(), *item.loop.results]
+
+
+def _reads(item: Item) -> list[PTensor]:
+    return list(dict.fromkeys(item.inputs if isinstance(item, Op) else item.reads()))
+
+
+def _root(parent: list[int], index: int) -> int:
+    while parent[index] != index:
+        parent[index] = index = parent[parent[index]]
+    return index
+
+
+def _sorted(nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor, int]) -> list[tuple[Item, ...] | Region]:
+    """Nodes in an order that respects data, every region's in one piece; early ones first."""
+    group = [(node.depth, roots[i]) if node.in_time else (-1, i) for i, node in enumerate(nodes)]
+    members: dict[tuple[int, int], list[int]] = {}
+    for i, name in enumerate(group):
+        members.setdefault(name, []).append(i)
+    before = {
+        name: {group[maker[t]] for i in own for t in _reads(nodes[i].item) if t in maker} - {name}
+        for name, own in members.items()
+    }
+    found: list[tuple[Item, ...] | Region] = []
+    done: set[tuple[int, int]] = set()
+    # a region stands where the last of its items stood: by then all that it reads is there, or can be
+    waiting = sorted(members, key=lambda name: members[name][-1])
+    while waiting:
+        name = next((n for n in waiting if before[n] <= done), None)
+        assert name is not None, "regions of time axes wait for each other"
+        waiting.remove(name)
+        done.add(name)
+        items = tuple(nodes[i].item for i in members[name])
+        if name[0] >= 0:
+            found.append(_region(items))
+        elif found and isinstance(found[-1], tuple):
+            found[-1] = (*found[-1], *items)
+        else:
+            found.append(items)
+    return found
+
+
+def _region(items: tuple[Item, ...]) -> Region:
+    ops = frozenset(op.path for item in items for op in ([item] if isinstance(item, Op) else item.ops()))
+    return Region(items, ops, frozenset(_loops(items)))
+
+
+def _loops(items: Iterable[Item]) -> Iterable[str]:
+    for item in items:
+        if isinstance(item, Nest):
+            yield item.loop.name
+            yield from _loops(item.items)

@@ -1,0 +1,150 @@
+"""Which axes of a plan's grids lie in time: their cells run one after another on the devices that they share.
+
+A `TimeSplit` says so. So do the cells of a plain ``Split`` that a policy assigns to one device; what is left of the plan
+then has one cell of an op on a device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jscaler.errors import PlanError
+from jscaler.ir import Graph
+from jscaler.primitives import Assign, GridAxis, Plan, Trans
+
+SHARED = "shared"  # the name of an axis that is in time because its cells share devices
+
+
+@dataclass(frozen=True)
+class TimeCut:
+    """One op's part of a time axis.
+
+    Attributes:
+        axis: the name of the time axis.
+        factor: what is split.
+        parts: how many run one after another.
+        blocks: contiguous blocks of the factor that devices own; each part takes a piece of every block.
+    """
+
+    axis: str
+    factor: str
+    parts: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class TimeAxes:
+    """The time axes of a plan.
+
+    Attributes:
+        names: of the axes, outermost first.
+        cuts: op path -> its cuts by name.
+        plan: what is left: the decisions in space.
+    """
+
+    names: tuple[str, ...]
+    cuts: Mapping[str, Mapping[str, TimeCut]]
+    plan: Plan
+
+
+def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
+    """Take ``plan`` apart; backward ops and clones have the cuts of their forward ops.
+
+    Raises:
+        PlanError: an op has two axes of one name.
+    """
+    grids = _grids(plan)
+    names = tuple(dict.fromkeys(a.time for d in plan.decisions if isinstance(d, Trans) for a in grids[d.op] if a.time))
+    if not names:
+        return TimeAxes((), {}, plan)
+    known = {path: _cuts(path, axes) for path, axes in grids.items() if any(a.time for a in axes)}
+    blocks = {name: max(c[name].blocks for c in known.values() if name in c) for name in names}
+    assigned = {d.op for d in plan.decisions if isinstance(d, Assign)}
+    for path in known.keys() - assigned:  # where it runs is open: it will lie as its neighbours do
+        known[path] = {n: dataclasses.replace(c, blocks=blocks[n]) for n, c in known[path].items()}
+    cuts: dict[str, Mapping[str, TimeCut]] = {}
+    for op in graph.ops:
+        source = op.path
+        if source not in grids and op.forward is not None:
+            source = op.forward.path
+        elif source not in grids and op.again is not None:
+            source = op.again.path
+        if source in known:
+            cuts[op.path] = known[source]
+    return TimeAxes(names, cuts, _in_space(plan, grids))
+
+
+def _grids(plan: Plan) -> dict[str, tuple[GridAxis, ...]]:
+    """The axes of every op's grid, those in time marked."""
+    grids = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
+    shared: dict[tuple[int, tuple[GridAxis, ...]], tuple[GridAxis, ...]] = {}  # many ops lie on one array of places
+    for decision in plan.decisions:
+        if isinstance(decision, Assign) and len(set(decision.places)) < len(decision.places):
+            axes = grids[decision.op]
+            key = (id(decision.places), axes)
+            if key not in shared:
+                shared[key] = _marked(decision, axes)
+            grids[decision.op] = shared[key]
+    return grids
+
+
+def _marked(decision: Assign, axes: tuple[GridAxis, ...]) -> tuple[GridAxis, ...]:
+    """``axes``, those in time along which the places of ``decision`` are the same."""
+    if decision.index != tuple((0, a.parts) for a in axes):
+        return axes
+    places = np.array(decision.devices).reshape([1 if a.time else a.parts for a in axes])
+    found = list(axes)
+    for i, axis in enumerate(axes):
+        if places.shape[i] > 1 and axis.factor is not None and (places == places.take([0], i)).all():
+            if axis.sizes or axis.algorithm:
+                raise PlanError(f"'{decision.op}': the cells along {axis} share devices, and only equal parts run in turn")
+            found[i] = dataclasses.replace(axis, time=SHARED)
+    return tuple(found)
+
+
+def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
+    found: dict[str, TimeCut] = {}
+    for i, axis in enumerate(axes):
+        if not axis.time:
+            continue
+        if axis.time in found:
+            raise PlanError(f"'{path}' has two time axes that are called '{axis.time}'; give each a name of its own")
+        assert axis.factor is not None
+        around = axes[:i] if axis.time == SHARED else axes
+        blocks = math.prod(a.parts for a in around if a.factor == axis.factor and not a.time)
+        found[axis.time] = TimeCut(axis.time, axis.factor, axis.parts, blocks)
+    return found
+
+
+def _in_space(plan: Plan, grids: Mapping[str, tuple[GridAxis, ...]]) -> Plan:
+    """``plan`` without its time axes; an op that has no others, and no devices, is left open."""
+    assigned = {d.op for d in plan.decisions if isinstance(d, Assign)}
+    decisions = []
+    for decision in plan.decisions:
+        if isinstance(decision, Trans) and any(a.time for a in grids[decision.op]):
+            axes = tuple(a for a, now in zip(decision.axes, grids[decision.op], strict=False) if not now.time)
+            if axes or decision.chunks or decision.op in assigned:
+                decisions.append(dataclasses.replace(decision, axes=axes))
+        elif isinstance(decision, Assign) and any(a.time for a in grids[decision.op]):
+            decisions.append(_once(decision, grids[decision.op]))
+        else:
+            decisions.append(decision)
+    return dataclasses.replace(plan, decisions=tuple(decisions))
+
+
+def _once(decision: Assign, axes: Sequence[GridAxis]) -> Assign:
+    """``decision`` on the cells in space."""
+    sizes = [stop - start for start, stop in decision.index]
+    index = tuple(cut for cut, axis in zip(decision.index, axes, strict=True) if not axis.time)
+    count = math.prod(n for n, axis in zip(sizes, axes, strict=True) if not axis.time)
+    places = decision.places
+    if len(places) > count:
+        shape = [n if a.time in ("", SHARED) else 1 for n, a in zip(sizes, axes, strict=True)]
+        numbers = np.arange(len(places)).reshape(shape)
+        for i, axis in enumerate(axes):
+            numbers = numbers.take([0], i) if axis.time else numbers
+        places = tuple(places[i] for i in numbers.ravel())
+    return dataclasses.replace(decision, index=index, places=places)
