@@ -150,3 +150,29 @@ def test_a_cast_in_front_of_a_padded_exchange_is_proven() -> None:
     jscaler.verify(step.lower(numbers))
     for ours, theirs in zip(step(numbers), fun(numbers), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_rows_of_images_that_are_dealt_unequally() -> None:
+    """A padded image sends its edge rows, too; the kernel's gradient leaves it out."""
+
+    def loss(kernel: jax.Array, images: jax.Array) -> jax.Array:
+        with jax.named_scope("conv"):
+            dims = ("NHWC", "HWIO", "NHWC")
+            y = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=dims)
+        with jax.named_scope("pool"):
+            y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 3, 1, 1), (1, 2, 1, 1), "SAME")
+        with jax.named_scope("log"):
+            return jnp.log(jnp.abs(y)).sum()
+
+    def images_and_rows(graph: Any, devices: np.ndarray) -> None:
+        images, rows = (graph.factor_of("images", dim) for dim in (0, 1))
+        for op in graph.forward():
+            grid = graph.op_trans(op, Split(images[op], sizes=(2, 1)), Split(rows[op], 2))
+            graph.op_assign(grid, devices.reshape(2, 2))
+
+    with jax.enable_x64(True):
+        kernel, images = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(3, 3, 2, 2), (3, 8, 4, 2)]))
+        step = jscaler.parallelize(images_and_rows, devices=4)(jscaler.value_and_grad(loss))
+        jscaler.verify(step.lower(kernel, images))
+        for ours, true in zip(step(kernel, images), jax.jit(jax.value_and_grad(loss))(kernel, images), strict=True):
+            np.testing.assert_allclose(ours, true, rtol=1e-11)

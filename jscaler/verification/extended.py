@@ -1,4 +1,7 @@
-"""Has every part its rows, and around them its neighbours'? Beyond the border of the whole there are zeros."""
+"""Has every part its rows, and around them its neighbours'? Beyond the border of the whole there are zeros.
+
+Parts of several sizes, along dims without an edge, are padded as before; so are the rows that their neighbours send.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,31 +26,37 @@ def extended(patterns: Patterns, held: Frame, edges: Sequence[Edge], shares: np.
     """
     ids = element_ids(patterns.shape).reshape(patterns.shape)
     zero = patterns.constants(np.zeros((1,), np.float32)).pattern.item()
-    found = []
-    for position in range(len(held.masks)):
-        rows = [np.array(own) for own in _rows(held, position)]
-        for edge in edges:
-            own = rows[edge.dim]
-            assert (np.diff(own) == 1).all(), f"{held.mask(position)} is not in a row along dim {edge.dim}"
-            rows[edge.dim] = np.arange(own[0] - edge.before, own[-1] + 1 + edge.after)
-        element = ids[np.ix_(*(np.clip(r, 0, n - 1) for r, n in zip(rows, patterns.shape, strict=True)))]
-        inside = [(r >= 0) & (r < n) for r, n in zip(rows, patterns.shape, strict=True)]
-        there = functools.reduce(np.logical_and, np.meshgrid(*inside, indexing="ij", sparse=True))
-        found.append((np.where(there, element, -1), np.where(there, shares[position], zero)))
+    found = [_around(held.rows(p), edges, ids, (int(shares[p]), zero, patterns.padding)) for p in range(len(held.masks))]
     elements, numbers = (np.stack(side) for side in zip(*found, strict=True))
     return Symbolic(elements, numbers)
 
 
-def _rows(held: Frame, position: int) -> list[list[int]]:
-    """Per dim the rows of a device's part."""
-    mask = held.mask(position)
-    found = []
-    for sizes, intervals in zip(mask.subdims, mask.box, strict=True):
-        rows = [0]
-        for size, (start, stop) in zip(sizes, intervals, strict=True):
-            rows = [row * size + i for row in rows for i in range(start, stop)]
-        found.append(rows)
-    return found
+def _around(
+    rows: list[np.ndarray], edges: Sequence[Edge], ids: np.ndarray, kinds: tuple[int, int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """One device's extended part, as elements and patterns.
+
+    Args:
+        rows: of the whole, per dim of the local array; -1 for padding, which only dims without an edge have.
+        kinds: the patterns of an element, of what is beyond the border and of padding.
+    """
+    padded = [own < 0 for own in rows]
+    for edge in edges:
+        own = rows[edge.dim]
+        assert own[0] >= 0, f"parts of several sizes along dim {edge.dim}, which has an edge"
+        assert (np.diff(own) == 1).all(), f"{own.tolist()} are not in a row along dim {edge.dim}"
+        rows[edge.dim] = np.arange(own[0] - edge.before, own[-1] + 1 + edge.after)
+        padded[edge.dim] = np.zeros(len(rows[edge.dim]), bool)
+    element = ids[np.ix_(*(np.clip(r, 0, n - 1) for r, n in zip(rows, ids.shape, strict=True)))]
+    there = _outer(np.logical_and, [(r >= 0) & (r < n) for r, n in zip(rows, ids.shape, strict=True)])
+    share, zero, padding = kinds
+    pattern = np.where(_outer(np.logical_or, padded), padding, np.where(there, share, zero))
+    return np.where(there, element, -1), pattern
+
+
+def _outer(join: np.ufunc, sides: Sequence[np.ndarray]) -> np.ndarray:
+    """One flag per row of each dim, joined to one per cell."""
+    return functools.reduce(join, np.meshgrid(*sides, indexing="ij", sparse=True))
 
 
 def check_extended(
@@ -58,12 +67,13 @@ def check_extended(
     names: Sequence[Any],
     where: Callable[[], str],
 ) -> int:
-    """The number of elements proven.
+    """The number of elements proven. What lies in the padding of smaller parts, nobody reads.
 
     Raises:
         VerificationError: the first cell that is wrong.
     """
-    wrong = (found.element != wanted.element) | (found.pattern != wanted.pattern)
+    differs = (found.element != wanted.element) | (found.pattern != wanted.pattern)
+    wrong = differs & (wanted.pattern != patterns.padding)
     if not wrong.any():
         return int((wanted.element >= 0).sum())
     at = np.unravel_index(int(wrong.argmax()), wrong.shape)

@@ -48,6 +48,17 @@ class Frame:
         else:
             self.part(local, position)[...] = values
 
+    def rows(self, position: int) -> list[np.ndarray]:
+        """Per dim of a device's local array the rows of the whole tensor that lie there; -1 is padding. Not if packed."""
+        assert not self.packed
+        mask, sizes, found = self.mask(position), iter(self._sizes), []
+        for subdims, intervals in zip(mask.subdims, mask.box, strict=True):
+            local = np.full([next(sizes) for _ in subdims], -1)
+            whole = np.arange(np.prod(subdims, dtype=int)).reshape(subdims)
+            local[tuple(slice(0, stop - start) for start, stop in intervals)] = whole[tuple(slice(*i) for i in intervals)]
+            found.append(local.reshape(-1))
+        return found
+
     def mask(self, position: int) -> Mask:
         """The mask of a device that holds something."""
         mask = self.masks[position]

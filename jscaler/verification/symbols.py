@@ -94,6 +94,7 @@ class Patterns:
         self._numbers: dict[Pattern, int] = {}
         self._joined: dict[tuple[int, int, Combiner], int] = {}
         self.whole = self.number(Leaves(None, (((), 1),)))
+        self.padding = self.number(PADDING)
 
     def number(self, pattern: Pattern) -> int:
         """The number of ``pattern``, a new one if it is new."""
@@ -122,7 +123,7 @@ class Patterns:
             element = np.broadcast_to(cells_of(first, ids).reshape(frame.shape), (len(masks), *frame.shape))
             return Symbolic(element, np.broadcast_to(leaves.reshape(row), element.shape))
         element = np.full((len(masks), *frame.shape), -1, ids.dtype)
-        pattern = np.full(element.shape, self.number(PADDING), np.int32)
+        pattern = np.full(element.shape, self.padding, np.int32)
         for position, mask in enumerate(masks):
             if mask is not None:
                 frame.put(element[position], position, cells_of(mask, ids))

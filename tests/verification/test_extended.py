@@ -4,19 +4,26 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
-from lower.test_halo import arguments, by_rows, step
+from lower.test_halo import IMAGE, arguments, by_rows, step
 
 import jscaler
+from jscaler import Split
 from jscaler.errors import VerificationError
+from jscaler.ir.mask import Mask, Share
 from jscaler.lower import emit, halo
 from jscaler.lower.program import Compute
 from jscaler.materialize import DeviceMesh
 from jscaler.materialize.edges import Edge
 from jscaler.stages import StepPlan
 from jscaler.verification import flow
+from jscaler.verification.extended import extended
+from jscaler.verification.frames import Frame
+from jscaler.verification.symbols import Patterns
 
 Extend = Callable[[Sequence[Edge], Any, DeviceMesh], Any]
 
@@ -117,3 +124,34 @@ def test_an_op_that_reads_around_its_part_where_nothing_is(plan: StepPlan) -> No
     tasks = (*plan.program.tasks[:at], wrong, *plan.program.tasks[at + 1 :])
     with pytest.raises(VerificationError, match="parts with nothing around them, where dim 1: 1 before, 1 after is read"):
         jscaler.verify(dataclasses.replace(plan, program=dataclasses.replace(plan.program, tasks=tasks)))
+
+
+def test_parts_without_edges_are_as_they_were() -> None:
+    """Refined dims, parts of several sizes, value shares: rows and padding lie where the frame has them."""
+    cuts = [((0, 2), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (0, 2)), ((2, 3), (2, 3))]
+    masks = [Mask(((3, 3), (4,)), (intervals, ((0, 4),)), (Share(share, 2),)) for intervals in cuts for share in range(2)]
+    frame, patterns = Frame(masks), Patterns((9, 4))
+    held = patterns.held(frame)
+    found = extended(patterns, frame, (), held.pattern[:, 0, 0])
+    np.testing.assert_array_equal(found.element, held.element)
+    np.testing.assert_array_equal(found.pattern, held.pattern)
+
+
+def test_parts_of_several_sizes_beside_an_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three images on two rows of devices: the padded image has neighbours, too, and rows in the wrong place are seen."""
+    kernel, images = np.ones((3, 3, 2, 2)), np.ones((3, 8, 4, 2))
+
+    def convolve(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=IMAGE)
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        (op,) = graph.ops
+        names = {dim: graph.factor_of("image", dim)[op] for dim in (0, 1)}
+        grid = graph.op_trans(op, Split(names[0], sizes=(2, 1)), Split(names[1], 2))
+        graph.op_assign(grid, devices.reshape(2, 2))
+
+    plan = jscaler.parallelize(policy, devices=4)(convolve).lower(images, kernel).plan
+    assert jscaler.verify(plan).collectives["ppermute"] == 2
+    monkeypatch.setattr(flow, "extend", swapped)
+    with pytest.raises(VerificationError, match=r"holds at \[0, 1, 0, 0\] of its part extended by dim 1: 1 before"):
+        jscaler.verify(plan)
