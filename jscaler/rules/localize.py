@@ -133,16 +133,24 @@ class Localizer:
     def _without_rest(self, eqn: core.JaxprEqn, spec: Spec, values: Sequence[Any]) -> Sequence[Any]:
         """``values`` with neutral elements in the padding of every dim that ``eqn`` reduces.
 
-        All operands that carry the dim, since NaN times zero is NaN.
+        All operands that carry the dim, since NaN times zero is NaN. So, too, for the groups of a convolution: where they
+        are small, XLA:CPU runs one convolution over all features, with zeros in the kernel between groups.
         """
         if spec.pairwise:
             return values
-        kept = [{leaf for dim in self.analysis.leaves(v) for leaf in dim} for v in eqn.outvars]
+        kept = [self._carried(v) for v in eqn.outvars]
         lost = [leaf for leaf in self.sizes if any(leaf not in leaves for leaves in kept)]
+        if eqn.primitive.name == "conv_general_dilated":
+            both = self._carried(eqn.invars[0]) & self._carried(eqn.invars[1])
+            lost += [leaf for leaf in self.sizes if leaf in both and leaf not in lost]
         return [
             self._masked(v, x, lost, spec) if isinstance(v, core.Var) else x
             for v, x in zip(eqn.invars, values, strict=True)
         ]
+
+    def _carried(self, var: Any) -> set[int]:
+        """The leaves of all dims of ``var``."""
+        return {leaf for dim in self.analysis.leaves(var) for leaf in dim}
 
     def _masked(self, var: core.Var, value: Any, lost: Sequence[int], spec: Spec) -> Any:
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from parts import check_splits, check_uneven, fragment, uneven
+from parts import backward, check_splits, check_uneven, fragment, uneven
 
 from jscaler.verification.parts import blocks
 
@@ -59,6 +59,24 @@ def test_an_unequal_and_an_equal_split_at_once() -> None:
     made = fragment(lambda x, w: (jnp.tanh(x) @ w).reshape(4, 2, 2) * jnp.arange(2), x, rng.normal(size=(6, 4)))
     splits = [{"a": (3, 1), "b": 2}, {"b": (1, 5), "a": (1, 1, 2)}, {"c": 2, "b": (4, 2), "d": 2}]
     check_splits(made, (x, rng.normal(size=(6, 4))), splits)
+
+
+def test_groups_of_a_convolution() -> None:
+    """XLA:CPU joins groups of one feature to a convolution with zeros between them: not a number would reach all."""
+
+    def depthwise(x: Any, kernel: Any) -> Any:
+        dims = ("NWC", "WIO", "NWC")
+        return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims, feature_group_count=6)
+
+    args = rng.normal(size=(2, 4, 6)), rng.normal(size=(3, 1, 6))
+    pair = backward(depthwise, *args)
+    assert pair is not None
+    for fun, given in ((depthwise, args), pair):
+        made = fragment(fun, *given)
+        samples, (rows,), (group,) = made.rule.operands[0]
+        check_splits(
+            made, given, [{group: how} for how in uneven(6)] + [{rows: 2, group: (5, 1)}, {group: 3, samples[0]: 2}]
+        )
 
 
 @pytest.mark.smoke
