@@ -22,6 +22,7 @@ from jscaler.errors import (
     UnknownPrimitiveWarning,
     VerificationError,
 )
+from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.query import Cost, cost
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.rules.user_rules import register_rule
@@ -30,8 +31,9 @@ from jscaler.verification import verify, verify_rule
 __version__ = "0.1.0"
 
 __all__ = [
-    "CaptureError", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule",
+    "CaptureError", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "Fit", "JscalerError", "Lowered", "OpRule",
     "OrderError", "Parallelized", "Plan", "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix",
-    "Replicate", "RuleError", "Split", "SplitError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning", "VerificationError",
-    "cost", "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad", "verify", "verify_rule",
+    "Replicate", "RuleError", "Split", "SplitError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning",
+    "VerificationError", "cost", "fit", "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad",
+    "verify", "verify_rule",
 ]  # fmt: skip

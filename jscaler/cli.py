@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
+from jscaler.commands.fit import fit_
 from jscaler.commands.job import Batches, Job, devices_for
 from jscaler.commands.options import (
     Batch,
@@ -123,6 +124,7 @@ app.command()(bench_comm)
 app.command()(redistribute)
 app.command("compile")(compile_)
 app.command("plan")(plan_)
+app.command("fit")(fit_)
 
 
 def main() -> None:

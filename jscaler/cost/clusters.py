@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jscaler.cost.cluster import Cluster
 from jscaler.cost.cluster_file import load_cluster
-from jscaler.cost.device import find_kind
+from jscaler.cost.device import DEVICE_KINDS, find_kind
 from jscaler.cost.link import Link, usual_links
 from jscaler.errors import UnknownNameError
 
@@ -42,8 +42,8 @@ def find_cluster(name: str) -> Cluster:
     """A built-in cluster by name, one that the name describes, or one of a TOML file by its path.
 
     Args:
-        name: ``"a100"``; ``"8xH100-80GB"``, one host, or ``"4x8xV100-32GB"``, hosts × devices of each × kind, with the
-            links that are usual for the kind; or ``"lab.toml"``.
+        name: ``"a100"``; ``"V100-32GB"``, one device, ``"8xH100-80GB"``, one host, or ``"4x8xV100-32GB"``, hosts × devices
+            of each × kind, with the links that are usual for the kind; or ``"lab.toml"``.
 
     Raises:
         UnknownNameError: none of these, or a field of the file is unknown.
@@ -57,6 +57,8 @@ def find_cluster(name: str) -> Cluster:
         return load_cluster(Path(name))
     if name in CLUSTERS:
         return CLUSTERS[name]
+    if name in DEVICE_KINDS:
+        return described(name, 1, 1, name)
     match = _DESCRIPTION.fullmatch(name)
     if match is None:
         raise UnknownNameError("cluster", name, CLUSTERS, _OTHERWISE)

@@ -5,7 +5,7 @@ dies there: of an elementwise kernel one of its size, of a scatter or a collecti
 its carries and the stacks that it writes while it runs, and the most that one iteration needs beside them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
@@ -13,6 +13,9 @@ from jscaler.estimate.kernels import kernels_of
 from jscaler.estimate.schedule import PRODUCTS, ordered
 
 WORKSPACE = 4 << 20  # bytes that a matrix product of XLA on GPUs has beside its operands and its result
+SCRATCH = "temporary"  # the kind of a workspace, and of a buffer of which nobody says more
+
+KindOf = Callable[[Value], str]
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,13 @@ class Moment:
     Attributes:
         name, op: its primitive, and the path of its op.
         nbytes: of all buffers that live while it runs; what the block was given is not counted.
+        kinds: the same by the kind of buffer.
     """
 
     name: str
     op: str
     nbytes: int
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,20 @@ class Lifetimes:
     timeline: tuple[Moment, ...]
 
 
-def lifetimes(block: Block, over: Mapping[Value, Value] | None = None) -> Lifetimes:
+def lifetimes(
+    block: Block, over: Mapping[Value, Value] | None = None, kind_of: KindOf = lambda value: SCRATCH
+) -> Lifetimes:
     """Follow the buffers of ``block``.
 
     Args:
         over: output -> the input whose buffer it may take, once nobody reads that any more (a donated argument).
+        kind_of: the kind that a buffer is counted with in the timeline.
     """
     fenced = any(step.name == "optimization_barrier" for step in block.steps)
     kernels = _slices_late(block, ordered(kernels_of(block), _outputs(block), fenced))
     last = last_reads(block, kernels)
     arguments = dict(over or {})
-    live = _Live()
+    live = _Live(kind_of)
     timeline: list[Moment] = []
     peak, moment, worst = 0, 0, dict[Value, int]()
     for position, kernel in enumerate(kernels):
@@ -67,15 +75,17 @@ def lifetimes(block: Block, over: Mapping[Value, Value] | None = None) -> Lifeti
         for value, operand in kernel.over:
             if operand in dying and live.bytes.get(operand) == live.bytes[value] == value.nbytes:
                 live.hold(operand, 0)  # its buffer is the result's
-        here = live.total + (WORKSPACE if kernel.step.name in PRODUCTS else 0)
-        inside = max((_iteration(inner) for inner in kernel.step.inner), key=lambda found: found.peak, default=None)
+        scratch = WORKSPACE if kernel.step.name in PRODUCTS else 0
+        here, kinds = live.total + scratch, _added(live.kinds, {SCRATCH: scratch})
+        inner = (_iteration(one, kind_of) for one in kernel.step.inner)
+        inside = max(inner, key=lambda found: found.peak, default=None)
         reached, at, more = here, len(timeline), {}
         if inside is not None and inside.timeline:
-            timeline += [Moment(m.name, m.op, here + m.nbytes) for m in inside.timeline]
+            timeline += [Moment(m.name, m.op, here + m.nbytes, _added(kinds, m.kinds)) for m in inside.timeline]
             reached, at = here + inside.peak, at + inside.moment
             more = {v: v.nbytes for v in inside.live}
         else:
-            timeline.append(Moment(kernel.step.name, kernel.step.op, here))
+            timeline.append(Moment(kernel.step.name, kernel.step.op, here, kinds))
         if reached > peak:
             peak, moment, worst = reached, at, live.bytes | more
         for value in (*dying, *kernel.writes):
@@ -89,15 +99,27 @@ def lifetimes(block: Block, over: Mapping[Value, Value] | None = None) -> Lifeti
 class _Live:
     """The buffers that are held, and their sum, which is kept up: a step has more buffers than change at a time."""
 
+    kind_of: KindOf
     bytes: dict[Value, int] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
     total: int = 0
 
     def hold(self, value: Value, nbytes: int) -> None:
-        self.total += nbytes - self.bytes.get(value, 0)
+        self._add(value, nbytes - self.bytes.get(value, 0))
         self.bytes[value] = nbytes
 
     def drop(self, value: Value) -> None:
-        self.total -= self.bytes.pop(value, 0)
+        self._add(value, -self.bytes.pop(value, 0))
+
+    def _add(self, value: Value, nbytes: int) -> None:
+        if nbytes:
+            kind = self.kind_of(value)
+            self.kinds[kind] = self.kinds.get(kind, 0) + nbytes
+            self.total += nbytes
+
+
+def _added(some: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    return {kind: total for kind in {**some, **more} if (total := some.get(kind, 0) + more.get(kind, 0))}
 
 
 def last_reads(block: Block, kernels: Sequence[Kernel]) -> dict[Value, int]:
@@ -117,10 +139,10 @@ def _outputs(block: Block) -> tuple[Value, ...]:
     return aliases.all(block.outputs)
 
 
-def _iteration(inner: Inner) -> Lifetimes:
+def _iteration(inner: Inner, kind_of: KindOf) -> Lifetimes:
     """What an iteration needs beside the carries and the stacks: what a carry becomes may be written over what it was."""
     over = {out: inside for _, inside, out, _ in inner.carries if out is not None}
-    return lifetimes(inner.block, over)
+    return lifetimes(inner.block, over, kind_of)
 
 
 def _slices_late(block: Block, kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -1,5 +1,6 @@
 """``Memory``: what one device holds while a step runs, by what it is for, and when it holds most."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,8 +44,9 @@ class Memory:
         peak: all of it, at the worst moment.
         at: the path of the op that runs then.
         live: the buffers of the rest, largest first.
-        timeline: for each kernel in order its primitive, its op, and the bytes of everything that lives; of a loop those
-            of one iteration.
+        timeline: for each kernel in order its primitive, its op, and the bytes of everything that lives, in all and by kind
+            (``parameter``, ``optimizer``, ``input``, ``gradient``, ``activation``, ``temporary``); of a loop those of one
+            iteration.
     """
 
     parameters: int
@@ -78,11 +80,17 @@ def memory_of(graph: Graph, flat: FlatProgram, donated: bool = True) -> Memory:
     for tensor, var in zip(tensors, flat.inputs, strict=True):
         held[kinds[tensor]] += nbytes(var)
     arguments = sum(held.values())
-    found = lifetimes(block, _in_place(graph, flat, blocks) if donated else {})
+    over = _in_place(graph, flat, blocks) if donated else {}
     variables = {value: var for var, value in blocks.values.items()}
-    live = tuple(_described(graph, flat, kinds, value, variables.get(value)) for value in found.live)
+
+    @functools.cache
+    def describe(value: Value) -> LiveTensor:
+        return _described(graph, flat, kinds, value, variables.get(value))
+
+    found = lifetimes(block, over, lambda value: describe(value).kind)
+    live = tuple(map(describe, found.live))
     gradients, activations = (sum(t.nbytes for t in live if t.kind == kind) for kind in ("gradient", "activation"))
-    timeline = tuple(Moment(m.name, m.op, arguments + m.nbytes) for m in found.timeline)
+    timeline = tuple(Moment(m.name, m.op, arguments + m.nbytes, {**held, **m.kinds}) for m in found.timeline)
     return Memory(
         held["parameter"], held["optimizer"], held["input"],
         gradients, activations, found.peak - gradients - activations,

@@ -30,6 +30,7 @@ class OpCost:
         seconds: of computing; None where the cluster does not say what its devices are.
         sent: what is moved in front of it: bytes that each device sends.
         sending: seconds of that.
+        launches: kernels.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class OpCost:
     seconds: float | None
     sent: float = 0.0
     sending: float = 0.0
+    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ class Cost:
         """Of all products, on each device."""
         return sum(op.flops for op in self.by_op.values())
 
+    @property
+    def launches(self) -> int:
+        """Kernels and collectives of each device."""
+        kernels = sum(op.launches for op in self.by_op.values())
+        return kernels + sum(count for count, _ in self.sent.kinds.values())
+
     @cached_property
     def seconds(self) -> Seconds:
         known = [op.seconds for op in self.by_op.values() if op.seconds is not None]
@@ -107,7 +115,7 @@ class Cost:
         seconds = {**asdict(self.seconds), "total": self.seconds.total}
         return {
             "plan": self.plan, "devices": self.num_devices, "cluster": self.cluster.name, "seconds": seconds,
-            "flops": self.flops, "sent": asdict(self.sent), "memory": memory, "fits": self.fits,
+            "flops": self.flops, "launches": self.launches, "sent": asdict(self.sent), "memory": memory, "fits": self.fits,
             "by_op": {path: asdict(op) for path, op in self.by_op.items()},
         }  # fmt: skip
 
@@ -187,8 +195,9 @@ def _by_op(step: StepPlan, moved: Mapping[str, Traffic], cluster: Cluster) -> di
         sent = moved.get(task.op.path, none)
         seconds = None if cluster.device is None else times * work.seconds(cluster.device)
         table[task.op.path] = OpCost(
-            task.op.kind, times * work.flops, times * work.read, times * work.written, seconds, sent.total, sent.seconds
-        )
+            task.op.kind, times * work.flops, times * work.read, times * work.written, seconds, sent.total, sent.seconds,
+            times * work.launches,
+        )  # fmt: skip
     return table
 
 

@@ -49,6 +49,10 @@ class Work:
         return sum(k.times * n for k in self.kernels for unit, n in k.flops if unit != "vector")
 
     @property
+    def launches(self) -> int:
+        return sum(k.times for k in self.kernels)
+
+    @property
     def read(self) -> int:
         return sum(k.times * k.read for k in self.kernels)
 

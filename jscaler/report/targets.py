@@ -67,6 +67,11 @@ def described_devices(cluster: str | os.PathLike[str] | Cluster) -> list[Device]
     return list(_devices(found.hosts, found.devices_per_host, device_kind(found)))
 
 
+def plugin_installed() -> bool:
+    """Whether JAX's CUDA plugin is installed, which describes devices."""
+    return any(map(_installed, _PLUGINS))
+
+
 def device_kind(cluster: Cluster) -> DeviceKind:
     """What a cluster's devices are, with the cluster's memory.
 
@@ -132,7 +137,7 @@ def _without_driver() -> Iterator[None]:
 
 
 def _why_no_plugin() -> str:
-    if not any(_installed(name) for name in _PLUGINS):
+    if not plugin_installed():
         return f"compiling for CUDA needs JAX's CUDA plugin, which is not installed: {_REMEDY}"
     return (
         "JAX's CUDA plugin is installed but did not load: JAX looked for plugins before this call and found no driver. "

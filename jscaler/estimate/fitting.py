@@ -1,0 +1,219 @@
+"""``jscaler.fit``: which plans fit into a device's memory, and what each costs beside computing the step once.
+
+Nothing is compiled: peaks are those of ``jscaler.cost``, within about 15 % of what XLA allocates.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jscaler.cost import Cluster, find_cluster
+from jscaler.errors import DeviceError, JscalerError, PlanWarning
+from jscaler.estimate.query import Cost, cost
+from jscaler.ir import Graph
+from jscaler.plans import by_name
+from jscaler.plans.ladder import Rung, ladder
+
+GraphOf = Callable[[bool], Graph]  # whether the model computes its layers again -> the step's graph
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A plan that was tried.
+
+    Attributes:
+        rung: the plan.
+        cost: what it costs; None where it is not legal for the step.
+        why: why it is not legal; or what it was warned of.
+        flops_ratio: FLOPs of all devices, as a multiple of the step's on one device.
+        compiled_peak: bytes that XLA allocates on a device; None where nobody has asked.
+    """
+
+    rung: Rung
+    cost: Cost | None
+    why: str = ""
+    flops_ratio: float = 1.0
+    compiled_peak: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a device, as well as they are known."""
+        assert self.cost is not None
+        return self.cost.memory.peak if self.compiled_peak is None else self.compiled_peak
+
+    @property
+    def headroom(self) -> int:
+        """Bytes that are left at the peak; negative where it does not fit."""
+        assert self.cost is not None
+        return self.cost.cluster.memory - self.peak
+
+    @property
+    def fits(self) -> bool:
+        return self.cost is not None and self.headroom >= 0
+
+    @property
+    def price(self) -> tuple[float, float, int]:
+        """What the ladder is ordered by: extra FLOPs (to the percent), bytes that a device sends, launches."""
+        assert self.cost is not None
+        return round(self.flops_ratio, 2), self.cost.sent.total, self.cost.launches
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, the parts of the peak included."""
+        record: dict[str, Any] = {"plan": self.rung.plan, "remat": self.rung.remat, "fits": self.fits, "why": self.why}
+        if self.cost is None:
+            return record
+        memory, moved = self.cost.memory, self.cost.by_op.values()
+        parts = ("parameters", "optimizer", "inputs", "gradients", "activations", "temporaries")
+        return record | {
+            "peak": self.peak, "predicted_peak": memory.peak, "compiled_peak": self.compiled_peak,
+            "headroom": self.headroom, "at": memory.at, "memory": {part: getattr(memory, part) for part in parts},
+            "flops": self.cost.flops, "flops_ratio": self.flops_ratio, "sent": self.cost.sent.total,
+            "moved": sum(op.read + op.written for op in moved), "launches": self.cost.launches,
+            "seconds": self.cost.seconds.total,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was tried, in the order of the ladder.
+
+    Attributes:
+        cluster: whose devices' memory it is about.
+        chosen: of what fits the cheapest: in extra FLOPs, then in bytes sent, then in launches; None if nothing does.
+    """
+
+    cluster: Cluster
+    tried: tuple[Tried, ...]
+
+    @property
+    def chosen(self) -> Tried | None:
+        return min((one for one in self.tried if one.fits), key=lambda one: one.price, default=None)
+
+    @property
+    def smallest(self) -> Tried | None:
+        """What needs least memory; None where no plan is legal."""
+        return min((one for one in self.tried if one.cost is not None), key=lambda one: one.peak, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; ``chosen`` is a position in ``tried``."""
+        chosen = self.chosen
+        return {
+            "target": self.cluster.name, "devices": self.cluster.num_devices, "capacity": self.cluster.memory,
+            "fits": chosen is not None, "chosen": None if chosen is None else self.tried.index(chosen),
+            "tried": [one.as_json() for one in self.tried],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        from jscaler.report.fit_text import as_text  # report stands right of this package
+
+        return as_text(self)
+
+
+def fit(
+    graph: Graph,
+    cluster: Cluster | str | os.PathLike[str],
+    plans: Iterable[str] | None = None,
+    *,
+    every: bool = False,
+    donated: bool = True,
+) -> Fit:
+    """Try plans from the cheapest to the most drastic until one fits into the memory of ``cluster``'s devices.
+
+    Args:
+        graph: a train step's, ``train_step.graph(state, batch)``.
+        cluster: a `Cluster`, a name (``"V100-32GB"``, ``"8xH100-80GB"``) or a .toml file.
+        plans: what to try, in this order; by default the ladder of `jscaler.plans.ladder`, as far as plans make it.
+        every: whether to try all of them.
+        donated: whether the step updates its state in place.
+
+    Returns:
+        What was tried. Plans that are not legal for the step say why.
+
+    Raises:
+        DeviceError: the cluster does not say how much memory its devices have.
+        UnknownNameError: no cluster or plan has the name.
+        PlanError: a plan's arguments are not those that it takes.
+
+    Example:
+        >>> found = jscaler.fit(train_step.graph(state, batch), "V100-32GB")  # doctest: +SKIP
+        >>> found.chosen.rung.plan, found.chosen.headroom  # doctest: +SKIP
+    """
+    on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster)))
+    known = [rung for rung in ladder(on.num_devices, batch_size(graph)) if not rung.remat]
+    rungs = known if plans is None else [Rung(text) for text in plans]
+    found = []
+    for tried in climb(lambda remat: graph, on, rungs, donated=donated):
+        found.append(tried)
+        if tried.fits and not every:
+            break
+    return Fit(on, tuple(found))
+
+
+def with_memory(cluster: Cluster) -> Cluster:
+    """``cluster``; raises DeviceError if it does not say how much memory a device has."""
+    if not cluster.memory:
+        raise DeviceError(
+            f"cluster '{cluster.name}' does not say how much memory its devices have; give one that does, such as "
+            "V100-32GB or 8xH100-80GB"
+        )
+    return cluster
+
+
+def batch_size(graph: Graph) -> int:
+    """How many sequences a step takes: the size of dim 0 of its batch; 1 where no input is called so."""
+    sizes = [t.shape[0] for t in graph.inputs if t.name.partition("/")[0] == "batch" and t.shape]
+    return math.gcd(*sizes) or 1
+
+
+def climb(
+    graph_of: GraphOf,
+    cluster: Cluster,
+    rungs: Sequence[Rung],
+    *,
+    donated: bool = True,
+    progress: Callable[[str], Any] = lambda stage: None,
+) -> Iterator[Tried]:
+    """Each rung tried when it is asked for.
+
+    Args:
+        graph_of: the step's graph, of the model as it is or with its layers computed again; asked for once each.
+        progress: is told each stage before it begins.
+
+    Raises:
+        UnknownNameError, PlanError: a rung is no plan; nothing has been tried then.
+    """
+    for rung in rungs:
+        by_name(rung.plan)
+    graphs: dict[bool, Graph] = {}
+
+    def graph(remat: bool) -> Graph:
+        if remat not in graphs:
+            graphs[remat] = graph_of(remat)
+        return graphs[remat]
+
+    progress("capturing the step")
+    alone = replace(cluster, hosts=1, devices_per_host=1)
+    base = cost(graph(False), "single", alone, donated=donated)
+    for rung in rungs:
+        progress(f"estimating {rung}")
+        if cluster.num_devices == 1 and rung == Rung("single"):
+            yield Tried(rung, base)
+            continue
+        yield _tried(lambda remat=rung.remat: graph(remat), rung, cluster, base, donated)
+
+
+def _tried(graph: Callable[[], Graph], rung: Rung, cluster: Cluster, base: Cost, donated: bool) -> Tried:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        try:
+            found = cost(graph(), rung.plan, cluster, donated=donated)
+        except JscalerError as error:
+            return Tried(rung, None, f"{type(error).__name__}: {error}")
+    for other in (w for w in caught if not issubclass(w.category, PlanWarning)):
+        warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    said = "; ".join(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, PlanWarning)))
+    ratio = found.flops * found.num_devices / base.flops if base.flops else 1.0
+    return Tried(rung, found, said, ratio)
