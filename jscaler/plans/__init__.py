@@ -40,7 +40,7 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
     Args:
         name: a built-in plan, ``"data_parallel"``, with arguments if wanted, ``"megatron(dp=2, tp=4)"``; or a function
             in a file: ``"path.py:function"`` is a policy, ``"path.py:function(parts=2)"`` returns one; or a saved plan,
-            ``"path.json"``.
+            ``"path.json"``. A plan may be an argument of a plan.
 
     Raises:
         UnknownNameError: no plan, argument, or function in the file, has that name.
@@ -53,10 +53,23 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
     path, _, function = called.rpartition(":")
     if path.endswith(".py"):
         found = _from_file(Path(path), function)
-        return found if arguments is None else arguments.call(found)
-    if called not in PLANS:
-        raise UnknownNameError("plan", called, PLANS, "; a policy of your own is path.py:function, a saved plan path.json")
-    return (arguments or PlanCall(called)).call(PLANS[called])
+        return found if arguments is None else arguments.call(found, _inner)
+    return _made(arguments or PlanCall(called))
+
+
+def _made(call: PlanCall) -> Callable[..., Any]:
+    if call.name not in PLANS:
+        hint = "; a policy of your own is path.py:function, a saved plan path.json"
+        raise UnknownNameError("plan", call.name, PLANS, hint)
+    return call.call(PLANS[call.name], _inner)
+
+
+def _inner(plan: PlanCall | str) -> Callable[..., Any]:
+    """The policy of a plan that is an argument of another."""
+    found = _made(plan) if isinstance(plan, PlanCall) else by_name(plan)
+    if isinstance(found, Plan):
+        raise PlanError(f"the saved plan '{plan}' is finished: no other plan can add to it; give a policy")
+    return found
 
 
 def _from_file(path: Path, function: str) -> Callable[..., Any]:

@@ -1,4 +1,7 @@
-"""A plan's name with arguments, as a person types it: ``megatron(dp=2, tp=4)``. Literals only; nothing is evaluated."""
+"""A plan's name with arguments, as a person types it: ``megatron(dp=2, tp=4)``, ``recompute_layers(zero3())``.
+
+Literals, and plans as arguments of plans; nothing is evaluated.
+"""
 
 import ast
 import inspect
@@ -8,17 +11,23 @@ from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError
 
+INNER = "plan"  # what an argument is called that takes another plan
+
 
 @dataclass(frozen=True)
 class PlanCall:
-    """A plan's name and its arguments."""
+    """A plan's name and its arguments, plans among them."""
 
     name: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def call(self, factory: Callable[..., Any]) -> Any:
+    def call(self, factory: Callable[..., Any], inner: Callable[["PlanCall | str"], Any] | None = None) -> Any:
         """``factory`` with these arguments.
+
+        Args:
+            inner: makes the policy of a plan that is an argument itself: of the argument ``plan``, which also takes text,
+                as ``"path.py:function"`` is no literal otherwise.
 
         Raises:
             UnknownNameError: it has no such argument.
@@ -33,6 +42,11 @@ class PlanCall:
             bound = signature.bind(*self.args, **self.kwargs)
         except TypeError as error:
             raise PlanError(f"plan '{self.name}': {error}; its arguments are {', '.join(names) or 'none'}") from error
+        for name, value in bound.arguments.items():
+            if name == INNER and inner is not None and isinstance(value, (PlanCall, str)):
+                bound.arguments[name] = inner(value)
+            elif isinstance(value, PlanCall):
+                raise PlanError(f"plan '{self.name}': its argument '{name}' takes no plan, such as '{value.name}'")
         return factory(*bound.args, **bound.kwargs)
 
 
@@ -40,11 +54,13 @@ def parse_call(text: str) -> tuple[str, PlanCall | None]:
     """The name in ``text``, and its arguments if it has parentheses.
 
     Raises:
-        PlanError: what is in the parentheses is no list of literals.
+        PlanError: what is in the parentheses is no list of literals and plans.
 
     Example:
         >>> parse_call("megatron(dp=2, tp=4)")
         ('megatron', PlanCall(name='megatron', args=(), kwargs={'dp': 2, 'tp': 4}))
+        >>> parse_call("recompute_layers(zero3(), every=2)")[1].args
+        (PlanCall(name='zero3', args=(), kwargs={}),)
     """
     name, opening, rest = text.strip().partition("(")
     if not opening:
@@ -53,12 +69,22 @@ def parse_call(text: str) -> tuple[str, PlanCall | None]:
         call = ast.parse(f"plan({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError("more than one pair of parentheses")
-        args = tuple(map(ast.literal_eval, call.args))
-        kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg is not None}
-        if len(kwargs) < len(call.keywords):
-            raise ValueError("** is no argument")
+        return name.strip(), _plan_call(name.strip(), call)
     except (SyntaxError, ValueError) as error:
         raise PlanError(
-            f"cannot read the plan '{text}': write its arguments as literals, such as megatron(dp=2, sequence=True)"
+            f"cannot read the plan '{text}': write its arguments as literals, such as megatron(dp=2, sequence=True), or as "
+            "plans with parentheses, such as recompute_layers(zero3())"
         ) from error
-    return name.strip(), PlanCall(name.strip(), args, kwargs)
+
+
+def _plan_call(name: str, call: ast.Call) -> PlanCall:
+    kwargs = {str(k.arg): _value(k.value) for k in call.keywords if k.arg is not None}
+    if len(kwargs) < len(call.keywords):
+        raise ValueError("** is no argument")
+    return PlanCall(name, tuple(map(_value, call.args)), kwargs)
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _plan_call(node.func.id, node)
+    return ast.literal_eval(node)

@@ -7,6 +7,7 @@ import pytest
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.plans import by_name
 from jscaler.plans.parse import PlanCall, parse_call
+from jscaler.primitives import Plan
 
 
 def test_arguments_are_literals() -> None:
@@ -19,7 +20,8 @@ def test_arguments_are_literals() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["megatron(dp=two)", "megatron(dp=2", "megatron(**{})", "megatron(1)(2)", "single(print())"]
+    "text",
+    ["megatron(dp=two)", "megatron(dp=2", "megatron(**{})", "megatron(1)(2)", "single(os.getcwd())", "single([single()])"],
 )
 def test_nothing_is_evaluated(text: str) -> None:
     with pytest.raises(PlanError, match="write its arguments as literals"):
@@ -33,6 +35,23 @@ def test_names_that_nothing_carries() -> None:
         by_name("megatron(dpp=2)")
     with pytest.raises(PlanError, match="too many positional arguments; its arguments are none"):
         by_name("single(1)")
+
+
+def test_a_plan_is_an_argument_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def around(plan, times=1):\n    return plan, times\ndef policy(graph, devices): ...\n")
+    policy, times = by_name(f"{file}:around(megatron(dp=2, tp=4), times=3)")
+    assert (policy.__name__, times) == ("megatron", 3)
+    assert by_name(f"{file}:around(plan='{file}:policy')")[0].__name__ == "policy"
+    with pytest.raises(UnknownNameError, match="plan named 'print'"):
+        by_name(f"{file}:around(print())")
+    with pytest.raises(PlanError, match="its argument 'times' takes no plan, such as 'single'"):
+        by_name(f"{file}:around(single(), times=single())")
+    with pytest.raises(PlanError, match="too many positional arguments"):
+        by_name(f"{file}:around(single(1))")
+    monkeypatch.setattr("jscaler.plans.Plan.load", lambda name: Plan(name, 1))
+    with pytest.raises(PlanError, match=r"the saved plan 'a\.json' is finished"):
+        by_name(f"{file}:around('a.json')")
 
 
 def test_a_file_may_hold_a_policy_or_what_makes_one(tmp_path: Path) -> None:
