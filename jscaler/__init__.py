@@ -8,6 +8,7 @@ from jscaler.capture.user_op import op
 from jscaler.compiled import Compiled, Lowered
 from jscaler.errors import (
     CaptureError,
+    CaptureWarning,
     DataError,
     DeviceError,
     JscalerError,
@@ -31,7 +32,8 @@ from jscaler.verification import verify, verify_rule
 __version__ = "0.1.0"
 
 __all__ = [
-    "CaptureError", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "Fit", "JscalerError", "Lowered", "OpRule",
+    "CaptureError", "CaptureWarning", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "Fit", "JscalerError",
+    "Lowered", "OpRule",
     "OrderError", "Parallelized", "Plan", "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix",
     "Replicate", "RuleError", "Split", "SplitError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning",
     "VerificationError", "cost", "fit", "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad",

@@ -123,5 +123,9 @@ class PlanWarning(UserWarning):
     """A step's plan is not the one that was asked for: the policy did not fit, and the plan was filled in."""
 
 
+class CaptureWarning(UserWarning):
+    """Something of the step is captured as near as it can be, and not quite as it was written."""
+
+
 class UnknownPrimitiveWarning(UserWarning):
     """A primitive without a rule: ops that contain it are replicated, never split."""

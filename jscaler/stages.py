@@ -29,6 +29,7 @@ from jscaler.materialize import Completed, Layout, complete
 from jscaler.materialize.shards import stored_leaves
 from jscaler.primitives import Order, Plan, Store, fused, make_plan
 from jscaler.primitives.fits import check_fits
+from jscaler.primitives.recompute import with_regions
 from jscaler.primitives.reopen import reopen
 from jscaler.report.explain import SECTIONS, Section, explain
 from jscaler.report.step_report import StepReport, step_report
@@ -163,7 +164,7 @@ def transform(
 
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:
     """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
-    graph = fused(captured.graph, plan, captured.bodies)
+    graph = with_regions(fused(captured.graph, plan, captured.bodies), plan)
     source = with_backward_bodies(graph, captured.bodies, plan.residuals, plan.split_factors)
     graph, in_space = timed(recompute(source, captured.bodies), plan, captured.rules, captured.bodies)
     reopened = reopen(graph, in_space, captured.rules, captured.bodies)

@@ -15,6 +15,7 @@ from jscaler.capture.module_scopes import with_module_scopes
 from jscaler.capture.names import PathNames, common_root, function_name
 from jscaler.capture.opening import hoist_numbers, opens, scan_parts
 from jscaler.capture.residuals import default_residuals
+from jscaler.capture.saveable import Policy, saved_values, saves_all
 from jscaler.capture.trace import TaggedEquation, Trace
 from jscaler.ir import Carry, GradientCall, Graph, Loop, Op, PTensor, Stacked
 from jscaler.ir.graph import RuleSource
@@ -52,10 +53,11 @@ def build_graph(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an op stands: in which loop, and in which checkpointed regions."""
+    """Where an op stands: in which loop, and in which checkpointed regions; the outermost's ``policy`` says what is saved."""
 
     loop: str | None = None
     remat: tuple[Region, ...] = ()
+    policy: Policy | None = None
 
 
 class _Builder:
@@ -76,6 +78,7 @@ class _Builder:
         results |= {v for c in step.calls for v in (c.loss, *c.wrt) if isinstance(v, core.Var)}
         self.read_outside = _readers_outside(self.fragments, results)
         self.place = _Place()
+        self.kept: set[core.Var] = set()  # what checkpoint policies save
 
     def run(self) -> None:
         last = {f.call: i for i, f in enumerate(self.fragments) if f.call is not None}
@@ -110,7 +113,7 @@ class _Builder:
             self.tensors[var] = PTensor(f"{name}:carry{i}", var.aval)
         for var, stack in zip(slices, stacks, strict=True):
             self.tensors[var] = PTensor(self.names.unique(f"{stack.name}@{name}"), var.aval)
-        outer, self.place = self.place, _Place(name, self.place.remat)
+        outer, self.place = self.place, dataclasses.replace(self.place, loop=name)
         args, before = [*parts.consts, *variables], len(self.ops)
         returned = self._block(parts.body, parts.body_consts, args, eqn, fragment.call, f"{name}/out")
         if returned and len(self.ops) == before:  # a loop has at least one op to stand in the graph by
@@ -142,8 +145,10 @@ class _Builder:
     def _open_remat(self, fragment: Fragment, eqn: core.JaxprEqn) -> None:
         inner, consts = inner_jaxpr(eqn)
         name = self.names.unique("/".join(p for p in (self._scope(fragment), "remat") if p))
-        outer = self.place
-        self.place = dataclasses.replace(outer, remat=(*outer.remat, Region(name, outer.loop)))
+        outer, policy = self.place, eqn.params.get("policy")
+        if not saves_all(policy, inner.eqns):
+            remat = (*outer.remat, Region(name, outer.loop))
+            self.place = dataclasses.replace(outer, remat=remat, policy=outer.policy if outer.remat else policy)
         results = self._block(inner, consts, list(eqn.invars), eqn, fragment.call, f"{name}/out")
         self.place = outer
         self.tensors.update(zip(eqn.outvars, results, strict=True))
@@ -164,8 +169,10 @@ class _Builder:
         equations = hoist_numbers(live_equations(inliner.eqns, outs), constants)
         self._add_constants(constants)
         tagged = tuple(TaggedEquation(e, call) for e in equations)
-        found, self.generated = fragments(Trace((), (), tagged, (), tuple(outs), 0, body), self.generated)
-        self.read_outside |= _readers_outside(found, {v for v in outs if isinstance(v, core.Var)})
+        saved = saved_values(self.place.policy, equations)
+        self.kept |= saved.kept
+        found, self.generated = fragments(Trace((), (), tagged, (), tuple(outs), 0, body), self.generated, saved.ends)
+        self.read_outside |= _readers_outside(found, {v for v in (*outs, *saved.ends) if isinstance(v, core.Var)})
         for fragment in found:
             self._add(fragment)
         return [self._made(atom, f"{label}{i}", call) for i, atom in enumerate(outs)]
@@ -232,7 +239,8 @@ class _Builder:
         body = self.bodies.intern(make_jaxpr(full, invars, outvars, self.step.source))
         outputs = tuple(self.tensors[v] for v in outvars)
         op = Op(path, self._kind(fragment.call), inputs, outputs, body, eqns[0].source_info, fragment.call)
-        return self._placed(dataclasses.replace(op, residuals=default_residuals(op)))
+        kept = tuple(self.tensors[v] for v in outvars if v in self.kept)
+        return self._placed(dataclasses.replace(op, residuals=default_residuals(op), kept=kept))
 
     def _with_generated(self, eqns: Sequence[core.JaxprEqn], outvars: Sequence[Atom]) -> list[core.JaxprEqn]:
         """``eqns`` behind copies of the input-free equations that they or ``outvars`` read, dead ones dropped."""

@@ -10,7 +10,7 @@ fragment only if everything else it reads lies on lower levels.
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jax.extend import core
@@ -61,18 +61,20 @@ class Fragment:
 
 
 def fragments(
-    step: Trace, generated: Mapping[core.Var, core.JaxprEqn] | None = None
+    step: Trace,
+    generated: Mapping[core.Var, core.JaxprEqn] | None = None,
+    ends: Set[core.Var] = frozenset(),
 ) -> tuple[list[Fragment], dict[core.Var, core.JaxprEqn]]:
     """The fragments of ``step`` in an order that respects their dependencies, and the equations to be copied.
 
     What reads a gradient comes after the whole forward program of its call, since autodiff comes between the two.
-    ``generated`` are input-free equations of the program around a body.
+    ``generated`` are input-free equations of the program around a body; what makes one of ``ends`` ends its fragment.
     """
-    builder = _Builder(step)
+    builder = _Builder(step, ends)
     builder.generated.update(generated or {})
     for index, tagged in enumerate(step.equations):
         builder.add(index, tagged)
-    builder.merge_preparations(step.outvars)
+    builder.merge_preparations((*step.outvars, *ends))
     return _topological(builder.fragments, builder.home, step.calls), builder.generated
 
 
@@ -83,7 +85,8 @@ def scope_of(eqn: core.JaxprEqn) -> str:
 
 
 class _Builder:
-    def __init__(self, step: Trace):
+    def __init__(self, step: Trace, ends: Set[core.Var] = frozenset()):
+        self.ends = ends
         self.fragments: list[Fragment] = []
         self.home: dict[core.Var, Fragment] = {}
         self.readers: dict[core.Var, list[Fragment]] = {}
@@ -111,7 +114,7 @@ class _Builder:
                 self.readers[var].append(fragment)
         name = eqn.primitive.name
         full_reduction = name.startswith("reduce_") and name != "reduce_precision" and not shape(eqn.outvars[0])
-        fragment.closed = name in CONTRACTIONS or name in ALONE or full_reduction
+        fragment.closed = name in CONTRACTIONS or name in ALONE or full_reduction or not self.ends.isdisjoint(eqn.outvars)
         if call is not None:
             self.call_level[call] = max(self.call_level.get(call, 0), fragment.level)
 

@@ -1,4 +1,4 @@
-"""Checkpointed regions are computed again: the region's backward ops read clones of its forward ops.
+"""Regions of ops are computed again: the region's backward ops read clones of its forward ops.
 
     forward    x ──► f ──► h ──► g ──► y            only x is kept
     backward   x ──► f' ─► h' ──────┐
@@ -8,12 +8,15 @@ Outside a loop, all that the clones and the backward ops read passes one fence (
 and cotangents), so that nobody merges the clones with the forward ops, or runs them early. In the backward of a loop,
 clones stand in another body than the forward ops, and read what is saved for each iteration: the region's inputs.
 
-A region inside another is part of the outer one. What a checkpoint ``policy`` would save is computed again too.
+A region is what the user checkpointed (``jax.checkpoint``, ``nn.remat``) or what a plan selects (``graph.recompute``). Its
+results are saved for whoever else reads them; what it keeps (``op.kept``) is saved too, and then clones and backward ops
+read that. Clones that nobody reads vanish. A region inside another is part of the outer one.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from jax import lax
 
@@ -45,42 +48,95 @@ def with_fence_body(op: Op, bodies: BodyTable) -> Op:
     return dataclasses.replace(op, body=body)
 
 
-def _expanded(graph: Graph, region: Region) -> Graph:
-    forward = [op for op in graph.ops if op.forward is None and op.remat[:1] == (region,)]
+@dataclass(frozen=True)
+class _Parts:
+    """What a region is made of.
+
+    Attributes:
+        forward: its ops; the loops among them are ``inner``.
+        first, last: between which of the graph's ops its backward stands.
+        backward: the ops there that belong to it: backwards of its ops, and joins of what these make; with the loops below.
+        depth: how many loops are around it.
+    """
+
+    forward: tuple[Op, ...]
+    inner: tuple[str, ...]
+    first: int
+    last: int
+    backward: tuple[Op, ...]
+    below: tuple[str, ...]
+    depth: int
+
+    @property
+    def kept(self) -> set[PTensor]:
+        """What is saved; an op all of whose results are kept keeps the residuals of its backward too."""
+        found = {t for op in self.forward for t in op.kept}
+        for op in self.forward:
+            results = [t for t in op.outputs if t.role != "residual"]
+            if results and all(t in found for t in results):
+                found.update(op.outputs)
+        return found
+
+
+def _parts(graph: Graph, region: Region) -> _Parts | None:
+    """The parts of a region; None where no gradient flows through it."""
+    forward = tuple(op for op in graph.ops if op.forward is None and op.remat[:1] == (region,))
     places = [i for i, op in enumerate(graph.ops) if op.forward is not None and op.forward.remat[:1] == (region,)]
     if not places:
-        return graph
+        return None
     depth = len(chain_of(region.loop, graph.loops))
     first, last = _whole_loops(graph, places[0], places[-1] + 1, depth)
-    backward = graph.ops[first:last]
     inner = _loops_below(forward, depth, graph.loops)
-    names = {name: name + AGAIN for name in inner}
+    below = [n for n in _loops_below(graph.ops[first:last], depth, graph.loops) if graph.loops[n].forward in inner]
+    made = {t for name in below for t in (*graph.loops[name].inner, *graph.loops[name].results)}
+    backward: list[Op] = []
+    for i, op in enumerate(graph.ops[first:last], first):
+        joins = op.forward is None and op.again is None and op.anywhere != "fence" and any(t in made for t in op.inputs)
+        if i in places or joins or any(name in below for name in chain_of(op.loop, graph.loops)):
+            backward.append(op)
+            made.update(op.outputs)
+    return _Parts(forward, tuple(inner), first, last, tuple(backward), tuple(below), depth)
+
+
+def _expanded(graph: Graph, region: Region) -> Graph:
+    parts = _parts(graph, region)
+    if parts is None:
+        return graph
+    names = {name: name + AGAIN for name in parts.inner}
     if region.loop is not None:
-        names[region.loop] = chain_of(backward[0].loop, graph.loops)[depth - 1]
-    made = [t for op in forward for t in op.outputs]
-    made += [t for name in inner for t in (*graph.loops[name].inner, *graph.loops[name].results)]
+        names[region.loop] = chain_of(graph.ops[parts.first].loop, graph.loops)[parts.depth - 1]
+    made = [t for op in parts.forward for t in op.outputs]
+    made += [t for name in parts.inner for t in (*graph.loops[name].inner, *graph.loops[name].results)]
     again: Tensors = {t: PTensor(t.name + AGAIN, t.aval) for t in made}
-    below = _loops_below(backward, depth, graph.loops)
+    table = {t: new for t, new in again.items() if t not in parts.kept}
     fence: list[Op] = []
-    table = again
     if region.loop is None:
-        own = {t for op in backward for t in op.outputs} | set(again)
-        own |= {t for name in below for t in (*graph.loops[name].inner, *graph.loops[name].results)}
-        reads = [t for op in (*forward, *backward) for t in op.inputs]
-        for name in (*inner, *below):
-            reads += [*graph.loops[name].operands, *graph.loops[name].returned]
-        outside = [t for t in dict.fromkeys(reads) if t not in own]
-        fenced = {t: PTensor(f"{t.name}@fence@{region.name}", t.aval, t.role) for t in outside}
-        results = tuple(fenced.values())
-        fence = [Op(f"{region.name}@fence", "backward", tuple(outside), results, call=forward[0].call, anywhere="fence")]
-        table = {**again, **fenced}
-    clones = [_clone(op, table, names) for op in forward]
+        fence = [_fence(graph, region, parts, table)]
+        table |= dict(zip(fence[0].inputs, fence[0].outputs, strict=True))
+    clones = [_clone(op, again, table, names) for op in parts.forward]
     loops = dict(graph.loops)
-    loops |= {name: loop.renamed(table, table) for name in below for loop in (graph.loops[name],)}
-    loops |= {names[name]: _clone_loop(graph.loops[name], table, names) for name in inner}
-    renamed = [op.renamed(table) for op in backward]
-    ops = (*graph.ops[:first], *fence, *clones, *renamed, *graph.ops[last:])
+    loops |= {name: loop.renamed(table, table) for name in parts.below for loop in (graph.loops[name],)}
+    loops |= {names[name]: _clone_loop(graph.loops[name], table, names) for name in parts.inner}
+    own = {op.path for op in parts.backward}
+    renamed = [op.renamed(table) if op.path in own else op for op in graph.ops[parts.first : parts.last]]
+    ops = (*graph.ops[: parts.first], *fence, *clones, *renamed, *graph.ops[parts.last :])
     return dataclasses.replace(graph, ops=ops, loops=loops)
+
+
+def _fence(graph: Graph, region: Region, parts: _Parts, again: Mapping[PTensor, PTensor]) -> Op:
+    """A fence of all that a region and its backward read from outside: inputs, what is kept, and cotangents."""
+    between = graph.ops[parts.first : parts.last]
+    there = [*parts.inner, *_loops_below(between, parts.depth, graph.loops)]
+    inside = set(again) | {t for op in between for t in op.outputs}
+    inside |= {t for name in there for t in (*graph.loops[name].inner, *graph.loops[name].results)}
+    # what an inner loop makes is saved for each iteration, and read in another loop's: nobody could merge that
+    inside |= {t for op in parts.forward if op.loop is not None for t in op.outputs}
+    reads = [t for op in (*parts.forward, *parts.backward) for t in op.inputs]
+    for name in (*parts.inner, *parts.below):
+        reads += [*graph.loops[name].operands, *graph.loops[name].returned]
+    outside = tuple(t for t in dict.fromkeys(reads) if t not in inside)
+    fenced = tuple(PTensor(f"{t.name}@fence@{region.name}", t.aval, t.role) for t in outside)
+    return Op(f"{region.name}@fence", "backward", outside, fenced, call=parts.forward[0].call, anywhere="fence")
 
 
 def _whole_loops(graph: Graph, first: int, last: int, depth: int) -> tuple[int, int]:
@@ -101,15 +157,16 @@ def _loops_below(ops: Sequence[Op], depth: int, loops: Mapping[str, Loop]) -> li
     return list(dict.fromkeys(name for op in ops for name in chain_of(op.loop, loops)[depth:]))
 
 
-def _clone(op: Op, table: Mapping[PTensor, PTensor], names: Mapping[str, str]) -> Op:
+def _clone(op: Op, again: Tensors, table: Mapping[PTensor, PTensor], names: Mapping[str, str]) -> Op:
     return dataclasses.replace(
         op,
         path=op.path + AGAIN,
         kind="backward",
         inputs=tuple(table.get(t, t) for t in op.inputs),
-        outputs=tuple(table[t] for t in op.outputs),
+        outputs=tuple(again[t] for t in op.outputs),
         loop=names[op.loop] if op.loop is not None else None,
         remat=(),
+        kept=(),
         backward=None,
         again=op,
     )

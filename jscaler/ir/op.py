@@ -54,7 +54,7 @@ class VTensor:
 
 @dataclass(frozen=True)
 class Region:
-    """A checkpointed region (``jax.checkpoint``, ``nn.remat``), and the loop that it stands in."""
+    """What is computed again for the backward pass (``jax.checkpoint``, ``nn.remat``, a plan's), and the loop it stands in."""
 
     name: str
     loop: str | None = None
@@ -80,6 +80,7 @@ class Op:
         primal: on a forward op that saves residuals, the body it had before.
         loop: the name of the loop in whose body it stands; None outside.
         remat: the checkpointed regions it is part of, outermost first.
+        kept: those of its outputs that are saved though it lies in a checkpointed region.
         again: on an op that computes a checkpointed region again, the op that it repeats.
         saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.
         anywhere: whether it is right on whatever part lies there: ``fence``, or the ``sum`` of a loop's gradients.
@@ -101,6 +102,7 @@ class Op:
     primal: Body | None = field(default=None, compare=False, repr=False)
     loop: str | None = None
     remat: tuple[Region, ...] = field(default=(), compare=False)
+    kept: tuple[PTensor, ...] = field(default=(), compare=False, repr=False)
     again: "Op | None" = field(default=None, compare=False, repr=False)
     saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False, repr=False)
     anywhere: Literal["", "fence", "sum"] = field(default="", compare=False, repr=False)

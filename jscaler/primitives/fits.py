@@ -13,7 +13,19 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.primitives.algorithms import Chunk, GridAxis, as_split, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.made_for import OpRecord, RuleRecord
-from jscaler.primitives.plan import Assign, Fuse, Plan, ReduceDtype, SaveResiduals, Shard, Store, Trans, named_ops
+from jscaler.primitives.plan import (
+    Assign,
+    Fuse,
+    Plan,
+    Recompute,
+    ReduceDtype,
+    SaveResiduals,
+    Shard,
+    Store,
+    Trans,
+    named_ops,
+)
+from jscaler.primitives.recompute import with_region
 from jscaler.primitives.shards import check_shard
 from jscaler.primitives.stores import check_store
 
@@ -41,6 +53,8 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
                 check_shard(graph, decision, plan.num_devices, kinds)
             elif isinstance(decision, Store):
                 check_store(graph, decision, plan.num_devices)
+            elif isinstance(decision, Recompute):
+                graph = with_region(graph, decision)
             elif isinstance(decision, SaveResiduals):
                 check_residuals(graph[decision.op])
             elif isinstance(decision, ReduceDtype):

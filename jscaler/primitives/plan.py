@@ -99,6 +99,23 @@ class SaveResiduals:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """Compute forward ops again for the backward pass, as one region.
+
+    Attributes:
+        ops: in the order of the program.
+        keep: of these the ops whose results are saved, or single results by their names.
+    """
+
+    ops: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kept = f", keeping {' + '.join(self.keep)}" if self.keep else ""
+        return f"recompute {' + '.join(self.ops)}{kept}"
+
+
+@dataclass(frozen=True)
 class Shard:
     """Split the update of a parameter along a dim of it, beyond the cuts that its readers make.
 
@@ -139,7 +156,7 @@ class Store:
         return f"store     {self.leaf}({cuts}) on {parts} [{' '.join(map(str, self.devices))}]"
 
 
-Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Shard | Store
+Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Recompute | Shard | Store
 KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keeps these names for good
     "op_trans": Trans,
     "op_assign": Assign,
@@ -147,6 +164,7 @@ KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keep
     "reduce_dtype": ReduceDtype,
     "residuals": SaveResiduals,
     "fuse": Fuse,
+    "recompute": Recompute,
     "shard": Shard,
     "store": Store,
 }
@@ -156,6 +174,8 @@ def named_ops(decision: Decision) -> tuple[str, ...]:
     """The ops that a decision names; those that it fuses are no more."""
     if isinstance(decision, Order):
         return decision.before, decision.after
+    if isinstance(decision, Recompute):
+        return decision.ops
     path = decision.path if isinstance(decision, Fuse) else getattr(decision, "op", None)
     return () if path is None else (path,)
 

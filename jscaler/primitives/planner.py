@@ -21,6 +21,7 @@ from jscaler.primitives.plan import (
     Fuse,
     Order,
     Plan,
+    Recompute,
     ReduceDtype,
     SaveResiduals,
     Shard,
@@ -28,6 +29,7 @@ from jscaler.primitives.plan import (
     Trans,
     named_ops,
 )
+from jscaler.primitives.recompute import named, selected, with_region
 from jscaler.primitives.shards import check_shard
 
 
@@ -61,6 +63,8 @@ class Planner:
         self._grids: dict[str, Grid] = {}
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
         self._sharded: set[str] = set()
+        self._regions: Graph | None = None  # the graph with what is to be computed again
+        self._regions_of: Graph | None = None
         self._kinds_of: tuple[Graph, Mapping[PTensor, TensorKind]] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -282,6 +286,45 @@ class Planner:
             raise PlanError(f"'{known.path}': residuals are 'inputs' or 'saved', not {mode!r}")
         check_residuals(known)
         self._decisions.append(SaveResiduals(known.path, mode))
+
+    def recompute(self, selection: Any, keep: Any = ()) -> None:
+        """Compute forward ops again for the backward pass, instead of saving what they make.
+
+        The ops become one region: what enters it is saved, its ops run once more when the backward pass arrives, and their
+        backwards read what these clones make. So a chain of ops in one selection keeps only what enters the first; layers
+        that shall keep one activation each are one call each. Clones are placed as the originals are, so collectives
+        between them repeat, but for those of what is kept. A checkpointed region of the model's own inside the selection
+        becomes part of it; a selection inside such a region is part of that, and changes nothing.
+
+        Args:
+            selection: ops, grids, paths or shell patterns: of one gradient call and one loop body, or with all of a loop.
+            keep: of these, the ops whose results are saved (or single results, by name): what an all-reduce has made, say.
+                What an op's own backward needs beyond its results is computed again from its inputs.
+
+        Raises:
+            UnknownNameError: nothing is called so, or what is kept is not among the selected.
+            PlanError: the ops cannot be one region: another op reads some and is read by others, or a region or a loop
+                holds only some of them.
+
+        Example:
+            >>> graph.recompute("block_0/*", keep="block_0/attn/out/dot")  # doctest: +SKIP
+        """
+        if self.stored and not self.graph.calls:
+            return  # an evaluation that follows a train step: it has no backward pass
+        self.graph.require_gradient()
+        ops = selected(self.graph, selection)
+        decision = Recompute(ops, named(self.graph, ops, keep))
+        self._regions = with_region(self._marked(), decision)
+        self._decisions.append(decision)
+
+    def _marked(self) -> Graph:
+        """The graph with the regions so far; ops that are named by a decision are not fused any more."""
+        if self._regions is None or self._regions_of is not self.graph:
+            self._regions, self._regions_of = self.graph, self.graph
+            for decision in self._decisions:
+                if isinstance(decision, Recompute):
+                    self._regions = with_region(self._regions, decision)
+        return self._regions
 
     def plan(self, name: str) -> Plan:
         """The decisions so far."""

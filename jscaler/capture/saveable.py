@@ -1,0 +1,60 @@
+"""What a checkpoint policy saves: ``jax.checkpoint(policy=…)`` asks it for every equation of the region.
+
+    x ──► dot ──► a ──► tanh ──► b ──► dot ──► c        dots_saveable: a and c are kept, tanh is computed again
+          saved         again          saved
+
+An equation whose result is saved while a reader of it is not ends its op, so that the saved value has a name. Where a
+policy saves all, nothing is computed again, and there is no region.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core
+
+from jscaler.errors import CaptureWarning
+
+Policy = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Variables of a region that are saved; those that end their op are read by what is computed again."""
+
+    kept: frozenset[core.Var] = field(default=frozenset())
+    ends: frozenset[core.Var] = field(default=frozenset())
+
+
+def saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
+    """Whether ``policy`` saves the results of ``eqn``.
+
+    Warns:
+        CaptureWarning: it would have them in another memory space; they stay in the device's.
+    """
+    case = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    if hasattr(case, "dst"):  # an Offloadable; the classes of what a policy returns have no public names
+        warnings.warn(
+            f"a checkpoint policy offloads results of '{eqn.primitive.name}' from {case.src} to {case.dst}: they are saved "
+            "on the device instead; no plan moves them yet",
+            CaptureWarning,
+            stacklevel=2,
+        )
+        return True
+    return type(case).__name__ == "SaveableType" or case is True
+
+
+def saves_all(policy: Policy | None, eqns: Iterable[core.JaxprEqn]) -> bool:
+    """Whether ``policy`` saves what every one of ``eqns`` makes."""
+    return policy is not None and all(saves(policy, eqn) for eqn in eqns)
+
+
+def saved_values(policy: Policy | None, eqns: Sequence[core.JaxprEqn]) -> Saved:
+    """What ``policy`` saves of the results of ``eqns``, whose calls are inlined."""
+    if policy is None:
+        return Saved()
+    chosen = [saves(policy, eqn) for eqn in eqns]
+    kept = frozenset(v for eqn, saved in zip(eqns, chosen, strict=True) if saved for v in eqn.outvars)
+    again = {v for eqn, saved in zip(eqns, chosen, strict=True) if not saved for v in eqn.invars if isinstance(v, core.Var)}
+    return Saved(kept, kept & again)
