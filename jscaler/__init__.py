@@ -32,12 +32,8 @@ from jscaler.verification import verify, verify_rule
 __version__ = "0.1.0"
 
 __all__ = [
-<<<<<<< HEAD
     "CaptureError", "CaptureWarning", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "Fit", "JscalerError",
     "Lowered", "OpRule",
-=======
-    "CaptureError", "CaptureWarning", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "JscalerError", "Lowered", "OpRule",
->>>>>>> f93be88 (Recompute as a decision; checkpoint policies say what is saved (first part))
     "OrderError", "Parallelized", "Plan", "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix",
     "Replicate", "RuleError", "Split", "SplitError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning",
     "VerificationError", "cost", "fit", "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad",
