@@ -11,6 +11,8 @@ from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.expert_parallel import expert_parallel
 from jscaler.plans.megatron import megatron
 from jscaler.plans.parse import PlanCall, parse_call
+from jscaler.plans.recompute_layers import recompute_layers
+from jscaler.plans.selective_recompute import selective_recompute
 from jscaler.plans.sequence_parallel import sequence_parallel
 from jscaler.plans.single import single
 from jscaler.plans.spatial import spatial
@@ -31,6 +33,8 @@ PLANS: dict[str, Factory] = {
     "spatial": spatial,
     "zero1": zero1,
     "zero3": zero3,
+    "recompute_layers": recompute_layers,
+    "selective_recompute": selective_recompute,
 }
 
 
@@ -85,6 +89,6 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "sequence_parallel", "single", "spatial",
-    "tensor_parallel", "vocab_parallel", "zero1", "zero3",
+    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "recompute_layers", "selective_recompute",
+    "sequence_parallel", "single", "spatial", "tensor_parallel", "vocab_parallel", "zero1", "zero3",
 ]  # fmt: skip

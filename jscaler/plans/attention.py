@@ -1,0 +1,106 @@
+"""The cores of attention in a graph: what lies between a product of two activations and the next, with a softmax in it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jscaler.capture.jaxprs import CONTRACTIONS
+from jscaler.errors import PlanError
+from jscaler.ir import Op, PTensor
+from jscaler.ir.kinds import tensor_kinds
+
+Ops = tuple[Op, ...]
+
+
+def find_cores(graph: Any, on: Sequence[str] | None = None) -> tuple[Ops, ...]:
+    """The ops of each core, from the product of queries and keys to the product with the values.
+
+    Args:
+        on: paths or shell patterns of ops that are cores instead, those of one module and one loop together.
+
+    Raises:
+        UnknownNameError: no op is called so.
+        PlanError: there is no core.
+    """
+    if on is not None:
+        groups: dict[Any, list[Op]] = {}
+        for op in dict.fromkeys(op for pattern in on for op in graph.select(pattern)):
+            groups.setdefault((op.call, op.loop, op.path.rpartition("/")[0]), []).append(op)
+        return tuple(map(tuple, groups.values()))
+    finder = _Finder(graph)
+    cores = [core for op in graph.forward() if op.backward is not None and _normalises(op) for core in finder.around(op)]
+    if not cores:
+        raise PlanError(
+            "no softmax between two products of activations is in the graph: a fused attention (a kernel, a user's op) "
+            "keeps none of its inside; for another core, name its ops (on=...)"
+        )
+    return tuple(dict.fromkeys(cores))
+
+
+class _Finder:
+    def __init__(self, graph: Any):
+        self.graph = graph
+        kinds = tensor_kinds(graph.graph)
+        self.weights = {t for t, kind in kinds.items() if kind == "parameter"}
+        for loop in graph.loops.values():
+            self.weights |= {x.slice for x in loop.xs if x.stack in self.weights}
+        for op in graph.forward():
+            large = [t for t in op.inputs if t.shape]
+            if large and all(t in self.weights for t in large):
+                self.weights.update(op.outputs)
+
+    def around(self, softmax: Op) -> list[Ops]:
+        """The core that ``softmax`` is in; none if no products of activations are on both sides."""
+        same = [op for op in self.graph.forward() if (op.call, op.loop) == (softmax.call, softmax.loop)]
+        at = same.index(softmax)
+        below = self._reached(softmax, same[at:])
+        mixes = [op for op in below if self._mixes(op)]
+        above = self._sources(softmax, same[: at + 1][::-1])
+        scores = [op for op in above if self._mixes(op) and op is not softmax]
+        if not mixes or not scores:
+            return []
+        ends = {t for op in mixes for t in op.inputs}
+        own = set(mixes)
+        for op in reversed(below):
+            if op in own or any(t in ends for t in op.outputs):
+                own.add(op)
+                ends.update(op.inputs)
+        starts = {t for op in scores for t in op.outputs}
+        own |= set(scores)
+        for op in reversed(above):
+            if op in own or any(t in starts for t in op.inputs):
+                own.add(op)
+                starts.update(op.outputs)
+        return [tuple(op for op in same if op in own)]
+
+    def _reached(self, softmax: Op, ops: Sequence[Op]) -> list[Op]:
+        """``softmax``, and what reads its results, up to the first contractions."""
+        found, made = [], set[PTensor]()
+        for op in ops:
+            if op is softmax or any(t in made for t in op.inputs):
+                found.append(op)
+                made.update(() if _contracts(op) else op.outputs)
+        return found
+
+    def _sources(self, softmax: Op, ops: Sequence[Op]) -> list[Op]:
+        """``softmax``, and what it reads, up to the first contractions; last op first."""
+        found, wanted = [], set[PTensor]()
+        for op in ops:
+            if op is softmax or any(t in wanted for t in op.outputs):
+                found.append(op)
+                if op is softmax or not _contracts(op):
+                    wanted.update(op.inputs)
+        return found
+
+    def _mixes(self, op: Op) -> bool:
+        """Whether it is a product of activations; not of an activation and a kernel."""
+        return _contracts(op) and not any(t in self.weights for t in op.inputs if t.shape)
+
+
+def _contracts(op: Op) -> bool:
+    return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
+
+
+def _normalises(op: Op) -> bool:
+    """Whether it has what a softmax is made of: exponentials, their sum, and a quotient."""
+    names = {e.primitive.name for e in op.body.jaxpr.eqns} if op.body is not None else set()
+    return {"exp", "reduce_sum", "div"} <= names

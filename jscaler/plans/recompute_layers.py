@@ -1,0 +1,59 @@
+"""Layers that keep only what enters them, and are computed again for the backward pass, around another plan. (Chen et al.,
+Training Deep Nets with Sublinear Memory Cost, 2016.)
+
+::
+
+    forward    x ──► layer 0 ──► x1 ──► layer 1 ──► x2 ──►      x, x1, … are kept, and nothing of what lies between
+    backward        layer 0' ◄── x1 ◄── layer 1' ◄── x2 ◄──     each layer runs once more, then its backward
+
+Of a stack (``nn.scan``) every iteration keeps its carry. Of a Python loop, ``every`` layers in a row may keep one
+activation together: the longer the rows, the fewer activations are kept, and the more layers are whole at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.plans.layers import find_layers
+from jscaler.plans.single import single
+
+
+def recompute_layers(
+    plan: Callable[..., Any] | None = None,
+    every: int = 1,
+    keep: str | Sequence[str] = (),
+    on: str | Sequence[str] | None = None,
+) -> Callable[..., None]:
+    """``plan``, with every layer computed again in the backward pass.
+
+    Args:
+        plan: the policy that splits and places the ops; `single` by default.
+        every: how many layers in a row keep one activation; stacks keep one per layer.
+        keep: ops whose results are saved nevertheless, by path or shell pattern: ``"*/out/dot"``, so that what a
+            tensor-parallel all-reduce has made is not sent again.
+        on: which modules are layers, by shell patterns of their paths; by default stacks of layers, and modules with
+            numbers (``block_0``, ``blocks/0``) that hold contractions.
+
+    Raises (when the plan is made):
+        UnknownNameError: no module, or no op of a layer, is called so.
+        PlanError: nothing looks like layers, or they cannot be taken together so.
+
+    Example:
+        >>> @jscaler.parallelize(plans.recompute_layers(plans.megatron(dp=2, tp=4)), devices=8)
+        ... def train_step(state, batch): ...
+    """
+    inner = plan or single()
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        inner(graph, devices)
+        if graph.stored and not graph.calls:
+            return  # an evaluation that follows a train step has no backward pass
+        graph.require_gradient()
+        kept = {op.path for pattern in ([keep] if isinstance(keep, str) else keep) for op in graph.select(pattern)}
+        for layer in find_layers(graph, on, every):
+            if any(op.backward is not None for op in layer):
+                graph.recompute(layer, keep=[op for op in layer if op.path in kept])
+
+    policy.__name__ = "recompute_layers"
+    return policy
