@@ -53,7 +53,7 @@ def build_graph(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an op stands: in which loop and checkpointed regions; the outermost's ``policy`` says what is saved."""
+    """Where an op stands: in which loop, in which checkpointed regions; the outermost's ``policy`` says what it saves."""
 
     loop: str | None = None
     remat: tuple[Region, ...] = ()

@@ -54,7 +54,7 @@ class VTensor:
 
 @dataclass(frozen=True)
 class Region:
-    """What is computed again for the backward pass (``nn.remat``, a plan's), and the loop it stands in."""
+    """What is computed again for the backward pass (``jax.checkpoint``, ``nn.remat``, a plan's), and the loop around it."""
 
     name: str
     loop: str | None = None

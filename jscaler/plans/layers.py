@@ -57,8 +57,8 @@ def find_layers(graph: Any, on: str | Sequence[str] | None = None, every: int = 
     for series in found:
         if series.is_loop and every > 1:
             raise PlanError(
-                f"the layers of loop '{series.name}' are one body that runs {graph.loops[series.name].length} times, each of "
-                "which keeps its carry: every=1; to keep fewer, scan over groups of layers, or write the layers as a Python loop"
+                f"the layers of loop '{series.name}' are one body that runs {graph.loops[series.name].length} times and keeps "
+                "its carry: every=1; to keep fewer, scan over groups of layers, or write layers as a Python loop"
             )
         rows = [series.layers[i : i + every] for i in range(0, len(series.layers), every)]
         groups += [_closed(graph, [op for layer in row for op in layer], taken) for row in rows]
@@ -105,8 +105,8 @@ def _found(graph: Any, ops: Sequence[Op]) -> list[Series]:
             found.append(Series("/".join(key[1]), tuple(tuple(layers[number]) for number in sorted(layers))))
     if not found:
         raise PlanError(
-            "the model has no stack of layers (nn.scan), nor modules with numbers (block_0, block_1) that hold several modules "
-            "with contractions; say which modules are layers: on='encoder/*'"
+            "the model has no stack of layers (nn.scan), nor modules with numbers (block_0, block_1) that hold several "
+            "modules with contractions; say which modules are layers: on='encoder/*'"
         )
     return found
 

@@ -151,7 +151,7 @@ def _regions_around(graph: Graph, members: Sequence[Op]) -> set[Region]:
         if not own < held:
             outside = [op.path for op in graph.ops if op.path in held - own]
             raise PlanError(
-                f"{listing([p for p in own if p in held])} are computed again in region '{region.name}', and so are "
+                f"{listing([op.path for op in members if op.path in held])} are part of region '{region.name}', and so are "
                 f"{listing(outside)}, which were not selected: select all ops of that region, or ops of it alone"
             )
         around.add(region)
