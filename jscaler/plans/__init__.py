@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError
+from jscaler.plans.accumulate import accumulate
+from jscaler.plans.co_shard import co_shard
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.expert_parallel import expert_parallel
 from jscaler.plans.megatron import megatron
@@ -18,7 +20,7 @@ from jscaler.plans.single import single
 from jscaler.plans.spatial import spatial
 from jscaler.plans.tensor_parallel import tensor_parallel
 from jscaler.plans.vocab_parallel import vocab_parallel
-from jscaler.plans.zero import zero1, zero3
+from jscaler.plans.zero import zero1, zero2, zero3
 from jscaler.primitives import Plan
 
 Factory = Callable[..., Callable[..., Any]]
@@ -32,7 +34,10 @@ PLANS: dict[str, Factory] = {
     "expert_parallel": expert_parallel,
     "spatial": spatial,
     "zero1": zero1,
+    "zero2": zero2,
     "zero3": zero3,
+    "accumulate": accumulate,
+    "co_shard": co_shard,
     "recompute_layers": recompute_layers,
     "selective_recompute": selective_recompute,
 }

@@ -58,12 +58,32 @@ def zero3(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
     return _zero("zero3", batch, reduce_dtype, stored=True)
 
 
+def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
+    """`zero1`, with the gradients split too where they add up over micro-batches: they are reduced and scattered each time.
+
+    Without micro-batches that is `zero1`, whose gradients are scattered as they are made.
+
+    Args:
+        batch, reduce_dtype: as for `data_parallel`.
+
+    Raises (when the plan is made):
+        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+
+    Example:
+        >>> @jscaler.parallelize(plans.accumulate(8, plans.zero2()), devices=8, donate_argnames="state")
+        ... def train_step(state, batch): ...
+    """
+    return _zero("zero2", batch, reduce_dtype, stored=False)
+
+
 def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool) -> Callable[..., None]:
     def policy(graph: Any, devices: np.ndarray) -> None:
         table = batch_factors(graph, batch, devices.size)
         if reduce_dtype is not None:
             graph.reduce_dtype(reduce_dtype)
         shard_parameters(graph, devices, stored)
+        if name != "zero1":
+            graph.accumulation(each_time=True)
         split(graph, devices, table)
 
     policy.__name__ = name

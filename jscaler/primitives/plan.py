@@ -88,6 +88,17 @@ class ReduceDtype:
 
 
 @dataclass(frozen=True)
+class Accumulation:
+    """How gradients add up over parts in time: in which dtype, and whether devices add theirs each time or once, at last."""
+
+    dtype: str | None = None
+    each_time: bool = False
+
+    def __str__(self) -> str:
+        return f"accumulate in {self.dtype or 'their own dtype'}, reduced {'each time' if self.each_time else 'once'}"
+
+
+@dataclass(frozen=True)
 class SaveResiduals:
     """The backward of an op reads its ``inputs``, or residuals that its forward has ``saved``."""
 
@@ -156,7 +167,7 @@ class Store:
         return f"store     {self.leaf}({cuts}) on {parts} [{' '.join(map(str, self.devices))}]"
 
 
-Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Recompute | Shard | Store
+Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Recompute | Shard | Store | Accumulation
 KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keeps these names for good
     "op_trans": Trans,
     "op_assign": Assign,
@@ -167,6 +178,7 @@ KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keep
     "recompute": Recompute,
     "shard": Shard,
     "store": Store,
+    "accumulation": Accumulation,
 }
 
 
@@ -206,6 +218,11 @@ class Plan:
     def reduce_dtype(self) -> str | None:
         """The dtype in which gradients are added between devices; None for their own."""
         return next((d.dtype for d in reversed(self.decisions) if isinstance(d, ReduceDtype)), None)
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How gradients add up over parts in time."""
+        return next((d for d in reversed(self.decisions) if isinstance(d, Accumulation)), Accumulation())
 
     @property
     def residuals(self) -> dict[str, Residuals]:

@@ -16,6 +16,7 @@ from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.grid import Grid, one_in_time
 from jscaler.primitives.made_for import MadeFor
 from jscaler.primitives.plan import (
+    Accumulation,
     Assign,
     Decision,
     Fuse,
@@ -231,6 +232,21 @@ class Planner:
             PlanError: not a floating dtype.
         """
         self._decisions.append(ReduceDtype(summing_dtype(dtype)))
+
+    def accumulation(self, *, dtype: Any = None, each_time: bool | None = None) -> None:
+        """Say how gradients add up over parts in time (micro-batches); a second call changes what it names.
+
+        Args:
+            dtype: of the sums, where gradients have fewer bits; by default the gradients' own.
+            each_time: whether devices add theirs in every iteration, so that gradients of sharded parameters are held in
+                parts (ZeRO's second stage); by default once, behind the last.
+
+        Raises:
+            PlanError: not a floating dtype.
+        """
+        before = next((d for d in reversed(self._decisions) if isinstance(d, Accumulation)), Accumulation())
+        name = summing_dtype(dtype) if dtype is not None else before.dtype
+        self._decisions.append(Accumulation(name, before.each_time if each_time is None else each_time))
 
     def shard(self, leaf: PTensor | str, dim: int, devices: Any, *, stored: bool = False) -> None:
         """Split the update of a parameter, and with it the optimizer's state, over devices that hold copies of it.

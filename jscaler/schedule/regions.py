@@ -48,12 +48,14 @@ class Regions:
         graph: the graph.
         parts: what the ops do for one part; grows by the ops that go on with parts though no plan splits them.
         follow: how an op that no plan splits goes on with the parts that it reads, if it can.
+        closed: loops that do not run part by part as a whole.
         forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
     """
 
     graph: Graph
     parts: dict[str, OpPart]
     follow: Callable[[Op, Mapping[PTensor, Form]], OpPart | None]
+    closed: Set[str] = frozenset()
     forms: dict[PTensor, Form] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +65,6 @@ class Regions:
         """``items`` in an order in which every region stands together; runs of what is in none between them."""
         nodes: list[_Node] = []
         maker: dict[PTensor, int] = {}
-        parent: list[int] = []
         for item in items:
             node = _Node(item)
             made = _made(item)
@@ -72,14 +73,21 @@ class Regions:
             for source in sources:
                 deeper = nodes[source].in_time and not (node.in_time and self._as_made(item, nodes[source].item))
                 node.depth = max(node.depth, nodes[source].depth + deeper)
-            index = len(nodes)
-            parent.append(index)
-            for source in sources if node.in_time else ():
-                if nodes[source].in_time and nodes[source].depth == node.depth:
-                    parent[_root(parent, source)] = _root(parent, index)
+            maker.update(dict.fromkeys(made, len(nodes)))
             nodes.append(node)
-            maker.update(dict.fromkeys(made, index))
-        return _sorted(nodes, [_root(parent, i) for i in range(len(nodes))], maker)
+        self._clones_late(nodes, maker)
+        return _sorted(nodes, _joined(nodes, maker), maker)
+
+    def _clones_late(self, nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> None:
+        """Let what is computed again stand as deep as its readers, the backward ops: it could run long before them."""
+        latest: dict[int, int] = {}
+        for index in range(len(nodes) - 1, -1, -1):
+            node = nodes[index]
+            if node.in_time and _is_clone(node.item):
+                node.depth = max(node.depth, latest.get(index, 0))
+            for source in {maker[t] for t in _reads(node.item) if t in maker}:
+                apart = nodes[source].in_time and not (node.in_time and self._as_made(node.item, nodes[source].item))
+                latest[source] = min(latest.get(source, node.depth - apart), node.depth - apart)
 
     def _enters(self, item: Item, sources: Set[int], nodes: Sequence[_Node]) -> bool:
         """Whether ``item`` runs part by part; notes the forms of what it makes."""
@@ -131,7 +139,7 @@ class Regions:
 
     def _lifted(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
         """The forms of all that a loop makes, if its whole body can run part by part; else None."""
-        if not any(op.path in self.planned for op in nest.ops()):
+        if nest.loop.name in self.closed or not any(op.path in self.planned for op in nest.ops()):
             return None
         found = self._settled(nest, known)
         if found is None:  # forget what went on with parts for a moment
@@ -218,6 +226,20 @@ def _made(item: Item) -> list[PTensor]:
 
 def _reads(item: Item) -> list[PTensor]:
     return list(dict.fromkeys(item.inputs if isinstance(item, Op) else item.reads()))
+
+
+def _is_clone(item: Item) -> bool:
+    return isinstance(item, Op) and item.again is not None
+
+
+def _joined(nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> list[int]:
+    """For every node one that stands for its region: nodes in time of one depth that hand parts to each other."""
+    parent = list(range(len(nodes)))
+    for index, node in enumerate(nodes):
+        for source in {maker[t] for t in _reads(node.item) if t in maker} if node.in_time else ():
+            if nodes[source].in_time and nodes[source].depth == node.depth:
+                parent[_root(parent, source)] = _root(parent, index)
+    return [_root(parent, i) for i in range(len(nodes))]
 
 
 def _root(parent: list[int], index: int) -> int:

@@ -9,7 +9,7 @@ that the plan's decisions in space hold for the parts.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -39,21 +39,47 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
     axes = time_axes(graph, plan)
     for name in axes.names:
         cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}
-        graph = _Writer(graph, name, cuts, book, bodies).run()
+        graph = _written(graph, name, cuts, book, bodies)
     return graph, axes.plan
+
+
+class _TornApartError(Exception):
+    """A loop runs part by part as a whole, and another that reads what is inside it does not."""
+
+    def __init__(self, loop: str):
+        self.loop = loop
+
+
+def _written(graph: Graph, axis: str, cuts: Mapping[str, TimeCut], book: RuleBook, bodies: BodyTable) -> Graph:
+    """``graph`` with the loops of one time axis."""
+    closed: set[str] = set()  # loops in whose bodies the time axis runs, iteration by iteration
+    while True:
+        try:
+            return _Writer(graph, axis, cuts, book, bodies, closed).run()
+        except _TornApartError as torn:
+            assert torn.loop not in closed, f"'{torn.loop}' is torn apart by '{axis}'"
+            closed.add(torn.loop)
 
 
 class _Writer:
     """Writes the loops of one time axis."""
 
-    def __init__(self, graph: Graph, axis: str, cuts: Mapping[str, TimeCut], book: RuleBook, bodies: BodyTable):
+    def __init__(
+        self,
+        graph: Graph,
+        axis: str,
+        cuts: Mapping[str, TimeCut],
+        book: RuleBook,
+        bodies: BodyTable,
+        closed: Set[str] = frozenset(),
+    ):
         self.graph = graph
         self.axis = axis
         self.book = book
         self.bodies = bodies
         self.bodies_of_parts: dict[int, Body] = {}
         self.cuts = cuts
-        self.regions = Regions(graph, self._without_counts(self._parts()), self._follow)
+        self.regions = Regions(graph, self._without_counts(self._parts()), self._follow, closed)
         self.readers = _readers(graph)
         self.part_of: dict[PTensor, PTensor] = {}  # of what a region makes
         self.loops = dict(graph.loops)
@@ -76,7 +102,7 @@ class _Writer:
     def _follow(self, op: Op, forms: Mapping[PTensor, Form]) -> OpPart | None:
         """How an op goes on with the parts that it reads though no plan says so."""
         part = passed_on(op, forms, self.book)
-        if part is not None or op.kind == "update" or op.anywhere or op.body is None:
+        if part is not None or op.kind == "update" or op.anywhere or op.body is None or not self._between(op):
             return part
         for tensor, dims in zip(op.inputs, self.graph.rule(op).operands, strict=True):
             form = forms.get(tensor)
@@ -85,12 +111,20 @@ class _Writer:
                     for blocks in dict.fromkeys((form.blocks, 1)):
                         cut = TimeCut(self.axis, factor, form.parts, blocks)
                         made = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts)
-                        if made is not None and all(
-                            f is None or f == own for f, own in zip(map(forms.get, op.inputs), made.inputs, strict=True)
-                        ):
+                        if made is not None and _fits(op, forms, made):
                             return made
                 return None
         return None
+
+    def _between(self, op: Op) -> bool:
+        """Whether ``op`` stands between ops that the plan splits, or is the backward of one that does."""
+        if op.forward is not None or op.again is not None:
+            like = op.forward or op.again
+            return like is not None and like.path in self.regions.parts
+        if op.kind == "backward":  # gradients are joined part by part where all of them come so
+            return True
+        readers = [r for t in op.outputs for r in self.graph.consumers.get(t, ())]
+        return any(r.path in self.regions.planned and r.kind == op.kind for r in readers)
 
     def _without_counts(self, parts: dict[str, OpPart]) -> dict[str, OpPart]:
         """``parts`` without what only counts inputs (a mask's sum, by which a loss is divided): it runs before, on all.
@@ -189,9 +223,12 @@ class _RegionWriter:
         for item in self.region.items:
             body.append(self._item(item))
         carries, ys = [], []
+        inside = {t: item.loop.name for item in self.region.items if isinstance(item, Nest) for t in item.tensors()}
         for tensor in self.made:
             if not writer.outside(tensor, self.region):
                 continue
+            if tensor in inside:
+                raise _TornApartError(inside[tensor])
             form = self.forms.get(tensor)
             if isinstance(form, Sliced):
                 ys.append(self._merged(tensor, form))
@@ -323,6 +360,13 @@ class _RegionWriter:
     def _beside(self, path: str, inputs: tuple[PTensor, ...], output: PTensor, body: Body) -> Op:
         kind = "backward" if output.role == "gradient" else self.like.kind
         return Op(path, kind, inputs, (output,), body, call=self.like.call, loop=self.place)
+
+
+def _fits(op: Op, forms: Mapping[PTensor, Form], part: OpPart) -> bool:
+    """Whether ``part`` reads what is there; a join takes nothing but parts."""
+    pairs = list(zip(map(forms.get, op.inputs), part.inputs, strict=True))
+    join = op.kind == "backward" and op.forward is None and op.again is None
+    return all(f == own if join else f in (None, own) for f, own in pairs)
 
 
 JOIN = {"max": lambda a, b: [jnp.maximum(a, b)], "min": lambda a, b: [jnp.minimum(a, b)]}

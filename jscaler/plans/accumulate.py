@@ -1,0 +1,75 @@
+"""Gradient accumulation: the batch in micro-batches, one after another, around another plan. (Huang et al., GPipe, 2019,
+section 2.3, on one stage.)
+
+::
+
+    for each micro-batch:  forward ──► backward ──► gradients added to those so far
+    then once:             all-reduce over devices, clip, update
+
+The numbers are those of the whole batch: a mean divides by all, and what only counts inputs (a mask) runs before, on all.
+Only one micro-batch's activations live at a time, and beside them the sums of all gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jscaler.errors import SplitError
+from jscaler.ir import Op
+from jscaler.plans.data_parallel import batch_factors
+from jscaler.plans.single import single
+from jscaler.primitives import TimeSplit
+
+MICROBATCH = "microbatch"
+
+
+def accumulate(
+    microbatches: int,
+    plan: Callable[..., Any] | None = None,
+    batch: str = "batch",
+    accumulate_dtype: Any = None,
+) -> Callable[..., None]:
+    """``plan``, run on one micro-batch after another.
+
+    Args:
+        microbatches: how many; must divide each device's part of the batch.
+        plan: the policy that splits and places the ops; `single` by default. `zero2` reduces gradients each time.
+        batch: path or shell pattern of the batch among the step's inputs; its dim 0 is split.
+        accumulate_dtype: of the sums of gradients, where those have fewer bits; by default the gradients' own.
+
+    Raises (when the plan is made):
+        UnknownNameError: no input is called so.
+        SplitError: the batch does not divide, or an op needs all of it (BatchNorm's statistics).
+
+    Example:
+        >>> @jscaler.parallelize(plans.accumulate(8, plans.zero2()), devices=8)
+        ... def train_step(state, batch): ...
+    """
+    inner = plan or single()
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        if accumulate_dtype is not None:
+            graph.accumulation(dtype=accumulate_dtype)
+        for op, name in batch_factors(graph, batch, microbatches).items():
+            if op.kind != "backward" and _runs_in_turn(graph, op, name, microbatches):
+                graph.op_trans(op, TimeSplit(name, microbatches, MICROBATCH))
+        inner(graph, devices)
+
+    policy.__name__ = "accumulate"
+    return policy
+
+
+def _runs_in_turn(graph: Any, op: Op, name: str, parts: int) -> bool:
+    """Whether ``op`` runs part by part; one that cannot is an error in the pass that is to be held in parts."""
+    factor = graph.rule(op).factors[name]
+    overlaps = any(slid == name for slid, _, _ in graph.rule(op).halos)
+    if factor.kind != "blocked" and not overlaps and factor.size % parts == 0:
+        return True
+    if op.kind == "forward" and op.backward is not None and factor.size > 1:
+        why = (
+            f"it needs the whole batch: {factor.reason or 'its parts overlap'}; run it on every micro-batch alone, which gives "
+            "other numbers than the whole batch, by graph.per_microbatch, or accumulate(…, per_microbatch='BatchNorm*')"
+        )
+        raise SplitError(op.path, name, factor.size, parts, why if factor.size % parts == 0 else "")
+    return False

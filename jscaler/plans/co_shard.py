@@ -1,0 +1,169 @@
+"""Co-shard: attention heads and hidden units in parts that run one after another on the *same* device, and are computed again
+for the backward pass, around another plan. (Lin et al., nnScaler, OSDI 2024, section 2; here one loop per part of a layer.)
+
+::
+
+    x ──► norm ──► for each part of the heads:  query', key', value' ──► scores' ──► softmax' ──► mix' ──► out' ──► + ──► y
+    y ──► norm ──► for each part of the units:  up' ──► gelu' ──► down' ──► + ──► z
+
+Of a layer are kept x and y. One part's scores live at a time, in the backward pass too, where its forward runs once more
+in the same iteration: heads/parts · s · s elements instead of heads · s · s. The loss runs along the tokens, forward and
+backward in one loop, so that the logits of one part of the tokens live at a time, and nothing is computed twice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.capture.jaxprs import CONTRACTIONS
+from jscaler.errors import PlanError
+from jscaler.ir import Op
+from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
+from jscaler.plans.single import single
+from jscaler.plans.tensor_parallel import COLUMNS
+from jscaler.plans.vocab_parallel import VOCABULARY
+from jscaler.primitives import TimeSplit
+from jscaler.rules.reach import reached_factors
+
+CO_SHARD, TOKENS = "co_shard", "tokens"
+
+
+def co_shard(
+    parts: int,
+    on: Dims | Sequence[str] = COLUMNS,
+    plan: Callable[..., Any] | None = None,
+    loss: bool = True,
+    recompute: bool = True,
+    vocabulary: Dims | None = None,
+) -> Callable[..., None]:
+    """``plan``, with heads, hidden units, and the tokens of the loss in ``parts`` that run one after another.
+
+    Args:
+        parts: how many; must divide what each device has of the heads, and of the hidden units.
+        on: kernels whose columns are split, as for `tensor_parallel`.
+        plan: the policy that splits and places the ops between devices; `single` by default.
+        loss: whether the loss runs along the tokens.
+        recompute: whether the parts are computed again for the backward pass; else what they make is kept.
+        vocabulary: tables whose logits the loss is made of, as for `vocab_parallel`.
+
+    Raises (when the plan is made):
+        UnknownNameError: no kernel matches.
+        SplitError: heads or columns do not divide.
+
+    Example:
+        >>> @jscaler.parallelize(plans.co_shard(8, plan=plans.tensor_parallel()), devices=4, donate_argnames="state")
+        ... def train_step(state, batch): ...
+    """
+    inner = plan or single()
+    _check_parts(parts)
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        leaves = required(graph, by_dim(on), "pass co_shard(on=...)")
+        table = _in_turn(graph, reached(graph, leaves, parts), parts)
+        for op, name in table.items():
+            graph.op_trans(op, TimeSplit(name, parts, CO_SHARD))
+        if loss:
+            words = VOCABULARY if vocabulary is None else vocabulary
+            for op, name in _in_turn(graph, _tokens(graph, words, parts), parts).items():
+                if op not in table:
+                    graph.op_trans(op, TimeSplit(name, parts, TOKENS))
+        inner(graph, devices)
+        if recompute and graph.calls:
+            for group in _groups(graph, list(table)):
+                graph.recompute(group)
+
+    policy.__name__ = "co_shard"
+    return policy
+
+
+def _in_turn(graph: Any, table: Factors, parts: int) -> Factors:
+    """The forward ops of ``table`` that can run part by part."""
+    found: Factors = {}
+    for op, name in table.items():
+        factor = graph.rule(op).factors[name]
+        if op.kind == "forward" and factor.kind != "blocked" and factor.size % parts == 0:
+            if not any(slid == name for slid, _, _ in graph.rule(op).halos):
+                found[op] = name
+    return found
+
+
+def _groups(graph: Any, ops: Sequence[Op]) -> list[list[Op]]:
+    """Ops in time that hand parts to each other, with what only they read (a norm): each group is computed again at once."""
+    own = set(ops)
+    parent = {op: op for op in ops}
+
+    def root(op: Op) -> Op:
+        while parent[op] != op:
+            op = parent[op]
+        return op
+
+    for op in ops:
+        for tensor in op.inputs:
+            maker = graph.producer.get(tensor)
+            if maker in own and maker is not None and maker.call == op.call:
+                parent[root(maker)] = root(op)
+    table: dict[Op, list[Op]] = {}
+    for op in ops:
+        table.setdefault(root(op), []).append(op)
+    return [_with_preparation(graph, group) for group in table.values() if any(op.backward is not None for op in group)]
+
+
+def _with_preparation(graph: Any, group: Sequence[Op]) -> list[Op]:
+    """``group``, and what is made for it alone."""
+    members = set(group)
+    first = group[0]
+    for op in reversed(graph.ops):
+        if op.kind == "forward" and op.call == first.call and op.loop == first.loop and op not in members:
+            readers = [r for t in op.outputs for r in graph.consumers.get(t, ()) if r.kind == "forward"]
+            elsewhere = any(t in graph.outputs or t in _threaded(graph) for t in op.outputs)
+            if readers and all(r in members for r in readers) and not elsewhere:
+                members.add(op)
+    return [op for op in graph.ops if op in members]
+
+
+def _threaded(graph: Any) -> set[Any]:
+    return {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)}
+
+
+def _tokens(graph: Any, vocabulary: Dims, parts: int) -> Factors:
+    """The ops between the head and the loss, split along the tokens: the largest dim of the logits beside the vocabulary."""
+    found: Factors = {}
+    for tensor, dim in select(graph, vocabulary):
+        words = {op: name for op, name in graph.factor_of(tensor.name, dim).items() if op.kind == "forward"}
+        for head in words:
+            dims = graph.rule(head).results[0] if _is_head(graph, head, words[head]) else ()
+            free = [i for i, names in enumerate(dims) if names and words[head] not in names]
+            free = [i for i in free if head.outputs[0].shape[i] % parts == 0]
+            if free:
+                longest = max(free, key=lambda i: head.outputs[0].shape[i])
+                near = reached_factors(graph.graph, head.outputs[0], longest)
+                found.update({op: near[op] for op in words if op in near and not _looks_up(graph, op, words[op])})
+    return found
+
+
+def _is_head(graph: Any, op: Op, word: str) -> bool:
+    contracts = op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
+    return contracts and any(word in names for names in graph.rule(op).results[0])
+
+
+def _looks_up(graph: Any, op: Op, word: str) -> bool:
+    """Whether ``op`` takes rows of a table: the vocabulary is gone in what it makes, and comes from no op's result."""
+    if any(word in names for dims in graph.rule(op).results for names in dims):
+        return False
+    sources = [t for t, dims in zip(op.inputs, graph.rule(op).operands, strict=True) if any(word in n for n in dims)]
+    return all(len(t.shape) == 2 and not _from_contraction(graph, t) for t in sources)
+
+
+def _from_contraction(graph: Any, tensor: Any) -> bool:
+    maker = graph.producer.get(tensor)
+    if maker is None:
+        return False
+    if maker.body is not None and any(e.primitive.name in CONTRACTIONS for e in maker.body.jaxpr.eqns):
+        return True
+    return any(_from_contraction(graph, t) for t in maker.inputs if t.shape)
+
+
+def _check_parts(parts: int) -> None:
+    if not isinstance(parts, int) or parts < 1:
+        raise PlanError(f"co_shard: parts is a positive whole number, not {parts!r}")
