@@ -57,7 +57,7 @@ def find_layers(graph: Any, on: str | Sequence[str] | None = None, every: int = 
     for series in found:
         if series.is_loop and every > 1:
             raise PlanError(
-                f"the layers of loop '{series.name}' are one body that runs {graph.loops[series.name].length} times and keeps "
+                f"the layers of loop '{series.name}' are one body, run {graph.loops[series.name].length} times, that keeps "
                 "its carry: every=1; to keep fewer, scan over groups of layers, or write layers as a Python loop"
             )
         rows = [series.layers[i : i + every] for i in range(0, len(series.layers), every)]
