@@ -21,8 +21,9 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
 
     ``ops``: one line per group of like ops (layer numbers folded), and below it one per tensor that is moved for it. A
     group's line: its split, who decided and why, the collectives in front of it with the bytes that each device sends,
-    how it leaves its (first) result, and the runner-up of what was filled in. Layouts are ``R<replicas> V<value shares>
-    D<parts of each dim>``.
+    how it leaves its (first) result, and the runner-up of what was filled in. Of kind ``again`` are clones of forward ops
+    that the backward pass computes once more; below the table stands what is kept instead. Layouts are ``R<replicas>
+    V<value shares> D<parts of each dim>``.
 
     ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
     others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
@@ -43,13 +44,13 @@ def _ops(report: StepReport) -> list[str]:
     below: list[Sequence[str]] = [[]]
     for row in _merged_updates(rows):
         runner_up = _runners_up(row.runners_up, report)
-        table.append(
-            (row.kind, row.path, str(row.count), row.split, row.decided, moved_text(row.moved), row.layout, runner_up)
-        )
+        kind = "again" if row.again else row.kind
+        table.append((kind, row.path, str(row.count), row.split, row.decided, moved_text(row.moved), row.layout, runner_up))
         below.append(_details(row.moves))
     lines = aligned(table, below) if rows else []
     hidden = sum(row.count for row in report.ops if row.idle)
     lines += [f"{hidden} ops are copied on every device, as all that they read is"] if hidden else []
+    lines += report.recomputed
     if report.results:
         moved = summed([move.moved for move in report.results])
         lines += [f"results: {moved_text(moved)}", *_details(report.results)]

@@ -20,6 +20,7 @@ from jscaler.primitives import Plan
 from jscaler.report.folding import folded
 from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
 from jscaler.report.moves import Move, Moved, moves_by_reader, summed
+from jscaler.report.recomputed import recomputed_lines
 from jscaler.report.replicated import replicated_lines
 
 
@@ -38,6 +39,7 @@ class OpRow:
         runners_up: the best that was not taken, per axis that was filled in by price.
         moves: what stands in front of them, one per tensor and way.
         idle: copied because all that they read is copied: nothing was to be decided, and nothing is sent.
+        again: forward ops that run once more, for the backward pass.
     """
 
     kind: OpKind
@@ -50,6 +52,7 @@ class OpRow:
     runners_up: tuple[RunnerUp, ...] = ()
     moves: tuple[Move, ...] = ()
     idle: bool = False
+    again: bool = False
 
     @property
     def moved(self) -> Moved:
@@ -98,6 +101,7 @@ class StepReport:
         results: what is moved for the step's results.
         not_sharded: what lies whole along the axes of the plan's shards, a line each, and why.
         unit: of the runners-up: ``bytes`` (a launch counts as some, too) or ``seconds``.
+        recomputed: what is computed again for the backward pass, a line per group of like regions, and what is kept.
     """
 
     plan: str
@@ -112,6 +116,7 @@ class StepReport:
     results: tuple[Move, ...]
     not_sharded: tuple[str, ...] = ()
     unit: str = "bytes"
+    recomputed: tuple[str, ...] = ()
 
     @property
     def total(self) -> Moved:
@@ -154,6 +159,7 @@ def step_report(
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),
         "bytes" if isinstance(cost, Bytes) else "seconds",
+        tuple(recomputed_lines(graph)),
     )
 
 
@@ -170,7 +176,8 @@ def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Mo
         mine = grouped_moves([move for op in ops for move in moves.get(op.path, [])])
         idle = not any(m.moved for m in mine) and origin != "policy" and split == "copy" and not runners_up
         count = sum(_times(graph, op) for op in ops)
-        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle))
+        again = any(op.again is not None for op in ops)
+        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again))
     return tuple(rows)
 
 

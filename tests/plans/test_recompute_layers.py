@@ -1,0 +1,178 @@
+"""Layers computed again around other plans: same numbers, exactly one more forward of each layer, and its collectives."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from plan_steps import assert_same_numbers, gpt, gpt_nnx, made_once, mlp, planned, with_arguments
+
+import jscaler
+from jscaler import PlanError, UnknownNameError
+from jscaler.lower.numbering import FlatLoop, Run
+from jscaler.lower.program import Adapt
+from jscaler.plans import by_name, recompute_layers, single, tensor_parallel
+from jscaler.report.targets import described_devices
+from jscaler.stages import StepPlan
+
+
+@made_once
+def stacked() -> Any:
+    return gpt(layers=2, stacked=True)
+
+
+@made_once
+def unrolled() -> Any:
+    return gpt(layers=2)
+
+
+def repeated(plan: StepPlan) -> Counter[str]:
+    """How often each primitive and each collective runs, over all iterations of loops."""
+    found: Counter[str] = Counter()
+
+    def add(steps: Any, times: int) -> None:
+        for step in steps:
+            if isinstance(step, Run):
+                for eqn in step.jaxpr.eqns:
+                    found[eqn.primitive.name] += times
+            elif isinstance(step, FlatLoop):
+                add(step.steps, times * step.loop.length)
+            elif isinstance(step.adapt, Adapt):
+                for move in step.adapt.adapter.steps:
+                    found[move.kind] += times
+
+    add(plan.flat.steps, 1)
+    return found
+
+
+def more(plan: str, inner: str, make: Callable[..., Any], devices: int = 4) -> dict[str, int]:
+    """What runs more often under ``plan`` than under ``inner``."""
+    before, after = repeated(planned(by_name(inner), make(), devices)), repeated(planned(by_name(plan), make(), devices))
+    kinds = ("dot_general", "tanh", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    return {k: after[k] - before[k] for k in kinds if after[k] != before[k]}
+
+
+@pytest.mark.parametrize(
+    ("inner", "make", "devices"),
+    [
+        ("single()", unrolled, 1),
+        ("data_parallel()", gpt_nnx, 4),
+        ("tensor_parallel()", stacked, 4),
+        ("megatron(dp=2, tp=2, sequence=True)", gpt, 4),
+        ("zero3()", gpt, 2),
+    ],
+)
+def test_numbers_are_those_of_one_device(inner: str, make: Callable[..., Any], devices: int) -> None:
+    assert_same_numbers(by_name(f"recompute_layers({inner})"), make, devices)
+
+
+# Of a layer's eight dots the last is not needed again, nor what the last all-reduce makes.
+@pytest.mark.parametrize("make", [unrolled, stacked])
+def test_every_layer_runs_once_more(make: Callable[..., Any]) -> None:
+    layers = 2
+    dots = {"dot_general": 7 * layers}
+    assert more("recompute_layers()", "single()", make, 1).items() >= dots.items()
+    for inner in ("tensor_parallel()", "tensor_parallel"):
+        assert more("recompute_layers(tensor_parallel())", inner, make).items() >= {**dots, "all_reduce": layers}.items()
+    kept = more("recompute_layers(tensor_parallel(), keep='*/attn/out/dot')", "tensor_parallel()", make)
+    assert kept.items() >= {"dot_general": 6 * layers}.items()
+    assert "all_reduce" not in kept
+
+
+def test_with_sequences_split_activations_are_gathered_again_but_what_is_kept_is_not_scattered() -> None:
+    inner = "megatron(dp=2, tp=2, sequence=True)"
+    again = more(f"recompute_layers({inner})", inner, stacked)
+    assert (again["reduce_scatter"], again["all_gather"]) == (2, 4)
+    kept = more(f"recompute_layers({inner}, keep='*/attn/out/dot')", inner, stacked)
+    assert (kept.get("reduce_scatter"), kept["all_gather"]) == (None, 4)
+
+
+def test_layers_in_a_row_keep_one_activation_together() -> None:
+    step = planned(recompute_layers(every=2), unrolled(), 1)
+    fences = [op for op in step.graph.ops if op.anywhere == "fence"]
+    assert len(fences) == 1
+    assert not any(t.name.startswith("block_0/add.1") for t in fences[0].inputs)  # what the second layer reads
+    assert (
+        more("recompute_layers(every=2)", "single()", unrolled, 1)["dot_general"] == 15
+    )  # the first layer's last dot, too
+    with pytest.raises(PlanError, match="the layers of loop 'scan' are one body, run 2 times"):
+        planned(recompute_layers(every=2), stacked(), 1)
+    with pytest.raises(PlanError, match="every is 0"):
+        planned(recompute_layers(every=0), unrolled(), 1)
+
+
+def test_what_nnx_computes_between_modules_belongs_to_their_layer() -> None:
+    graph = planned(recompute_layers(), gpt_nnx(), 1).source
+    members = {op.path for op in graph.forward() if op.remat}
+    assert {"rsqrt", "dot", "exp", "dot.1", "rest/blocks/0/attn/dropout/rngs/random_bits"} <= members
+    assert {op.path for op in graph.forward()} - members >= {
+        "params/embed/embedding/gather",
+        "params/embed/embedding.1/dot",
+    }
+
+
+class ConvBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Conv(4, (3, 3), param_dtype=x.dtype)(nn.relu(nn.Conv(4, (3, 3), param_dtype=x.dtype)(x)))
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for name in ("early", "late"):
+            x = ConvBlock(name=name)(x)
+        return nn.Dense(2, param_dtype=x.dtype)(x.mean((1, 2)))
+
+
+@made_once
+def convnet() -> Any:
+    x = np.asarray(np.random.default_rng(0).normal(size=(4, 4, 4, 4)), jax.numpy.zeros(()).dtype)
+    return with_arguments(ConvNet(), optax.sgd(0.1), {"x": x, "labels": np.arange(4) % 2}, x)
+
+
+def test_modules_that_a_pattern_names_are_layers() -> None:
+    assert_same_numbers(by_name("recompute_layers(data_parallel(), on=['early', 'late'])"), convnet, 2)
+    once = repeated(planned(single(), convnet(), 1))["conv_general_dilated"]
+    again = repeated(planned(recompute_layers(on=["early", "late"]), convnet(), 1))["conv_general_dilated"]
+    assert again - once == 2  # the second convolution's result is not needed
+    with pytest.raises(UnknownNameError, match="no module named 'blok'"):
+        planned(recompute_layers(on="blok"), convnet(), 1)
+    with pytest.raises(PlanError, match="no stack of layers"):
+        planned(recompute_layers(), convnet(), 1)
+    with pytest.raises(PlanError, match="no stack of layers"):
+        planned(recompute_layers(), mlp(), 1)
+
+
+def test_explain_shows_what_is_computed_again_and_what_is_kept() -> None:
+    step = planned(recompute_layers(tensor_parallel(), keep="*/attn/out/dot"), unrolled(), 4)
+    text = step.explain(["ops"])
+    assert "again     block_*/mlp/up/dot@again" in text
+    assert "block_*/again ×2, 18 of 23 ops; kept: what enters it, and 'block_*/attn/out/dot'" in text
+    assert "×2, 19 of 23 ops; kept: what enters it\n" in planned(recompute_layers(), stacked(), 1).explain(["ops"])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("layers_in_a_loop", [False, True])
+def test_temporaries_are_those_of_jax_checkpoint(layers_in_a_loop: bool) -> None:
+    sizes: dict[str, Any] = {"hidden": 256, "layers": 3, "heads": 8, "sequence": 256, "stacked": layers_in_a_loop}
+    devices = described_devices("1xH100-80GB")
+
+    def temporaries(plan: Any, gradient: Any = None, **changes: Any) -> int:
+        step, (state, batch) = gpt(optax.adam(1e-3), **sizes, **changes)
+        batch = {k: jax.ShapeDtypeStruct((8, 256), v.dtype) for k, v in batch.items()}
+        if gradient is None:
+            lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(state, batch)
+            return lowered.compile().memory_analysis().temp_size_in_bytes
+        sharding = jax.sharding.SingleDeviceSharding(devices[0])
+        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (state, batch))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=sharding)
+        return jitted.lower(*structs).compile().memory_analysis().temp_size_in_bytes
+
+    ours = temporaries(recompute_layers())
+    assert ours <= 1.02 * temporaries(None, jax.value_and_grad, remat=True)
+    assert ours < 0.6 * temporaries(single())
