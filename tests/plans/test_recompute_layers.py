@@ -18,6 +18,7 @@ from jscaler.lower.program import Adapt
 from jscaler.plans import by_name, recompute_layers, single, tensor_parallel
 from jscaler.report.targets import described_devices
 from jscaler.stages import StepPlan
+from jscaler.target import WITHOUT_GPU
 
 
 @made_once
@@ -109,10 +110,7 @@ def test_what_nnx_computes_between_modules_belongs_to_their_layer() -> None:
     graph = planned(recompute_layers(), gpt_nnx(), 1).source
     members = {op.path for op in graph.forward() if op.remat}
     assert {"rsqrt", "dot", "exp", "dot.1", "rest/blocks/0/attn/dropout/rngs/random_bits"} <= members
-    assert {op.path for op in graph.forward()} - members >= {
-        "params/embed/embedding/gather",
-        "params/embed/embedding.1/dot",
-    }
+    assert members.isdisjoint({"params/embed/embedding/gather", "params/embed/embedding.1/dot"})
 
 
 class ConvBlock(nn.Module):
@@ -162,17 +160,17 @@ def test_temporaries_are_those_of_jax_checkpoint(layers_in_a_loop: bool) -> None
     sizes: dict[str, Any] = {"hidden": 256, "layers": 3, "heads": 8, "sequence": 256, "stacked": layers_in_a_loop}
     devices = described_devices("1xH100-80GB")
 
-    def temporaries(plan: Any, gradient: Any = None, **changes: Any) -> int:
+    def temporaries(plan: Any, **changes: Any) -> int:
         step, (state, batch) = gpt(optax.adam(1e-3), **sizes, **changes)
         batch = {k: jax.ShapeDtypeStruct((8, 256), v.dtype) for k, v in batch.items()}
-        if gradient is None:
+        if plan is not None:
             lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(state, batch)
-            return lowered.compile().memory_analysis().temp_size_in_bytes
+            return lowered.lowered.compile(WITHOUT_GPU).memory_analysis().temp_size_in_bytes
         sharding = jax.sharding.SingleDeviceSharding(devices[0])
         structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (state, batch))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=sharding)
-        return jitted.lower(*structs).compile().memory_analysis().temp_size_in_bytes
+        return jitted.lower(*structs).compile(WITHOUT_GPU).memory_analysis().temp_size_in_bytes
 
     ours = temporaries(recompute_layers())
-    assert ours <= 1.02 * temporaries(None, jax.value_and_grad, remat=True)
+    assert ours <= 1.02 * temporaries(None, remat=True)
     assert ours < 0.6 * temporaries(single())

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from plan_steps import assert_same_numbers, gpt, gpt_nnx, mlp, planned
+from plan_steps import assert_same_numbers, gpt_nnx, mlp, planned
 from test_recompute_layers import more, stacked, unrolled
 
 from jscaler import PlanError, UnknownNameError
@@ -15,9 +15,7 @@ from jscaler.plans import by_name, selective_recompute
     ("inner", "make", "devices"),
     [
         ("single()", gpt_nnx, 1),
-        ("tensor_parallel()", gpt, 4),
         ("megatron(dp=2, tp=2, sequence=True)", stacked, 4),
-        ("zero3()", gpt_nnx, 2),
     ],
 )
 def test_numbers_are_those_of_one_device(inner: str, make: Callable[..., Any], devices: int) -> None:
