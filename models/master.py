@@ -48,6 +48,7 @@ def master_step(
     batch: dict[str, Any],
     dtype: Any = jnp.bfloat16,
     of: Literal["cast", "master"] = "cast",
+    factor: float = 1.0,
     value_and_grad: Callable[..., Any] = jscaler.value_and_grad,
 ) -> tuple[MasterState, dict[str, jax.Array]]:
     """One step on ``batch`` (what the model reads at ``x``, and labels); returns the next state and the mean loss.
@@ -55,22 +56,23 @@ def master_step(
     Args:
         dtype: of the parameters in the loss.
         of: what it differentiates with respect to.
+        factor: of the loss, where the state has no scale of its own.
     """
-    factor = 1.0 if state.scale is None else state.scale.scale
+    times = factor if state.scale is None else state.scale.scale
 
     def loss_fn(params: Any) -> jax.Array:
         logits = jnp.asarray(state.apply_fn({"params": low(params, dtype)}, batch["x"]))
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean() * factor
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean() * times
 
     loss, grads = value_and_grad(loss_fn)(low(state.params, dtype) if of == "cast" else state.params)
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / factor, grads, state.params)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / times, grads, state.params)
     done = state.apply_gradients(grads=grads)
     if state.scale is not None:
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
         done = jax.tree.map(lambda new, old: jnp.where(finite, new, old), done, state)
         done = done.replace(scale=next_scale(state.scale, finite))
-    return done, {"loss": loss / factor}
+    return done, {"loss": loss / times}
 
 
 def low(params: Any, dtype: Any) -> Any:

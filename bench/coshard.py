@@ -1,0 +1,192 @@
+"""How long a sequence does a device hold? GPT-3 1.3B on one GPU that need not be there, by plan, without offload.
+
+24 stacked layers, hidden 2048, 32 heads, vocabulary 51,200; batch 1; float16, from masters, gradients' moments (Adam) and
+sums of the softmax in float32; attention written plainly, so that its scores are as long as they are wide.
+
+``max_seq`` is the longest sequence, in steps of 1,024 tokens, whose step XLA reserves no more for than the device has;
+``peak_bytes`` what it reserves there: arguments, results that take no argument's place, temporaries. ``flops_ratio`` is
+what the products of a step take at one equal sequence, those that are computed again included, over those of ``none``, as
+they stand in the compiled programs. ``jit_max_seq`` and ``jit_peak_bytes``: of plain ``jax.jit``, ``recompute`` with
+``jax.checkpoint`` around each layer. Goals are ratios to our ``recompute``: 3 at 16 parts, 4 at 32, FLOPs at most 1.4.
+
+Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jscaler
+from bench.dot_flops import dot_flops
+from bench.harness import Row, main
+from bench.longest import Longest, longest
+
+COLUMNS = (
+    "target", "plan", "parts", "max_seq", "peak_bytes", "flops_ratio", "to_recompute", "jit_max_seq", "jit_peak_bytes",
+    "compilations",
+)  # fmt: skip
+STEP = 1024  # tokens
+EQUAL = 8  # steps at which FLOPs are compared
+SCALE = 1024.0  # of the loss, constant
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row.
+
+    Attributes:
+        name: in the table.
+        plan: as on the command line.
+        remat: whether the model itself checkpoints its layers.
+        guess: about the longest sequence on a V100, in steps; on others a place to begin.
+        goal: of the ratio to ``recompute``.
+    """
+
+    name: str
+    plan: str
+    parts: int = 1
+    remat: bool = False
+    guess: int = 4
+    goal: float | None = None
+
+
+NONE = Case("none", "single", guess=2)
+RECOMPUTE = Case("recompute", "single", remat=True, guess=7)
+CASES = [NONE, RECOMPUTE]
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """What is compiled, and for what.
+
+    Attributes:
+        config: of the GPT; its sequence is set.
+        unit: tokens of a step of the search.
+        equal: tokens at which FLOPs are compared.
+        capacity: bytes of the device.
+        options: of the compiler.
+    """
+
+    target: str
+    device: Any
+    capacity: float
+    config: Any
+    unit: int = STEP
+    equal: int = EQUAL * STEP
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def row(self, case: Case, recompute: int | None, plain: bool) -> Row:
+        """Measure a case; ``recompute`` is the longest sequence of that plan, ``plain`` whether ``jax.jit`` has its like."""
+        ours = self.longest(case, planned)
+        theirs = self.longest(case, plainly) if plain else None
+        ratio = self.flops(case) / self.flops(NONE)
+        goals = {} if case.goal is None else {"goal": case.goal}
+        row = {
+            "target": self.target,
+            "plan": case.name if case.plan == "single" else case.plan,
+            "parts": case.parts,
+            "max_seq": ours.steps * self.unit,
+            "peak_bytes": ours.peak,
+            "flops_ratio": round(ratio, 4),
+            "to_recompute": round(ours.steps * self.unit / recompute, 3) if recompute else "",
+            "compilations": len(ours.seen) + (len(theirs.seen) if theirs else 0) + 1,
+            **goals,
+        }
+        jit = {} if theirs is None else {"jit_max_seq": theirs.steps * self.unit, "jit_peak_bytes": theirs.peak}
+        return {**row, **jit}
+
+    def longest(self, case: Case, side: "Side") -> Longest:
+        def peak(steps: int) -> int:
+            found = peak_bytes(self.compiled(case, side, steps * self.unit))
+            said = f"{case.name} ({side.__name__}): {steps * self.unit} tokens take {found / 1e9:.2f} GB"
+            print(said, file=sys.stderr, flush=True)
+            return found
+
+        return longest(peak, self.capacity, case.guess)
+
+    def flops(self, case: Case) -> float:
+        return dot_flops(self.compiled(case, planned, self.equal).as_text())
+
+    @functools.cache  # noqa: B019 (a bench lives as long as its process)
+    def compiled(self, case: Case, side: "Side", sequence: int) -> Any:
+        """The executable of a step on ``sequence`` tokens."""
+        config = dataclasses.replace(self.config, sequence=sequence, remat=case.remat)
+        return side(case, self.device, *step_of(config)).compile(self.options)
+
+
+def step_of(config: Any) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    """A step in float16 from float32 masters with Adam, and its arguments as shapes: batch 1."""
+    import optax
+
+    from models.gpt import GPT
+    from models.master import make_master_state, master_step
+
+    example = jnp.zeros((1, config.sequence), jnp.int32)
+    state = jax.eval_shape(lambda: make_master_state(GPT(config), example, optax.adam(1e-4)))
+    tokens = jax.ShapeDtypeStruct((1, config.sequence), jnp.int32)
+    return functools.partial(master_step, dtype=jnp.float16, factor=SCALE), (state, {"x": tokens, "labels": tokens})
+
+
+Side = Callable[[Case, Any, Callable[..., Any], tuple[Any, ...]], Any]
+
+
+def planned(case: Case, device: Any, step: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Lowered under the case's plan."""
+    return jscaler.parallelize(case.plan, devices=[device], donate_argnums=0)(step).lower(*arguments).lowered
+
+
+def plainly(case: Case, device: Any, step: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Lowered by ``jax.jit``; what is recomputed is the model's own choice."""
+    del case
+    here = jax.sharding.SingleDeviceSharding(device)
+    structs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), arguments)
+    return jax.jit(functools.partial(step, value_and_grad=jax.value_and_grad), donate_argnums=0).lower(*structs)
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Bytes that XLA reserves."""
+    from jscaler.report.target_report import xla_bytes
+
+    sizes = xla_bytes(compiled.memory_analysis())
+    return sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
+
+
+def bench_for(target: str, equal: int = EQUAL * STEP) -> Bench:
+    """GPT 1.3B on one described GPU, ``V100-32GB``."""
+    from jscaler.report.targets import described_devices
+    from jscaler.target import WITHOUT_GPU, find_target
+    from models.gpt import SIZES
+
+    cluster = find_target(f"1x{target}")
+    config = dataclasses.replace(SIZES["1.3b"], stacked=True, dropout=0.0)
+    return Bench(target, described_devices(cluster)[0], cluster.memory, config, equal=equal, options=dict(WITHOUT_GPU))
+
+
+def chosen(plan: str | None) -> list[Case]:
+    """The cases whose name or plan holds the text; where none does, it is a plan of its own."""
+    if plan is None:
+        return CASES
+    return [c for c in CASES if plan in c.name or plan in c.plan] or [Case(plan, plan)]
+
+
+def rows(quick: bool, target: str, plan: str | None = None, equal: int = EQUAL * STEP) -> Iterator[Row]:
+    bench, recompute = bench_for(target, equal), None
+    for case in [NONE] if quick else chosen(plan):
+        row = bench.row(case, recompute, plain=case.plan == "single")
+        recompute = row["max_seq"] if case is RECOMPUTE else recompute
+        yield row
+
+
+if __name__ == "__main__":
+    options: dict[str, Any] = {
+        "target": {"metavar": "GPU", "default": "V100-32GB", "help": "one described device, V100-32GB or H100-80GB"},
+        "plan": {"metavar": "TEXT", "help": "only rows whose name or plan holds this text; else a plan of one's own"},
+        "equal": {"metavar": "TOKENS", "type": int, "default": EQUAL * STEP, "help": "where FLOPs are compared"},
+    }
+    main("coshard", __doc__ or "", COLUMNS, rows, devices=1, options=options)
