@@ -58,7 +58,7 @@ class Case:
 
 NONE = Case("none", "single", guess=2)
 RECOMPUTE = Case("recompute", "single", remat=True, guess=7)
-CASES = [NONE, RECOMPUTE]
+CASES = [NONE, RECOMPUTE, Case("recompute", "recompute_layers", guess=7), Case("selective", "selective_recompute", guess=4)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Bench:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def row(self, case: Case, recompute: int | None, plain: bool) -> Row:
-        """Measure a case; ``recompute`` is the longest sequence of that plan, ``plain`` whether ``jax.jit`` has its like."""
+        """Measure a case; ``recompute`` is that plan's longest sequence, ``plain`` says that ``jax.jit`` has the like."""
         ours = self.longest(case, planned)
         theirs = self.longest(case, plainly) if plain else None
         ratio = self.flops(case) / self.flops(NONE)

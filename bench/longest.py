@@ -70,6 +70,7 @@ def _reached(seen: dict[int, int], limit: float) -> int | None:
     linear, square = (0.0, *rest) if len(near) == 2 else rest
     inside = linear**2 + 4 * square * (limit - constant)
     if square <= 0 or inside < 0:  # no parabola that opens upwards and gets there: a line through two
-        (a, b), slope = near[:2], (seen[near[0]] - seen[near[1]]) / (near[0] - near[1])
-        return int(a + (limit - seen[a]) / slope) if slope > 0 else None
+        one, other = near[:2]
+        slope = (seen[one] - seen[other]) / (one - other)
+        return int(one + (limit - seen[one]) / slope) if slope > 0 else None
     return int((math.sqrt(inside) - linear) / (2 * square))

@@ -83,7 +83,7 @@ class Block(nn.Module):
         return x + nn.Dropout(c.dropout, deterministic=not train)(y)
 
 
-def _blocks(config: GPTConfig, x: jax.Array, train: bool) -> jax.Array:  # b s d -> b s d
+def blocks(config: GPTConfig, x: jax.Array, train: bool) -> jax.Array:  # b s d -> b s d
     """All blocks; called inside a compact method, whose submodules they become."""
     block = nn.remat(Block, static_argnums=(2,)) if config.remat else Block
     if not config.stacked:
@@ -111,6 +111,6 @@ class GPT(nn.Module):
         embed = nn.Embed(c.vocabulary, c.hidden, name="embed", **kinds)
         x = embed(tokens) + nn.Embed(c.sequence, c.hidden, name="position", **kinds)(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(c.dropout, deterministic=not train)(x)
-        x = _blocks(c, x, train)
+        x = blocks(c, x, train)
         logits = embed.attend(nn.LayerNorm(name="norm", **kinds)(x))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

@@ -1,0 +1,155 @@
+"""What co-shard leaves of the temporaries of a stack of layers, for a GPU that need not be there.
+
+4 layers as in GPT-3 1.3B (hidden 2048, 16 heads of 128; batch 1, sequence 4096, bfloat16), gradients of all parameters.
+``layers``: a Python loop, or one scan. ``temporaries``: MiB that XLA reserves beside arguments and results, under the
+plan; ``rival``: the same under ``jax.jit``, with nothing but ``jax.grad``, with ``jax.checkpoint`` around each layer, or
+by `bench.by_hand`'s co-shard. ``prototype``: what was once measured by hand, to which a plan that does not save all is
+held. (A scan of layers under ``jax.grad`` also saves the normalised activations and the cut weights of each layer, as
+``rival`` shows.)
+
+Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jscaler
+from bench import by_hand
+from bench.harness import Row, main
+from models.gpt import SIZES, GPTConfig, blocks
+
+COLUMNS = ("case", "layers", "parts", "plan", "temporaries", "rival", "prototype")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row.
+
+    Attributes:
+        plan: as on the command line; None where there is the rival only.
+        parts: groups of heads and hidden units; 0 for whole layers.
+        stacked: whether the layers are one scan.
+        remat: whether layers are checkpointed, by the model itself where the plan is ``single``.
+        prototype: MiB.
+    """
+
+    plan: str | None
+    parts: int = 0
+    stacked: bool = False
+    remat: bool = False
+    prototype: int | None = None
+
+    @property
+    def name(self) -> str:
+        words = [f"co-shard {self.parts}"] if self.parts else []
+        words += ["jax.checkpoint"] if self.remat else []
+        return " + ".join(words) or "save all"
+
+
+CASES = [
+    Case("single", prototype=5561),
+    Case("single", remat=True, prototype=1976),
+    Case("recompute_layers", remat=True, prototype=1976),
+    Case("single", stacked=True),
+    Case("single", stacked=True, remat=True),
+    Case("recompute_layers", stacked=True, remat=True),
+    *(Case(None, k, prototype=known) for k, known in ((2, None), (4, 1098), (8, 1035))),
+    *(Case(None, k, stacked=True, prototype=known) for k, known in ((2, None), (4, 934), (8, 731))),
+    *(Case(None, k, stacked=True, remat=True, prototype=known) for k, known in ((2, None), (4, 836), (8, 546))),
+]
+
+
+def full_size() -> GPTConfig:
+    changes = {"heads": 16, "layers": 4, "sequence": 4096, "dropout": 0.0}
+    return dataclasses.replace(SIZES["1.3b"], dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **changes)
+
+
+class Layers(nn.Module):
+    """The blocks of a GPT alone."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # b s d -> b s d
+        return blocks(self.config, x, train=True)
+
+
+Loss = Callable[[Any, jax.Array], jax.Array]
+
+
+def by_model(case: Case, config: GPTConfig, remat: bool) -> Loss:
+    """The mean square of what the layers make of x; with ``remat`` the model checkpoints each."""
+    model = Layers(dataclasses.replace(config, stacked=case.stacked, remat=remat))
+    return lambda params, x: _mean_square(jnp.asarray(model.apply({"params": params}, x)))
+
+
+def by_hands(case: Case, config: GPTConfig) -> Loss:
+    """The same of layers in parts, written by hand."""
+
+    def forward(x: jax.Array, params: Any) -> jax.Array:
+        return by_hand.layer(params, x, case.parts)
+
+    once = jax.checkpoint(forward, prevent_cse=not case.stacked) if case.remat else forward
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        if case.stacked:
+            return _mean_square(jax.lax.scan(lambda x, p: (once(x, p), None), x, params["blocks"])[0])
+        return _mean_square(functools.reduce(once, (params[f"block_{i}"] for i in range(config.layers)), x))
+
+    return loss_fn
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).mean()
+
+
+def arguments(case: Case, config: GPTConfig) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Parameters and x as shapes."""
+    x = jax.ShapeDtypeStruct((1, config.sequence, config.hidden), config.dtype)
+    model = Layers(dataclasses.replace(config, stacked=case.stacked))
+    return jax.eval_shape(model.init, jax.random.key(0), x)["params"], x
+
+
+def row(case: Case, config: GPTConfig, device: Any, options: dict[str, Any], rival_only: bool = False) -> Row:
+    """Compile a case under its plan and by hand."""
+    structs = arguments(case, config)
+    found: Row = {"case": case.name, "layers": "one scan" if case.stacked else "loop", "parts": case.parts or ""}
+    if case.plan is not None and not rival_only:
+        step = jscaler.grad(by_model(case, config, remat=case.remat and case.plan == "single"))
+        lowered = jscaler.parallelize(case.plan, devices=[device])(step).lower(*structs).lowered
+        limit = {} if case.prototype is None or case.name == "save all" else {"temporaries": case.prototype}
+        found |= {"plan": case.plan, "temporaries": temporaries(lowered.compile(options)), "bounds": limit}
+    rival = by_hands(case, config) if case.parts else by_model(case, config, case.remat)
+    here = jax.sharding.SingleDeviceSharding(device)
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), structs)
+    compiled = jax.jit(jax.grad(rival)).lower(*placed).compile(options)
+    return {**found, "rival": temporaries(compiled), "prototype": case.prototype or ""}
+
+
+def temporaries(compiled: Any) -> int:
+    """MiB, rounded down."""
+    return compiled.memory_analysis().temp_size_in_bytes // 2**20
+
+
+def rows(quick: bool, target: str, rival_only: bool) -> Iterator[Row]:
+    from jscaler.report.targets import described_devices
+    from jscaler.target import WITHOUT_GPU
+
+    device = described_devices(f"1x{target}")[0]
+    for case in CASES[:2] if quick else CASES:
+        yield row(case, full_size(), device, dict(WITHOUT_GPU), rival_only)
+
+
+if __name__ == "__main__":
+    options: dict[str, Any] = {
+        "target": {"metavar": "GPU", "default": "H100-80GB", "help": "one described device"},
+        "rival-only": {"action": "store_true", "help": "leave out plans"},
+    }
+    main("temporaries", __doc__ or "", COLUMNS, rows, devices=1, options=options)

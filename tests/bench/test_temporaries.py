@@ -1,0 +1,24 @@
+"""The bench of temporaries on tiny layers and a CPU, which accounts for memory in the same way."""
+
+import jax
+
+from bench import temporaries
+from bench.temporaries import Case
+from models.gpt import GPTConfig
+
+TINY = GPTConfig(hidden=16, layers=1, heads=2, sequence=8, dropout=0.0, dtype="float32")
+OPTIONS = {"xla_backend_optimization_level": 0}  # nothing runs
+
+
+def test_a_plan_stands_beside_its_rival() -> None:
+    row = temporaries.row(Case("single", prototype=1, remat=True), TINY, jax.devices()[0], OPTIONS)
+    assert row["case"] == "jax.checkpoint"
+    assert row["temporaries"] == 0  # less than a MiB
+    assert row["bounds"] == {"temporaries": 1}
+    assert row["rival"] == 0
+
+
+def test_rivals_alone() -> None:
+    row = temporaries.row(Case("single", 2, stacked=True), TINY, jax.devices()[0], OPTIONS, rival_only=True)
+    assert "temporaries" not in row
+    assert row["case"] == "co-shard 2"
