@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import jscaler
+from bench.compiled import jitted, peak_bytes
 from bench.dot_flops import dot_flops
 from bench.harness import Row, main
 from bench.longest import Longest, longest
@@ -144,17 +145,7 @@ def planned(case: Case, device: Any, step: Callable[..., Any], arguments: tuple[
 def plainly(case: Case, device: Any, step: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Lowered by ``jax.jit``; what is recomputed is the model's own choice."""
     del case
-    here = jax.sharding.SingleDeviceSharding(device)
-    structs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), arguments)
-    return jax.jit(functools.partial(step, value_and_grad=jax.value_and_grad), donate_argnums=0).lower(*structs)
-
-
-def peak_bytes(compiled: Any) -> int:
-    """Bytes that XLA reserves."""
-    from jscaler.report.target_report import xla_bytes
-
-    sizes = xla_bytes(compiled.memory_analysis())
-    return sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
+    return jitted(functools.partial(step, value_and_grad=jax.value_and_grad), arguments, device, donate_argnums=0)
 
 
 def bench_for(target: str, equal: int = EQUAL * STEP) -> Bench:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 import jscaler
 from bench import by_hand
+from bench.compiled import jitted, temporaries
 from bench.harness import Row, main
 from models.gpt import SIZES, GPTConfig, blocks
 
@@ -127,15 +128,8 @@ def row(case: Case, config: GPTConfig, device: Any, options: dict[str, Any], riv
         limit = {} if case.prototype is None or case.name == "save all" else {"temporaries": case.prototype}
         found |= {"plan": case.plan, "temporaries": temporaries(lowered.compile(options)), "bounds": limit}
     rival = by_hands(case, config) if case.parts else by_model(case, config, case.remat)
-    here = jax.sharding.SingleDeviceSharding(device)
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), structs)
-    compiled = jax.jit(jax.grad(rival)).lower(*placed).compile(options)
+    compiled = jitted(jax.grad(rival), structs, device).compile(options)
     return {**found, "rival": temporaries(compiled), "prototype": case.prototype or ""}
-
-
-def temporaries(compiled: Any) -> int:
-    """MiB, rounded down."""
-    return compiled.memory_analysis().temp_size_in_bytes // 2**20
 
 
 def rows(quick: bool, target: str, rival_only: bool) -> Iterator[Row]:
