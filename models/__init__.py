@@ -3,12 +3,13 @@
 from typing import Any
 
 from jscaler.errors import UnknownNameError
-from models import convnet, gpt, moe
+from models import convnet, gpt, moe, swin
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (gpt.GPT, gpt.SIZES),
     "moe": (moe.MoE, moe.SIZES),
     "convnet": (convnet.ConvNet, convnet.SIZES),
+    "swin": (swin.Swin, swin.SIZES),
 }
 
 

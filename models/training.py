@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from flax.training import train_state
 
 import jscaler
@@ -66,9 +67,9 @@ def balanced_train_step(
 
 
 class ImageState(train_state.TrainState):
-    """Flax's train state with the running statistics of batch normalisation."""
+    """Flax's train state with the running statistics of batch normalisation, if the model has any."""
 
-    batch_stats: Any
+    batch_stats: Any = struct.field(default_factory=dict)
 
 
 def make_image_state(
@@ -88,7 +89,7 @@ def image_train_step(
         variables = {"params": params, "batch_stats": state.batch_stats}
         logits, moved = state.apply_fn(variables, batch["images"], train=True, mutable=["batch_stats"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-        return loss, (moved["batch_stats"], jnp.mean(jnp.argmax(logits, -1) == batch["labels"]))
+        return loss, (moved.get("batch_stats", {}), jnp.mean(jnp.argmax(logits, -1) == batch["labels"]))
 
     (loss, (batch_stats, accuracy)), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss, "accuracy": accuracy}
