@@ -57,6 +57,13 @@ def test_the_blocks_on_plans_run_one_after_another() -> None:
     assert "of size 66 into 4 parts" in differences[2]
 
 
+def test_the_blocks_on_fitting_run() -> None:
+    lines = run("-c", "\n".join(blocks("python", "docs/fit.md"))).splitlines()
+    assert any(line.split("│")[1].strip() == "data_parallel" and "does not fit" in line for line in lines if "│" in line)
+    assert any(line.startswith("fits: zero1, ") for line in lines)
+    assert lines[-2].startswith("zero1 ")
+
+
 @pytest.mark.aot
 def test_the_blocks_on_targets_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/targets.md")))
@@ -68,7 +75,7 @@ def test_readme_s_first_example_is_short() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 20
 
 
-COMMANDS = [*blocks("bash"), *blocks("bash", "docs/targets.md")]
+COMMANDS = [*blocks("bash"), *blocks("bash", "docs/targets.md"), *blocks("bash", "docs/fit.md")]
 
 
 @pytest.mark.parametrize("command", [line for block in COMMANDS for line in block.splitlines()])

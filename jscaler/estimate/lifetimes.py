@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
 from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.schedule import PRODUCTS, ordered
+from jscaler.estimate.schedule import PRODUCTS, ordered, siblings_together
 
 WORKSPACE = 4 << 20  # bytes that a matrix product of XLA on GPUs has beside its operands and its result
 SCRATCH = "temporary"  # the kind of a workspace, and of a buffer of which nobody says more
@@ -61,7 +61,7 @@ def lifetimes(
         kind_of: the kind that a buffer is counted with in the timeline.
     """
     fenced = any(step.name == "optimization_barrier" for step in block.steps)
-    kernels = _slices_late(block, ordered(kernels_of(block), _outputs(block), fenced))
+    kernels = _slices_late(block, siblings_together(ordered(kernels_of(block), _outputs(block), fenced)))
     last = last_reads(block, kernels)
     arguments = dict(over or {})
     live = _Live(kind_of)

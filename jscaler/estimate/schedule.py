@@ -5,6 +5,7 @@ soon as it can be. To hide collectives behind other work, XLA puts off what no o
 is near to depth first from the results, operands with the most other readers first.
 """
 
+import dataclasses
 from collections.abc import Callable, Container, Sequence
 
 from jscaler.estimate.block import Kernel, Value
@@ -23,6 +24,53 @@ def ordered(kernels: Sequence[Kernel], outputs: Sequence[Value], fenced: bool) -
     if fenced or not any(kernel.step.name in COLLECTIVES for kernel in kernels):
         return tuple(kernels)
     return tuple(kernels[i] for i in _most_read_first(kernels, outputs))
+
+
+def siblings_together(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    """``kernels`` with elementwise ones that read one large operand next to each other, as XLA makes them one kernel.
+
+    The earlier waits for the other's operands, and what reads its result waits with it: an activation function, computed
+    again for a weight's gradient, and its derivative times the cotangent. One kernel with two results writes over no
+    operand.
+    """
+    order, made = list(range(len(kernels))), list(kernels)
+    place = list(order)  # of a kernel in the order
+    readers: dict[Value, list[int]] = {}
+    for second, kernel in enumerate(kernels):
+        if not _elementwise(kernel):
+            continue
+        shared = [v for v in kernel.reads if v.nbytes >= kernel.writes[0].nbytes]
+        for first in sorted({i for v in shared for i in readers.get(v, ())}, key=place.__getitem__):
+            if kernels[first].writes[0].nbytes != kernel.writes[0].nbytes:
+                continue
+            start, end = place[first], place[second]
+            late = _behind(kernels, order[start:end])
+            if any(v in kernel.reads for i in late for v in kernels[i].writes):
+                continue  # the second needs the first
+            waiting = set(late)
+            order[start : end + 1] = [i for i in order[start:end] if i not in waiting] + [first, second] + late[1:]
+            for position in range(start, end + 1):
+                place[order[position]] = position
+            for i in (first, second):
+                made[i] = dataclasses.replace(kernels[i], over=())
+            break
+        for value in shared:
+            readers.setdefault(value, []).append(second)
+    return tuple(made[i] for i in order)
+
+
+def _elementwise(kernel: Kernel) -> bool:
+    return kernel.step.kind == "fused" and len(kernel.writes) == 1 and kernel.writes[0].nbytes > SMALL
+
+
+def _behind(kernels: Sequence[Kernel], some: Sequence[int]) -> list[int]:
+    """The first of ``some``, and those that need it."""
+    found, made = [some[0]], set(kernels[some[0]].writes)
+    for i in some[1:]:
+        if not made.isdisjoint(kernels[i].reads):
+            found.append(i)
+            made.update(kernels[i].writes)
+    return found
 
 
 def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> list[int]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from jscaler.report.cost_text import readable_seconds
 from jscaler.report.moves import readable_bytes
+from jscaler.report.target_tables import preallocation
 
 if TYPE_CHECKING:
     from jscaler.estimate.fitting import Fit, Tried
@@ -96,11 +97,11 @@ def verdict(found: "Fit") -> str:
     assert chosen.cost is not None
     sizes = f"{readable_bytes(chosen.peak)} of {readable_bytes(found.cluster.memory)}"
     said = f"fits: {chosen.rung}, {sizes} per device, {readable_bytes(chosen.headroom)} to spare, {_extra(chosen)}"
+    said += preallocation(chosen.peak, found.cluster.memory)
     if chosen.compiled_peak is not None:
         return f"{said}\nthe peak is XLA's own; the estimate was {readable_bytes(chosen.cost.memory.peak)}"
     if chosen.peak > (1 - ACCURACY) * found.cluster.memory:
-        said += f"\nthe peak is an estimate, within {ACCURACY:.0%}: it may not fit; compile it to be sure (--confirm)"
-        return said
+        return f"{said}\nthe peak is an estimate, within {ACCURACY:.0%}: it may not fit; compile it to be sure (--confirm)"
     return f"{said}\nthe peak is an estimate, within {ACCURACY:.0%}"
 
 

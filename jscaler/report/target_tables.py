@@ -39,10 +39,15 @@ def verdict(memory: Memory) -> str:
         beyond = readable_bytes(-memory.headroom)
         return f"does not fit: the peak of {peak} is {beyond} more than the {capacity} of a device"
     said = f"fits: {peak} of {capacity} per device at the peak, {readable_bytes(memory.headroom)} to spare"
-    if memory.peak > PREALLOCATED * memory.capacity:
-        share = min(0.98, round(memory.peak / memory.capacity + 0.02, 2))
-        said += f"; JAX takes {PREALLOCATED:.0%} of a device by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share}"
-    return said
+    return said + preallocation(memory.peak, memory.capacity)
+
+
+def preallocation(peak: int, capacity: int) -> str:
+    """What to set where a peak that fits is more than JAX takes of a device; else nothing."""
+    if peak <= PREALLOCATED * capacity:
+        return ""
+    share = min(0.98, round(peak / capacity + 0.02, 2))
+    return f"; JAX takes {PREALLOCATED:.0%} of a device by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share}"
 
 
 def memory_table(memory: Memory) -> Table:

@@ -119,7 +119,8 @@ def test_graphs_are_asked_for_once_each(graph: Graph) -> None:
 
 
 def test_clusters(graph: Graph) -> None:
-    assert jscaler.fit(graph, "V100-32GB").cluster.num_devices == 1
+    alone = jscaler.fit(graph, "V100-32GB").cluster
+    assert (alone.num_devices, alone.memory) == (1, find_cluster("8xV100-32GB").memory)
     with pytest.raises(DeviceError, match="does not say how much memory"):
         jscaler.fit(graph, "cpu")
     with pytest.raises(UnknownNameError, match="no cluster named 'V100-33GB'"):

@@ -4,14 +4,15 @@ import random
 
 import pytest
 
-from jscaler.estimate.block import Kernel, Step, Value
-from jscaler.estimate.schedule import ordered
+from jscaler.estimate.block import Kernel, Kind, Step, Value
+from jscaler.estimate.schedule import ordered, siblings_together
 
 
-def kernel(name: str, reads: list[Value], size: int = 1 << 20) -> Kernel:
+def kernel(name: str, reads: list[Value], size: int = 1 << 20, kind: Kind = "call") -> Kernel:
     made = Value(size, name)
-    step = Step("call", name, tuple(reads), (made,))
-    return Kernel(step, {v: v.nbytes for v in reads}, (made,))
+    step = Step(kind, name, tuple(reads), (made,))
+    over = tuple((made, v) for v in reads if v.nbytes == size) if kind == "fused" else ()
+    return Kernel(step, {v: v.nbytes for v in reads}, (made,), over)
 
 
 def shown(kernels: tuple[Kernel, ...]) -> list[str]:
@@ -69,3 +70,58 @@ def test_nothing_runs_before_what_it_reads(seed: int) -> None:
     for one in order:
         assert set(one.reads) <= written
         written.update(one.writes)
+
+
+def mlp_backward() -> list[Kernel]:
+    """The hidden units are computed again: of them the activation, for a weight's gradient, and its derivative."""
+    given = Value(1 << 20, "given")
+    hidden = kernel("hidden", [given])
+    activation = kernel("activation", [hidden.writes[0]], kind="fused")
+    weight = kernel("weight", [activation.writes[0], given], size=100)
+    cotangent = kernel("cotangent", [given])
+    derivative = kernel("derivative", [cotangent.writes[0], hidden.writes[0]], kind="fused")
+    return [hidden, activation, weight, cotangent, derivative, kernel("next", [derivative.writes[0]])]
+
+
+def test_siblings_are_one_kernel_and_what_reads_the_first_waits() -> None:
+    kernels = mlp_backward()
+    found = siblings_together(kernels)
+    assert shown(found) == ["hidden", "cotangent", "activation", "derivative", "weight", "next"]
+    assert [k.over for k in found if k.step.kind == "fused"] == [(), ()]
+    assert all(kernel in kernels for kernel in found if kernel.step.kind == "call")
+
+
+def test_small_ones_others_sizes_and_what_needs_the_other_stay() -> None:
+    shared = Value(1 << 20, "shared")
+    first = kernel("first", [shared], kind="fused")
+    others = (
+        kernel("needs", [shared, first.writes[0]], kind="fused"),
+        kernel("half", [shared], size=1 << 19, kind="fused"),
+        kernel("alone", [Value(1 << 20, "other")], kind="fused"),
+        kernel("product", [shared]),
+    )
+    for other in others:
+        assert siblings_together([first, other]) == (first, other)
+    small = [kernel(name, [Value(100, "s")], size=100, kind="fused") for name in "ab"]
+    assert siblings_together(small) == tuple(small)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_siblings_together_are_an_order_of_the_same_kernels(seed: int) -> None:
+    draw = random.Random(seed)
+    values = [Value(1 << 20, f"in{i}") for i in range(3)]
+    kernels: list[Kernel] = []
+    for number in range(60):
+        kind: Kind = draw.choice(["fused", "fused", "call"])
+        kernels.append(
+            kernel(f"k{number}", draw.sample(values, min(2, len(values))), draw.choice([1 << 20, 1 << 18]), kind)
+        )
+        values = [*values, *kernels[-1].writes][-12:]
+    found = siblings_together(kernels)
+    assert sorted(shown(found)) == sorted(shown(tuple(kernels)))
+    assert shown(found) != shown(tuple(kernels))
+    made: set[Value] = set()
+    every = {v for k in kernels for v in k.writes}
+    for one in found:
+        assert made.issuperset(v for v in one.reads if v in every)
+        made.update(one.writes)
