@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from jscaler.cost import Cluster
 from jscaler.errors import DeviceError
 from jscaler.estimate.fitting import Fit, Tried, climb, with_memory
 from jscaler.ir import Graph
-from jscaler.plans.ladder import Rung, ladder
+from jscaler.plans.ladder import ladder
 from jscaler.report.draw_layout import refuse_picture
 
 TARGET_HELP = "what it is to fit on: V100-32GB (one device), 8xH100-80GB, 4x8xV100-32GB, a built-in name or a .toml file"
@@ -57,20 +57,21 @@ def fit_(
         refuse_picture(draw)
     use_platform("cpu", None)
     cluster = with_memory(find_target(target))
-    stack = stacked_by_default(model, stacked)
-    steps = _Steps(lambda again: Job(model, size, "single", 1, batch, seq, dtype, stack, again))
-    own = [rung for rung in ladder(cluster.num_devices, batch) if not (remat and rung.remat)]
+    job = Job(model, size, "single", 1, batch, seq, dtype, stacked_by_default(model, stacked), remat)
     with stages() as begin:
-        check = _Check(confirm, cluster, steps, remat)
-        found = _climbed(steps, cluster, [Rung(text) for text in plan] if plan else own, every, remat, check, begin)
+        begin("capturing the step")
+        graph = job.step.graph(*job.arguments())
+        check = _Check(confirm, cluster, job)
+        plans = plan or list(ladder(cluster.num_devices, batch))
+        found = _climbed(graph, cluster, plans, every, check, begin)
     if draw is not None:
-        draw_fit(draw, found, steps.job(remat).describe())
+        draw_fit(draw, found, job.describe())
     if as_json:
-        record = {"model": steps.job(remat).describe(), **found.as_json(), "picture": str(draw) if draw else None}
+        record = {"model": job.describe(), **found.as_json(), "picture": str(draw) if draw else None}
         typer.echo(json.dumps(record))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-        console.print(steps.job(remat).describe(), highlight=False, markup=False)
+        console.print(job.describe(), highlight=False, markup=False)
         console.print(fit_table(found))
         lines = [*reasons(found), verdict(found), check.note, f"written: {draw}" if draw else ""]
         console.print("\n".join(filter(None, lines)), highlight=False, markup=False)
@@ -78,12 +79,10 @@ def fit_(
         raise typer.Exit(NOTHING)
 
 
-def _climbed(
-    steps: "_Steps", cluster: Cluster, rungs: list[Rung], every: bool, remat: bool, check: "_Check", begin: Progress
-) -> Fit:
+def _climbed(graph: Graph, cluster: Cluster, plans: list[str], every: bool, check: "_Check", begin: Progress) -> Fit:
     """All rungs up to the first that fits, which is compiled; of ``every`` rung the cheapest that fits is."""
     tried: list[Tried] = []
-    for one in climb(lambda again: steps.graph(again or remat), cluster, rungs, progress=begin):
+    for one in climb(graph, cluster, plans, progress=begin):
         tried.append(one if every else check.peak_of(one, begin))
         if tried[-1].fits and not every:
             break
@@ -94,38 +93,12 @@ def _climbed(
 
 
 @dataclass
-class _Steps:
-    """The step of the model as it is, and of the one whose layers are computed again; each is captured once."""
-
-    make: Callable[[bool], Job]
-    jobs: dict[bool, Job] = field(default_factory=dict)
-    graphs: dict[bool, Graph] = field(default_factory=dict)
-
-    def job(self, remat: bool) -> Job:
-        if remat not in self.jobs:
-            self.jobs[remat] = self.make(remat)
-        return self.jobs[remat]
-
-    def graph(self, remat: bool) -> Graph:
-        if remat not in self.graphs:
-            job = self.job(remat)
-            self.graphs[remat] = job.step.graph(*job.arguments())
-        return self.graphs[remat]
-
-    def donated(self, remat: bool) -> list[int]:
-        """The positions of the state's leaves among the step's arguments."""
-        job = self.job(remat)
-        return [i for i, owner in enumerate(job.step.bind(*job.arguments()).owners) if owner == "state"]
-
-
-@dataclass
 class _Check:
     """Compiles for the target what fits by the estimate, unless nobody wants it, or nobody asked and it cannot be done."""
 
     wanted: bool | None
     cluster: Cluster
-    steps: _Steps
-    remat: bool
+    job: Job
     note: str = ""
 
     def peak_of(self, one: Tried, begin: Progress) -> Tried:
@@ -139,13 +112,18 @@ class _Check:
         assert one.cost is not None
 
         def progress(stage: str) -> Any:
-            begin(f"{one.rung}: {stage}")
+            begin(f"{one.plan}: {stage}")
 
         try:
-            report = compile_for(one.cost.step, self.cluster, self.steps.donated(one.rung.remat or self.remat), progress)
+            report = compile_for(one.cost.step, self.cluster, self._donated(), progress)
         except DeviceError as error:
             if self.wanted:
                 raise
             self.note = f"not compiled: {error}"
             return one
         return replace(one, compiled_peak=report.memory.peak)
+
+    def _donated(self) -> list[int]:
+        """The positions of the state's leaves among the step's arguments."""
+        owners = self.job.step.bind(*self.job.arguments()).owners
+        return [i for i, owner in enumerate(owners) if owner == "state"]

@@ -15,9 +15,7 @@ from jscaler.errors import DeviceError, JscalerError, PlanWarning
 from jscaler.estimate.query import Cost, cost
 from jscaler.ir import Graph
 from jscaler.plans import by_name
-from jscaler.plans.ladder import Rung, ladder
-
-GraphOf = Callable[[bool], Graph]  # whether the model computes its layers again -> the step's graph
+from jscaler.plans.ladder import ladder
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +23,14 @@ class Tried:
     """A plan that was tried.
 
     Attributes:
-        rung: the plan.
+        plan: its text.
         cost: what it costs; None where it is not legal for the step.
         why: why it is not legal; or what it was warned of.
         flops_ratio: FLOPs of all devices, as a multiple of the step's on one device.
         compiled_peak: bytes that XLA allocates on a device; None where nobody has asked.
     """
 
-    rung: Rung
+    plan: str
     cost: Cost | None
     why: str = ""
     flops_ratio: float = 1.0
@@ -62,7 +60,7 @@ class Tried:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the parts of the peak included."""
-        record: dict[str, Any] = {"plan": self.rung.plan, "remat": self.rung.remat, "fits": self.fits, "why": self.why}
+        record: dict[str, Any] = {"plan": self.plan, "fits": self.fits, "why": self.why}
         if self.cost is None:
             return record
         memory, moved = self.cost.memory, self.cost.by_op.values()
@@ -125,7 +123,7 @@ def fit(
     Args:
         graph: a train step's, ``train_step.graph(state, batch)``.
         cluster: a `Cluster`, a name (``"V100-32GB"``, ``"8xH100-80GB"``) or a .toml file.
-        plans: what to try, in this order; by default the ladder of `jscaler.plans.ladder`, as far as plans make it.
+        plans: what to try, in this order; by default the ladder of `jscaler.plans.ladder`.
         every: whether to try all of them.
         donated: whether the step updates its state in place.
 
@@ -139,13 +137,12 @@ def fit(
 
     Example:
         >>> found = jscaler.fit(train_step.graph(state, batch), "V100-32GB")  # doctest: +SKIP
-        >>> found.chosen.rung.plan, found.chosen.headroom  # doctest: +SKIP
+        >>> found.chosen.plan, found.chosen.headroom  # doctest: +SKIP
     """
     on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster)))
-    known = [rung for rung in ladder(on.num_devices, batch_size(graph)) if not rung.remat]
-    rungs = known if plans is None else [Rung(text) for text in plans]
+    rungs = ladder(on.num_devices, batch_size(graph)) if plans is None else list(plans)
     found = []
-    for tried in climb(lambda remat: graph, on, rungs, donated=donated):
+    for tried in climb(graph, on, rungs, donated=donated):
         found.append(tried)
         if tried.fits and not every:
             break
@@ -169,51 +166,42 @@ def batch_size(graph: Graph) -> int:
 
 
 def climb(
-    graph_of: GraphOf,
+    graph: Graph,
     cluster: Cluster,
-    rungs: Sequence[Rung],
+    plans: Sequence[str],
     *,
     donated: bool = True,
     progress: Callable[[str], Any] = lambda stage: None,
 ) -> Iterator[Tried]:
-    """Each rung tried when it is asked for.
+    """Each plan tried when the next is asked for.
 
     Args:
-        graph_of: the step's graph, of the model as it is or with its layers computed again; asked for once each.
         progress: is told each stage before it begins.
 
     Raises:
-        UnknownNameError, PlanError: a rung is no plan; nothing has been tried then.
+        UnknownNameError, PlanError: one is no plan; nothing has been tried then.
     """
-    for rung in rungs:
-        by_name(rung.plan)
-    graphs: dict[bool, Graph] = {}
-
-    def graph(remat: bool) -> Graph:
-        if remat not in graphs:
-            graphs[remat] = graph_of(remat)
-        return graphs[remat]
-
-    progress("capturing the step")
-    alone = replace(cluster, hosts=1, devices_per_host=1)
-    base = cost(graph(False), "single", alone, donated=donated)
-    for rung in rungs:
-        progress(f"estimating {rung}")
-        if cluster.num_devices == 1 and rung == Rung("single"):
-            yield Tried(rung, base)
-            continue
-        yield _tried(lambda remat=rung.remat: graph(remat), rung, cluster, base, donated)
+    for plan in plans:
+        by_name(plan)
+    progress("estimating one device")
+    base = cost(graph, "single", replace(cluster, hosts=1, devices_per_host=1), donated=donated)
+    for plan in plans:
+        progress(f"estimating {plan}")
+        if cluster.num_devices == 1 and plan == "single":
+            yield Tried(plan, base)
+        else:
+            yield _tried(graph, plan, cluster, base, donated)
 
 
-def _tried(graph: Callable[[], Graph], rung: Rung, cluster: Cluster, base: Cost, donated: bool) -> Tried:
+def _tried(graph: Graph, plan: str, cluster: Cluster, base: Cost, donated: bool) -> Tried:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PlanWarning)
         try:
-            found = cost(graph(), rung.plan, cluster, donated=donated)
+            found = cost(graph, plan, cluster, donated=donated)
         except JscalerError as error:
-            return Tried(rung, None, f"{type(error).__name__}: {error}")
+            return Tried(plan, None, f"{type(error).__name__}: {error}")
     for other in (w for w in caught if not issubclass(w.category, PlanWarning)):
         warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
     said = "; ".join(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, PlanWarning)))
     ratio = found.flops * found.num_devices / base.flops if base.flops else 1.0
-    return Tried(rung, found, said, ratio)
+    return Tried(plan, found, said, ratio)

@@ -121,7 +121,7 @@ def _panel(axes: "Axes", one: "Tried", scale: _Scale, chosen: bool) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     word = "fits" if one.fits else "does not fit"
     color = BEYOND if not one.fits else INK
-    text = f"{one.rung}\n{readable_bytes(memory.peak)}, {one.flops_ratio:.2f}× FLOPs, {word}"
+    text = f"{one.plan}\n{readable_bytes(memory.peak)}, {one.flops_ratio:.2f}× FLOPs, {word}"
     axes.set_title(text, fontsize=8.5, loc="left", color=color, weight="bold" if chosen else "normal")
 
 

@@ -52,14 +52,14 @@ def _numbers(found: "Fit") -> dict[str, int]:
 def _row(one: "Tried", chosen: bool, numbers: Mapping[str, int]) -> list[Text | str]:
     note = f" ({numbers[one.why]})" if one.why else ""
     if one.cost is None:
-        return [str(one.rung), *[""] * 8, Text(f"not legal{note}", style="dim")]
+        return [one.plan, *[""] * 8, Text(f"not legal{note}", style="dim")]
     cost = one.cost
     verdict = "fits" if one.fits else "does not fit"
     verdict += note if one.compiled_peak is None else f", by XLA{note}"
     moved = sum(op.read + op.written for op in cost.by_op.values())
     style = "bold green" if chosen else "green" if one.fits else "red"
     return [
-        Text(str(one.rung), style="bold" if chosen else ""), readable_bytes(one.peak), readable_bytes(one.headroom),
+        Text(one.plan, style="bold" if chosen else ""), readable_bytes(one.peak), readable_bytes(one.headroom),
         f"{one.flops_ratio:.2f}×", readable_bytes(cost.sent.total), readable_bytes(moved), f"{cost.launches:,}",
         readable_seconds(cost.seconds.total), bars([m.nbytes for m in cost.memory.timeline], cost.cluster.memory),
         Text(verdict, style=style),
@@ -96,7 +96,7 @@ def verdict(found: "Fit") -> str:
         return "\n".join(missing(found))
     assert chosen.cost is not None
     sizes = f"{readable_bytes(chosen.peak)} of {readable_bytes(found.cluster.memory)}"
-    said = f"fits: {chosen.rung}, {sizes} per device, {readable_bytes(chosen.headroom)} to spare, {_extra(chosen)}"
+    said = f"fits: {chosen.plan}, {sizes} per device, {readable_bytes(chosen.headroom)} to spare, {_extra(chosen)}"
     said += preallocation(chosen.peak, found.cluster.memory)
     if chosen.compiled_peak is not None:
         return f"{said}\nthe peak is XLA's own; the estimate was {readable_bytes(chosen.cost.memory.peak)}"
@@ -121,7 +121,7 @@ def missing(found: "Fit") -> list[str]:
     assert best.cost is not None
     memory, capacity, devices = best.cost.memory, found.cluster.memory, found.cluster.num_devices
     lines = [
-        f"nothing fits: the least is {best.rung} with {readable_bytes(best.peak)}, {readable_bytes(-best.headroom)} more "
+        f"nothing fits: the least is {best.plan} with {readable_bytes(best.peak)}, {readable_bytes(-best.headroom)} more "
         f"than a device has; most in {memory.at or 'the results'}"
     ]
     state = memory.parameters + memory.optimizer

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 import pytest
-from report.stand_in import arguments, step
+from report.stand_in import ROWS, arguments, step
 
 import jscaler
 from jscaler.cost import Cluster, find_cluster
 from jscaler.errors import DeviceError, UnknownNameError
-from jscaler.estimate.fitting import Fit, climb
+from jscaler.estimate.fitting import Fit, batch_size
 from jscaler.estimate.memory import Memory
 from jscaler.ir import Graph
-from jscaler.plans.ladder import Rung
+from jscaler.plans.ladder import ladder
 from jscaler.report.fit_text import bars, stretches, verdict
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def test_the_first_that_fits_is_chosen_and_nothing_is_tried_behind_it(graph: Gra
     for number, memory in enumerate(needed):
         found = jscaler.fit(graph, devices(4, memory))
         assert found.chosen is found.tried[-1]
-        assert [str(one.rung) for one in found.tried] == ["data_parallel", "zero1", "zero3"][: number + 1]
+        assert [one.plan for one in found.tried] == ["data_parallel", "zero1", "zero3"][: number + 1]
         assert [one.peak for one in found.tried] == needed[: number + 1]
         assert found.chosen.headroom == 0
 
@@ -47,7 +47,7 @@ def test_the_first_that_fits_is_chosen_and_nothing_is_tried_behind_it(graph: Gra
 def test_the_cheapest_of_all(graph: Graph) -> None:
     found = jscaler.fit(graph, devices(4, peak(graph, "zero1", 4)), ["zero3", "zero1", "data_parallel"], every=True)
     assert [one.fits for one in found.tried] == [True, True, False]
-    assert str(found.chosen.rung) == "zero1"  # a ladder in the wrong order is put right by what plans cost
+    assert found.chosen.plan == "zero1"  # a ladder in the wrong order is put right by what plans cost
 
 
 def test_flops_are_those_of_all_devices_against_one(graph: Graph) -> None:
@@ -74,7 +74,7 @@ def test_what_is_missing_and_what_would_help(graph: Graph) -> None:
     assert found.chosen is None
     assert found.smallest is min((one for one in found.tried if one.cost), key=lambda one: one.peak)
     text = verdict(found)
-    assert text.startswith(f"nothing fits: the least is {found.smallest.rung} with ")
+    assert text.startswith(f"nothing fits: the least is {found.smallest.plan} with ")
     assert "a smaller --batch" in text
     assert "spread them over more devices" not in text
     state = jscaler.fit(graph, devices(1, 20_000), ["single"])
@@ -106,16 +106,10 @@ def odd_step(state: Any, batch: Any) -> Any:
     return {"w": state["w"] - gradients["w"]}, loss
 
 
-def test_graphs_are_asked_for_once_each(graph: Graph) -> None:
-    asked: list[bool] = []
-
-    def graph_of(remat: bool) -> Graph:
-        asked.append(remat)
-        return graph
-
-    rungs = [Rung("single"), Rung("single", remat=True), Rung("data_parallel", remat=True)]
-    assert len(list(climb(graph_of, devices(2, MIB), rungs))) == 3
-    assert asked == [False, True]
+def test_the_ladder_of_a_batch(graph: Graph) -> None:
+    assert batch_size(graph) == ROWS
+    found = jscaler.fit(graph, devices(1, 1), every=True)
+    assert [one.plan for one in found.tried] == list(ladder(1, ROWS))
 
 
 def test_clusters(graph: Graph) -> None:

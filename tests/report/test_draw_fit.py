@@ -30,7 +30,7 @@ def test_a_panel_for_each_legal_plan_with_the_bars_of_its_memory(found: Fit) -> 
     panels = [axes for axes in figure.axes if axes.get_visible()]
     assert len(panels) == len(legal) == 3
     for axes, one in zip(panels, legal, strict=True):
-        assert axes.get_title("left").startswith(f"{one.rung}\n")
+        assert axes.get_title("left").startswith(f"{one.plan}\n")
         tops = [bar.get_y() + bar.get_height() for bar in axes.patches if hasattr(bar, "get_height")]
         size = 1 << 20 if max(tops) > 1e-2 else GIB
         assert max(tops) * size == pytest.approx(one.peak)
@@ -50,7 +50,7 @@ def test_many_plans_leave_those_that_need_least(found: Fit) -> None:
     smallest, *_, largest = sorted((one for one in found.tried if one.cost), key=lambda one: one.peak)
     tried = [dataclasses.replace(one) for one in (largest, *[smallest] * MOST_PANELS)]
     panels = [axes for axes in fit_figure(Fit(found.cluster, tuple(tried)), "").axes if axes.get_visible()]
-    assert [axes.get_title("left").partition("\n")[0] for axes in panels] == [str(smallest.rung)] * MOST_PANELS
+    assert [axes.get_title("left").partition("\n")[0] for axes in panels] == [smallest.plan] * MOST_PANELS
     assert fit_figure(Fit(found.cluster, ()), "nothing").axes
 
 
