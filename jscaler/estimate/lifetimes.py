@@ -61,7 +61,8 @@ def lifetimes(
         kind_of: the kind that a buffer is counted with in the timeline.
     """
     fenced = any(step.name == "optimization_barrier" for step in block.steps)
-    kernels = _slices_late(block, siblings_together(ordered(kernels_of(block), _outputs(block), fenced)))
+    order = ordered(kernels_of(block), _outputs(block), fenced)
+    kernels = _slices_late(block, siblings_together(order, block.steps))
     last = last_reads(block, kernels)
     arguments = dict(over or {})
     live = _Live(kind_of)

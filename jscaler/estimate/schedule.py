@@ -8,7 +8,7 @@ is near to depth first from the results, operands with the most other readers fi
 import dataclasses
 from collections.abc import Callable, Container, Sequence
 
-from jscaler.estimate.block import Kernel, Value
+from jscaler.estimate.block import Kernel, Step, Value
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 SMALL = 1 << 16  # bytes
@@ -26,13 +26,18 @@ def ordered(kernels: Sequence[Kernel], outputs: Sequence[Value], fenced: bool) -
     return tuple(kernels[i] for i in _most_read_first(kernels, outputs))
 
 
-def siblings_together(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+def siblings_together(kernels: Sequence[Kernel], steps: Sequence[Step] = ()) -> tuple[Kernel, ...]:
     """``kernels`` with elementwise ones that read one large operand next to each other, as XLA makes them one kernel.
 
     The earlier waits for the other's operands, and what reads its result waits with it: an activation function, computed
     again for a weight's gradient, and its derivative times the cotangent. One kernel with two results writes over no
     operand.
+
+    Args:
+        steps: of the block. What a fence stands between are no siblings, or all that is computed again were one with what
+            it is a clone of.
     """
+    fences = _fences_before(steps)
     order, made = list(range(len(kernels))), list(kernels)
     place = list(order)  # of a kernel in the order
     readers: dict[Value, list[int]] = {}
@@ -41,7 +46,8 @@ def siblings_together(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
             continue
         shared = [v for v in kernel.reads if v.nbytes >= kernel.writes[0].nbytes]
         for first in sorted({i for v in shared for i in readers.get(v, ())}, key=place.__getitem__):
-            if kernels[first].writes[0].nbytes != kernel.writes[0].nbytes:
+            apart = fences.get(id(kernels[first].step)) != fences.get(id(kernel.step))
+            if apart or kernels[first].writes[0].nbytes != kernel.writes[0].nbytes:
                 continue
             start, end = place[first], place[second]
             late = _behind(kernels, order[start:end])
@@ -57,6 +63,15 @@ def siblings_together(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
         for value in shared:
             readers.setdefault(value, []).append(second)
     return tuple(made[i] for i in order)
+
+
+def _fences_before(steps: Sequence[Step]) -> dict[int, int]:
+    """By identity of a step how many fences stand before it."""
+    found, count = dict[int, int](), 0
+    for step in steps:
+        count += step.name == "optimization_barrier"
+        found[id(step)] = count
+    return found
 
 
 def _elementwise(kernel: Kernel) -> bool:

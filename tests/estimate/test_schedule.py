@@ -106,6 +106,14 @@ def test_small_ones_others_sizes_and_what_needs_the_other_stay() -> None:
     assert siblings_together(small) == tuple(small)
 
 
+def test_a_fence_stands_between_siblings() -> None:
+    kernels = mlp_backward()
+    steps = [kernel.step for kernel in kernels]
+    fence = Step("alias", "optimization_barrier", (), ())
+    assert siblings_together(kernels, [fence, *steps, fence]) == siblings_together(kernels)
+    assert siblings_together(kernels, [*steps[:3], fence, *steps[3:]]) == tuple(kernels)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_siblings_together_are_an_order_of_the_same_kernels(seed: int) -> None:
     draw = random.Random(seed)
