@@ -1,5 +1,5 @@
-"""Co-shard: attention heads and hidden units in parts that run one after another on the *same* device, and are computed again
-for the backward pass, around another plan. (Lin et al., nnScaler, OSDI 2024, section 2; here one loop per part of a layer.)
+"""Co-shard: attention heads and hidden units in parts that run one after another on the *same* device, and are computed
+again for the backward pass, around another plan. (Lin et al., nnScaler, OSDI 2024, section 2; here one loop per part of a layer.)
 
 ::
 
@@ -82,14 +82,14 @@ def _in_turn(graph: Any, table: Factors, parts: int) -> Factors:
     found: Factors = {}
     for op, name in table.items():
         factor = graph.rule(op).factors[name]
-        if op.kind == "forward" and factor.kind != "blocked" and factor.size % parts == 0:
-            if not any(slid == name for slid, _, _ in graph.rule(op).halos):
-                found[op] = name
+        overlaps = any(slid == name for slid, _, _ in graph.rule(op).halos)
+        if op.kind == "forward" and factor.kind != "blocked" and factor.size % parts == 0 and not overlaps:
+            found[op] = name
     return found
 
 
 def _groups(graph: Any, ops: Sequence[Op]) -> list[list[Op]]:
-    """Ops in time that hand parts to each other, with what only they read (a norm): each group is computed again at once."""
+    """Ops in time that hand parts to each other, with what only they read (a norm): what is computed again at once."""
     own = set(ops)
     parent = {op: op for op in ops}
 
@@ -127,7 +127,7 @@ def _threaded(graph: Any) -> set[Any]:
 
 
 def _tokens(graph: Any, vocabulary: Dims, parts: int) -> Factors:
-    """The ops between the head and the loss, split along the tokens: the largest dim of the logits beside the vocabulary."""
+    """The ops from the head to the loss, split along the tokens: the largest dim of the logits beside the vocabulary."""
     found: Factors = {}
     for tensor, dim in select(graph, vocabulary):
         words = {op: name for op, name in graph.factor_of(tensor.name, dim).items() if op.kind == "forward"}

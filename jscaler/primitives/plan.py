@@ -89,7 +89,7 @@ class ReduceDtype:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How gradients add up over parts in time: in which dtype, and whether devices add theirs each time or once, at last."""
+    """How gradients add up over parts in time: in which dtype, and whether devices add theirs each time or once."""
 
     dtype: str | None = None
     each_time: bool = False
