@@ -94,6 +94,7 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "by_name", "data_parallel", "expert_parallel", "megatron", "recompute_layers", "selective_recompute",
-    "sequence_parallel", "single", "spatial", "tensor_parallel", "vocab_parallel", "zero1", "zero3",
+    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "megatron", "recompute_layers",
+    "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel", "vocab_parallel", "zero1", "zero2",
+    "zero3",
 ]  # fmt: skip

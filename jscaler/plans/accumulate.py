@@ -68,8 +68,8 @@ def _runs_in_turn(graph: Any, op: Op, name: str, parts: int) -> bool:
         return True
     if op.kind == "forward" and op.backward is not None and factor.size > 1:
         why = (
-            f"it needs the whole batch: {factor.reason or 'its parts overlap'}; to run it on every micro-batch alone, which "
-            "gives other numbers than the whole batch, say accumulate(…, per_microbatch='BatchNorm*')"
+            f"it needs the whole batch: {factor.reason or 'its parts overlap'}; to run it on each micro-batch alone, "
+            "which gives other numbers than the whole batch, say accumulate(…, per_microbatch='BatchNorm*')"
         )
         raise SplitError(op.path, name, factor.size, parts, why if factor.size % parts == 0 else "")
     return False

@@ -1,5 +1,5 @@
 """Co-shard: attention heads and hidden units in parts that run one after another on the *same* device, and are computed
-again for the backward pass, around another plan. (Lin et al., nnScaler, OSDI 2024, section 2; here one loop per part of a layer.)
+again for the backward pass, around another plan. (Lin et al., nnScaler, OSDI 2024, section 2.)
 
 ::
 
