@@ -146,14 +146,24 @@ def _without(rule: Rule, dims: TensorFactors, name: str) -> Named:
     return tuple(tuple((f, rule.factors[f].size) for f in dim if f != name) for dim in dims)
 
 
+def _is_cheap(op: Op) -> bool:
+    assert op.body is not None
+    join = op.kind == "backward" and op.forward is None and op.again is None
+    cast = all(e.primitive.name == "convert_element_type" for e in op.body.jaxpr.eqns)
+    return join or cast or not any(t.shape for t in op.outputs)
+
+
 def passed_on(op: Op, forms: Mapping[PTensor, Form], book: RuleBook) -> OpPart | None:
-    """How an op that no plan splits goes on with parts: a fence takes anything, a linear op passes sums on."""
+    """How an op that no plan splits goes on with parts: a fence takes anything, a linear op passes sums on.
+
+    Only what costs next to nothing is done for every part: joins, casts, scalars.
+    """
     inputs = tuple(forms.get(t) for t in op.inputs)
     if op.anywhere == "fence":
         return OpPart(inputs, inputs)
-    if op.anywhere == "sum":
-        return OpPart((inputs[1], inputs[1]), (inputs[1],)) if isinstance(inputs[1], Summed) else None
-    if op.body is None or not all(f is None or f == Summed("add") for f in inputs):
+    if op.anywhere == "sum":  # a sum of summands, if both are
+        return OpPart(inputs, inputs[1:]) if inputs[0] == inputs[1] == Summed("add") else None
+    if op.body is None or not all(f is None or f == Summed("add") for f in inputs) or not _is_cheap(op):
         return None
     made = book.passes(op, ["add" if f is not None else None for f in inputs])
     if made is None or any(m not in (None, "add") for m in made):

@@ -198,6 +198,8 @@ class Regions:
                 return None
             return dict(zip(op.outputs, part.outputs, strict=True))
         seen = {t: known.get(t) for t in op.inputs}
+        if op.anywhere == "sum":  # the carry is what is added to it
+            seen[op.inputs[0]] = seen[op.inputs[1]]
         if not any(f is not None for f in seen.values()):
             return dict.fromkeys(op.outputs)
         part = self.follow(op, seen)
