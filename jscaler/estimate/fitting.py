@@ -54,9 +54,9 @@ class Tried:
 
     @property
     def price(self) -> tuple[float, float, int]:
-        """What the ladder is ordered by: extra FLOPs (to the percent), bytes that a device sends, launches."""
+        """What the ladder is ordered by: extra FLOPs (to a tenth of the step), bytes that a device sends, launches."""
         assert self.cost is not None
-        return round(self.flops_ratio, 2), self.cost.sent.total, self.cost.launches
+        return round(self.flops_ratio, 1), self.cost.sent.total, self.cost.launches
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the parts of the peak included."""
