@@ -168,7 +168,10 @@ def _peak(axes: "Axes", moments: Sequence[Moment], memory: Memory, scale: _Scale
     note: Any = {"fontsize": 7, "color": INK, "ha": "center", "va": "top" if cut else "bottom", "in_layout": False}
     note["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
     axes.plot([at], [here], marker="^" if cut else "v", color=BEYOND if cut else INK, markersize=5)
-    axes.text((len(moments) - 1) / 2, here + (-0.035 if cut else 0.03) * top, text, **note)
+    label = here + (-0.035 if cut else 0.03) * top
+    if abs(label - scale.capacity) < 0.06 * top:
+        label = scale.capacity + 0.06 * top  # above what is said of a device
+    axes.text((len(moments) - 1) / 2, label, text, **note)
 
 
 def _short(name: str) -> str:
