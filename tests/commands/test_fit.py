@@ -21,6 +21,7 @@ from jscaler.report import targets
 ROOT = Path(__file__).parents[2]
 MODEL = ["fit", "--model", "gpt-nano", "--batch", "16", "--dtype", "f32"]
 ROWS = ["--plan", "single", "--plan", "data_parallel"]  # of which the second copies nothing on one device
+RUNGS = ["--plan", "single", "--plan", "recompute_layers"]
 Asked = Callable[[Any, Any], int]
 
 
@@ -36,8 +37,8 @@ def record(*arguments: str, code: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, int]:
-    """The peak of every rung on one large device."""
-    every = record("--target", "H100-80GB", "--all", "--no-confirm")
+    """The peaks on one large device."""
+    every = record("--target", "H100-80GB", *RUNGS, "--all", "--no-confirm")
     assert (every["chosen"], every["fits"], every["devices"]) == (0, True, 1)
     return {row["plan"]: row["peak"] for row in every["tried"]}
 
@@ -52,7 +53,7 @@ def small(folder: Path, memory: int) -> list[str]:
 def test_it_stops_at_the_first_that_fits(peaks: dict[str, int], tmp_path: Path) -> None:
     assert peaks["recompute_layers"] < peaks["single"]
     drawn = tmp_path / "fit.svg"
-    found = record(*small(tmp_path, peaks["recompute_layers"]), "--no-confirm", "--draw", str(drawn))
+    found = record(*small(tmp_path, peaks["recompute_layers"]), *RUNGS, "--no-confirm", "--draw", str(drawn))
     last = found["tried"][-1]
     assert found["tried"].index(last) == found["chosen"]
     assert [row["fits"] for row in found["tried"]] == [False] * found["chosen"] + [True]
@@ -67,7 +68,7 @@ def test_it_stops_at_the_first_that_fits(peaks: dict[str, int], tmp_path: Path) 
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
-    text = run(*small(tmp_path, 1_000_000), code=3)
+    text = run(*small(tmp_path, 1_000_000), *RUNGS, code=3)
     assert "gpt-nano, 0.1 M parameters, float32, stacked, batch 16 × 64" in text
     assert "nothing fits: the least is " in text
     assert "parameters and optimizer take" in text

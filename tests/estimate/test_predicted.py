@@ -16,6 +16,8 @@ SMALL = {"hidden": 256, "layers": 3, "heads": 4, "sequence": 512, "vocabulary": 
         ("single", 1, {}),
         ("data_parallel", 4, {"dropout": 0.0}),
         ("megatron(dp=2, tp=2)", 4, {"stacked": True, "remat": True}),
+        ("co_shard(4)", 1, {"stacked": True}),
+        ("accumulate(4, recompute_layers())", 1, {"stacked": True}),
     ],
 )
 def test_the_peak_is_within_15_percent(plan: str, devices: int, changes: dict[str, object]) -> None:
