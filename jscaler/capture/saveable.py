@@ -7,11 +7,14 @@ An equation whose result is saved while a reader of it is not ends its op, so th
 policy saves all, nothing is computed again, and there is no region.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+from jax import lax
 from jax.extend import core
 
 from jscaler.errors import CaptureWarning
@@ -34,7 +37,9 @@ def saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
         CaptureWarning: it would have them in another memory space; they stay in the device's.
     """
     case = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-    if hasattr(case, "dst"):  # an Offloadable; the classes of what a policy returns have no public names
+    if isinstance(case, bool):
+        return case
+    if hasattr(case, "dst"):
         warnings.warn(
             f"a checkpoint policy offloads results of '{eqn.primitive.name}' from {case.src} to {case.dst}: they are saved "
             "on the device instead; no plan moves them yet",
@@ -42,7 +47,14 @@ def saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
             stacklevel=2,
         )
         return True
-    return type(case).__name__ == "SaveableType" or case is True
+    return type(case) is not _again()
+
+
+@functools.cache
+def _again() -> type:
+    """The class of what a policy returns for what is not to be saved, which has no public name."""
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    return type(policy(lax.neg_p))
 
 
 def saves_all(policy: Policy | None, eqns: Iterable[core.JaxprEqn]) -> bool:

@@ -210,8 +210,9 @@ def named(graph: Graph, ops: Sequence[str], keep: Any) -> tuple[str, ...]:
     tensors: Mapping[str, PTensor] = {t.name: t for path in ops for t in graph[path].outputs}
     found: list[str] = []
     for one in several:
-        if isinstance(one, PTensor) or one in tensors:
-            found.append(one.name if isinstance(one, PTensor) else one)
+        name = one.name if isinstance(one, PTensor) else one if isinstance(one, str) else ""
+        if isinstance(one, PTensor) or name in tensors:
+            found.append(name)
             continue
         paths = selected(graph, one)
         found += [path for path in paths if path in ops] or paths[:1]  # one outside is refused by name

@@ -13,7 +13,7 @@ from jax.extend import core
 
 import jscaler
 from jscaler.errors import CaptureWarning
-from jscaler.lower.numbering import Run, Step
+from jscaler.lower.numbering import FlatLoop, Run, Step
 
 POLICIES = jax.checkpoint_policies
 PARAMS = {"up": jax.random.normal(jax.random.key(0), (4, 8)), "down": jax.random.normal(jax.random.key(1), (8, 4))}
@@ -47,7 +47,7 @@ def of_steps(steps: tuple[Step, ...]) -> Counter[str]:
     for step in steps:
         if isinstance(step, Run):
             found.update(e.primitive.name for e in step.jaxpr.eqns)
-        elif hasattr(step, "steps"):
+        elif isinstance(step, FlatLoop):
             found.update(of_steps(step.steps))
     return found
 

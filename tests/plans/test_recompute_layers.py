@@ -169,7 +169,9 @@ def test_temporaries_are_those_of_jax_checkpoint(layers_in_a_loop: bool) -> None
         sharding = jax.sharding.SingleDeviceSharding(devices[0])
         structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (state, batch))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=sharding)
-        return jitted.lower(*structs).compile(WITHOUT_GPU).memory_analysis().temp_size_in_bytes
+        found = jitted.lower(*structs).compile(WITHOUT_GPU).memory_analysis()
+        assert found is not None
+        return found.temp_size_in_bytes
 
     ours = temporaries(recompute_layers())
     assert ours <= 1.02 * temporaries(None, remat=True)

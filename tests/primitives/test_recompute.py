@@ -19,7 +19,7 @@ from jscaler.primitives import make_plan
 from jscaler.primitives.fits import check_fits
 from jscaler.stages import Captured, StepPlan, lower
 
-Policy = Callable[[Any, Any], None]
+Policy = Callable[[Any, Any], Any]
 NAMES = ("a", "b", "c", "d")
 PARAMS = {n: jax.random.normal(jax.random.key(i), (4, 4)) / 2 for i, n in enumerate(NAMES)} | {"w": jnp.ones((3, 4, 4)) / 8}
 X = jax.random.normal(jax.random.key(9), (2, 4))
