@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
@@ -20,6 +21,7 @@ from jscaler.ir.loop import Item
 from jscaler.materialize import Layout
 
 Values = dict[PTensor, Any]
+KEPT = "kept"  # what a region saves though it is computed again
 
 
 def constrained_step(
@@ -80,7 +82,8 @@ class _Evaluator:
         again = op.kind == "forward" and any(t in self.refetched for t in op.inputs)
         results = (jax.checkpoint(run) if again else run)(*(values[t] for t in op.inputs))
         for tensor, value in zip(op.outputs, results, strict=False):
-            values[tensor] = self.constrained(value, self.layouts.get(tensor))
+            made = self.constrained(value, self.layouts.get(tensor))
+            values[tensor] = checkpoint_name(made, KEPT) if tensor in op.kept else made
 
     def constrained(self, value: Any, layout: Layout | None) -> Any:
         """``value`` in ``layout``, where that can be said to GSPMD."""
@@ -140,7 +143,8 @@ class _Evaluator:
             self._run_plainly(items, inner)
             return [inner[t] for t in made]
 
-        values.update(zip(made, jax.checkpoint(region)([values[t] for t in outside]), strict=True))
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+        values.update(zip(made, jax.checkpoint(region, policy=policy)([values[t] for t in outside]), strict=True))
 
     def _repeat(self, nest: Nest, values: Values) -> None:
         loop = nest.loop
