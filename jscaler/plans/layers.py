@@ -116,8 +116,8 @@ def _stacks(graph: Any) -> set[str]:
     made = {t for t, kind in tensor_kinds(graph.graph).items() if kind == "parameter"}
     for op in graph.ops:
         large = [t for t in op.inputs if t.shape]
-        if op.kind == "forward" and large and all(t in made for t in large):
-            made.update(op.outputs)  # a cast
+        if op.kind != "backward" and large and all(t in made for t in large):
+            made.update(op.outputs)  # a cast, in the loss or before it
     return {n for n, loop in graph.loops.items() if loop.parent is None and any(x.stack in made for x in loop.xs)}
 
 

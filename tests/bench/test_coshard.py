@@ -30,6 +30,7 @@ def test_flops_of_a_step_are_those_on_paper(bench: Bench) -> None:
     assert bench.flops(NONE) == 3 * forward
     again = layers * (2 * s * 8 * d * d + 2 * 2 * s * s * d)  # the last product of a layer is not computed again
     assert bench.flops(RECOMPUTE) == 3 * forward + again
+    assert bench.flops(Case("recompute", "recompute_layers")) == 3 * forward + again
 
 
 def test_plain_jit_has_the_same_products(bench: Bench) -> None:
