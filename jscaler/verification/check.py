@@ -36,7 +36,7 @@ from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.trace import Local, abstract_mesh, open_shard_map, trace_local
-from jscaler.verification.values import Values, content_key
+from jscaler.verification.values import content_key, numbered
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,8 @@ class _StepCheck:
             held = flow.slots[slot]
             structs.append(shape_struct(held.tensor.aval.update(shape=Frame(held.masks).shape)))
         plain = trace_local(plain_program(program), sizes, structs)
-        values = Values(rounds=2 * max_carries(program.tasks) + 1)
-        results = zip(
-            graph.outputs, values.results(emitted, len(structs)), values.results(plain, len(structs)), strict=True
-        )
+        numbers = numbered((emitted, plain), len(structs), 2 * max_carries(program.tasks) + 1)
+        results = zip(graph.outputs, *numbers, strict=True)
         for index, (tensor, ours, theirs) in enumerate(results):
             if ours != theirs:
                 raise VerificationError(

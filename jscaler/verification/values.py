@@ -18,16 +18,38 @@ MOVEMENTS = frozenset(
 )
 
 
+def numbered(programs: Sequence[Local], num_args: int, most: int) -> list[list[int]]:
+    """The numbers of the results of ``programs``, given the same arguments: of equal numbers, equal values.
+
+    Args:
+        most: rounds after which carries of loops are told apart for certain: as many as all programs' loops have carries.
+    """
+    rounds = 1
+    while True:  # a few rounds nearly always do, and of loops in loops each costs those of the others
+        values = Values(rounds)
+        found = [values.results(program, num_args) for program in programs]
+        if values.settled or rounds >= most:
+            return found
+        rounds = min(2 * rounds, most)
+
+
 class Values:
     """Numbers for values; the same number for the same expression, in whatever program it stands.
 
     Args:
-        rounds: how often the body of a loop is gone through: at least as often as both programs' loops have carries.
+        rounds: how often the body of a loop is gone through; enough if ``settled`` after all programs were numbered.
+
+    Attributes:
+        settled: whether another round would part no carries that are one so far, in no loop: equal symbols mean equal
+            values in every iteration then, by induction.
     """
 
     def __init__(self, rounds: int = 1) -> None:
+        self.settled = True
         self._rounds = rounds
         self._depth = 0
+        self._scans: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # loops that were numbered, and with what
+        self._next: dict[int, int] = {}  # a carry's symbol -> what it is after one round more
         self._numbers: dict[Any, int] = {}
         self._moved: dict[int, Any] = {}  # results of what only moves elements -> how they were made
         self._dots: dict[int, Any] = {}  # results of dots -> their other parameters, and operands with the dims' labels
@@ -56,7 +78,11 @@ class Values:
             inner, consts = inner_jaxpr(eqn)
             return self._run(inner, [*map(self._constant, consts), *args])
         if name == "scan":
-            return self._scan(eqn, args)
+            key = (id(eqn), tuple(args))
+            if key not in self._scans:
+                self._kept.append(eqn)
+                self._scans[key] = self._scan(eqn, args)
+            return self._scans[key]
         if name == "cond" and not eqn.effects:
             return self._condition(eqn, args)
         if name == "dot_general":
@@ -82,8 +108,8 @@ class Values:
         """A loop: its carries are told apart by what they are before it, and by what an iteration makes of them.
 
         At first carries with one initial value are one symbol; each round, those of which an iteration makes different
-        values part. As in the minimization of an automaton, after as many rounds as there are carries (of both programs
-        that are compared) equal symbols mean equal values in every iteration.
+        values part. As in the minimization of an automaton, once a round parts none (of both programs that are compared)
+        equal symbols mean equal values in every iteration.
         """
         parts = scan_parts(eqn)
         self._depth += 1  # a loop's iterations are not those of the loop around it
@@ -97,6 +123,9 @@ class Values:
             made = zip(inits, results, strict=False)
             symbols = [self._number(("carry", how, init, result)) for init, result in made]
         results = self._run(parts.body, [*consts, *symbols, *slices])
+        for symbol, init, result in zip(symbols, inits, results, strict=False):
+            after = self._number(("carry", how, init, result))
+            self.settled &= self._next.setdefault(symbol, after) == after
         self._depth -= 1
         finals = [self._number(("final", symbol)) for symbol in symbols]
         return [*finals, *(self._number(("stack", how, piece)) for piece in results[len(inits) :])]

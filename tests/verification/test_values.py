@@ -1,5 +1,6 @@
 """Values of dots are known in either order of their operands, and told apart where a dim goes elsewhere."""
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jscaler.verification.trace import trace_local
-from jscaler.verification.values import Values
+from jscaler.verification.trace import Local, trace_local
+from jscaler.verification.values import Values, numbered
 
 SQUARE = jax.ShapeDtypeStruct((4, 4, 4), jnp.float32)
 FREE, BATCHED = (((2,), (0,)), ((), ())), (((2,), (1,)), ((0,), (0,)))
@@ -65,3 +66,77 @@ def test_a_transposed_dot_is_the_dot_of_swapped_operands(case: str) -> None:
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_other_dots_are_other_values(case: str) -> None:
     assert not same(*DIFFERENT[case])
+
+
+def delayed(grow: float, length: int = 4, nested: bool = False) -> Any:
+    """What stands at the end of a shift register whose front ``a * grow ** iteration`` enters: told apart late."""
+
+    def register(a: Any, b: Any) -> Any:
+        def shift(carry: Any, _: Any) -> Any:
+            front, *rest = carry
+            return (front * grow, front, *rest[:-1]), None
+
+        return lax.scan(shift, (a, *[b] * length), None, length=9)[0][-1]
+
+    def around(a: Any, b: Any) -> Any:
+        return lax.scan(lambda c, _: ((c[1], register(c[0], c[1])), None), (a, b), None, length=3)[0][0]
+
+    return around if nested else register
+
+
+def traced(fun: Any) -> Local:
+    return trace_local(lambda a, b: [fun(a, b)], {}, [SQUARE] * 2)
+
+
+def proven(one: Any, other: Any) -> bool:
+    first, second = numbered([traced(one), traced(other)], 2, 99)
+    return first == second
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_loops_whose_carries_differ_late_are_told_apart(nested: bool) -> None:
+    assert proven(delayed(2.0, nested=nested), delayed(2.0, nested=nested))
+    assert not proven(delayed(2.0, nested=nested), delayed(3.0, nested=nested))
+    assert not proven(delayed(2.0, nested=nested), delayed(2.0, 3, nested=nested))
+
+
+def test_one_round_more_is_asked_for_until_no_carries_part() -> None:
+    one, other = (traced(delayed(growth)) for growth in (2.0, 3.0))
+    early, late = Values(1), Values(8)
+    assert early.results(one, 2) == early.results(other, 2)
+    assert not early.settled
+    assert late.results(one, 2) != late.results(other, 2)
+    assert late.settled
+
+
+def test_loops_in_loops_are_numbered_in_a_few_rounds() -> None:
+    """Gone through as often as there are carries, four loops within each other would be run millions of times."""
+
+    def nest(depth: int) -> Any:
+        def run(a: Any, b: Any) -> Any:
+            inner = nest(depth - 1) if depth else plain_product
+
+            def body(carry: Any, _: Any) -> Any:
+                x, *sums = carry
+                x = inner(x, b)
+                return (x, *(s + i * x for i, s in enumerate(sums))), None
+
+            return lax.scan(body, (a, *[jnp.zeros_like(a)] * 20), None, length=2)[0][0]
+
+        return run
+
+    def plain_product(a: Any, b: Any) -> Any:
+        return a * jnp.tanh(b)
+
+    local = traced(nest(3))
+    runs = Counter[str]()
+
+    class Counting(Values):
+        def _equation(self, eqn: Any, args: list[int]) -> list[int]:
+            runs[eqn.primitive.name] += 1
+            return super()._equation(eqn, args)
+
+    values = Counting(2)
+    values.results(local, 2)
+    assert values.settled
+    assert runs["tanh"] < 300
