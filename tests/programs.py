@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jscaler
-from jscaler import Chunk, Replicate, Split
 from jscaler.errors import divisors
+from tests.policies import draw_policy, draw_timed_policy
 
 Array = Any
 StepFn = Callable[[dict[str, Array], Array], Array]
@@ -288,63 +288,6 @@ def draw_program(seed: int, length: int = 6) -> Program:
     return Program(names, drawer.params, drawer.batch, body)
 
 
-def draw_policy(seed: int, num_devices: int, share: float = 0.7) -> Callable[[Any, np.ndarray], None]:
-    """A policy that splits a ``share`` of the ops at random: nested, along several factors, in a random device order.
-
-    All grids cut one array of devices along its axes, so that they lie on one mesh.
-    """
-    primes = _primes(num_devices)
-
-    def policy(graph: Any, devices: np.ndarray) -> None:
-        rng = np.random.default_rng(seed)
-        base = rng.permutation(devices).reshape(primes)
-        for op in graph.ops:
-            if op.kind == "backward" and op.forward is None:
-                continue
-            chance = share if op.kind != "backward" else 0.1
-            if rng.random() < chance:
-                _split_at_random(graph, op, base, rng)
-
-    policy.__name__ = f"random_{seed}"
-    return policy
-
-
-def _split_at_random(graph: Any, op: Any, base: np.ndarray, rng: np.random.Generator) -> None:
-    """Deal the axes of ``base``, in a random order, to the op's factors; some copy, some cut into unequal parts."""
-    factors = graph.rule(op).factors
-    order = [int(i) for i in rng.permutation(base.ndim)]
-    algorithms: list[Any] = []
-    done: dict[str, int] = {}
-    uneven: set[str] = set()
-    for axis in order:
-        parts = base.shape[axis]
-        fits = {n: f for n, f in factors.items() if f.splittable and n not in uneven}
-        legal = [n for n, f in fits.items() if f.size // done.get(n, 1) % parts == 0]
-        ragged = [n for n, f in fits.items() if not f.even_only and n not in done and f.size > parts]
-        if ragged and rng.random() < 0.1:
-            name = ragged[int(rng.integers(len(ragged)))]
-            uneven.add(name)
-            edges = sorted(int(i) + 1 for i in rng.choice(factors[name].size - 1, parts - 1, replace=False))
-            sizes = np.diff([0, *edges, factors[name].size])
-            algorithms.append(Split(name, sizes=tuple(map(int, sizes))))
-        elif legal and rng.random() < 0.85:
-            name = legal[int(rng.integers(len(legal)))]
-            done[name] = done.get(name, 1) * parts
-            algorithms.append(Split(name, parts))
-        else:
-            algorithms.append(Replicate(parts))
-    whole = [n for n, f in factors.items() if f.kind != "blocked" and not f.even_only and n not in uneven]
-    chunks = [n for n in whole if factors[n].size // done.get(n, 1) % 2 == 0]
-    if chunks and rng.random() < 0.05:
-        algorithms.append(Chunk(chunks[int(rng.integers(len(chunks)))], 2))
-    graph.op_assign(graph.op_trans(op, *algorithms), base.transpose(order))
-
-
-def _primes(number: int) -> list[int]:
-    smallest = next((p for p in range(2, number + 1) if number % p == 0), None)
-    return [1] if smallest is None else [smallest, *(p for p in _primes(number // smallest) if p > 1)]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What came of one random program under one random plan.
@@ -362,18 +305,22 @@ class Outcome:
     where: str
 
 
-def devices_of(seed: int) -> int:
-    """The number of devices that a seed runs on."""
-    return (2, 4, 8, 6)[seed % 4]
+def devices_of(seed: int, timed: bool = False) -> int:
+    """The number of devices that a seed runs on; of programs with time axes few, which is where they matter."""
+    return ((1, 2, 1, 4) if timed else (2, 4, 8, 6))[seed % 4]
 
 
-def measure(seed: int, steps: int = 2) -> Outcome:
+def measure(seed: int, steps: int = 2, timed: bool = False) -> Outcome:
     """Run the program of ``seed`` under the plan of ``seed`` and under ``jax.jit``, in float64, for some steps.
+
+    Args:
+        timed: whether the plan has time axes.
 
     Losses, gradients and parameters are compared; and the program's redistribution is proven.
     """
-    program, devices = draw_program(seed), devices_of(seed)
-    step = jscaler.parallelize(draw_policy(seed, devices), devices=devices)(program.train_step)
+    program, devices = draw_program(seed), devices_of(seed, timed)
+    policy = (draw_timed_policy if timed else draw_policy)(seed, devices)
+    step = jscaler.parallelize(policy, devices=devices)(program.train_step)
     lowered = step.lower(program.params, program.batch)
     jscaler.verify(lowered)
     run, plain = lowered.compile(), jax.jit(program.train_step)
