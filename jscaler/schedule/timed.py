@@ -37,9 +37,11 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
         PlanError: an op that the plan splits in time cannot be.
     """
     axes = time_axes(graph, plan)
+    of_model = set(graph.loops)
     for name in axes.names:
         cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}
-        graph = _written(graph, name, cuts, book, bodies)
+        around = graph.loops.keys() - of_model  # axes further out, in whose iterations this one stands
+        graph = _written(graph, name, cuts, book, bodies, around)
     return graph, axes.plan
 
 
@@ -50,9 +52,11 @@ class _TornApartError(Exception):
         self.loop = loop
 
 
-def _written(graph: Graph, axis: str, cuts: Mapping[str, TimeCut], book: RuleBook, bodies: BodyTable) -> Graph:
+def _written(
+    graph: Graph, axis: str, cuts: Mapping[str, TimeCut], book: RuleBook, bodies: BodyTable, around: Set[str]
+) -> Graph:
     """``graph`` with the loops of one time axis."""
-    closed: set[str] = set()  # loops in whose bodies the time axis runs, iteration by iteration
+    closed = set(around)  # loops in whose bodies the time axis runs, iteration by iteration
     while True:
         try:
             return _Writer(graph, axis, cuts, book, bodies, closed).run()
