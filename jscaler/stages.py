@@ -35,7 +35,7 @@ from jscaler.report.explain import SECTIONS, Section, explain
 from jscaler.report.step_report import StepReport, step_report
 from jscaler.rules.book import RuleBook
 from jscaler.rules.made_of import made_of
-from jscaler.schedule import ordered_ops, timed
+from jscaler.schedule import ordered_ops, timed, with_alone
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ def transform(
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:
     """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
     graph = with_regions(fused(captured.graph, plan, captured.bodies), plan)
+    graph = with_alone(graph, plan, captured.rules, captured.bodies)
     source = with_backward_bodies(graph, captured.bodies, plan.residuals, plan.split_factors)
     graph, in_space = timed(recompute(source, captured.bodies), plan, captured.rules, captured.bodies)
     reopened = reopen(graph, in_space, captured.rules, captured.bodies)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jscaler.errors import SplitError
-from jscaler.ir import Op
+from jscaler.ir import Factor, Op
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.single import single
 from jscaler.primitives import TimeSplit
@@ -29,6 +29,7 @@ def accumulate(
     plan: Callable[..., Any] | None = None,
     batch: str = "batch",
     accumulate_dtype: Any = None,
+    per_microbatch: Any = None,
 ) -> Callable[..., None]:
     """``plan``, run on one micro-batch after another.
 
@@ -37,9 +38,11 @@ def accumulate(
         plan: the policy that splits and places the ops; `single` by default. `zero2` reduces gradients each time.
         batch: path or shell pattern of the batch among the step's inputs; its dim 0 is split.
         accumulate_dtype: of the sums of gradients, where those have fewer bits; by default the gradients' own.
+        per_microbatch: ops, or patterns of modules, that run on each micro-batch alone where they need the whole batch:
+            ``"BatchNorm*"`` has the statistics of the micro-batch, as in a ``lax.scan`` over micro-batches.
 
     Raises (when the plan is made):
-        UnknownNameError: no input is called so.
+        UnknownNameError: no input, or no op, is called so.
         SplitError: the batch does not divide, or an op needs all of it (BatchNorm's statistics).
 
     Example:
@@ -51,8 +54,12 @@ def accumulate(
     def policy(graph: Any, devices: np.ndarray) -> None:
         if accumulate_dtype is not None:
             graph.accumulation(dtype=accumulate_dtype)
+        alone: set[str] = set()
+        if per_microbatch is not None:
+            graph.per_microbatch(per_microbatch)
+            alone = graph.alone
         for op, name in batch_factors(graph, batch, microbatches).items():
-            if op.kind != "backward" and _runs_in_turn(graph, op, name, microbatches):
+            if op.kind != "backward" and _runs_in_turn(graph, op, name, microbatches, op.path in alone):
                 graph.op_trans(op, TimeSplit(name, microbatches, MICROBATCH))
         inner(graph, devices)
 
@@ -60,16 +67,23 @@ def accumulate(
     return policy
 
 
-def _runs_in_turn(graph: Any, op: Op, name: str, parts: int) -> bool:
+def _runs_in_turn(graph: Any, op: Op, name: str, parts: int, alone: bool) -> bool:
     """Whether ``op`` runs part by part; one that cannot is an error in the pass that is to be held in parts."""
     factor = graph.rule(op).factors[name]
     overlaps = any(slid == name for slid, _, _ in graph.rule(op).halos)
-    if factor.kind != "blocked" and not overlaps and factor.size % parts == 0:
+    if (factor.kind != "blocked" or (alone and factor.reopens)) and not overlaps and factor.size % parts == 0:
         return True
     if op.kind == "forward" and op.backward is not None and factor.size > 1:
-        why = (
-            f"it needs the whole batch: {factor.reason or 'its parts overlap'}; to run it on each micro-batch alone, "
-            "which gives other numbers than the whole batch, say accumulate(…, per_microbatch='BatchNorm*')"
-        )
+        why = f"it needs the whole batch: {factor.reason or 'its parts overlap'}; {_remedy(op, factor)}"
         raise SplitError(op.path, name, factor.size, parts, why if factor.size % parts == 0 else "")
     return False
+
+
+def _remedy(op: Op, factor: Factor) -> str:
+    if not factor.reopens:
+        return "no loop over micro-batches gives its numbers: recompute (recompute_layers) saves memory without one"
+    module = op.path.rpartition("/")[0] or op.path
+    return (
+        "to run it on each micro-batch alone, which gives other numbers than the whole batch, say "
+        f"accumulate(…, per_microbatch='{module}'), or a pattern for all like it ('BatchNorm*')"
+    )

@@ -121,8 +121,13 @@ def parts_text(parts: int, sizes: tuple[int, ...] | None) -> str:
     return "+".join(map(str, sizes)) if sizes else str(parts)
 
 
-def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxis] = ()) -> GridAxis:
+def grid_axis(
+    op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxis] = (), alone: bool = False
+) -> GridAxis:  # fmt: skip
     """Check ``algorithm`` against the op's rule; ``before`` are the axes that the grid has already.
+
+    Args:
+        alone: whether the op runs on each part in time alone, where it needs the whole.
 
     Raises:
         UnknownNameError: there is no such factor.
@@ -137,7 +142,7 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     if isinstance(algorithm, TimeSplit):
         if not isinstance(algorithm.axis, str) or not algorithm.axis:
             raise PlanError(f"'{op.path}': a time axis has a name, not {algorithm.axis!r}")
-        return dataclasses.replace(_whole_axis(op, rule, algorithm, before), time=algorithm.axis)
+        return dataclasses.replace(_whole_axis(op, rule, algorithm, before, alone), time=algorithm.axis)
     if not isinstance(algorithm, Split):
         return _expanding_axis(op, rule, algorithm, before)
     sizes = _own_sizes(op, algorithm)
@@ -166,12 +171,16 @@ def grid_axis(op: Op, rule: Rule, algorithm: Algorithm, before: Sequence[GridAxi
     return GridAxis(factor.name, int(parts), None if even else sizes)
 
 
-def _whole_axis(op: Op, rule: Rule, algorithm: Chunk | TimeSplit, before: Sequence[GridAxis]) -> GridAxis:
+def _whole_axis(
+    op: Op, rule: Rule, algorithm: Chunk | TimeSplit, before: Sequence[GridAxis], alone: bool = False
+) -> GridAxis:  # fmt: skip
     """An axis whose parts run one after another: each is complete, but for sums."""
     axis = grid_axis(op, rule, Split(algorithm.factor, algorithm.parts), before)
     assert axis.factor is not None
     factor = rule.factors[axis.factor]
-    why = f"it needs the whole factor: {factor.reason}; take another one" if factor.kind == "blocked" else ""
+    why = f"it needs the whole factor: {factor.reason}; take another one" if factor.kind == "blocked" and not alone else ""
+    if why and factor.reopens and isinstance(algorithm, TimeSplit):
+        why += f"; graph.per_microbatch('{op.path}') runs it on each part alone, which gives other numbers than the whole"
     why = why or ("its parts overlap" if any(name == factor.name for name, _, _ in rule.halos) else "")
     why = why or ("it only adds up what other ops make; split those" if op.anywhere else "")
     if why and axis.parts > 1:

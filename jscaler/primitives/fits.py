@@ -13,9 +13,11 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.primitives.algorithms import Chunk, GridAxis, as_split, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.made_for import OpRecord, RuleRecord
+from jscaler.primitives.per_microbatch import needing_the_whole
 from jscaler.primitives.plan import (
     Assign,
     Fuse,
+    PerMicrobatch,
     Plan,
     Recompute,
     ReduceDtype,
@@ -47,7 +49,8 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
         for decision in plan.decisions:
             _check_ops(named_ops(decision), graph, str(decision))
             if isinstance(decision, Trans):
-                _check_trans(decision, graph[decision.op], graph, grids.get(decision.op, ()))
+                alone = decision.op in plan.alone
+                _check_trans(decision, graph[decision.op], graph, grids.get(decision.op, ()), alone)
                 grids[decision.op] = decision.axes
             elif isinstance(decision, Shard):
                 check_shard(graph, decision, plan.num_devices, kinds)
@@ -55,6 +58,8 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
                 check_store(graph, decision, plan.num_devices)
             elif isinstance(decision, Recompute):
                 graph = with_region(graph, decision)
+            elif isinstance(decision, PerMicrobatch):
+                needing_the_whole(graph, decision.ops)
             elif isinstance(decision, SaveResiduals):
                 check_residuals(graph[decision.op])
             elif isinstance(decision, ReduceDtype):
@@ -130,14 +135,14 @@ def _check_once(plan: Plan) -> None:
                 raise PlanError(f"of '{decision.leaf}' two things are said: '{first}' and '{decision}'")
 
 
-def _check_trans(decision: Trans, op: Op, graph: Graph, before: tuple[GridAxis, ...]) -> None:
+def _check_trans(decision: Trans, op: Op, graph: Graph, before: tuple[GridAxis, ...], alone: bool) -> None:
     """``before`` is the grid that an earlier decision made of the op, which is split further."""
     rule = graph.rule(op)
     if decision.axes[: len(before)] != before:
         raise PlanError(f"'{op.path}' is split into {list(map(str, before))} before, and '{decision}' is not part of that")
     for i, axis in enumerate(decision.axes):
         if axis.factor is not None:
-            grid_axis(op, rule, as_split(axis), decision.axes[:i])
+            grid_axis(op, rule, as_split(axis), decision.axes[:i], alone)
         elif axis.parts < 1:
             raise PlanError(f"'{op.path}' is copied {axis.parts} times")
     for axis in decision.chunks:

@@ -99,6 +99,16 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
+class PerMicrobatch:
+    """Run forward ops that need all of a factor on each of its parts in time alone."""
+
+    ops: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"alone     {' + '.join(self.ops)}"
+
+
+@dataclass(frozen=True)
 class SaveResiduals:
     """The backward of an op reads its ``inputs``, or residuals that its forward has ``saved``."""
 
@@ -167,7 +177,9 @@ class Store:
         return f"store     {self.leaf}({cuts}) on {parts} [{' '.join(map(str, self.devices))}]"
 
 
-Decision = Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Recompute | Shard | Store | Accumulation
+Decision = (
+    Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Recompute | Shard | Store | Accumulation | PerMicrobatch
+)
 KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keeps these names for good
     "op_trans": Trans,
     "op_assign": Assign,
@@ -179,6 +191,7 @@ KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keep
     "shard": Shard,
     "store": Store,
     "accumulation": Accumulation,
+    "per_microbatch": PerMicrobatch,
 }
 
 
@@ -186,7 +199,7 @@ def named_ops(decision: Decision) -> tuple[str, ...]:
     """The ops that a decision names; those that it fuses are no more."""
     if isinstance(decision, Order):
         return decision.before, decision.after
-    if isinstance(decision, Recompute):
+    if isinstance(decision, (Recompute, PerMicrobatch)):
         return decision.ops
     path = decision.path if isinstance(decision, Fuse) else getattr(decision, "op", None)
     return () if path is None else (path,)
@@ -223,6 +236,11 @@ class Plan:
     def accumulation(self) -> Accumulation:
         """How gradients add up over parts in time."""
         return next((d for d in reversed(self.decisions) if isinstance(d, Accumulation)), Accumulation())
+
+    @property
+    def alone(self) -> frozenset[str]:
+        """The forward ops that run on each part in time alone."""
+        return frozenset(path for d in self.decisions if isinstance(d, PerMicrobatch) for path in d.ops)
 
     @property
     def residuals(self) -> dict[str, Residuals]:

@@ -15,12 +15,14 @@ from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate,
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.grid import Grid, one_in_time
 from jscaler.primitives.made_for import MadeFor
+from jscaler.primitives.per_microbatch import needing_the_whole, under
 from jscaler.primitives.plan import (
     Accumulation,
     Assign,
     Decision,
     Fuse,
     Order,
+    PerMicrobatch,
     Plan,
     Recompute,
     ReduceDtype,
@@ -63,6 +65,7 @@ class Planner:
         self._decisions: list[Decision] = list(stores)
         self._grids: dict[str, Grid] = {}
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
+        self.alone: set[str] = set()  # ops that run on each part in time alone
         self._sharded: set[str] = set()
         self._regions: Graph | None = None  # the graph with what is to be computed again
         self._regions_of: Graph | None = None
@@ -107,7 +110,7 @@ class Planner:
             raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
         rule = self.graph.rule(target)
         for algorithm in algorithms:
-            axis = grid_axis(target, rule, algorithm, (*axes, *chunks))
+            axis = grid_axis(target, rule, algorithm, (*axes, *chunks), target.path in self.alone)
             if not isinstance(algorithm, Chunk):
                 axes = (*axes, axis)
             elif chunks:
@@ -247,6 +250,24 @@ class Planner:
         before = next((d for d in reversed(self._decisions) if isinstance(d, Accumulation)), Accumulation())
         name = summing_dtype(dtype) if dtype is not None else before.dtype
         self._decisions.append(Accumulation(name, before.each_time if each_time is None else each_time))
+
+    def per_microbatch(self, selection: Any) -> None:
+        """Let ops that need the whole batch (BatchNorm's statistics) run on each micro-batch alone.
+
+        As if the model had been traced on a micro-batch: means are those of its rows, forward and backward. Running
+        statistics, state that such an op reads and the step returns, go from micro-batch to micro-batch, as the carry of a
+        ``lax.scan`` written by hand would. Say it before `TimeSplit`.
+
+        Args:
+            selection: ops, modules or parts of paths as shell patterns (``"BatchNorm*"``), or several of these.
+
+        Raises:
+            UnknownNameError: nothing is called so.
+            PlanError: none of them needs the whole of anything that could be cut.
+        """
+        ops = needing_the_whole(self.graph, under(self.graph, selection))
+        self.alone.update(ops)
+        self._decisions.append(PerMicrobatch(ops))
 
     def shard(self, leaf: PTensor | str, dim: int, devices: Any, *, stored: bool = False) -> None:
         """Split the update of a parameter, and with it the optimizer's state, over devices that hold copies of it.

@@ -17,7 +17,9 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Body, FactorNames, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
+from jscaler.rules.alone import OWN, results_alone
 from jscaler.rules.book import RuleBook
+from jscaler.rules.interpret import INDEPENDENT, SPLIT
 from jscaler.schedule.time_axes import TimeCut
 
 IN_TIME, REST = ".time", ".rest"  # what is cut off a factor's name: the index of the part; the rows in a block
@@ -61,7 +63,12 @@ class Summed:
     combiner: Combiner
 
 
-Form = Sliced | Summed | None  # None: the tensor as it is, the same for all parts
+@dataclass(frozen=True)
+class Own:
+    """What every part has for itself (a micro-batch's mean): no part of a whole. The next part may take it over."""
+
+
+Form = Sliced | Summed | Own | None  # None: the tensor as it is, the same for all parts
 
 
 @dataclass(frozen=True)
@@ -82,15 +89,25 @@ class OpPart:
     indexed: bool = False
 
 
-def op_part(op: Op, cut: TimeCut, book: RuleBook, bodies: BodyTable, known: dict[int, Body]) -> OpPart | None:
+def op_part(
+    op: Op,
+    cut: TimeCut,
+    book: RuleBook,
+    bodies: BodyTable,
+    known: dict[int, Body],
+    alone: Mapping[PTensor, Form] | None = None,
+) -> OpPart | None:
     """The part of ``op`` that ``cut`` makes; None where it has no such factor, or needs it whole.
 
     Args:
         known: the bodies of parts, by jaxpr; filled here.
+        alone: of an op that runs on each part alone, where it needs the whole: what is known of the tensors it reads.
     """
     rule = book.rule(op)
     factor = rule.factors.get(cut.factor)
-    if factor is None or factor.kind == "blocked" or any(name == cut.factor for name, _, _ in rule.halos):
+    if factor is None or any(name == cut.factor for name, _, _ in rule.halos):
+        return None
+    if factor.kind == "blocked" and (alone is None or not factor.reopens):
         return None
     if factor.size % cut.parts:
         return None
@@ -98,13 +115,17 @@ def op_part(op: Op, cut: TimeCut, book: RuleBook, bodies: BodyTable, known: dict
     finer = dataclasses.replace(op, named=_refined(rule, cut, blocks))
     seen = book.rule(finer)
     name = cut.factor + IN_TIME
-    if name not in seen.factors or seen.factors[name].kind == "blocked":
+    if name not in seen.factors or (seen.factors[name].kind == "blocked" and alone is None):
         return None
-    inputs = [_sliced(seen, dims, name) for dims in seen.operands]
-    outputs: list[Form] = []
-    for i, dims in enumerate(seen.results):
-        combiner = seen.shares.get((name, i))
-        outputs.append(Summed(combiner) if combiner is not None else _sliced(seen, dims, name))
+    inputs: list[Form] = [_sliced(seen, dims, name) for dims in seen.operands]
+    if alone is not None:
+        inputs = [_as_it_is(op, t, form, alone) for t, form in zip(op.inputs, inputs, strict=True)]
+    if seen.factors[name].kind == "blocked":
+        outputs = _outputs_alone(finer, seen, name, inputs, book)
+    else:
+        shares = [seen.shares.get((name, i)) for i in range(len(op.outputs))]
+        sliced = [_sliced(seen, dims, name) for dims in seen.results]
+        outputs = [Summed(c) if c is not None else form for c, form in zip(shares, sliced, strict=True)]
     jaxpr, indexed = book.in_turn(finer, name, cut.parts)
     left = tuple(_without(seen, dims, name) for dims in (*seen.operands, *seen.results))
     if indexed:
@@ -113,6 +134,25 @@ def op_part(op: Op, cut: TimeCut, book: RuleBook, bodies: BodyTable, known: dict
     if id(jaxpr) not in known:
         known[id(jaxpr)] = bodies.intern(jaxpr)
     return OpPart(tuple(inputs), tuple(outputs), known[id(jaxpr)], named, indexed)
+
+
+def _as_it_is(op: Op, tensor: PTensor, form: Form, made: Mapping[PTensor, Form]) -> Form:
+    """In which form an op that runs alone reads what another such op has made: its own values, and their gradients."""
+    found = made.get(tensor)
+    is_gradient = op.kind == "backward" and any(tensor == t for _, t in op.cotangents)
+    return found if form is None and (isinstance(found, Own) or (is_gradient and found == Summed("add"))) else form
+
+
+def _outputs_alone(op: Op, seen: Rule, name: str, inputs: Sequence[Form], book: RuleBook) -> list[Form]:
+    """The forms of what an op makes of a part alone. Gradients of what all parts share add up; the rest is its own."""
+    states = {Sliced: SPLIT, Summed: "add", Own: OWN}
+    given = [states.get(type(form), INDEPENDENT) for form in inputs]
+    results = results_alone(book.analysis(op), book.groups(op)[name], given)
+    rest: Form = Own() if op.forward is None else Summed("add")
+    return [
+        _sliced(seen, dims, name) if state == SPLIT else None if state == INDEPENDENT else rest
+        for state, dims in zip(results, seen.results, strict=True)
+    ]
 
 
 def _refined(rule: Rule, cut: TimeCut, blocks: int) -> FactorNames:

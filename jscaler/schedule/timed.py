@@ -25,7 +25,8 @@ from jscaler.ir.mask import Combiner
 from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
 from jscaler.rules.neutral import neutral
-from jscaler.schedule.parts import Form, OpPart, Sliced, Summed, op_part, passed_on
+from jscaler.schedule.alone import handed_on
+from jscaler.schedule.parts import Form, OpPart, Own, Sliced, Summed, op_part, passed_on
 from jscaler.schedule.regions import Region, Regions, shifted
 from jscaler.schedule.time_axes import TimeCut, time_axes
 
@@ -41,7 +42,7 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
     for name in axes.names:
         cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}
         around = graph.loops.keys() - of_model  # axes further out, in whose iterations this one stands
-        graph = _written(graph, name, cuts, book, bodies, around)
+        graph = _written(graph, name, cuts, book, bodies, around, plan.alone)
     return graph, axes.plan
 
 
@@ -53,13 +54,19 @@ class _TornApartError(Exception):
 
 
 def _written(
-    graph: Graph, axis: str, cuts: Mapping[str, TimeCut], book: RuleBook, bodies: BodyTable, around: Set[str]
+    graph: Graph,
+    axis: str,
+    cuts: Mapping[str, TimeCut],
+    book: RuleBook,
+    bodies: BodyTable,
+    around: Set[str],
+    alone: Set[str],
 ) -> Graph:
-    """``graph`` with the loops of one time axis."""
+    """``graph`` with the loops of one time axis; ``alone`` are the paths of ops that run on each part alone."""
     closed = set(around)  # loops in whose bodies the time axis runs, iteration by iteration
     while True:
         try:
-            return _Writer(graph, axis, cuts, book, bodies, closed).run()
+            return _Writer(graph, axis, cuts, book, bodies, closed, alone).run()
         except _TornApartError as torn:
             closed.add(torn.loop)
 
@@ -75,14 +82,17 @@ class _Writer:
         book: RuleBook,
         bodies: BodyTable,
         closed: Set[str] = frozenset(),
+        alone: Set[str] = frozenset(),
     ):
         self.graph = graph
+        self.alone = alone
         self.axis = axis
         self.book = book
         self.bodies = bodies
         self.bodies_of_parts: dict[int, Body] = {}
         self.cuts = cuts
         self.regions = Regions(graph, self._without_counts(self._parts()), self._follow, closed)
+        self.handed_on = handed_on(graph, self.regions.parts)
         self.readers = _readers(graph)
         self.part_of: dict[PTensor, PTensor] = {}  # of what a region makes
         self.loops = dict(graph.loops)
@@ -95,11 +105,14 @@ class _Writer:
 
     def _parts(self) -> dict[str, OpPart]:
         found = {}
+        made: dict[PTensor, Form] = {}
         for path, cut in self.cuts.items():
             op = self.graph[path]
-            part = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts)
+            alone = made if (op.forward or op.again or op).path in self.alone else None
+            part = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts, alone)
             if part is not None:
                 found[path] = part
+                made.update(zip(op.outputs, part.outputs, strict=True))
         return found
 
     def _follow(self, op: Op, forms: Mapping[PTensor, Form]) -> OpPart | None:
@@ -214,6 +227,11 @@ class _RegionWriter:
         self.levels: list[tuple[list[Item], str]] = [([], self.name)]  # of the loop's body, and of loops in it
         self.before: list[Item] = []
         self.after: list[Item] = []
+        self.taken = {  # state that a part takes over: the input -> what an iteration finds
+            state: PTensor(f"{tensor.name}@before", state.aval, state.role)
+            for tensor, state in writer.handed_on.items()
+            if tensor in self.made
+        }
         self.index: PTensor | None = None
         self.xs: list[Stacked] = []
         self.like = next(flat(region.items))
@@ -302,6 +320,9 @@ class _RegionWriter:
 
     def _read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
         """What a part reads of ``tensor``: what the region makes, a piece that is cut off here, or the whole."""
+        if tensor in self.taken and form is None:
+            return self.taken[tensor]
+        assert form is not None or reader.path not in self.writer.alone or tensor not in self.writer.handed_on.values(), tensor
         if tensor in self.made or (isinstance(form, Sliced) and self.forms.get(tensor) == form):
             found = self.writer.part_of[tensor]
             if self.forms.get(tensor) == form or not isinstance(form, Sliced):
@@ -348,6 +369,9 @@ class _RegionWriter:
     def _carried(self, tensor: PTensor, form: Form) -> Carry:
         """What all parts add up to, or join to; of what is the same for all, the last."""
         bodies, part = self.writer.bodies, self.writer.part_of[tensor]
+        if isinstance(form, Own):
+            state = self.writer.handed_on[tensor]
+            return Carry(state, self.taken[state], part, tensor)
         init, inside = (PTensor(f"{tensor.name}@{word}", tensor.aval, tensor.role) for word in ("start", "sofar"))
         combiner = form.combiner if isinstance(form, Summed) else "add"
         self.before.append(self._beside(f"{tensor.name}@start", (), init, _start(bodies, tensor.aval, combiner)))
