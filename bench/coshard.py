@@ -59,7 +59,16 @@ class Case:
 
 NONE = Case("none", "single", guess=2)
 RECOMPUTE = Case("recompute", "single", remat=True, guess=7)
-CASES = [NONE, RECOMPUTE, Case("recompute", "recompute_layers", guess=7), Case("selective", "selective_recompute", guess=4)]
+CASES = [
+    NONE,
+    RECOMPUTE,
+    Case("recompute", "recompute_layers", guess=7),
+    Case("selective", "selective_recompute", guess=4),
+    Case("co-shard", "co_shard(4)", 4, guess=11),
+    Case("co-shard", "co_shard(8)", 8, guess=17),
+    Case("co-shard", "co_shard(16)", 16, guess=25, goal=3.0),
+    Case("co-shard", "co_shard(32)", 32, guess=32, goal=4.0),
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +96,7 @@ class Bench:
         ours = self.longest(case, planned)
         theirs = self.longest(case, plainly) if plain else None
         ratio = self.flops(case) / self.flops(NONE)
-        goals = {} if case.goal is None else {"goal": case.goal}
+        goals = {} if case.goal is None else {"goal": case.goal, "flops_goal": 1.4}
         row = {
             "target": self.target,
             "plan": case.name if case.plan == "single" else case.plan,

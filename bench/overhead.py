@@ -36,8 +36,8 @@ PARALLEL = [
     ("mini", "tensor_parallel", "tensor_parallel"),
     ("mini", "megatron(dp=2, tp=4)", "dp 2 × tp 4"),
 ]
-ACCUMULATED: list[tuple[str, str]] = []  # size of the GPT, plan
 MICROBATCHES = 8
+ACCUMULATED = [(size, f"accumulate({MICROBATCHES})") for size in ("nano", "mini")]
 COLUMNS = ("case", "target", "time_ratio", "compile_ratio", "executable_ratio", "flops_ratio", "memory_ratio")
 
 

@@ -34,14 +34,14 @@ class Case:
     """A row.
 
     Attributes:
-        plan: as on the command line; None where there is the rival only.
+        plan: as on the command line.
         parts: groups of heads and hidden units; 0 for whole layers.
         stacked: whether the layers are one scan.
         remat: whether layers are checkpointed, by the model itself where the plan is ``single``.
         prototype: MiB.
     """
 
-    plan: str | None
+    plan: str
     parts: int = 0
     stacked: bool = False
     remat: bool = False
@@ -61,9 +61,12 @@ CASES = [
     Case("single", stacked=True),
     Case("single", stacked=True, remat=True),
     Case("recompute_layers", stacked=True, remat=True),
-    *(Case(None, k, prototype=known) for k, known in ((2, None), (4, 1098), (8, 1035))),
-    *(Case(None, k, stacked=True, prototype=known) for k, known in ((2, None), (4, 934), (8, 731))),
-    *(Case(None, k, stacked=True, remat=True, prototype=known) for k, known in ((2, None), (4, 836), (8, 546))),
+    *(Case(f"co_shard({k})", k, prototype=known) for k, known in ((2, None), (4, 1098), (8, 1035))),
+    *(Case(f"co_shard({k})", k, stacked=True, prototype=known) for k, known in ((2, None), (4, 934), (8, 731))),
+    *(
+        Case(f"co_shard({k}, plan=recompute_layers())", k, True, True, known)
+        for k, known in ((2, None), (4, 836), (8, 546))
+    ),
 ]
 
 
@@ -122,7 +125,7 @@ def row(case: Case, config: GPTConfig, device: Any, options: dict[str, Any], riv
     """Compile a case under its plan and by hand."""
     structs = arguments(case, config)
     found: Row = {"case": case.name, "layers": "one scan" if case.stacked else "loop", "parts": case.parts or ""}
-    if case.plan is not None and not rival_only:
+    if not rival_only:
         step = jscaler.grad(by_model(case, config, remat=case.remat and case.plan == "single"))
         lowered = jscaler.parallelize(case.plan, devices=[device])(step).lower(*structs).lowered
         limit = {} if case.prototype is None or case.name == "save all" else {"temporaries": case.prototype}

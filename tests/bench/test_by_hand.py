@@ -15,7 +15,7 @@ TINY = GPTConfig(hidden=8, layers=2, heads=4, sequence=4, dropout=0.0, dtype=jnp
 @pytest.mark.parametrize(("parts", "stacked", "remat"), [(2, False, False), (4, True, True)])
 def test_layers_in_parts_are_the_model(parts: int, stacked: bool, remat: bool) -> None:
     with jax.enable_x64(True):
-        case = Case(None, parts, stacked, remat)
+        case = Case("single", parts, stacked, remat)
         structs, shape = temporaries.arguments(case, TINY)
         x = jax.random.normal(jax.random.key(0), shape.shape, shape.dtype)
         params = jax.tree.map(lambda s: jax.random.normal(jax.random.key(s.size), s.shape, s.dtype), structs)
