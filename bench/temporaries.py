@@ -5,7 +5,8 @@
 plan; ``rival``: the same under ``jax.jit``, with nothing but ``jax.grad``, with ``jax.checkpoint`` around each layer, or
 by `bench.by_hand`'s co-shard. ``prototype``: what was once measured by hand, to which a plan that does not save all is
 held. (A scan of layers under ``jax.grad`` also saves the normalised activations and the cut weights of each layer, as
-``rival`` shows.)
+``rival`` shows.) ``swin``: the third stage of Swin's 1.8B, two blocks of 2 x 2 windows of 48 x 48 patches, 2048 channels,
+64 heads; its rival is ``jax.checkpoint`` around each block.
 
 Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``.
 """
@@ -25,8 +26,10 @@ from bench import by_hand
 from bench.compiled import jitted, temporaries
 from bench.harness import Row, main
 from models.gpt import SIZES, GPTConfig, blocks
+from models.swin import SIZES as SWINS
+from models.swin import Stage, SwinConfig
 
-COLUMNS = ("case", "layers", "parts", "plan", "temporaries", "rival", "prototype")
+COLUMNS = ("model", "case", "layers", "parts", "plan", "temporaries", "rival", "prototype")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Case:
         stacked: whether the layers are one scan.
         remat: whether layers are checkpointed, by the model itself where the plan is ``single``.
         prototype: MiB.
+        model: ``gpt``'s layers, or ``swin``'s blocks.
     """
 
     plan: str
@@ -46,6 +50,7 @@ class Case:
     stacked: bool = False
     remat: bool = False
     prototype: int | None = None
+    model: str = "gpt"
 
     @property
     def name(self) -> str:
@@ -67,12 +72,17 @@ CASES = [
         Case(f"co_shard({k}, plan=recompute_layers())", k, True, True, known)
         for k, known in ((2, None), (4, 836), (8, 546))
     ),
+    Case("single", model="swin"),
+    Case("single", remat=True, model="swin"),
+    *(Case(f"co_shard({k})", k, model="swin") for k in (2, 4, 8)),
 ]
 
 
-def full_size() -> GPTConfig:
-    changes = {"heads": 16, "layers": 4, "sequence": 4096, "dropout": 0.0}
-    return dataclasses.replace(SIZES["1.3b"], dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **changes)
+def full_size(model: str) -> GPTConfig | SwinConfig:
+    kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    if model == "swin":
+        return dataclasses.replace(SWINS["1.8b"], **kinds)
+    return dataclasses.replace(SIZES["1.3b"], heads=16, layers=4, sequence=4096, dropout=0.0, **kinds)
 
 
 class Layers(nn.Module):
@@ -88,9 +98,19 @@ class Layers(nn.Module):
 Loss = Callable[[Any, jax.Array], jax.Array]
 
 
-def by_model(case: Case, config: GPTConfig, remat: bool) -> Loss:
-    """The mean square of what the layers make of x; with ``remat`` the model checkpoints each."""
-    model = Layers(dataclasses.replace(config, stacked=case.stacked, remat=remat))
+def module(case: Case, config: GPTConfig | SwinConfig, remat: bool = False) -> tuple[nn.Module, jax.ShapeDtypeStruct]:
+    """The case's layers, which the model checkpoints with ``remat``, and what they read."""
+    config = dataclasses.replace(config, stacked=case.stacked, remat=remat)
+    if isinstance(config, GPTConfig):
+        return Layers(config), jax.ShapeDtypeStruct((1, config.sequence, config.hidden), config.dtype)
+    rows = config.image // config.patch // 4  # of the third stage
+    x = jax.ShapeDtypeStruct((1, rows, rows, 4 * config.hidden), config.dtype)
+    return Stage(config, 4 * config.heads, 2), x
+
+
+def by_model(case: Case, config: GPTConfig | SwinConfig, remat: bool) -> Loss:
+    """The mean square of what the layers make of x."""
+    model, _ = module(case, config, remat)
     return lambda params, x: _mean_square(jnp.asarray(model.apply({"params": params}, x)))
 
 
@@ -114,39 +134,45 @@ def _mean_square(x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).mean()
 
 
-def arguments(case: Case, config: GPTConfig) -> tuple[Any, jax.ShapeDtypeStruct]:
+def arguments(case: Case, config: GPTConfig | SwinConfig) -> tuple[Any, jax.ShapeDtypeStruct]:
     """Parameters and x as shapes."""
-    x = jax.ShapeDtypeStruct((1, config.sequence, config.hidden), config.dtype)
-    model = Layers(dataclasses.replace(config, stacked=case.stacked))
+    model, x = module(case, config)
     return jax.eval_shape(model.init, jax.random.key(0), x)["params"], x
 
 
-def row(case: Case, config: GPTConfig, device: Any, options: dict[str, Any], rival_only: bool = False) -> Row:
+def row(case: Case, config: GPTConfig | SwinConfig, device: Any, options: dict[str, Any], rival_only: bool = False) -> Row:
     """Compile a case under its plan and by hand."""
     structs = arguments(case, config)
-    found: Row = {"case": case.name, "layers": "one scan" if case.stacked else "loop", "parts": case.parts or ""}
+    found: Row = {
+        "model": case.model,
+        "case": case.name,
+        "layers": "one scan" if case.stacked else "loop",
+        "parts": case.parts or "",
+    }
     if not rival_only:
         step = jscaler.grad(by_model(case, config, remat=case.remat and case.plan == "single"))
         lowered = jscaler.parallelize(case.plan, devices=[device])(step).lower(*structs).lowered
         limit = {} if case.prototype is None or case.name == "save all" else {"temporaries": case.prototype}
         found |= {"plan": case.plan, "temporaries": temporaries(lowered.compile(options)), "bounds": limit}
-    rival = by_hands(case, config) if case.parts else by_model(case, config, case.remat)
+    hands = case.parts and isinstance(config, GPTConfig)
+    rival = by_hands(case, config) if hands else by_model(case, config, case.remat or case.parts > 0)
     compiled = jitted(jax.grad(rival), structs, device).compile(options)
     return {**found, "rival": temporaries(compiled), "prototype": case.prototype or ""}
 
 
-def rows(quick: bool, target: str, rival_only: bool) -> Iterator[Row]:
+def rows(quick: bool, target: str, rival_only: bool, model: str | None = None) -> Iterator[Row]:
     from jscaler.report.targets import described_devices
     from jscaler.target import WITHOUT_GPU
 
     device = described_devices(f"1x{target}")[0]
-    for case in CASES[:2] if quick else CASES:
-        yield row(case, full_size(), device, dict(WITHOUT_GPU), rival_only)
+    for case in CASES[:2] if quick else [c for c in CASES if model in (None, c.model)]:
+        yield row(case, full_size(case.model), device, dict(WITHOUT_GPU), rival_only)
 
 
 if __name__ == "__main__":
     options: dict[str, Any] = {
         "target": {"metavar": "GPU", "default": "H100-80GB", "help": "one described device"},
+        "model": {"choices": ["gpt", "swin"], "help": "only rows of this model"},
         "rival-only": {"action": "store_true", "help": "leave out plans"},
     }
     main("temporaries", __doc__ or "", COLUMNS, rows, devices=1, options=options)

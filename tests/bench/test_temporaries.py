@@ -5,6 +5,7 @@ import jax
 from bench import temporaries
 from bench.temporaries import Case
 from models.gpt import GPTConfig
+from models.swin import SwinConfig
 
 TINY = GPTConfig(hidden=16, layers=1, heads=2, sequence=8, dropout=0.0, dtype="float32")
 OPTIONS = {"xla_backend_optimization_level": 0}  # nothing runs
@@ -16,6 +17,14 @@ def test_a_plan_stands_beside_its_rival() -> None:
     assert row["temporaries"] == 0  # less than a MiB
     assert row["bounds"] == {"temporaries": 1}
     assert row["rival"] == 0
+
+
+def test_swin_s_third_stage() -> None:
+    config = SwinConfig(hidden=2, heads=1, depths=(), window=4, image=128, dtype="float32")
+    row = temporaries.row(Case("single", model="swin"), config, jax.devices()[0], OPTIONS, rival_only=True)
+    assert row["case"] == "save all"
+    _, x = temporaries.arguments(Case("single", model="swin"), temporaries.full_size("swin"))
+    assert x.shape == (1, 96, 96, 2048)
 
 
 def test_rivals_alone() -> None:
