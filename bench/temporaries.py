@@ -151,8 +151,10 @@ def row(case: Case, config: GPTConfig | SwinConfig, device: Any, options: dict[s
         lowered = jscaler.parallelize(case.plan, devices=[device])(step).lower(*structs).lowered
         limit = {} if case.prototype is None or case.name == "save all" else {"temporaries": case.prototype}
         found |= {"plan": case.plan, "temporaries": temporaries(lowered.compile(options)), "bounds": limit}
-    hands = case.parts and isinstance(config, GPTConfig)
-    rival = by_hands(case, config) if hands else by_model(case, config, case.remat or case.parts > 0)
+    if case.parts and isinstance(config, GPTConfig):
+        rival = by_hands(case, config)
+    else:
+        rival = by_model(case, config, case.remat or case.parts > 0)
     compiled = jitted(jax.grad(rival), structs, device).compile(options)
     return {**found, "rival": temporaries(compiled), "prototype": case.prototype or ""}
 
