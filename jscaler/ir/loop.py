@@ -62,6 +62,7 @@ class Loop:
         parent: the name of the loop that this one stands in.
         unroll: how many iterations ``lax.scan`` writes out.
         forward: on a backward loop, the loop that it differentiates.
+        time: on a loop over parts of ops, the name of the time axis.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Loop:
     parent: str | None = None
     unroll: int | bool = 1
     forward: str | None = None
+    time: str = ""
 
     @property
     def inner(self) -> tuple[PTensor, ...]:

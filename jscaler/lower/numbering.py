@@ -9,6 +9,7 @@ import dataclasses
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.extend import core, source_info_util
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
 from jscaler.ir import Loop, PTensor
 from jscaler.lower.before_loops import made_before_loops
+from jscaler.lower.cast_at_use import cast_at_use
 from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.conditions import NEVER_MERGED, merge_conditions
 from jscaler.lower.pairs import made_together
@@ -150,7 +152,7 @@ def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatPro
         inputs.append(var)
     numbering.run(program.tasks, like)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
-    items = _tidied(numbering.items, outputs)
+    items = _tidied(numbering.items, outputs, like)
     steps = _steps(items, outputs, like)
     origins = Origins(numbering.makers, numbering.tensors, numbering.done)
     return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), steps, outputs, origins)
@@ -193,7 +195,7 @@ class _Numbering:
         self.run(task.tasks, like)
         outs = [self.slots[out] for _, _, out, _ in task.carries]
         written = [self.slots[piece] for piece, _ in task.ys]
-        items = _tidied(self.items, [*outs, *written])
+        items = _tidied(self.items, [*outs, *written], like, bool(task.loop.time))
         self.items, self.known = outside, self.known.parents
         finals = [core.Var(v.aval) for v in inside]
         length = task.loop.length
@@ -294,9 +296,16 @@ class _Numbering:
 _MADE_OF_NOTHING = ("iota", "broadcast_in_dim")
 
 
-def _tidied(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
+def _tidied(items: Sequence[Item], outputs: Sequence[Atom], like: core.Jaxpr, in_time: bool = False) -> list[Item]:
     found = across_casts(swap_dots(items, outputs), outputs)
-    return merge_conditions(made_before_loops(made_together(found, outputs), outputs))
+    found = merge_conditions(made_before_loops(made_together(found, outputs, in_time), outputs))
+    return cast_at_use(found, outputs, partial(_cast_run, like))
+
+
+def _cast_run(like: core.Jaxpr, casts: Sequence[core.JaxprEqn]) -> Run:
+    """Casts of one variable each, as a step."""
+    reads = [v for eqn in casts for v in eqn.invars if isinstance(v, core.Var)]
+    return Run(make_jaxpr(casts, reads, [eqn.outvars[0] for eqn in casts], like))
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:

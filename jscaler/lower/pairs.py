@@ -6,6 +6,8 @@ probabilities lie in memory beside their cotangent, and beside what is made of i
     d(out), v     ──► dot ──► d(probs) ──┐           ┌──► backward of the softmax
     d(out), probs ──► dot ──► dv ────────┴── fence ──┴──► projection
 
+So it is in a loop over parts of heads (co-shard), where these arrays are what the parts are made for.
+
 Only products with batch dims are fenced: they are no weight's gradients, so that their readers come soon in any order.
 """
 
@@ -19,15 +21,16 @@ from jscaler.lower.before_loops import fence, nbytes, needed, renamed, results
 from jscaler.lower.casts import Exchange, Item, reads
 
 
-def made_together(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
+def made_together(items: Sequence[Item], outputs: Sequence[Atom], in_time: bool = False) -> list[Item]:
     """``items`` with a fence of every such pair.
 
     Args:
         items: equations, exchanges and loops.
         outputs: what is read after them.
+        in_time: whether they are one part of many, so that this part's temporaries are what counts.
     """
     found = list(items)
-    if not any(isinstance(item, Exchange) for item in items):
+    if not in_time and not any(isinstance(item, Exchange) for item in items):
         return found
     last: dict[core.Var, int] = {v: len(items) for v in outputs if isinstance(v, core.Var)}
     for place, item in enumerate(items):

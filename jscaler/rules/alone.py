@@ -148,7 +148,9 @@ class _Counts:
         if self.leaf in sizes and name in ("reduce_sum", "dot_general"):
             self.counts[out] = frozenset({whole, whole * before, sizes[self.leaf]})
         elif name in PASSES:
-            known = frozenset[int]().union(*(self.counts.get(v, frozenset()) for v in operands[: 1 if name == "div" else 2]))
+            known = frozenset[int]().union(
+                *(self.counts.get(v, frozenset()) for v in operands[: 1 if name == "div" else 2])
+            )
             if known and not carried:
                 self.counts[out] = known | {n * whole for n in known}
             elif not known and before * whole > 1:

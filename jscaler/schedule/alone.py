@@ -1,7 +1,7 @@
 """Ops that run on each part in time alone: their means are the part's, and state is handed from part to part.
 
-    whole        x ──► norm ──► y            state s ──► norm ──► s'          one mean over all rows
-    each alone   x' ─► norm' ─► y'           s ─► part 0 ─► s ─► part 1 ─► s'  a mean per part; s' is the last part's
+whole        x ──► norm ──► y            state s ──► norm ──► s'          one mean over all rows
+each alone   x' ─► norm' ─► y'           s ─► part 0 ─► s ─► part 1 ─► s'  a mean per part; s' is the last part's
 """
 
 import dataclasses

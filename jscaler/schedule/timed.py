@@ -255,7 +255,7 @@ class _RegionWriter:
                 ys.append(self._merged(tensor, form))
             else:
                 carries.append(self._carried(tensor, form))
-        loop = Loop(self.name, self.parts, False, tuple(carries), tuple(self.xs), tuple(ys), self.place)
+        loop = Loop(self.name, self.parts, False, tuple(carries), tuple(self.xs), tuple(ys), self.place, time=writer.axis)
         writer.loops[self.name] = loop
         return [*self.before, Nest(loop, tuple(body)), *self.after]
 
@@ -322,7 +322,9 @@ class _RegionWriter:
         """What a part reads of ``tensor``: what the region makes, a piece that is cut off here, or the whole."""
         if tensor in self.taken and form is None:
             return self.taken[tensor]
-        assert form is not None or reader.path not in self.writer.alone or tensor not in self.writer.handed_on.values(), tensor
+        assert form is not None or reader.path not in self.writer.alone or tensor not in self.writer.handed_on.values(), (
+            tensor
+        )
         if tensor in self.made or (isinstance(form, Sliced) and self.forms.get(tensor) == form):
             found = self.writer.part_of[tensor]
             if self.forms.get(tensor) == form or not isinstance(form, Sliced):
