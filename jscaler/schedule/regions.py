@@ -13,7 +13,7 @@ region: nothing that leaves it comes back.
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from jscaler.ir import Graph, Nest, Op, PTensor
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item
 from jscaler.schedule.parts import Form, OpPart, Sliced, Summed
 
@@ -60,6 +60,10 @@ class Regions:
 
     def __post_init__(self) -> None:
         self.planned = frozenset(self.parts)
+        self.homes: dict[PTensor, str | None] = {t: op.loop for op in self.graph.ops for t in op.outputs}
+        for loop in self.graph.loops.values():
+            self.homes.update(dict.fromkeys(loop.inner, loop.name))
+            self.homes.update(dict.fromkeys(loop.results, loop.parent))
 
     def arranged(self, items: Sequence[Item]) -> list[tuple[Item, ...] | Region]:
         """``items`` in an order in which every region stands together; runs of what is in none between them."""
@@ -141,12 +145,24 @@ class Regions:
         """The forms of all that a loop makes, if its whole body can run part by part; else None."""
         if nest.loop.name in self.closed or not any(op.path in self.planned for op in nest.ops()):
             return None
+        if any(self._apart(t, nest) for t in nest.reads() if t not in known and t not in self.forms):
+            return None
         found = self._settled(nest, known)
         if found is None:  # forget what went on with parts for a moment
             for op in nest.ops():
                 if op.path not in self.planned:
                     self.parts.pop(op.path, None)
         return found
+
+    def _apart(self, tensor: PTensor, nest: Nest) -> bool:
+        """Whether ``tensor`` is made in an iteration of another loop, which does not run part by part as a whole."""
+        home = self.homes.get(tensor)
+        return home is not None and home not in _loops([nest]) and home not in self._around(nest.loop)
+
+    def _around(self, loop: Loop) -> Iterable[str]:
+        while loop.parent is not None:
+            yield loop.parent
+            loop = self.graph.loops[loop.parent]
 
     def _settled(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
         loop = nest.loop

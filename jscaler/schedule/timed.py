@@ -9,6 +9,7 @@ that the plan's decisions in space hold for the parts.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -19,10 +20,10 @@ from jax import lax
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
-from jscaler.ir import Body, Carry, Graph, Loop, Nest, Op, PTensor, Stacked, flat
+from jscaler.ir import Body, Carry, FactorNames, Graph, Loop, Nest, Op, PTensor, Rule, Stacked, flat
 from jscaler.ir.loop import Item
 from jscaler.ir.mask import Combiner
-from jscaler.primitives import Plan
+from jscaler.primitives import Plan, Trans
 from jscaler.rules.book import RuleBook
 from jscaler.rules.neutral import neutral
 from jscaler.schedule.alone import handed_on
@@ -42,7 +43,7 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
     for name in axes.names:
         cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}
         around = graph.loops.keys() - of_model  # axes further out, in whose iterations this one stands
-        graph = _written(graph, name, cuts, book, bodies, around, plan.alone)
+        graph = _written(graph, name, cuts, book, bodies, around, axes.plan)
     return graph, axes.plan
 
 
@@ -60,13 +61,13 @@ def _written(
     book: RuleBook,
     bodies: BodyTable,
     around: Set[str],
-    alone: Set[str],
+    in_space: Plan,
 ) -> Graph:
-    """``graph`` with the loops of one time axis; ``alone`` are the paths of ops that run on each part alone."""
+    """``graph`` with the loops of one time axis; ``in_space`` says what else happens to the ops."""
     closed = set(around)  # loops in whose bodies the time axis runs, iteration by iteration
     while True:
         try:
-            return _Writer(graph, axis, cuts, book, bodies, closed, alone).run()
+            return _Writer(graph, axis, cuts, book, bodies, closed, in_space).run()
         except _TornApartError as torn:
             closed.add(torn.loop)
 
@@ -81,11 +82,12 @@ class _Writer:
         cuts: Mapping[str, TimeCut],
         book: RuleBook,
         bodies: BodyTable,
-        closed: Set[str] = frozenset(),
-        alone: Set[str] = frozenset(),
+        closed: Set[str],
+        in_space: Plan,
     ):
         self.graph = graph
-        self.alone = alone
+        self.alone = in_space.alone
+        self.grids = {d.op: (*d.axes, *d.chunks) for d in in_space.decisions if isinstance(d, Trans)}
         self.axis = axis
         self.book = book
         self.bodies = bodies
@@ -127,10 +129,18 @@ class _Writer:
                     for blocks in dict.fromkeys((form.blocks, 1)):
                         cut = TimeCut(self.axis, factor, form.parts, blocks)
                         made = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts)
-                        if made is not None and _fits(op, forms, made):
+                        if made is not None and _fits(op, forms, made) and self._leaves_room(op, cut):
                             return made
                 return None
         return None
+
+    def _leaves_room(self, op: Op, cut: TimeCut) -> bool:
+        """Whether what the plan splits ``op`` into between devices divides its parts in time."""
+        axes = [a for a in self.grids.get(op.path, ()) if a.factor == cut.factor]
+        if any(a.sizes or a.algorithm for a in axes):
+            return False
+        rows = self.graph.rule(op).factors[cut.factor].size // cut.parts
+        return rows % math.prod(a.parts for a in axes) == 0
 
     def _between(self, op: Op) -> bool:
         """Whether ``op`` stands between ops that the plan splits, or is the backward of one that does."""
@@ -189,11 +199,13 @@ class _Writer:
 
     def _linked(self, op: Op) -> Op:
         """``op``, whose forward op is the one that stands in the graph now."""
-        changes = {}
+        changes: dict[str, Any] = {}
         for name in ("forward", "again"):
             source = getattr(op, name)
             if source is not None and source.path in self.new_ops:
                 changes[name] = self.new_ops[source.path]
+        if changes and op.named is None and op.body is not None:  # it runs whole: its forward has other tensors now
+            changes["named"] = _names(self.graph.rule(self.graph[op.path]))
         return dataclasses.replace(op, **changes) if changes else op
 
     def outside(self, tensor: PTensor, region: Region) -> bool:
@@ -396,6 +408,13 @@ def _fits(op: Op, forms: Mapping[PTensor, Form], part: OpPart) -> bool:
     pairs = list(zip(map(forms.get, op.inputs), part.inputs, strict=True))
     join = op.kind == "backward" and op.forward is None and op.again is None
     return all(f == own if join else f in (None, own) for f, own in pairs)
+
+
+def _names(rule: Rule) -> FactorNames:
+    """What the dims of an op's tensors are called."""
+    tensors = (*rule.operands, *rule.results)
+    named = tuple(tuple(tuple((f, rule.factors[f].size) for f in dim) for dim in dims) for dims in tensors)
+    return FactorNames(named, tuple(rule.factors))
 
 
 JOIN = {"max": lambda a, b: [jnp.maximum(a, b)], "min": lambda a, b: [jnp.minimum(a, b)]}
