@@ -150,7 +150,7 @@ class LoopMixin:
     def layouts_at_hand(self: Any, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of an op that takes whatever part lies there."""
         if op.anywhere == "sum":
-            layout = self._options(op.inputs[1])[0]
+            layout = (self._options(op.inputs[1]) or [self._whole(op.inputs[1])])[0]  # (its maker waits for a reader)
             if any(combiner != "add" for _, combiner in layout.values):
                 layout = without_values(layout)
             return (layout, layout), (layout,)

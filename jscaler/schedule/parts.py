@@ -104,6 +104,8 @@ def op_part(
         alone: of an op that runs on each part alone, where it needs the whole: what is known of the tensors it reads.
     """
     rule = book.rule(op)
+    if cut.factor + REST in rule.factors:  # a time axis further out cut every block into parts: this one cuts those
+        cut = dataclasses.replace(cut, factor=cut.factor + REST, blocks=1)
     factor = rule.factors.get(cut.factor)
     if factor is None or any(name == cut.factor for name, _, _ in rule.halos):
         return None
