@@ -13,9 +13,9 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph
-from jscaler.primitives import Assign, GridAxis, Plan, Trans
+from jscaler.primitives import Assign, Decision, GridAxis, Plan, Trans
 
-SHARED = "shared"  # the name of an axis that is in time because its cells share devices
+SHARED = "shared"  # the name of an axis that is in time because its cells share devices; of others of its op, numbered
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     Raises:
         PlanError: an op has two axes of one name.
     """
+    plan = _assigned_at_once(plan)
     grids = _grids(plan)
     names = tuple(dict.fromkeys(a.time for d in plan.decisions if isinstance(d, Trans) for a in grids[d.op] if a.time))
     if not names:
@@ -75,6 +76,40 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
         if source in known:
             cuts[op.path] = known[source]
     return TimeAxes(names, cuts, _in_space(plan, grids))
+
+
+def _assigned_at_once(plan: Plan) -> Plan:
+    """``plan`` with one decision in place of several that assign the cells of an op, where cells share devices."""
+    grids = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
+    several: dict[str, list[Assign]] = {}
+    for decision in plan.decisions:
+        if isinstance(decision, Assign) and decision.op in grids:
+            several.setdefault(decision.op, []).append(decision)
+    joined = {op: _joined(grids[op], own) for op, own in several.items() if len(own) > 1}
+    decisions: list[Decision] = []
+    for decision in plan.decisions:
+        whole = joined.get(decision.op) if isinstance(decision, Assign) else None
+        if whole is None:
+            decisions.append(decision)
+        elif decision is several[whole.op][-1]:
+            decisions.append(whole)
+    return dataclasses.replace(plan, decisions=tuple(decisions))
+
+
+def _joined(axes: Sequence[GridAxis], own: Sequence[Assign]) -> Assign | None:
+    """One decision for all cells; None where some are missing or assigned twice, or all lie on devices of their own."""
+    shape = [1 if a.time else a.parts for a in axes]
+    places = np.full(shape, None, object)
+    for decision in own:
+        index = tuple(slice(0, 1) if a.time else slice(*cut) for a, cut in zip(axes, decision.index, strict=True))
+        box = places[index]
+        if any(place is not None for place in box.flat) or box.size != len(decision.places):
+            return None
+        box.flat = list(decision.places)
+    found = tuple(places.flat)
+    if None in found or len(set(found)) == len(found):
+        return None
+    return Assign(own[0].op, tuple((0, a.parts) for a in axes), found)
 
 
 def _grids(plan: Plan) -> dict[str, tuple[GridAxis, ...]]:
@@ -101,8 +136,13 @@ def _marked(decision: Assign, axes: tuple[GridAxis, ...]) -> tuple[GridAxis, ...
         if places.shape[i] > 1 and axis.factor is not None and (places == places.take([0], i)).all():
             if axis.sizes or axis.algorithm:
                 raise PlanError(f"'{decision.op}': the cells along {axis} share devices, and only equal parts run in turn")
-            found[i] = dataclasses.replace(axis, time=SHARED)
+            count = sum(_is_shared(a) for a in found)
+            found[i] = dataclasses.replace(axis, time=f"{SHARED}{count + 1}" if count else SHARED)
     return tuple(found)
+
+
+def _is_shared(axis: GridAxis) -> bool:
+    return axis.time.rstrip("0123456789") == SHARED
 
 
 def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
@@ -113,7 +153,7 @@ def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
         if axis.time in found:
             raise PlanError(f"'{path}' has two time axes that are called '{axis.time}'; give each a name of its own")
         assert axis.factor is not None
-        around = axes[:i] if axis.time == SHARED else axes
+        around = axes[:i] if _is_shared(axis) else axes
         blocks = math.prod(a.parts for a in around if a.factor == axis.factor and not a.time)
         found[axis.time] = TimeCut(axis.time, axis.factor, axis.parts, blocks)
     return found
@@ -147,7 +187,7 @@ def _once(decision: Assign, axes: Sequence[GridAxis]) -> Assign:
     count = math.prod(n for n, axis in zip(sizes, axes, strict=True) if not axis.time)
     places = decision.places
     if len(places) > count:
-        shape = [n if a.time in ("", SHARED) else 1 for n, a in zip(sizes, axes, strict=True)]
+        shape = [n if not a.time or _is_shared(a) else 1 for n, a in zip(sizes, axes, strict=True)]
         numbers = np.arange(len(places)).reshape(shape)
         for i, axis in enumerate(axes):
             numbers = numbers.take([0], i) if axis.time else numbers
