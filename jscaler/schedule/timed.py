@@ -30,6 +30,7 @@ from jscaler.schedule.alone import handed_on
 from jscaler.schedule.parts import Form, OpPart, Own, Sliced, Summed, op_part, passed_on
 from jscaler.schedule.regions import Region, Regions, shifted
 from jscaler.schedule.time_axes import TimeCut, time_axes
+from jscaler.schedule.wide import add_wide, cast, is_widened, read_wide
 
 
 def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[Graph, Plan]:
@@ -88,6 +89,8 @@ class _Writer:
         self.graph = graph
         self.alone = in_space.alone
         self.grids = {d.op: (*d.axes, *d.chunks) for d in in_space.decisions if isinstance(d, Trans)}
+        self.sum_dtype = in_space.accumulation.dtype
+        self.wide: dict[PTensor, PTensor] = {}  # gradient -> the sum in more bits that it is a cast of
         self.axis = axis
         self.book = book
         self.bodies = bodies
@@ -103,7 +106,7 @@ class _Writer:
     def run(self) -> Graph:
         items = self._level(self.graph.tree, None)
         ops = tuple(self._linked(op) for op in flat(items))
-        return dataclasses.replace(self.graph, ops=ops, loops=self.loops)
+        return read_wide(dataclasses.replace(self.graph, ops=ops, loops=self.loops), self.wide, self.bodies)
 
     def _parts(self) -> dict[str, OpPart]:
         found = {}
@@ -386,17 +389,32 @@ class _RegionWriter:
         if isinstance(form, Own):
             state = self.writer.handed_on[tensor]
             return Carry(state, self.taken[state], part, tensor)
-        init, inside = (PTensor(f"{tensor.name}@{word}", tensor.aval, tensor.role) for word in ("start", "sofar"))
         combiner = form.combiner if isinstance(form, Summed) else "add"
-        self.before.append(self._beside(f"{tensor.name}@start", (), init, _start(bodies, tensor.aval, combiner)))
+        added = form is not None and combiner == "add"
+        final = self._summed_in(tensor) if added else tensor
+        init, inside = (PTensor(f"{tensor.name}@{word}", final.aval, tensor.role) for word in ("start", "sofar"))
+        self.before.append(self._beside(f"{tensor.name}@start", (), init, _start(bodies, final.aval, combiner)))
         if form is None:
             return Carry(init, inside, part, tensor)
-        out = PTensor(f"{tensor.name}@more", tensor.aval, tensor.role)
-        added = combiner == "add"
-        body = bodies.join(tensor.aval, 2) if added else bodies.traced(JOIN[combiner], [tensor.aval] * 2)
+        out = PTensor(f"{tensor.name}@more", final.aval, tensor.role)
+        if final is not tensor:
+            body = add_wide(bodies, final.aval, part.aval)
+        else:
+            body = bodies.join(tensor.aval, 2) if added else bodies.traced(JOIN[combiner], [tensor.aval] * 2)
         op = self._beside(f"{tensor.name}@more", (inside, part), out, body)
         self.levels[0][0].append(dataclasses.replace(op, loop=self.name, anywhere="sum" if added else ""))
-        return Carry(init, inside, out, tensor, is_sum=added)
+        return Carry(init, inside, out, final, is_sum=added)
+
+    def _summed_in(self, tensor: PTensor) -> PTensor:
+        """What the parts of ``tensor`` add up to: itself, or its value in the dtype that the plan asks for."""
+        asked = self.writer.sum_dtype
+        if not is_widened(tensor, asked):
+            return tensor
+        wide = PTensor(f"{tensor.name}@sum", tensor.aval.update(dtype=jnp.dtype(asked), weak_type=False), tensor.role)
+        body = cast(self.writer.bodies, wide.aval, tensor.dtype)
+        self.after.append(self._beside(f"{tensor.name}@cast", (wide,), tensor, body))
+        self.writer.wide[tensor] = wide
+        return wide
 
     def _beside(self, path: str, inputs: tuple[PTensor, ...], output: PTensor, body: Body) -> Op:
         kind = "backward" if output.role == "gradient" else self.like.kind
