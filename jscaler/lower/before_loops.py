@@ -44,15 +44,16 @@ def _before(items: Sequence[Item], place: int, outputs: Sequence[Atom]) -> list[
     if not arriving:
         return list(items)
     wanted, taken = needed(late, outputs), set(reads(loop))
-    products: dict[core.Var, core.Var] = {}
+    found: dict[int, core.Var] = {}
     behind: set[int] = set()
-    for item in early:
+    for number, item in enumerate(early):
         if _is_put_off(item, made, wanted | taken):
             places, dependent = _made_of(item.outvars[0], early)
             waits = not any(_is_loop(early[i]) for i in places)
             if waits and dependent & wanted and dependent.isdisjoint(taken):
-                products[item.outvars[0]] = core.Var(item.outvars[0].aval)
+                found[number] = item.outvars[0]
                 behind |= places
+    products = {v: core.Var(v.aval) for number, v in found.items() if number not in behind}  # not what is made of another
     if not products:
         return list(items)
     last = max(arriving, key=lambda v: made[v])

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
@@ -23,6 +22,7 @@ from jscaler.lower.before_loops import made_before_loops
 from jscaler.lower.cast_at_use import cast_at_use
 from jscaler.lower.casts import Exchange, across_casts
 from jscaler.lower.conditions import NEVER_MERGED, merge_conditions
+from jscaler.lower.in_order import in_order_p
 from jscaler.lower.pairs import made_together
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
 from jscaler.lower.scopes import op_scope
@@ -171,6 +171,7 @@ class _Numbering:
     makers: dict[core.Var, str] = field(default_factory=dict)
     tensors: dict[core.Var, PTensor] = field(default_factory=dict)
     done: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    fenced: dict[str, tuple[str | None, dict[core.Var, core.Var]]] = field(default_factory=dict)  # what an op reads late
 
     def run(self, tasks: Sequence[Task], like: core.Jaxpr) -> None:
         for task in tasks:
@@ -187,6 +188,9 @@ class _Numbering:
         """A loop. Its body knows the values of the program around it (but what is made of nothing); that not the body's."""
         inits = [self.slots[init] for init, *_ in task.carries]
         stacks = [self.slots[stack] for stack, _ in task.xs]
+        if task.after:
+            fenced = self._wait([*inits, *stacks], [self.slots[s] for s in task.after])
+            inits, stacks = ([fenced.get(a, a) if isinstance(a, core.Var) else a for a in g] for g in (inits, stacks))
         inside = [core.Var(a.aval.update(weak_type=False)) for a in inits]
         pieces = [core.Var(a.aval.update(shape=_shape(a)[1:], weak_type=False)) for a in stacks]
         self.slots.update(zip((slot for _, slot, _, _ in task.carries), inside, strict=True))
@@ -213,9 +217,7 @@ class _Numbering:
         )
 
     def compute(self, task: Compute) -> None:
-        atoms = [self.slots[s] for s in task.inputs]
-        if task.after:
-            atoms = self._wait(atoms, [self.slots[s] for s in task.after])
+        atoms = self._late(task, [self.slots[s] for s in task.inputs])
         atoms += [self._index(axes) for axes in task.parts]
         env: dict[core.Var, Atom] = dict(zip(task.jaxpr.invars, atoms, strict=True))
         scope = source_info_util.new_name_stack(op_scope(task.op))
@@ -283,12 +285,28 @@ class _Numbering:
             self.indices[axes] = core.Var(jax.typeof(jnp.zeros((), jnp.int32)))
         return self.indices[axes]
 
-    def _wait(self, atoms: list[Atom], before: list[Atom]) -> list[Atom]:
+    def _late(self, task: Compute, atoms: list[Atom]) -> list[Atom]:
+        """What the op of ``task`` reads: behind a fence where an order was asked for; its backward reads the same there.
+
+        So that what the backward computes again is still what the forward has computed.
+        """
+        if task.after:
+            fenced = self._wait(atoms, [self.slots[s] for s in task.after])
+            self.fenced[task.op.path] = task.op.loop, fenced
+            return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
+        if task.op.forward is not None:
+            place, fenced = self.fenced.get(task.op.forward.path, (None, {}))
+            if place == task.op.loop:
+                return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
+        return atoms
+
+    def _wait(self, atoms: Sequence[Atom], before: Sequence[Atom]) -> dict[core.Var, core.Var]:
         """Fence ``atoms`` behind ``before``: neither XLA nor we may run the reader first."""
-        both = [a for a in (*atoms, *before) if isinstance(a, core.Var)]
-        eqn = trace_flat(lambda *xs: lax.optimization_barrier(xs), [a.aval for a in both]).eqns[0]
-        fenced = dict(zip(both, self._number(eqn, list(both), None), strict=True))
-        return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
+        reads, made = ([a for a in dict.fromkeys(group) if isinstance(a, core.Var)] for group in (atoms, before))
+        if not reads or not made:
+            return {}
+        eqn = trace_flat(lambda *xs: in_order_p.bind(*xs, late=len(reads)), [a.aval for a in (*reads, *made)]).eqns[0]
+        return dict(zip(reads, self._number(eqn, [*reads, *made], None), strict=False))
 
 
 # A loop makes these again: what it reads of the program around it lies in memory while it runs, and not in a register. A

@@ -86,6 +86,7 @@ class Repeat:
         carries: per carry the slots before the first iteration, in an iteration, at its end, and after the last.
         xs: per stack that is read its slot, and that of a slice.
         ys: per stack that is written the slot of a slice, and its own.
+        after: what op_order puts before it, beside its data.
     """
 
     loop: Loop
@@ -93,6 +94,7 @@ class Repeat:
     carries: tuple[tuple[Slot, Slot, Slot, Slot], ...]
     xs: tuple[tuple[Slot, Slot], ...]
     ys: tuple[tuple[Slot, Slot], ...]
+    after: tuple[Slot, ...] = ()
 
     @property
     def outputs(self) -> tuple[Slot, ...]:
@@ -232,9 +234,8 @@ class _Writer:
         )
         outputs = tuple(self.define(t, layout) for t, layout in zip(op.outputs, laid.outputs, strict=True))
         axes = tuple(laid.placement.factors[f] for f in indexed)
-        before = tuple(slot for path in self.after.get(op.path, ()) for slot in self._results_of(path, op.loop))
         self.results[op.path] = outputs
-        self.tasks.append(Compute(op, jaxpr, inputs, outputs, axes, before))
+        self.tasks.append(Compute(op, jaxpr, inputs, outputs, axes, self._before(op.path, op.path)))
 
     def repeat(self, nest: Nest) -> None:
         """Write a loop: its body's tasks, and what comes in and goes out."""
@@ -251,15 +252,22 @@ class _Writer:
         finals = [self.define(c.final, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
         made = [self.define(y.stack, layout.stacked(loop.length)) for y, layout in zip(loop.ys, laid.ys, strict=True)]
         carries = tuple(zip(inits, insides, outs, finals, strict=True))
-        task = Repeat(loop, inner, carries, tuple(zip(stacks, slices, strict=True)), tuple(zip(written, made, strict=True)))
-        self.results[loop.name] = task.outputs
+        before = tuple(slot for op in nest.ops() for slot in self._before(op.path, loop.name))
+        xs, ys = tuple(zip(stacks, slices, strict=True)), tuple(zip(written, made, strict=True))
+        task = Repeat(loop, inner, carries, xs, ys, tuple(dict.fromkeys(before)))
+        self.results[loop.name] = task.outputs[: max(len(carries), 1)]  # a stack that nobody reads is never written
         self.tasks.append(task)
 
-    def _results_of(self, path: str, place: str | None) -> tuple[Slot, ...]:
-        """What a reader in the loop ``place`` waits for: an op's results, or those of the loop around it."""
-        around = chain_of(place, self.graph.loops)
-        hidden = [name for name in chain_of(self.graph[path].loop, self.graph.loops) if name not in around]
-        return self.results.get(hidden[0] if hidden else path, ())
+    def _before(self, path: str, item: str) -> tuple[Slot, ...]:
+        """What ``item``, op ``path`` or a loop around it, waits for: of two ops in different loops the loops wait."""
+        own = (*chain_of(self.graph[path].loop, self.graph.loops), path)
+        found: list[Slot] = []
+        for other in self.after.get(path, ()):
+            first = (*chain_of(self.graph[other].loop, self.graph.loops), other)
+            level = next(i for i, (a, b) in enumerate(zip(first, own, strict=False)) if a != b)
+            if own[level] == item:
+                found += self.results[first[level]]
+        return tuple(found)
 
 
 def _anywhere(op: Op, shapes: Sequence[tuple[int, ...]]) -> core.Jaxpr:
