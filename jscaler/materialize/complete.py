@@ -128,7 +128,9 @@ class _Completer(LoopMixin):
             self.inputs.setdefault(tensor, self._whole(tensor))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
         gradients = {t: self.at_hand[t][0] for t in self.shards.gradients if t in self.at_hand}
-        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), gradients, self.shards.axes)
+        shards = self.shards
+        known = gradients, shards.axes, frozenset(shards.stored), shards.accumulating
+        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), *known)
 
     def visit_all(self, items: Sequence[Item]) -> None:
         for item in items:

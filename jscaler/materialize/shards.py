@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jscaler.capture.accumulating import accumulating_loops
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.kinds import origins
 from jscaler.materialize.layout import Layout
@@ -53,8 +54,10 @@ class Shards:
         stored: parameters that lie in parts, and what is made of them alone, also in loops.
         whole: parameters that lie whole while their updates are split.
         gradients: final gradients of sharded parameters, and of stacks that are made of stored ones. Those that a loop
-            makes are scattered slice by slice, inside the loop, so that no device holds a whole stack of them.
+            makes are scattered slice by slice, inside the loop, so that no device holds a whole stack of them. Where a plan
+            adds up over micro-batches each time, also the summands.
         made: what is made of stored parameters alone.
+        accumulating: the loops over parts of the batch, in which stored parameters are made whole, iteration by iteration.
     """
 
     stored: Mapping[PTensor, Cut] = field(default_factory=dict)
@@ -62,6 +65,7 @@ class Shards:
     gradients: Mapping[PTensor, Cut] = field(default_factory=dict)
     made: MadeOf = field(default_factory=MadeOf)
     axes: Mapping[PTensor, Axes] = field(default_factory=dict)
+    accumulating: frozenset[str] = frozenset()
 
     def factor(self, op: Op) -> tuple[str, Axes] | None:
         """The factor of an op that is made for shards alone, and the axes that split it."""
@@ -103,8 +107,11 @@ def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axe
             for leaf in cuts.keys() & origins(graph, wrt):
                 gradients[gradient] = cuts[leaf]
     gradients |= _cast_stacks(graph, stored)
+    accumulating = accumulating_loops(graph)
+    if plan.accumulation.each_time and accumulating:
+        gradients |= _summands(graph, gradients | _made_cotangents(graph, plan, axes), accumulating)
     whole = frozenset(cuts.keys() - stored.keys())
-    return Shards(stored, whole, gradients, made, axes)
+    return Shards(stored, whole, gradients, made, axes, accumulating)
 
 
 def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:
@@ -112,3 +119,30 @@ def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, C
     stacks = {y.stack for loop in graph.loops.values() for y in loop.ys}
     pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents if t in stacks)
     return {cotangent: stored[tensor] for tensor, cotangent in pairs if tensor in stored}
+
+
+def _made_cotangents(graph: Graph, plan: Plan, axes: Mapping[PTensor, Axes]) -> dict[PTensor, Cut]:
+    """Cotangents of what is made of sharded parameters alone (casts), wherever these lie."""
+    dims = made_of(graph, {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items()}).dims
+    pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents)
+    return {t: Cut(dims[made][1], axes[dims[made][0]]) for made, t in pairs if made in dims}
+
+
+def _summands(graph: Graph, gradients: Mapping[PTensor, Cut], accumulating: frozenset[str]) -> dict[PTensor, Cut]:
+    """What loops over micro-batches add up to ``gradients``, and the sums: they are scattered as they are made."""
+    known = dict(gradients)
+    for op in reversed(graph.ops):  # what is joined to a gradient behind the loop, and slices of a stack of gradients
+        if op.kind == "backward" and op.forward is None and not op.anywhere and len(op.outputs) == 1:
+            (made,) = op.outputs
+            if made in known and all(t.shape == made.shape for t in op.inputs):
+                known.update({t: known[made] for t in op.inputs if t not in known})
+    for loop in graph.loops.values():
+        inner = {y.slice: known[y.stack] for y in loop.ys if y.stack in known and known[y.stack].dim > 0}
+        known.update({t: Cut(cut.dim - 1, cut.axes) for t, cut in inner.items() if t not in known})
+    found: dict[PTensor, Cut] = {}
+    for name in accumulating:
+        for carry in graph.loops[name].carries:
+            maker = graph.producer.get(carry.out)
+            if carry.is_sum and carry.final in known and maker is not None and maker.anywhere == "sum":
+                found.update(dict.fromkeys((carry.final, maker.inputs[1]), known[carry.final]))
+    return found

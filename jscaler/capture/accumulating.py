@@ -1,0 +1,65 @@
+"""Loops over parts of the batch: a backward pass ends in them, and what they leave adds up to gradients.
+
+    micro-batches    x' ──► f ──► g ──► loss' ──► backward g ──► backward f ──► + ──► dw        ends inside
+    parts of a layer            dy ──► backward g' ──► + ──► dx ──► backward f                  goes on behind the loop
+
+A parameter that is whole only while it is used is put together inside of the first kind, in every iteration, and in front
+of the second.
+"""
+
+from collections.abc import Set
+
+from jscaler.ir import Graph, Loop, Op, PTensor
+from jscaler.ir.loop import chain_of
+
+
+def accumulating_loops(graph: Graph) -> frozenset[str]:
+    """The names of loops in time in which a backward pass ends, and of those that hold its forward ops alone."""
+    if not graph.loops:
+        return frozenset()
+    layers = {name for loop in graph.loops.values() if loop.forward for name in (loop.name, loop.forward)}
+    inside: dict[str, list[Op]] = {name: [] for name in graph.loops if name not in layers}
+    for op in graph.ops:
+        for name in chain_of(op.loop, graph.loops):
+            if name in inside:
+                inside[name].append(op)
+    of_state = _made_of_state(graph)
+    ends = {
+        name
+        for name, ops in inside.items()
+        if any(op.forward is not None for op in ops) and not _goes_on(graph, graph.loops[name], of_state)
+    }
+    forward = {op.forward.path for name in ends for op in inside[name] if op.forward is not None}
+    return frozenset(ends | {name for name, ops in inside.items() if any(op.path in forward for op in ops)})
+
+
+def _goes_on(graph: Graph, loop: Loop, of_state: Set[PTensor]) -> bool:
+    """Whether a gradient that ``loop`` leaves goes on to an op that is no cast of a parameter."""
+    seen = {t for t in loop.results if t.role == "gradient"}
+    todo = list(seen)
+    while todo:
+        tensor = todo.pop()
+        found: list[PTensor] = []
+        for op in graph.consumers.get(tensor, ()):
+            if op.kind == "backward":
+                if op.forward is not None and not all(t in of_state for t in op.forward.inputs if t.shape):
+                    return True
+                found += op.outputs
+        for other in graph.loops.values():
+            found += [t for c in other.carries if c.init == tensor for t in (c.inside, c.final)]
+            found += [x.slice for x in other.xs if x.stack == tensor]
+            found += [c.final for c in other.carries if c.out == tensor]
+            found += [y.stack for y in other.ys if y.slice == tensor]
+        todo += [t for t in found if t not in seen]
+        seen.update(found)
+    return False
+
+
+def _made_of_state(graph: Graph) -> set[PTensor]:
+    """Parameters and other state, and what forward ops make of these alone."""
+    found = {graph.inputs[i] for i in graph.next_version.values()} | {c for c, _ in graph.constants}
+    found |= {t for call in graph.calls for t in call.wrt}
+    for op in graph.ops:
+        if op.kind != "backward" and op.loop is None and all(t in found for t in op.inputs if t.shape):
+            found.update(op.outputs)
+    return found
