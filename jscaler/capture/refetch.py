@@ -6,42 +6,69 @@
                dy  ──┘                                 the whole is not kept from the forward until here
 
 The fence (an ``optimization_barrier`` over the part and the cotangent) makes the part a new value, so that nobody merges
-the two wholes, and none that is made before the cotangent is there. Loops need none: what their backward reads of a stack
-of parameters is another slice of it. (Rajbhandari et al., ZeRO, 2020, section 5.3; Zhao et al., PyTorch FSDP, 2023.)
+the two wholes, and none that is made before the cotangent is there. In a loop over micro-batches the fences stand in its body.
+Loops over layers need none: what their backward reads of a stack of parameters is another slice of it. A loop over parts of
+a layer's backward has one fence in front. (Rajbhandari et al., ZeRO, 2020, section 5.3; Zhao et al., PyTorch FSDP, 2023.)
 """
 
 import dataclasses
 from collections.abc import Set
 
+from jscaler.capture.accumulating import accumulating_loops
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.loop import chain_of
 
 REFETCHED = "@refetched"
 
 
 def refetched(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
-    """``graph``, whose backward ops outside of loops read ``tensors`` through a fence each."""
+    """``graph``, whose backward ops outside of loops over layers read ``tensors`` through a fence each."""
     if not tensors:
         return graph
-    groups: dict[str, list[Op]] = {}  # the pieces of a backward op fetch together
-    for op in graph.ops:
-        if op.forward is not None and op.loop is None:
-            groups.setdefault(op.forward.path, []).append(op)
+    groups = _groups(graph, tensors)
+    loops = dict(graph.loops)
     fences: dict[str, Op] = {}
     tables: dict[str, dict[PTensor, PTensor]] = {}
     for path, ops in groups.items():
-        reads = dict.fromkeys(t for op in ops for t in op.inputs)
+        own = _loops_of(graph, path)
+        made = {t for name in own for t in graph.loops[name].inner} | {t for op in ops for t in op.outputs}
+        reads = dict.fromkeys(t for op in ops for t in op.inputs if t not in made)
+        reads.update(dict.fromkeys(t for name in own for t in graph.loops[name].operands if t not in made))
         wanted = [t for t in reads if t in tensors]
         if not wanted:
             continue
-        cotangents = [t for _, t in ops[0].cotangents if t in reads]
+        cotangents = [t for t in reads if t.role == "gradient"] if own else [t for _, t in ops[0].cotangents if t in reads]
         table = {t: PTensor(f"{t.name}{REFETCHED}@{path}", t.aval, t.role) for t in dict.fromkeys((*wanted, *cotangents))}
-        fence = Op(f"{path}@refetch", "backward", tuple(table), tuple(table.values()), call=ops[0].call, anywhere="fence")
-        fences[ops[0].path] = with_fence_body(fence, bodies)
+        place = graph.loops[path].parent if own else ops[0].loop
+        fence = Op(f"{path}@refetch", "backward", tuple(table), tuple(table.values()), call=ops[0].call, loop=place)
+        fences[ops[0].path] = with_fence_body(dataclasses.replace(fence, anywhere="fence"), bodies)
         tables.update((op.path, table) for op in ops)
-    made: list[Op] = []
+        loops.update({name: loops[name].renamed(table, {}) for name in own})
+    made_ops: list[Op] = []
     for op in graph.ops:
-        made += [fences[op.path]] if op.path in fences else []
-        made.append(op.renamed(tables.get(op.path, {})))
-    return dataclasses.replace(graph, ops=tuple(made))
+        made_ops += [fences[op.path]] if op.path in fences else []
+        made_ops.append(op.renamed(tables.get(op.path, {})))
+    return dataclasses.replace(graph, ops=tuple(made_ops), loops=loops)
+
+
+def _groups(graph: Graph, tensors: Set[PTensor]) -> dict[str, list[Op]]:
+    """Backward ops that fetch together: the pieces of one, by its forward; those of a loop over parts, by its name."""
+    accumulating = accumulating_loops(graph)
+    layers = {name for loop in graph.loops.values() if loop.forward for name in (loop.name, loop.forward)}
+    found: dict[str, list[Op]] = {}
+    forward: set[str] = set()
+    for op in graph.ops:
+        inside = [name for name in chain_of(op.loop, graph.loops) if name not in accumulating]
+        if not inside and op.forward is not None:
+            found.setdefault(op.forward.path, []).append(op)
+        elif inside and layers.isdisjoint(inside):
+            found.setdefault(inside[0], []).append(op)
+            forward |= {inside[0]} if op.kind != "backward" else set()
+    return {name: ops for name, ops in found.items() if name not in forward}
+
+
+def _loops_of(graph: Graph, name: str) -> list[str]:
+    """The loop that is called so, if one is, and those in it."""
+    return [loop for loop in graph.loops if name in chain_of(loop, graph.loops)]
