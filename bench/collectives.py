@@ -7,6 +7,9 @@ and an all-gather of the same bytes for each. (XLA's CPU backend makes no reduce
 all-reduces and sends more.) Expert parallelism has four all-to-alls per layer and step. ZeRO
 scatters each gradient once, and all-reduces scalars only.
 
+Over micro-batches, gradients are added on each device and reduced once behind the loop: ``accumulate(8)`` sends what the plan
+sends without it. ZeRO-2 and ZeRO-3 reduce-scatter in every iteration (``inside``), and ZeRO-3 gathers its parameters there.
+
 ``--target 8xH100-80GB`` compiles for GPUs that need not be there; launches are held to their number there only.
 """
 
@@ -53,6 +56,25 @@ class Case:
     quick: bool = False
 
 
+@dataclass(frozen=True)
+class Accumulated:
+    """The MLP under ``accumulate(8, plan)``, and what a device is to send.
+
+    Attributes:
+        plan: the inner one.
+        inside, outside: kind -> tensors that move in every iteration, and once.
+        shares: kind -> how often the bytes of all parameters are sent, by (n - 1)/n; scalars are left out.
+        again: whether the kernels of all layers but the first are gathered in every iteration once more, for the backward
+            pass. (XLA's CPU backend keeps no fences and merges the second with the first.)
+    """
+
+    plan: str
+    inside: Mapping[str, int]
+    outside: Mapping[str, int]
+    shares: Mapping[str, int]
+    again: bool = False
+
+
 MLP = "mlp-6 f32"
 FIVE, EIGHT = ({"reduce-scatter": n, "all-gather": n} for n in (5, 8))
 ONCE = {"reduce-scatter": 12, "all-gather": 12, "all-reduce": 1}
@@ -87,6 +109,20 @@ CASES = [
     Case("gpt-mini f32", "megatron(4, 2)", "dp 4 × tp 2"),
 ]
 # fmt: on
+MICROBATCHES = 8
+EACH = {"reduce-scatter": 12}
+ACCUMULATED = [  # 12 gradients and parameters; the loss is all-reduced once
+    Accumulated("data_parallel", {}, {"all-reduce": 13}, {"all-reduce": 2}),
+    Accumulated("zero1", {}, ONCE, {"reduce-scatter": 1, "all-gather": 1}),
+    Accumulated("zero2", EACH, {"all-gather": 12, "all-reduce": 1}, {"reduce-scatter": MICROBATCHES, "all-gather": 1}),
+    Accumulated(
+        "zero3",
+        {**EACH, "all-gather": 12},
+        {"all-reduce": 1},
+        {"reduce-scatter": MICROBATCHES, "all-gather": MICROBATCHES},
+        again=True,
+    ),
+]
 
 
 def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
@@ -104,6 +140,8 @@ def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
             if case.step not in steps:
                 steps[case.step] = STEPS[case.step]()
             yield from case_rows(case, steps[case.step], devices, target, sent)
+    for accumulated in ACCUMULATED:
+        yield from accumulated_rows(accumulated, steps[MLP], devices, target)
 
 
 def case_rows(
@@ -155,6 +193,34 @@ def case_rows(
         yield {**row, "op": "all, ratio to GSPMD, which adds in bfloat16"}
     else:
         yield {**row, "value": ratio, "bound": 1.02}
+
+
+def accumulated_rows(case: Accumulated, made: Step, devices: Sequence[Any], target: str | None) -> Iterator[Row]:
+    """A row per kind of collective and place: tensors and bytes, held to what they are to be."""
+    from jscaler.report.hlo import AS_WRITTEN, collectives
+
+    fun, args = made
+    lowered = jscaler.parallelize(f"accumulate({MICROBATCHES}, {case.plan}())", devices=devices, donate_argnums=0)(fun)
+    text = lowered.lower(*args).lowered.compile(AS_WRITTEN if target else None).as_text()
+    found = [one for one in collectives(text) if one.nbytes > SCALARS or one.kind == "all-reduce"]
+    leaves = jax.tree.leaves(parameters(args[0]))
+    total = sum(math.prod(p.shape) * p.dtype.itemsize for p in leaves)
+    kernels = [p for p in leaves if len(p.shape) == 2]
+    where = {"case": MLP, "plan": f"accumulate({MICROBATCHES}, {case.plan})", "target": target or f"cpu:{DEVICES}"}
+    again = kernels[1:] if case.again and target else []
+    for kind in sorted({*case.inside, *case.outside, *(one.kind for one in found)}):
+        for place, expected in (("inside", case.inside), ("outside", case.outside)):
+            own = [one for one in found if one.kind == kind and (one.times > 1) == (place == "inside")]
+            count = sum(one.arrays for one in own)
+            want = expected.get(kind, 0) + (len(again) if (place, kind) == ("inside", "all-gather") else 0)
+            if own or want:
+                row = {**where, "op": f"{kind}, {place} of the loop: tensors to be {want}", "tensors": count}
+                yield {**row, "launches": len(own), "value": abs(count - want), "bound": 0}
+        sent = sum(one.times * one.sent for one in found if one.kind == kind)
+        more = MICROBATCHES * sum(math.prod(p.shape) * p.dtype.itemsize for p in again) if kind == "all-gather" else 0
+        least = (case.shares.get(kind, 0) * total + more) * (1 - 1 / DEVICES)
+        row = {**where, "op": f"{kind}: bytes beyond the closed form", "sent": round(sent)}
+        yield {**row, "value": abs(sent - least), "bound": SCALARS}
 
 
 def sent_by_kind(text: str) -> dict[str, float]:

@@ -6,7 +6,9 @@
                dy  ──┘                                 the whole is not kept from the forward until here
 
 The fence (an ``optimization_barrier`` over the part and the cotangent) makes the part a new value, so that nobody merges
-the two wholes, and none that is made before the cotangent is there. In a loop over micro-batches the fences stand in its body.
+the two wholes, and none that is made before the cotangent is there. In a loop over micro-batches the fences stand in its body,
+and its forward ops read copies from behind a fence too: with the iteration's number, so that no whole is made in front of
+the loop and kept.
 Loops over layers need none: what their backward reads of a stack of parameters is another slice of it. A loop over parts of
 a layer's backward has one fence in front. (Rajbhandari et al., ZeRO, 2020, section 5.3; Zhao et al., PyTorch FSDP, 2023.)
 """
@@ -17,7 +19,7 @@ from collections.abc import Set
 from jscaler.capture.accumulating import accumulating_loops
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
 
 REFETCHED = "@refetched"
@@ -27,7 +29,8 @@ def refetched(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
     """``graph``, whose backward ops outside of loops over layers read ``tensors`` through a fence each."""
     if not tensors:
         return graph
-    groups = _groups(graph, tensors)
+    accumulating = accumulating_loops(graph)
+    groups = _groups(graph, accumulating)
     loops = dict(graph.loops)
     fences: dict[str, Op] = {}
     tables: dict[str, dict[PTensor, PTensor]] = {}
@@ -46,16 +49,37 @@ def refetched(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
         fences[ops[0].path] = with_fence_body(dataclasses.replace(fence, anywhere="fence"), bodies)
         tables.update((op.path, table) for op in ops)
         loops.update({name: loops[name].renamed(table, {}) for name in own})
-    made_ops: list[Op] = []
+    found: list[Op] = []
     for op in graph.ops:
-        made_ops += [fences[op.path]] if op.path in fences else []
-        made_ops.append(op.renamed(tables.get(op.path, {})))
-    return dataclasses.replace(graph, ops=tuple(made_ops), loops=loops)
+        found += [fences[op.path]] if op.path in fences else []
+        found.append(op.renamed(tables.get(op.path, {})))
+    made = dataclasses.replace(graph, ops=tuple(found), loops=loops)
+    for name in sorted(accumulating):
+        made = _fetched_inside(made, graph.loops[name], tensors, bodies)
+    return made
 
 
-def _groups(graph: Graph, tensors: Set[PTensor]) -> dict[str, list[Op]]:
+def _fetched_inside(graph: Graph, loop: Loop, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
+    """``graph``, whose forward ops in ``loop`` read ``tensors`` from outside through one fence at its beginning."""
+    if not loop.xs:
+        return graph
+    inside = {name for name in graph.loops if loop.name in chain_of(name, graph.loops)}
+    own = {t for name in inside for t in graph.loops[name].inner}
+    places = [i for i, op in enumerate(graph.ops) if op.loop in inside]
+    forward = {i for i in places if graph.ops[i].kind != "backward"}
+    wanted = dict.fromkeys(t for i in sorted(forward) for t in graph.ops[i].inputs if t in tensors and t not in own)
+    if not wanted:
+        return graph
+    number = loop.xs[-1].slice
+    table = {t: PTensor(f"{t.name}@fetched@{loop.name}", t.aval, t.role) for t in wanted}
+    outputs = (*table.values(), PTensor(f"{number.name}@fetched", number.aval, number.role))
+    fence = Op(f"{loop.name}@fetch", "forward", (*table, number), outputs, loop=loop.name, anywhere="fence")
+    ops = [op.renamed(table) if i in forward else op for i, op in enumerate(graph.ops)]
+    return dataclasses.replace(graph, ops=(*ops[: places[0]], with_fence_body(fence, bodies), *ops[places[0] :]))
+
+
+def _groups(graph: Graph, accumulating: Set[str]) -> dict[str, list[Op]]:
     """Backward ops that fetch together: the pieces of one, by its forward; those of a loop over parts, by its name."""
-    accumulating = accumulating_loops(graph)
     layers = {name for loop in graph.loops.values() if loop.forward for name in (loop.name, loop.forward)}
     found: dict[str, list[Op]] = {}
     forward: set[str] = set()

@@ -174,7 +174,6 @@ class _Writer:
     slots: dict[PTensor, list[tuple[Layout, Slot]]] = field(default_factory=dict)
     results: dict[str, tuple[Slot, ...]] = field(default_factory=dict)  # of ops, and of loops by name
     extended: dict[tuple[Slot, tuple[Edge, ...]], Slot] = field(default_factory=dict)
-    around: list[tuple[str, list[Task]]] = field(default_factory=list)  # the loops that are being written, and their tasks
     count: int = 0
 
     def define(self, tensor: PTensor, layout: Layout) -> Slot:
@@ -187,7 +186,7 @@ class _Writer:
     def read(self, tensor: PTensor, layout: Layout) -> Slot:
         """The slot that holds ``tensor`` in ``layout``, adapted from the cheapest layout at hand.
 
-        What comes from outside a loop is adapted once, before it; parameters that lie in parts, in every micro-batch.
+        What comes from outside a loop is adapted once, before it.
         """
         held = self.slots[tensor]
         for known, slot in held:
@@ -201,19 +200,8 @@ class _Writer:
             held.append((layout, slot))
             return slot
         output = self.define(tensor, layout)
-        self._place_of(tensor).append(Adapt(tensor, adapter, slot, output, self.reduce_dtypes.get(tensor)))
+        self.home[tensor].append(Adapt(tensor, adapter, slot, output, self.reduce_dtypes.get(tensor)))
         return output
-
-    def _place_of(self, tensor: PTensor) -> list[Task]:
-        """Where ``tensor`` is adapted: where it is defined, or in the innermost loop in which it is whole while it is used."""
-        home = self.home[tensor]
-        if tensor in self.completed.stored:
-            for name, tasks in reversed(self.around):
-                if tasks is home:
-                    break
-                if name in self.completed.accumulating:
-                    return tasks
-        return home
 
     def extend(self, tensor: PTensor, layout: Layout, edges: tuple[Edge, ...]) -> Slot:
         """The slot that holds ``tensor`` in ``layout`` with the rows of ``edges``."""
@@ -222,7 +210,7 @@ class _Writer:
             return slot
         if (slot, edges) not in self.extended:
             self.extended[slot, edges] = self.count
-            self._place_of(tensor).append(Extend(tensor, layout, edges, slot, self.count))
+            self.home[tensor].append(Extend(tensor, layout, edges, slot, self.count))
             self.count += 1
         return self.extended[slot, edges]
 
@@ -255,17 +243,12 @@ class _Writer:
         inits = [self.read(c.init, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
         stacks = [self.read(x.stack, layout.stacked(loop.length)) for x, layout in zip(loop.xs, laid.xs, strict=True)]
         outside, self.tasks = self.tasks, []
-        self.around.append((loop.name, self.tasks))
-        outer = {t: list(self.slots[t]) for t in self.completed.stored if t in self.slots}
         insides = [self.define(c.inside, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
         slices = [self.define(x.slice, layout) for x, layout in zip(loop.xs, laid.xs, strict=True)]
         self.write(nest.items)
         outs = [self.read(c.out, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
         written = [self.read(y.slice, layout) for y, layout in zip(loop.ys, laid.ys, strict=True)]
         inner, self.tasks = tuple(self.tasks), outside
-        self.around.pop()
-        if loop.name in self.completed.accumulating:
-            self.slots.update(outer)  # what is made whole in an iteration is gone behind it
         finals = [self.define(c.final, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
         made = [self.define(y.stack, layout.stacked(loop.length)) for y, layout in zip(loop.ys, laid.ys, strict=True)]
         carries = tuple(zip(inits, insides, outs, finals, strict=True))

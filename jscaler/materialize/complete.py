@@ -118,24 +118,32 @@ class _Completer(LoopMixin):
         pairs = [pair for call in graph.calls for pair in zip(call.gradients, call.wrt, strict=True)]
         self.joined = {g: p for g, p in pairs if g in graph.producer and graph.producer[g].forward is None}
         self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
+        self.fetches: dict[str, Op] = {}  # fences of stored parameters, in loops over micro-batches
+        self.fetched: dict[PTensor, PTensor] = {}  # what comes out of them -> what goes in
         self.undecided: set[PTensor] = set()  # slices that may lie in any of the layouts at hand, until they are read
 
     def run(self) -> Completed:
         self.visit_all(self.graph.tree)
         for tensor in list(self.waiting):
             self._settle_waiting(tensor, self._whole(tensor))
+        for path, op in self.fetches.items():
+            for tensor in op.outputs:
+                self._read(tensor, self._whole(tensor))
+            layouts = tuple(self.at_hand[t][0] for t in op.inputs)
+            self.ops[path] = OpLayouts(Placement(origin="filled"), layouts, layouts)
         for tensor in self.graph.inputs:
             self.inputs.setdefault(tensor, self._whole(tensor))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
         gradients = {t: self.at_hand[t][0] for t in self.shards.gradients if t in self.at_hand}
-        shards = self.shards
-        known = gradients, shards.axes, frozenset(shards.stored), shards.accumulating
-        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), *known)
+        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), gradients, self.shards.axes)
 
     def visit_all(self, items: Sequence[Item]) -> None:
         for item in items:
             if not isinstance(item, Op):
                 self.visit_loop(item)
+            elif item.anywhere == "fence" and item.kind == "forward":  # it takes what lies as its readers will want it
+                self.fetches[item.path] = item
+                self.fetched.update(zip(item.outputs, item.inputs, strict=True))
             elif self._waits(item):
                 self.waiting.update(dict.fromkeys(item.outputs, item))
             else:
@@ -224,6 +232,9 @@ class _Completer(LoopMixin):
     def _read(self, tensor: PTensor, layout: Layout) -> None:
         if tensor in self.undecided:
             self.decide(tensor, layout)
+        if tensor in self.fetched and tensor not in self.at_hand:
+            self._want(self.fetched[tensor], layout)
+            self.at_hand[tensor] = [self.at_hand[self.fetched[tensor]][0]]
         if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
             self.at_hand[tensor] = [self.shards.leaf(tensor, _storable(layout))]
             if tensor in self.step_inputs:

@@ -44,5 +44,3 @@ class Completed:
     loops: Mapping[str, LoopLayouts] = field(default_factory=dict)
     gradients: Mapping[PTensor, Layout] = field(default_factory=dict)  # those of sharded parameters, as updates get them
     shards: Mapping[PTensor, Axes] = field(default_factory=dict)  # the axes that sharded parameters are cut by, if stored
-    stored: frozenset[PTensor] = frozenset()  # parameters that lie in parts, and what is made of them alone
-    accumulating: frozenset[str] = frozenset()  # the loops in which these are made whole, iteration by iteration

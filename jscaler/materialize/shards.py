@@ -57,7 +57,6 @@ class Shards:
             makes are scattered slice by slice, inside the loop, so that no device holds a whole stack of them. Where a plan
             adds up over micro-batches each time, also the summands.
         made: what is made of stored parameters alone.
-        accumulating: the loops over parts of the batch, in which stored parameters are made whole, iteration by iteration.
     """
 
     stored: Mapping[PTensor, Cut] = field(default_factory=dict)
@@ -65,7 +64,6 @@ class Shards:
     gradients: Mapping[PTensor, Cut] = field(default_factory=dict)
     made: MadeOf = field(default_factory=MadeOf)
     axes: Mapping[PTensor, Axes] = field(default_factory=dict)
-    accumulating: frozenset[str] = frozenset()
 
     def factor(self, op: Op) -> tuple[str, Axes] | None:
         """The factor of an op that is made for shards alone, and the axes that split it."""
@@ -111,7 +109,7 @@ def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axe
     if plan.accumulation.each_time and accumulating:
         gradients |= _summands(graph, gradients | _made_cotangents(graph, plan, axes), accumulating)
     whole = frozenset(cuts.keys() - stored.keys())
-    return Shards(stored, whole, gradients, made, axes, accumulating)
+    return Shards(stored, whole, gradients, made, axes)
 
 
 def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:

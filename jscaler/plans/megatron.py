@@ -13,7 +13,7 @@ Activations are reduced within a row (see `tensor_parallel`, `sequence_parallel`
 column, where all of them combine into one all-reduce. Neighbours share a row, the faster links of a cluster.
 
 With ``zero``, what a column holds copies of is split over it, on top of the cuts of ``tp`` (see `zero`): optimizer state,
-or parameters too.
+sums of gradients over micro-batches, or parameters too.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def megatron(
     tp: int | None = None,
     sequence: bool | Dims = False,
     vocab: bool | Dims = True,
-    zero: Literal[0, 1, 3] = 0,
+    zero: Literal[0, 1, 2, 3] = 0,
     batch: str = "batch",
     columns: Dims | Sequence[str] = COLUMNS,
 ) -> Callable[..., None]:
@@ -49,7 +49,8 @@ def megatron(
         sequence: whether what lies between heads and hidden units is split along the sequence; ``{input: dim}`` says
             where that is, ``{"batch/tokens": 1}`` by default.
         vocab: whether embedding, logits and cross entropy are split too; ``{pattern: dim}`` as for `vocab_parallel`.
-        zero: what is split over the ``dp`` rows beside the batch: 1 the optimizer's state, 3 the parameters too.
+        zero: what is split over the ``dp`` rows beside the batch: 1 the optimizer's state, 2 what gradients add up to over
+            micro-batches, 3 the parameters too.
         batch: as for `data_parallel`.
         columns: as for `tensor_parallel`.
 
@@ -69,6 +70,8 @@ def megatron(
         table = _tensor_factors(graph, parts)
         if zero:
             shard_parameters(graph, grid, stored=zero == 3, cuts=table)
+            if zero > 1:
+                graph.accumulation(each_time=True)
             table = without_followers(graph, table, stored=zero == 3)
         split(graph, grid, batch_factors(graph, batch, rows), table)
 
@@ -85,7 +88,7 @@ def megatron(
             table = reached(graph, tokens, parts) | table
         return table
 
-    if zero not in (0, 1, 3):
-        raise PlanError(f"megatron: zero is 0, 1 or 3, not {zero!r}: stage 2 sends what 1 does and keeps gradients whole")
+    if zero not in (0, 1, 2, 3):
+        raise PlanError(f"megatron: zero is 0, 1, 2 or 3, not {zero!r}")
     policy.__name__ = "megatron"
     return policy
