@@ -117,6 +117,7 @@ class _Completer(LoopMixin):
         self.step_inputs = frozenset(graph.inputs)
         pairs = [pair for call in graph.calls for pair in zip(call.gradients, call.wrt, strict=True)]
         self.joined = {g: p for g, p in pairs if g in graph.producer and graph.producer[g].forward is None}
+        self.summands = _summands(graph)
         self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
         self.fetches: dict[str, Op] = {}  # fences of stored parameters, in loops over micro-batches
         self.fetched: dict[PTensor, PTensor] = {}  # what comes out of them -> what goes in
@@ -333,9 +334,11 @@ class _Completer(LoopMixin):
 
         lie = tuple((tuple(self.at_hand.get(t, ())), t in self.shards.stored) for t in op.inputs)
         goals = tuple((self._goal(t), self.shards.gradients.get(t)) for t in op.outputs)
-        key = (op.body, id(self.book.rule(op)), op.kind, chosen.key, tuple(chunks.items()), lie, goals)
+        # Backward ops reduce late: a gradient may yet meet others, and their sum is reduced once. So do summands of a loop.
+        late = op.kind == "backward" or op.path in self.summands
+        key = (op.body, id(self.book.rule(op)), op.kind, late, chosen.key, tuple(chunks.items()), lie, goals)
         if key not in self.filled:
-            found = Filling(op, self.mesh, self.book, self.at_hand, chunks, price).of(chosen)
+            found = Filling(op, self.mesh, self.book, self.at_hand, chunks, price, late).of(chosen)
             for scattered in self._scattered(op, found):
                 found = scattered if price(scattered) < price(found) else found
             self.filled[key] = found
@@ -399,6 +402,16 @@ class _Completer(LoopMixin):
         outputs = tuple(result_layout(self.mesh, rule, placement, op, i, known) for i in range(len(op.outputs)))
         edges = tuple(edges_of(rule, dict(placement.factors), i) for i in range(len(op.inputs)))
         return inputs, outputs, edges if any(edges) else ()
+
+
+def _summands(graph: Graph) -> set[str]:
+    """The ops whose results only go into what a loop sums up."""
+    found: set[str] = set()
+    for op in reversed(graph.ops):
+        readers = [r for t in op.outputs for r in graph.consumers.get(t, ())]
+        if readers and all(r.path in found or r.anywhere == "sum" for r in readers):
+            found.add(op.path)
+    return found
 
 
 def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:

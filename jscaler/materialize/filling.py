@@ -24,6 +24,7 @@ class Filling:
         at_hand: the layouts in which tensors lie.
         chunks: of the op's factors, the number of parts that run one after another.
         price: of a placement, its adapters included.
+        late: whether among equals value shares are passed on before they are joined.
     """
 
     op: Op
@@ -32,6 +33,7 @@ class Filling:
     at_hand: Mapping[PTensor, Sequence[Layout]]
     chunks: Mapping[str, int]
     price: Callable[[Placement], float]
+    late: bool = False
 
     def of(self, chosen: Placement) -> Placement:
         """Give each axis that ``chosen`` leaves open its cheapest use; among equals the earlier candidate."""
@@ -106,8 +108,7 @@ class Filling:
         combiners: Combiners = tuple(self._share_along(t, axis) for t in op.inputs)
         if any(combiners) and self.book.passes(op, combiners) is not None:
             share = dataclasses.replace(chosen, shares={**chosen.shares, axis: combiners})
-            # Backward ops reduce late: a gradient may yet meet others, and their sum is reduced once.
-            found.insert(0 if op.kind == "backward" else len(found), share)
+            found.insert(0 if self.late else len(found), share)
         return found
 
     def _lies_split(self, rule: Rule, factor: str, axis: str) -> bool:
