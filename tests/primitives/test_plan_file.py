@@ -21,7 +21,17 @@ from jscaler import Plan, PlanFileError, Prefix
 from jscaler.ir import Place
 from jscaler.primitives import Assign, Fuse, GridAxis, Order, Trans
 from jscaler.primitives.made_for import MadeFor, OpRecord, RuleRecord
-from jscaler.primitives.plan import KINDS, Decision, ReduceDtype, SaveResiduals, Shard, Store
+from jscaler.primitives.plan import (
+    KINDS,
+    Accumulation,
+    Decision,
+    PerMicrobatch,
+    Recompute,
+    ReduceDtype,
+    SaveResiduals,
+    Shard,
+    Store,
+)
 from tests.lower.steps import MOMENTUM, make_batch, make_state, make_step
 from tests.programs import devices_of, draw_policy, draw_program
 
@@ -35,6 +45,10 @@ PLAN = Plan(
         ReduceDtype("bfloat16"),
         Fuse(("head/dot", "loss/reduce_sum"), "loss"),
         SaveResiduals("up/dot", "saved"),
+        Recompute(("up/dot", "down/dot"), ("up/dot", "down/dot:0")),
+        Recompute(("sum/cumsum",)),
+        Accumulation("float32", each_time=True),
+        PerMicrobatch(("norm/rsqrt",)),
         Trans("up/dot", (GridAxis("a", 2), GridAxis(None, 2))),
         Assign("up/dot", ((0, 2), (0, 2)), FOUR),
         Trans("sum/cumsum", (GridAxis("b", 4, algorithm=Prefix("b", 4)),)),
@@ -104,6 +118,9 @@ strategies: dict[type, st.SearchStrategy[Any]] = {
     SaveResiduals: st.builds(SaveResiduals, names, st.sampled_from(["inputs", "saved"])),
     Shard: st.builds(Shard, names, counts, counts, st.lists(counts).map(tuple), st.booleans()),
     Fuse: st.builds(Fuse, st.lists(names).map(tuple), names),
+    Recompute: st.builds(Recompute, st.lists(names).map(tuple), st.lists(names).map(tuple)),
+    Accumulation: st.builds(Accumulation, st.none() | names, st.booleans()),
+    PerMicrobatch: st.builds(PerMicrobatch, st.lists(names).map(tuple)),
     Store: st.builds(Store, names, numbers, numbers, st.lists(numbers, max_size=3).map(tuple)),
 }
 decisions = st.one_of(*strategies.values())
