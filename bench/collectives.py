@@ -7,8 +7,8 @@ and an all-gather of the same bytes for each. (XLA's CPU backend makes no reduce
 all-reduces and sends more.) Expert parallelism has four all-to-alls per layer and step. ZeRO
 scatters each gradient once, and all-reduces scalars only.
 
-Over micro-batches, gradients are added on each device and reduced once behind the loop: ``accumulate(8)`` sends what the plan
-sends without it. ZeRO-2 and ZeRO-3 reduce-scatter in every iteration (``inside``), and ZeRO-3 gathers its parameters there.
+Over micro-batches, gradients are added on each device and reduced once behind the loop: ``accumulate(8)`` sends what the
+plan sends without it. ZeRO-2 and ZeRO-3 reduce-scatter in every iteration (``inside``), and ZeRO-3 gathers its parameters there.
 
 ``--target 8xH100-80GB`` compiles for GPUs that need not be there; launches are held to their number there only.
 """

@@ -6,7 +6,7 @@
                dy  ──┘                                 the whole is not kept from the forward until here
 
 The fence (an ``optimization_barrier`` over the part and the cotangent) makes the part a new value, so that nobody merges
-the two wholes, and none that is made before the cotangent is there. In a loop over micro-batches the fences stand in its body,
+the two wholes, and none that is made before the cotangent is there. In a loop over micro-batches fences stand in its body,
 and its forward ops read copies from behind a fence too: with the iteration's number, so that no whole is made in front of
 the loop and kept.
 Loops over layers need none: what their backward reads of a stack of parameters is another slice of it. A loop over parts of

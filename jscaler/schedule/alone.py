@@ -50,8 +50,8 @@ def _own_means(op: Op, cut: TimeCut, book: RuleBook, bodies: BodyTable) -> Body:
         return bodies.intern(with_own_counts(op.body.jaxpr, _place(op, cut.factor, book), cut.parts))
     except HiddenCountError:
         raise PlanError(
-            f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function with a "
-            "derivative of its own (custom_jvp, custom_vjp); take the mean outside"
+            f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function "
+            "with a derivative of its own (custom_jvp, custom_vjp); take the mean outside"
         ) from None
 
 
@@ -93,8 +93,8 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
             readers = ["the caller of the step", *readers]
         if readers:
             raise PlanError(
-                f"'{op.path}' runs on each micro-batch alone, and {readers[0]} reads '{tensor.name}', which each micro-batch "
-                "has for itself: only rows of the batch can leave, and state that the op reads and the step returns in its "
+                f"'{op.path}' runs on each micro-batch alone, and {readers[0]} reads '{tensor.name}', which each "
+                "micro-batch has for itself: only rows of the batch can leave, and state that the op reads and the step returns in its "
                 "place; compute it from what leaves, or fuse the reader with the op (graph.fuse)"
             )
     return found

@@ -145,7 +145,7 @@ def test_a_policy_may_place_the_sum_of_a_loops_gradients(algorithm: Any, kind: s
 
 
 def test_the_sum_of_a_loops_gradients_is_not_chunked() -> None:
-    with pytest.raises(SplitError, match=r"'p/s@sum@.*it only adds up what other ops make; chunk those"):
+    with pytest.raises(SplitError, match=r"'p/s@sum@.*it only adds up what other ops make; split those"):
         jscaler.parallelize(sum_of_gradients(Chunk("a", 2)), devices=2)(step_of(PROGRAMS[0])).lower(params(), batch())
 
 

@@ -20,9 +20,7 @@ from jscaler.report.hlo import AS_WRITTEN, collectives
 from jscaler.report.targets import described_devices
 
 
-@pytest.mark.parametrize(
-    "cluster", ["", "H100-80GB", "8", "8 x H100-80GB", "0xH100-80GB", "4x0xV100-32GB", "1x4x8xH100-80GB"]
-)
+@pytest.mark.parametrize("cluster", ["", "8", "8 x H100-80GB", "0xH100-80GB", "4x0xV100-32GB", "1x4x8xH100-80GB"])
 def test_a_malformed_description_is_refused(cluster: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"no cluster named '{cluster}' \(or describe one: 8xH100-80GB"):
         described_devices(cluster)
