@@ -302,7 +302,7 @@ class _Numbering:
 
     def _wait(self, atoms: Sequence[Atom], before: Sequence[Atom]) -> dict[core.Var, core.Var]:
         """Fence ``atoms`` behind ``before``: neither XLA nor we may run the reader first."""
-        reads, made = ([a for a in dict.fromkeys(group) if isinstance(a, core.Var)] for group in (atoms, before))
+        reads, made = (list(dict.fromkeys(a for a in group if isinstance(a, core.Var))) for group in (atoms, before))
         if not reads or not made:
             return {}
         eqn = trace_flat(lambda *xs: in_order_p.bind(*xs, late=len(reads)), [a.aval for a in (*reads, *made)]).eqns[0]

@@ -34,7 +34,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Split a factor into equal parts that run one after another on the devices of the cell: an axis in time.
+    """Split a factor into parts that run one after another on the devices of the cell: an axis in time.
 
     Where devices split the factor too, each walks through its own block of it. Ops whose time axes have one name share
     loops, as far as their dataflow allows; names nest in the order in which a plan first uses them, the first outermost.
@@ -43,14 +43,16 @@ class TimeSplit:
         factor: as in `Split`.
         parts: how many; must divide what splits of the factor between devices leave.
         axis: the name of the time axis, e.g. ``"microbatch"``.
+        sizes: in place of ``parts`` the size of each part; they add up to the factor's size.
 
     Example:
         >>> graph.op_assign(graph.op_trans(op, Split("b", 4), TimeSplit("b", 8, "microbatch")), devices)  # doctest: +SKIP
     """
 
     factor: str | tuple[str, int]
-    parts: int
+    parts: int | None = None
     axis: str = "time"
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def as_split(axis: GridAxis) -> Algorithm:
     if axis.algorithm is not None:
         return axis.algorithm
     if axis.time:
-        return TimeSplit(axis.factor, axis.parts, axis.time)
+        return TimeSplit(axis.factor, None if axis.sizes else axis.parts, axis.time, axis.sizes)
     return Split(axis.factor, sizes=axis.sizes) if axis.sizes else Split(axis.factor, axis.parts)
 
 
@@ -175,7 +177,8 @@ def _whole_axis(
     op: Op, rule: Rule, algorithm: Chunk | TimeSplit, before: Sequence[GridAxis], alone: bool = False
 ) -> GridAxis:  # fmt: skip
     """An axis whose parts run one after another: each is complete, but for sums."""
-    axis = grid_axis(op, rule, Split(algorithm.factor, algorithm.parts), before)
+    sizes = algorithm.sizes if isinstance(algorithm, TimeSplit) else None
+    axis = grid_axis(op, rule, Split(algorithm.factor, algorithm.parts, sizes), before)
     assert axis.factor is not None
     factor = rule.factors[axis.factor]
     why = f"it needs the whole factor: {factor.reason}; take another one" if factor.kind == "blocked" and not alone else ""

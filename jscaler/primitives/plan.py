@@ -68,13 +68,24 @@ class Assign:
 
 @dataclass(frozen=True)
 class Order:
-    """Run ``before`` before ``after``."""
+    """Run ``before`` before ``after``.
+
+    Attributes:
+        before_cells, after_cells: the cells of their grids that are meant, which are in time; None for all.
+    """
 
     before: str
     after: str
+    before_cells: Index | None = None
+    after_cells: Index | None = None
 
     def __str__(self) -> str:
-        return f"op_order  {self.before} < {self.after}"
+        first, second = (_cells_text(cells) for cells in (self.before_cells, self.after_cells))
+        return f"op_order  {self.before}{first} < {self.after}{second}"
+
+
+def _cells_text(cells: Index | None) -> str:
+    return "" if cells is None else f"[{', '.join(str(a) if b == a + 1 else f'{a}:{b}' for a, b in cells)}]"
 
 
 @dataclass(frozen=True)

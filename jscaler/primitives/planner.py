@@ -188,10 +188,19 @@ class Planner:
         return places if array.dtype == object else self._arrays.setdefault(key, places)
 
     def op_order(self, before: Op | Grid | str, after: Op | Grid | str) -> None:
-        """Run ``before`` before ``after``."""
-        named = (self.graph[x] if isinstance(x, str) else x for x in (before, after))
+        """Run ``before`` before ``after``: ops, or cells along a time axis, which are then pinned one by one.
+
+        Raises:
+            PlanError: a part of a grid is a part in space.
+
+        Example:
+            >>> parts = graph.op_trans(op, TimeSplit("b", 2))  # doctest: +SKIP
+            >>> graph.op_order(parts[1], parts[0])  # doctest: +SKIP
+        """
+        named = [self.graph[x] if isinstance(x, str) else x for x in (before, after)]
         first, second = (x.op if isinstance(x, Grid) else x for x in named)
-        self._decisions.append(Order(first.path, second.path))
+        cells = [x.index if isinstance(x, Grid) and not x.is_whole else None for x in named]
+        self._decisions.append(Order(first.path, second.path, *cells))
 
     def fuse(self, *ops: Op | str, name: str | None = None) -> Op:
         """Make one op of neighbouring forward ops; their backward becomes one, which computes again what lies between.

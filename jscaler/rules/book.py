@@ -15,6 +15,7 @@ from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.cell import Cell
 from jscaler.rules.chunk import Chunks
 from jscaler.rules.cut import Piece, cut
 from jscaler.rules.derive import derive_rule
@@ -94,6 +95,11 @@ class RuleBook:
                 analysis.atoms.unify(list(analysis.leaves(atoms[index])[dim]), fresh, "")
             self._analyses[body, finer] = analysis
         return self._analyses[body, finer], finer
+
+    def names_from_forward(self, op: Op) -> FactorNames:
+        """The names that the factors of a backward op have from its forward op, which is to be forgotten."""
+        assert op.forward is not None
+        return _names_from_forward(self.rule(op.forward), op)
 
     def _given(self, op: Op) -> FactorNames | None:
         """The names that the factors of ``op`` have from elsewhere."""
@@ -179,6 +185,16 @@ class RuleBook:
             self._locals[key] = _one_index(made, len(op.inputs), reads), localizer.leaves if reads else ()
         jaxpr, leaves = self._locals[key]
         return jaxpr, bool(leaves)
+
+    def cell(self, op: Op, factor: str, sizes: tuple[int, ...], number: int) -> core.Jaxpr:
+        """Part ``number`` of ``op``, whose parts have these sizes and run one after another, to be split further."""
+        assert op.body is not None
+        derived = self._derived(op)
+        key = ("cell", op.body, derived.finer, derived.groups[factor], sizes, number)
+        if key not in self._locals:
+            made = inline(Cell(derived.analysis, derived.groups[factor], sizes, number).run())
+            self._locals[key] = _one_index(made, len(op.inputs), kept=False), ()
+        return self._locals[key][0]
 
     def cut(self, op: Op, factors: tuple[str, ...]) -> tuple[Piece, ...]:
         """The pieces of ``op`` that let ``factors`` be split."""

@@ -68,7 +68,38 @@ class Own:
     """What every part has for itself (a micro-batch's mean): no part of a whole. The next part may take it over."""
 
 
-Form = Sliced | Summed | Own | None  # None: the tensor as it is, the same for all parts
+@dataclass(frozen=True)
+class Ranged:
+    """One of several parts of unequal sizes: of dim ``dim``, seen as (outer, the factor, inner), a range of the factor."""
+
+    dim: int
+    outer: int
+    sizes: tuple[int, ...]
+    inner: int
+
+    def shape(self, whole: Sequence[int], number: int) -> tuple[int, ...]:
+        """The shape of part ``number``."""
+        return (*whole[: self.dim], self.outer * self.sizes[number] * self.inner, *whole[self.dim + 1 :])
+
+    def take(self, x: jax.Array, number: int) -> jax.Array:
+        """Part ``number`` of ``x``."""
+        seen = x.reshape((*x.shape[: self.dim], self.outer, sum(self.sizes), self.inner, *x.shape[self.dim + 1 :]))
+        start = sum(self.sizes[:number])
+        found = lax.slice_in_dim(seen, start, start + self.sizes[number], axis=self.dim + 1)
+        return found.reshape(self.shape(x.shape, number))
+
+    def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The whole of all parts."""
+        seen = [
+            x.reshape((*x.shape[: self.dim], self.outer, size, self.inner, *x.shape[self.dim + 1 :]))
+            for x, size in zip(parts, self.sizes, strict=True)
+        ]
+        rest = parts[0].shape
+        whole = (*rest[: self.dim], self.outer * sum(self.sizes) * self.inner, *rest[self.dim + 1 :])
+        return lax.concatenate(seen, self.dim + 1).reshape(whole)
+
+
+Form = Sliced | Ranged | Summed | Own | None  # None: the tensor as it is, the same for all parts
 
 
 @dataclass(frozen=True)
@@ -87,6 +118,50 @@ class OpPart:
     body: Body | None = None
     named: FactorNames | None = None
     indexed: bool = False
+
+
+@dataclass(frozen=True)
+class CellParts(OpPart):
+    """What one op does for each of several unequal parts.
+
+    Attributes:
+        bodies, names: of each part; none for an op that goes on with parts as it is.
+    """
+
+    bodies: tuple[Body, ...] = ()
+    names: tuple[FactorNames, ...] = ()
+
+
+def cell_parts(op: Op, factor: str, sizes: tuple[int, ...], book: RuleBook, bodies: BodyTable) -> CellParts | None:
+    """The parts of ``op`` along ``factor``, of these sizes; None where it has no such factor, or needs it whole."""
+    rule = book.rule(op)
+    found = rule.factors.get(factor)
+    if found is None or found.kind == "blocked" or found.size != sum(sizes):
+        return None
+    if (found.even_only and len(set(sizes)) > 1) or any(name == factor for name, _, _ in rule.halos):
+        return None
+    inputs = [_ranged(rule, dims, factor, sizes) for dims in rule.operands]
+    outputs: list[Form] = []
+    for i, dims in enumerate(rule.results):
+        combiner = rule.shares.get((factor, i))
+        outputs.append(Summed(combiner) if combiner is not None else _ranged(rule, dims, factor, sizes))
+    made = tuple(bodies.intern(book.cell(op, factor, sizes, i)) for i in range(len(sizes)))
+
+    def named(size: int) -> FactorNames:
+        tensors = (*rule.operands, *rule.results)
+        own = {f: size if f == factor else rule.factors[f].size for f in rule.factors}
+        return FactorNames(tuple(tuple(tuple((f, own[f]) for f in dim) for dim in dims) for dims in tensors), tuple(own))
+
+    return CellParts(tuple(inputs), tuple(outputs), bodies=made, names=tuple(map(named, sizes)))
+
+
+def _ranged(rule: Rule, dims: TensorFactors, name: str, sizes: tuple[int, ...]) -> Ranged | None:
+    for dim, factors in enumerate(dims):
+        if name in factors:
+            at = factors.index(name)
+            outer, inner = (math.prod(rule.factors[f].size for f in part) for part in (factors[:at], factors[at + 1 :]))
+            return Ranged(dim, outer, sizes, inner)
+    return None
 
 
 def op_part(

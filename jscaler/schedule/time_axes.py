@@ -13,7 +13,9 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph
-from jscaler.primitives import Assign, Decision, GridAxis, Plan, Trans
+from jscaler.primitives import Assign, Decision, GridAxis, Order, Plan, Trans
+from jscaler.primitives.algorithms import parts_text
+from jscaler.primitives.plan import Index
 
 SHARED = "shared"  # the name of an axis that is in time because its cells share devices; of others of its op, numbered
 
@@ -27,12 +29,32 @@ class TimeCut:
         factor: what is split.
         parts: how many run one after another.
         blocks: contiguous blocks of the factor that devices own; each part takes a piece of every block.
+        sizes: of the parts, where they are unequal.
     """
 
     axis: str
     factor: str
     parts: int
     blocks: int = 1
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Some parts of an op along a time axis."""
+
+    op: str
+    axis: str
+    numbers: range
+
+
+@dataclass(frozen=True)
+class CellOrder:
+    """Parts in time, or a whole op by its path, run before others."""
+
+    before: Cells | None
+    after: Cells | None
+    decision: Order
 
 
 @dataclass(frozen=True)
@@ -43,11 +65,18 @@ class TimeAxes:
         names: of the axes, outermost first.
         cuts: op path -> its cuts by name.
         plan: what is left: the decisions in space.
+        orders: which cells in time run before which others.
     """
 
     names: tuple[str, ...]
     cuts: Mapping[str, Mapping[str, TimeCut]]
     plan: Plan
+    orders: tuple[CellOrder, ...] = ()
+
+    def in_loops(self, name: str) -> bool:
+        """Whether the parts of an axis are equal, and run in their own order."""
+        named = any(c is not None and c.axis == name for order in self.orders for c in (order.before, order.after))
+        return not named and all(own[name].sizes is None for own in self.cuts.values() if name in own)
 
 
 def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
@@ -59,6 +88,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     plan = _assigned_at_once(plan)
     grids = _grids(plan)
     names = tuple(dict.fromkeys(a.time for d in plan.decisions if isinstance(d, Trans) for a in grids[d.op] if a.time))
+    orders, plan = _cell_orders(plan, grids)
     if not names:
         return TimeAxes((), {}, plan)
     known = {path: _cuts(path, axes) for path, axes in grids.items() if any(a.time for a in axes)}
@@ -75,7 +105,32 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
             source = op.again.path
         if source in known:
             cuts[op.path] = known[source]
-    return TimeAxes(names, cuts, _in_space(plan, grids))
+    return TimeAxes(names, cuts, _in_space(plan, grids), orders)
+
+
+def _cell_orders(plan: Plan, grids: Mapping[str, tuple[GridAxis, ...]]) -> tuple[tuple[CellOrder, ...], Plan]:
+    """The orders of single cells, and the plan without them."""
+    found = [d for d in plan.decisions if isinstance(d, Order) and (d.before_cells or d.after_cells)]
+    if not found:
+        return (), plan
+    orders = tuple(
+        CellOrder(_cells(d.before, d.before_cells, grids), _cells(d.after, d.after_cells, grids), d) for d in found
+    )
+    return orders, dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if d not in found))
+
+
+def _cells(path: str, index: Index | None, grids: Mapping[str, tuple[GridAxis, ...]]) -> Cells | None:
+    if index is None:
+        return None
+    axes = grids.get(path, ())
+    parts = [(axis, range(*box)) for axis, box in zip(axes, index, strict=True) if box != (0, axis.parts)]
+    if len(parts) != 1 or not parts[0][0].time:
+        inside = ", ".join(str(axis) for axis, _ in parts)
+        raise PlanError(
+            f"op_order names cells of '{path}' along {inside}; only the cells along one time axis run in an order: those "
+            "in space run at once, on devices of their own"
+        )
+    return Cells(path, parts[0][0].time, parts[0][1])
 
 
 def _assigned_at_once(plan: Plan) -> Plan:
@@ -134,15 +189,16 @@ def _marked(decision: Assign, axes: tuple[GridAxis, ...]) -> tuple[GridAxis, ...
     found = list(axes)
     for i, axis in enumerate(axes):
         if places.shape[i] > 1 and axis.factor is not None and (places == places.take([0], i)).all():
-            if axis.sizes or axis.algorithm:
-                raise PlanError(f"'{decision.op}': the cells along {axis} share devices, and only equal parts run in turn")
+            if axis.algorithm:
+                raise PlanError(f"'{decision.op}': the cells along {axis} share devices, and only plain parts run in turn")
             count = sum(_is_shared(a) for a in found)
-            found[i] = dataclasses.replace(axis, time=f"{SHARED}{count + 1}" if count else SHARED)
+            sizes = f"+{parts_text(axis.parts, axis.sizes)}" if axis.sizes else ""
+            found[i] = dataclasses.replace(axis, time=f"{SHARED}{count + 1 if count else ''}{sizes}")
     return tuple(found)
 
 
 def _is_shared(axis: GridAxis) -> bool:
-    return axis.time.rstrip("0123456789") == SHARED
+    return axis.time.rstrip("0123456789+") == SHARED
 
 
 def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
@@ -155,7 +211,7 @@ def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
         assert axis.factor is not None
         around = axes[:i] if _is_shared(axis) else axes
         blocks = math.prod(a.parts for a in around if a.factor == axis.factor and not a.time)
-        found[axis.time] = TimeCut(axis.time, axis.factor, axis.parts, blocks)
+        found[axis.time] = TimeCut(axis.time, axis.factor, axis.parts, blocks, axis.sizes)
     return found
 
 

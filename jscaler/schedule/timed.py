@@ -30,6 +30,7 @@ from jscaler.schedule.alone import handed_on
 from jscaler.schedule.parts import Form, OpPart, Own, Sliced, Summed, op_part, passed_on
 from jscaler.schedule.regions import Region, Regions, shifted
 from jscaler.schedule.time_axes import TimeCut, time_axes
+from jscaler.schedule.unrolled import unrolled
 from jscaler.schedule.wide import add_wide, cast, is_widened, read_wide
 
 
@@ -38,10 +39,14 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
 
     Raises:
         PlanError: an op that the plan splits in time cannot be.
+        OrderError: cells cannot run in the order that the plan says.
     """
     axes = time_axes(graph, plan)
     of_model = set(graph.loops)
-    for name in axes.names:
+    for number, name in enumerate(axes.names):
+        if not axes.in_loops(name):
+            graph, axes = unrolled(graph, axes, number, book, bodies)
+            continue
         cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}
         around = graph.loops.keys() - of_model  # axes further out, in whose iterations this one stands
         graph = _written(graph, name, cuts, book, bodies, around, axes.plan)

@@ -1,0 +1,165 @@
+"""Cells in time that are unequal, or ordered one by one: numbers, order in the scheduled program, temporaries."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plans.plan_steps import QUICK, assert_same_numbers, gpt
+from scheduled import Schedule
+
+import jscaler
+from jscaler import Split, TimeSplit
+from jscaler.errors import OrderError, PlanError
+from jscaler.report.targets import described_devices
+from jscaler.target import WITHOUT_GPU
+
+Plan = Callable[[Any, np.ndarray], None]
+
+
+def step(params: dict[str, jax.Array], x: jax.Array) -> Any:
+    """Two independent branches of two products each: of the batch, and of the rows of a table."""
+
+    def loss(p: dict[str, jax.Array]) -> jax.Array:
+        with jax.named_scope("a"):
+            left = jnp.exp(jnp.sin(x @ p["w"])) @ p["v"]
+        with jax.named_scope("b"):
+            right = jnp.exp(jnp.cos(x @ p["u"])) @ p["v"]
+        return (left * right).sum()
+
+    value, gradients = jscaler.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients), value
+
+
+def arguments(rows: int = 8, width: int = 4) -> tuple[dict[str, jax.Array], jax.Array]:
+    draws = np.random.default_rng(0)
+    shapes = {"w": (width, 2 * width), "u": (width, 2 * width), "v": (2 * width, width)}
+    params = {n: jnp.asarray(draws.normal(size=s) / 2) for n, s in shapes.items()}
+    return params, jnp.asarray(draws.normal(size=(rows, width)))
+
+
+def in_time(algorithm: Any, orders: Callable[[dict[str, Any]], list[tuple[Any, Any]]] = lambda parts: []) -> Plan:
+    """The products in parts of the batch, on one device; ``orders`` are pairs of their cells."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows = graph.factor_of("x", 0)
+        parts = {}
+        for op in graph.forward():
+            if op in rows and "dot" in op.path:
+                parts[op.path] = graph.op_trans(op, algorithm(rows[op]))
+                if not isinstance(algorithm(rows[op]), TimeSplit):
+                    graph.op_assign(parts[op.path], [0] * parts[op.path].shape[0])
+        for first, second in orders(parts):
+            graph.op_order(first, second)
+
+    return policy
+
+
+def sized(factor: str) -> Split:
+    return Split(factor, sizes=(5, 3))
+
+
+def timed(factor: str) -> TimeSplit:
+    return TimeSplit(factor, sizes=(3, 4, 1))
+
+
+def halves(factor: str) -> TimeSplit:
+    return TimeSplit(factor, 2)
+
+
+PLANS: dict[str, tuple[Plan, str]] = {  # and the order in which forward products run
+    "unequal cells on one device": (in_time(sized), "a0 a1 b0 b1"),
+    "unequal time": (in_time(timed), "a0 a1 a2 b0 b1 b2"),
+    "reversed": (in_time(halves, lambda p: [(p["a/dot"][1], p["a/dot"][0])]), "a1 a0 b0 b1"),
+    "interleaved": (
+        in_time(halves, lambda p: [(p["a/dot.1"][0], p["b/dot"][0]), (p["b/dot.1"][0], p["a/dot"][1])]),
+        "a0 b0 a1 b1",
+    ),
+    "before a whole op": (in_time(halves, lambda p: [("b/dot.1", p["a/dot"][0])]), "b0 b1 a0 a1"),
+}
+
+
+def lowered(plan: Plan, devices: Any = 1, **sizes: int) -> Any:
+    found = jscaler.parallelize(plan, devices=devices)(step).lower(*arguments(**sizes))
+    jscaler.verify(found)
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_cells_run_in_their_order_and_have_the_same_numbers(name: str) -> None:
+    plan, order = PLANS[name]
+    with jax.enable_x64(True):
+        made = lowered(plan)
+        run = jscaler.Compiled(made, made.lowered.compile(compiler_options=QUICK))
+        graph = made.plan.graph
+        assert not graph.loops
+        schedule = Schedule(run.as_text(), graph.ops)
+        paths = [f"{cell[0]}/{dot}[{cell[1]}]" for cell in order.split() for dot in ("dot", "dot.1")]
+        parts = len(paths) // 4
+        paths += [f"a/dot.1@backward[{i}]" for i in reversed(range(parts))]
+        assert {path for path in graph.by_path if "/dot" in path and "@" not in path} == set(paths[: 4 * parts])
+        paths = [path for path in paths if schedule.positions(path)]  # a product of one row is no instruction of its own
+        assert len(paths) > 3 * parts
+        assert [(a, b) for a, b in itertools.pairwise(paths) if not schedule.holds(a, b)] == []
+        ours, theirs = run(*arguments()), jax.jit(step)(*arguments())
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), ours, theirs)
+
+
+def heads_and_unequal_batch(graph: Any, devices: np.ndarray) -> None:
+    """Attention and MLP tensor parallel, and all that carries the batch in three unequal parts."""
+    rows = graph.factor_of("batch/tokens", 0)
+    hidden = graph.factor_of("state/params/block_0/mlp/up/kernel", 1)
+    for op in graph.forward():
+        if op not in rows or graph.rule(op).factors[rows[op]].kind == "blocked":
+            continue
+        cells = graph.op_trans(op, TimeSplit(rows[op], sizes=(4, 1, 3)))
+        if "mlp/" in op.path and op in hidden and devices.size > 1:
+            graph.op_assign(graph.op_trans(op, Split(hidden[op], devices.size)), devices)
+        del cells
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_optimizer_steps_of_a_gpt_in_unequal_parts(devices: int) -> None:
+    assert_same_numbers(heads_and_unequal_batch, gpt, devices)
+
+
+def test_what_cannot_be() -> None:
+    cyclic = in_time(halves, lambda p: [(p["a/dot"][0], p["a/dot"][1]), (p["a/dot"][1], p["a/dot"][0])])
+    with pytest.raises(OrderError, match=r"a/dot\[1\] < a/dot\[0\].*drop one of the op_order calls"):
+        lowered(cyclic)
+    against_data = in_time(halves, lambda p: [(p["a/dot.1"][1], p["a/dot"][1])])
+    with pytest.raises(OrderError, match=r"cyclic.*a/dot\.1\[1\] < a/dot\[1\]"):
+        lowered(against_data)
+
+    def in_space(graph: Any, devices: np.ndarray) -> None:
+        parts = graph.op_trans("a/dot", Split(graph.factor_of("x", 0)[graph["a/dot"]], 2))
+        graph.op_assign(parts, devices)
+        graph.op_order(parts[0], parts[1])
+
+    with pytest.raises(PlanError, match=r"cells of 'a/dot' along .*:2; only the cells along one time axis"):
+        lowered(in_space, 2)
+
+    def both(graph: Any, devices: np.ndarray) -> None:
+        rows = graph.factor_of("x", 0)[graph["a/dot"]]
+        parts = graph.op_trans("a/dot", Split(rows, 2), TimeSplit(rows, 2))
+        graph.op_assign(parts, devices)
+        graph.op_order(parts[:, 1], parts[:, 0])
+
+    with pytest.raises(PlanError, match=r"'a/dot': its parts along '\w+' are ordered one by one, and devices split it too"):
+        lowered(both, 2)
+
+
+def test_an_order_of_cells_is_saved_with_the_plan() -> None:
+    made = lowered(PLANS["reversed"][0]).plan
+    assert "op_order  a/dot[1] < a/dot[0]" in str(made.plan)
+    assert jscaler.Plan.from_json(made.plan.to_json()) == made.plan
+    unequal = lowered(PLANS["unequal time"][0]).plan.plan
+    assert jscaler.Plan.from_json(unequal.to_json()) == unequal
+
+
+def temporaries(plan: Plan, rows: int = 4096, width: int = 64) -> int:
+    made = lowered(plan, described_devices("1xH100-80GB"), rows=rows, width=width)
+    return made.lowered.compile(WITHOUT_GPU).memory_analysis().temp_size_in_bytes
