@@ -1,5 +1,6 @@
 """Cells in time that are unequal, or ordered one by one: numbers, order in the scheduled program, temporaries."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -49,8 +50,9 @@ def in_time(algorithm: Any, orders: Callable[[dict[str, Any]], list[tuple[Any, A
         parts = {}
         for op in graph.forward():
             if op in rows and "dot" in op.path:
-                parts[op.path] = graph.op_trans(op, algorithm(rows[op]))
-                if not isinstance(algorithm(rows[op]), TimeSplit):
+                how = algorithm(rows[op], graph.rule(op).factors[rows[op]].size // 8)
+                parts[op.path] = graph.op_trans(op, how)
+                if not isinstance(how, TimeSplit):
                     graph.op_assign(parts[op.path], [0] * parts[op.path].shape[0])
         for first, second in orders(parts):
             graph.op_order(first, second)
@@ -58,15 +60,15 @@ def in_time(algorithm: Any, orders: Callable[[dict[str, Any]], list[tuple[Any, A
     return policy
 
 
-def sized(factor: str) -> Split:
-    return Split(factor, sizes=(5, 3))
+def sized(factor: str, eighth: int) -> Split:
+    return Split(factor, sizes=(5 * eighth, 3 * eighth))
 
 
-def timed(factor: str) -> TimeSplit:
-    return TimeSplit(factor, sizes=(3, 4, 1))
+def timed(factor: str, eighth: int) -> TimeSplit:
+    return TimeSplit(factor, sizes=(3 * eighth, 4 * eighth, eighth))
 
 
-def halves(factor: str) -> TimeSplit:
+def halves(factor: str, eighth: int) -> TimeSplit:
     return TimeSplit(factor, 2)
 
 
@@ -160,6 +162,59 @@ def test_an_order_of_cells_is_saved_with_the_plan() -> None:
     assert jscaler.Plan.from_json(unequal.to_json()) == unequal
 
 
-def temporaries(plan: Plan, rows: int = 4096, width: int = 64) -> int:
-    made = lowered(plan, described_devices("1xH100-80GB"), rows=rows, width=width)
+def attention(params: dict[str, jax.Array], x: jax.Array) -> Any:
+    """What its probabilities take is far more than what goes in and out."""
+
+    def loss(p: dict[str, jax.Array]) -> jax.Array:
+        q, k, v = (jnp.einsum("bsd,dhe->bhse", x, p[n]) for n in "qkv")
+        probs = jax.nn.softmax(jnp.einsum("bhse,bhte->bhst", q, k), axis=-1)
+        return (jnp.einsum("bhst,bhte,hed->bsd", probs, v, p["o"]) ** 2).sum()
+
+    value, gradients = jscaler.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def in_parts(**parts: Any) -> Plan:
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows = graph.factor_of("x", 0)
+        for op in graph.forward():
+            if op in rows:
+                graph.op_trans(op, TimeSplit(rows[op], **parts))
+
+    return policy
+
+
+@functools.cache
+def temporaries(plan: Any) -> int:
+    params = {n: jax.ShapeDtypeStruct((64, 4, 16), "float32") for n in "qkv"}
+    params["o"] = jax.ShapeDtypeStruct((4, 16, 64), "float32")
+    x = jax.ShapeDtypeStruct((8, 1024, 64), "float32")
+    made = jscaler.parallelize(plan, devices=described_devices("1xH100-80GB"))(attention).lower(params, x)
     return made.lowered.compile(WITHOUT_GPU).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("parts", "largest"),
+    [
+        ({"parts": 2}, 1 / 2),
+        ({"parts": 4}, 1 / 4),
+        ({"sizes": (5, 3)}, 5 / 8),
+        ({"sizes": (4, 2, 2)}, 4 / 8),
+        ({"sizes": (2, 2, 2, 1, 1)}, 2 / 8),
+    ],
+)
+def test_only_one_part_s_temporaries_live_at_a_time(parts: dict[str, Any], largest: float) -> None:
+    assert temporaries(in_parts(**parts)) == pytest.approx(largest * temporaries("single"), rel=0.05)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["unequal cells on one device", "reversed", "interleaved"])
+def test_cells_run_in_their_order_on_gpus(name: str) -> None:
+    plan, order = PLANS[name]
+    made = lowered(plan, described_devices("1xH100-80GB"), rows=512, width=64)
+    schedule = Schedule(made.lowered.compile(WITHOUT_GPU).as_text(), made.plan.graph.ops)
+    paths = [f"{cell[0]}/{dot}[{cell[1]}]" for cell in order.split() for dot in ("dot", "dot.1")]
+    assert [(a, b) for a, b in itertools.pairwise(paths) if not schedule.holds(a, b)] == []
+    for op in ("a/dot", "b/dot"):
+        assert schedule.holds(f"{op}@backward[1]", f"{op}@backward[0]")

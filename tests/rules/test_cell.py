@@ -1,0 +1,54 @@
+"""One part of unequal parts: its own rows, where they lie in the whole, and the bits that the whole draws there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jscaler
+from jscaler import TimeSplit
+
+
+def places(x: jax.Array, key: jax.Array) -> jax.Array:
+    """What depends on where a row lies."""
+    rows = lax.broadcasted_iota(x.dtype, x.shape, 0)
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, rows) + x.mean(1, keepdims=True)
+
+
+def reduced(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Sums and a maximum over the rows, and a product that contracts them."""
+    return jnp.stack([x.sum(), x.max(), (x.T @ x).sum(), jnp.log(jnp.exp(x).sum(1)).mean()])
+
+
+def looked_up(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rows of a table by number, and a loop over columns."""
+    table = jnp.tanh(x.T)
+    picked = table[(jnp.abs(x[:, 0]) * 10).astype(jnp.int32) % 3]
+    return lax.scan(lambda c, column: (jnp.sin(c + column), c), x[:, 0], x.T)[0][:, None] * picked.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("fun", [places, reduced, looked_up])
+@pytest.mark.parametrize("sizes", [(5, 3), (1, 6, 1)])
+def test_parts_make_the_whole(fun: Any, sizes: tuple[int, ...]) -> None:
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows = graph.factor_of("x", 0)
+        split = [
+            op
+            for op in graph.select("*", kind=None)
+            if op in rows
+            and graph.rule(op).factors[rows[op]].kind != "blocked"
+            and not graph.rule(op).factors[rows[op]].even_only
+        ]
+        assert split
+        for op in split:
+            graph.op_trans(op, TimeSplit(rows[op], sizes=sizes))
+
+    with jax.enable_x64(True):
+        x, key = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3))), jax.random.key(3)
+        made = jscaler.parallelize(policy, devices=1)(fun).lower(x, key)
+        jscaler.verify(made)
+        assert any(path.endswith(f"[{len(sizes) - 1}]") for path in made.plan.graph.by_path)
+        np.testing.assert_allclose(made.compile()(x, key), jax.jit(fun)(x, key), rtol=0, atol=1e-12)
