@@ -10,6 +10,7 @@ the backward pass computes again what it needs of a part, as a loop's would.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -26,6 +27,7 @@ from jscaler.schedule.parts import CellParts, Form, OpPart, Ranged, Summed, cell
 from jscaler.schedule.regions import Region, Regions
 from jscaler.schedule.runs import Runs, pins
 from jscaler.schedule.time_axes import CellOrder, Cells, TimeAxes, TimeCut
+from jscaler.schedule.wide import add_wide, cast, is_widened, read_wide
 
 
 def unrolled(graph: Graph, axes: TimeAxes, number: int, book: RuleBook, bodies: BodyTable) -> tuple[Graph, TimeAxes]:
@@ -37,7 +39,7 @@ def unrolled(graph: Graph, axes: TimeAxes, number: int, book: RuleBook, bodies: 
     """
     name = axes.names[number]
     cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}
-    writer = _Writer(graph, name, cuts, book, bodies)
+    writer = _Writer(graph, name, cuts, book, bodies, axes.plan.accumulation.dtype)
     made = writer.run()
     cells = writer.cells
     dealt = tuple(d for decision in axes.plan.decisions for d in _dealt(decision, cells))
@@ -84,8 +86,10 @@ def _dealt(decision: Decision, cells: Mapping[str, Sequence[str]]) -> list[Decis
 class _Writer:
     """Writes the parts of one time axis."""
 
-    def __init__(self, graph: Graph, axis: str, cuts: Mapping[str, TimeCut], book: RuleBook, bodies: BodyTable):
+    def __init__(self, graph: Graph, axis: str, cuts: Mapping[str, TimeCut], book: RuleBook, bodies: BodyTable, dtype: Any):
         self.graph, self.axis, self.book, self.bodies = graph, axis, book, bodies
+        self.sum_dtype: str | None = dtype  # of gradients with fewer bits
+        self.wide: dict[PTensor, PTensor] = {}  # gradient -> the sum in more bits that it is a cast of
         self.cuts = cuts
         self.regions = Regions(graph, self._parts(), self._follow, frozenset(graph.loops))
         self.part_of: dict[tuple[PTensor, int], PTensor] = {}
@@ -97,7 +101,8 @@ class _Writer:
     def run(self) -> Graph:
         ops = tuple(flat(self._level(self.graph.tree, None)))
         table = {op.path: op for op in ops}
-        return dataclasses.replace(self.graph, ops=tuple(self._linked(op, table) for op in ops))
+        made = dataclasses.replace(self.graph, ops=tuple(self._linked(op, table) for op in ops))
+        return read_wide(made, self.wide, self.bodies)
 
     # -- what runs part by part
 
@@ -271,6 +276,8 @@ class _RegionWriter:
     def _added(self, tensor: PTensor, form: Summed, before: PTensor | None, number: int, last: bool) -> PTensor:
         """What the parts so far add up to, or join to."""
         part = self.writer.part_of[tensor, number]
+        if form.combiner == "add" and is_widened(tensor, self.writer.sum_dtype):
+            return self._added_wide(tensor, part, before, number, last)
         if before is None:
             return part
         out = tensor if last else PTensor(f"{tensor.name}@sum[{number}]", tensor.aval, tensor.role)
@@ -281,6 +288,22 @@ class _RegionWriter:
             body = bodies.traced(lambda a, b: [join(a, b)], [tensor.aval] * 2)
         self.items.append(self._beside(f"{tensor.name}@more[{number}]", (before, part), out, body))
         return out
+
+    def _added_wide(self, tensor: PTensor, part: PTensor, before: PTensor | None, number: int, last: bool) -> PTensor:
+        """A sum of gradients in more bits than they have; behind the last it is cast."""
+        bodies, dtype = self.writer.bodies, self.writer.sum_dtype
+        wide = PTensor(f"{tensor.name}@wide[{number}]", tensor.aval.update(dtype=jnp.dtype(dtype)), tensor.role)
+        if before is None:
+            body = cast(bodies, tensor.aval, dtype)
+            self.items.append(self._beside(f"{tensor.name}@first[{number}]", (part,), wide, body))
+            return wide
+        body = add_wide(bodies, wide.aval, part.aval)
+        self.items.append(self._beside(f"{tensor.name}@more[{number}]", (before, part), wide, body))
+        if last:
+            body = cast(bodies, wide.aval, tensor.dtype)
+            self.items.append(self._beside(f"{tensor.name}@cast", (wide,), tensor, body))
+            self.writer.wide[tensor] = wide
+        return wide
 
     def _beside(self, path: str, inputs: tuple[PTensor, ...], output: PTensor, body: Body) -> Op:
         like = self.ops[0]

@@ -128,6 +128,24 @@ def test_optimizer_steps_of_a_gpt_in_unequal_parts(devices: int) -> None:
     assert_same_numbers(heads_and_unequal_batch, gpt, devices)
 
 
+def test_gradients_are_added_in_the_dtype_that_is_asked_for() -> None:
+    """Parts of float32 gradients, added in float64 and cast behind the last."""
+
+    def wide(graph: Any, devices: np.ndarray) -> None:
+        PLANS["unequal time"][0](graph, devices)
+        graph.accumulation(dtype=jnp.float64)
+
+    with jax.enable_x64(True):
+        params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), arguments())
+        run = jscaler.parallelize(wide, devices=1)(step).lower(params, x)
+        jscaler.verify(run)
+        sums = [op for op in run.plan.graph.ops if "@more[" in op.path and op.outputs[0].name.startswith("d(")]
+        assert len(sums) == 6
+        assert {op.outputs[0].dtype for op in sums} == {np.dtype("float64")}
+        ours, theirs = run.compile()(params, x), jax.jit(step)(params, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, theirs)
+
+
 def test_what_cannot_be() -> None:
     cyclic = in_time(halves, lambda p: [(p["a/dot"][0], p["a/dot"][1]), (p["a/dot"][1], p["a/dot"][0])])
     with pytest.raises(OrderError, match=r"a/dot\[1\] < a/dot\[0\].*drop one of the op_order calls"):
