@@ -44,7 +44,7 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
     axes = time_axes(graph, plan)
     of_model = set(graph.loops)
     for number, name in enumerate(axes.names):
-        if not axes.in_loops(name):
+        if not all(map(axes.in_loops, axes.names[: number + 1])):  # a loop would run over the parts around it
             graph, axes = unrolled(graph, axes, number, book, bodies)
             continue
         cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}

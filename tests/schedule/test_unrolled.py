@@ -110,22 +110,19 @@ def test_cells_run_in_their_order_and_have_the_same_numbers(name: str) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), ours, theirs)
 
 
-def heads_and_unequal_batch(graph: Any, devices: np.ndarray) -> None:
-    """Attention and MLP tensor parallel, and all that carries the batch in three unequal parts."""
+def mlp_and_unequal_batch(graph: Any, devices: np.ndarray) -> None:
+    """The MLP tensor parallel, and all that carries the batch in three unequal parts."""
     rows = graph.factor_of("batch/tokens", 0)
     hidden = graph.factor_of("state/params/block_0/mlp/up/kernel", 1)
     for op in graph.forward():
-        if op not in rows or graph.rule(op).factors[rows[op]].kind == "blocked":
-            continue
-        cells = graph.op_trans(op, TimeSplit(rows[op], sizes=(4, 1, 3)))
-        if "mlp/" in op.path and op in hidden and devices.size > 1:
-            graph.op_assign(graph.op_trans(op, Split(hidden[op], devices.size)), devices)
-        del cells
+        if op in rows and graph.rule(op).factors[rows[op]].kind != "blocked":
+            graph.op_trans(op, TimeSplit(rows[op], sizes=(4, 1, 3)))
+            if "mlp/" in op.path and op in hidden:
+                graph.op_assign(graph.op_trans(op, Split(hidden[op], devices.size)), devices)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_optimizer_steps_of_a_gpt_in_unequal_parts(devices: int) -> None:
-    assert_same_numbers(heads_and_unequal_batch, gpt, devices)
+def test_optimizer_steps_of_a_gpt_in_unequal_parts() -> None:
+    assert_same_numbers(mlp_and_unequal_batch, gpt, 2)
 
 
 def test_gradients_are_added_in_the_dtype_that_is_asked_for() -> None:
@@ -174,6 +171,7 @@ def test_what_cannot_be() -> None:
 
 def test_an_order_of_cells_is_saved_with_the_plan() -> None:
     made = lowered(PLANS["reversed"][0]).plan
+    assert "a/dot.1@backward[1]" in made.explain()
     assert "op_order  a/dot[1] < a/dot[0]" in str(made.plan)
     assert jscaler.Plan.from_json(made.plan.to_json()) == made.plan
     unequal = lowered(PLANS["unequal time"][0]).plan.plan
@@ -236,3 +234,38 @@ def test_cells_run_in_their_order_on_gpus(name: str) -> None:
     assert [(a, b) for a, b in itertools.pairwise(paths) if not schedule.holds(a, b)] == []
     for op in ("a/dot", "b/dot"):
         assert schedule.holds(f"{op}@backward[1]", f"{op}@backward[0]")
+
+
+def layers_in_parts(graph: Any, devices: np.ndarray) -> None:
+    rows = graph.factor_of("batch/tokens", 0)
+    for op in graph.forward():
+        if op in rows and "mlp/" in op.path:
+            graph.op_trans(op, TimeSplit(rows[op], sizes=(5, 3)))
+
+
+def test_parts_inside_of_a_loop_over_layers() -> None:
+    assert_same_numbers(layers_in_parts, functools.partial(gpt, stacked=True, layers=2), 1)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "loops"),
+    [
+        ({"parts": 2}, {"sizes": (3, 5)}, True),  # in each iteration of a loop
+        ({"sizes": (5, 3)}, {"parts": 2}, False),
+        ({"sizes": (5, 3)}, {"sizes": (3, 5)}, False),
+    ],
+)
+def test_parts_in_parts(outer: dict[str, Any], inner: dict[str, Any], loops: bool) -> None:
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows, hidden = graph.factor_of("x", 0), graph.factor_of("params/v", 0)
+        for path in ("a/dot", "a/dot.1", "b/dot", "b/dot.1"):
+            op = graph[path]
+            graph.op_trans(op, TimeSplit(rows[op], axis="rows", **outer), TimeSplit(hidden[op], axis="hidden", **inner))
+
+    with jax.enable_x64(True):
+        made = lowered(policy)
+        assert ("a/dot[1]" if loops else "a/dot[1][1]") in made.plan.graph.by_path
+        assert bool(made.plan.graph.loops) == loops
+        run = jscaler.Compiled(made, made.lowered.compile(compiler_options=QUICK))
+        ours, theirs = run(*arguments()), jax.jit(step)(*arguments())
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), ours, theirs)
