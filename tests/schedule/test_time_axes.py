@@ -156,6 +156,15 @@ def test_several_axes_may_share_devices(captured: Any, graph: Graph, second: str
     assert_like_jit(policy)
 
 
+def test_unequal_parts_that_share_a_device_are_an_axis_of_their_own(captured: Any, graph: Graph) -> None:
+    axes = axes_of(captured, graph, dot_on([0, 0], Split("a", sizes=(3, 5))))
+    (name,) = axes.names
+    assert not axes.in_loops(name)
+    assert axes.cuts["up/dot"][name] == TimeCut(name, "a", 2, sizes=(3, 5))
+    assert in_space(axes) == ([], [0])
+    assert_like_jit(dot_on([0, 0], Split("a", sizes=(3, 5))))
+
+
 def test_the_blocks_of_a_shared_axis_are_what_lies_outside_of_it(captured: Any, graph: Graph) -> None:
     """Cells (device, turn, piece) of the rows: the first axis is outside, the last inside of the turns."""
     devices = np.array([0, 1, 2, 3]).reshape(2, 1, 2) + np.zeros((2, 2, 2), int)
@@ -176,7 +185,6 @@ ERRORS = {
     "parts on several devices": (dot_on([0, 1], TimeSplit("a", 2)), PlanError, "one after another on one device"),
     "parts that do not divide": (dot_on([0], TimeSplit("a", 3)), SplitError, "legal"),
     "parts of what devices leave": (dot_on([0, 1], Split("a", 2), TimeSplit("a", 8)), SplitError, "legal"),
-    "unequal parts that share": (dot_on([0, 0], Split("a", sizes=(3, 5))), PlanError, "only equal parts"),
     "unequal parts in time": (dot_on([0, 1], Split("a", sizes=(3, 5)), TimeSplit("a", 2)), PlanError, "by one split"),
 }
 
