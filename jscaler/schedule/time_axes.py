@@ -221,12 +221,7 @@ def _in_space(plan: Plan, grids: Mapping[str, tuple[GridAxis, ...]]) -> Plan:
     decisions = []
     for decision in plan.decisions:
         if isinstance(decision, Trans) and any(a.time for a in grids[decision.op]):
-            gone = {a.factor for a in grids[decision.op] if a.time}  # perhaps: of its parts may be left one row
-            axes = tuple(
-                dataclasses.replace(a, factor=None) if a.parts == 1 and a.factor in gone else a
-                for a, now in zip(decision.axes, grids[decision.op], strict=False)
-                if not now.time
-            )
+            axes = tuple(a for a, now in zip(decision.axes, grids[decision.op], strict=False) if not now.time)
             if axes or decision.chunks or decision.op in assigned:
                 decisions.append(dataclasses.replace(decision, axes=axes))
         elif isinstance(decision, Assign) and any(a.time for a in grids[decision.op]):

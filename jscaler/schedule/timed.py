@@ -23,7 +23,7 @@ from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Carry, FactorNames, Graph, Loop, Nest, Op, PTensor, Rule, Stacked, flat
 from jscaler.ir.loop import Item
 from jscaler.ir.mask import Combiner
-from jscaler.primitives import Plan, Trans
+from jscaler.primitives import Decision, Plan, Trans
 from jscaler.rules.book import RuleBook
 from jscaler.rules.neutral import neutral
 from jscaler.schedule.alone import handed_on
@@ -50,7 +50,22 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
         cuts = {path: own[name] for path, own in axes.cuts.items() if name in own}
         around = graph.loops.keys() - of_model  # axes further out, in whose iterations this one stands
         graph = _written(graph, name, cuts, book, bodies, around, axes.plan)
-    return graph, axes.plan
+    return graph, _of_parts(axes.plan, graph) if axes.names else axes.plan
+
+
+def _of_parts(plan: Plan, graph: Graph) -> Plan:
+    """``plan`` for ops that run part by part: what it leaves whole of a factor may be a single row, which is none."""
+
+    def left(decision: Decision) -> Decision:
+        if not isinstance(decision, Trans) or decision.op not in graph.by_path:
+            return decision
+        known = graph.rule(graph[decision.op]).factors
+        axes = tuple(
+            dataclasses.replace(a, factor=None) if a.parts == 1 and a.factor not in known else a for a in decision.axes
+        )
+        return dataclasses.replace(decision, axes=axes) if axes != decision.axes else decision
+
+    return dataclasses.replace(plan, decisions=tuple(map(left, plan.decisions)))
 
 
 class _TornApartError(Exception):
