@@ -182,6 +182,9 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("zero3", 8),
             Run(f"megatron(dp=2, tp=4, columns={FIRST}, zero=1)", 8),
             Run(f"megatron(dp=4, tp=2, columns={FIRST}, zero=3)", 8),
+            Run("accumulate(4, data_parallel())", 4, quick=True),
+            Run("accumulate(4, zero2())", 4),
+            Run(f"accumulate(2, co_shard(4, on={FIRST}, loss=False))", 1),
         ],
     ),
     "linen GPT": (
@@ -203,6 +206,14 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("megatron(dp=4, tp=2, zero=3)", 8),
             Run("megatron(dp=2, tp=4, sequence=True, zero=1)", 8),
             Run("megatron(dp=4, tp=2, sequence=True, zero=3)", 8),
+            Run("accumulate(4)", 1),
+            Run("accumulate(2, megatron(dp=2, tp=2, sequence=True))", 4),
+            Run("accumulate(4, zero3())", 2),
+            Run("co_shard(4)", 1),
+            Run("co_shard(2, plan=tensor_parallel())", 2),
+            Run("accumulate(2, co_shard(2))", 1),
+            Run("recompute_layers()", 1),
+            Run("selective_recompute(tensor_parallel())", 4),
         ],
     ),
     "nnx GPT": (
@@ -217,6 +228,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("zero1", 8),
             Run("zero3", 8),
             Run("megatron(dp=2, tp=4, sequence=True, zero=1)", 8),
+            Run("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2),
         ],
     ),
     "stacked GPT with remat": (
@@ -234,6 +246,10 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("megatron(dp=2, tp=4, zero=1)", 8),
             Run("megatron(dp=2, tp=2, sequence=True, zero=3)", 4),
             Run("megatron(dp=4, tp=2, sequence=True, zero=3)", 8),
+            Run("accumulate(4, data_parallel())", 2),
+            Run("accumulate(4, zero2())", 2),
+            Run("co_shard(4)", 1),
+            Run("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2, quick=True),
         ],
     ),
     "conv + BatchNorm": (
@@ -256,6 +272,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("zero1", 8),
             Run("zero3", 8),
             Run("megatron(dp=2, tp=4, zero=3)", 8),
+            Run("accumulate(2, expert_parallel())", 4),
         ],
     ),
 }

@@ -152,18 +152,18 @@ class _Writer:
                     for blocks in dict.fromkeys((form.blocks, 1)):
                         cut = TimeCut(self.axis, factor, form.parts, blocks)
                         made = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts)
-                        if made is not None and _fits(op, forms, made) and self._leaves_room(op, cut):
+                        if made is not None and _fits(op, forms, made) and self._leaves_room(op, factor, made):
                             return made
                 return None
         return None
 
-    def _leaves_room(self, op: Op, cut: TimeCut) -> bool:
+    def _leaves_room(self, op: Op, factor: str, part: OpPart) -> bool:
         """Whether what the plan splits ``op`` into between devices divides its parts in time."""
-        axes = [a for a in self.grids.get(op.path, ()) if a.factor == cut.factor]
+        axes = [a for a in self.grids.get(op.path, ()) if a.factor == factor]
         if any(a.sizes or a.algorithm for a in axes):
             return False
-        rows = self.graph.rule(op).factors[cut.factor].size // cut.parts
-        return rows % math.prod(a.parts for a in axes) == 0
+        left = dict(pair for dims in part.named.tensors for dim in dims for pair in dim) if part.named else {}
+        return left.get(factor, 1) % math.prod(a.parts for a in axes) == 0
 
     def _between(self, op: Op) -> bool:
         """Whether ``op`` stands between ops that the plan splits, or is the backward of one that does."""
