@@ -8,7 +8,7 @@ all-reduces and sends more.) Expert parallelism has four all-to-alls per layer a
 scatters each gradient once, and all-reduces scalars only.
 
 Over micro-batches, gradients are added on each device and reduced once behind the loop: ``accumulate(8)`` sends what the
-plan sends without it. ZeRO-2 and ZeRO-3 reduce-scatter in every iteration (``inside``), and ZeRO-3 gathers its parameters there.
+plan sends without it. ZeRO-2 and ZeRO-3 reduce-scatter in every iteration, and ZeRO-3 gathers its parameters there.
 
 ``--target 8xH100-80GB`` compiles for GPUs that need not be there; launches are held to their number there only.
 """

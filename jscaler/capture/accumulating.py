@@ -15,10 +15,9 @@ from jscaler.ir.loop import chain_of
 
 def accumulating_loops(graph: Graph) -> frozenset[str]:
     """The names of loops in time in which a backward pass ends, and of those that hold its forward ops alone."""
-    if not graph.loops:
+    inside: dict[str, list[Op]] = {name: [] for name, loop in graph.loops.items() if loop.time}
+    if not inside:
         return frozenset()
-    layers = {name for loop in graph.loops.values() if loop.forward for name in (loop.name, loop.forward)}
-    inside: dict[str, list[Op]] = {name: [] for name in graph.loops if name not in layers}
     for op in graph.ops:
         for name in chain_of(op.loop, graph.loops):
             if name in inside:
@@ -30,7 +29,8 @@ def accumulating_loops(graph: Graph) -> frozenset[str]:
         if any(op.forward is not None for op in ops) and not _goes_on(graph, graph.loops[name], of_state)
     }
     forward = {op.forward.path for name in ends for op in inside[name] if op.forward is not None}
-    return frozenset(ends | {name for name, ops in inside.items() if any(op.path in forward for op in ops)})
+    apart = [name for name in inside if ends.isdisjoint(chain_of(name, graph.loops))]
+    return frozenset(ends | {name for name in apart if any(op.path in forward for op in inside[name])})
 
 
 def _goes_on(graph: Graph, loop: Loop, of_state: Set[PTensor]) -> bool:

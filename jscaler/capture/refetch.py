@@ -6,11 +6,11 @@
                dy  ──┘                                 the whole is not kept from the forward until here
 
 The fence (an ``optimization_barrier`` over the part and the cotangent) makes the part a new value, so that nobody merges
-the two wholes, and none that is made before the cotangent is there. In a loop over micro-batches fences stand in its body,
-and its forward ops read copies from behind a fence too: with the iteration's number, so that no whole is made in front of
-the loop and kept.
-Loops over layers need none: what their backward reads of a stack of parameters is another slice of it. A loop over parts of
-a layer's backward has one fence in front. (Rajbhandari et al., ZeRO, 2020, section 5.3; Zhao et al., PyTorch FSDP, 2023.)
+the two wholes, and none that is made before the cotangent is there. In a loop over micro-batches the fences stand in its
+body, and its forward ops read copies from behind a fence too: with the iteration's number, so that no whole is made in
+front of the loop and kept. Loops over layers need none: what their backward reads of a stack of parameters is another slice
+of it. A loop over parts of a layer's backward has one fence in front. (Rajbhandari et al., ZeRO, 2020, section 5.3; Zhao et
+al., PyTorch FSDP, 2023.)
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ def refetched(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
     tables: dict[str, dict[PTensor, PTensor]] = {}
     for path, ops in groups.items():
         own = _loops_of(graph, path)
-        made = {t for name in own for t in graph.loops[name].inner} | {t for op in ops for t in op.outputs}
+        made = {t for name in own for t in (*graph.loops[name].inner, *graph.loops[name].results)}
+        made |= {t for op in ops for t in op.outputs}
         reads = dict.fromkeys(t for op in ops for t in op.inputs if t not in made)
         reads.update(dict.fromkeys(t for name in own for t in graph.loops[name].operands if t not in made))
         wanted = [t for t in reads if t in tensors]
@@ -64,13 +65,13 @@ def _fetched_inside(graph: Graph, loop: Loop, tensors: Set[PTensor], bodies: Bod
     if not loop.xs:
         return graph
     inside = {name for name in graph.loops if loop.name in chain_of(name, graph.loops)}
-    own = {t for name in inside for t in graph.loops[name].inner}
     places = [i for i, op in enumerate(graph.ops) if op.loop in inside]
+    own = {t for name in inside for t in graph.loops[name].inner} | {t for i in places for t in graph.ops[i].outputs}
     forward = {i for i in places if graph.ops[i].kind != "backward"}
     wanted = dict.fromkeys(t for i in sorted(forward) for t in graph.ops[i].inputs if t in tensors and t not in own)
     if not wanted:
         return graph
-    number = loop.xs[-1].slice
+    number = min((x.slice for x in loop.xs), key=lambda t: t.nbytes)  # or what else is of an iteration
     table = {t: PTensor(f"{t.name}@fetched@{loop.name}", t.aval, t.role) for t in wanted}
     outputs = (*table.values(), PTensor(f"{number.name}@fetched", number.aval, number.role))
     fence = Op(f"{loop.name}@fetch", "forward", (*table, number), outputs, loop=loop.name, anywhere="fence")
@@ -80,14 +81,13 @@ def _fetched_inside(graph: Graph, loop: Loop, tensors: Set[PTensor], bodies: Bod
 
 def _groups(graph: Graph, accumulating: Set[str]) -> dict[str, list[Op]]:
     """Backward ops that fetch together: the pieces of one, by its forward; those of a loop over parts, by its name."""
-    layers = {name for loop in graph.loops.values() if loop.forward for name in (loop.name, loop.forward)}
     found: dict[str, list[Op]] = {}
     forward: set[str] = set()
     for op in graph.ops:
         inside = [name for name in chain_of(op.loop, graph.loops) if name not in accumulating]
         if not inside and op.forward is not None:
             found.setdefault(op.forward.path, []).append(op)
-        elif inside and layers.isdisjoint(inside):
+        elif inside and all(graph.loops[name].time for name in inside):
             found.setdefault(inside[0], []).append(op)
             forward |= {inside[0]} if op.kind != "backward" else set()
     return {name: ops for name, ops in found.items() if name not in forward}

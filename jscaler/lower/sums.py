@@ -43,6 +43,10 @@ def _masters(graph: Graph) -> dict[PTensor, str]:
     for loop in graph.loops.values():  # what a loop stacks or carries is summed inside of it, or behind it
         pairs = [*((y.stack, y.slice) for y in loop.ys), *((c.final, c.out) for c in loop.carries)]
         found |= {inner: found[outer] for outer, inner in pairs if outer in found}
+    for op in graph.ops:  # a summand that is scattered in every iteration
+        if op.anywhere == "sum" and op.inputs[1].role == "gradient":
+            wide = found.get(op.outputs[0], jnp.dtype(op.outputs[0].dtype).name)
+            found |= {op.inputs[1]: wide} if jnp.dtype(wide).itemsize > op.inputs[1].itemsize else {}
     return found
 
 

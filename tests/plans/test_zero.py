@@ -313,8 +313,8 @@ def test_decisions_are_part_of_the_plan() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(PlanError, match="zero is 0, 1 or 3, not 2"):
-        megatron(zero=2)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="zero is 0, 1, 2 or 3, not 4"):
+        megatron(zero=4)  # type: ignore[arg-type]
     for leaf, dim, shape, error, message in (
         ("batch/x", 0, (8,), PlanError, "'batch/x' is no parameter"),
         ("state/params/layer_0/bias", 1, (8,), PlanError, r"of shape \(16,\) has no dim 1"),
