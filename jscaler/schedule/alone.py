@@ -50,8 +50,8 @@ def _own_means(op: Op, cut: TimeCut, book: RuleBook, bodies: BodyTable) -> Body:
         return bodies.intern(with_own_counts(op.body.jaxpr, _place(op, cut.factor, book), cut.parts))
     except HiddenCountError:
         raise PlanError(
-            f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function "
-            "with a derivative of its own (custom_jvp, custom_vjp); take the mean outside"
+            f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function with "
+            "a derivative of its own (custom_jvp, custom_vjp); take the mean outside"
         ) from None
 
 

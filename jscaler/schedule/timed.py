@@ -194,7 +194,7 @@ class _Writer:
             for op in self.graph.ops
             if op.path in alone and op.path in parts
             for t, form in zip(op.outputs, parts[op.path].outputs, strict=True)
-            if isinstance(form, Summed) and any(r.path in parts for r in self.graph.consumers.get(t, ()))
+            if isinstance(form, Summed) and self._reaches(t, parts)
         ]
         while todo:
             op = todo.pop()
@@ -202,6 +202,18 @@ class _Writer:
                 whole.add(op.path)
                 todo += [self.graph.producer[t] for t in op.inputs if t in self.graph.producer]
         return {path: part for path, part in parts.items() if path not in whole}
+
+    def _reaches(self, tensor: PTensor, parts: Mapping[str, OpPart]) -> bool:
+        """Whether an op in time reads ``tensor``, or what others make of it (the division of a loss, and its backward)."""
+        todo, seen = [tensor], {tensor}
+        while todo:
+            readers = self.graph.consumers.get(todo.pop(), ())
+            if any(op.path in parts for op in readers):
+                return True
+            fresh = {t for op in readers if op.kind != "update" for t in op.outputs} - seen
+            seen |= fresh
+            todo += fresh
+        return False
 
     # -- one level of loops
 
