@@ -46,7 +46,8 @@ def _masters(graph: Graph) -> dict[PTensor, str]:
     for op in graph.ops:  # a summand that is scattered in every iteration
         if op.anywhere == "sum" and op.inputs[1].role == "gradient":
             wide = found.get(op.outputs[0], jnp.dtype(op.outputs[0].dtype).name)
-            found |= {op.inputs[1]: wide} if jnp.dtype(wide).itemsize > op.inputs[1].itemsize else {}
+            if jnp.dtype(wide).itemsize > op.inputs[1].itemsize:
+                found[op.inputs[1]] = wide
     return found
 
 

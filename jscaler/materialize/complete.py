@@ -17,7 +17,7 @@ from jscaler.ir.loop import Item
 from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
-from jscaler.materialize.filling import Filling
+from jscaler.materialize.filling import Filling, summands
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.loops import LoopMixin, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
@@ -117,7 +117,7 @@ class _Completer(LoopMixin):
         self.step_inputs = frozenset(graph.inputs)
         pairs = [pair for call in graph.calls for pair in zip(call.gradients, call.wrt, strict=True)]
         self.joined = {g: p for g, p in pairs if g in graph.producer and graph.producer[g].forward is None}
-        self.summands = _summands(graph)
+        self.summands = summands(graph)
         self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
         self.fetches: dict[str, Op] = {}  # fences of stored parameters, in loops over micro-batches
         self.fetched: dict[PTensor, PTensor] = {}  # what comes out of them -> what goes in
@@ -402,16 +402,6 @@ class _Completer(LoopMixin):
         outputs = tuple(result_layout(self.mesh, rule, placement, op, i, known) for i in range(len(op.outputs)))
         edges = tuple(edges_of(rule, dict(placement.factors), i) for i in range(len(op.inputs)))
         return inputs, outputs, edges if any(edges) else ()
-
-
-def _summands(graph: Graph) -> set[str]:
-    """The ops whose results only go into what a loop sums up."""
-    found: set[str] = set()
-    for op in reversed(graph.ops):
-        readers = [r for t in op.outputs for r in graph.consumers.get(t, ())]
-        if readers and all(r.path in found or r.anywhere == "sum" for r in readers):
-            found.add(op.path)
-    return found
 
 
 def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:

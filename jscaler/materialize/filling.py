@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jscaler.ir import Op, PTensor, Rule
+from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh
@@ -140,3 +140,13 @@ class Filling:
 def _axes_of(layout: Layout) -> set[str]:
     """The axes along which the devices differ."""
     return {a for axes in layout.cuts for a in axes} | {a for a, _ in layout.values}
+
+
+def summands(graph: Graph) -> set[str]:
+    """The ops whose results only go into what a loop sums up."""
+    found: set[str] = set()
+    for op in reversed(graph.ops):
+        readers = [r for t in op.outputs for r in graph.consumers.get(t, ())]
+        if readers and all(r.path in found or r.anywhere == "sum" for r in readers):
+            found.add(op.path)
+    return found

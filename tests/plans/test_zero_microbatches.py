@@ -144,5 +144,5 @@ def test_sums_of_a_stack_take_less_memory_in_parts() -> None:
         lowered = jscaler.parallelize(accumulate(2, plan), devices=devices, donate_argnames="state")(step)
         memory = lowered.lower(state, batch).compile().memory_analysis()
         peaks[plan.__name__] = memory.temp_size_in_bytes
-    assert peaks["zero3"] < parameters / 3
-    assert peaks["zero2"] < peaks["zero1"] - parameters / 2, (peaks, parameters)
+    assert peaks["zero3"] < parameters / 2, (peaks, parameters)
+    assert peaks["zero2"] < peaks["zero1"] - parameters, (peaks, parameters)  # the sums, and what is added to them
