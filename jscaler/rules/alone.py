@@ -8,7 +8,7 @@ numbers of a program stay as they are. What depends on a sum beyond what is line
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,16 @@ PASSES = frozenset(
     copy stop_gradient optimization_barrier reduce_sum
     """.split()  # noqa: SIM905
 )
+
+# How a count is written beside a literal: ``jnp.var`` subtracts its ``ddof`` in the program.
+FOLDED: Mapping[str, Callable[..., Any]] = {
+    "convert_element_type": np.asarray,
+    "broadcast_in_dim": np.asarray,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+}
 
 
 class HiddenCountError(Exception):
@@ -137,9 +147,10 @@ class _Counts:
     def _pass(self, index: int, eqn: core.JaxprEqn) -> None:
         name, out = eqn.primitive.name, eqn.outvars[0]
         operands = [v for v in eqn.invars if isinstance(v, core.Var)]
-        if name in ("convert_element_type", "broadcast_in_dim") and (literal := self._literal(eqn.invars[0])):
+        if name in FOLDED and (known := [self._literal(v) for v in eqn.invars]) and None not in known:
             aval = out.aval.update(shape=())  # type: ignore[attr-defined]
-            self.constant[out] = core.Literal(np.asarray(literal.val, aval.dtype)[()], aval)
+            value = FOLDED[name](*(literal.val for literal in known if literal is not None))
+            self.constant[out] = core.Literal(np.asarray(value, aval.dtype)[()], aval)
         carried = any(self.leaf in leaves for leaves in self.analysis.leaves(out)) if shape(out) else False
         reduced = self.analysis.atoms.leaves(list(self.analysis.reduced[index]))
         sizes = {leaf: self.analysis.atoms.size[leaf] for leaf in reduced}

@@ -1,0 +1,207 @@
+"""Losses, masks and metrics under accumulation: the numbers of the whole batch, or a refusal that names the op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+
+import jscaler
+from jscaler import plans
+from jscaler.errors import SplitError
+from models.master import next_scale
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+ROWS, CLASSES = 8, 4
+
+
+def params_and_batch() -> tuple[Any, Any]:
+    draws = np.random.default_rng(0)
+    params = {"up": draws.normal(size=(6, 8)), "down": draws.normal(size=(8, CLASSES))}
+    batch = {
+        "x": draws.normal(size=(ROWS, 3, 6)),
+        "labels": draws.integers(-1, CLASSES, (ROWS, 3)),
+        "mask": (draws.uniform(size=(ROWS, 3)) > 0.4).astype(float),
+        "weights": draws.uniform(size=ROWS),
+    }
+    return jax.tree.map(jnp.asarray, (params, batch))
+
+
+def logits_of(params: Any, batch: Any) -> jax.Array:
+    return jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+
+
+def token_losses(logits: jax.Array, batch: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0))
+
+
+def descend(loss_fn: Callable[..., Any], tx: Any = None) -> Callable[..., Any]:
+    """A step of gradient descent on a loss with metrics beside it."""
+
+    def step(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        (loss, metrics), grads = value_and_grad(lambda p: loss_fn(p, batch), has_aux=True)(state["params"])
+        moved = grads if tx is None else tx.update(grads, tx.init(state["params"]))[0]
+        return {"params": jax.tree.map(lambda p, g: p - 0.3 * g, state["params"], moved)}, {"loss": loss, **metrics}
+
+    return step
+
+
+def by_mask(params: Any, batch: Any) -> Any:
+    losses = token_losses(logits_of(params, batch), batch)
+    return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"]), {}
+
+
+def by_weights(params: Any, batch: Any) -> Any:
+    losses = token_losses(logits_of(params, batch), batch).mean(-1)
+    return jnp.sum(losses * batch["weights"]) / jnp.maximum(jnp.sum(batch["weights"]), 1), {}
+
+
+def by_threshold(params: Any, batch: Any) -> Any:
+    mask = jnp.abs(batch["x"][..., 0]) > 0.5
+    losses = token_losses(logits_of(params, batch), batch)
+    return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(mask.sum(), 1), {"share": mask.mean()}
+
+
+def by_labels(params: Any, batch: Any) -> Any:
+    """Tokens that have a label; accuracy and perplexity beside."""
+    logits, valid = logits_of(params, batch), batch["labels"] != -1
+    count = jnp.maximum(valid.sum(), 1)
+    loss = jnp.sum(token_losses(logits, batch) * valid) / count
+    right = jnp.sum((jnp.argmax(logits, -1) == batch["labels"]) * valid)
+    return loss, {"accuracy": right / count, "perplexity": jnp.exp(loss), "tokens": valid.sum()}
+
+
+def smooth_and_z(params: Any, batch: Any) -> Any:
+    """Label smoothing, and the log of the partition function held near zero."""
+    logits = logits_of(params, batch)
+    labels = optax.smooth_labels(jax.nn.one_hot(batch["labels"], CLASSES), 0.1)
+    z = jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+    return optax.softmax_cross_entropy(logits, labels).mean() + 1e-2 * z, {"z": z}
+
+
+def balanced(params: Any, batch: Any) -> Any:
+    """A product of two means over the batch, as in a mixture of experts: no sum over micro-batches."""
+    logits = logits_of(params, batch)
+    gates = jax.nn.softmax(logits)
+    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), CLASSES)
+    balance = CLASSES * jnp.sum(jnp.mean(chosen, (0, 1)) * jnp.mean(gates, (0, 1)))
+    return token_losses(logits, batch).mean() + 0.1 * balance, {"balance": balance}
+
+
+def adversaries(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    """Two losses of two parts of the state, the second against what the first has moved."""
+
+    def made(params: Any) -> jax.Array:
+        return jnp.tanh(batch["x"] @ params["up"]) @ params["up"].T
+
+    def judged(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ params["up"]) @ params["down"][:, 0]
+
+    def judge(params: Any) -> jax.Array:
+        real, fake = judged(params, batch["x"]), judged(params, made(state["maker"]))
+        return jnp.mean(jax.nn.softplus(-real)) + jnp.mean(jax.nn.softplus(fake))
+
+    def fool(params: Any, judges: Any) -> jax.Array:
+        return jnp.mean(jax.nn.softplus(-judged(judges, made(params))))
+
+    first, grads = value_and_grad(judge)(state["params"])
+    judges = jax.tree.map(lambda p, g: p - 0.3 * g, state["params"], grads)
+    second, grads = value_and_grad(lambda p: fool(p, judges))(state["maker"])
+    maker = jax.tree.map(lambda p, g: p - 0.3 * g, state["maker"], grads)
+    return {"params": judges, "maker": maker}, {"judge": first, "fool": second}
+
+
+def scaled(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    """A scaled loss, whose step is left out where a gradient is not finite."""
+    times = state["scale"].scale
+    loss, grads = value_and_grad(lambda p: by_mask(p, batch)[0] * times)(state["params"])
+    grads = jax.tree.map(lambda g: g / times, grads)
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+    moved = jax.tree.map(lambda p, g: jnp.where(finite, p - 0.3 * g, p), state["params"], grads)
+    return {"params": moved, "scale": next_scale(state["scale"], finite)}, {"loss": loss / times}
+
+
+def assert_like_the_whole(step: Any, state: Any, batch: Any, plan: Any, devices: int) -> Any:
+    lowered = jscaler.parallelize(plan, devices=devices)(step).lower(state, batch)
+    jscaler.verify(lowered)
+    ours = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+    whole = jax.jit(lambda state, batch: step(state, batch, jax.value_and_grad))
+    theirs = whole.lower(state, batch).compile(compiler_options=QUICK)
+    got = want = state
+    for _ in range(2):
+        (got, metrics), (want, expected) = ours(got, batch), theirs(want, batch)
+        for mine, other in zip(jax.tree.leaves((got, metrics)), jax.tree.leaves((want, expected)), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-11, atol=1e-12)
+    return lowered.plan.graph
+
+
+LOSSES = {f.__name__: descend(f) for f in (by_mask, by_weights, by_threshold, by_labels, smooth_and_z)}
+LOSSES["clipped"] = descend(by_labels, optax.clip_by_global_norm(0.1))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
+    """Forward and backward share one loop, which hands no activation on: the count that divides them runs first."""
+    with jax.enable_x64(True):
+        params, batch = params_and_batch()
+        devices = 2 if name == "by_labels" else 1
+        plan = plans.accumulate(4, plans.data_parallel() if devices == 2 else None)
+        graph = assert_like_the_whole(LOSSES[name], {"params": params}, batch, plan, devices)
+        trained = {op.loop for op in graph.ops if op.kind == "backward" and op.loop is not None}
+        assert len(trained) == 1
+        assert not [loop.ys for loop in graph.loops.values() if loop.ys]
+
+
+def test_two_losses_in_a_step() -> None:
+    with jax.enable_x64(True):
+        params, batch = params_and_batch()
+        state = {"params": params, "maker": {"up": params["up"] * 0.5}}
+        graph = assert_like_the_whole(adversaries, state, batch, plans.accumulate(4), 1)
+        assert {op.call for op in graph.ops if op.loop is not None} == {0, 1}
+
+
+def test_a_scaled_loss() -> None:
+    with jax.enable_x64(True):
+        params, batch = params_and_batch()
+        scale = DynamicScale(scale=jnp.float64(2.0**10), fin_steps=jnp.int32(0))  # type: ignore[arg-type]
+        assert_like_the_whole(scaled, {"params": params, "scale": scale}, batch, plans.accumulate(4), 1)
+
+
+def over_the_batch(params: Any, batch: Any) -> Any:
+    """Softmax over the batch."""
+    with jax.named_scope("model"), jax.named_scope("among"):
+        share = jax.nn.softmax(logits_of(params, batch)[:, 0], 0)
+    return jnp.sum(share * share), {}
+
+
+def among_the_batch(params: Any, batch: Any) -> Any:
+    """Every row against all others, as in contrastive learning."""
+    with jax.named_scope("model"), jax.named_scope("pairs"):
+        rows = logits_of(params, batch)[:, 0]
+        likeness = rows @ rows.T
+    return optax.softmax_cross_entropy_with_integer_labels(likeness, jnp.arange(ROWS)).mean(), {}
+
+
+def sorted_batch(params: Any, batch: Any) -> Any:
+    with jax.named_scope("model"), jax.named_scope("order"):
+        found = jnp.sort(logits_of(params, batch)[:, 0, 0])
+    return jnp.sum(found[: ROWS // 2]), {}
+
+
+REFUSED = {
+    balanced: r"'loss/.*' cannot split .* it needs the whole batch: .* per_microbatch='loss'",
+    over_the_batch: r"'among/.*' cannot split .* it needs the whole batch: .* per_microbatch='among'",
+    among_the_batch: r"'pairs/.*' cannot split .* two dims of one tensor.* no loop over micro-batches",
+    sorted_batch: r"'order/.*' cannot split .* sorted.* no loop over micro-batches",
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED, ids=lambda f: f.__name__)
+def test_what_needs_the_whole_batch_is_refused_by_name(loss: Callable[..., Any]) -> None:
+    params, batch = params_and_batch()
+    with pytest.raises(SplitError, match=REFUSED[loss]):
+        jscaler.parallelize(plans.accumulate(4), devices=1)(descend(loss)).lower({"params": params}, batch)

@@ -1,0 +1,171 @@
+"""BatchNorm on each micro-batch alone, against a ``lax.scan`` over micro-batches by hand."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from step_numbers import QUICK, assert_trees_close
+
+import jscaler
+from jscaler import Plan, TimeSplit, plans
+from jscaler.errors import PlanError, SplitError, UnknownNameError
+from models.convnet import ConvConfig, ConvNet
+from models.training import image_train_step, make_image_state
+
+PARTS = 2
+
+
+def state_and_batch(layers: int = 1) -> tuple[Any, Any]:
+    kind = jnp.zeros(()).dtype
+    config = ConvConfig(hidden=4, layers=layers, image=8, classes=3, dtype=kind, param_dtype=kind)
+    state = make_image_state(ConvNet(config), (8, 8, 3), optax.sgd(0.1, momentum=0.9))
+    state = state.replace(batch_stats=jax.tree.map(lambda x: x.astype(kind), state.batch_stats))
+    images = np.random.default_rng(0).normal(size=(8, 8, 8, 3)) + 1
+    return state, {"images": jnp.asarray(images, kind), "labels": jnp.arange(8) % 3}
+
+
+def micro_batches(batch: Any, devices: int) -> Any:
+    """Each device walks through its own block: a micro-batch has a piece of every block."""
+
+    def cut(x: Any) -> Any:
+        seen = x.reshape(devices, PARTS, -1, *x.shape[1:])
+        return jnp.moveaxis(seen, 1, 0).reshape(PARTS, -1, *x.shape[1:])
+
+    return jax.tree.map(cut, batch)
+
+
+def by_hand(devices: int, state: Any, batch: Any) -> Any:
+    """The loop as a user writes it: running statistics and gradients are carried."""
+
+    def one(held: Any, micro: Any) -> Any:
+        stats, sums = held
+
+        def loss_fn(params: Any) -> Any:
+            variables = {"params": params, "batch_stats": stats}
+            logits, moved = state.apply_fn(variables, micro["images"], train=True, mutable=["batch_stats"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, micro["labels"]).mean()
+            return loss, (moved["batch_stats"], jnp.mean(jnp.argmax(logits, -1) == micro["labels"]))
+
+        (loss, (stats, accuracy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return (stats, jax.tree.map(jnp.add, sums, (grads, loss, accuracy))), None
+
+    zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(()), jnp.zeros((), jnp.float32))
+    (stats, sums), _ = jax.lax.scan(one, (state.batch_stats, zero), micro_batches(batch, devices))
+    grads, loss, accuracy = jax.tree.map(lambda x: x / PARTS, sums)
+    return state.apply_gradients(grads=grads, batch_stats=stats), {"loss": loss, "accuracy": accuracy}
+
+
+@pytest.mark.parametrize(
+    ("devices", "blocks", "inner"),
+    [(1, 1, None), (2, 2, plans.data_parallel()), (4, 2, plans.spatial(grid=(2,), dp=2))],
+    ids=["one device", "data parallel", "data parallel and spatial"],
+)
+def test_like_the_loop_by_hand(devices: int, blocks: int, inner: Any) -> None:
+    with jax.enable_x64(True):
+        state, batch = state_and_batch(2 if devices == 1 else 1)
+        plan = plans.accumulate(PARTS, inner, per_microbatch="norm")
+        lowered = jscaler.parallelize(plan, devices=devices)(image_train_step).lower(state, batch)
+        jscaler.verify(lowered)
+        (loop,) = lowered.plan.graph.loops.values()
+        assert not loop.ys, "no activation is handed on"
+        ours = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+        theirs = jax.jit(functools.partial(by_hand, blocks)).lower(state, batch).compile(compiler_options=QUICK)
+        got = want = state
+        for _ in range(2):
+            (got, metrics), (want, expected) = ours(got, batch), theirs(want, batch)
+            assert_trees_close(metrics, expected)
+        assert_trees_close(got, want)
+        moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), got.batch_stats, state.batch_stats)
+        assert min(jax.tree.leaves(moved)) > 1e-3, "the running statistics move"
+
+
+def test_the_plan_is_saved_and_says_so() -> None:
+    state, batch = state_and_batch()
+    plan = plans.accumulate(PARTS, per_microbatch=["stem/norm"])
+    lowered = jscaler.parallelize(plan, devices=1)(image_train_step).lower(state, batch)
+    made = lowered.plan.plan
+    assert "alone     stem/norm/rsqrt" in str(made)
+    again = Plan.from_json(made.to_json())
+    assert again.decisions == made.decisions
+    assert jscaler.parallelize(again, devices=1)(image_train_step).lower(state, batch).plan.digest == lowered.plan.digest
+
+
+def norm_step(body: Callable[..., Any]) -> Any:
+    """A step whose loss reads ``body`` of the rows, in the scope ``norm``."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            x = batch["x"] @ w
+            with jax.named_scope("model"), jax.named_scope("norm"):
+                y, aux = body(x)
+            return jnp.sum(y**2 * batch["x"]), aux
+
+        (loss, aux), grads = jscaler.value_and_grad(loss_fn, has_aux=True)(state)
+        return state - 0.1 * grads, (loss, aux)
+
+    return step
+
+
+def standardized(x: jax.Array) -> Any:
+    return (x - x.mean(0)) / (x.std(0, ddof=1) + 1e-3), ()
+
+
+def softmax(x: jax.Array) -> Any:
+    return jax.nn.softmax(x, 0), ()
+
+
+def squared(x: jax.Array) -> Any:
+    return x / jnp.sqrt((x * x).sum(0) * (1 / 8) + 1e-3), ()
+
+
+def masked(x: jax.Array) -> Any:
+    mask = x > -0.5
+    return x - (x * mask).sum(0) / jnp.maximum(mask.sum(0), 1), ()
+
+
+@pytest.mark.parametrize("body", [standardized, softmax, squared, masked], ids=lambda f: f.__name__)
+def test_other_statistics_are_those_of_the_part(body: Callable[..., Any]) -> None:
+    """Means by count, by count less one, by a factor, by a mask; and sums that are no means."""
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        w, x = jnp.asarray(draws.normal(size=(4, 4))), jnp.asarray(draws.normal(size=(8, 4)))
+
+        def whole(w: Any, x: Any) -> Any:
+            own = body if body is not squared else lambda x: (x / jnp.sqrt((x * x).sum(0) * (1 / 4) + 1e-3), ())
+            return jax.value_and_grad(lambda w: jnp.sum(own(x @ w)[0] ** 2 * x))(w)
+
+        lowered = jscaler.parallelize(plans.accumulate(PARTS, per_microbatch="norm"), devices=1)(norm_step(body))
+        lowered = lowered.lower(w, {"x": x})
+        got, (loss, _) = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))(w, {"x": x})
+        parts = [whole(w, rows) for rows in x.reshape(PARTS, 4, 4)]
+        np.testing.assert_allclose(loss, sum(p[0] for p in parts), rtol=1e-12)
+        np.testing.assert_allclose(got, w - 0.1 * sum(p[1] for p in parts), rtol=1e-11)
+
+
+def test_what_it_refuses() -> None:
+    w, batch = jnp.ones((4, 4)), {"x": jnp.ones((8, 4))}
+
+    def lower(body: Callable[..., Any], plan: Any) -> Any:
+        return jscaler.parallelize(plan, devices=1)(norm_step(body)).lower(w, batch)
+
+    with pytest.raises(SplitError, match=r"'norm/\w+' cannot split .* whole batch: .* per_microbatch='norm'"):
+        lower(standardized, plans.accumulate(2))
+    with pytest.raises(UnknownNameError, match="no op named 'BatchNorm"):
+        lower(standardized, plans.accumulate(2, per_microbatch="BatchNorm*"))
+    with pytest.raises(PlanError, match=r"those that do: 'norm/\w+'"):
+        lower(standardized, plans.accumulate(2, per_microbatch="dot*"))
+    with pytest.raises(PlanError, match=r"'norm/\w+' runs on each micro-batch alone, and .*caller.* reads 'norm/"):
+        lower(lambda x: (x - x.mean(0), x.std(0)), plans.accumulate(2, per_microbatch="norm"))
+
+    def by_user(graph: Any, devices: Any) -> None:
+        (op,) = graph.select("norm/*")
+        factor = graph.factor_of("batch/x", 0)[op]
+        graph.op_assign(graph.op_trans(op, TimeSplit(factor, 2)), devices)
+
+    with pytest.raises(SplitError, match=r"needs the whole factor: .* graph\.per_microbatch\('norm/"):
+        lower(standardized, by_user)
