@@ -94,8 +94,8 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
         if readers:
             raise PlanError(
                 f"'{op.path}' runs on each micro-batch alone, and {readers[0]} reads '{tensor.name}', which each "
-                "micro-batch has for itself: only rows of the batch can leave, and state that the op reads and the step returns in its "
-                "place; compute it from what leaves, or fuse the reader with the op (graph.fuse)"
+                "micro-batch has for itself: only rows of the batch can leave, and state that the op reads and the step "
+                "returns in its place; compute it from what leaves, or fuse the reader with the op (graph.fuse)"
             )
     return found
 
