@@ -142,6 +142,9 @@ class _Writer:
 
     def _follow(self, op: Op, forms: Mapping[PTensor, Form]) -> OpPart | None:
         """How an op goes on with the parts that it reads though no plan says so."""
+        if op.anywhere == "fence":  # what it takes from outside whole, and who stands behind it reads in parts, is cut first
+            behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
+            forms = {t: behind[t] if t not in self.regions.forms else forms.get(t) for t in op.inputs}
         part = passed_on(op, forms, self.book)
         if part is not None or op.kind == "update" or op.anywhere or op.body is None or not self._between(op):
             return part
@@ -164,6 +167,12 @@ class _Writer:
             return False
         left = dict(pair for dims in part.named.tensors for dim in dims for pair in dim) if part.named else {}
         return left.get(factor, 1) % math.prod(a.parts for a in axes) == 0
+
+    def _wanted_of(self, tensor: PTensor) -> Form:
+        """The part of ``tensor`` that all of its readers in time want."""
+        pairs = [(op, self.regions.parts.get(op.path)) for op in self.graph.consumers.get(tensor, ())]
+        wanted = {part.inputs[op.inputs.index(tensor)] if part is not None else None for op, part in pairs}
+        return wanted.pop() if len(wanted) == 1 else None
 
     def _between(self, op: Op) -> bool:
         """Whether ``op`` stands between ops that the plan splits, or is the backward of one that does."""
