@@ -103,11 +103,21 @@ class Regions:
             seen = self._seen(sources, nodes)
             seen = {t: seen.get(t) for t in item.inputs}
             part = self.follow(item, seen) if any(f is not None for f in seen.values()) else None
+            if part is None and item.again is not None and item.kind != "update":
+                part = self._behind_a_fence(item, sources, nodes)
             if part is None:
                 return False
             self.parts[item.path] = part
         self.forms.update(zip(item.outputs, self.parts[item.path].outputs, strict=True))
         return True
+
+    def _behind_a_fence(self, clone: Op, sources: Set[int], nodes: Sequence[_Node]) -> OpPart | None:
+        """A clone of what all parts share (a cast of parameters) runs in every part, as the fence in front of it does."""
+        makers = [nodes[s].item for s in sources if nodes[s].in_time]
+        fenced = bool(makers) and all(isinstance(m, Op) and (m.anywhere == "fence" or m.again is not None) for m in makers)
+        if not fenced or any(self.forms.get(t) is not None for t in clone.inputs):
+            return None
+        return OpPart((None,) * len(clone.inputs), (None,) * len(clone.outputs))
 
     def _seen(self, sources: Set[int], nodes: Sequence[_Node]) -> dict[PTensor, Form]:
         """The parts that a reader of ``sources`` finds: sums only if it may stand as deep as all that it reads."""

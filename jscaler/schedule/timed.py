@@ -142,7 +142,9 @@ class _Writer:
 
     def _follow(self, op: Op, forms: Mapping[PTensor, Form]) -> OpPart | None:
         """How an op goes on with the parts that it reads though no plan says so."""
-        if op.anywhere == "fence":  # what it takes from outside whole, and who stands behind it reads in parts, is cut first
+        if (
+            op.anywhere == "fence"
+        ):  # what it takes from outside whole, and who stands behind it reads in parts, is cut first
             behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
             forms = {t: behind[t] if t not in self.regions.forms else forms.get(t) for t in op.inputs}
         part = passed_on(op, forms, self.book)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +94,72 @@ def test_the_plan_is_saved_and_says_so() -> None:
     again = Plan.from_json(made.to_json())
     assert again.decisions == made.decisions
     assert jscaler.parallelize(again, devices=1)(image_train_step).lower(state, batch).plan.digest == lowered.plan.digest
+
+
+class Layer(nn.Module):
+    """A kernel, BatchNorm and relu; as the body of a scan over layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        kind = {"dtype": x.dtype, "param_dtype": x.dtype}
+        x = nn.Dense(4, **kind)(x)
+        return nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, **kind)(x)), None
+
+
+class Net(nn.Module):
+    """One layer used twice, so that its statistics move twice; or a stack of layers."""
+
+    stacked: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.stacked:
+            layer = Layer()
+            return layer(layer(x)[0])[0]
+        axes = {"params": 0, "batch_stats": 0}
+        return nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=2)()(x, None)[0]
+
+
+@pytest.mark.parametrize("how", ["used twice", "stacked", "recomputed"])
+def test_statistics_go_from_use_to_use_and_from_layer_to_layer(how: str) -> None:
+    """A step that is left out where a gradient is not finite; the statistics are chosen behind the loop."""
+
+    def recomputed(graph: Any, devices: Any) -> None:
+        if how == "recomputed":
+            graph.recompute([op for op in graph.select("*") if op.backward is not None and "Layer" in op.path])
+        plans.single()(graph, devices)
+
+    def loss_of(params: Any, stats: Any, x: jax.Array) -> Any:
+        y, moved = model.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
+        return jnp.mean((y - x) ** 2), moved["batch_stats"]
+
+    def step(state: Any, batch: Any) -> Any:
+        read = jscaler.value_and_grad(loss_of, has_aux=True)
+        (loss, stats), grads = read(state["params"], state["stats"], batch["x"])
+        return chosen(state, grads, stats), loss
+
+    def chosen(state: Any, grads: Any, stats: Any) -> Any:
+        finite = jnp.isfinite(sum(jnp.sum(g) for g in jax.tree.leaves(grads)))
+        moved = {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads), "stats": stats}
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
+
+    with jax.enable_x64(True):
+        model, x = Net(how == "stacked"), jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
+        made = jax.jit(model.init)(jax.random.key(0), x)
+        stats = jax.tree.map(lambda s: s.astype(x.dtype) + 0.5, made["batch_stats"])
+        state = {"params": made["params"], "stats": stats}
+        plan = plans.accumulate(PARTS, recomputed, per_microbatch="BatchNorm*")
+        lowered = jscaler.parallelize(plan, devices=1)(step).lower(state, {"x": x})
+        jscaler.verify(lowered)
+        outer = [loop for loop in lowered.plan.graph.loops.values() if loop.parent is None]
+        assert len(outer) == 1
+        assert not outer[0].ys
+        got, loss = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))(state, {"x": x})
+        one = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+        (first, stats), early = one(state["params"], stats, x[:4])
+        (second, stats), late = one(state["params"], stats, x[4:])
+        assert_trees_close(loss, (first + second) / 2)
+        assert_trees_close(got, chosen(state, jax.tree.map(lambda a, b: (a + b) / 2, early, late), stats))
 
 
 def norm_step(body: Callable[..., Any]) -> Any:
