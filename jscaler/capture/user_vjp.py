@@ -43,7 +43,9 @@ class Derived:
 
     def at(self, parts: Mapping[str, int]) -> Any:
         operands = tuple(part_struct(s, w, parts) for s, w in zip(self.operands, self.words, strict=True))
-        return dataclasses.replace(self, forward=self.forward.at(parts), operands=operands)
+        return dataclasses.replace(
+            self, forward=self.forward.at(parts), operands=operands, rule=part_rule(self.rule, parts)
+        )
 
     def matched(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Matched:
         return self.rule
@@ -104,6 +106,16 @@ def part_struct(struct: Struct, words: Words, parts: Mapping[str, int]) -> Struc
     """One part of a tensor: each dim by the parts of the factors it carries."""
     shape = tuple(n // math.prod(parts.get(f, 1) for f in dim) for n, dim in zip(struct.shape, words, strict=True))
     return struct.update(shape=shape)
+
+
+def part_rule(rule: Matched, parts: Mapping[str, int]) -> Matched:
+    """``rule`` at the shapes of one part; a dim of size 1 has no factor."""
+    sizes = {name: size // parts.get(name, 1) for name, size in rule.sizes}
+
+    def left(tensors: tuple[Words, ...]) -> tuple[Words, ...]:
+        return tuple(tuple(tuple(f for f in dim if sizes[f] > 1) for dim in words) for words in tensors)
+
+    return dataclasses.replace(rule, operands=left(rule.operands), results=left(rule.results), sizes=tuple(sizes.items()))
 
 
 def vjp_call(forward: Call, operands: Sequence[Struct], rule: Matched, wrt: Any, outputs: Any) -> VjpCall:
