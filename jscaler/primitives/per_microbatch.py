@@ -1,7 +1,7 @@
 """Which ops a plan may run on each micro-batch alone: those that an inner reduction keeps from being split."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError, listing
@@ -21,9 +21,9 @@ def under(graph: Graph, selection: Any) -> tuple[str, ...]:
     return tuple(op.path for op in graph.ops if op.path in found)
 
 
-def _several(selection: Any) -> Iterable[Any]:
+def _several(selection: Any) -> list[Any]:
     one = isinstance(selection, (str, Op)) or hasattr(selection, "op")
-    return [selection] if one else selection
+    return [selection] if one else list(selection)
 
 
 def _matches(graph: Graph, selection: Any) -> list[str]:

@@ -101,7 +101,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        kind = {"dtype": x.dtype, "param_dtype": x.dtype}
+        kind: Any = {"dtype": x.dtype, "param_dtype": x.dtype}
         x = nn.Dense(4, **kind)(x)
         return nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, **kind)(x)), None
 
@@ -116,7 +116,7 @@ class Net(nn.Module):
         if not self.stacked:
             layer = Layer()
             return layer(layer(x)[0])[0]
-        axes = {"params": 0, "batch_stats": 0}
+        axes: Any = {"params": 0, "batch_stats": 0}
         return nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=2)()(x, None)[0]
 
 

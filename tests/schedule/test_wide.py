@@ -74,7 +74,7 @@ def test_who_keeps_the_gradients_dtype_reads_the_rounded_sum() -> None:
 
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> jax.Array:
-            return loss_of(Net().apply({"params": params}, batch["x"]).astype(jnp.float32), batch["labels"])
+            return loss_of(jnp.asarray(Net().apply({"params": params}, batch["x"])).astype(jnp.float32), batch["labels"])
 
         _, grads = jscaler.value_and_grad(loss_fn)(state["params"])
         return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, grads
