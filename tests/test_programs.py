@@ -6,7 +6,7 @@ import pytest
 from tests.programs import MAKERS, draw_program, measure
 
 SEEDS = range(100, 120)
-TIMED = (2, 17, 19, 25, 29, 63, 172)  # each was wrong once
+TIMED = (2, 17, 19, 25, 29, 63, 172, 221)  # each was wrong once
 
 
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")

@@ -21,7 +21,7 @@ from jax import lax
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Carry, FactorNames, Graph, Loop, Nest, Op, PTensor, Rule, Stacked, flat
-from jscaler.ir.loop import Item
+from jscaler.ir.loop import Item, chain_of
 from jscaler.ir.mask import Combiner
 from jscaler.primitives import Decision, Plan, Trans
 from jscaler.rules.book import RuleBook
@@ -254,6 +254,12 @@ class _Writer:
             changes["named"] = _names(self.graph.rule(self.graph[op.path]))
         return dataclasses.replace(op, **changes) if changes else op
 
+    def in_step(self, tensor: PTensor, reader: Op) -> bool:
+        """Whether the loops around ``reader`` go with those around the maker of ``tensor``, iteration for iteration."""
+        around = (chain_of(place, self.graph.loops) for place in (self.regions.homes.get(tensor), reader.loop))
+        mine, other = ([self.graph.loops[name].length for name in chain] for chain in around)
+        return mine == other
+
     def outside(self, tensor: PTensor, region: Region) -> bool:
         """Whether someone needs ``tensor``, which ``region`` makes, whole and outside."""
         form = self.regions.forms.get(tensor)
@@ -264,7 +270,7 @@ class _Writer:
                 continue
             if op is not None and op.path in self.regions.parts:
                 part = self.regions.parts[op.path]
-                if form is not None and part.inputs[op.inputs.index(tensor)] == form:
+                if form is not None and part.inputs[op.inputs.index(tensor)] == form and self.in_step(tensor, op):
                     continue  # it reads the parts
             return True
         return False
@@ -383,7 +389,8 @@ class _RegionWriter:
         assert form is not None or reader.path not in self.writer.alone or tensor not in self.writer.handed_on.values(), (
             tensor
         )
-        if tensor in self.made or (isinstance(form, Sliced) and self.forms.get(tensor) == form):
+        handed = isinstance(form, Sliced) and self.forms.get(tensor) == form and self.writer.in_step(tensor, reader)
+        if tensor in self.made or handed:
             found = self.writer.part_of[tensor]
             if self.forms.get(tensor) == form or not isinstance(form, Sliced):
                 return found
