@@ -177,7 +177,7 @@ def accumulation(size: str, plan: str, batch: int, rounds: int) -> Row:
         "case": f"gpt-{size}, {plan} against a scan by hand",
         "target": jax.devices()[0].platform,
         "time_ratio": round(median_ratio(times[1], times[0]), 4),
-        "flops_ratio": round(dot_flops(ours.as_text()) / dot_flops(theirs.as_text()), 5),
+        "flops_ratio": round(dot_flops(ours.as_text()) / dot_flops(str(theirs.as_text())), 5),
     }
 
 

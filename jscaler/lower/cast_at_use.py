@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom
+from jscaler.capture.jaxprs import Atom, dtype, shape
 
 
 def cast_at_use(items: Sequence[Any], outputs: Sequence[Atom], step: Callable[[Sequence[core.JaxprEqn]], Any]) -> list[Any]:
@@ -38,9 +38,9 @@ def _narrows(item: Any) -> bool:
     if not isinstance(item, core.JaxprEqn) or item.primitive.name != "convert_element_type":
         return False
     (source,), (result,) = item.invars, item.outvars
-    before, after = (getattr(v.aval, "dtype", None) for v in (source, result))
-    floats = all(d is not None and jnp.issubdtype(d, jnp.floating) for d in (before, after))
-    return floats and isinstance(source, core.Var) and result.aval.ndim > 1 and before.itemsize > after.itemsize
+    before, after = dtype(source), dtype(result)
+    floats = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
+    return floats and isinstance(source, core.Var) and len(shape(result)) > 1 and before.itemsize > after.itemsize
 
 
 def _is_loop(item: Any) -> bool:

@@ -22,8 +22,9 @@ def under(graph: Graph, selection: Any) -> tuple[str, ...]:
 
 
 def _several(selection: Any) -> list[Any]:
-    one = isinstance(selection, (str, Op)) or hasattr(selection, "op")
-    return [selection] if one else list(selection)
+    if isinstance(selection, (str, Op)) or hasattr(selection, "op"):
+        return [selection]
+    return [*selection]
 
 
 def _matches(graph: Graph, selection: Any) -> list[str]:

@@ -45,7 +45,8 @@ def _ops(report: StepReport) -> list[str]:
     for row in _merged_updates(rows):
         runner_up = _runners_up(row.runners_up, report)
         kind = "again" if row.again else row.kind
-        table.append((kind, row.path, str(row.count), row.split, row.decided, moved_text(row.moved), row.layout, runner_up))
+        split = f"{row.split} in time {row.in_time}" if row.in_time else row.split
+        table.append((kind, row.path, str(row.count), split, row.decided, moved_text(row.moved), row.layout, runner_up))
         below.append(_details(row.moves))
     lines = aligned(table, below) if rows else []
     hidden = sum(row.count for row in report.ops if row.idle)

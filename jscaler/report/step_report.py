@@ -23,6 +23,9 @@ from jscaler.report.moves import Move, Moved, moves_by_reader, summed
 from jscaler.report.recomputed import recomputed_lines
 from jscaler.report.replicated import replicated_lines
 
+# ops that a loop over parts is made of, beside those of the program (`schedule.part_loop`)
+OWN_MARKS = ("@cut", "@merge", "@start", "@more", "@cast", ":count")
+
 
 @dataclass(frozen=True)
 class OpRow:
@@ -40,6 +43,7 @@ class OpRow:
         moves: what stands in front of them, one per tensor and way.
         idle: copied because all that they read is copied: nothing was to be decided, and nothing is sent.
         again: forward ops that run once more, for the backward pass.
+        in_time: the time axes whose parts they run for, outermost first: ``microbatch:8 co_shard:4``.
     """
 
     kind: OpKind
@@ -53,6 +57,7 @@ class OpRow:
     moves: tuple[Move, ...] = ()
     idle: bool = False
     again: bool = False
+    in_time: str = ""
 
     @property
     def moved(self) -> Moved:
@@ -94,7 +99,8 @@ class StepReport:
     Attributes:
         mesh: axis -> size.
         num_decisions: of the policy; everything else was filled in.
-        ops: groups of like ops, in the order of the program.
+        ops: groups of like ops, in the order of the program; what cuts and joins the parts of time axes is left out where
+            nothing is sent for it.
         leaves: groups of like leaves of the step's arguments.
         memory: bytes by kind of tensor.
         peak: what lives at the worst moment.
@@ -169,16 +175,24 @@ def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Mo
         laid = completed.ops[op.path]
         place, left = laid.placement, laid.outputs[0].counts if laid.outputs else ""
         split = place.describe(completed.mesh)
-        key = (op.kind, folded(op.path), split, place.origin, why(place), left, place.runners_up)
+        key = (op.kind, folded(op.path), split, place.origin, why(place), left, place.runners_up, _in_time(graph, op))
         groups.setdefault(key, []).append(op)
     rows = []
-    for (kind, path, split, origin, decided, left, runners_up), ops in groups.items():
+    for (kind, path, split, origin, decided, left, runners_up, in_time), ops in groups.items():
         mine = grouped_moves([move for op in ops for move in moves.get(op.path, [])])
-        idle = not any(m.moved for m in mine) and origin != "policy" and split == "copy" and not runners_up
+        moved = any(m.moved for m in mine)
+        if in_time and not moved and any(mark in path for mark in OWN_MARKS):
+            continue
+        idle = not moved and origin != "policy" and split == "copy" and not runners_up and not in_time
         count = sum(_times(graph, op) for op in ops)
         again = any(op.again is not None for op in ops)
-        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again))
+        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, in_time))
     return tuple(rows)
+
+
+def _in_time(graph: Graph, op: Op) -> str:
+    around = [graph.loops[name] for name in chain_of(op.loop, graph.loops)]
+    return " ".join(f"{loop.time}:{loop.length}" for loop in around if loop.time)
 
 
 def _times(graph: Graph, op: Op) -> int:

@@ -200,7 +200,7 @@ def op_part(
     if seen.factors[name].kind == "blocked":
         outputs = _outputs_alone(finer, seen, name, inputs, book)
     else:
-        shares = [seen.shares.get((name, i)) for i in range(len(op.outputs))]
+        shares: list[Combiner | None] = [seen.shares.get((name, i)) for i in range(len(op.outputs))]
         sliced = [_sliced(seen, dims, name) for dims in seen.results]
         outputs = [Summed(c) if c is not None else form for c, form in zip(shares, sliced, strict=True)]
     jaxpr, indexed = book.in_turn(finer, name, cut.parts)

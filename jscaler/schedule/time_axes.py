@@ -160,7 +160,7 @@ def _joined(axes: Sequence[GridAxis], own: Sequence[Assign]) -> Assign | None:
         box = places[index]
         if any(place is not None for place in box.flat) or box.size != len(decision.places):
             return None
-        box.flat = list(decision.places)
+        places[index] = np.array([*decision.places, None], object)[:-1].reshape(box.shape)
     found = tuple(places.flat)
     if None in found or len(set(found)) == len(found):
         return None

@@ -11,7 +11,9 @@ import pytest
 import jscaler
 from jscaler import Split
 from jscaler.cost import FEW_STEPS
+from jscaler.plans import by_name
 from tests.lower.steps import batch_and_hidden, planned, tensor_parallel
+from tests.plans.plan_steps import mlp
 
 
 @pytest.mark.smoke
@@ -124,3 +126,13 @@ def test_update_ops_of_like_leaves_are_one_line() -> None:
     text = jscaler.parallelize("data_parallel", devices=2)(step).lower(state, jnp.ones((2, 4))).plan.explain()
     assert "update/state/{key,query,value}/" in text
     assert "state/{key,query,value} " in text
+
+
+def test_time_axes_are_shown_and_what_they_are_cut_and_joined_with_is_not() -> None:
+    step, arguments = mlp()
+    plan = by_name("accumulate(4, co_shard(2, on={'*/layer_0/kernel': 1}, loss=False))")
+    lines = jscaler.parallelize(plan, devices=1)(step).lower(*arguments).plan.explain(["ops"]).splitlines()
+    in_parts = [line for line in lines if "copy in time microbatch:4 co_shard:2" in line and line.startswith("forward")]
+    assert any(line.split()[1:3] == ["max", "8"] for line in in_parts), lines  # four micro-batches of two parts
+    assert any("microbatch:4 " in line and "co_shard" not in line for line in lines)
+    assert not [line for line in lines if "@cut" in line or "@start" in line]
