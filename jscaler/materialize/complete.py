@@ -19,7 +19,7 @@ from jscaler.materialize.completed import Completed, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.loops import LoopMixin, without_values
+from jscaler.materialize.loops import LoopMixin
 from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
 from jscaler.materialize.placement import (
     Decided,
@@ -34,7 +34,7 @@ from jscaler.materialize.placement import (
 )
 from jscaler.materialize.relabel import shared_out
 from jscaler.materialize.shards import Shards, find_shards, shard_grid
-from jscaler.materialize.stored import stored_grid, stored_inputs, stored_layouts
+from jscaler.materialize.stored import storable, stored_grid, stored_inputs, stored_layouts
 from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
 
@@ -71,15 +71,6 @@ def complete(
     shards = find_shards(graph, plan, covered)
     stored = stored_layouts(graph, plan, mesh, covered)
     return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}, chunked_ops(plan), shards, stored).run()
-
-
-def _parts(decided: Decided) -> dict[str, int]:
-    """Factor -> the number of its parts in a grid."""
-    parts: dict[str, int] = {}
-    for axis in decided.axes:
-        if axis.factor is not None:
-            parts[axis.factor] = parts.get(axis.factor, 1) * axis.parts
-    return parts
 
 
 class _Completer(LoopMixin):
@@ -237,7 +228,7 @@ class _Completer(LoopMixin):
             self._want(self.fetched[tensor], layout)
             self.at_hand[tensor] = [self.at_hand[self.fetched[tensor]][0]]
         if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
-            self.at_hand[tensor] = [self.shards.leaf(tensor, _storable(layout))]
+            self.at_hand[tensor] = [self.shards.leaf(tensor, storable(layout))]
             if tensor in self.step_inputs:
                 self.inputs[tensor] = self.at_hand[tensor][0]
         if layout not in self.at_hand[tensor]:
@@ -248,7 +239,7 @@ class _Completer(LoopMixin):
         if index in self.graph.next_version:
             return self.inputs[self.graph.inputs[self.graph.next_version[index]]]
         layout = self.at_hand[tensor][0] if tensor in self.at_hand else self.inputs[tensor]
-        return _storable(layout)
+        return storable(layout)
 
     def _place(self, op: Op) -> Placement:
         if op.path in self.unordered and self.mesh.axes:
@@ -277,7 +268,7 @@ class _Completer(LoopMixin):
 
     def _ordered(self, op: Op, decided: Decided) -> Placement:
         """The cheapest device order for a grid that the policy placed in any order."""
-        parts = _parts(decided)
+        parts = decided.parts
         ways = shared_out(dict(self.mesh.axes), self.mesh.names, tuple(parts.values()))
         choices = [Placement(dict(zip(parts, axes, strict=True)), sizes=decided.sizes) for axes in ways]
         if not choices:
@@ -406,9 +397,3 @@ class _Completer(LoopMixin):
 
 def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:
     return {f: own for f, own in sizes.items() if f in factors}
-
-
-def _storable(layout: Layout) -> Layout:
-    """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say."""
-    plain = without_values(layout)
-    return plain if plain.even and plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)

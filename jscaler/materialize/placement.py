@@ -125,6 +125,15 @@ class Decided:
         return tuple(p.device for p in self.places)
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Factor -> the number of its parts in the grid."""
+        found: dict[str, int] = {}
+        for axis in self.axes:
+            if axis.factor is not None:
+                found[axis.factor] = found.get(axis.factor, 1) * axis.parts
+        return found
+
+    @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """The sizes of the parts of each factor that is split into unequal ones."""
         return {a.factor: a.sizes for a in self.axes if a.factor is not None and a.sizes is not None}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Graph, PTensor
 from jscaler.materialize.layout import Layout
+from jscaler.materialize.loops import without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
 from jscaler.primitives import Plan, Store
 
@@ -54,3 +55,9 @@ def store_of(leaf: str, layout: Layout) -> Store:
     grid = tuple(size for _, size in layout.mesh.axes)
     assert math.prod(grid) == len(layout.mesh.devices)
     return Store(leaf, grid, layout.mesh.devices, cuts)
+
+
+def storable(layout: Layout) -> Layout:
+    """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say."""
+    plain = without_values(layout)
+    return plain if plain.even and plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)

@@ -136,7 +136,7 @@ def _tokens(graph: Any, vocabulary: Dims, parts: int) -> Factors:
             free = [i for i, names in enumerate(dims) if names and words[head] not in names]
             free = [i for i in free if head.outputs[0].shape[i] % parts == 0]
             if free:
-                longest = max(free, key=lambda i: head.outputs[0].shape[i])
+                longest = max(free, key=lambda i: (head.outputs[0].shape[i], i))  # of equals, not the batch
                 near = reached_factors(graph.graph, head.outputs[0], longest)
                 found.update({op: near[op] for op in words if op in near and not _looks_up(graph, op, words[op])})
     return found

@@ -2,8 +2,9 @@
 
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, Split, TimeSplit
 from jscaler.primitives.grid import Grid
+from jscaler.primitives.make_plan import fused, make_plan
 from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, Shard, Store, Trans
-from jscaler.primitives.planner import Planner, Policy, fused, make_plan
+from jscaler.primitives.planner import Planner, Policy
 from jscaler.primitives.prefix import Prefix
 
 __all__ = [

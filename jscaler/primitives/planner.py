@@ -1,6 +1,6 @@
 """The three primitives. A policy gets a ``Planner``: the graph to read, and a pen."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -389,27 +389,3 @@ def _place(device: Any) -> Place:
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(s for s in shape if s != 1)
-
-
-def fused(graph: Graph, plan: Plan, bodies: BodyTable) -> Graph:
-    """``graph`` with the ops fused that ``plan`` fuses."""
-    for decision in plan.decisions:
-        if isinstance(decision, Fuse):
-            graph = fuse(graph, decision.ops, decision.path, bodies)
-    return graph
-
-
-def make_plan(
-    policy: Callable[..., Any],
-    graph: Graph,
-    num_devices: int,
-    bodies: BodyTable | None = None,
-    stores: Sequence[Store] = (),
-) -> Plan:
-    """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``stores`` are decided before.
-
-    ``bodies`` interns the bodies of fused ops.
-    """
-    planner = Planner(graph, num_devices, bodies, stores)
-    policy(planner, np.arange(num_devices))
-    return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))

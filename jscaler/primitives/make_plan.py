@@ -1,0 +1,36 @@
+"""A plan from a policy: the policy runs once on a `Planner`, which takes its decisions down."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.fuse import fuse
+from jscaler.ir import Graph
+from jscaler.primitives.plan import Fuse, Plan, Store
+from jscaler.primitives.planner import Planner
+
+
+def fused(graph: Graph, plan: Plan, bodies: BodyTable) -> Graph:
+    """``graph`` with the ops fused that ``plan`` fuses."""
+    for decision in plan.decisions:
+        if isinstance(decision, Fuse):
+            graph = fuse(graph, decision.ops, decision.path, bodies)
+    return graph
+
+
+def make_plan(
+    policy: Callable[..., Any],
+    graph: Graph,
+    num_devices: int,
+    bodies: BodyTable | None = None,
+    stores: Sequence[Store] = (),
+) -> Plan:
+    """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``stores`` are decided before.
+
+    ``bodies`` interns the bodies of fused ops.
+    """
+    planner = Planner(graph, num_devices, bodies, stores)
+    policy(planner, np.arange(num_devices))
+    return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))
