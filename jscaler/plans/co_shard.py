@@ -18,7 +18,7 @@ import numpy as np
 
 from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError
-from jscaler.ir import Op
+from jscaler.ir import Op, PTensor
 from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
 from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
@@ -113,17 +113,13 @@ def _with_preparation(graph: Any, group: Sequence[Op]) -> list[Op]:
     """``group``, and what is made for it alone."""
     members = set(group)
     first = group[0]
+    leaves = set(graph.outputs) | {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)}
     for op in reversed(graph.ops):
         if op.kind == "forward" and op.call == first.call and op.loop == first.loop and op not in members:
             readers = [r for t in op.outputs for r in graph.consumers.get(t, ()) if r.kind == "forward"]
-            elsewhere = any(t in graph.outputs or t in _threaded(graph) for t in op.outputs)
-            if readers and all(r in members for r in readers) and not elsewhere:
+            if readers and all(r in members for r in readers) and leaves.isdisjoint(op.outputs):
                 members.add(op)
     return [op for op in graph.ops if op in members]
-
-
-def _threaded(graph: Any) -> set[Any]:
-    return {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)}
 
 
 def _tokens(graph: Any, vocabulary: Dims, parts: int) -> Factors:
@@ -142,9 +138,12 @@ def _tokens(graph: Any, vocabulary: Dims, parts: int) -> Factors:
     return found
 
 
+def _contracts(op: Op) -> bool:
+    return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
+
+
 def _is_head(graph: Any, op: Op, word: str) -> bool:
-    contracts = op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
-    return contracts and any(word in names for names in graph.rule(op).results[0])
+    return _contracts(op) and any(word in names for names in graph.rule(op).results[0])
 
 
 def _looks_up(graph: Any, op: Op, word: str) -> bool:
@@ -155,13 +154,16 @@ def _looks_up(graph: Any, op: Op, word: str) -> bool:
     return all(len(t.shape) == 2 and not _from_contraction(graph, t) for t in sources)
 
 
-def _from_contraction(graph: Any, tensor: Any) -> bool:
-    maker = graph.producer.get(tensor)
-    if maker is None:
-        return False
-    if maker.body is not None and any(e.primitive.name in CONTRACTIONS for e in maker.body.jaxpr.eqns):
-        return True
-    return any(_from_contraction(graph, t) for t in maker.inputs if t.shape)
+def _from_contraction(graph: Any, tensor: PTensor) -> bool:
+    seen, todo = {tensor}, [tensor]
+    while todo:
+        maker = graph.producer.get(todo.pop())
+        if maker is not None and _contracts(maker):
+            return True
+        fresh = [t for t in (maker.inputs if maker else ()) if t.shape and t not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return False
 
 
 def _check_parts(parts: int) -> None:

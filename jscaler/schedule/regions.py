@@ -32,6 +32,9 @@ class Region:
     loops: frozenset[str] = frozenset()
 
 
+WriteRegion = Callable[[Region, "str | None"], "list[Item]"]
+
+
 @dataclass
 class _Node:
     item: Item
@@ -81,6 +84,19 @@ class Regions:
             nodes.append(node)
         self._clones_late(nodes, maker)
         return _sorted(nodes, _joined(nodes, maker), maker)
+
+    def rewritten(self, items: Sequence[Item], place: str | None, write: WriteRegion) -> list[Item]:
+        """``items`` of the loop ``place``, and what stands in their loops, with every region as ``write`` writes it."""
+        found: list[Item] = []
+        for group in self.arranged(items):
+            if isinstance(group, Region):
+                found += write(group, place)
+                continue
+            for item in group:
+                if isinstance(item, Nest):
+                    item = Nest(item.loop, tuple(self.rewritten(item.items, item.loop.name, write)))
+                found.append(item)
+        return found
 
     def _clones_late(self, nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> None:
         """Let what is computed again stand as deep as its readers, the backward ops: it could run long before them."""

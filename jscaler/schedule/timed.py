@@ -10,11 +10,11 @@ that the plan's decisions in space hold for the parts.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.ir import Body, FactorNames, Graph, Nest, Op, PTensor, Rule, flat
+from jscaler.ir import Body, FactorNames, Graph, Op, PTensor, Rule, flat
 from jscaler.ir.loop import Item, chain_of
 from jscaler.primitives import Decision, Plan, Trans
 from jscaler.rules.book import RuleBook
@@ -110,7 +110,7 @@ class _Writer:
         self.new_ops: dict[str, Op] = {}
 
     def run(self) -> Graph:
-        items = self._level(self.graph.tree, None)
+        items = self.regions.rewritten(self.graph.tree, None, self._region)
         ops = tuple(self._linked(op) for op in flat(items))
         return read_wide(dataclasses.replace(self.graph, ops=ops, loops=self.loops), self.wide, self.bodies)
 
@@ -213,18 +213,6 @@ class _Writer:
         return False
 
     # -- one level of loops
-
-    def _level(self, items: Sequence[Item], place: str | None) -> list[Item]:
-        found: list[Item] = []
-        for group in self.regions.arranged(items):
-            if isinstance(group, Region):
-                found += self._region(group, place)
-                continue
-            for item in group:
-                if isinstance(item, Nest):
-                    item = Nest(item.loop, tuple(self._level(item.items, item.loop.name)))
-                found.append(item)
-        return found
 
     def _region(self, region: Region, place: str | None) -> list[Item]:
         return RegionWriter(self, region, place).run()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
 from jscaler.errors import PlanError
-from jscaler.ir import Body, Graph, Nest, Op, PTensor, flat
+from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item
 from jscaler.primitives import Assign, Order, Trans
 from jscaler.primitives.algorithms import parts_text
@@ -99,7 +99,7 @@ class _Writer:
         self.returned = {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)} | set(graph.outputs)
 
     def run(self) -> Graph:
-        ops = tuple(flat(self._level(self.graph.tree, None)))
+        ops = tuple(flat(self.regions.rewritten(self.graph.tree, None, self._region)))
         table = {op.path: op for op in ops}
         made = dataclasses.replace(self.graph, ops=tuple(self._linked(op, table) for op in ops))
         return read_wide(made, self.wide, self.bodies)
@@ -151,17 +151,8 @@ class _Writer:
 
     # -- one level of loops
 
-    def _level(self, items: Sequence[Item], place: str | None) -> list[Item]:
-        found: list[Item] = []
-        for group in self.regions.arranged(items):
-            if isinstance(group, Region):
-                found += _RegionWriter(self, group, place).run()
-                continue
-            for item in group:
-                if isinstance(item, Nest):
-                    item = Nest(item.loop, tuple(self._level(item.items, item.loop.name)))
-                found.append(item)
-        return found
+    def _region(self, region: Region, place: str | None) -> list[Item]:
+        return _RegionWriter(self, region, place).run()
 
     def _linked(self, op: Op, table: Mapping[str, Op]) -> Op:
         """``op``, whose forward op is the one that stands in the graph now."""
