@@ -28,7 +28,7 @@ DEVICES = (32, 1024)
 BATCH = 128  # sequences
 COLUMNS = ("case", "layers", "devices", "seconds", "jit_seconds", "ratio", "growth", "explain_seconds")
 BOUNDS = {"stacked": 3.0, "Python loop": 4.0}
-ROUNDS = {"stacked": 5, "Python loop": 3}
+ROUNDS = {"stacked": 9, "Python loop": 3}
 
 
 def arguments_of(layers: int, stacked: bool) -> tuple[Any, Any]:

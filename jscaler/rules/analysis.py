@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.extend import core
@@ -36,10 +36,15 @@ class Analysis:
     zeros: frozenset[core.Var]
     reduced: tuple[tuple[int, ...], ...]
     inner: Mapping[int, tuple["Analysis", ...]]
+    _leaves: dict[core.Var, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict, repr=False, compare=False)
 
     def leaves(self, var: core.Var) -> tuple[tuple[int, ...], ...]:
         """Per dim of ``var`` its factors as leaf atoms, major first."""
-        return tuple(tuple(self.atoms.leaves(dim)) for dim in self.dims[var])
+        changes, found = self._leaves.get(var, (-1, ()))
+        if changes != self.atoms.changes:
+            found = tuple(tuple(self.atoms.leaves(dim)) for dim in self.dims[var])
+            self._leaves[var] = (self.atoms.changes, found)
+        return found
 
     def with_zeros(self, flags: Sequence[bool]) -> "Analysis":
         """The same, with these inputs known to be zero."""

@@ -13,6 +13,7 @@ class Atoms:
     def __init__(self) -> None:
         self.size: list[int] = []
         self.reason: dict[int, str] = {}  # root -> why it cannot be split
+        self.changes = 0  # unions and refinements so far: what ``leaves`` gave before the last one may have changed
         self._parent: list[int] = []
         self._children: dict[int, tuple[int, int]] = {}
 
@@ -71,10 +72,12 @@ class Atoms:
             reason = self.reason.pop(atom)
             self.reason.update(dict.fromkeys(children, reason))
         self._children[atom] = children
+        self.changes += 1
         return list(children)
 
     def _union(self, x: int, y: int) -> None:
         keep, gone = min(x, y), max(x, y)
         self._parent[gone] = keep
+        self.changes += 1
         if gone in self.reason:
             self.reason.setdefault(keep, self.reason.pop(gone))
