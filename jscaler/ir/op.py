@@ -84,6 +84,7 @@ class Op:
         again: on an op that computes a checkpointed region again, the op that it repeats.
         saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.
         anywhere: whether it is right on whatever part lies there: ``fence``, or the ``sum`` of a loop's gradients.
+        added: on an op that each part in time runs alone, the results that leave it as the sum over all parts.
     """
 
     path: str
@@ -106,6 +107,7 @@ class Op:
     again: "Op | None" = field(default=None, compare=False, repr=False)
     saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False, repr=False)
     anywhere: Literal["", "fence", "sum"] = field(default="", compare=False, repr=False)
+    added: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def renamed(self, table: Mapping[PTensor, PTensor]) -> "Op":
         """It reads other tensors, which stand for those that it read."""

@@ -39,7 +39,8 @@ def accumulate(
         batch: path or shell pattern of the batch among the step's inputs; its dim 0 is split.
         accumulate_dtype: of the sums of gradients, where those have fewer bits; by default the gradients' own.
         per_microbatch: ops, or patterns of modules, that run on each micro-batch alone where they need the whole batch:
-            ``"BatchNorm*"`` has the statistics of the micro-batch, as in a ``lax.scan`` over micro-batches.
+            ``"BatchNorm*"`` has the statistics of the micro-batch, as in a ``lax.scan`` over micro-batches; an auxiliary
+            loss is the mean over them.
 
     Raises (when the plan is made):
         UnknownNameError: no input, or no op, is called so.

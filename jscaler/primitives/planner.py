@@ -265,7 +265,8 @@ class Planner:
 
         As if the model had been traced on a micro-batch: means are those of its rows, forward and backward. Running
         statistics, state that such an op reads and the step returns, go from micro-batch to micro-batch, as the carry of a
-        ``lax.scan`` written by hand would. Say it before `TimeSplit`.
+        ``lax.scan`` written by hand would. What else such an op leaves (a mixture of experts' auxiliary loss) is the mean
+        over the micro-batches. Say it before `TimeSplit`.
 
         Args:
             selection: ops, modules or parts of paths as shell patterns (``"BatchNorm*"``), or several of these.

@@ -4,21 +4,24 @@
     two parts          m' = sum_b x' / 4    y' = x' - m'      each has its own m'; y' is a part of y, and m' of nothing
 
 A sum over the factor that is divided by how many it adds up is a mean, and is divided by the part's count. All other
-numbers of a program stay as they are. What depends on a sum beyond what is linear is each part's *own*.
+numbers of a program stay as they are. What depends on a sum beyond what is linear is each part's *own*. If it leaves the
+op for good (an auxiliary loss), what leaves is the mean over the parts.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, Inliner, fresh, live_equations, make_jaxpr, shape
 from jscaler.rules.analysis import Analysis, analyse
-from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, advance
+from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, advance, own_state
 
 OWN = "own"
+Whole = Literal["", "sum", "mean", "mixed"]  # what the parts of a result that is no part of a whole make of one
 Place = tuple[int, int, int]  # of a factor: operand, dim, and which of the dim's sub-dims
 
 # What a count passes: if x is a sum over rows, so is this of x, as far as dividing it by their number makes a mean.
@@ -44,11 +47,27 @@ class HiddenCountError(Exception):
     """A mean is taken inside a function with a derivative of its own, whose program stays as it is."""
 
 
-def with_own_counts(jaxpr: core.Jaxpr, place: Place, parts: int) -> core.Jaxpr:
-    """``jaxpr``, still at the whole's shapes, whose means over the factor at ``place`` divide by a part's count.
+@dataclass(frozen=True)
+class OwnCounts:
+    """A program whose means over a factor divide by a part's count.
+
+    Attributes:
+        jaxpr: still at the whole's shapes.
+        wholes: by result what the parts' values are to be joined by, should it leave for good; nothing to join is "".
+    """
+
+    jaxpr: core.Jaxpr
+    wholes: tuple[Whole, ...]
+
+
+def with_own_counts(jaxpr: core.Jaxpr, place: Place, parts: int, owned: Set[int] = frozenset()) -> OwnCounts:
+    """``jaxpr`` on one of ``parts`` alone; ``place`` is the factor's.
+
+    Args:
+        owned: the operands that each part has for itself.
 
     Raises:
-        HiddenCountError: one of them stands where it cannot be changed.
+        HiddenCountError: one of its means stands where it cannot be changed.
     """
     inliner = _Marked(CALLS | CUSTOM_CALLS)
     invars = [fresh(v) for v in jaxpr.invars]
@@ -58,7 +77,8 @@ def with_own_counts(jaxpr: core.Jaxpr, place: Place, parts: int) -> core.Jaxpr:
     outvars = [_swapped(literals, v) for v in outvars]
     analysis = analyse(make_jaxpr(eqns, invars, outvars, jaxpr))
     operand, dim, sub = place
-    changes = _Counts(analysis, analysis.leaves(analysis.jaxpr.invars[operand])[dim][sub], parts).run()
+    leaf = analysis.leaves(analysis.jaxpr.invars[operand])[dim][sub]
+    changes = _Counts(analysis, leaf, parts).run()
     table: dict[int, core.JaxprEqn] = {}
     for var, (position, literal) in changes.items():
         original = inliner.source[var]
@@ -67,7 +87,24 @@ def with_own_counts(jaxpr: core.Jaxpr, place: Place, parts: int) -> core.Jaxpr:
         table[id(original)] = original.replace(invars=operands)
     if not table.keys() <= set(map(id, jaxpr.eqns)):
         raise HiddenCountError
-    return make_jaxpr([table.get(id(e), e) for e in jaxpr.eqns], jaxpr.invars, jaxpr.outvars, jaxpr)
+    given = [OWN if i in owned else own_state(analysis, (leaf,), v) for i, v in enumerate(analysis.jaxpr.invars)]
+    wholes = _wholes(analysis, _states_alone(analysis, (leaf,), given), changes.keys())
+    return OwnCounts(make_jaxpr([table.get(id(e), e) for e in jaxpr.eqns], jaxpr.invars, jaxpr.outvars, jaxpr), wholes)
+
+
+def _wholes(analysis: Analysis, states: Mapping[core.Var, State], means: Set[core.Var]) -> tuple[Whole, ...]:
+    """What each result leaves as: what is linear in sums over the rows adds up, once more divided where it divides."""
+    kinds: dict[core.Var, Whole] = {}
+    for eqn in analysis.jaxpr.eqns:
+        terms: list[Whole] = list({kinds[v] for v in eqn.invars if isinstance(v, core.Var) and v in kinds})
+        for var in eqn.outvars:
+            if states[var] == OWN or var in means:
+                kinds[var] = "mean"
+            elif states[var] == "add" and len(terms) < 2:
+                kinds[var] = terms[0] if terms else "sum"
+            elif states[var] not in (SPLIT, INDEPENDENT):
+                kinds[var] = "mixed"
+    return tuple(kinds.get(v, "") if isinstance(v, core.Var) else "" for v in analysis.jaxpr.outvars)
 
 
 class _Marked(Inliner):
@@ -174,6 +211,11 @@ def results_alone(analysis: Analysis, split: Leaves, given: Sequence[State]) -> 
     Raises:
         Blocked: it cannot run so.
     """
+    states = _states_alone(analysis, split, given)
+    return [states[v] if isinstance(v, core.Var) else INDEPENDENT for v in analysis.jaxpr.outvars]
+
+
+def _states_alone(analysis: Analysis, split: Leaves, given: Sequence[State]) -> dict[core.Var, State]:
     states: dict[core.Var, State] = dict(zip(analysis.jaxpr.invars, given, strict=True))
     for index, eqn in enumerate(analysis.jaxpr.eqns):
         before = [states[v] if isinstance(v, core.Var) else INDEPENDENT for v in eqn.invars]
@@ -185,4 +227,4 @@ def results_alone(analysis: Analysis, split: Leaves, given: Sequence[State]) -> 
             own = own or any(s not in (SPLIT, INDEPENDENT) for s in before)
             after = advance(analysis, index, split, [s if s == SPLIT else INDEPENDENT for s in before])
         states.update(zip(eqn.outvars, (OWN if own and s == INDEPENDENT else s for s in after), strict=True))
-    return [states[v] if isinstance(v, core.Var) else INDEPENDENT for v in analysis.jaxpr.outvars]
+    return states

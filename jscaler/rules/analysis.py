@@ -18,6 +18,8 @@ from jscaler.rules.shardy import shardy_spec
 from jscaler.rules.table import Dims, Spec
 from jscaler.rules.user_rules import shown_name, user_spec
 
+VarLeaves = tuple[tuple[int, ...], ...]  # by dim
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -36,9 +38,11 @@ class Analysis:
     zeros: frozenset[core.Var]
     reduced: tuple[tuple[int, ...], ...]
     inner: Mapping[int, tuple["Analysis", ...]]
-    _leaves: dict[core.Var, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict, repr=False, compare=False)
+    _leaves: dict[core.Var, tuple[int, tuple[tuple[int, ...], ...]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
-    def leaves(self, var: core.Var) -> tuple[tuple[int, ...], ...]:
+    def leaves(self, var: core.Var) -> VarLeaves:
         """Per dim of ``var`` its factors as leaf atoms, major first."""
         changes, found = self._leaves.get(var, (-1, ()))
         if changes != self.atoms.changes:

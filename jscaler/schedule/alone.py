@@ -2,21 +2,27 @@
 
 whole        x ──► norm ──► y            state s ──► norm ──► s'          one mean over all rows
 each alone   x' ─► norm' ─► y'           s ─► part 0 ─► s ─► part 1 ─► s'  a mean per part; s' is the last part's
+
+What else a part has for itself and nobody else reads (an auxiliary loss) leaves as the mean over the parts.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError
 from jscaler.ir import Body, Graph, Op, PTensor
 from jscaler.primitives import Plan
-from jscaler.rules.alone import HiddenCountError, Place, with_own_counts
+from jscaler.rules.alone import HiddenCountError, Place, Whole, with_own_counts
 from jscaler.rules.book import RuleBook
 from jscaler.schedule.parts import OpPart, Own
-from jscaler.schedule.time_axes import TimeCut, time_axes
+from jscaler.schedule.time_axes import TimeAxes, TimeCut, time_axes
 
 
 def with_alone(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Graph:
@@ -28,15 +34,7 @@ def with_alone(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> G
     alone = plan.alone
     if not alone:
         return graph
-    axes = time_axes(graph, plan)
-    changed: dict[str, Op] = {}
-    for path in sorted(alone & axes.cuts.keys(), key=graph.position.__getitem__):
-        op = graph[path]
-        for cut in axes.cuts[path].values():
-            factor = book.rule(op).factors.get(cut.factor)
-            if factor is not None and factor.kind == "blocked":
-                op = dataclasses.replace(op, body=_own_means(op, cut, book, bodies))
-        changed[path] = op
+    changed = _Alone(graph, alone & graph.by_path.keys(), time_axes(graph, plan), book, bodies).run()
     ops = []
     for op in graph.ops:
         forward = changed.get(op.forward.path) if op.forward is not None else None
@@ -44,15 +42,74 @@ def with_alone(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> G
     return dataclasses.replace(graph, ops=tuple(ops))
 
 
-def _own_means(op: Op, cut: TimeCut, book: RuleBook, bodies: BodyTable) -> Body:
+class _Alone:
+    """Gives ops that run alone the bodies that do so."""
+
+    def __init__(self, graph: Graph, alone: Set[str], axes: TimeAxes, book: RuleBook, bodies: BodyTable):
+        self.graph = graph
+        self.alone = alone & axes.cuts.keys()
+        self.axes = axes
+        self.book = book
+        self.bodies = bodies
+        self.wholes: dict[PTensor, list[tuple[Whole, int]]] = {}  # of what each part has for itself, by time axis
+        self.maker: dict[PTensor, Op] = {}
+
+    def run(self) -> dict[str, Op]:
+        """The ops by path."""
+        found = {}
+        for path in sorted(self.alone, key=self.graph.position.__getitem__):
+            op = self.graph[path]
+            for cut in self.axes.cuts[path].values():
+                factor = self.book.rule(op).factors.get(cut.factor)
+                if factor is not None and factor.kind == "blocked":
+                    op = self._on_a_part(op, cut)
+            found[path] = op
+        state = _states(self.graph, _with_stacks(self.graph, self.maker))
+        return {path: self._leaving(op, state) for path, op in found.items()}
+
+    def _on_a_part(self, op: Op, cut: TimeCut) -> Op:
+        assert op.body is not None
+        owned = {i for i, t in enumerate(op.inputs) if t in self.wholes}
+        try:
+            made = with_own_counts(op.body.jaxpr, _place(op, cut.factor, self.book), cut.parts, owned)
+        except HiddenCountError:
+            raise PlanError(
+                f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function "
+                "with a derivative of its own (custom_jvp, custom_vjp); take the mean outside"
+            ) from None
+        for tensor, whole in zip(op.outputs, made.wholes, strict=True):
+            if whole:
+                self.wholes.setdefault(tensor, []).append((whole, cut.parts))
+                self.maker[tensor] = op
+        return dataclasses.replace(op, body=self.bodies.intern(made.jaxpr))
+
+    def _leaving(self, op: Op, states: Mapping[PTensor, PTensor]) -> Op:
+        """``op``, whose results that leave the parts for good are summands of the whole's, or of the parts' mean."""
+        stacks = {y.slice: y.stack for loop in self.graph.loops.values() for y in loop.ys}
+        added, divisors = [], {}
+        for index, tensor in enumerate(op.outputs):
+            wholes = self.wholes.get(tensor, [])
+            is_state = tensor in states or stacks.get(tensor) in states
+            read_alone = any(r.path in self.alone for r in self.graph.consumers.get(tensor, ()))
+            floating = jnp.issubdtype(tensor.dtype, jnp.inexact)
+            if not wholes or is_state or read_alone or not floating or any(whole == "mixed" for whole, _ in wholes):
+                continue
+            added.append(index)
+            divisors[index] = math.prod(parts for whole, parts in wholes if whole == "mean")
+        if not added:
+            return op
+        return dataclasses.replace(op, body=_divided(op, divisors, self.bodies), added=tuple(added))
+
+
+def _divided(op: Op, divisors: Mapping[int, int], bodies: BodyTable) -> Body:
     assert op.body is not None
-    try:
-        return bodies.intern(with_own_counts(op.body.jaxpr, _place(op, cut.factor, book), cut.parts))
-    except HiddenCountError:
-        raise PlanError(
-            f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function with "
-            "a derivative of its own (custom_jvp, custom_vjp); take the mean outside"
-        ) from None
+    jaxpr = op.body.jaxpr
+
+    def run(*args: Any) -> list[Any]:
+        results = evaluate(jaxpr, args)
+        return [x / divisors[i] if divisors.get(i, 1) > 1 else x for i, x in enumerate(results)]
+
+    return bodies.traced(run, [v.aval for v in jaxpr.invars])
 
 
 def _place(op: Op, name: str, book: RuleBook) -> Place:
@@ -75,16 +132,7 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
         PlanError: what a part has for itself is read, and is no state.
     """
     own = _own(graph, parts)
-    if not own:
-        return {}
-    sources = _Sources(graph)
-    found: dict[PTensor, PTensor] = {}
-    for output, number in graph.next_version.items():
-        state = graph.inputs[number]
-        ends = sources.first_of(graph.outputs[output], own.keys())
-        ends = [t for t in ends if t.shape == state.shape and t.dtype == state.dtype and state in sources.all_of(t)]
-        if len(ends) == 1:
-            found.setdefault(ends[0], state)
+    found = _states(graph, own)
     for tensor, op in own.items():
         readers = [r.path for r in graph.consumers.get(tensor, ()) if not _hands_on(r, parts)]
         if tensor in found:
@@ -94,9 +142,25 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
         if readers:
             raise PlanError(
                 f"'{op.path}' runs on each micro-batch alone, and {readers[0]} reads '{tensor.name}', which each "
-                "micro-batch has for itself: only rows of the batch can leave, and state that the op reads and the step "
-                "returns in its place; compute it from what leaves, or fuse the reader with the op (graph.fuse)"
+                "micro-batch has for itself, as others do that run alone; what leaves is rows of the batch, state that the "
+                "op reads and the step returns in its place, and means and sums that nobody else reads; compute it from "
+                "these, or fuse the readers with the op (graph.fuse)"
             )
+    return found
+
+
+def _states(graph: Graph, own: Mapping[PTensor, Op]) -> dict[PTensor, PTensor]:
+    """Those of ``own`` that are state: what the step returns in the place of an input -> this input."""
+    found: dict[PTensor, PTensor] = {}
+    if not own:
+        return found
+    sources = _Sources(graph)
+    for output, number in graph.next_version.items():
+        state = graph.inputs[number]
+        ends = sources.first_of(graph.outputs[output], own.keys())
+        ends = [t for t in ends if t.shape == state.shape and t.dtype == state.dtype and state in sources.all_of(t)]
+        if len(ends) == 1:
+            found.setdefault(ends[0], state)
     return found
 
 
@@ -113,13 +177,18 @@ def _own(graph: Graph, parts: Mapping[str, OpPart]) -> dict[PTensor, Op]:
         for tensor, form in zip(op.outputs, parts[op.path].outputs, strict=True)
         if isinstance(form, Own)
     }
+    return _with_stacks(graph, found)
+
+
+def _with_stacks(graph: Graph, own: Mapping[PTensor, Op]) -> dict[PTensor, Op]:
+    found = dict(own)
     for loop in graph.loops.values():
         found |= {y.stack: found[y.slice] for y in loop.ys if y.slice in found}
     return found
 
 
 class _Sources:
-    """Of what tensors are made, input by input of every body."""
+    """Of what tensors are made, input by input of every body; state does not come by way of gradients."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -138,8 +207,8 @@ class _Sources:
         op = self.graph.producer.get(tensor)
         if op is None:
             return self.beside.get(tensor, ())
-        if op.body is None:
-            return op.inputs
+        if op.kind == "backward" or op.body is None:
+            return ()
         return [op.inputs[i] for i in sorted(self._reads(op.body)[op.outputs.index(tensor)])]
 
     def first_of(self, tensor: PTensor, ends: Set[PTensor]) -> list[PTensor]:

@@ -126,9 +126,11 @@ class RegionWriter:
             "cotangents": tuple((i, table.get(t, t)) for i, t in op.cotangents),
             "saved": tuple((table.get(t, t), stands) for t, stands in op.saved),
         }
+        if part is not None and part.named is not None:
+            changes["named"] = part.named
         if part is not None and part.body is not None:
             index = (self._index(),) if part.indexed else ()
-            changes |= {"body": part.body, "named": part.named, "inputs": (*inputs, *index)}
+            changes |= {"body": part.body, "inputs": (*inputs, *index)}
         made = with_fence_body(dataclasses.replace(op, **changes), writer.bodies)  # type: ignore[arg-type]
         writer.new_ops[op.path] = made
         return made

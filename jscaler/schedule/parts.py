@@ -225,11 +225,15 @@ def _outputs_alone(op: Op, seen: Rule, name: str, inputs: Sequence[Form], book: 
     states = {Sliced: SPLIT, Summed: "add", Own: OWN}
     given = [states.get(type(form), INDEPENDENT) for form in inputs]
     results = results_alone(book.analysis(op), book.groups(op)[name], given)
-    rest: Form = Own() if op.forward is None else Summed("add")
-    return [
-        _sliced(seen, dims, name) if state == SPLIT else None if state == INDEPENDENT else rest
-        for state, dims in zip(results, seen.results, strict=True)
-    ]
+
+    def form(index: int) -> Form:
+        if results[index] == SPLIT:
+            return _sliced(seen, seen.results[index], name)
+        if results[index] == INDEPENDENT:
+            return None
+        return Own() if op.forward is None and index not in op.added else Summed("add")
+
+    return [form(index) for index in range(len(op.outputs))]
 
 
 def _refined(rule: Rule, cut: TimeCut, blocks: int) -> FactorNames:
@@ -285,4 +289,12 @@ def passed_on(op: Op, forms: Mapping[PTensor, Form], book: RuleBook) -> OpPart |
     made = book.passes(op, ["add" if f is not None else None for f in inputs])
     if made is None or any(m not in (None, "add") for m in made):
         return None
-    return OpPart(inputs, tuple(Summed("add") if m else None for m in made))
+    named = names_of(book.rule(op)) if op.forward is not None else None  # its forward op may stand outside
+    return OpPart(inputs, tuple(Summed("add") if m else None for m in made), named=named)
+
+
+def names_of(rule: Rule) -> FactorNames:
+    """What the dims of an op's tensors are called."""
+    tensors = (*rule.operands, *rule.results)
+    named = tuple(tuple(tuple((f, rule.factors[f].size) for f in dim) for dim in dims) for dims in tensors)
+    return FactorNames(named, tuple(rule.factors))

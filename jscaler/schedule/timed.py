@@ -14,13 +14,13 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.ir import Body, FactorNames, Graph, Op, PTensor, Rule, flat
+from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, chain_of
 from jscaler.primitives import Decision, Plan, Trans
 from jscaler.rules.book import RuleBook
 from jscaler.schedule.alone import handed_on
 from jscaler.schedule.part_loop import RegionWriter, TornApartError
-from jscaler.schedule.parts import Form, OpPart, Sliced, Summed, op_part, passed_on
+from jscaler.schedule.parts import Form, OpPart, Sliced, Summed, names_of, op_part, passed_on
 from jscaler.schedule.regions import Region, Regions
 from jscaler.schedule.time_axes import TimeCut, time_axes
 from jscaler.schedule.unrolled import unrolled
@@ -225,7 +225,7 @@ class _Writer:
             if source is not None and source.path in self.new_ops:
                 changes[name] = self.new_ops[source.path]
         if changes and op.named is None and op.body is not None:  # it runs whole: its forward has other tensors now
-            changes["named"] = _names(self.graph.rule(self.graph[op.path]))
+            changes["named"] = names_of(self.graph.rule(self.graph[op.path]))
         return dataclasses.replace(op, **changes) if changes else op
 
     def in_step(self, tensor: PTensor, reader: Op) -> bool:
@@ -255,13 +255,6 @@ def _fits(op: Op, forms: Mapping[PTensor, Form], part: OpPart) -> bool:
     pairs = list(zip(map(forms.get, op.inputs), part.inputs, strict=True))
     join = op.kind == "backward" and op.forward is None and op.again is None
     return all(f == own if join else f in (None, own) for f, own in pairs)
-
-
-def _names(rule: Rule) -> FactorNames:
-    """What the dims of an op's tensors are called."""
-    tensors = (*rule.operands, *rule.results)
-    named = tuple(tuple(tuple((f, rule.factors[f].size) for f in dim) for dim in dims) for dims in tensors)
-    return FactorNames(named, tuple(rule.factors))
 
 
 def _readers(graph: Graph) -> dict[PTensor, list[tuple[Op | None, str | None]]]:

@@ -241,6 +241,8 @@ class _RegionWriter:
         }
         if isinstance(part, CellParts):
             changes |= {"body": part.bodies[number], "named": part.names[number]}
+        elif part.named is not None:
+            changes["named"] = part.named
         made_op = with_fence_body(dataclasses.replace(op, **changes), writer.bodies)  # type: ignore[arg-type]
         writer.old[made_op.path] = op, number
         self.items.append(made_op)

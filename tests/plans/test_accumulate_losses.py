@@ -75,6 +75,12 @@ def by_labels(params: Any, batch: Any) -> Any:
     return loss, {"accuracy": right / count, "perplexity": jnp.exp(loss), "tokens": valid.sum()}
 
 
+def squared(params: Any, batch: Any) -> Any:
+    """Not linear in what the micro-batches add up to; its derivative reads the sum again."""
+    loss = token_losses(logits_of(params, batch), batch).mean()
+    return loss**2 + 0.5 * loss, {}
+
+
 def smooth_and_z(params: Any, batch: Any) -> Any:
     """Label smoothing, and the log of the partition function held near zero."""
     logits = logits_of(params, batch)
@@ -154,6 +160,14 @@ def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
         trained = {op.loop for op in graph.ops if op.kind == "backward" and op.loop is not None}
         assert len(trained) == 1
         assert not [loop.ys for loop in graph.loops.values() if loop.ys]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_loss_that_needs_the_sum_before_its_gradient(devices: int) -> None:
+    with jax.enable_x64(True):
+        params, batch = params_and_batch()
+        plan = plans.accumulate(4, plans.data_parallel() if devices == 2 else None)
+        assert_like_the_whole(descend(squared), {"params": params}, batch, plan, devices)
 
 
 def test_two_losses_in_a_step() -> None:
