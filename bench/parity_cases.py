@@ -62,13 +62,20 @@ def cross_entropy(logits: Any, labels: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), labels).mean()
 
 
+def masked_cross_entropy(logits: Any, labels: Any) -> jax.Array:
+    """The mean over the tokens that count; micro-batches and devices have unequal numbers of them."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), labels)
+    counts = (labels % 4 != 0).astype(losses.dtype)
+    return jnp.sum(losses * counts) / jnp.maximum(jnp.sum(counts), 1)
+
+
 def text_batches() -> list[Any]:
     from models.text import batch_at, load_bytes
 
     return [batch_at(load_bytes(), i, 8, 16) for i in range(STEPS)]
 
 
-def gpt(dtype: Any, **changes: Any) -> Case:
+def gpt(dtype: Any, loss_of: Callable[..., jax.Array] = cross_entropy, **changes: Any) -> Case:
     """The linen GPT; ``changes`` may stack its layers."""
     from models.gpt import GPT, GPTConfig
 
@@ -78,7 +85,7 @@ def gpt(dtype: Any, **changes: Any) -> Case:
 
     def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
         logits = model.apply({"params": params}, batch["tokens"], train=True, rngs={"dropout": key})
-        return cross_entropy(logits, batch["labels"]), rest
+        return loss_of(logits, batch["labels"]), rest
 
     return Case(loss, cast(params, dtype), batches)
 
@@ -214,6 +221,18 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("accumulate(2, co_shard(2))", 1),
             Run("recompute_layers()", 1),
             Run("selective_recompute(tensor_parallel())", 4),
+        ],
+    ),
+    "GPT, masked loss": (
+        functools.partial(gpt, loss_of=masked_cross_entropy),
+        [
+            Run("data_parallel", 8),
+            Run("megatron(dp=2, tp=2, sequence=True)", 4),
+            Run("accumulate(4)", 1),
+            Run("accumulate(4, data_parallel())", 2, quick=True),
+            Run("accumulate(2, megatron(dp=2, tp=2, zero=2))", 4),
+            Run("co_shard(2)", 1),
+            Run("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2),
         ],
     ),
     "nnx GPT": (

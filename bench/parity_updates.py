@@ -80,7 +80,20 @@ PLANS: dict[str, int] = {
     f'megatron(dp=2, tp=4, columns={FIRST}, sequence={{"batch/x": 0}})': 8,
 }
 # Updates in parts of parameters that lie whole (1), or in parts too (3)
-ZERO: dict[str, int] = {"zero1": 4, "zero3": 4, f"megatron(dp=2, tp=2, columns={FIRST}, zero=1)": 4}
+ZERO: dict[str, int] = {
+    "zero1": 4,
+    "zero3": 4,
+    "accumulate(2, zero2())": 4,
+    f"megatron(dp=2, tp=2, columns={FIRST}, zero=1)": 4,
+}
+# Updates behind micro-batches, whose gradients are added up in float32
+SUMS = 'accumulate_dtype="float32"'
+TIME: dict[str, int] = {
+    f"accumulate(4, {SUMS})": 1,
+    f"accumulate(2, data_parallel(), {SUMS})": 4,
+    f"accumulate(2, zero2(), {SUMS})": 4,
+    f"accumulate(2, megatron(dp=2, tp=2, columns={FIRST}, zero=1), {SUMS})": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -226,7 +239,7 @@ def master_rows() -> Iterator[dict[str, Any]]:
     exact = run(master_made("master", jnp.float64, jax.value_and_grad), jax.jit)
     for (of, kind), dtype in MASTERS.items():
         jit = run(master_made(of, dtype, jax.value_and_grad), jax.jit)
-        for plan, devices in {**PLANS, **ZERO}.items():
+        for plan, devices in {**PLANS, **ZERO, **TIME}.items():
             ours = run(master_made(of, dtype), jscaler.parallelize(plan, devices=devices))
             value = (_away(ours, exact) + FLOOR) / (_away(jit, exact) + FLOOR)
             measure = f"gradients of the {of}, f32 master: state, L2 to float64 / jit's"
