@@ -70,8 +70,9 @@ def co_shard(
                     graph.op_trans(op, TimeSplit(name, parts, TOKENS))
         inner(graph, devices)
         if recompute and graph.calls:
-            for group in _groups(graph, list(table)):
-                graph.recompute(group)
+            groups = _groups(graph, list(table))
+            for group in groups:
+                graph.recompute(group, instead=_cover(graph, groups))
 
     policy.__name__ = "co_shard"
     return policy
@@ -107,6 +108,14 @@ def _groups(graph: Any, ops: Sequence[Op]) -> list[list[Op]]:
     for op in ops:
         table.setdefault(root(op), []).append(op)
     return [_with_preparation(graph, group) for group in table.values() if any(op.backward is not None for op in group)]
+
+
+def _cover(graph: Any, groups: Sequence[Sequence[Op]]) -> bool:
+    """Whether the model's own regions around ``groups`` hold no other contractions."""
+    own = {op for group in groups for op in group}
+    regions = {region for op in own for region in op.remat}
+    others = (op for op in graph.ops if op.kind == "forward" and op not in own and not regions.isdisjoint(op.remat))
+    return bool(regions) and not any(map(_contracts, others))
 
 
 def _with_preparation(graph: Any, group: Sequence[Op]) -> list[Op]:

@@ -137,14 +137,17 @@ class Recompute:
     Attributes:
         ops: in the order of the program.
         keep: of these the ops whose results are saved, or single results by their names.
+        instead: whether the regions that the model itself has around these ops are dissolved.
     """
 
     ops: tuple[str, ...]
     keep: tuple[str, ...] = ()
+    instead: bool = False
 
     def __str__(self) -> str:
         kept = f", keeping {' + '.join(self.keep)}" if self.keep else ""
-        return f"recompute {' + '.join(self.ops)}{kept}"
+        instead = ", instead of the model's own regions" if self.instead else ""
+        return f"recompute {' + '.join(self.ops)}{kept}{instead}"
 
 
 @dataclass(frozen=True)

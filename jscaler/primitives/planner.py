@@ -334,19 +334,20 @@ class Planner:
         check_residuals(known)
         self._decisions.append(SaveResiduals(known.path, mode))
 
-    def recompute(self, selection: Any, keep: Any = ()) -> None:
+    def recompute(self, selection: Any, keep: Any = (), instead: bool = False) -> None:
         """Compute forward ops again for the backward pass, instead of saving what they make.
 
         The ops become one region: what enters it is saved, its ops run once more when the backward pass arrives, and their
         backwards read what these clones make. So a chain of ops in one selection keeps only what enters the first; layers
         that shall keep one activation each are one call each. Clones are placed as the originals are, so collectives
         between them repeat, but for those of what is kept. A checkpointed region of the model's own inside the selection
-        becomes part of it; a selection inside such a region is part of that, and changes nothing.
+        becomes part of it; a selection inside such a region is part of that, and changes nothing, unless it comes instead.
 
         Args:
             selection: ops, grids, paths or shell patterns: of one gradient call and one loop body, or with all of a loop.
             keep: of these, the ops whose results are saved (or single results, by name): what an all-reduce has made, say.
                 What an op's own backward needs beyond its results is computed again from its inputs.
+            instead: dissolve the model's own regions that hold any of these ops; what is not selected is saved then.
 
         Raises:
             UnknownNameError: nothing is called so, or what is kept is not among the selected.
@@ -360,7 +361,7 @@ class Planner:
             return  # an evaluation that follows a train step: it has no backward pass
         self.graph.require_gradient()
         ops = selected(self.graph, selection)
-        decision = Recompute(ops, named(self.graph, ops, keep))
+        decision = Recompute(ops, named(self.graph, ops, keep), instead)
         self._regions = with_region(self._marked(), decision)
         self._decisions.append(decision)
 

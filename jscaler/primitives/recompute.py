@@ -11,7 +11,7 @@ The ops become one region (`Region`), as if the user had written ``jax.checkpoin
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError, listing
@@ -36,6 +36,8 @@ def with_region(graph: Graph, decision: Recompute) -> Graph:
         UnknownNameError: no such op.
         PlanError: the ops cannot be one region.
     """
+    if decision.instead:
+        graph = _dissolved(graph, {region for path in decision.ops for region in graph[path].remat})
     members = [graph[path] for path in decision.ops]
     loop = _check(graph, members)
     region = Region(_name(graph, members), loop)
@@ -47,6 +49,21 @@ def with_region(graph: Graph, decision: Recompute) -> Graph:
         remat = (*(r for r in op.remat if r in around), region, *rest)
         own = op.kept if around else tuple(t for t in op.outputs if t in kept)
         changed[op.path] = dataclasses.replace(op, remat=remat, kept=own)
+    return _with_ops(graph, changed)
+
+
+def _dissolved(graph: Graph, regions: Set[Region]) -> Graph:
+    """``graph`` without these regions: what their ops make is saved as other results are."""
+    changed: dict[str, Op] = {}
+    for op in graph.ops:
+        if op.forward is None and not regions.isdisjoint(op.remat):
+            rest = tuple(r for r in op.remat if r not in regions)
+            changed[op.path] = dataclasses.replace(op, remat=rest, kept=op.kept if rest else ())
+    return _with_ops(graph, changed)
+
+
+def _with_ops(graph: Graph, changed: Mapping[str, Op]) -> Graph:
+    """``graph`` with other forward ops of the same paths."""
     ops = []
     for op in graph.ops:
         forward = changed.get(op.forward.path) if op.forward is not None else None

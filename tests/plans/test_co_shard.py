@@ -13,6 +13,7 @@ from plans.plan_steps import QUICK, TX, activations, assert_same_numbers, gpt, g
 import jscaler
 from jscaler import PlanError, SplitError, UnknownNameError
 from jscaler.plans import accumulate, co_shard, tensor_parallel
+from jscaler.primitives.plan import Recompute
 from tests.capture.user_ops import attend_op
 
 STACKED = functools.partial(gpt, layers=2, stacked=True)
@@ -42,6 +43,7 @@ CASES: dict[str, tuple[Any, Any, int]] = {
     "tensor parallel": (co_shard(2, plan=tensor_parallel()), gpt, 2),
     "in micro-batches, over layers": (accumulate(2, co_shard(2, plan=tensor_parallel())), STACKED, 2),
     "nnx": (co_shard(2), gpt_nnx, 1),
+    "checkpointed layers": (co_shard(2), functools.partial(STACKED, remat=True), 1),
     "user op": (co_shard(2, on=USER, loss=False), attention, 1),
     "user op in micro-batches": (accumulate(2, co_shard(2, on=USER, loss=False)), attention, 1),
 }
@@ -57,6 +59,21 @@ def test_tensor_parallel_sums_stay_shares_until_the_loop_has_ended() -> None:
     alone = activations(planned(tensor_parallel(), gpt(), 2))
     both = activations(planned(co_shard(2, loss=False, recompute=False, plan=tensor_parallel()), gpt(), 2))
     assert both == alone
+
+
+@pytest.mark.parametrize("make", [functools.partial(gpt, layers=2), STACKED], ids=["loop", "scan"])
+def test_it_recomputes_in_place_of_the_models_own_checkpoints(make: Any) -> None:
+    plain, checkpointed = (planned(co_shard(2), make(remat=remat), 1) for remat in (False, True))
+    assert any(decision.instead for decision in checkpointed.plan.decisions if isinstance(decision, Recompute))
+    clones = [sorted(op.name for op in plan.graph.ops if op.again is not None) for plan in (plain, checkpointed)]
+    assert clones[0] == clones[1] != []
+    assert len(plain.graph.loops) == len(checkpointed.graph.loops)
+
+
+def test_a_checkpoint_that_holds_more_than_is_co_sharded_stays() -> None:
+    plan = planned(co_shard(2, on=("*/mlp/up/kernel",)), gpt(layers=2, remat=True), 1)
+    assert not any(decision.instead for decision in plan.plan.decisions if isinstance(decision, Recompute))
+    assert any(op.remat for op in plan.graph.ops if op.path.endswith("attn/out/dot"))
 
 
 def test_parts_that_do_not_divide() -> None:
