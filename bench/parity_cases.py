@@ -269,6 +269,10 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("accumulate(4, zero2())", 2),
             Run("co_shard(4)", 1),
             Run("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2, quick=True),
+            Run("co_shard(2, plan=megatron(dp=2, tp=2, sequence=True, zero=1))", 4),
+            Run("co_shard(2, plan=zero3())", 4),
+            Run("accumulate(2, co_shard(2, plan=zero2()))", 4),
+            Run("recompute_layers(zero3(), 1)", 4),
         ],
     ),
     "conv + BatchNorm": (
