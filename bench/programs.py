@@ -4,9 +4,10 @@ Each case is a small random program (dots, elementwise functions, reductions, re
 softmax, norms, convolutions, pooling, cumsum, sort, scan, cond, dropout) and its gradient, under a plan that splits most
 ops at random: nested, along several factors, on the devices in a random order. Two steps in float64 against ``jax.jit``;
 ``worst`` is the largest difference in units of 1e-10 of the leaf's largest element. What is sent is proven by
-``jscaler.verify``.
+``jscaler.verify``. ``--timed``: the plans also have time axes, one or two, and one to four devices.
 """
 
+import functools
 import multiprocessing
 import warnings
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ OPTIONS = {
     "cases": {"type": int, "default": 1000, "help": "how many programs"},
     "first": {"type": int, "default": 1000, "help": "the first seed"},
     "workers": {"type": int, "default": 2, "help": "processes"},
+    "timed": {"action": "store_true", "help": "plans with time axes"},
 }
 
 
-def chunk(seeds: range) -> Row:
+def chunk(seeds: range, timed: bool) -> Row:
     """Measure some cases; a case that fails or raises is named."""
     import jax
 
@@ -36,7 +38,7 @@ def chunk(seeds: range) -> Row:
     found, failed = [], []
     for seed in seeds:
         try:
-            found.append(measure(seed))
+            found.append(measure(seed, timed=timed))
         except Exception as error:
             failed.append(f"{seed} {_steps(seed)}: {type(error).__name__}: {str(error)[:300]}")
             continue
@@ -45,7 +47,7 @@ def chunk(seeds: range) -> Row:
     jax.clear_caches()
     return {
         "cases": len(seeds),
-        "devices": " ".join(map(str, sorted({devices_of(seed) for seed in seeds}))),
+        "devices": " ".join(map(str, sorted({devices_of(seed, timed) for seed in seeds}))),
         "kinds of steps": len({name for f in found for name in f.program.steps}),
         "ops split": sum(f.splits for f in found),
         "worst": f"{max((f.worst for f in found), default=0.0):.2g}",
@@ -65,15 +67,15 @@ def _steps(seed: int) -> object:
         return f"(not drawn: {error})"
 
 
-def rows(quick: bool, cases: int, first: int, workers: int) -> Iterator[Row]:
+def rows(quick: bool, cases: int, first: int, workers: int, timed: bool) -> Iterator[Row]:
     if quick:
-        yield chunk(range(first, first + 8))
+        yield chunk(range(first, first + 8), timed)
         return
     seeds = range(first, first + cases)
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     # fresh processes now and then: XLA keeps what it compiled
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=5) as pool:
-        yield from pool.imap(chunk, chunks)
+        yield from pool.imap(functools.partial(chunk, timed=timed), chunks)
 
 
 if __name__ == "__main__":
