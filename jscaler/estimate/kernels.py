@@ -33,7 +33,20 @@ def kernels_of(block: Block) -> tuple[Kernel, ...]:
         >>> [(k.step.name, dict(k.reads), k.writes) for k in kernels_of(Block((a,), steps, (c,)))]
         [('exp', {a: 400}, (b,)), ('dot_general', {b: 400}, (c,))]
     """
-    return _Fusion(dataclasses.replace(block, steps=_turns_free(block.steps))).run()
+    return _Fusion(dataclasses.replace(block, steps=_fills_anew(_turns_free(block.steps)))).run()
+
+
+def _fills_anew(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """``steps`` in which each reader of what literals alone make (zeros) has its own: XLA fills again, and keeps none."""
+    fills = {step.writes[0]: step for step in steps if step.kind == "fused" and not step.reads and len(step.writes) == 1}
+    found: list[Step] = []
+    taken: set[Value] = set()
+    for step in steps:
+        again = {v: Value(v.nbytes, v.about, v.is_flag) for v in step.reads if v in fills and v in taken}
+        taken.update(step.reads)
+        found += [dataclasses.replace(fills[v], writes=(own,)) for v, own in again.items()]
+        found.append(dataclasses.replace(step, reads=tuple(again.get(v, v) for v in step.reads)) if again else step)
+    return tuple(found)
 
 
 def _turns_free(steps: Sequence[Step]) -> tuple[Step, ...]:

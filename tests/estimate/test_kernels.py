@@ -63,6 +63,19 @@ def test_a_fence_keeps_what_is_on_both_sides_apart() -> None:
     assert shown(lambda x: lax.optimization_barrier(jnp.exp(x)) + 1, X) == ["exp", "add"]
 
 
+def test_zeros_that_two_scatters_add_to_are_filled_twice_and_written_over() -> None:
+    def fun(x: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((64, 64))
+        return zeros.at[i].add(x, mode="clip") @ zeros.at[j].add(x, mode="clip")
+
+    rows = jax.ShapeDtypeStruct((64,), jnp.int32)
+    found = kernels(fun, X, rows, rows)
+    sums = [k for k in found if k.step.name == "scatter-add"]
+    filled = [{v for v in k.reads if any(v in f.writes and not f.reads for f in found)} for k in sums]
+    assert [len(own) for own in filled] == [1, 1]
+    assert filled[0].isdisjoint(filled[1])
+
+
 def test_dots_read_a_transposed_matrix_as_it_lies() -> None:
     found = kernels(lambda x, y: x @ y.T, X, X)
     assert [k.step.name for k in found] == ["dot_general"]
