@@ -82,6 +82,7 @@ CASES = [
     Case("accumulate(4, data_parallel())", 2, lambda: gpt(32, stacked=True), "gpt-125m f32, stacked, batch 32"),
     Case("accumulate(4, zero2())", 4, lambda: gpt(32, stacked=True, **BF16), "gpt-125m bf16, stacked, batch 32"),
     Case("recompute_layers()", 1, lambda: gpt(layers=6), "gpt-125m f32, 6 layers"),
+    Case("recompute_layers(data_parallel())", 4, lambda: gpt(32, layers=6), "gpt-125m f32, 6 layers, batch 32"),
     Case("co_shard(4)", 1, lambda: gpt(2, stacked=True, **BF16), "gpt-125m bf16, stacked, batch 2"),
     Case("co_shard(4)", 1, lambda: gpt(2, layers=4), "gpt-125m f32, 4 layers, batch 2"),
     Case("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2, lambda: gpt(layers=4), "gpt-125m f32, 4 layers"),

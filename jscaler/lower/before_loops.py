@@ -7,12 +7,13 @@ layers' backward: what the product reads, which may be the logits, then lies in 
     dx ──────────────────────────┴── fence ───┴──► loop over the layers
 
 The fence (an ``optimization_barrier``) has the loop wait for the product. It is put only where an operand, larger than the
-product, is then free. It costs no time: the product has to be made anyway.
+product, is then free. It costs no time: the product has to be made anyway. Layers that are computed again, and are no loop,
+have fences already (`capture.recompute`): the first of them waits for such products, too.
 """
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 
 from jax import lax
 from jax.extend import core
@@ -23,61 +24,80 @@ from jscaler.lower.casts import Exchange, Item, reads
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
-def made_before_loops(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
+def made_before_loops(items: Sequence[Item], outputs: Sequence[Atom], fences: Set[int] = frozenset()) -> list[Item]:
     """``items`` with a fence in front of each loop that would keep a product's operands in memory.
 
     Args:
         items: equations, exchanges and loops.
         outputs: what is read after them.
+        fences: by identity, those of the items in front of what is computed again. Without collectives nothing is put off
+            across them.
     """
-    found = list(items)
-    for name in [id(item) for item in items if _is_loop(item)]:
-        found = _before(found, next(place for place, item in enumerate(found) if id(item) == name), outputs)
+    last = _last_reads(items, outputs)
+    hides = any(isinstance(item, Exchange) for item in items)
+    found: list[Item] = []
+    between: list[Item] = []
+    for place, item in enumerate(items):
+        if _is_loop(item) or (hides and id(item) in fences):
+            found += _gated(between, item, place, last)
+            between = []
+        else:
+            between.append(item)
+    return [*found, *between]
+
+
+def _last_reads(items: Sequence[Item], outputs: Sequence[Atom]) -> dict[core.Var, int]:
+    """The place of the last item that reads a variable, of those that ``outputs`` need."""
+    found = {v: len(items) for v in outputs if isinstance(v, core.Var)}
+    for place in reversed(range(len(items))):
+        if _is_needed(items[place], found):
+            for v in reads(items[place]):
+                found.setdefault(v, place)
     return found
 
 
-def _before(items: Sequence[Item], place: int, outputs: Sequence[Atom]) -> list[Item]:
-    """``items`` with a fence of the products that the loop at ``place`` waits for; what is made of them is behind it."""
-    early, loop, late = items[:place], items[place], items[place + 1 :]
-    made = {v: number for number, item in enumerate(early) for v in results(item)}
-    arriving = [init for init, *_ in loop.carries if isinstance(init, core.Var) and init in made]
-    if not arriving:
-        return list(items)
-    wanted, taken = needed(late, outputs), set(reads(loop))
+def _is_needed(item: Item, wanted: Container[core.Var]) -> bool:
+    return any(v in wanted for v in results(item)) or (isinstance(item, core.JaxprEqn) and bool(item.effects))
+
+
+def _gated(items: Sequence[Item], gate: Item, place: int, last: Mapping[core.Var, int]) -> list[Item]:
+    """``items`` and the loop or fence behind them, which waits for products; what is made of these comes later."""
+    made = {v: number for number, item in enumerate(items) for v in results(item)}
+    waits = [init for init, *_ in gate.carries] if _is_loop(gate) else gate.invars
+    arriving = [v for v in waits if isinstance(v, core.Var) and v in made]
+    taken = set(reads(gate))
     found: dict[int, core.Var] = {}
     behind: set[int] = set()
-    for number, item in enumerate(early):
-        if _is_put_off(item, made, wanted | taken):
-            places, dependent = _made_of(item.outvars[0], early)
-            waits = not any(_is_loop(early[i]) for i in places)
-            if waits and dependent & wanted and dependent.isdisjoint(taken):
+    for number, item in enumerate(items) if arriving else ():
+        if _is_put_off(item, made, last, place):
+            places, dependent = _made_of(item.outvars[0], items)
+            if any(last.get(v, -1) > place for v in dependent) and dependent.isdisjoint(taken):
                 found[number] = item.outvars[0]
                 behind |= places
     products = {v: core.Var(v.aval) for number, v in found.items() if number not in behind}  # not what is made of another
     if not products:
-        return list(items)
-    last = max(arriving, key=lambda v: made[v])
-    later = core.Var(last.aval)
-    carries = tuple((later if init is last else init, *rest) for init, *rest in loop.carries)
-    first = [renamed(item, products) for i, item in enumerate(early) if i not in behind]
-    barrier = fence([last, *products.values()], [later, *products])
-    return [*first, barrier, *(early[i] for i in sorted(behind)), dataclasses.replace(loop, carries=carries), *late]
+        return [*items, gate]
+    first = [renamed(item, products) for i, item in enumerate(items) if i not in behind]
+    late = [items[i] for i in sorted(behind)]
+    if not _is_loop(gate):
+        return [*first, fence([*gate.invars, *products.values()], [*gate.outvars, *products]), *late]
+    newest = max(arriving, key=lambda v: made[v])
+    later = core.Var(newest.aval)
+    carries = tuple((later if init is newest else init, *rest) for init, *rest in gate.carries)
+    barrier = fence([newest, *products.values()], [later, *products])
+    return [*first, barrier, *late, dataclasses.replace(gate, carries=carries)]
 
 
 def needed(items: Sequence[Item], outputs: Sequence[Atom]) -> set[core.Var]:
     """What is read by ``items`` that ``outputs`` need, and the outputs."""
-    found = {v for v in outputs if isinstance(v, core.Var)}
-    for item in reversed(items):
-        if not found.isdisjoint(results(item)) or (isinstance(item, core.JaxprEqn) and item.effects):
-            found.update(reads(item))
-    return found
+    return set(_last_reads(items, outputs))
 
 
-def _is_put_off(item: Item, made: Container[core.Var], kept: Container[core.Var]) -> bool:
-    """Whether it is a product that is smaller than an operand which is read by nobody from the loop on."""
+def _is_put_off(item: Item, made: Container[core.Var], last: Mapping[core.Var, int], place: int) -> bool:
+    """Whether it is a product that is smaller than an operand which is read by nobody from ``place`` on."""
     if not isinstance(item, core.JaxprEqn) or item.primitive.name not in PRODUCTS:
         return False
-    operands = [v for v in item.invars if isinstance(v, core.Var) and v in made and v not in kept]
+    operands = [v for v in item.invars if isinstance(v, core.Var) and v in made and last.get(v, -1) < place]
     return any(nbytes(v) > nbytes(item.outvars[0]) for v in operands)
 
 
@@ -98,7 +118,7 @@ def renamed(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
     return item.replace(outvars=[table.get(v, v) for v in item.outvars])
 
 
-def fence(taken: Sequence[core.Var], given: Sequence[core.Var]) -> core.JaxprEqn:
+def fence(taken: Sequence[Atom], given: Sequence[core.Var]) -> core.JaxprEqn:
     eqn = trace_flat(lambda *xs: list(lax.optimization_barrier(xs)), [v.aval for v in taken]).eqns[0]
     return eqn.replace(invars=list(taken), outvars=list(given))
 

@@ -316,7 +316,8 @@ _MADE_OF_NOTHING = ("iota", "broadcast_in_dim")
 
 def _tidied(items: Sequence[Item], outputs: Sequence[Atom], like: core.Jaxpr, in_time: bool = False) -> list[Item]:
     found = across_casts(swap_dots(items, outputs), outputs)
-    found = merge_conditions(made_before_loops(made_together(found, outputs, in_time), outputs))
+    fences = {id(e) for e in found if isinstance(e, core.JaxprEqn) and e.primitive.name == "optimization_barrier"}
+    found = merge_conditions(made_before_loops(made_together(found, outputs, in_time), outputs, fences))
     return cast_at_use(found, outputs, partial(_cast_run, like))
 
 

@@ -86,17 +86,38 @@ def test_the_loop_waits_for_the_gradient_of_the_table(plan: str, devices: int) -
     assert all(i > fence for i in sums)
 
 
+def checkpointed(p: State, batch: State) -> jax.Array:
+    """The same, its layers one by one, computed again."""
+    x = p["embed"]["embedding"][batch["tokens"]]
+    for w in p["w"]:
+        x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, w)
+    with jax.named_scope("logits"):
+        logits = x @ p["embed"]["embedding"].T
+    return -jax.nn.log_softmax(logits)[jnp.arange(len(x)), batch["labels"]].mean()
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("data_parallel", 4)])
+def test_so_does_what_is_computed_again(plan: str, devices: int) -> None:
+    """Where there are collectives, behind which XLA puts it off: the first fence waits for it, no other one does."""
+    items = flattened(flat_of(checkpointed, plan, devices, 8 * WORDS))
+    waiting = [v.aval.shape == (WORDS, HIDDEN) for i in fences(items) for v in items[i].outvars]
+    first = [v.aval.shape == (WORDS, HIDDEN) for v in items[fences(items)[0]].outvars]
+    assert len(fences(items)) == LAYERS
+    assert sum(waiting) == sum(first) == (devices > 1)
+
+
 @pytest.mark.parametrize("rows", [4, 8])
 def test_a_gradient_that_frees_nothing_may_wait(rows: int) -> None:
     assert not fences(flattened(flat_of(head, "data_parallel", 4, rows)))
 
 
+@pytest.mark.parametrize("loss", [tied, checkpointed])
 @pytest.mark.parametrize(("plan", "devices"), [("data_parallel", 4), ("vocab_parallel", 4), ("zero3", 4)])
-def test_numbers_are_those_of_one_device(plan: str, devices: int) -> None:
+def test_numbers_are_those_of_one_device(plan: str, devices: int, loss: Callable[..., jax.Array]) -> None:
     args = params(), data(4 * WORDS)
-    run = jscaler.parallelize(plan, devices=devices)(step_of(tied))
+    run = jscaler.parallelize(plan, devices=devices)(step_of(loss))
     jscaler.verify(run.lower(*args))
-    (ours, value), (whole, expected) = run(*args), jax.jit(step_of(tied))(*args)
+    (ours, value), (whole, expected) = run(*args), jax.jit(step_of(loss))(*args)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, whole)
 
