@@ -1,13 +1,13 @@
 """Interned op bodies, and their backward bodies. Equal fragments (equal layers) share one Body object."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CUSTOM_VJP, evaluate, fingerprint, make_jaxpr, open_jaxpr, trace_flat
+from jscaler.capture.jaxprs import CUSTOM_VJP, all_equations, evaluate, fingerprint, make_jaxpr, trace_flat
 from jscaler.capture.saving import Leaf, Saving, trace_saving, vjp_of
 from jscaler.capture.user_bodies import UserBody, holds_user_op
 from jscaler.capture.user_op import op_p, traced
@@ -121,14 +121,7 @@ def _is_custom(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive is not op_p:
         return eqn.primitive.name in CUSTOM_VJP
     inner = traced(eqn.params["call"], [v.aval for v in eqn.invars])[0]
-    return any(e.primitive.name in CUSTOM_VJP for e in _all_equations(inner))
-
-
-def _all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _all_equations(open_jaxpr(inner)[0])
+    return any(e.primitive.name in CUSTOM_VJP for e in all_equations(inner))
 
 
 def _quiet(jaxpr: core.Jaxpr) -> core.Jaxpr:

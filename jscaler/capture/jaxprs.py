@@ -1,6 +1,6 @@
 """Small tools on jaxprs that every stage shares: build, inline, drop dead equations, tell equal programs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -145,6 +145,14 @@ def live_equations(eqns: Sequence[core.JaxprEqn], outvars: Iterable[Atom]) -> li
             needed.update(v for v in eqn.invars if isinstance(v, core.Var))
             kept.append(eqn)
     return kept[::-1]
+
+
+def all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of ``jaxpr``, and of programs inside them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from all_equations(open_jaxpr(inner)[0])
 
 
 def trace_flat(fun: Callable[..., Any], avals: Sequence[Any]) -> core.Jaxpr:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend import core
 
-from jscaler.capture.jaxprs import CONTRACTIONS
+from jscaler.capture.jaxprs import CONTRACTIONS, all_equations
+from jscaler.capture.user_op import op_p
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
 from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
@@ -111,11 +113,16 @@ def _groups(graph: Any, ops: Sequence[Op]) -> list[list[Op]]:
 
 
 def _cover(graph: Any, groups: Sequence[Sequence[Op]]) -> bool:
-    """Whether the model's own regions around ``groups`` hold no other contractions."""
+    """Whether the model's own regions around ``groups`` hold no other work: contractions, or ops of the user's."""
     own = {op for group in groups for op in group}
     regions = {region for op in own for region in op.remat}
     others = (op for op in graph.ops if op.kind == "forward" and op not in own and not regions.isdisjoint(op.remat))
-    return bool(regions) and not any(map(_contracts, others))
+    return bool(regions) and not any(op.body is not None and _works(op.body.jaxpr) for op in others)
+
+
+def _works(jaxpr: core.Jaxpr) -> bool:
+    names = (eqn.primitive.name for eqn in all_equations(jaxpr))
+    return any(name in CONTRACTIONS or name == op_p.name for name in names)
 
 
 def _with_preparation(graph: Any, group: Sequence[Op]) -> list[Op]:

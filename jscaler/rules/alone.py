@@ -133,6 +133,7 @@ class _Counts:
         self.parts = parts
         self.added: dict[core.Var, int] = {}  # how many are added up in what is not summed over the leaf yet
         self.counts: dict[core.Var, frozenset[int]] = {}  # the numbers that make a mean of a sum over the leaf
+        self.others: dict[core.Var, int] = {}  # how many other things were added up last: by that it is their mean
         self.constant: dict[core.Var, core.Literal] = {}
 
     def run(self) -> dict[core.Var, tuple[int, core.Literal]]:
@@ -156,7 +157,9 @@ class _Counts:
             source, literal = eqn.invars[1 - position], self._literal(eqn.invars[position])
             counts = self.counts.get(source, frozenset()) if isinstance(source, core.Var) else frozenset()
             if literal is not None and counts:
-                now = self._own(literal, counts, divides)
+                assert isinstance(source, core.Var)
+                other = self.others.get(source, 1)
+                now = None if _is_number(literal, other, divides) else self._own(literal, counts, divides)
                 if now is not None:
                     kind = literal.aval.dtype  # type: ignore[attr-defined]
                     aval = literal.aval.update(shape=())  # type: ignore[attr-defined]
@@ -165,15 +168,10 @@ class _Counts:
 
     def _own(self, literal: core.Literal, counts: frozenset[int], divides: bool) -> float | None:
         """The part's number in place of the whole's; one less is the count of an unbiased variance."""
-        kind = literal.aval.dtype  # type: ignore[attr-defined]
-
-        def is_it(number: float) -> bool:
-            return bool(np.asarray(literal.val) == np.asarray(number if divides else 1 / number, kind))
-
         for less in (0, 1):
             for count in sorted(counts, reverse=True):
                 own = count // self.parts - less
-                if count - less > 1 and is_it(count - less):
+                if count - less > 1 and _is_number(literal, count - less, divides):
                     return own if divides else 1 / own if own else math.inf
         return None
 
@@ -201,8 +199,15 @@ class _Counts:
             )
             if known and not carried:
                 self.counts[out] = known | {n * whole for n in known}
+                self.others[out] = whole if whole > 1 else max((self.others.get(v, 1) for v in operands), default=1)
             elif not known and before * whole > 1:
                 self.added[out] = before * whole
+
+
+def _is_number(literal: core.Literal, number: int, divides: bool) -> bool:
+    """Whether dividing (or multiplying) by ``literal`` divides by ``number``, if that is more than 1."""
+    kind = literal.aval.dtype  # type: ignore[attr-defined]
+    return number > 1 and bool(np.asarray(literal.val) == np.asarray(number if divides else 1 / number, kind))
 
 
 def results_alone(analysis: Analysis, split: Leaves, given: Sequence[State]) -> list[State]:

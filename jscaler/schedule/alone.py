@@ -8,19 +8,19 @@ What else a part has for itself and nobody else reads (an auxiliary loss) leaves
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError
-from jscaler.ir import Body, Graph, Op, PTensor
+from jscaler.ir import Body, Graph, Loop, Op, PTensor
 from jscaler.primitives import Plan
 from jscaler.rules.alone import HiddenCountError, Place, Whole, with_own_counts
 from jscaler.rules.book import RuleBook
+from jscaler.schedule.flows import Flows
 from jscaler.schedule.parts import OpPart, Own
 from jscaler.schedule.time_axes import TimeAxes, TimeCut, time_axes
 
@@ -53,6 +53,8 @@ class _Alone:
         self.bodies = bodies
         self.wholes: dict[PTensor, list[tuple[Whole, int]]] = {}  # of what each part has for itself, by time axis
         self.maker: dict[PTensor, Op] = {}
+        self.flows = Flows(graph)
+        self.next_state = {graph.outputs[output] for output in graph.next_version}
 
     def run(self) -> dict[str, Op]:
         """The ops by path."""
@@ -64,8 +66,9 @@ class _Alone:
                 if factor is not None and factor.kind == "blocked":
                     op = self._on_a_part(op, cut)
             found[path] = op
-        state = _states(self.graph, _with_stacks(self.graph, self.maker))
-        return {path: self._leaving(op, state) for path, op in found.items()}
+        states = _states(self.graph, _with_stacks(self.graph, self.maker), self.flows)
+        of_loops = {y.slice for loop in self.graph.loops.values() for y in loop.ys if y.stack in states}
+        return {path: self._leaving(op, states.keys() | of_loops) for path, op in found.items()}
 
     def _on_a_part(self, op: Op, cut: TimeCut) -> Op:
         assert op.body is not None
@@ -75,7 +78,7 @@ class _Alone:
         except HiddenCountError:
             raise PlanError(
                 f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function "
-                "with a derivative of its own (custom_jvp, custom_vjp); take the mean outside"
+                "with a derivative of its own (custom_jvp, custom_vjp) or a checkpoint; take the mean outside"
             ) from None
         for tensor, whole in zip(op.outputs, made.wholes, strict=True):
             if whole:
@@ -83,22 +86,25 @@ class _Alone:
                 self.maker[tensor] = op
         return dataclasses.replace(op, body=self.bodies.intern(made.jaxpr))
 
-    def _leaving(self, op: Op, states: Mapping[PTensor, PTensor]) -> Op:
+    def _leaving(self, op: Op, states: Set[PTensor]) -> Op:
         """``op``, whose results that leave the parts for good are summands of the whole's, or of the parts' mean."""
-        stacks = {y.slice: y.stack for loop in self.graph.loops.values() for y in loop.ys}
-        added, divisors = [], {}
-        for index, tensor in enumerate(op.outputs):
-            wholes = self.wholes.get(tensor, [])
-            is_state = tensor in states or stacks.get(tensor) in states
-            read_alone = any(r.path in self.alone for r in self.graph.consumers.get(tensor, ()))
-            floating = jnp.issubdtype(tensor.dtype, jnp.inexact)
-            if not wholes or is_state or read_alone or not floating or any(whole == "mixed" for whole, _ in wholes):
-                continue
-            added.append(index)
-            divisors[index] = math.prod(parts for whole, parts in wholes if whole == "mean")
-        if not added:
+        divisors = {
+            index: math.prod(parts for whole, parts in self.wholes[tensor] if whole == "mean")
+            for index, tensor in enumerate(op.outputs)
+            if self._leaves_for_good(tensor, states)
+        }
+        if not divisors:
             return op
-        return dataclasses.replace(op, body=_divided(op, divisors, self.bodies), added=tuple(added))
+        return dataclasses.replace(op, body=_divided(op, divisors, self.bodies), added=tuple(divisors))
+
+    def _leaves_for_good(self, tensor: PTensor, states: Set[PTensor]) -> bool:
+        """Whether what a part has for itself can be joined: no part, no state, and no loop over layers reads it on."""
+        wholes = self.wholes.get(tensor, [])
+        if not wholes or any(whole == "mixed" for whole, _ in wholes) or not jnp.issubdtype(tensor.dtype, jnp.inexact):
+            return False
+        made, readers = self.flows.onward(tensor)
+        is_state = tensor in states or not made.isdisjoint(self.next_state)
+        return not is_state and not any(op.path in self.axes.cuts for op in readers)
 
 
 def _divided(op: Op, divisors: Mapping[int, int], bodies: BodyTable) -> Body:
@@ -132,36 +138,40 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
         PlanError: what a part has for itself is read, and is no state.
     """
     own = _own(graph, parts)
-    found = _states(graph, own)
+    found = _states(graph, own, Flows(graph)) if own else {}
     for tensor, op in own.items():
         readers = [r.path for r in graph.consumers.get(tensor, ()) if not _hands_on(r, parts)]
         if tensor in found:
             readers = [path for path in readers if graph[path].kind != "update"]
         elif tensor in graph.outputs:
             readers = ["the caller of the step", *readers]
+        loops = [loop for loop in graph.loops.values() if tensor not in found and _goes_on(tensor, loop)]
+        readers += [f"loop '{loop.name}'" for loop in loops]
         if readers:
             raise PlanError(
                 f"'{op.path}' runs on each micro-batch alone, and {readers[0]} reads '{tensor.name}', which each "
-                "micro-batch has for itself, as others do that run alone; what leaves is rows of the batch, state that the "
-                "op reads and the step returns in its place, and means and sums that nobody else reads; compute it from "
-                "these, or fuse the readers with the op (graph.fuse)"
+                "micro-batch has for itself; what leaves such an op is rows of the batch, state that it reads and the step "
+                "returns in its place, and what is read for the whole batch alone (an auxiliary loss); compute it from "
+                "these, or fuse the reader with the op (graph.fuse)"
             )
     return found
 
 
-def _states(graph: Graph, own: Mapping[PTensor, Op]) -> dict[PTensor, PTensor]:
+def _states(graph: Graph, own: Mapping[PTensor, Op], flows: Flows) -> dict[PTensor, PTensor]:
     """Those of ``own`` that are state: what the step returns in the place of an input -> this input."""
     found: dict[PTensor, PTensor] = {}
-    if not own:
-        return found
-    sources = _Sources(graph)
-    for output, number in graph.next_version.items():
+    for output, number in graph.next_version.items() if own else ():
         state = graph.inputs[number]
-        ends = sources.first_of(graph.outputs[output], own.keys())
-        ends = [t for t in ends if t.shape == state.shape and t.dtype == state.dtype and state in sources.all_of(t)]
+        ends = flows.handed(graph.outputs[output], own.keys())
+        ends = [t for t in ends if t.shape == state.shape and t.dtype == state.dtype and state in flows.all_of(t)]
         if len(ends) == 1:
             found.setdefault(ends[0], state)
     return found
+
+
+def _goes_on(tensor: PTensor, loop: Loop) -> bool:
+    """Whether a loop takes ``tensor`` from iteration to iteration."""
+    return tensor in [x.stack for x in loop.xs] or tensor in [t for c in loop.carries for t in (c.init, c.out)]
 
 
 def _hands_on(op: Op, parts: Mapping[str, OpPart]) -> bool:
@@ -185,57 +195,3 @@ def _with_stacks(graph: Graph, own: Mapping[PTensor, Op]) -> dict[PTensor, Op]:
     for loop in graph.loops.values():
         found |= {y.stack: found[y.slice] for y in loop.ys if y.slice in found}
     return found
-
-
-class _Sources:
-    """Of what tensors are made, input by input of every body; state does not come by way of gradients."""
-
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.known: dict[Body, list[frozenset[int]]] = {}
-        self.beside: dict[PTensor, list[PTensor]] = {}
-        for loop in graph.loops.values():
-            for x in loop.xs:
-                self.beside.setdefault(x.slice, []).append(x.stack)
-            for y in loop.ys:
-                self.beside.setdefault(y.stack, []).append(y.slice)
-            for carry in loop.carries:
-                self.beside.setdefault(carry.final, []).append(carry.out)
-                self.beside.setdefault(carry.inside, []).append(carry.init)
-
-    def of(self, tensor: PTensor) -> Sequence[PTensor]:
-        op = self.graph.producer.get(tensor)
-        if op is None:
-            return self.beside.get(tensor, ())
-        if op.kind == "backward" or op.body is None:
-            return ()
-        return [op.inputs[i] for i in sorted(self._reads(op.body)[op.outputs.index(tensor)])]
-
-    def first_of(self, tensor: PTensor, ends: Set[PTensor]) -> list[PTensor]:
-        """The first of ``ends`` on every way back from ``tensor``."""
-        return [t for t in self._back(tensor, ends) if t in ends]
-
-    def all_of(self, tensor: PTensor) -> Set[PTensor]:
-        return set(self._back(tensor, frozenset()))
-
-    def _back(self, tensor: PTensor, ends: Set[PTensor]) -> Iterable[PTensor]:
-        todo, seen = [tensor], {tensor}
-        while todo:
-            at = todo.pop()
-            yield at
-            fresh = [t for t in dict.fromkeys(self.of(at)) if t not in seen] if at not in ends else []
-            seen.update(fresh)
-            todo += fresh
-
-    def _reads(self, body: Body) -> list[frozenset[int]]:
-        """By result the operands that it depends on."""
-        if body not in self.known:
-            reads: dict[core.Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(body.jaxpr.invars)}
-
-            def of(atoms: Iterable[object]) -> frozenset[int]:
-                return frozenset[int]().union(*(reads.get(v, frozenset()) for v in atoms if isinstance(v, core.Var)))
-
-            for eqn in body.jaxpr.eqns:
-                reads.update(dict.fromkeys(eqn.outvars, of(eqn.invars)))
-            self.known[body] = [of([v]) for v in body.jaxpr.outvars]
-        return self.known[body]

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.jaxprs import evaluate
+from jscaler.errors import PlanError
 from jscaler.ir import Body, FactorNames, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
@@ -211,6 +214,52 @@ def op_part(
     if id(jaxpr) not in known:
         known[id(jaxpr)] = bodies.intern(jaxpr)
     return OpPart(tuple(inputs), tuple(outputs), known[id(jaxpr)], named, indexed)
+
+
+def like_its_forward(op: Op, part: OpPart, forward: OpPart, bodies: BodyTable) -> OpPart:
+    """The part of a backward op that runs alone, whose rows are those of its forward.
+
+    A gradient that is one for all rows (of a mean's square) has rows of no relation to those that it is made of, and is
+    made whole: the part has a slice of it.
+
+    Raises:
+        PlanError: a tensor's rows cannot be told from others.
+    """
+    assert op.forward is not None
+    assert part.body is not None
+    assert part.named is not None
+    cotangents = [(t, forward.outputs[i]) for i, t in op.cotangents if t in op.inputs]
+    lost = [t.name for t, form in cotangents if isinstance(form, Sliced) and part.inputs[op.inputs.index(t)] != form]
+    wanted = [forward.inputs[i] for i in op.gradients]
+    cut = {i: f for i, f in enumerate(wanted) if isinstance(f, Sliced) and part.outputs[i] != f}
+    if not cut and not lost:
+        return part
+    first = len(part.named.tensors) - len(op.outputs)
+    tensors = list(part.named.tensors)
+    for i, form in cut.items():
+        names = tensors[first + i][form.dim]
+        lost += [op.outputs[i].name] if len(names) != 1 or isinstance(part.outputs[i], Sliced) else []
+        tensors[first + i] = tuple(
+            ((names[0][0], form.blocks * form.rows),) if d == form.dim and names else own
+            for d, own in enumerate(tensors[first + i])
+        )
+    if lost:
+        raise PlanError(
+            f"'{op.forward.path}' cannot run on each micro-batch alone: the rows of {lost[0]} are not those it reads"
+        )
+    jaxpr = part.body.jaxpr
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        results = evaluate(jaxpr, args[: len(jaxpr.invars)])
+        return [cut[i].take(x, args[-1]) if i in cut else x for i, x in enumerate(results)]
+
+    avals = [v.aval for v in jaxpr.invars]
+    if not part.indexed:
+        avals.append(jax.typeof(np.zeros((), np.int32)))
+        tensors.insert(first, ())
+    outputs = tuple(cut.get(i, form) for i, form in enumerate(part.outputs))
+    named = FactorNames(tuple(tensors), part.named.reserved)
+    return OpPart(part.inputs, outputs, bodies.traced(run, avals), named, indexed=True)
 
 
 def _as_it_is(op: Op, tensor: PTensor, form: Form, made: Mapping[PTensor, Form]) -> Form:

@@ -20,7 +20,7 @@ from jscaler.primitives import Decision, Plan, Trans
 from jscaler.rules.book import RuleBook
 from jscaler.schedule.alone import handed_on
 from jscaler.schedule.part_loop import RegionWriter, TornApartError
-from jscaler.schedule.parts import Form, OpPart, Sliced, Summed, names_of, op_part, passed_on
+from jscaler.schedule.parts import Form, OpPart, Sliced, Summed, like_its_forward, names_of, op_part, passed_on
 from jscaler.schedule.regions import Region, Regions
 from jscaler.schedule.time_axes import TimeCut, time_axes
 from jscaler.schedule.unrolled import unrolled
@@ -121,7 +121,12 @@ class _Writer:
             op = self.graph[path]
             alone = made if (op.forward or op.again or op).path in self.alone else None
             part = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts, alone)
+            assert part is not None or alone is None or op.forward is not None, (
+                f"{op} has the body of a part, and runs whole"
+            )
             if part is not None:
+                if alone is not None and op.forward is not None and op.forward.path in found:
+                    part = like_its_forward(op, part, found[op.forward.path], self.bodies)
                 found[path] = part
                 made.update(zip(op.outputs, part.outputs, strict=True))
         return found
@@ -182,7 +187,8 @@ class _Writer:
         known = set(self.graph.inputs) - state | {c for c, _ in self.graph.constants}
         alone: set[str] = set()
         for op in self.graph.ops:
-            if op.loop is None and op.kind != "backward" and all(t in known for t in op.inputs):
+            is_alone = op.path in self.alone  # its body is that of a part
+            if op.loop is None and op.kind != "backward" and not is_alone and all(t in known for t in op.inputs):
                 known.update(op.outputs)
                 alone.add(op.path)
         whole: set[str] = set()

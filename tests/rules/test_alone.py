@@ -68,3 +68,16 @@ def test_what_a_part_has_for_itself_stays_its_own() -> None:
     )
     assert with_own_counts(jaxpr, (0, 0, 0), PARTS, {1}).wholes == ("", "mean")
     assert with_own_counts(jaxpr, (0, 0, 0), PARTS).wholes == ("", "")
+
+
+@pytest.mark.parametrize("features", [6, 7, 8])
+def test_a_mean_over_what_was_added_up_last_is_that_mean(features: int) -> None:
+    """Not one over the rows, though their number, or that less one, is the same."""
+
+    def mean_of_features(x: Any) -> Any:
+        return [jnp.tanh(x.mean(0)), jnp.mean(jnp.sum(x * x, 0))]
+
+    whole = trace_flat(mean_of_features, [jax.ShapeDtypeStruct((ROWS, features), jnp.float32)])
+    made = with_own_counts(whole, (0, 0, 0), PARTS).jaxpr
+    divisors = [float(e.invars[1].val) for e in made.eqns if e.primitive.name == "div"]
+    assert divisors == [ROWS // PARTS, features]

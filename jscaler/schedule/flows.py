@@ -1,0 +1,90 @@
+"""Where tensors come from and where they go: through ops, and through the carries and stacks of loops."""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+
+from jax.extend import core
+
+from jscaler.ir import Body, Graph, Op, PTensor
+
+# What hands a value on as it is, or one of several: a version of state that is chosen, cast or stacked is that state.
+HANDS_ON = frozenset(
+    """
+    select_n convert_element_type copy reshape squeeze expand_dims transpose stop_gradient optimization_barrier
+    reduce_precision
+    """.split()  # noqa: SIM905
+)
+Reads = list[frozenset[int]]  # by result, operands
+
+
+class Flows:
+    """The ways of tensors through a graph. State does not come by way of gradients: those end a way back."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.known: dict[tuple[Body, bool], Reads] = {}
+        self.before: dict[PTensor, list[PTensor]] = {}
+        self.behind: dict[PTensor, list[PTensor]] = {}
+        for loop in graph.loops.values():
+            pairs = [(x.stack, x.slice) for x in loop.xs] + [(y.slice, y.stack) for y in loop.ys]
+            for carry in loop.carries:
+                pairs += [(carry.out, carry.final), (carry.out, carry.inside), (carry.init, carry.inside)]
+                pairs += [(carry.init, carry.final)]
+            for source, target in pairs:
+                self.before.setdefault(target, []).append(source)
+                self.behind.setdefault(source, []).append(target)
+
+    def all_of(self, tensor: PTensor) -> Set[PTensor]:
+        """What ``tensor`` is made of."""
+        return set(self._back(tensor, frozenset(), handed=False))
+
+    def handed(self, tensor: PTensor, ends: Set[PTensor]) -> list[PTensor]:
+        """Those of ``ends`` that ``tensor`` may be, cast, chosen among others, or stacked."""
+        return [t for t in self._back(tensor, ends, handed=True) if t in ends]
+
+    def onward(self, tensor: PTensor) -> tuple[Set[PTensor], list[Op]]:
+        """All that is made of ``tensor``, itself among it, and the ops that read any of that; but for backward passes."""
+        todo, made, readers = [tensor], {tensor}, dict[str, Op]()
+        while todo:
+            at = todo.pop()
+            found = list(self.behind.get(at, ()))
+            for op in self.graph.consumers.get(at, ()):
+                if op.kind != "backward" and op.path not in readers:
+                    readers[op.path] = op
+                    found += op.outputs
+            fresh = [t for t in dict.fromkeys(found) if t not in made]
+            made.update(fresh)
+            todo += fresh
+        return made, list(readers.values())
+
+    def _back(self, tensor: PTensor, ends: Set[PTensor], handed: bool) -> Iterator[PTensor]:
+        todo, seen = [tensor], {tensor}
+        while todo:
+            at = todo.pop()
+            yield at
+            fresh = [t for t in dict.fromkeys(self._sources(at, handed)) if t not in seen] if at not in ends else []
+            seen.update(fresh)
+            todo += fresh
+
+    def _sources(self, tensor: PTensor, handed: bool) -> Sequence[PTensor]:
+        op = self.graph.producer.get(tensor)
+        if op is None:
+            return self.before.get(tensor, ())
+        if op.kind == "backward" or op.body is None:
+            return ()
+        return [op.inputs[i] for i in sorted(self._reads(op.body, handed)[op.outputs.index(tensor)])]
+
+    def _reads(self, body: Body, handed: bool) -> Reads:
+        """By result the operands that it depends on, or those that it may be."""
+        key = body, handed
+        if key not in self.known:
+            found: dict[core.Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(body.jaxpr.invars)}
+
+            def of(atoms: Iterable[object]) -> frozenset[int]:
+                return frozenset[int]().union(*(found.get(v, frozenset()) for v in atoms if isinstance(v, core.Var)))
+
+            for eqn in body.jaxpr.eqns:
+                operands = eqn.invars[1:] if handed and eqn.primitive.name == "select_n" else eqn.invars
+                ends = handed and eqn.primitive.name not in HANDS_ON
+                found.update(dict.fromkeys(eqn.outvars, frozenset() if ends else of(operands)))
+            self.known[key] = [of([v]) for v in body.jaxpr.outvars]
+        return self.known[key]
