@@ -263,10 +263,11 @@ class Planner:
     def per_microbatch(self, selection: Any) -> None:
         """Let ops that need the whole batch (BatchNorm's statistics) run on each micro-batch alone.
 
-        As if the model had been traced on a micro-batch: means are those of its rows, forward and backward. Running
+        As if the op had been traced on a micro-batch: means are those of its rows, forward and backward. Running
         statistics, state that such an op reads and the step returns, go from micro-batch to micro-batch, as the carry of a
-        ``lax.scan`` written by hand would. What else such an op leaves (a mixture of experts' auxiliary loss) is the mean
-        over the micro-batches. Say it before `TimeSplit`.
+        ``lax.scan`` written by hand would. What the whole batch's ops alone read of it (a mixture of experts' auxiliary
+        loss) is the mean over the micro-batches. Selected ops that need no whole are as they are without: a sum over rows
+        is the whole batch's (`fuse` one with its reader to have it run alone, too). Say it before `TimeSplit`.
 
         Args:
             selection: ops, modules or parts of paths as shell patterns (``"BatchNorm*"``), or several of these.
