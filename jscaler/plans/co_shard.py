@@ -11,7 +11,7 @@ in the same iteration: heads/parts · s · s elements instead of heads · s · s
 backward in one loop, so that the logits of one part of the tokens live at a time, and nothing is computed twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,8 @@ def co_shard(
         on: kernels whose columns are split, as for `tensor_parallel`.
         plan: the policy that splits and places the ops between devices; `single` by default.
         loss: whether the loss runs along the tokens.
-        recompute: whether the parts are computed again for the backward pass; else what they make is kept.
+        recompute: whether the parts are computed again for the backward pass, instead of the model's own checkpoints
+            around them, if these hold no other work; else what they make is kept.
         vocabulary: tables whose logits the loss is made of, as for `vocab_parallel`.
 
     Raises (when the plan is made):
@@ -73,8 +74,9 @@ def co_shard(
         inner(graph, devices)
         if recompute and graph.calls:
             groups = _groups(graph, list(table))
+            own = {op for group in groups for op in group}
             for group in groups:
-                graph.recompute(group, instead=_cover(graph, groups))
+                graph.recompute(group, instead=_is_covered(graph, group, own))
 
     policy.__name__ = "co_shard"
     return policy
@@ -112,10 +114,9 @@ def _groups(graph: Any, ops: Sequence[Op]) -> list[list[Op]]:
     return [_with_preparation(graph, group) for group in table.values() if any(op.backward is not None for op in group)]
 
 
-def _cover(graph: Any, groups: Sequence[Sequence[Op]]) -> bool:
-    """Whether the model's own regions around ``groups`` hold no other work: contractions, or ops of the user's."""
-    own = {op for group in groups for op in group}
-    regions = {region for op in own for region in op.remat}
+def _is_covered(graph: Any, group: Sequence[Op], own: Set[Op]) -> bool:
+    """Whether the model's regions around ``group`` hold no work beside ``own``: contractions, or ops of the user's."""
+    regions = {region for op in group for region in op.remat}
     others = (op for op in graph.ops if op.kind == "forward" and op not in own and not regions.isdisjoint(op.remat))
     return bool(regions) and not any(op.body is not None and _works(op.body.jaxpr) for op in others)
 

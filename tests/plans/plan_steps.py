@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 import jscaler
+from jscaler.lower.numbering import FlatLoop, Run
 from jscaler.lower.program import Adapt
 from jscaler.stages import Captured, StepPlan, lower, transform
 from models.gpt import GPT, GPTConfig
@@ -157,3 +158,22 @@ def _real_leaves(state: Any) -> list[tuple[str, np.ndarray]]:
     """The leaves by path, keys and counters left out."""
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(state)]
     return [(path, np.asarray(leaf)) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def repeated(plan: StepPlan) -> Counter[str]:
+    """How often each primitive and each collective runs, over all iterations of loops."""
+    found: Counter[str] = Counter()
+
+    def add(steps: Any, times: int) -> None:
+        for step in steps:
+            if isinstance(step, Run):
+                for eqn in step.jaxpr.eqns:
+                    found[eqn.primitive.name] += times
+            elif isinstance(step, FlatLoop):
+                add(step.steps, times * step.loop.length)
+            elif isinstance(step.adapt, Adapt):
+                for move in step.adapt.adapter.steps:
+                    found[move.kind] += times
+
+    add(plan.flat.steps, 1)
+    return found

@@ -1,6 +1,5 @@
 """Layers computed again around other plans: same numbers, exactly one more forward of each layer, and its collectives."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +8,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from plan_steps import assert_same_numbers, gpt, gpt_nnx, made_once, mlp, planned, with_arguments
+from plan_steps import assert_same_numbers, gpt, gpt_nnx, made_once, mlp, planned, repeated, with_arguments
 
 import jscaler
 from jscaler import PlanError, UnknownNameError
-from jscaler.lower.numbering import FlatLoop, Run
-from jscaler.lower.program import Adapt
 from jscaler.plans import by_name, recompute_layers, single, tensor_parallel
 from jscaler.report.targets import described_devices
-from jscaler.stages import StepPlan
 from jscaler.target import WITHOUT_GPU
 
 
@@ -29,25 +25,6 @@ def stacked() -> Any:
 @made_once
 def unrolled() -> Any:
     return gpt(layers=2)
-
-
-def repeated(plan: StepPlan) -> Counter[str]:
-    """How often each primitive and each collective runs, over all iterations of loops."""
-    found: Counter[str] = Counter()
-
-    def add(steps: Any, times: int) -> None:
-        for step in steps:
-            if isinstance(step, Run):
-                for eqn in step.jaxpr.eqns:
-                    found[eqn.primitive.name] += times
-            elif isinstance(step, FlatLoop):
-                add(step.steps, times * step.loop.length)
-            elif isinstance(step.adapt, Adapt):
-                for move in step.adapt.adapter.steps:
-                    found[move.kind] += times
-
-    add(plan.flat.steps, 1)
-    return found
 
 
 def more(plan: str, inner: str, make: Callable[..., Any], devices: int = 4) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Recompute as a decision: what becomes a region, what is refused, and what the region then is."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from plans.plan_steps import repeated
 
 import jscaler
 from jscaler import Plan, PlanError, PlanFitError, UnknownNameError
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph
-from jscaler.lower.numbering import FlatLoop, Run, Step
 from jscaler.primitives import make_plan
 from jscaler.primitives.fits import check_fits
 from jscaler.stages import Captured, StepPlan, lower
@@ -65,25 +64,9 @@ def planned(policy: Policy, loss_fn: Callable[..., jax.Array] = chain) -> StepPl
     return lower(known, make_plan(policy, known.graph, 1, known.bodies))
 
 
-def counted(plan: StepPlan) -> Counter[str]:
-    """How often each primitive runs, over all iterations of loops."""
-    found: Counter[str] = Counter()
-
-    def add(steps: tuple[Step, ...], times: int) -> None:
-        for step in steps:
-            if isinstance(step, Run):
-                for eqn in step.jaxpr.eqns:
-                    found[eqn.primitive.name] += times
-            elif isinstance(step, FlatLoop):
-                add(step.steps, times * step.loop.length)
-
-    add(plan.flat.steps, 1)
-    return found
-
-
 def more(policy: Policy, loss_fn: Callable[..., jax.Array] = chain) -> dict[str, int]:
     """What runs more often under ``policy`` than if nothing is computed again."""
-    before, after = counted(planned(lambda graph, devices: None, loss_fn)), counted(planned(policy, loss_fn))
+    before, after = repeated(planned(lambda graph, devices: None, loss_fn)), repeated(planned(policy, loss_fn))
     assert not before - after
     return {k: n for k, n in (after - before).items() if k in ("dot_general", "sin", "cos", "tanh", "exp")}
 
@@ -151,7 +134,7 @@ def test_a_region_of_the_model_inside_the_selection_becomes_part_of_it() -> None
     assert [region.name for region in step.source["b/dot"].remat] == ["a/dot/again", "remat"]
     assert fenced(step) == {"x"}
     within = planned(lambda graph, _: graph.recompute("b/cos"), checkpointed)
-    assert counted(within) == counted(planned(lambda graph, _: None, checkpointed))
+    assert repeated(within) == repeated(planned(lambda graph, _: None, checkpointed))
 
 
 def test_clones_know_what_they_repeat() -> None:
@@ -199,7 +182,7 @@ def test_fused_ops_are_computed_again_as_one() -> None:
         fused = graph.fuse("b/dot", "b/cos", "c/dot", name="middle")
         graph.recompute([fused, "c/tanh"])
 
-    assert counted(planned(policy))["cos"] == counted(planned(lambda graph, _: None))["cos"] + 1
+    assert repeated(planned(policy))["cos"] == repeated(planned(lambda graph, _: None))["cos"] + 1
     assert_like_jax(policy, chain)
     with pytest.raises(PlanError, match="is named by a decision before, 'recompute b/dot"):
         planned(lambda graph, _: (graph.recompute("b/*"), graph.fuse("b/dot", "b/cos")))
@@ -213,7 +196,7 @@ def test_a_plan_file_holds_it_and_another_graph_is_checked() -> None:
     assert '{"kind": "recompute", "ops": ["b/dot", "b/cos", "c/dot", "c/tanh"], "keep": ["b/dot"]}' in made.to_json()
     assert "recompute b/dot + b/cos + c/dot + c/tanh, keeping b/dot" in str(made)
     check_fits(loaded, known.graph, BodyTable())
-    assert counted(lower(known, loaded)) == counted(lower(known, made))
+    assert repeated(lower(known, loaded)) == repeated(lower(known, made))
     other: Graph = captured(checkpointed).graph
     half = make_plan(lambda graph, _: graph.recompute(["a/*", "b/*"]), known.graph, 1, known.bodies)
     with pytest.raises(PlanFitError, match="are part of region 'remat'"):
