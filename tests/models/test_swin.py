@@ -82,7 +82,10 @@ def test_stacked_and_rematerialised_pairs_are_the_same_model() -> None:
     np.testing.assert_allclose(ours, jax.jit(Swin(config).apply)({"params": params}, images), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2)])
+PLANS = [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2), ("co_shard(2, plan=tensor_parallel())", 2)]
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS)
 def test_train_step_under_a_plan(plan: str, devices: int) -> None:
     with jax.enable_x64(True):
         config = dataclasses.replace(TINY, dtype=jnp.float64, param_dtype=jnp.float64)
