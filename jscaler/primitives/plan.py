@@ -137,7 +137,7 @@ class Recompute:
     Attributes:
         ops: in the order of the program.
         keep: of these the ops whose results are saved, or single results by their names.
-        instead: whether the regions that the model itself has around these ops are dissolved.
+        instead: whether regions that hold any of these ops already (the model's own) are dissolved.
     """
 
     ops: tuple[str, ...]
@@ -146,7 +146,7 @@ class Recompute:
 
     def __str__(self) -> str:
         kept = f", keeping {' + '.join(self.keep)}" if self.keep else ""
-        instead = ", instead of the model's own regions" if self.instead else ""
+        instead = ", instead of the regions around" if self.instead else ""
         return f"recompute {' + '.join(self.ops)}{kept}{instead}"
 
 

@@ -348,7 +348,7 @@ class Planner:
             selection: ops, grids, paths or shell patterns: of one gradient call and one loop body, or with all of a loop.
             keep: of these, the ops whose results are saved (or single results, by name): what an all-reduce has made, say.
                 What an op's own backward needs beyond its results is computed again from its inputs.
-            instead: dissolve the model's own regions that hold any of these ops; what is not selected is saved then.
+            instead: dissolve regions that hold any of these ops already (the model's own); what else they hold is saved.
 
         Raises:
             UnknownNameError: nothing is called so, or what is kept is not among the selected.
