@@ -246,8 +246,8 @@ def like_its_forward(op: Op, part: OpPart, forward: OpPart, bodies: BodyTable) -
     if lost:
         parts = next(form.parts for form in (*forward.inputs, *forward.outputs) if isinstance(form, Sliced))
         raise PlanError(
-            f"'{op.forward.path}' cannot run on each of {parts} micro-batches alone: in its gradient '{lost[0]}' has rows that "
-            "cannot be told from those it is made of; fuse the op with what makes its rows (graph.fuse)"
+            f"'{op.forward.path}' cannot run on each of {parts} micro-batches alone: in its gradient '{lost[0]}' has rows "
+            "that cannot be told from those it is made of; fuse the op with what makes its rows (graph.fuse)"
         )
     jaxpr = part.body.jaxpr
 
