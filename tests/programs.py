@@ -310,6 +310,14 @@ def devices_of(seed: int, timed: bool = False) -> int:
     return ((1, 2, 1, 4) if timed else (2, 4, 8, 6))[seed % 4]
 
 
+def lowered_case(seed: int, timed: bool = False) -> tuple[Program, Any]:
+    """The program of ``seed``, and its step lowered under the plan of ``seed``."""
+    program, devices = draw_program(seed), devices_of(seed, timed)
+    policy = (draw_timed_policy if timed else draw_policy)(seed, devices)
+    step = jscaler.parallelize(policy, devices=devices)(program.train_step)
+    return program, step.lower(program.params, program.batch)
+
+
 def measure(seed: int, steps: int = 2, timed: bool = False) -> Outcome:
     """Run the program of ``seed`` under the plan of ``seed`` and under ``jax.jit``, in float64, for some steps.
 
@@ -318,10 +326,7 @@ def measure(seed: int, steps: int = 2, timed: bool = False) -> Outcome:
 
     Losses, gradients and parameters are compared; and the program's redistribution is proven.
     """
-    program, devices = draw_program(seed), devices_of(seed, timed)
-    policy = (draw_timed_policy if timed else draw_policy)(seed, devices)
-    step = jscaler.parallelize(policy, devices=devices)(program.train_step)
-    lowered = step.lower(program.params, program.batch)
+    program, lowered = lowered_case(seed, timed)
     jscaler.verify(lowered)
     run, plain = lowered.compile(), jax.jit(program.train_step)
     ours, theirs = program.params, program.params
@@ -334,7 +339,7 @@ def measure(seed: int, steps: int = 2, timed: bool = False) -> Outcome:
                 worst, where = off, jax.tree_util.keystr(path)
         ours, theirs = mine[0], true[0]
     splits = sum(type(d).__name__ == "Trans" for d in lowered.plan.plan.decisions)
-    return Outcome(program, devices, splits, worst, where)
+    return Outcome(program, devices_of(seed, timed), splits, worst, where)
 
 
 def _difference(ours: np.ndarray, true: np.ndarray) -> float:
