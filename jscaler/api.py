@@ -13,6 +13,7 @@ from jscaler.devices import Devices, devices_at_hand, resolve_devices
 from jscaler.errors import CaptureError, PlanError
 from jscaler.follow import Followed, Following
 from jscaler.ir import Graph
+from jscaler.lower.passes import flat_passes
 from jscaler.modules import parallel_module
 from jscaler.primitives import Plan
 from jscaler.stages import Captured, StepPlan, executable, lower, lowered, transform
@@ -31,6 +32,7 @@ def parallelize(
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    without_passes: str | Sequence[str] = (),
 ) -> Callable[[Any], Any]:
     """Decorate a step function (not a method) or a Flax module so that it runs on many devices as ``plan`` says.
 
@@ -46,6 +48,8 @@ def parallelize(
             default few bytes are sent in few steps, whatever the links.
         donate_argnums, donate_argnames: arguments whose buffers the step may reuse, as in ``jax.jit``.
         static_argnums, static_argnames: hashable arguments that are compile-time constants, as in ``jax.jit``.
+        without_passes: passes for XLA's scheduler or code generation to leave out (``"swapped_dots"``,
+            ``"products_before_loops"``, ``"pairs_together"``), to see what each is worth; ``lowered.passes`` lists all.
 
     Returns:
         A decorator: of a function it makes a `Parallelized`, of a module class a subclass, of a module one like it.
@@ -60,6 +64,8 @@ def parallelize(
         devices = policy.num_devices
 
     cost = _cost_model(cluster)
+    without = (without_passes,) if isinstance(without_passes, str) else tuple(without_passes)
+    flat_passes(without)  # raises here, where the user wrote it
 
     def decorate(fun: Any) -> Any:
         module = parallel_module(fun, step_of_module)
@@ -72,7 +78,7 @@ def parallelize(
                 "been imported as flax.linen or flax.nnx?"
             )
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
-        return Parallelized(fun, policy, devices, arguments, cost)
+        return Parallelized(fun, policy, devices, arguments, cost, without=without)
 
     def step_of_module(forward: Callable[..., Any]) -> Parallelized:
         if any(x not in ((), "") for x in (donate_argnums, donate_argnames, static_argnums, static_argnames)):
@@ -81,7 +87,7 @@ def parallelize(
                 "arguments is no array is static"
             )
         arguments = Arguments.of(forward, (), (), (), "constants")
-        return Parallelized(forward, policy, devices, arguments, cost, updates=False)
+        return Parallelized(forward, policy, devices, arguments, cost, updates=False, without=without)
 
     return decorate
 
@@ -108,7 +114,7 @@ class Parallelized:
 
     def __init__(
         self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS,
-        updates: bool = True, following: Following | None = None,
+        updates: bool = True, following: Following | None = None, without: Sequence[str] = (),
     ):  # fmt: skip
         functools.update_wrapper(self, fun)
         self.fun = fun
@@ -117,6 +123,7 @@ class Parallelized:
         self._devices = devices
         self._arguments = arguments
         self._cost = cost
+        self._without = without
         self._following = following  # whose layouts the state of this step has
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
         self._lowered: dict[Any, Lowered] = {}
@@ -244,7 +251,7 @@ class Parallelized:
             return [Followed.of(m.graph, m.plan.completed.inputs, m.call) for m in made]
 
         following = Following(self._name, self._policy, planned, paths or {})
-        return Parallelized(fun, policy, self._devices, arguments, self._cost, following=following)
+        return Parallelized(fun, policy, self._devices, arguments, self._cost, following=following, without=self._without)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The captured graph for these arguments, before any plan."""
@@ -264,7 +271,7 @@ class Parallelized:
         captured, result = capture_call(self.fun, self._arguments, call, self._updates)
 
         def planned(num_devices: int) -> StepPlan:
-            return lower(captured, self._plan(captured, call, num_devices), self._cost)
+            return lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
 
         step = planned(count)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]

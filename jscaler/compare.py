@@ -19,6 +19,7 @@ from jscaler.report.moves import readable_bytes
 from jscaler.report.tables import table
 from jscaler.report.timing import interleaved, median_ratio
 from jscaler.stages import StepPlan, executable, input_structs, lower, shardings
+from jscaler.stages import lowered as lowered_segments
 
 Arguments = Callable[[int], tuple[Any, ...]]
 
@@ -125,8 +126,8 @@ def twin(lowered: Lowered, options: Mapping[str, Any] | None = None) -> Any:
 def _compile_twin(
     plan: StepPlan, lowered: Lowered, donated: Sequence[int], options: Mapping[str, Any] | None = None
 ) -> Any:
-    mesh = physical_mesh(plan.program, lowered.devices)
-    inputs, outputs = shardings(plan, mesh)
+    mesh = physical_mesh(plan.program.group, lowered.devices)  # GSPMD partitions for one group
+    inputs, outputs = shardings(plan, lowered.devices)
     fun = constrained_step(plan.source, plan.layouts, mesh, plan.completed.gradients, plan.refetched)
     jitted = jax.jit(fun, in_shardings=inputs, out_shardings=list(outputs), donate_argnums=tuple(donated))
     return jitted.lower(*input_structs(plan, inputs)).compile(dict(options or {}))
@@ -143,8 +144,8 @@ def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[flo
     probed = dataclasses.replace(graph, outputs=(*graph.outputs, *probes), output_names=(*graph.output_names, *names))
     both = lower(dataclasses.replace(lowered.captured, graph=probed), lowered.plan.plan, lowered.cost)
     ours = executable(both, lowered.devices, ())
-    mine = ours.jitted.lower(*input_structs(both, ours.in_shardings)).compile()
-    sides = (lambda *leaves: ours.results(mine(*leaves), leaves), _compile_twin(both, lowered, ()))
+    mine = [one.compile() for one in lowered_segments(both, ours)]
+    sides = (lambda *leaves: ours.run(mine, leaves), _compile_twin(both, lowered, ()))
     results = []
     for run in sides:
         state: dict[int, Any] = {}

@@ -13,6 +13,7 @@ from jscaler.devices import Device, resolve_devices
 from jscaler.dispatch import KnownArguments
 from jscaler.errors import CaptureError
 from jscaler.ir import Graph
+from jscaler.ir.passes import Passes
 from jscaler.report.target_report import Inspectable, TargetReport
 from jscaler.stages import Captured, Executable, StepPlan
 from jscaler.step_capture import NodeChanges
@@ -24,6 +25,7 @@ class Lowered:
     """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``.
 
     Attributes:
+        segments: a ``jax.stages.Lowered`` for each device group.
         devices: those it was lowered for; none where as many as the plan has are not at hand.
         planned: the plan for another number of devices; None where ``parallelize`` was told which to use.
     """
@@ -33,7 +35,7 @@ class Lowered:
     executable: Executable
     call: Call
     out_tree: Any
-    lowered: Any
+    segments: tuple[Any, ...]
     devices: tuple[Device, ...]
     cost: CostModel = FEW_STEPS
     changes: NodeChanges | None = None
@@ -42,6 +44,15 @@ class Lowered:
     @property
     def graph(self) -> Graph:
         return self.plan.graph
+
+    @property
+    def passes(self) -> Passes:
+        """What was done to the graph, and then to the program of a device, pass by pass; prints as a table.
+
+        Example:
+            >>> print(step.lower(state, batch).passes)  # doctest: +SKIP
+        """
+        return self.plan.passes
 
     @overload
     def compile(self, target: None = None) -> "Compiled": ...
@@ -70,10 +81,16 @@ class Lowered:
             return compile_for(step, cluster, self.executable.donated)
         if not self.devices:
             resolve_devices(self.plan.plan.num_devices)
-        return Compiled(self, self.lowered.compile())
+        return Compiled(self, tuple(one.compile() for one in self.segments))
+
+    @property
+    def lowered(self) -> Any:
+        """What JAX lowered, of a step that runs on one group."""
+        (one,) = self.segments
+        return one
 
     def as_text(self) -> str:
-        return self.lowered.as_text()
+        return "\n".join(one.as_text() for one in self.segments)
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,7 @@ class Compiled(Inspectable):
     """A compiled step: call it with arguments of the shapes and tree it was lowered for."""
 
     lowered: Lowered
-    compiled: Any
+    segments: tuple[Any, ...]
     known: KnownArguments = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +114,12 @@ class Compiled(Inspectable):
     @property
     def graph(self) -> Graph:
         return self.lowered.graph
+
+    @property
+    def compiled(self) -> Any:
+        """What XLA compiled, of a step that runs on one group."""
+        (one,) = self.segments
+        return one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         placed = self.known.placed(args, kwargs)
@@ -129,7 +152,7 @@ class Compiled(Inspectable):
 
     def flat(self, *placed: Any) -> Sequence[Any]:
         """The step's flat results, of leaves that lie as the plan wants them."""
-        return self.lowered.executable.results(self.compiled(*placed), placed)
+        return self.lowered.executable.run(self.segments, placed)
 
     def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
         """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""

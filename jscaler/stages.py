@@ -14,28 +14,27 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.jaxprs import trace_flat
-from jscaler.capture.recompute import recompute
-from jscaler.capture.refetch import refetched
-from jscaler.capture.residuals import with_backward_bodies
-from jscaler.capture.saved import thread_saved
 from jscaler.capture.trace import trace_step
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
 from jscaler.ir import Graph, PTensor, VTensor
+from jscaler.ir.passes import Passes, PassRun, run_passes
 from jscaler.lower.emit import emit, physical_mesh, sharding
-from jscaler.lower.numbering import FlatProgram, flatten
-from jscaler.lower.program import Program, make_program
+from jscaler.lower.flat_program import FlatProgram, all_items
+from jscaler.lower.numbering import flatten
+from jscaler.lower.passes import flat_passes
+from jscaler.lower.program import Program, make_programs
+from jscaler.lower.segment import Segment
 from jscaler.materialize import Completed, Layout, complete
-from jscaler.materialize.shards import stored_leaves
-from jscaler.primitives import Order, Plan, Store, fused, make_plan
+from jscaler.primitives import Order, Plan, Store, make_plan
 from jscaler.primitives.fits import check_fits
-from jscaler.primitives.recompute import with_regions
-from jscaler.primitives.reopen import reopen
+from jscaler.primitives.shards import stored_leaves
 from jscaler.report.explain import SECTIONS, Section, explain
 from jscaler.report.step_report import StepReport, step_report
 from jscaler.rules.book import RuleBook
 from jscaler.rules.made_of import made_of
-from jscaler.schedule import ordered_ops, timed, with_alone
+from jscaler.schedule import ordered_ops
+from jscaler.schedule.passes import TO_LAYOUTS, TO_SOURCE, Planned
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,16 @@ class StepPlan:
     Attributes:
         source: the graph as the policy saw it, with backward bodies.
         graph: the same with the ops cut that the plan re-opens.
+        segments: what runs, one for each device group.
+        passes: what was done in between, and to the flat programs.
     """
 
     source: Graph
     graph: Graph
     plan: Plan
     completed: Completed
-    program: Program
-    flat: FlatProgram
+    segments: tuple[Segment, ...]
+    passes: Passes = field(repr=False, compare=False)
     cost: CostModel = FEW_STEPS
 
     @property
@@ -80,6 +81,18 @@ class StepPlan:
     @property
     def digest(self) -> str:
         return self.plan.digest
+
+    @property
+    def program(self) -> Program:
+        """The program of a step that runs on one group."""
+        (segment,) = self.segments
+        return segment.program
+
+    @property
+    def flat(self) -> FlatProgram:
+        """The flat program of a step that runs on one group."""
+        (segment,) = self.segments
+        return segment.flat
 
     @property
     def layouts(self) -> dict[PTensor, Layout]:
@@ -99,7 +112,7 @@ class StepPlan:
     @cached_property
     def report(self) -> StepReport:
         """What the plan makes of every group of ops and of state leaves, as data; ``report.as_json()`` for programs."""
-        return step_report(self.graph, self.plan, self.completed, self.program, self.flat, self.cost)
+        return step_report(self.graph, self.plan, self.completed, self.segments, self.cost)
 
     def explain(self, sections: Iterable[Section] = SECTIONS) -> str:
         """Tables: how every group of ops is split, who decided, and which collectives with how many bytes follow; how the
@@ -112,8 +125,7 @@ class StepPlan:
 
     def vtensors(self, path: str, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
         """The parts of tensors that the cell of op ``path`` on logical ``device`` reads, and those that it writes."""
-        position = self.completed.mesh.devices.index(device)
-        return self.completed.ops[path].vtensors(self.graph[path], position)
+        return self.completed.ops[path].vtensors(self.graph[path], device)
 
     def __str__(self) -> str:
         return self.explain()
@@ -162,92 +174,152 @@ def transform(
     return dataclasses.replace(policy, decisions=(*stores, *rest)) if stores else policy
 
 
-def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> StepPlan:
-    """Schedule, materialize and lower: from decisions to one program; ``cost`` is what its adapters keep low."""
-    graph = with_regions(fused(captured.graph, plan, captured.bodies), plan)
-    graph = with_alone(graph, plan, captured.rules, captured.bodies)
-    source = with_backward_bodies(graph, captured.bodies, plan.residuals, plan.split_factors)
-    graph, in_space = timed(recompute(source, captured.bodies), plan, captured.rules, captured.bodies)
-    reopened = reopen(graph, in_space, captured.rules, captured.bodies)
-    graph = thread_saved(reopened.graph)
-    graph = refetched(graph, made_of(graph, stored_leaves(graph, plan)).dims.keys(), captured.bodies)
-    orders = [d for d in reopened.plan.decisions if isinstance(d, Order)]
+def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: Sequence[str] = ()) -> StepPlan:
+    """Schedule, materialize and lower: from decisions to one program.
+
+    Args:
+        cost: what its adapters keep low.
+        without: names of passes to leave out, of those for XLA alone (`lower.passes.FOR_XLA`).
+
+    Raises:
+        PlanError: the plan cannot be carried out; or one of ``without`` is no such pass.
+    """
+    passes = flat_passes(without)
+    at = Planned(captured.graph, plan, captured.rules, captured.bodies)
+    source, first = run_passes(at, TO_SOURCE, _num_ops)
+    at, rest = run_passes(source, TO_LAYOUTS, _num_ops)
+    graph = at.graph
+    orders = [d for d in at.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after: dict[str, list[str]] = {}
     for order in orders:
         after.setdefault(order.after, []).append(order.before)
-    completed = complete(graph, reopened.plan, captured.rules, cost, reopened.pieces)
-    program = make_program(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
-    avals = [t.aval for t in (*graph.inputs, *(c for c, _ in graph.constants))]
-    return StepPlan(source, graph, plan, completed, program, flatten(program, avals, captured.source), cost)
+    completed = complete(graph, at.plan, captured.rules, cost, at.pieces)
+    runs: list[PassRun[Any]] = [*first, *rest]
+    segments: list[Segment] = []
+    for program in make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype):
+        flat, flattened = run_passes(flatten(program, captured.source), passes, _num_items)
+        segments.append(Segment(program, flat))
+        runs += flattened
+    return StepPlan(source.graph, graph, plan, completed, tuple(segments), Passes(tuple(runs)), cost)
+
+
+def _num_ops(at: Planned) -> int:
+    return len(at.graph.ops)
+
+
+def _num_items(flat: FlatProgram) -> int:
+    return sum(1 for _ in all_items(flat.items))
 
 
 @dataclass(frozen=True)
 class Executable:
-    """A step as a jitted function of flat leaves, with the shardings of its arguments and results.
+    """A step as jitted functions of flat leaves, with the shardings of its arguments and results.
 
     Attributes:
-        jitted: returns those results that it computes.
+        segments: in the order in which they run; each returns those results that it computes.
         out_shardings: of all results.
         donated: positions of the arguments whose buffers the step may reuse.
         returned: result -> the argument that it is, untouched: of a frozen layer nothing is copied.
     """
 
-    jitted: Any
+    segments: tuple["SegmentFunction", ...]
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
     donated: tuple[int, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
 
-    def results(self, computed: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
-        """All results, of what the jitted function computed from ``leaves``, and the leaves that are returned."""
-        if not self.returned:
-            return computed
-        rest = iter(computed)
-        count = len(self.out_shardings)
-        return [leaves[self.returned[i]] if i in self.returned else next(rest) for i in range(count)]
+    def run(self, compiled: Sequence[Callable[..., Sequence[Any]]], leaves: Sequence[Any]) -> Sequence[Any]:
+        """All results, of ``leaves``, by the segments' executables; of what is returned untouched the leaf itself."""
+        if len(compiled) == 1 and not self.returned:
+            return compiled[0](*leaves)
+        results: list[Any] = [None] * len(self.out_shardings)
+        for segment, function in zip(self.segments, compiled, strict=True):
+            for index, value in zip(segment.gives, function(*(leaves[i] for i in segment.takes)), strict=True):
+                results[index] = value
+        for index, leaf in self.returned.items():
+            results[index] = leaves[leaf]
+        return results
+
+
+@dataclass(frozen=True)
+class SegmentFunction:
+    """What one device group computes.
+
+    Attributes:
+        takes, gives: the numbers of the step's leaves, and of its results.
+    """
+
+    jitted: Any
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
-    """The program on ``devices``; ``donate`` lists flat argument indices whose buffers may be reused.
+    """The step on ``devices``; ``donate`` lists flat argument indices whose buffers may be reused.
 
     On no devices, where as many as the plan has are not at hand, it can be lowered and not compiled.
     """
-    mesh = physical_mesh(step.program, devices)
-    fun = emit(step.program, step.flat, mesh)
-    constants = [value for _, value in step.graph.constants]
-    in_shardings, out_shardings = shardings(step, mesh)
-    returned = _returned(step.flat, in_shardings, out_shardings, donate)
-    computed = [i for i in range(len(out_shardings)) if i not in returned]
+    ins, outs = shardings(step, devices)
+    returned = {i: at for segment in step.segments for i, at in _returned(step, segment, ins, outs, donate).items()}
+    functions = tuple(_function(step, segment, devices, donate, returned, ins, outs) for segment in step.segments)
+    return Executable(functions, ins, outs, tuple(donate), returned)
+
+
+def _function(
+    step: StepPlan,
+    segment: Segment,
+    devices: Sequence[Any],
+    donate: Sequence[int],
+    returned: Mapping[int, int],
+    ins: Sequence[Any],
+    outs: Sequence[Any],
+) -> SegmentFunction:
+    fun = emit(segment, physical_mesh(segment.program.group, devices))
+    takes, program = _takes(step, segment), segment.program
+    constants = dict(step.graph.constants)
+    values = [constants[t] for t in program.tensors[len(takes) :]]
+    computed = [place for place, i in enumerate(program.results) if i not in returned]
 
     def run(*leaves: Any) -> list[Any]:
-        results = fun(*leaves, *constants)
-        return [results[i] for i in computed]
+        results = fun(*leaves, *values)
+        return [results[place] for place in computed]
 
-    outs = [out_shardings[i] for i in computed]
-    jitted = jax.jit(run, in_shardings=in_shardings, out_shardings=outs, donate_argnums=tuple(donate))
-    return Executable(jitted, in_shardings, out_shardings, tuple(donate), returned)
+    gives = tuple(program.results[place] for place in computed)
+    donated = tuple(place for place, i in enumerate(takes) if i in donate)
+    own, made = tuple(ins[i] for i in takes), [outs[i] for i in gives]
+    return SegmentFunction(jax.jit(run, in_shardings=own, out_shardings=made, donate_argnums=donated), takes, gives)
 
 
-def _returned(flat: FlatProgram, ins: Sequence[Any], outs: Sequence[Any], donate: Sequence[int]) -> dict[int, int]:
+def _takes(step: StepPlan, segment: Segment) -> tuple[int, ...]:
+    """The numbers of the step's inputs that a segment takes."""
+    number = {t: i for i, t in enumerate(step.graph.inputs)}
+    return tuple(number[t] for t in segment.program.tensors if t in number)
+
+
+def _returned(
+    step: StepPlan, segment: Segment, ins: Sequence[Any], outs: Sequence[Any], donate: Sequence[int]
+) -> dict[int, int]:
     """Which results are arguments as they came, in the same layout; XLA would copy each.
 
     Not the donated ones: their results take their buffers. An argument that is returned twice is copied once, since two
     leaves of one state that are the same array could not both be donated to the next step.
     """
-    at = {var: i for i, var in enumerate(flat.inputs[: len(ins)]) if i not in donate}
+    takes = _takes(step, segment)
+    at = {var: i for var, i in zip(segment.flat.inputs, takes, strict=False) if i not in donate}
     found: dict[int, int] = {}
-    for i, value in enumerate(flat.outputs):
+    for i, value in zip(segment.program.results, segment.flat.outputs, strict=True):
         if isinstance(value, core.Var) and value in at and ins[at[value]] == outs[i]:
             found[i] = at.pop(value)
     return found
 
 
-def lowered(step: StepPlan, made: Executable) -> Any:
-    """``made`` as StableHLO (a ``jax.stages.Lowered``); where no devices are at hand, for the default backend's kind."""
-    traced = made.jitted.trace(*input_structs(step, made.in_shardings))
+def lowered(step: StepPlan, made: Executable) -> tuple[Any, ...]:
+    """``made`` as StableHLO, a ``jax.stages.Lowered`` for each segment; of absent devices for the default backend."""
+    structs = input_structs(step, made.in_shardings)
     absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.in_shardings, *made.out_shardings))
-    return traced.lower(lowering_platforms=(jax.default_backend(),)) if absent else traced.lower()
+    platforms = {"lowering_platforms": (jax.default_backend(),)} if absent else {}
+    return tuple(one.jitted.trace(*(structs[i] for i in one.takes)).lower(**platforms) for one in made.segments)
 
 
 def input_structs(step: StepPlan, in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -258,14 +330,15 @@ def input_structs(step: StepPlan, in_shardings: Sequence[Any]) -> list[jax.Shape
     ]
 
 
-def shardings(step: StepPlan, mesh: Mesh | AbstractMesh) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The shardings of the step's inputs and outputs on ``mesh``."""
+def shardings(step: StepPlan, devices: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The shardings of the step's inputs and outputs on ``devices``, each on the mesh of its group."""
+    meshes = {group: physical_mesh(group, devices) for group in step.completed.groups}
 
     def one(layout: Layout) -> NamedSharding | SingleDeviceSharding:
-        if step.program.mesh.axes:
+        mesh = meshes[layout.mesh]
+        if layout.mesh.axes:
             return sharding(layout, mesh)
         assert isinstance(mesh, Mesh), "one device is always at hand"
         return SingleDeviceSharding(mesh.devices.flat[0])
 
-    inputs = tuple(one(step.completed.inputs[t]) for t in step.graph.inputs)
-    return inputs, tuple(one(layout) for _, layout in step.program.outputs)
+    return tuple(one(step.completed.inputs[t]) for t in step.graph.inputs), tuple(map(one, step.completed.outputs))

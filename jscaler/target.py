@@ -58,7 +58,7 @@ def compile_for(
     devices = described_devices(cluster)
     started = time.perf_counter()
     progress("lowering to StableHLO")
-    program = lowered(step, executable(step, devices, donated))
+    (program,) = lowered(step, executable(step, devices, donated))
     before = time.perf_counter()
     progress("compiling with XLA")
     with tempfile.TemporaryDirectory(prefix="jscaler-") as folder:
@@ -72,7 +72,7 @@ def compile_for(
         cluster,
         memory,
         contributors,
-        collective_rows(compiled.as_text(), step.program.mesh.devices, cluster.devices_per_host),
+        collective_rows(compiled.as_text(), step.program.group.devices, cluster.devices_per_host),
         xla_bytes(compiled.memory_analysis()),
         float((compiled.cost_analysis() or {}).get("flops", 0.0)),
         seconds,

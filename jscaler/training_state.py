@@ -60,17 +60,25 @@ class TracedState:
         return values
 
     def fill(self, shardings: Sequence[Any]) -> list[Any]:
-        """The leaves, each made under its sharding."""
-        jitted, arguments = self.program(shardings)
-        return jitted(*arguments)
+        """The leaves, each made under its sharding, by a program for each device group."""
+        groups: dict[frozenset[Any], list[int]] = {}
+        for number, sharding in enumerate(shardings):
+            groups.setdefault(frozenset(sharding.device_set), []).append(number)
+        leaves: list[Any] = [None] * len(shardings)
+        for numbers in groups.values():
+            jitted, arguments = self.program([shardings[i] for i in numbers], numbers)
+            for number, leaf in zip(numbers, jitted(*arguments), strict=True):
+                leaves[number] = leaf
+        return leaves
 
-    def program(self, shardings: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The jitted program that makes the leaves, and its arguments."""
+    def program(self, shardings: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted program that makes the leaves ``numbers``, on devices of one group, and its arguments."""
         target = shardings[0].device_set if shardings else set()
         consts, operands = ([_within(x, target) for x in xs] for xs in (self.consts, self.operands))
 
         def make_state(consts: list[Any], operands: list[Any]) -> list[Any]:
-            return jax.core.eval_jaxpr(self.jaxpr, consts, *operands)
+            made = jax.core.eval_jaxpr(self.jaxpr, consts, *operands)
+            return [made[i] for i in numbers]
 
         return jax.jit(make_state, out_shardings=list(shardings)), (consts, operands)
 

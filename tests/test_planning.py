@@ -77,7 +77,7 @@ def test_more_devices_are_no_more_work(work: Counter[str], stacked: bool) -> Non
     work.clear()
     many = lowered(2, 128, stacked)
     assert dict(work) == before
-    assert [type(s).__name__ for s in many.plan.flat.steps] == [type(s).__name__ for s in few.plan.flat.steps]
+    assert [type(s).__name__ for s in many.plan.flat.items] == [type(s).__name__ for s in few.plan.flat.items]
 
 
 def test_equal_arrays_of_devices_are_one_object() -> None:

@@ -94,7 +94,7 @@ def test_no_device_holds_a_whole_leaf_on_the_way() -> None:
         )
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
-    jitted, arguments = traced.program([split(s) for s in traced.structs()])
+    jitted, arguments = traced.program([split(s) for s in traced.structs()], range(len(traced.structs())))
     compiled = jitted.lower(*arguments).compile()
     assert largest_array(jax.jit(lambda: jnp.ones((1024, 64)) + 1).lower().compile().as_text()) == 1024 * 64
     assert largest_array(compiled.as_text()) == 1024 * 64 // 8

@@ -33,6 +33,8 @@ def plan_(
     dtype: Dtype = "bf16",
     stacked: Stacked = None,
     remat: Remat = False,
+    passes: Annotated[bool, typer.Option("--passes", help="print what each pass made of the program")] = False,
+    after: Annotated[str | None, typer.Option(help="print the graph, or the program, behind this pass")] = None,
     save: Annotated[Path | None, typer.Option(help="write the plan's decisions to this .json file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
 ) -> None:
@@ -56,12 +58,15 @@ def plan_(
         step.save(save)
     if as_json:
         record = {"model": job.describe(), "plan": plan, "report": step.report.as_json()}
+        record |= {"passes": step.passes.as_json()} if passes else {}
         record |= {"cost": None if priced is None else priced.as_json(), "saved": None if save is None else str(save)}
         typer.echo(json.dumps(record))
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
     parts = [f"{job.describe()}, plan {plan}", step.explain()]
     parts += [str(priced)] if priced is not None else ["give --target for seconds, bytes per link and memory over time"]
+    parts += [str(step.passes)] if passes else []
+    parts += [str(step.passes.after(after))] if after is not None else []
     parts += [f"written: {save}"] if save is not None else []
     console.print("\n\n".join(parts), highlight=False, markup=False, soft_wrap=True)
 

@@ -11,7 +11,8 @@ from jscaler.estimate.lifetimes import Moment, lifetimes
 from jscaler.estimate.steps import Blocks, nbytes
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind, tensor_kinds
-from jscaler.lower.numbering import FlatProgram
+from jscaler.lower.flat_program import FlatProgram
+from jscaler.lower.segment import Segment
 
 ARGUMENTS = ("parameter", "optimizer", "input")
 Held = str  # a TensorKind, or "temporary"
@@ -65,22 +66,21 @@ class Memory:
         return self.parameters + self.optimizer + self.inputs
 
 
-def memory_of(graph: Graph, flat: FlatProgram, donated: bool = True) -> Memory:
-    """Predict the memory of a program, as XLA will allocate it on a GPU.
+def memory_of(graph: Graph, segment: Segment, donated: bool = True) -> Memory:
+    """Predict the memory of a device of a group, as XLA will allocate it on a GPU.
 
     Args:
-        graph: the graph that the program runs, which says what its tensors are.
+        graph: the graph that the group's program runs, which says what its tensors are.
         donated: whether state is updated in place: the next version of a leaf takes its buffer.
     """
-    kinds = tensor_kinds(graph)
+    kinds, flat = tensor_kinds(graph), segment.flat
     blocks = Blocks(flat.origins.op)
     block = blocks.program(flat)
-    tensors = (*graph.inputs, *(c for c, _ in graph.constants))
     held: dict[Held, int] = dict.fromkeys(ARGUMENTS, 0)
-    for tensor, var in zip(tensors, flat.inputs, strict=True):
+    for tensor, var in zip(segment.program.tensors, flat.inputs, strict=True):
         held[kinds[tensor]] += nbytes(var)
     arguments = sum(held.values())
-    over = _in_place(graph, flat, blocks) if donated else {}
+    over = _in_place(graph, segment, blocks) if donated else {}
     variables = {value: var for var, value in blocks.values.items()}
 
     @functools.cache
@@ -98,9 +98,12 @@ def memory_of(graph: Graph, flat: FlatProgram, donated: bool = True) -> Memory:
     )  # fmt: skip
 
 
-def _in_place(graph: Graph, flat: FlatProgram, blocks: Blocks) -> dict[Value, Value]:
+def _in_place(graph: Graph, segment: Segment, blocks: Blocks) -> dict[Value, Value]:
     """Output -> the argument whose next version it is."""
-    pairs = ((flat.outputs[o], flat.inputs[i]) for o, i in graph.next_version.items())
+    inputs = dict(zip(segment.program.tensors, segment.flat.inputs, strict=True))
+    outputs = dict(zip(segment.program.results, segment.flat.outputs, strict=True))
+    versions = ((o, graph.inputs[i]) for o, i in graph.next_version.items())
+    pairs = [(outputs[o], inputs[t]) for o, t in versions if o in outputs and t in inputs]
     return {blocks.value(new): blocks.value(old) for new, old in pairs if isinstance(new, core.Var)}
 
 

@@ -13,6 +13,7 @@ from jscaler.errors import PlanError
 from jscaler.estimate.memory import Memory, memory_of
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader
 from jscaler.estimate.work import Work, work_of
+from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
@@ -101,8 +102,9 @@ class Cost:
 
     @cached_property
     def memory(self) -> Memory:
-        """Worked out when it is asked for: its lifetimes are those of the whole program."""
-        return memory_of(self.step.graph, self.step.flat, self.donated)
+        """Of the group whose devices hold most. Worked out when it is asked for: its lifetimes are of whole programs."""
+        every = (memory_of(self.step.graph, segment, self.donated) for segment in self.step.segments)
+        return max(every, key=lambda memory: memory.peak)
 
     @property
     def fits(self) -> bool | None:
@@ -159,7 +161,7 @@ def cost(
     """
     on = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
     step = _step(graph, plan, on, devices)
-    moved = traffic_by_reader(step.program, step.flat, on)
+    moved = traffic_by_reader(step.segments, on)
     return Cost(step.name, on, step, _by_op(step, moved, on), sum_of(moved.values()), donated)
 
 
@@ -188,10 +190,11 @@ def _step(graph: Any, plan: Any, cluster: Cluster, devices: int | None) -> StepP
 def _by_op(step: StepPlan, moved: Mapping[str, Traffic], cluster: Cluster) -> dict[str, OpCost]:
     table: dict[str, OpCost] = {}
     none = Traffic()
-    for task, times in walk(step.program.tasks):
+    every = ((one.flat, task, times) for one in step.segments for task, times in walk(one.program.tasks))
+    for flat, task, times in every:
         if not isinstance(task, Compute):
             continue
-        work = _work(step, task)
+        work = _work(step, flat, task)
         sent = moved.get(task.op.path, none)
         seconds = None if cluster.device is None else times * work.seconds(cluster.device)
         table[task.op.path] = OpCost(
@@ -201,10 +204,11 @@ def _by_op(step: StepPlan, moved: Mapping[str, Traffic], cluster: Cluster) -> di
     return table
 
 
-def _work(step: StepPlan, task: Compute) -> Work:
+def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:
     """Worked out once for all ops of one body, one placement, and one share of what others have done before."""
     book: Any = step.graph.rules
-    key = ("work", task.jaxpr, step.flat.origins.done[task.op.path])
+    done = flat.origins.done[task.op.path]
+    key = ("work", task.jaxpr, done)
     if key not in book.memo:
-        book.memo[key] = work_of(task.jaxpr, step.flat.origins.done[task.op.path])
+        book.memo[key] = work_of(task.jaxpr, done)
     return book.memo[key]

@@ -11,9 +11,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, inner_jaxpr, shape
 from jscaler.estimate.block import TURN, Block, Inner, Kind, Step, Value
 from jscaler.estimate.flops import NONE, flops_of
-from jscaler.lower.casts import Exchange
-from jscaler.lower.numbering import FlatLoop, FlatProgram, Run
-from jscaler.lower.numbering import Step as FlatStep
+from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item
 from jscaler.lower.program import Extend
 from jscaler.materialize import Layout
 from jscaler.rules.nested import loop_of, programs
@@ -61,7 +59,7 @@ class Blocks:
 
     def program(self, flat: FlatProgram) -> Block:
         """The block of a whole program; its inputs are the program's, and the part indices."""
-        self._flat(flat.steps)
+        self._flat(flat.items)
         inputs = (*flat.inputs, *(v for _, v in flat.part_indices))
         return Block(tuple(map(self.value, inputs)), tuple(self.steps), self._read(flat.outputs))
 
@@ -83,14 +81,14 @@ class Blocks:
     def _atom(self, atom: Atom) -> Value | None:
         return self.value(atom) if isinstance(atom, core.Var) else None
 
-    def _flat(self, steps: Sequence[FlatStep]) -> None:
-        for step in steps:
-            if isinstance(step, Run):
-                self._equations(step.jaxpr.eqns)
-            elif isinstance(step, Exchange):
-                self._exchange(step)
+    def _flat(self, items: Iterable[Item]) -> None:
+        for item in items:
+            if isinstance(item, core.JaxprEqn):
+                self._equations([item])
+            elif isinstance(item, Exchange):
+                self._exchange(item)
             else:
-                self._loop(step)
+                self._loop(item)
 
     def _equations(self, eqns: Iterable[core.JaxprEqn]) -> None:
         for eqn in eqns:
@@ -177,17 +175,10 @@ class Blocks:
         self._add(kind, name, reads, (made,), over=over)
         return made
 
-    def _inside(self, steps: Sequence[FlatStep] | core.Jaxpr) -> list[Step]:
-        outside, self.steps = self.steps, []
-        if isinstance(steps, core.Jaxpr):
-            self._equations(steps.eqns)
-        else:
-            self._flat(steps)
-        inside, self.steps = self.steps, outside
-        return inside
-
     def _loop(self, loop: FlatLoop) -> None:
-        steps = self._inside(loop.steps)
+        outside, self.steps = self.steps, []
+        self._flat(loop.items)
+        steps, self.steps = self.steps, outside
         carries = tuple((self._atom(a), self.value(b), self._atom(c), self.value(d)) for a, b, c, d in loop.carries)
         xs = tuple((self.value(stack), self.value(piece)) for stack, piece in loop.xs if isinstance(stack, core.Var))
         ys = tuple((self._atom(piece), self.value(stack)) for piece, stack in loop.ys)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.cost import Cluster
-from jscaler.lower.numbering import FlatProgram
+from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Adapt, Compute, Extend, Program, walk
+from jscaler.lower.segment import Segment
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import halo_cost, messages
 from jscaler.materialize.transitions import Transition, moves, price_of, regions_between
@@ -59,11 +60,19 @@ def sum_of(parts: Iterable[Traffic]) -> Traffic:
     )
 
 
-def traffic_by_reader(program: Program, flat: FlatProgram, cluster: Cluster) -> dict[str, Traffic]:
+def traffic_by_reader(segments: Iterable[Segment], cluster: Cluster) -> dict[str, Traffic]:
     """Op path -> what is moved in front of it; ``RESULTS`` for what is moved for the results.
 
     The links of a collective are added up: where several hosts are busy, ``leaving`` is that of the busiest in each.
     """
+    table: dict[str, list[Traffic]] = {}
+    for segment in segments:
+        for path, parts in _in_segment(segment.program, segment.flat, cluster).items():
+            table.setdefault(path, []).extend(parts)
+    return {path: sum_of(parts) for path, parts in table.items() if parts}
+
+
+def _in_segment(program: Program, flat: FlatProgram, cluster: Cluster) -> dict[str, list[Traffic]]:
     # adapters that moved across a cast carry its narrow side; equal ones are made once
     itemsizes = {e.adapt.output: getattr(e.input.aval.dtype, "itemsize", 8) for e in flat.exchanges}  # type: ignore[attr-defined]
     table: dict[str, list[Traffic]] = {}
@@ -75,7 +84,7 @@ def traffic_by_reader(program: Program, flat: FlatProgram, cluster: Cluster) -> 
         elif task.output in itemsizes:
             waiting.append(traffic_of(task, itemsizes[task.output], times, cluster))
     table[RESULTS] = waiting
-    return {path: sum_of(parts) for path, parts in table.items() if parts}
+    return table
 
 
 def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster) -> Traffic:

@@ -13,32 +13,32 @@ have fences already (`capture.recompute`): the first of them waits for such prod
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence
+from typing import TypeGuard
 
 from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, dtype, shape, trace_flat
-from jscaler.lower.casts import Exchange, Item, reads
+from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, each_level, reads, results
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
-def made_before_loops(items: Sequence[Item], outputs: Sequence[Atom], fences: Set[int] = frozenset()) -> list[Item]:
-    """``items`` with a fence in front of each loop that would keep a product's operands in memory.
+def products_before_loops(program: FlatProgram) -> FlatProgram:
+    """A fence in front of each loop that would keep a product's operands in memory, so that the product is made first."""
+    return each_level(program, _with_gates)
 
-    Args:
-        items: equations, exchanges and loops.
-        outputs: what is read after them.
-        fences: by identity, those of the items in front of what is computed again. Without collectives nothing is put off
-            across them.
-    """
-    last = _last_reads(items, outputs)
+
+def _with_gates(level: Level) -> list[Item]:
+    """Without collectives nothing is put off across the fences of what is computed again."""
+    items = level.items
+    last = _last_reads(items, level.outputs)
     hides = any(isinstance(item, Exchange) for item in items)
     found: list[Item] = []
     between: list[Item] = []
     for place, item in enumerate(items):
-        if _is_loop(item) or (hides and id(item) in fences):
+        if isinstance(item, FlatLoop) or (hides and _is_fence(item)):
             found += _gated(between, item, place, last)
             between = []
         else:
@@ -60,10 +60,10 @@ def _is_needed(item: Item, wanted: Container[core.Var]) -> bool:
     return any(v in wanted for v in results(item)) or (isinstance(item, core.JaxprEqn) and bool(item.effects))
 
 
-def _gated(items: Sequence[Item], gate: Item, place: int, last: Mapping[core.Var, int]) -> list[Item]:
+def _gated(items: Sequence[Item], gate: FlatLoop | core.JaxprEqn, place: int, last: Mapping[core.Var, int]) -> list[Item]:
     """``items`` and the loop or fence behind them, which waits for products; what is made of these comes later."""
     made = {v: number for number, item in enumerate(items) for v in results(item)}
-    waits = [init for init, *_ in gate.carries] if _is_loop(gate) else gate.invars
+    waits = [init for init, *_ in gate.carries] if isinstance(gate, FlatLoop) else gate.invars
     arriving = [v for v in waits if isinstance(v, core.Var) and v in made]
     taken = set(reads(gate))
     found: dict[int, core.Var] = {}
@@ -79,7 +79,7 @@ def _gated(items: Sequence[Item], gate: Item, place: int, last: Mapping[core.Var
         return [*items, gate]
     first = [renamed(item, products) for i, item in enumerate(items) if i not in behind]
     late = [items[i] for i in sorted(behind)]
-    if not _is_loop(gate):
+    if not isinstance(gate, FlatLoop):
         return [*first, fence([*gate.invars, *products.values()], [*gate.outvars, *products]), *late]
     newest = max(arriving, key=lambda v: made[v])
     later = core.Var(newest.aval)
@@ -123,14 +123,8 @@ def fence(taken: Sequence[Atom], given: Sequence[core.Var]) -> core.JaxprEqn:
     return eqn.replace(invars=list(taken), outvars=list(given))
 
 
-def _is_loop(item: Item) -> bool:
-    return not isinstance(item, (core.JaxprEqn, Exchange))
-
-
-def results(item: Item) -> list[core.Var]:
-    if isinstance(item, Exchange):
-        return [item.output]
-    return [v for v in item.outvars if isinstance(v, core.Var)]
+def _is_fence(item: Item) -> TypeGuard[core.JaxprEqn]:
+    return isinstance(item, core.JaxprEqn) and item.primitive.name == "optimization_barrier"
 
 
 def nbytes(var: core.Var) -> int:

@@ -7,33 +7,34 @@ Of a stack of layers whose masters have 32 bits, one layer's parameters lie in 1
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, dtype, shape
+from jscaler.capture.jaxprs import dtype, shape
+from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, Level, each_level, reads
 
 
-def cast_at_use(items: Sequence[Any], outputs: Sequence[Atom], step: Callable[[Sequence[core.JaxprEqn]], Any]) -> list[Any]:
-    """``items`` (equations, exchanges, loops) without casts whose results loops take apart and nobody else reads.
+def casts_at_use(program: FlatProgram) -> FlatProgram:
+    """No casts of whole stacks which only loops take apart: no device holds a copy of all layers in 16 bits."""
+    return each_level(program, _without_stacked_casts)
 
-    Args:
-        step: makes a step of a loop's body of casts.
-    """
-    casts = {item.outvars[0]: item for item in items if _narrows(item)}
+
+def _without_stacked_casts(level: Level) -> list[Item]:
+    casts = {item.outvars[0]: item for item in level.items if _narrows(item)}
     if not casts:
-        return list(items)
-    read = {v for v in outputs if isinstance(v, core.Var)}
-    for item in items:
-        read.update(_reads(item))
-    taken = {v for item in items for v in _taken_apart(item)}
+        return list(level.items)
+    read = {v for v in level.outputs if isinstance(v, core.Var)}
+    for item in level.items:
+        read.update(_read_whole(item))
+    taken = {v for item in level.items for v in _taken_apart(item)}
     sunk = {v: eqn for v, eqn in casts.items() if v in taken and v not in read}
-    return [_sunk(item, sunk, step) for item in items if not (_narrows(item) and item.outvars[0] in sunk)]
+    return [_sunk(item, sunk) for item in level.items if not (_narrows(item) and item.outvars[0] in sunk)]
 
 
-def _narrows(item: Any) -> bool:
+def _narrows(item: Item) -> TypeGuard[core.JaxprEqn]:
     """Whether an item casts a stack to a float of fewer bits."""
     if not isinstance(item, core.JaxprEqn) or item.primitive.name != "convert_element_type":
         return False
@@ -43,46 +44,35 @@ def _narrows(item: Any) -> bool:
     return floats and isinstance(source, core.Var) and len(shape(result)) > 1 and before.itemsize > after.itemsize
 
 
-def _is_loop(item: Any) -> bool:
-    return hasattr(item, "xs") and hasattr(item, "steps")
-
-
-def _reads(item: Any) -> Iterator[core.Var]:
+def _read_whole(item: Item) -> Iterator[core.Var]:
     """What an item reads other than slice by slice."""
-    found: list[Any] = []
-    if isinstance(item, core.JaxprEqn):
-        found += item.invars
-    elif _is_loop(item):
-        found += [init for init, *_ in item.carries] + list(item.returned)
-        for step in item.steps:
-            yield from _reads(step)
-    elif hasattr(item, "jaxpr"):
-        found += item.jaxpr.invars
-    else:
-        found.append(item.input)
-    yield from (v for v in found if isinstance(v, core.Var))
+    if not isinstance(item, FlatLoop):
+        yield from reads(item)
+        return
+    yield from (v for v in (*(init for init, *_ in item.carries), *item.returned) if isinstance(v, core.Var))
+    for inner in item.items:
+        yield from _read_whole(inner)
 
 
-def _taken_apart(item: Any) -> Iterator[core.Var]:
+def _taken_apart(item: Item) -> Iterator[core.Var]:
     """What loops of an item read slice by slice."""
-    if _is_loop(item):
+    if isinstance(item, FlatLoop):
         yield from (stack for stack, _ in item.xs if isinstance(stack, core.Var))
-        for step in item.steps:
-            yield from _taken_apart(step)
+        for inner in item.items:
+            yield from _taken_apart(inner)
 
 
-def _sunk(item: Any, casts: Mapping[core.Var, core.JaxprEqn], step: Callable[[Sequence[core.JaxprEqn]], Any]) -> Any:
+def _sunk(item: Item, casts: Mapping[core.Var, core.JaxprEqn]) -> Item:
     """``item``, whose loops cast their own slices."""
-    if not _is_loop(item) or casts.keys().isdisjoint(_taken_apart(item)):
+    if not isinstance(item, FlatLoop) or casts.keys().isdisjoint(_taken_apart(item)):
         return item
     xs, eqns = [], []
     for stack, piece in item.xs:
-        if stack in casts:
+        if isinstance(stack, core.Var) and stack in casts:
             (source,) = casts[stack].invars
-            wide = core.Var(source.aval.update(shape=piece.aval.shape))
+            wide = core.Var(source.aval.update(shape=shape(piece)))
             eqns.append(casts[stack].replace(invars=[wide], outvars=[piece]))
             stack, piece = source, wide
         xs.append((stack, piece))
-    steps = tuple(_sunk(inner, casts, step) for inner in item.steps)
-    steps = (step(eqns), *steps) if eqns else steps
-    return dataclasses.replace(item, xs=tuple(xs), steps=steps)
+    inside = tuple(_sunk(inner, casts) for inner in item.items)
+    return dataclasses.replace(item, xs=tuple(xs), items=(*eqns, *inside))

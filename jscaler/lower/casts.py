@@ -16,26 +16,19 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
-from jscaler.lower.program import Adapt, Extend
+from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads
+from jscaler.lower.program import Extend
 
 MOVEMENTS = frozenset({"all_gather", "all_to_all", "permute", "slice"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """An adapter, or a halo exchange, from one variable of the flat program to another."""
+def adapters_across_casts(program: FlatProgram) -> FlatProgram:
+    """Every adapter on the narrow side of the casts next to it: fewer bytes travel."""
 
-    adapt: Adapt | Extend
-    input: Atom
-    output: core.Var
+    def moved(level: Level) -> list[Item]:
+        return _behind_narrow_inputs(_behind_narrowing(level.items, level.outputs))
 
-
-Item = Any  # an equation, an Exchange, or a loop, which reads all that its body reads
-
-
-def across_casts(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
-    """``items`` with every adapter on the narrow side of the casts next to it."""
-    return _behind_narrow_inputs(_behind_narrowing(items, outputs))
+    return each_level(program, moved)
 
 
 def _behind_narrowing(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
@@ -93,15 +86,6 @@ def _behind_narrow_inputs(items: Sequence[Item]) -> list[Item]:
             made[item.outvars[0]] = item
         found.append(item)
     return found
-
-
-def reads(item: Item) -> list[core.Var]:
-    """The variables that an equation, an exchange or a loop reads."""
-    if isinstance(item, Exchange):
-        atoms: Any = [item.input]
-    else:
-        atoms = item.invars if isinstance(item, core.JaxprEqn) else item.reads
-    return [a for a in atoms if isinstance(a, core.Var)]
 
 
 def _moves(item: Exchange) -> bool:

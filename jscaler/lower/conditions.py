@@ -9,21 +9,27 @@ the predicate) per stage of an update, and not per leaf::
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, Inliner, literal_key, make_jaxpr, open_jaxpr, params_key
-from jscaler.lower.casts import Exchange, Item, reads
+from jscaler.lower.flat_program import FlatProgram, Item, each_level, reads, results
 
 # Equations whose equal copies are kept apart.
 NEVER_MERGED = frozenset({"optimization_barrier", "remat2", "checkpoint"})
 
 
+def merged_conditions(program: FlatProgram) -> FlatProgram:
+    """Conditions of one predicate as few as their order allows: a launch, and a wait, for each stage of an update."""
+    return each_level(program, lambda level: merge_conditions(level.items))
+
+
 def merge_conditions(items: Sequence[Item]) -> list[Item]:
     """``items`` with conditions of one predicate as few as their order allows; other items keep their order."""
-    predicates = [_key(item.invars[0]) for item in items if _is_condition(item)]
-    if len(set(predicates)) == len(predicates):
+    conditions = {i: item for i, item in enumerate(items) if _is_condition(item)}
+    predicates = {i: _key(eqn.invars[0]) for i, eqn in conditions.items()}
+    if len(set(predicates.values())) == len(predicates):
         return list(items)
     after, waiting = _dependencies(items)
     ready = [i for i in range(len(items)) if not waiting[i]]
@@ -33,14 +39,14 @@ def merge_conditions(items: Sequence[Item]) -> list[Item]:
     while ready or late:
         if ready:
             group = [heapq.heappop(ready)]
-            if _is_condition(items[group[0]]):
+            if group[0] in conditions:
                 late += group
                 continue
         else:
-            first = _key(items[min(late)].invars[0])
-            group = sorted(i for i in late if _key(items[i].invars[0]) == first)
+            first = predicates[min(late)]
+            group = sorted(i for i in late if predicates[i] == first)
             late = [i for i in late if i not in group]
-        found.append(items[group[0]] if len(group) == 1 else _merged([items[i] for i in group]))
+        found.append(items[group[0]] if len(group) == 1 else _merged([conditions[i] for i in group]))
         for i in group:
             for j in after[i]:
                 waiting[j] -= 1
@@ -63,12 +69,11 @@ def _dependencies(items: Sequence[Item]) -> tuple[list[list[int]], list[int]]:
         for source in sources:
             after[source].append(i)
         waiting[i] = len(sources)
-        outs = [item.output] if isinstance(item, Exchange) else item.outvars
-        maker.update(dict.fromkeys(outs, i))
+        maker.update(dict.fromkeys(results(item), i))
     return after, waiting
 
 
-def _is_condition(item: Any) -> bool:
+def _is_condition(item: Item) -> TypeGuard[core.JaxprEqn]:
     return (
         isinstance(item, core.JaxprEqn)
         and item.primitive.name == "cond"
@@ -92,7 +97,8 @@ def _merged(eqns: Sequence[core.JaxprEqn]) -> core.JaxprEqn:
             outs += inliner.run(body, [], [given[_key(a)] for a in eqn.invars[1:]])
         inner, outs = _once(inliner.eqns, outs)
         invars = [given[key] for key in operands]
-        branches.append(core.ClosedJaxpr(make_jaxpr(merge_conditions(inner), invars, outs, bodies[0]), []))
+        merged = [item for item in merge_conditions(inner) if isinstance(item, core.JaxprEqn)]
+        branches.append(core.ClosedJaxpr(make_jaxpr(merged, invars, outs, bodies[0]), []))
     return eqns[0].replace(
         params={**eqns[0].params, "branches": tuple(branches)},
         invars=[eqns[0].invars[0], *operands.values()],

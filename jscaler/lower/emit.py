@@ -1,5 +1,6 @@
 """Emit a flat program as one function of whole arrays: ``jax.shard_map`` over a mesh of devices, or of none yet."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,23 +11,24 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jscaler.capture.jaxprs import evaluate
+from jscaler.capture.jaxprs import evaluate, make_jaxpr
 from jscaler.lower.collectives import exchange
+from jscaler.lower.flat_program import Exchange, FlatLoop, Item
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
-from jscaler.lower.numbering import Exchange, FlatLoop, FlatProgram, Run, Step
-from jscaler.lower.program import Extend, Program
+from jscaler.lower.program import Extend
 from jscaler.lower.scopes import adapter_scope
+from jscaler.lower.segment import Segment
 from jscaler.materialize import DeviceMesh, Layout
 
 
-def physical_mesh(program: Program, devices: Sequence[Any]) -> Mesh | AbstractMesh:
-    """The mesh of real devices: logical device i is ``devices[i]``. Of no devices, one that can only be lowered for."""
-    sizes = tuple(size for _, size in program.mesh.axes)
+def physical_mesh(group: DeviceMesh, devices: Sequence[Any]) -> Mesh | AbstractMesh:
+    """A group's mesh of real devices: logical device i is ``devices[i]``. Of none, one that can only be lowered for."""
+    sizes = tuple(size for _, size in group.axes)
     if not devices:
-        return AbstractMesh(sizes, program.mesh.names, axis_types=(AxisType.Auto,) * len(sizes))
-    chosen = np.array([devices[d] for d in program.mesh.devices], dtype=object)
-    return Mesh(chosen.reshape(sizes), program.mesh.names)
+        return AbstractMesh(sizes, group.names, axis_types=(AxisType.Auto,) * len(sizes))
+    chosen = np.array([devices[d] for d in group.devices], dtype=object)
+    return Mesh(chosen.reshape(sizes), group.names)
 
 
 def sharding(layout: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -36,47 +38,60 @@ def sharding(layout: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def emit(program: Program, flat: FlatProgram, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
-    """A function of the program's inputs (whole arrays, to be jitted) that returns its outputs."""
+def emit(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
+    """A function of the segment's inputs (whole arrays, to be jitted) that returns its outputs."""
+    program, flat = segment.program, segment.flat
 
     def local(*args: Any) -> list[Any]:
         env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
         for axes, var in flat.part_indices:
             env[var] = lax.axis_index(axis_names(axes))
-        _run(flat.steps, env, program.mesh)
+        _run(flat.items, env, program.group, flat.source)
         return [_value(env, v) for v in flat.outputs]
 
-    if not program.mesh.axes:
+    if not program.group.axes:
         return local  # one device: nothing to shard
     in_specs = tuple(layout.partition_spec() for _, layout in program.inputs)
     out_specs = [layout.partition_spec() for _, layout in program.outputs]
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _run(steps: Iterable[Step], env: dict[Any, Any], mesh: DeviceMesh) -> None:
-    for step in steps:
-        if isinstance(step, Run):
-            results = evaluate(step.jaxpr, [env[v] for v in step.jaxpr.invars])
-            env.update(zip(step.jaxpr.outvars, results, strict=True))
-        elif isinstance(step, Exchange):
-            source, task = _value(env, step.input), step.adapt
-            with jax.named_scope(adapter_scope(task.tensor)):
-                if isinstance(task, Extend):
-                    env[step.output] = extend(task.edges, source, mesh)
-                else:
-                    env[step.output] = exchange(task.adapter, source, mesh, task.reduce_dtype)
-        else:
-            _repeat(step, env, mesh)
+def _run(items: Iterable[Item], env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr) -> None:
+    for kind, group in itertools.groupby(items, key=type):
+        if issubclass(kind, core.JaxprEqn):
+            _evaluate(list(group), env, like)  # type: ignore[arg-type]
+            continue
+        for item in group:
+            if isinstance(item, Exchange):
+                env[item.output] = _exchanged(item, _value(env, item.input), mesh)
+            else:
+                assert isinstance(item, FlatLoop)
+                _repeat(item, env, mesh, like)
 
 
-def _repeat(step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh) -> None:
+def _evaluate(eqns: Sequence[core.JaxprEqn], env: dict[Any, Any], like: core.Jaxpr) -> None:
+    made = [v for eqn in eqns for v in eqn.outvars]
+    known = set(made)
+    taken = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, core.Var) and v not in known))
+    env.update(zip(made, evaluate(make_jaxpr(eqns, taken, made, like), [env[v] for v in taken]), strict=True))
+
+
+def _exchanged(item: Exchange, source: Any, mesh: DeviceMesh) -> Any:
+    task = item.adapt
+    with jax.named_scope(adapter_scope(task.tensor)):
+        if isinstance(task, Extend):
+            return extend(task.edges, source, mesh)
+        return exchange(task.adapter, source, mesh, task.reduce_dtype)
+
+
+def _repeat(step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr) -> None:
     """A loop is a ``lax.scan``, compiled once for all its iterations; collectives and all."""
 
     def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         inner = dict(env)
         inner.update(zip((v for _, v, _, _ in step.carries), carries, strict=True))
         inner.update(zip((v for _, v in step.xs), slices, strict=True))
-        _run(step.steps, inner, mesh)
+        _run(step.items, inner, mesh, like)
         outs = [_like(_value(inner, out), v) for _, v, out, _ in step.carries]
         return outs, [_like(_value(inner, piece), stack) for piece, stack in step.ys]
 

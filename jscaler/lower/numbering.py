@@ -5,160 +5,37 @@ same values, the recomputation *is* the forward, and vanishes here. (XLA would m
 not.) What must be computed again is fenced by ``optimization_barrier``, whose results are new values.
 """
 
-import dataclasses
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from jscaler.capture.jaxprs import Atom, fresh, literal_key, live_equations, make_jaxpr, params_key, trace_flat
-from jscaler.ir import Loop, PTensor
-from jscaler.lower.before_loops import made_before_loops
-from jscaler.lower.cast_at_use import cast_at_use
-from jscaler.lower.casts import Exchange, across_casts
-from jscaler.lower.conditions import NEVER_MERGED, merge_conditions
+from jscaler.capture.jaxprs import Atom, fresh, literal_key, params_key, trace_flat
+from jscaler.ir import PTensor
+from jscaler.lower.conditions import NEVER_MERGED
+from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
 from jscaler.lower.in_order import in_order_p
-from jscaler.lower.pairs import made_together
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
 from jscaler.lower.scopes import op_scope
-from jscaler.lower.swaps import swap_dots
 
 
-@dataclass(frozen=True)
-class Run:
-    """Equations between two exchanges, as one jaxpr; its variables are the flat program's."""
-
-    jaxpr: core.Jaxpr
-
-
-@dataclass(frozen=True)
-class FlatLoop:
-    """Steps of a loop's body; they may read variables of the program around it.
-
-    Attributes:
-        carries: per carry its value before the first iteration, in an iteration, at its end, and after the last.
-        xs: per stack that is read the stack, and a slice.
-        ys: per stack that is written a slice, and the stack.
-    """
-
-    loop: Loop
-    steps: tuple["Step", ...]
-    carries: tuple[tuple[Atom, core.Var, Atom, core.Var], ...]
-    xs: tuple[tuple[Atom, core.Var], ...]
-    ys: tuple[tuple[Atom, core.Var], ...]
-
-    @property
-    def inner(self) -> set[core.Var]:
-        """What the loop defines for its body."""
-        return {inside for _, inside, _, _ in self.carries} | {piece for _, piece in self.xs}
-
-    @property
-    def outvars(self) -> list[core.Var]:
-        return [*(final for *_, final in self.carries), *(stack for _, stack in self.ys)]
-
-    @property
-    def returned(self) -> list[Atom]:
-        """What an iteration leaves."""
-        return [*(out for _, _, out, _ in self.carries), *(piece for piece, _ in self.ys)]
-
-    @property
-    def reads(self) -> list[core.Var]:
-        """The variables of the program around it."""
-        inner = self.inner
-        found: list[Atom] = [*(init for init, *_ in self.carries), *(stack for stack, _ in self.xs), *self.returned]
-        for step in self.steps:
-            found += step_reads(step)
-            inner |= set(step_results(step))
-        return list(dict.fromkeys(v for v in found if isinstance(v, core.Var) and v not in inner))
-
-
-Step = Run | Exchange | FlatLoop
-
-
-def step_reads(step: Step) -> list[Atom]:
-    """What a step reads."""
-    if isinstance(step, Run):
-        return list(step.jaxpr.invars)
-    return [step.input] if isinstance(step, Exchange) else list(step.reads)
-
-
-def step_results(step: Step) -> list[core.Var]:
-    """What a step defines."""
-    if isinstance(step, Run):
-        return [v for v in step.jaxpr.outvars if isinstance(v, core.Var)]
-    return [step.output] if isinstance(step, Exchange) else step.outvars
-
-
-@dataclass(frozen=True)
-class Origins:
-    """Where the values of a flat program come from.
-
-    Attributes:
-        op: a variable -> the path of the op that made it; of merged ones the first.
-        tensor: a variable -> the (first) tensor of the graph that it is a part of.
-        done: the path of an op -> which equations of its local body were not done before.
-    """
-
-    op: Mapping[core.Var, str] = field(default_factory=dict)
-    tensor: Mapping[core.Var, PTensor] = field(default_factory=dict)
-    done: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FlatProgram:
-    """A program without slots: runs of equations and exchanges, over variables that are assigned once.
-
-    ``part_indices`` are the variables that hold this device's index along some mesh axes.
-    """
-
-    inputs: tuple[core.Var, ...]
-    part_indices: tuple[tuple[tuple[str, ...], core.Var], ...]
-    steps: tuple[Step, ...]
-    outputs: tuple[Atom, ...]
-    origins: Origins = field(default_factory=Origins, compare=False, repr=False)
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges in order, those in loops once."""
-        return tuple(exchange for _, exchange in numbered_exchanges(self.steps))
-
-
-def numbered_exchanges(steps: Sequence[Step], prefix: str = "") -> Iterator[tuple[str, Exchange]]:
-    """The exchanges of steps and of the loops among them, and the number of each step: ``3``, or ``3.2`` in a loop."""
-    for number, step in enumerate(steps):
-        if isinstance(step, Exchange):
-            yield f"{prefix}{number}", step
-        elif isinstance(step, FlatLoop):
-            yield from numbered_exchanges(step.steps, f"{prefix}{number}.")
-
-
-def flatten(program: Program, avals: Sequence[Any], like: core.Jaxpr) -> FlatProgram:
-    """Number the values of ``program``.
-
-    Args:
-        avals: abstract values of the program's inputs, at *whole* shapes.
-        like: any jaxpr, whose debug info is carried on.
-    """
+def flatten(program: Program, like: core.Jaxpr) -> FlatProgram:
+    """Number the values of ``program``; the debug info of ``like``, any jaxpr, is carried on."""
     numbering = _Numbering()
     inputs = []
-    for (slot, layout), aval in zip(program.inputs, avals, strict=True):
-        var = core.Var(aval.update(shape=layout.local_shape))
+    for (slot, layout), tensor in zip(program.inputs, program.tensors, strict=True):
+        var = core.Var(tensor.aval.update(shape=layout.local_shape))
         numbering.slots[slot] = var
         inputs.append(var)
-    numbering.run(program.tasks, like)
+    numbering.run(program.tasks)
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
-    items = _tidied(numbering.items, outputs, like)
-    steps = _steps(items, outputs, like)
     origins = Origins(numbering.makers, numbering.tensors, numbering.done)
-    return FlatProgram(tuple(inputs), tuple(numbering.indices.items()), steps, outputs, origins)
-
-
-Item = core.JaxprEqn | Exchange | FlatLoop
+    indices = tuple(numbering.indices.items())
+    return FlatProgram(tuple(inputs), indices, tuple(numbering.items), outputs, like, origins)
 
 
 @dataclass
@@ -173,7 +50,7 @@ class _Numbering:
     done: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     fenced: dict[str, tuple[str | None, dict[core.Var, core.Var]]] = field(default_factory=dict)  # what an op reads late
 
-    def run(self, tasks: Sequence[Task], like: core.Jaxpr) -> None:
+    def run(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             if isinstance(task, Compute):
                 self.compute(task)
@@ -182,9 +59,9 @@ class _Numbering:
             elif isinstance(task, Extend):
                 self.extend(task)
             else:
-                self.repeat(task, like)
+                self.repeat(task)
 
-    def repeat(self, task: Repeat, like: core.Jaxpr) -> None:
+    def repeat(self, task: Repeat) -> None:
         """A loop. Its body knows the values of the program around it (but what is made of nothing); that not the body's."""
         inits = [self.slots[init] for init, *_ in task.carries]
         stacks = [self.slots[stack] for stack, _ in task.xs]
@@ -196,11 +73,10 @@ class _Numbering:
         self.slots.update(zip((slot for _, slot, _, _ in task.carries), inside, strict=True))
         self.slots.update(zip((slot for _, slot in task.xs), pieces, strict=True))
         outside, self.items, self.known = self.items, [], self.known.new_child()
-        self.run(task.tasks, like)
+        self.run(task.tasks)
         outs = [self.slots[out] for _, _, out, _ in task.carries]
         written = [self.slots[piece] for piece, _ in task.ys]
-        items = _tidied(self.items, [*outs, *written], like, bool(task.loop.time))
-        self.items, self.known = outside, self.known.parents
+        items, self.items, self.known = tuple(self.items), outside, self.known.parents
         finals = [core.Var(v.aval) for v in inside]
         length = task.loop.length
         made = [core.Var(a.aval.update(shape=(length, *_shape(a)), weak_type=False)) for a in written]
@@ -209,7 +85,7 @@ class _Numbering:
         self.items.append(
             FlatLoop(
                 task.loop,
-                _steps(items, [*outs, *written], like),
+                items,
                 tuple(zip(inits, inside, outs, finals, strict=True)),
                 tuple(zip(stacks, pieces, strict=True)),
                 tuple(zip(written, made, strict=True)),
@@ -314,77 +190,9 @@ class _Numbering:
 _MADE_OF_NOTHING = ("iota", "broadcast_in_dim")
 
 
-def _tidied(items: Sequence[Item], outputs: Sequence[Atom], like: core.Jaxpr, in_time: bool = False) -> list[Item]:
-    found = across_casts(swap_dots(items, outputs), outputs)
-    fences = {id(e) for e in found if isinstance(e, core.JaxprEqn) and e.primitive.name == "optimization_barrier"}
-    found = merge_conditions(made_before_loops(made_together(found, outputs, in_time), outputs, fences))
-    return cast_at_use(found, outputs, partial(_cast_run, like))
-
-
-def _cast_run(like: core.Jaxpr, casts: Sequence[core.JaxprEqn]) -> Run:
-    """Casts of one variable each, as a step."""
-    reads = [v for eqn in casts for v in eqn.invars if isinstance(v, core.Var)]
-    return Run(make_jaxpr(casts, reads, [eqn.outvars[0] for eqn in casts], like))
-
-
 def _shape(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape"))  # noqa: B009
 
 
 def _atom_key(atom: Atom) -> Any:
     return literal_key(atom) if isinstance(atom, core.Literal) else atom
-
-
-def _steps(items: Sequence[Item], outputs: Sequence[Atom], like: core.Jaxpr) -> tuple[Step, ...]:
-    """Cut ``items`` at the exchanges and loops; each run hands on only what is read after it."""
-    groups: list[list[core.JaxprEqn] | Exchange | FlatLoop] = [[]]
-    for item in items:
-        if isinstance(item, (Exchange, FlatLoop)):
-            groups += [item, []]
-        else:
-            last = groups[-1]
-            assert isinstance(last, list)
-            last.append(item)
-    needed = {v for v in outputs if isinstance(v, core.Var)}
-    steps: list[Step] = []
-    for group in reversed(groups):
-        if isinstance(group, (Exchange, FlatLoop)):
-            step = _pruned(group, needed, like) if isinstance(group, FlatLoop) else group
-            if (step is not None and needed & set(step_results(step))) or _has_effects(step):
-                assert step is not None
-                needed |= {v for v in step_reads(step) if isinstance(v, core.Var)}
-                steps.append(step)
-            continue
-        made = [v for e in group for v in e.outvars if v in needed]
-        eqns = live_equations(group, made)
-        if not eqns:
-            continue
-        defined = {v for e in eqns for v in e.outvars}
-        reads = list(dict.fromkeys(v for e in eqns for v in e.invars if isinstance(v, core.Var) and v not in defined))
-        needed |= set(reads)
-        steps.append(Run(make_jaxpr(eqns, reads, made, like)))
-    return tuple(steps[::-1])
-
-
-def _has_effects(step: Step | None) -> bool:
-    if isinstance(step, FlatLoop):
-        return any(map(_has_effects, step.steps))
-    return isinstance(step, Run) and bool(step.jaxpr.effects)
-
-
-def _pruned(step: FlatLoop, needed: set[core.Var], like: core.Jaxpr) -> FlatLoop:
-    """A loop without the stacks that nobody reads, nor what only they need."""
-    ys = tuple((piece, stack) for piece, stack in step.ys if stack in needed)
-    if len(ys) == len(step.ys):
-        return step
-    return dataclasses.replace(
-        step, ys=ys, steps=trimmed(step.steps, [*(out for _, _, out, _ in step.carries), *(p for p, _ in ys)], like)
-    )
-
-
-def trimmed(steps: Sequence[Step], outputs: Sequence[Atom], like: core.Jaxpr) -> tuple[Step, ...]:
-    """``steps`` without what ``outputs`` do not need."""
-    items: list[Item] = []
-    for step in steps:
-        items += step.jaxpr.eqns if isinstance(step, Run) else [step]
-    return _steps(items, outputs, like)

@@ -13,40 +13,39 @@ Only products with batch dims are fenced: they are no weight's gradients, so tha
 
 import itertools
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom
-from jscaler.lower.before_loops import fence, nbytes, needed, renamed, results
-from jscaler.lower.casts import Exchange, Item, reads
+from jscaler.lower.before_loops import fence, nbytes, needed, renamed
+from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads, results
 
 
-def made_together(items: Sequence[Item], outputs: Sequence[Atom], in_time: bool = False) -> list[Item]:
-    """``items`` with a fence of every such pair.
+def pairs_together(program: FlatProgram) -> FlatProgram:
+    """A fence of every two products of which one frees what is larger than itself: both are made before either is read."""
+    return each_level(program, _with_pairs)
 
-    Args:
-        items: equations, exchanges and loops.
-        outputs: what is read after them.
-        in_time: whether they are one part of many, so that this part's temporaries are what counts.
-    """
+
+def _with_pairs(level: Level) -> list[Item]:
+    items, outputs = level.items, level.outputs
     found = list(items)
-    if not in_time and not any(isinstance(item, Exchange) for item in items):
+    if not level.in_time and not any(isinstance(item, Exchange) for item in items):
         return found
     last: dict[core.Var, int] = {v: len(items) for v in outputs if isinstance(v, core.Var)}
     for place, item in enumerate(items):
         last |= {v: max(place, last.get(v, 0)) for v in reads(item)}
     alive = needed(items, outputs)
-    batched = [place for place, item in enumerate(items) if _is_batched(item) and item.outvars[0] in alive]
-    pairs = [(a, b) for a, b in itertools.pairwise(batched) if _is_pair(items[a], items[b])]
+    batched = {place: item for place, item in enumerate(items) if _is_batched(item) and item.outvars[0] in alive}
+    pairs = [(a, b) for a, b in itertools.pairwise(batched) if _is_pair(batched[a], batched[b])]
     taken: set[int] = set()
     for first, second in reversed(pairs):  # from behind, so that places hold
-        if not {first, second} & taken and _frees(items[first], items[second], second, last):
+        if not {first, second} & taken and _frees(batched[first], batched[second], second, last):
             taken |= {first, second}
             found[first : second + 1] = _fenced(items[first : second + 1])
     return found
 
 
-def _is_batched(item: Item) -> bool:
+def _is_batched(item: Item) -> TypeGuard[core.JaxprEqn]:
     return (
         isinstance(item, core.JaxprEqn)
         and item.primitive.name == "dot_general"
@@ -72,7 +71,7 @@ def _frees(first: core.JaxprEqn, second: core.JaxprEqn, place: int, last: dict[c
 
 def _fenced(items: Sequence[Item]) -> list[Item]:
     """A pair and what stands between: that which reads the first product comes after the fence."""
-    pair = [items[0].outvars[0], items[-1].outvars[0]]
+    pair = [results(items[0])[0], results(items[-1])[0]]
     known, before, behind = {pair[0]}, [], []
     for item in items[1:-1]:
         if known.isdisjoint(reads(item)):

@@ -115,12 +115,19 @@ def walk(tasks: Iterable[Task], times: int = 1) -> Iterator[tuple[Compute | Adap
 
 @dataclass(frozen=True)
 class Program:
-    """One segment: the whole step on one device group."""
+    """What a step does on one device group.
 
-    mesh: DeviceMesh
+    Attributes:
+        inputs: a slot and a layout for each of ``tensors``: inputs of the step that lie on the group, then constants.
+        outputs: a slot and a layout for each of ``results``: the numbers of those of the step's that lie on the group.
+    """
+
+    group: DeviceMesh
     tasks: tuple[Task, ...]
-    inputs: tuple[tuple[Slot, Layout], ...]  # step inputs, then constants
+    inputs: tuple[tuple[Slot, Layout], ...]
     outputs: tuple[tuple[Slot, Layout], ...]
+    tensors: tuple[PTensor, ...]
+    results: tuple[int, ...]
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:
@@ -133,7 +140,7 @@ class Program:
         return tuple(t for t, _ in walk(self.tasks) if isinstance(t, Extend))
 
 
-def make_program(
+def make_programs(
     graph: Graph,
     order: Sequence[Op],
     completed: Completed,
@@ -141,24 +148,37 @@ def make_program(
     after: Mapping[str, Sequence[str]],
     cost: CostModel = FEW_STEPS,
     reduce_dtype: str | None = None,
-) -> Program:
-    """Lay the ops out in ``order``, with an adapter wherever a reader wants another layout than is at hand.
+) -> tuple[Program, ...]:
+    """Lay the ops of each group out in ``order``, with an adapter wherever a reader wants another layout than is at hand.
 
     Args:
         after: op path -> paths of ops that ``op_order`` puts before it.
         cost: what adapters cost.
         reduce_dtype: the dtype in which gradients are added between devices; see `lower.sums` for the default.
     """
-    writer = _Writer(graph, completed, book, cost, summing_dtypes(graph, order, reduce_dtype), after)
-    inputs = [writer.define(t, completed.inputs[t]) for t in graph.inputs]
-    constants = [writer.define(t, Layout.replicated(completed.mesh, t.shape)) for t, _ in graph.constants]
-    writer.write(nested(order, graph.loops))
-    outputs = [writer.read(t, layout) for t, layout in zip(graph.outputs, completed.outputs, strict=True)]
-    held = [
-        *((s, completed.inputs[t]) for s, t in zip(inputs, graph.inputs, strict=True)),
-        *((s, Layout.replicated(completed.mesh, t.shape)) for s, (t, _) in zip(constants, graph.constants, strict=True)),
-    ]
-    return Program(completed.mesh, tuple(writer.tasks), tuple(held), tuple(zip(outputs, completed.outputs, strict=True)))
+    dtypes = summing_dtypes(graph, order, reduce_dtype)
+    programs = []
+    for group in completed.groups:
+        ops = [op for op in order if completed.ops[op.path].placement.group == group]
+        writer = _Writer(graph, completed, book, cost, dtypes, after)
+        given = {t: layout for t, layout in completed.inputs.items() if layout.mesh == group}
+        held = [(t, given[t]) for t in graph.inputs if t in given]
+        held += [(t, Layout.replicated(group, t.shape)) for t in _constants_of(graph, ops, group, completed)]
+        inputs = tuple((writer.define(t, layout), layout) for t, layout in held)
+        writer.write(nested(ops, graph.loops))
+        results = tuple(i for i, layout in enumerate(completed.outputs) if layout.mesh == group)
+        left = [(graph.outputs[i], completed.outputs[i]) for i in results]
+        outputs = tuple((writer.read(t, layout), layout) for t, layout in left)
+        programs.append(Program(group, tuple(writer.tasks), inputs, outputs, tuple(t for t, _ in held), results))
+    return tuple(programs)
+
+
+def _constants_of(graph: Graph, ops: Sequence[Op], group: DeviceMesh, completed: Completed) -> list[PTensor]:
+    """The constants that lie on ``group``: its own copies of those that it reads; on the first group all."""
+    read = {t for op in ops for t in op.inputs}
+    read.update(t for loop in graph.loops.values() for t in loop.operands)
+    first = group == completed.groups[0]
+    return [t for t, _ in graph.constants if t in read or first]
 
 
 @dataclass
@@ -227,7 +247,7 @@ class _Writer:
             jaxpr, indexed = _anywhere(op, [layout.local_shape for layout in laid.inputs]), ()
         else:
             place = laid.placement
-            jaxpr, indexed = self.book.local(op, place.parts(self.completed.mesh), place.sizes, place.chunks)
+            jaxpr, indexed = self.book.local(op, place.parts, place.sizes, place.chunks)
         inputs = tuple(
             self.extend(t, layout, laid.edges_of(i))
             for i, (t, layout) in enumerate(zip(op.inputs, laid.inputs, strict=True))

@@ -6,39 +6,41 @@ no fast kernel; GSPMD escapes by chance, since its all-reduce stands between the
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, shape
-from jscaler.lower.casts import Item, reads
+from jscaler.lower.flat_program import FlatProgram, Item, each_level, reads
+
+
+def swapped_dots(program: FlatProgram) -> FlatProgram:
+    """Every such pair as one dot, where nobody else reads the dot that goes: XLA's CPU backend has a fast kernel for it."""
+    return each_level(program, lambda level: swap_dots(level.items, level.outputs))
 
 
 def swap_dots(items: Sequence[Item], outputs: Sequence[Atom]) -> list[Item]:
-    """``items`` with every such pair as one dot, where nobody else reads the dot that goes.
-
-    Args:
-        items: equations, exchanges and loops.
-        outputs: what is read after them.
-    """
+    """``items``, behind which ``outputs`` are read, with the dots swapped."""
     readers = Counter(v for v in outputs if isinstance(v, core.Var))
     for item in items:
         readers.update(set(reads(item)))
-    dots = {item.outvars[0]: place for place, item in enumerate(items) if _is(item, "dot_general")}
+    dots = {item.outvars[0]: (place, item) for place, item in enumerate(items) if _is(item, "dot_general")}
     found: list[Item | None] = list(items)
     for place, eqn in enumerate(items):
-        source = eqn.invars[0] if _is(eqn, "transpose") else None
+        if not _is(eqn, "transpose"):
+            continue
+        (source,), (out,) = eqn.invars, eqn.outvars
         if not isinstance(source, core.Var) or source not in dots or readers[source] != 1:
             continue
-        at = dots[source]
-        dot = found[at]
-        assert dot is not None
+        at, dot = dots[source]
         if _swaps(eqn.params["permutation"], dot):
-            found[at], found[place] = _swapped(dot, eqn.outvars[0]), None
-            dots[eqn.outvars[0]] = at  # two in a row undo each other
+            swapped = _swapped(dot, out)
+            found[at], found[place] = swapped, None
+            dots[out] = at, swapped  # two in a row undo each other
     return [item for item in found if item is not None]
 
 
-def _is(item: Item, name: str) -> bool:
+def _is(item: Item, name: str) -> TypeGuard[core.JaxprEqn]:
     return isinstance(item, core.JaxprEqn) and item.primitive.name == name
 
 

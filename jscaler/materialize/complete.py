@@ -4,6 +4,12 @@ What the policy placed stays. A backward op mirrors its forward through their co
 axis by axis, the use that makes its adapters cheapest, given how its inputs lie. An op that reads nothing but inputs of
 the step which lie nowhere yet (the decay of a momentum) waits, and then takes the layout that its reader wants: so
 optimizer state follows its parameter. Everything is deterministic.
+
+Loops: a body is placed once, for all iterations. A carry has one layout, in which each iteration takes it and leaves it:
+the one in which it comes, or the one in which the body leaves it, where the body then leaves it so again; else each
+iteration brings it back. Value shares in a carry are joined, except where the carry only sums up a gradient: that is
+reduced once, after the loop. A stack lies as its slices do, whole along the iterations. What the forward loop saves lies
+as the first reader in the backward loop wants it, of the layouts at hand in the forward.
 """
 
 import dataclasses
@@ -12,15 +18,15 @@ from typing import Any
 
 from jscaler.cost import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Op, PTensor, Rule
-from jscaler.ir.loop import Item
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor, Rule
+from jscaler.ir.loop import Item, chain_of
 from jscaler.materialize.adapter import find_adapter
-from jscaler.materialize.completed import Completed, OpLayouts
+from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.layout import Layout
-from jscaler.materialize.loops import LoopMixin
-from jscaler.materialize.mesh import Axes, DeviceMesh, common_mesh, find_common_mesh
+from jscaler.materialize.groups import find_groups, homes
+from jscaler.materialize.layout import Layout, without_values
+from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
     Decided,
     Placement,
@@ -33,8 +39,8 @@ from jscaler.materialize.placement import (
     result_layout,
 )
 from jscaler.materialize.relabel import shared_out
-from jscaler.materialize.shards import Shards, find_shards, shard_grid
-from jscaler.materialize.stored import storable, stored_grid, stored_inputs, stored_layouts
+from jscaler.materialize.shards import Shards, find_shards
+from jscaler.materialize.stored import storable, stored_layouts
 from jscaler.primitives import Plan
 from jscaler.rules.book import RuleBook
 
@@ -58,26 +64,36 @@ def complete(
     """
     decided = decided_placements(graph, plan)
     check_devices(decided, plan.num_devices)
+    return complete_on_groups(graph, plan, decided, book, cost, pieces or {})
+
+
+def complete_on_groups(
+    graph: Graph,
+    plan: Plan,
+    decided: Mapping[str, Decided],
+    book: RuleBook,
+    cost: CostModel,
+    pieces: Mapping[str, tuple[str, ...]],
+) -> Completed:
+    """`complete` for ops that are ``decided`` to lie on any device groups. What goes from group to group is not adapted."""
     grids = placed_grids(decided)
-    ordered = [g for p, g in grids.items() if not decided[p].any_order]
-    ordered += map(shard_grid, plan.shards.values())
-    ordered += map(stored_grid, stored_inputs(plan))
-    mesh, covered = common_mesh(ordered, plan.num_devices)
-    # grids in any order cut the devices as the others order them, if their cuts agree
-    free = [dataclasses.replace(g, devices=mesh.devices) for p, g in grids.items() if decided[p].any_order]
-    mesh, covered = find_common_mesh([*ordered, *free], mesh.devices) or (mesh, covered)
-    given = {p: placement_of(d, covered[grids[p]]) for p, d in decided.items() if not d.any_order}
+    groups = find_groups(plan, decided)
+    given = {p: placement_of(d, groups.of[p], groups.covered[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: d for p, d in decided.items() if d.any_order}
-    shards = find_shards(graph, plan, covered)
-    stored = stored_layouts(graph, plan, mesh, covered)
-    return _Completer(graph, mesh, given, unordered, book, cost, pieces or {}, chunked_ops(plan), shards, stored).run()
+    shards = find_shards(graph, plan, groups.covered, groups.meshes)
+    stored = stored_layouts(graph, plan, groups.covered, groups.meshes)
+    home = homes(graph, groups, pieces)
+    return _Completer(
+        graph, groups.meshes, home, given, unordered, book, cost, pieces, chunked_ops(plan), shards, stored
+    ).run()
 
 
-class _Completer(LoopMixin):
+class _Completer:
     def __init__(
         self,
         graph: Graph,
-        mesh: DeviceMesh,
+        groups: tuple[DeviceMesh, ...],
+        home: Mapping[str, DeviceMesh],
         given: Mapping[str, Placement],
         unordered: Mapping[str, Decided],
         book: RuleBook,
@@ -88,7 +104,8 @@ class _Completer(LoopMixin):
         stored: Mapping[PTensor, Layout],
     ):
         self.graph = graph
-        self.mesh = mesh
+        self.groups = groups
+        self.home = home  # op path -> the group that it runs on
         self.given = given
         self.unordered = unordered
         self.book = book
@@ -97,11 +114,11 @@ class _Completer(LoopMixin):
         self.chunks = chunks
         self.shards = shards
         self.ops: dict[str, OpLayouts] = {}
-        # what equal ops share, by all that it depends on
+        # what equal ops share, by all that it depends on; a placement's key and a layout have their group
         self.laid: dict[Any, Laid] = {}
         self.filled: dict[Any, Placement] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
-        self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t)] for t, _ in graph.constants}
+        self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t, g) for g in groups] for t, _ in graph.constants}
         self.at_hand.update({t: [layout] for t, layout in stored.items()})
         self.inputs: dict[PTensor, Layout] = dict(stored)
         self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
@@ -113,21 +130,24 @@ class _Completer(LoopMixin):
         self.fetches: dict[str, Op] = {}  # fences of stored parameters, in loops over micro-batches
         self.fetched: dict[PTensor, PTensor] = {}  # what comes out of them -> what goes in
         self.undecided: set[PTensor] = set()  # slices that may lie in any of the layouts at hand, until they are read
+        # saved stack -> what it is a stack of, and how many of them
+        loops = graph.loops.values()
+        self.saved = {y.stack: (y.slice, loop.length) for loop in loops for y in loop.ys if y.saved}
 
     def run(self) -> Completed:
         self.visit_all(self.graph.tree)
         for tensor in list(self.waiting):
-            self._settle_waiting(tensor, self._whole(tensor))
+            self._settle_whole(tensor)
         for path, op in self.fetches.items():
             for tensor in op.outputs:
-                self._read(tensor, self._whole(tensor))
+                self._read(tensor, self._whole(tensor, self.home[path]))
             layouts = tuple(self.at_hand[t][0] for t in op.inputs)
-            self.ops[path] = OpLayouts(Placement(origin="filled"), layouts, layouts)
+            self.ops[path] = OpLayouts(Placement(self.home[path], origin="filled"), layouts, layouts)
         for tensor in self.graph.inputs:
-            self.inputs.setdefault(tensor, self._whole(tensor))
+            self.inputs.setdefault(tensor, self._whole(tensor, self.groups[0]))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
         gradients = {t: self.at_hand[t][0] for t in self.shards.gradients if t in self.at_hand}
-        return Completed(self.mesh, self.ops, self.inputs, outputs, self.loop_layouts(), gradients, self.shards.axes)
+        return Completed(self.groups, self.ops, self.inputs, outputs, self.loop_layouts(), gradients, self.shards.axes)
 
     def visit_all(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -144,10 +164,15 @@ class _Completer(LoopMixin):
     def _waits(self, op: Op) -> bool:
         """Whether nothing that ``op`` reads lies anywhere yet, so that its readers may choose."""
         placed = op.path in self.given or op.path in self.unordered or op.forward or op.again or op.anywhere
-        if not self.mesh.axes or not op.outputs or placed:
+        if not self.home[op.path].axes or not op.outputs or placed:
             return False
         large = [t for t in op.inputs if t.shape]
-        return bool(large) and all(t not in self.at_hand or t in self.shards.whole for t in large)
+        return bool(large) and all(not self._held(t, self.home[op.path]) or t in self.shards.whole for t in large)
+
+    def _held(self, tensor: PTensor, group: DeviceMesh) -> list[Layout]:
+        """The layouts in which ``tensor`` is at hand on ``group``."""
+        held = self.at_hand.get(tensor, [])
+        return held if len(self.groups) == 1 else [layout for layout in held if layout.mesh == group]
 
     def _settle(self, op: Op, placement: Placement) -> None:
         """Fix the placement of ``op``; what it reads of waiting ops settles them."""
@@ -173,6 +198,10 @@ class _Completer(LoopMixin):
         if tensor in self.waiting:
             self._settle(self.waiting[tensor], self._as_wanted(self.waiting[tensor], tensor, wanted))
 
+    def _settle_whole(self, tensor: PTensor) -> None:
+        if tensor in self.waiting:
+            self._settle_waiting(tensor, self._whole(tensor, self.home[self.waiting[tensor].path]))
+
     def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
         """The placement of ``op`` that makes ``tensor`` as its reader wants it; what is made of shards, in shards."""
         made = self._making(op, tensor, wanted)
@@ -182,7 +211,7 @@ class _Completer(LoopMixin):
 
     def _on_shards(self, op: Op, placement: Placement) -> Placement:
         """``placement`` split further, where ``op`` makes something of sharded parameters alone."""
-        name, axes = self.shards.factor(op) or ("", ())
+        name, axes = self.shards.factor(op, placement.group)
         return self._split_further(op, placement, name, axes)
 
     def _split_further(self, op: Op, placement: Placement, name: str, axes: Axes) -> Placement:
@@ -190,15 +219,15 @@ class _Completer(LoopMixin):
         open_axes = tuple(a for a in axes if all(a not in used for used in placement.factors.values()))
         factor = self.book.rule(op).factors.get(name) if open_axes else None
         both = (*placement.factors.get(name, ()), *open_axes)
-        parts = self.mesh.size(both) * self._chunks(op).get(name, 1)
+        parts = placement.group.size(both) * self._chunks(op).get(name, 1)
         if factor is None or factor.kind == "blocked" or factor.size % parts:
             return placement
         return dataclasses.replace(placement, factors={**placement.factors, name: both})
 
     def _making(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
         """The placement of ``op`` that makes ``tensor`` in this layout; a copy where none does."""
-        copy = Placement(origin="filled")
-        if wanted.values or not any(wanted.cuts) or not wanted.even:
+        copy = Placement(self.home[op.path], origin="filled")
+        if wanted.values or not any(wanted.cuts) or not wanted.even or wanted.mesh != copy.group:
             return copy
         rule = self.book.rule(op)
         factors: dict[str, Axes] = {}
@@ -213,13 +242,13 @@ class _Completer(LoopMixin):
             factors.update({name: axes for name, axes in zip(names, cuts, strict=True) if axes})
         chunks = self._chunks(op)
         legal = all(
-            rule.factors[f].kind != "blocked" and rule.factors[f].size % (self.mesh.size(axes) * chunks.get(f, 1)) == 0
+            rule.factors[f].kind != "blocked" and rule.factors[f].size % (copy.group.size(axes) * chunks.get(f, 1)) == 0
             for f, axes in factors.items()
         )
         return dataclasses.replace(copy, factors=factors) if legal else copy
 
-    def _whole(self, tensor: PTensor) -> Layout:
-        return Layout.replicated(self.mesh, tensor.shape)
+    def _whole(self, tensor: PTensor, group: DeviceMesh) -> Layout:
+        return Layout.replicated(group, tensor.shape)
 
     def _read(self, tensor: PTensor, layout: Layout) -> None:
         if tensor in self.undecided:
@@ -242,39 +271,41 @@ class _Completer(LoopMixin):
         return storable(layout)
 
     def _place(self, op: Op) -> Placement:
-        if op.path in self.unordered and self.mesh.axes:
+        group = self.home[op.path]
+        if op.path in self.unordered and group.axes:
             return self._ordered(op, self.unordered[op.path])
-        if not self.mesh.axes or not op.inputs or op.anywhere:
-            return self.given.get(op.path, Placement(origin="filled"))
+        if not group.axes or not op.inputs or op.anywhere:
+            return self.given.get(op.path, Placement(group, origin="filled"))
         if op.path in self.given:
             return self.given[op.path]
         if op.again is not None:
             for tensor in op.again.outputs:
-                self._settle_waiting(tensor, self._whole(tensor))
+                self._settle_whole(tensor)
             return dataclasses.replace(self.ops[op.again.path].placement, origin="mirrored", runners_up=())
         if op.forward is not None:
             for tensor in op.forward.outputs:
-                self._settle_waiting(tensor, self._whole(tensor))
+                self._settle_whole(tensor)
             factors: dict[str, Axes] = {}
             sizes: dict[str, tuple[int, ...]] = {}
             for path in self.pieces.get(op.forward.path, (op.forward.path,)):
-                if path in self.ops:  # what reads no activation may run before its forward, which waits in a loop
+                # what reads no activation may run before its forward, which waits in a loop; axes are those of one group
+                if path in self.ops and self.ops[path].placement.group == group:
                     factors.update(self.ops[path].placement.factors)
                     sizes.update(self.ops[path].placement.sizes)
-            _, shards = self.shards.factor(op.forward) or ("", ())  # a gradient is scattered when it is done
+            _, shards = self.shards.factor(op.forward, group)  # a gradient is scattered when it is done
             factors = {f: tuple(a for a in axes if a not in shards) for f, axes in factors.items()}
-            return self._fill(op, self._possible(op, Placement(factors, sizes=sizes, origin="mirrored")))
-        return self._fill(op, Placement(origin="filled"))
+            return self._fill(op, self._possible(op, Placement(group, factors, sizes=sizes, origin="mirrored")))
+        return self._fill(op, Placement(group, origin="filled"))
 
     def _ordered(self, op: Op, decided: Decided) -> Placement:
         """The cheapest device order for a grid that the policy placed in any order."""
-        parts = decided.parts
-        ways = shared_out(dict(self.mesh.axes), self.mesh.names, tuple(parts.values()))
-        choices = [Placement(dict(zip(parts, axes, strict=True)), sizes=decided.sizes) for axes in ways]
+        parts, group = decided.parts, self.home[op.path]
+        ways = shared_out(dict(group.axes), group.names, tuple(parts.values()))
+        choices = [Placement(group, dict(zip(parts, axes, strict=True)), sizes=decided.sizes) for axes in ways]
         if not choices:
             raise PlanError(
                 f"'{op.path}' is split {dict(parts)} on any order of devices that the plan's other grids cut into "
-                f"{[s for _, s in self.mesh.axes]}; give it a device order"
+                f"{[s for _, s in group.axes]}; give it a device order"
             )
         costs = sorted((self._cost(op, choice), i) for i, choice in enumerate(choices))
         return choices[costs[0][1]]
@@ -311,7 +342,7 @@ class _Completer(LoopMixin):
         """The chunks of ``op`` that its parts divide into: a backward may be split in another way than its forward."""
         chunks = self._chunks(op)
         factors = self.book.rule(op).factors if chunks else {}
-        parts = placement.parts(self.mesh)
+        parts = placement.parts
         return {
             f: n for f, n in chunks.items() if f not in placement.sizes and factors[f].size % (parts.get(f, 1) * n) == 0
         }
@@ -323,13 +354,14 @@ class _Completer(LoopMixin):
         def price(placement: Placement) -> float:
             return self._cost(op, placement)
 
-        lie = tuple((tuple(self.at_hand.get(t, ())), t in self.shards.stored) for t in op.inputs)
+        at_hand = {t: held for t in op.inputs if (held := self._held(t, chosen.group))}
+        lie = tuple((tuple(at_hand.get(t, ())), t in self.shards.stored) for t in op.inputs)
         goals = tuple((self._goal(t), self.shards.gradients.get(t)) for t in op.outputs)
         # Backward ops reduce late: a gradient may yet meet others, and their sum is reduced once. So do summands of a loop.
         late = op.kind == "backward" or op.path in self.summands
         key = (op.body, id(self.book.rule(op)), op.kind, late, chosen.key, tuple(chunks.items()), lie, goals)
         if key not in self.filled:
-            found = Filling(op, self.mesh, self.book, self.at_hand, chunks, price, late).of(chosen)
+            found = Filling(op, self.book, at_hand, chunks, price, late).of(chosen)
             for scattered in self._scattered(op, found):
                 found = scattered if price(scattered) < price(found) else found
             self.filled[key] = found
@@ -355,15 +387,17 @@ class _Completer(LoopMixin):
         total = 0.0
         for index, (tensor, wanted) in enumerate(zip(op.inputs, laid.inputs, strict=True)):
             total += halo_cost(wanted, laid.edges_of(index), tensor.itemsize, self.cost)
-            if tensor in self.at_hand:
+            held = self._held(tensor, placement.group)
+            if held:
                 passing = op.kind == "update" and tensor in self.shards.stored  # whole while it is used, then no more
-                held = self.at_hand[tensor][:1] if passing else self.at_hand[tensor]
+                held = held[:1] if passing else held
                 total += min(find_adapter(h, wanted, tensor.itemsize, self.cost).cost for h in held)
         for tensor, left in zip(op.outputs, laid.outputs, strict=True):
             plain = dataclasses.replace(left, values=())
             sharded = tensor in self.shards.gradients
             goal = self.shards.gradient(tensor, plain) if sharded else self._goal(tensor) or plain
-            total += find_adapter(left, goal, tensor.itemsize, self.cost).cost if goal != left else 0.0
+            within = goal != left and goal.mesh == left.mesh
+            total += find_adapter(left, goal, tensor.itemsize, self.cost).cost if within else 0.0
         return total
 
     def _goal(self, tensor: PTensor) -> Layout | None:
@@ -376,8 +410,8 @@ class _Completer(LoopMixin):
             inputs, outputs = self.layouts_at_hand(op)
             return OpLayouts(placement, inputs, outputs)
         if not placement.factors and not placement.shares:
-            inputs = tuple(map(self._whole, op.inputs))
-            return OpLayouts(placement, inputs, tuple(map(self._whole, op.outputs)))
+            inputs, outputs = (tuple(self._whole(t, placement.group) for t in ts) for ts in (op.inputs, op.outputs))
+            return OpLayouts(placement, inputs, outputs)
         rule = self.book.rule(op)
         key = (op.body, id(rule), placement.key)
         if key not in self.laid:
@@ -389,10 +423,162 @@ class _Completer(LoopMixin):
         passed = {axis: self.book.passes(op, combiners) for axis, combiners in placement.shares.items()}
         known = {axis: combiners for axis, combiners in passed.items() if combiners is not None}
         assert len(known) == len(passed), f"{op.path} does not pass the shares it was given"
-        inputs = tuple(operand_layout(self.mesh, rule, placement, op, i) for i in range(len(op.inputs)))
-        outputs = tuple(result_layout(self.mesh, rule, placement, op, i, known) for i in range(len(op.outputs)))
+        inputs = tuple(operand_layout(rule, placement, op, i) for i in range(len(op.inputs)))
+        outputs = tuple(result_layout(rule, placement, op, i, known) for i in range(len(op.outputs)))
         edges = tuple(edges_of(rule, dict(placement.factors), i) for i in range(len(op.inputs)))
         return inputs, outputs, edges if any(edges) else ()
+
+    # -- loops: a body is placed once, for all iterations
+
+    def visit_loop(self, nest: Nest) -> None:
+        """Place what stands in a loop, and the loop's carries and stacks."""
+        start = self._state()
+        arriving = [self._arriving(c.init, self._group(nest)) for c in nest.loop.carries]
+        taken, left = self._pass(nest, arriving)
+        if taken != left:
+            self._restore(start)
+            again, kept = self._pass(nest, left)
+            if again != kept:  # each iteration brings its carries back
+                self._restore(start)
+                self._pass(nest, taken)
+        self._leave(nest.loop, self._group(nest))
+
+    def _group(self, nest: Nest) -> DeviceMesh:
+        """The group on which a loop runs, whose ops all lie there."""
+        return self.home[next(iter(nest.ops())).path]
+
+    def _pass(self, nest: Nest, carried: Sequence[Layout | None]) -> tuple[list[Layout], list[Layout]]:
+        """Place the body for carries that come in these layouts; returns how it took them and how it leaves them."""
+        loop, group = nest.loop, self._group(nest)
+        for carry, layout in zip(loop.carries, carried, strict=True):
+            if layout is not None and not carry.is_sum:
+                self.at_hand[carry.inside] = [layout]
+        for x in loop.xs:
+            options = [layout.sliced() for layout in self._options(x.stack, group)]
+            if options:
+                self.at_hand[x.slice] = sorted(dict.fromkeys(options), key=lambda layout: bool(layout.values))
+            if len(options) > 1:
+                self.undecided.add(x.slice)
+        self.visit_all(nest.items)
+        own = set(nest.tensors())
+        for carry in loop.carries:
+            if carry.out in self.waiting and carry.inside in self.at_hand:
+                self._settle_waiting(carry.out, self.at_hand[carry.inside][0])
+        for tensor in [t for t in self.waiting if t in own]:
+            self._settle_whole(tensor)
+        taken, left = [], []
+        for carry in loop.carries:
+            leaves = self._arriving(carry.out, group) or self._whole(carry.out, group)
+            takes = self.at_hand.setdefault(carry.inside, [leaves])[0]
+            taken.append(takes)
+            left.append(takes if takes in self.at_hand.get(carry.out, ()) or carry.is_sum else leaves)
+        return taken, left
+
+    def _leave(self, loop: Loop, group: DeviceMesh) -> None:
+        """Fix what the loop takes from outside, and say how its results lie."""
+        for carry in loop.carries:
+            layout = self.at_hand[carry.inside][0]
+            self._want(carry.out, layout)
+            self._want(carry.init, layout)
+            self.at_hand[carry.final] = [self.shards.gradient(carry.final, layout)]
+        for x in loop.xs:
+            if x.slice in self.undecided:
+                self.decide(x.slice, self.at_hand[x.slice][0])
+            layout = self.at_hand.setdefault(x.slice, [self._whole(x.slice, group)])[0]
+            if x.stack not in self.at_hand and x.stack in self.saved:
+                self.at_hand[x.stack] = [layout.stacked(loop.length)]
+            self._want(x.stack, layout.stacked(loop.length))
+        for y in loop.ys:
+            if not y.saved:
+                if y.slice not in self.at_hand:
+                    self._want(y.slice, self._whole(y.slice, group))
+                held = self.at_hand[y.slice]
+                joined = held if loop.forward is not None else [h for h in held if not h.values] or held
+                layout = joined[0].stacked(loop.length)
+                scattered = self.shards.gradient(y.stack, layout)
+                self.at_hand[y.stack] = [scattered]
+                layers_cut = any(scattered.by_dim[0])  # whole layers lie apart: no iteration can scatter its own
+                self.left[y.stack] = layout if layers_cut else scattered
+
+    def loop_layouts(self) -> dict[str, LoopLayouts]:
+        """The layouts of all loops, once everything is placed."""
+        loops = self.graph.loops
+        group = {op.loop: self.home[op.path] for op in reversed(self.graph.ops) if op.loop is not None}
+        found = {}
+        for name in sorted(loops, key=lambda name: len(chain_of(name, loops))):
+            loop = loops[name]
+            ys = []
+            for y in loop.ys:
+                layout = (
+                    self.left.get(y.stack)
+                    or self.at_hand.get(y.stack, [self._whole(y.stack, group.get(name, self.groups[0]))])[0]
+                )
+                layout = layout.sliced()
+                self.at_hand.setdefault(y.slice, [layout])  # a stack that another loop saves
+                ys.append(layout)
+            carries = tuple(self.at_hand[c.inside][0] for c in loop.carries)
+            found[name] = LoopLayouts(carries, tuple(self.at_hand[x.slice][0] for x in loop.xs), tuple(ys))
+        return found
+
+    def decide(self, tensor: PTensor, wanted: Layout) -> None:
+        """A slice that may lie in several ways lies as its first reader wants it."""
+        self.undecided.discard(tensor)
+        options = self.at_hand[tensor]
+        if wanted in options:
+            best = wanted
+        else:
+            costs = [find_adapter(o, wanted, tensor.itemsize, self.cost).cost for o in options]
+            best = options[costs.index(min(costs))]
+        self.at_hand[tensor] = [best]
+
+    def layouts_at_hand(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """The layouts of an op that takes whatever part lies there."""
+        if op.anywhere == "sum":
+            group = self.home[op.path]
+            held = self._options(op.inputs[1], group)  # (none, where its maker waits for a reader)
+            layout = held[0] if held else self._whole(op.inputs[1], group)
+            if any(combiner != "add" for _, combiner in layout.values):
+                layout = without_values(layout)
+            return (layout, layout), (layout,)
+        layouts = tuple(self._fenced(t, self.home[op.path]) for t in op.inputs)
+        return layouts, layouts
+
+    def _fenced(self, tensor: PTensor, group: DeviceMesh) -> Layout:
+        held = self._options(tensor, group) or [self._whole(tensor, group)]
+        if tensor.role == "gradient":  # its shares may be passed on
+            return held[0]
+        return next((h for h in held if not h.values), held[0])
+
+    def _arriving(self, tensor: PTensor, group: DeviceMesh) -> Layout | None:
+        """The layout in which a carry comes, value shares joined; None where it lies nowhere yet."""
+        held = self._options(tensor, group)
+        return next((h for h in held if not h.values), without_values(held[0])) if held else None
+
+    def _want(self, tensor: PTensor, layout: Layout) -> None:
+        self._settle_waiting(tensor, layout)
+        self._read(tensor, layout)
+
+    def _options(self, tensor: PTensor, group: DeviceMesh) -> list[Layout]:
+        """The layouts in which a tensor is at hand on ``group``, or in which it could have been saved."""
+        if tensor in self.at_hand:
+            return self._held(tensor, group)
+        saved = self.saved.get(tensor)
+        if saved is None:
+            return []
+        source, length = saved
+        options = self._options(source, group)
+        if source in self.shards.stored:  # what is made of shards is made whole again
+            options = options[:1]
+        return [layout.stacked(length) for layout in options]
+
+    def _state(self) -> tuple[Any, ...]:
+        at_hand = {t: list(layouts) for t, layouts in self.at_hand.items()}
+        return dict(self.ops), at_hand, dict(self.inputs), dict(self.waiting), set(self.undecided)
+
+    def _restore(self, state: tuple[Any, ...]) -> None:
+        ops, at_hand, inputs, waiting, undecided = state
+        self.ops, self.inputs, self.waiting, self.undecided = dict(ops), dict(inputs), dict(waiting), set(undecided)
+        self.at_hand = {t: list(layouts) for t, layouts in at_hand.items()}
 
 
 def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from jscaler.ir import Op, PTensor, VTensor
 from jscaler.materialize.edges import Edge, extended_mask
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.loops import LoopLayouts
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import Placement
 
@@ -24,8 +23,9 @@ class OpLayouts:
         """Where the op reads beyond its part of input ``index``."""
         return self.edges[index] if self.edges else ()
 
-    def vtensors(self, op: Op, position: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
-        """What the cell at ``position`` of the mesh reads and what it writes."""
+    def vtensors(self, op: Op, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
+        """What the cell on logical ``device``, one of the op's group, reads and what it writes."""
+        position = self.placement.group.devices.index(device)
         reads = tuple(
             VTensor(t, extended_mask(layout.mask(position), self.edges_of(i)))
             for i, (t, layout) in enumerate(zip(op.inputs, self.inputs, strict=True))
@@ -34,10 +34,23 @@ class OpLayouts:
 
 
 @dataclass(frozen=True)
-class Completed:
-    """A complete plan: placements for all ops, layouts for all inputs and outputs of the step and of its loops."""
+class LoopLayouts:
+    """How a loop's carries lie, and the slices of the stacks that it reads and writes."""
 
-    mesh: DeviceMesh
+    carries: tuple[Layout, ...]
+    xs: tuple[Layout, ...]
+    ys: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A complete plan: placements for all ops, layouts for all inputs and outputs of the step and of its loops.
+
+    Attributes:
+        groups: the device groups, each a mesh; every placement and every layout is on one of them.
+    """
+
+    groups: tuple[DeviceMesh, ...]
     ops: Mapping[str, OpLayouts]
     inputs: Mapping[PTensor, Layout]
     outputs: tuple[Layout, ...]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.mesh import Axes, DeviceMesh
+from jscaler.materialize.mesh import Axes
 from jscaler.materialize.placement import Combiners, Placement, RunnerUp
 from jscaler.rules.book import RuleBook
 
@@ -21,14 +21,13 @@ class Filling:
     """One op, and what its placement depends on.
 
     Attributes:
-        at_hand: the layouts in which tensors lie.
+        at_hand: the layouts in which its inputs lie on its group.
         chunks: of the op's factors, the number of parts that run one after another.
         price: of a placement, its adapters included.
         late: whether among equals value shares are passed on before they are joined.
     """
 
     op: Op
-    mesh: DeviceMesh
     book: RuleBook
     at_hand: Mapping[PTensor, Sequence[Layout]]
     chunks: Mapping[str, int]
@@ -40,7 +39,7 @@ class Filling:
         op = self.op
         used = {a for axes in chosen.factors.values() for a in axes}
         touching = {a for t in op.inputs if t in self.at_hand for a in _axes_of(self.at_hand[t][0])}
-        open_axes = [a for a in self.mesh.names if a in touching - used]
+        open_axes = [a for a in chosen.group.names if a in touching - used]
         if not open_axes:
             return chosen
         rule = self.book.rule(op)
@@ -49,7 +48,7 @@ class Filling:
         found = sorted((self._axis_by_axis(rule, start, open_axes) for start in starts), key=lambda entry: entry[0])
         cost, best = found[0]
         others = tuple(
-            RunnerUp(other.describe(self.mesh), "", price - cost)
+            RunnerUp(other.describe(), "", price - cost)
             for price, other in found[1:]
             if (other.factors, other.shares, other.sizes) != (best.factors, best.shares, best.sizes)
         )
@@ -66,7 +65,7 @@ class Filling:
             costs.sort(key=lambda entry: entry[:2])
             cost, _, chosen = costs[0]
             if len(costs) > 1:
-                runners_up.append(RunnerUp(costs[1][2].describe(self.mesh), axis, costs[1][0] - cost))
+                runners_up.append(RunnerUp(costs[1][2].describe(), axis, costs[1][0] - cost))
         return cost, dataclasses.replace(chosen, runners_up=tuple(runners_up))
 
     def _all_shared(self, chosen: Placement, open_axes: Sequence[str]) -> list[Placement]:
@@ -85,7 +84,7 @@ class Filling:
                     factor = rule.factors[names[0]] if several else None
                     if factor is None or factor.kind == "blocked" or factor.name in chosen.factors or not layout.even:
                         continue
-                    if factor.size % (self.mesh.size(cuts[0]) * self.chunks.get(factor.name, 1)) == 0:
+                    if factor.size % (chosen.group.size(cuts[0]) * self.chunks.get(factor.name, 1)) == 0:
                         made = dataclasses.replace(chosen, factors={**chosen.factors, factor.name: cuts[0]})
                         found[factor.name, cuts[0]] = made
         return list(found.values())
@@ -98,7 +97,7 @@ class Filling:
                 continue
             if self._lies_split(rule, name, axis):
                 axes = (*chosen.factors.get(name, ()), axis)
-                if factor.size % (self.mesh.size(axes) * chunks.get(name, 1)) == 0:
+                if factor.size % (chosen.group.size(axes) * chunks.get(name, 1)) == 0:
                     found.append(dataclasses.replace(chosen, factors={**chosen.factors, name: axes}))
             for axes, sizes in () if factor.even_only or name in chunks else self._lies_uneven(rule, name, axis):
                 used = {a for others in chosen.factors.values() for a in others} | set(chosen.shares)

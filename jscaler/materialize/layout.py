@@ -238,6 +238,11 @@ class Layout:
         return f"{self.counts} on [{_runs(devices)}]{where}"
 
 
+def without_values(layout: Layout) -> Layout:
+    """``layout`` with its value shares joined: the axes that carried them replicate."""
+    return dataclasses.replace(layout, values=())
+
+
 def ceil_blocks(size: int, parts: int) -> tuple[int, ...]:
     """``size`` in blocks of ``ceil(size / parts)``, the last ones short or empty."""
     block = -(-size // parts)

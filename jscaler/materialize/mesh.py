@@ -98,14 +98,14 @@ class PlacedGrid:
 Covered = dict[PlacedGrid, tuple[Axes, ...]]
 
 
-def common_mesh(grids: Sequence[PlacedGrid], num_devices: int) -> tuple[DeviceMesh, Covered]:
-    """The mesh of a plan, and for each grid the mesh axes that each of its axes covers.
+def common_mesh(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> tuple[DeviceMesh, Covered]:
+    """The mesh of a group of ``devices``, and for each grid the mesh axes that each of its axes covers.
 
     Raises:
         PlanError: device orders that no common mesh can express.
     """
     distinct = list(dict.fromkeys(grids))
-    found = find_common_mesh(distinct, tuple(range(num_devices)))
+    found = find_common_mesh(distinct, devices)
     if found is not None:
         return found
     raise PlanError(

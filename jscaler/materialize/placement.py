@@ -33,9 +33,10 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class Placement:
-    """The uses of the mesh axes in one op. Axes not named here replicate the op.
+    """The uses of a group's mesh axes in one op. Axes not named here replicate the op.
 
     Attributes:
+        group: the devices that the op runs on.
         factors: factor -> the axes that split it, major first.
         sizes: factor -> the sizes of its parts, where they are unequal.
         chunks: factor -> the number of its parts that run one after another on every device.
@@ -44,6 +45,7 @@ class Placement:
         runners_up: for every axis that was filled in by price, the best that was not taken.
     """
 
+    group: DeviceMesh
     factors: Mapping[str, Axes] = field(default_factory=dict)
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
     chunks: Mapping[str, int] = field(default_factory=dict, kw_only=True)
@@ -55,43 +57,41 @@ class Placement:
     def key(self) -> tuple[Any, ...]:
         """What equal placements share."""
         uses = (self.factors, self.sizes, self.chunks, self.shares)
-        return (*(tuple(use.items()) for use in uses), self.origin, self.runners_up)
+        return (self.group, *(tuple(use.items()) for use in uses), self.origin, self.runners_up)
 
-    def parts(self, mesh: DeviceMesh) -> dict[str, int]:
+    @property
+    def parts(self) -> dict[str, int]:
         """How many parts each factor is split into."""
-        return {f: mesh.size(axes) for f, axes in self.factors.items() if axes}
+        return {f: self.group.size(axes) for f, axes in self.factors.items() if axes}
 
     def as_it_lies(self, op: Op) -> bool:
         """Whether ``op`` takes whatever part lies there: it may, and no policy has placed it."""
         return bool(op.anywhere) and self.origin == "filled"
 
-    def describe(self, mesh: DeviceMesh) -> str:
+    def describe(self) -> str:
         """``a:8`` for factor a in eight parts, ``share:8`` for shares passed on, ``copy`` where all replicate."""
-        used = [f"{f}:{parts_text(n, self.sizes.get(f))}" for f, n in self.parts(mesh).items()]
+        used = [f"{f}:{parts_text(n, self.sizes.get(f))}" for f, n in self.parts.items()]
         used += [f"{f}:{n} chunks" for f, n in self.chunks.items()]
         if self.shares:
-            used.append(f"share:{mesh.size(tuple(self.shares))}")
+            used.append(f"share:{self.group.size(tuple(self.shares))}")
         return " ".join(used) or "copy"
 
 
-def operand_layout(mesh: DeviceMesh, rule: Rule, placement: Placement, op: Op, index: int) -> Layout:
+def operand_layout(rule: Rule, placement: Placement, op: Op, index: int) -> Layout:
     """The layout in which ``op`` reads its input ``index``."""
     values: dict[str, Combiner | None] = {axis: combiners[index] for axis, combiners in placement.shares.items()}
-    return _layout(mesh, rule, placement, rule.operands[index], op.inputs[index], values)
+    return _layout(rule, placement, rule.operands[index], op.inputs[index], values)
 
 
-def result_layout(
-    mesh: DeviceMesh, rule: Rule, placement: Placement, op: Op, index: int, passed: Mapping[str, Combiners]
-) -> Layout:
+def result_layout(rule: Rule, placement: Placement, op: Op, index: int, passed: Mapping[str, Combiners]) -> Layout:
     """The layout in which ``op`` leaves its output ``index``; ``passed`` gives the combiners of passed-on shares."""
     values: dict[str, Combiner | None] = {axis: combiners[index] for axis, combiners in passed.items()}
     for factor, axes in placement.factors.items():
         values.update({axis: rule.shares.get((factor, index)) for axis in axes})
-    return _layout(mesh, rule, placement, rule.results[index], op.outputs[index], values)
+    return _layout(rule, placement, rule.results[index], op.outputs[index], values)
 
 
 def _layout(
-    mesh: DeviceMesh,
     rule: Rule,
     placement: Placement,
     factors: TensorFactors,
@@ -108,8 +108,8 @@ def _layout(
     for dim, split in zip(factors, split_dims, strict=True):
         sizes.update({len(cuts) + i: placement.sizes[f] for i, f in enumerate(dim) if split and f in placement.sizes})
         cuts += [placement.factors.get(f, ()) for f in dim] if split else [()]
-    shares = tuple((axis, values[axis]) for axis in mesh.names if values.get(axis))
-    return Layout(mesh, subdims, tuple(cuts), shares).with_sizes(sizes)  # type: ignore[arg-type]
+    shares = tuple((axis, values[axis]) for axis in placement.group.names if values.get(axis))
+    return Layout(placement.group, subdims, tuple(cuts), shares).with_sizes(sizes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,10 @@ def placed_grids(table: Mapping[str, Decided]) -> dict[str, PlacedGrid]:
     return {p: PlacedGrid(p, tuple(a.parts for a in d.axes), devices[id(d.places)]) for p, d in table.items()}
 
 
-def placement_of(decided: Decided, covered: Sequence[Axes]) -> Placement:
-    """The policy's placement of an op, its grid axes written as mesh axes."""
+def placement_of(decided: Decided, group: DeviceMesh, covered: Sequence[Axes]) -> Placement:
+    """The policy's placement of an op on ``group``, its grid axes written as mesh axes."""
     factors: dict[str, Axes] = {}
     for axis, names in zip(decided.axes, covered, strict=True):
         if axis.factor is not None and names:
             factors[axis.factor] = factors.get(axis.factor, ()) + names
-    return Placement(factors, sizes=decided.sizes)
+    return Placement(group, factors, sizes=decided.sizes)

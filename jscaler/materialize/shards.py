@@ -6,30 +6,34 @@ a gradient, as it is made        R1 V2 D(4,1)      value shares of the rows: one
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jscaler.capture.accumulating import accumulating_loops
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.kinds import origins
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.mesh import Axes, PlacedGrid
+from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
 from jscaler.primitives import Plan, Shard
+from jscaler.primitives.shards import stored_leaves
 from jscaler.rules.made_of import MadeOf, made_of
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim, and the mesh axes that cut it beyond what cuts it already."""
+    """A dim, and the axes of a group's mesh that cut it beyond what cuts it already."""
 
     dim: int
     axes: Axes
+    group: DeviceMesh
 
     def of(self, layout: Layout) -> Layout:
         """``layout`` with this cut, where its own parts divide; value shares along the axes are joined.
 
-        Axes that cut some dim already stay where they are.
+        Axes that cut some dim already stay where they are. What lies on other devices is not cut.
         """
+        if layout.mesh != self.group:
+            return layout
         used = {a for cuts in layout.cuts for a in cuts}
         axes = tuple(a for a in self.axes if a not in used)
         if not axes or layout.uneven:
@@ -64,11 +68,12 @@ class Shards:
     gradients: Mapping[PTensor, Cut] = field(default_factory=dict)
     made: MadeOf = field(default_factory=MadeOf)
     axes: Mapping[PTensor, Axes] = field(default_factory=dict)
+    groups: Mapping[PTensor, DeviceMesh] = field(default_factory=dict)
 
-    def factor(self, op: Op) -> tuple[str, Axes] | None:
-        """The factor of an op that is made for shards alone, and the axes that split it."""
+    def factor(self, op: Op, group: DeviceMesh) -> tuple[str, Axes]:
+        """The factor of an op on ``group`` that is made for shards alone, and the axes that split it; none of another."""
         found = self.made.factors.get(op.path)
-        return (found[1], self.axes[found[0]]) if found is not None else None
+        return (found[1], self.axes[found[0]]) if found is not None and self.groups[found[0]] == group else ("", ())
 
     def gradient(self, tensor: PTensor, layout: Layout) -> Layout:
         """How ``tensor``, which is made in ``layout``, comes to its readers."""
@@ -81,24 +86,24 @@ class Shards:
         return cut.of(layout) if cut is not None else layout
 
 
-def stored_leaves(graph: Graph, plan: Plan) -> dict[PTensor, int]:
-    """The parameters that ``plan`` stores in parts, with the dim that is cut."""
-    return {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items() if shard.stored}
-
-
 def shard_grid(shard: Shard) -> PlacedGrid:
     """The devices of a shard as the mesh sees them."""
     return PlacedGrid("shards", (shard.parts, len(shard.devices) // shard.parts), shard.devices)
 
 
-def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axes, ...]]) -> Shards:
-    """What ``plan`` shards of ``graph``; ``covered`` gives the mesh axes of its grids."""
+def find_shards(
+    graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axes, ...]], meshes: Sequence[DeviceMesh]
+) -> Shards:
+    """What ``plan`` shards of ``graph``; ``covered`` gives the mesh axes of its grids, ``meshes`` its groups."""
     if not plan.shards:
         return Shards()
-    cuts = {graph.input(leaf): Cut(s.dim, covered[shard_grid(s)][0]) for leaf, s in plan.shards.items()}
-    axes = {t: cut.axes for t, cut in cuts.items()}
+    by_set = {frozenset(mesh.devices): mesh for mesh in meshes}
+    cuts = {
+        graph.input(leaf): Cut(s.dim, covered[shard_grid(s)][0], by_set[frozenset(s.devices)])
+        for leaf, s in plan.shards.items()
+    }
     made = made_of(graph, stored_leaves(graph, plan))
-    stored = {t: Cut(dim, axes[leaf]) for t, (leaf, dim) in made.dims.items()}
+    stored = {t: dataclasses.replace(cuts[leaf], dim=dim) for t, (leaf, dim) in made.dims.items()}
     gradients: dict[PTensor, Cut] = {}
     for call in graph.calls:
         for wrt, gradient in zip(call.wrt, call.gradients, strict=True):
@@ -107,9 +112,10 @@ def find_shards(graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axe
     gradients |= _cast_stacks(graph, stored)
     accumulating = accumulating_loops(graph)
     if plan.accumulation.each_time and accumulating:
-        gradients |= _summands(graph, gradients | _made_cotangents(graph, plan, axes), accumulating)
+        gradients |= _summands(graph, gradients | _made_cotangents(graph, plan, cuts), accumulating)
     whole = frozenset(cuts.keys() - stored.keys())
-    return Shards(stored, whole, gradients, made, axes)
+    axes, groups = {t: cut.axes for t, cut in cuts.items()}, {t: cut.group for t, cut in cuts.items()}
+    return Shards(stored, whole, gradients, made, axes, groups)
 
 
 def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:
@@ -119,11 +125,11 @@ def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, C
     return {cotangent: stored[tensor] for tensor, cotangent in pairs if tensor in stored}
 
 
-def _made_cotangents(graph: Graph, plan: Plan, axes: Mapping[PTensor, Axes]) -> dict[PTensor, Cut]:
+def _made_cotangents(graph: Graph, plan: Plan, cuts: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:
     """Cotangents of what is made of sharded parameters alone (casts), wherever these lie."""
     dims = made_of(graph, {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items()}).dims
     pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents)
-    return {t: Cut(dims[made][1], axes[dims[made][0]]) for made, t in pairs if made in dims}
+    return {t: dataclasses.replace(cuts[dims[made][0]], dim=dims[made][1]) for made, t in pairs if made in dims}
 
 
 def _summands(graph: Graph, gradients: Mapping[PTensor, Cut], accumulating: frozenset[str]) -> dict[PTensor, Cut]:
@@ -136,7 +142,7 @@ def _summands(graph: Graph, gradients: Mapping[PTensor, Cut], accumulating: froz
                 known.update({t: known[made] for t in op.inputs if t not in known})
     for loop in graph.loops.values():
         inner = {y.slice: known[y.stack] for y in loop.ys if y.stack in known and known[y.stack].dim > 0}
-        known.update({t: Cut(cut.dim - 1, cut.axes) for t, cut in inner.items() if t not in known})
+        known.update({t: dataclasses.replace(cut, dim=cut.dim - 1) for t, cut in inner.items() if t not in known})
     found: dict[PTensor, Cut] = {}
     for name in accumulating:
         for carry in graph.loops[name].carries:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jscaler.errors import PlanError, SplitError
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind
-from jscaler.primitives.plan import Shard
+from jscaler.primitives.plan import Plan, Shard
 
 
 def check_shard(graph: Graph, shard: Shard, num_devices: int, kinds: Mapping[PTensor, TensorKind]) -> None:
@@ -28,3 +28,8 @@ def check_shard(graph: Graph, shard: Shard, num_devices: int, kinds: Mapping[PTe
         )
     if tensor.shape[shard.dim] % shard.parts:
         raise SplitError(tensor.name, f"dim {shard.dim}", tensor.shape[shard.dim], shard.parts)
+
+
+def stored_leaves(graph: Graph, plan: Plan) -> dict[PTensor, int]:
+    """The parameters that ``plan`` stores in parts, with the dim that is cut."""
+    return {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items() if shard.stored}

@@ -29,8 +29,8 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
     """
     chosen = list(sections)
-    axes = " × ".join(f"{name}={size}" for name, size in report.mesh.items()) or "one device"
-    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {axes}"
+    meshes = [" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in report.groups]
+    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {'; '.join(meshes)}"
     lines = [f"{head}, {report.num_decisions} decisions"]
     lines += _ops(report) if "ops" in chosen else []
     lines += _leaves(report) if "leaves" in chosen else []
@@ -129,7 +129,7 @@ def _memory(report: StepReport) -> list[str]:
 
 def _runners_up(found: Sequence[RunnerUp], report: StepReport) -> str:
     """``copy (+cost 384)``; with its axis where several were decided."""
-    named = len(found) > 1 and len(report.mesh) > 1
+    named = len(found) > 1 and any(len(mesh) > 1 for mesh in report.groups)
 
     def one(runner_up: RunnerUp) -> str:
         seconds = report.unit == "seconds"

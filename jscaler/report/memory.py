@@ -136,7 +136,7 @@ class _Owners:
         self.step = step
         self.graph = step.graph
         self.ops = {op_scope(op): op for op in step.graph.ops}
-        moved = (*step.program.adapters, *step.program.halos)
+        moved = [task for one in step.segments for task in (*one.program.adapters, *one.program.halos)]
         self.moved = {adapter_scope(task.tensor): task.tensor for task in moved}
         self.scopes = Scopes(dump.text, [*self.ops, *self.moved])
         self.stacks = self._stacks()

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jscaler.lower.numbering import FlatProgram
+from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Adapt, Extend, Program, walk
+from jscaler.lower.segment import Segment
 
 Moved = Mapping[str, tuple[int, float]]  # kind of collective -> count, bytes that each device sends
 LOCAL = frozenset({"slice", "value_mask"})  # steps that send nothing
@@ -25,8 +26,16 @@ class Move:
     moved: Moved
 
 
-def moves_by_reader(program: Program, flat: FlatProgram) -> dict[str, list[Move]]:
+def moves_by_reader(segments: Sequence[Segment]) -> dict[str, list[Move]]:
     """Op path -> what is moved in front of it; "" for the results."""
+    table: dict[str, list[Move]] = {}
+    for segment in segments:
+        for path, moves in _in_segment(segment.program, segment.flat).items():
+            table.setdefault(path, []).extend(moves)
+    return table
+
+
+def _in_segment(program: Program, flat: FlatProgram) -> dict[str, list[Move]]:
     itemsizes = {t.output: t.tensor.itemsize for t in (*program.adapters, *program.halos)}
     # adapters that moved across a cast carry its narrow side
     itemsizes |= {e.adapt.output: _itemsize(e.input) for e in flat.exchanges}

@@ -33,7 +33,7 @@ def replicated_lines(graph: Graph, plan: Plan, completed: Completed) -> list[str
     axes = {a for own in completed.shards.values() for a in own}
     if not axes:
         return []
-    parts = completed.mesh.size(tuple(axes))
+    parts = max(group.size(tuple(a for a in group.names if a in axes)) for group in completed.groups)
     whole: list[_Whole] = []
     scalars = 0
     for tensor, kind in tensor_kinds(graph).items():

@@ -12,8 +12,7 @@ from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import OpKind
-from jscaler.lower.numbering import FlatProgram
-from jscaler.lower.program import Program
+from jscaler.lower.segment import Segment
 from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
 from jscaler.primitives import Plan
@@ -97,7 +96,7 @@ class StepReport:
     """What a plan makes of a step.
 
     Attributes:
-        mesh: axis -> size.
+        groups: of each device group, mesh axis -> size.
         num_decisions: of the policy; everything else was filled in.
         ops: groups of like ops, in the order of the program; what cuts and joins the parts of time axes is left out where
             nothing is sent for it.
@@ -113,7 +112,7 @@ class StepReport:
     plan: str
     digest: str
     num_devices: int
-    mesh: Mapping[str, int]
+    groups: tuple[Mapping[str, int], ...]
     num_decisions: int
     ops: tuple[OpRow, ...]
     leaves: tuple[LeafRow, ...]
@@ -147,21 +146,19 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def step_report(
-    graph: Graph, plan: Plan, completed: Completed, program: Program, flat: FlatProgram, cost: CostModel
-) -> StepReport:
+def step_report(graph: Graph, plan: Plan, completed: Completed, segments: Sequence[Segment], cost: CostModel) -> StepReport:
     """Gather the report of a planned step."""
-    moves = moves_by_reader(program, flat)
+    moves = moves_by_reader(segments)
     return StepReport(
         plan.name,
         plan.digest,
         plan.num_devices,
-        dict(completed.mesh.axes),
+        tuple(dict(group.axes) for group in completed.groups),
         len(plan.decisions),
         _op_rows(graph, completed, moves),
         leaf_rows(graph, plan, completed, cost),
         _memory(graph, completed),
-        _peak(graph, flat),
+        _peak(graph, segments),
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),
         "bytes" if isinstance(cost, Bytes) else "seconds",
@@ -174,7 +171,7 @@ def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Mo
     for op in graph.ops:
         laid = completed.ops[op.path]
         place, left = laid.placement, laid.outputs[0].counts if laid.outputs else ""
-        split = place.describe(completed.mesh)
+        split = place.describe()
         key = (op.kind, folded(op.path), split, place.origin, why(place), left, place.runners_up, _in_time(graph, op))
         groups.setdefault(key, []).append(op)
     rows = []
@@ -241,6 +238,7 @@ def _memory(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
     return tuple(rows)
 
 
-def _peak(graph: Graph, flat: FlatProgram) -> PeakBytes:
-    found = memory_of(graph, flat)
+def _peak(graph: Graph, segments: Sequence[Segment]) -> PeakBytes:
+    """Of the group whose devices hold most."""
+    found = max((memory_of(graph, segment) for segment in segments), key=lambda memory: memory.peak)
     return PeakBytes(found.arguments, found.gradients, found.activations, found.temporaries, found.peak, found.at)

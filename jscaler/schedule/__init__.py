@@ -1,7 +1,6 @@
-"""Order and time: which ops run when, and which run part by part."""
+"""Order and time: which ops run when, and which run part by part; and the passes up to layouts."""
 
-from jscaler.schedule.alone import with_alone
 from jscaler.schedule.order import ordered_ops
-from jscaler.schedule.timed import timed
+from jscaler.schedule.passes import GRAPH_PASSES
 
-__all__ = ["ordered_ops", "timed", "with_alone"]
+__all__ = ["GRAPH_PASSES", "ordered_ops"]

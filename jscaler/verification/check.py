@@ -25,7 +25,9 @@ from jscaler.compiled import Compiled, Lowered
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask
 from jscaler.lower.emit import emit
-from jscaler.lower.numbering import numbered_exchanges
+from jscaler.lower.flat_program import numbered_exchanges
+from jscaler.lower.program import Program
+from jscaler.lower.segment import Segment
 from jscaler.materialize import DeviceMesh
 from jscaler.materialize.edges import Edge
 from jscaler.stages import StepPlan
@@ -136,31 +138,38 @@ class _StepCheck:
     kept: list[Local] = field(default_factory=list)  # what keys know by identity must stay alive
 
     def run(self) -> Report:
-        sizes, names = _axes_of(self.step.program.mesh)
-        graph = self.step.graph
-        structs = [shape_struct(t.aval) for t in (*graph.inputs, *(c for c, _ in graph.constants))]
-        emitted = open_shard_map(emit(self.step.program, self.step.flat, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
-        flow = Flow(self.step, names)
-        flow.walk(emitted)
-        collectives, elements, count = self._exchanges(flow, sizes, names)
-        self._same_values(emitted, flow, sizes)
-        self._shardings(emitted, sizes)
-        return Report(len(names), count, len(self.proven), collectives, elements, flow.num_reads)
+        collectives: Counter[str] = Counter()
+        devices, elements, count, reads = set[Any](), 0, 0, 0
+        for segment in self.step.segments:
+            sizes, names = _axes_of(segment.program.group)
+            structs = [shape_struct(t.aval) for t in segment.program.tensors]
+            emitted = open_shard_map(emit(segment, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
+            flow = Flow(self.step, segment.program, names)
+            flow.walk(emitted)
+            moved, proven, number = self._exchanges(segment, flow, sizes, names)
+            self._same_values(segment.program, emitted, flow, sizes)
+            self._shardings(segment.program, emitted, sizes)
+            collectives.update(moved)
+            devices.update(names)
+            elements, count, reads = elements + proven, count + number, reads + flow.num_reads
+        return Report(len(devices), count, len(self.proven), collectives, elements, reads)
 
-    def _exchanges(self, flow: Flow, sizes: Mapping[str, int], names: Sequence[Any]) -> tuple[Counter[str], int, int]:
+    def _exchanges(
+        self, segment: Segment, flow: Flow, sizes: Mapping[str, int], names: Sequence[Any]
+    ) -> tuple[Counter[str], int, int]:
         """Every exchange of the flat program: equal code between equal masks is interpreted once."""
         collectives: Counter[str] = Counter()
         elements = count = 0
-        for number, item in numbered_exchanges(self.step.flat.steps):
+        for number, item in numbered_exchanges(segment.flat.items):
             held, wanted = flow.exchanges[item.adapt.output]
             struct = jax.ShapeDtypeStruct(shape_of(item.input), dtype_of(item.input))
             where = f"step {number}, exchange of '{held.tensor.name}'"
             before, after = Frame(held.masks), Frame(wanted.masks)
             if struct.shape != before.shape:
                 raise VerificationError(f"{where}: takes {list(struct.shape)} for parts of {list(before.shape)}")
-            local = trace_local(emitted_exchange(self.step.program, item.adapt), sizes, [struct])
+            local = trace_local(emitted_exchange(segment.program, item.adapt), sizes, [struct])
             inputs = tuple(map(content_key, local.inputs[:-1]))
-            key = (fingerprint(local.jaxpr), inputs, held.masks, wanted.masks, wanted.edges)
+            key = (tuple(names), fingerprint(local.jaxpr), inputs, held.masks, wanted.masks, wanted.edges)
             if key not in self.proven:
                 self.kept.append(local)
                 shape = held.tensor.shape
@@ -173,30 +182,32 @@ class _StepCheck:
             count += 1
         return collectives, elements, count
 
-    def _same_values(self, emitted: Local, flow: Flow, sizes: Mapping[str, int]) -> None:
-        program, graph = self.step.program, self.step.graph
+    def _same_values(self, program: Program, emitted: Local, flow: Flow, sizes: Mapping[str, int]) -> None:
         structs = []
         for slot, _ in program.inputs:
             held = flow.slots[slot]
             structs.append(shape_struct(held.tensor.aval.update(shape=Frame(held.masks).shape)))
         plain = trace_local(plain_program(program), sizes, structs)
         numbers = numbered((emitted, plain), len(structs), 2 * max_carries(program.tasks) + 1)
-        results = zip(graph.outputs, *numbers, strict=True)
-        for index, (tensor, ours, theirs) in enumerate(results):
+        for index, ours, theirs in zip(program.results, *numbers, strict=True):
             if ours != theirs:
+                name = self.step.graph.outputs[index].name
                 raise VerificationError(
-                    f"output {index} '{tensor.name}': the emitted program computes another value than the step's ops and "
+                    f"output {index} '{name}': the emitted program computes another value than the step's ops and "
                     "exchanges one after another"
                 )
 
-    def _shardings(self, emitted: Local, sizes: Mapping[str, int]) -> None:
+    def _shardings(self, program: Program, emitted: Local, sizes: Mapping[str, int]) -> None:
         """The compiled step's shardings put the parts where the program takes and leaves them."""
         if self.lowered is None or not self.lowered.devices:  # (lowered for devices that are not at hand)
             return
         graph, made = self.step.graph, self.lowered.executable
-        devices = [self.lowered.devices[d] for d in self.step.program.mesh.devices]
-        inputs = zip(graph.inputs, made.in_shardings, emitted.in_specs[: len(graph.inputs)], strict=True)
-        outputs = zip(graph.outputs, made.out_shardings, emitted.out_specs, strict=True)
+        devices = [self.lowered.devices[d] for d in program.group.devices]
+        number = {t: i for i, t in enumerate(graph.inputs)}
+        taken = zip(program.tensors, emitted.in_specs, strict=True)
+        inputs = [(t, made.in_shardings[number[t]], spec) for t, spec in taken if t in number]
+        left = zip(program.results, emitted.out_specs, strict=True)
+        outputs = [(graph.outputs[i], made.out_shardings[i], spec) for i, spec in left]
         for role, tensors in (("input", inputs), ("output", outputs)):
             for tensor, sharding, spec in tensors:
                 table = sharding.devices_indices_map(tensor.shape)

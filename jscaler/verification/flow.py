@@ -33,8 +33,8 @@ Masks = tuple[Mask, ...]
 def emitted_exchange(program: Program, adapt: Adapt | Extend) -> Callable[[Any], Any]:
     """What ``emit`` runs for an exchange: the one place where the verifier knows how it is called."""
     if isinstance(adapt, Extend):
-        return lambda local: extend(adapt.edges, local, program.mesh)
-    return lambda local: exchange(adapt.adapter, local, program.mesh, adapt.reduce_dtype)
+        return lambda local: extend(adapt.edges, local, program.group)
+    return lambda local: exchange(adapt.adapter, local, program.group, adapt.reduce_dtype)
 
 
 def plain_program(program: Program) -> Callable[..., list[Any]]:
@@ -104,7 +104,7 @@ class Held:
 
 @dataclass
 class Flow:
-    """Walks a program's tasks. What an exchange leaves is taken at its word here, and proven apart from it.
+    """Walks the tasks of a group's program. What an exchange leaves is taken at its word here, and proven apart from it.
 
     Attributes:
         exchanges: for each exchange what lies in its input slot, and what its readers are promised.
@@ -112,6 +112,7 @@ class Flow:
     """
 
     step: StepPlan
+    program: Program
     names: Sequence[Any]
     slots: dict[int, Held] = field(default_factory=dict)
     exchanges: dict[int, tuple[Held, Held]] = field(default_factory=dict)
@@ -125,15 +126,15 @@ class Flow:
         Raises:
             VerificationError: an op's VTensor is not what its slot holds.
         """
-        graph, program = self.step.graph, self.step.program
-        sizes = dict(program.mesh.axes)
-        tensors = [*graph.inputs, *(t for t, _ in graph.constants)]
-        for tensor, (slot, _), spec in zip(tensors, program.inputs, local.in_specs, strict=True):
+        program = self.program
+        sizes = dict(program.group.axes)
+        for tensor, (slot, _), spec in zip(program.tensors, program.inputs, local.in_specs, strict=True):
             self.slots[slot] = Held(tensor, spec_masks(spec, sizes, tensor.shape))
         wanted = self._first_readers()
         self._tasks(program.tasks, wanted)
-        outputs = zip(graph.outputs, program.outputs, local.out_specs, strict=True)
-        for index, (tensor, (slot, _), spec) in enumerate(outputs):
+        outputs = zip(program.results, program.outputs, local.out_specs, strict=True)
+        for index, (slot, _), spec in outputs:
+            tensor = self.step.graph.outputs[index]
             promised = Held(tensor, spec_masks(spec, sizes, tensor.shape))
             self._check(self.slots[slot], promised, lambda index=index, tensor=tensor: f"output {index} '{tensor.name}'")
 
@@ -196,13 +197,11 @@ class Flow:
 
     def _first_readers(self) -> dict[int, Held]:
         """For each slot what its first reader wants there; the others are held to the same."""
-        program = self.step.program
+        program = self.program
         found: dict[int, Held] = {}
         self._find_readers(program.tasks, found)
-        for (slot, _), tensor, layout in zip(
-            program.outputs, self.step.graph.outputs, self.step.completed.outputs, strict=True
-        ):
-            found.setdefault(slot, Held(tensor, self._all(layout)))
+        for (slot, _), index in zip(program.outputs, program.results, strict=True):
+            found.setdefault(slot, Held(self.step.graph.outputs[index], self._all(self.step.completed.outputs[index])))
         return found
 
     def _find_readers(self, tasks: Sequence[Task], found: dict[int, Held]) -> None:
@@ -225,7 +224,7 @@ class Flow:
         """A layout's masks, by position in the program's mesh (the layout's own may have another order)."""
         if layout not in self._masks:
             position = {device: p for p, device in enumerate(layout.mesh.devices)}
-            self._masks[layout] = tuple(layout.mask(position[d]) for d in self.step.program.mesh.devices)
+            self._masks[layout] = tuple(layout.mask(position[d]) for d in self.program.group.devices)
         return self._masks[layout]
 
     def _check(self, held: Held, wanted: Held, where: Callable[[], str]) -> None:

@@ -162,7 +162,7 @@ def test_optimizer_steps_are_those_of_one_device(policy: Any, devices: int) -> N
 def test_the_backward_is_chunked_too() -> None:
     plan = planned(chunked_parts, 2, tied_loss)
     for path in ("loss/chunked", "loss/chunked@backward"):
-        assert plan.completed.ops[path].placement.describe(plan.completed.mesh) == "a:2 a:4 chunks"
+        assert plan.completed.ops[path].placement.describe() == "a:2 a:4 chunks"
         (task,) = [t for t in plan.program.tasks if getattr(getattr(t, "op", None), "path", "") == path]
         assert "scan" in [e.primitive.name for e in task.jaxpr.eqns]
 
@@ -176,7 +176,7 @@ def split_on_its_own(graph: Any, devices: np.ndarray) -> None:
 
 def test_a_backward_that_is_split_in_another_way_runs_in_chunks_only_if_they_divide_its_parts() -> None:
     plan = planned(split_on_its_own, 4, tied_loss)
-    used = [plan.completed.ops[p].placement.describe(plan.completed.mesh) for p in ("up/dot", "up/dot@backward")]
+    used = [plan.completed.ops[p].placement.describe() for p in ("up/dot", "up/dot@backward")]
     assert used == ["c:4 a:8 chunks", "a:4"]
     assert_same_numbers(split_on_its_own, 4, tied_loss)
 

@@ -30,9 +30,7 @@ def lowered(step: Callable[..., Any], policy: Any, *args: Any, devices: int = 2)
 
 def equations(made: Any) -> Iterator[str]:
     """The primitives of the flat program."""
-    for step in made.plan.flat.steps:
-        if hasattr(step, "jaxpr"):
-            yield from (e.primitive.name for e in step.jaxpr.eqns)
+    yield from (e.primitive.name for e in made.plan.flat.equations)
 
 
 def say(path: str, mode: Any, *factors: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from jax.extend import core
 
 import jscaler
 from jscaler.errors import CaptureWarning
-from jscaler.lower.numbering import FlatLoop, Run, Step
+from jscaler.lower.flat_program import FlatProgram
 
 POLICIES = jax.checkpoint_policies
 PARAMS = {"up": jax.random.normal(jax.random.key(0), (4, 8)), "down": jax.random.normal(jax.random.key(1), (8, 4))}
@@ -42,14 +42,8 @@ def flat(loss_fn: Callable[..., jax.Array]) -> Any:
     return step.lower(PARAMS, X).plan.flat
 
 
-def of_steps(steps: tuple[Step, ...]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for step in steps:
-        if isinstance(step, Run):
-            found.update(e.primitive.name for e in step.jaxpr.eqns)
-        elif isinstance(step, FlatLoop):
-            found.update(of_steps(step.steps))
-    return found
+def of_flat(program: FlatProgram) -> Counter[str]:
+    return Counter(e.primitive.name for e in program.equations)
 
 
 def of_jaxpr(jaxpr: Any) -> Counter[str]:
@@ -81,7 +75,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_policy_saves_is_not_computed_again(name: str, stacked: bool) -> None:
     policy, dots = CASES[name]
-    ours = of_steps(flat(loss_of(policy, stacked)).steps)
+    ours = of_flat(flat(loss_of(policy, stacked)))
     theirs = of_jaxpr(jax.make_jaxpr(jax.value_and_grad(loss_of(policy, stacked)))(PARAMS, X).jaxpr)
     assert ours["dot_general"] == theirs["dot_general"] == dots + (12 if stacked else 11)
     if name != "everything" or not stacked:  # what is elementwise, a loop's backward computes again in any case
@@ -99,7 +93,7 @@ def test_numbers_are_those_of_jax(stacked: bool, name: str) -> None:
 def test_what_is_to_be_offloaded_is_saved_with_a_warning() -> None:
     policy = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
     with pytest.warns(CaptureWarning, match="offloads results of 'dot_general' from device to pinned_host"):
-        ours = of_steps(flat(loss_of(policy)).steps)
+        ours = of_flat(flat(loss_of(policy)))
     assert ours["dot_general"] == 12
 
 

@@ -73,7 +73,7 @@ def test_arguments_are_what_xla_says() -> None:
 @pytest.mark.parametrize("plan", ["data_parallel", tensor_parallel])
 def test_bytes_are_those_that_explain_counts(graph: Any, plan: Any) -> None:
     found = jscaler.cost(graph, plan, BYTES_LIKE, devices=4)
-    moves = [m.moved for every in moves_by_reader(found.step.program, found.step.flat).values() for m in every]
+    moves = [m.moved for every in moves_by_reader(found.step.segments).values() for m in every]
     sent = sum(nbytes for moved in moves for _, nbytes in moved.values())
     assert found.sent.total == pytest.approx(sent)
     assert sum(nbytes for _, nbytes in found.sent.kinds.values()) == pytest.approx(sent)

@@ -12,7 +12,7 @@ from jax.extend import core
 
 import jscaler
 from jscaler.cost import find_cluster
-from jscaler.lower.numbering import Exchange, FlatLoop, FlatProgram, Run
+from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram
 from jscaler.report.targets import described_devices
 from jscaler.target import WITHOUT_GPU
 
@@ -61,10 +61,6 @@ def flat_of(loss: Callable[..., jax.Array], plan: Any, devices: int, rows: int =
     return jscaler.parallelize(plan, devices=devices)(step_of(loss)).lower(params(), data(rows)).plan.flat
 
 
-def flattened(flat: FlatProgram) -> list[Any]:
-    return [i for s in flat.steps for i in (s.jaxpr.eqns if isinstance(s, Run) else [s])]
-
-
 def fences(items: Sequence[Any]) -> list[int]:
     return [i for i, e in enumerate(items) if isinstance(e, core.JaxprEqn) and e.primitive.name == "optimization_barrier"]
 
@@ -72,7 +68,7 @@ def fences(items: Sequence[Any]) -> list[int]:
 @pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("data_parallel", 4), ("vocab_parallel", 2)])
 def test_the_loop_waits_for_the_gradient_of_the_table(plan: str, devices: int) -> None:
     rows = 4 * WORDS
-    items = flattened(flat_of(tied, plan, devices, rows))
+    items = flat_of(tied, plan, devices, rows).items
     (fence,) = fences(items)
     backward = items[next(i for i, item in enumerate(items) if i > fence and isinstance(item, FlatLoop))]
     assert backward.loop.forward is not None
@@ -99,7 +95,7 @@ def checkpointed(p: State, batch: State) -> jax.Array:
 @pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("data_parallel", 4)])
 def test_so_does_what_is_computed_again(plan: str, devices: int) -> None:
     """Where there are collectives, behind which XLA puts it off: the first fence waits for it, no other one does."""
-    items = flattened(flat_of(checkpointed, plan, devices, 8 * WORDS))
+    items = flat_of(checkpointed, plan, devices, 8 * WORDS).items
     waiting = [v.aval.shape == (WORDS, HIDDEN) for i in fences(items) for v in items[i].outvars]
     first = [v.aval.shape == (WORDS, HIDDEN) for v in items[fences(items)[0]].outvars]
     assert len(fences(items)) == LAYERS
@@ -108,7 +104,7 @@ def test_so_does_what_is_computed_again(plan: str, devices: int) -> None:
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_a_gradient_that_frees_nothing_may_wait(rows: int) -> None:
-    assert not fences(flattened(flat_of(head, "data_parallel", 4, rows)))
+    assert not fences(flat_of(head, "data_parallel", 4, rows).items)
 
 
 @pytest.mark.parametrize("loss", [tied, checkpointed])

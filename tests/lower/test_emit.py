@@ -72,7 +72,7 @@ def test_a_plan_that_only_copies_has_no_collectives() -> None:
 
 def test_one_device_needs_no_mesh() -> None:
     step = lowered("single", devices=1)
-    assert step.plan.program.mesh.axes == ()
+    assert step.plan.program.group.axes == ()
     assert "shard_map" not in step.as_text()
 
 
@@ -115,7 +115,7 @@ def test_a_chosen_list_of_devices_is_used_in_its_order() -> None:
     devices = [jax.devices()[i] for i in (5, 2, 7, 0)]
     step = jscaler.parallelize("data_parallel", devices=devices)(make_step(tx=ADAMW))
     made = step.lower(make_state(ADAMW), make_batch())
-    assert list(physical_mesh(made.plan.program, devices).devices.flat) == devices
+    assert list(physical_mesh(made.plan.program.group, devices).devices.flat) == devices
     placed = jax.device_put(make_batch()["x"], made.executable.in_shardings[_index(made, "batch/x")])
     assert [shard.device for shard in sorted(placed.addressable_shards, key=lambda s: s.index[0].start)] == devices
 
@@ -124,7 +124,7 @@ def test_a_layout_without_a_partition_spec_is_never_a_sharding() -> None:
     program = lowered("data_parallel", devices=4).plan.program
     shares = Layout(program.mesh, (), (), (("x0", "add"),))
     with pytest.raises(AssertionError, match="has no PartitionSpec"):
-        sharding(shares, physical_mesh(program, jax.devices()[:4]))
+        sharding(shares, physical_mesh(program.group, jax.devices()[:4]))
 
 
 def test_the_compiled_program_names_ops_and_what_is_moved() -> None:

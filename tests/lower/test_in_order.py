@@ -17,7 +17,6 @@ import jscaler
 from jscaler import Split
 from jscaler.ir import Graph
 from jscaler.lower.in_order import in_order, in_order_p
-from jscaler.lower.numbering import Run
 from jscaler.report.targets import described_devices
 from jscaler.target import WITHOUT_GPU
 
@@ -155,8 +154,7 @@ def test_an_ordered_op_is_not_computed_twice() -> None:
 
     def dots(plan: Any) -> int:
         flat = jscaler.parallelize(plan, devices=1)(step).lower(*arguments()).plan.flat
-        eqns = [eqn for run in flat.steps if isinstance(run, Run) for eqn in run.jaxpr.eqns]
-        return sum(eqn.primitive is not in_order_p for eqn in eqns)
+        return sum(eqn.primitive is not in_order_p for eqn in flat.equations)
 
     assert dots(ordered(["b2/dot.1", "b1/dot.1"])) == dots("single")
 

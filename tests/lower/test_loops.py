@@ -28,7 +28,7 @@ from jscaler import Chunk, Replicate, Split
 from jscaler.capture.jaxprs import shape
 from jscaler.compare import twin
 from jscaler.errors import OrderError, SplitError, VerificationError
-from jscaler.lower.numbering import FlatLoop
+from jscaler.lower.flat_program import FlatLoop
 from jscaler.lower.program import Adapt, Repeat
 from jscaler.stages import StepPlan
 
@@ -163,7 +163,7 @@ def test_the_stack_of_parameters_and_its_optimizer_state_lie_as_the_slices_do() 
     plan = lowered(columns_then_rows, 2).plan
     specs = {t.name: plan.completed.inputs[t].partition_spec() for t in plan.graph.inputs if "mlp/up/kernel" in t.name}
     assert len(specs) == 3
-    assert set(specs.values()) == {jax.sharding.PartitionSpec(None, None, plan.program.mesh.names[0])}
+    assert set(specs.values()) == {jax.sharding.PartitionSpec(None, None, plan.program.group.names[0])}
 
 
 def test_the_twin_has_the_same_numbers() -> None:
@@ -191,17 +191,17 @@ def test_order_in_loops_and_around_them() -> None:
 
 def changed(plan: StepPlan, index: int, **changes: Any) -> StepPlan:
     """The plan with its ``index``-th emitted loop changed."""
-    loops = [i for i, step in enumerate(plan.flat.steps) if isinstance(step, FlatLoop)]
-    at, steps = loops[index], list(plan.flat.steps)
-    steps[at] = dataclasses.replace(steps[at], **changes)  # type: ignore[type-var]
-    return dataclasses.replace(plan, flat=dataclasses.replace(plan.flat, steps=tuple(steps)))
+    loops = [i for i, item in enumerate(plan.flat.items) if isinstance(item, FlatLoop)]
+    at, items = loops[index], list(plan.flat.items)
+    items[at] = dataclasses.replace(items[at], **changes)  # type: ignore[type-var]
+    return dataclasses.replace(plan, flat=dataclasses.replace(plan.flat, items=tuple(items)))
 
 
 def test_the_verifier_finds_what_is_wrong_with_a_loop() -> None:
     step = jscaler.parallelize("single", devices=1)(step_of(PROGRAMS[1])).lower(params(), batch())
     plan = step.plan
     jscaler.verify(plan)
-    loop = next(s for s in plan.flat.steps if isinstance(s, FlatLoop))
+    loop = next(s for s in plan.flat.items if isinstance(s, FlatLoop))
     with pytest.raises(VerificationError, match="computes another value"):  # the last layer first
         jscaler.verify(changed(plan, 0, loop=dataclasses.replace(loop.loop, reverse=not loop.loop.reverse)))
     shapes = [jnp.shape(inside.aval) for _, inside, _, _ in loop.carries]
@@ -249,7 +249,7 @@ def test_a_loop_makes_its_counts_and_zeros_itself() -> None:
 
     args = jax.random.normal(jax.random.key(0), (LAYERS, 6, 6)), {"x": jnp.ones((8, 6)), "key": jax.random.key(1)}
     run = jscaler.parallelize("data_parallel", devices=4)(step)
-    loops = [s for s in run.lower(*args).plan.flat.steps if isinstance(s, FlatLoop)]
+    loops = [s for s in run.lower(*args).plan.flat.items if isinstance(s, FlatLoop)]
     assert len(loops) == 2
     for loop in loops:
         own = {*(init for init, *_ in loop.carries), *(stack for stack, _ in loop.xs)}

@@ -22,8 +22,8 @@ from lower.steps import (
 )
 
 import jscaler
-from jscaler.capture.jaxprs import evaluate
-from jscaler.lower.numbering import Exchange, FlatProgram, Run
+from jscaler.capture.jaxprs import evaluate, make_jaxpr
+from jscaler.lower.flat_program import FlatProgram, reads, results
 from jscaler.primitives import Order, Plan
 
 
@@ -41,8 +41,10 @@ def counted(*jaxprs: Any) -> Counter[str]:
     return Counter(eqn.primitive.name for jaxpr in jaxprs for eqn in equations(jaxpr))
 
 
-def runs(flat: FlatProgram) -> list[core.Jaxpr]:
-    return [step.jaxpr for step in flat.steps if isinstance(step, Run)]
+def in_flat(flat: FlatProgram) -> Counter[str]:
+    """The primitives of a program without loops, and of the jaxprs that its equations call."""
+    inner = [jaxpr for eqn in flat.equations for jaxpr in core.jaxprs_in_params(eqn.params)]
+    return Counter(eqn.primitive.name for eqn in flat.equations) + counted(*inner)
 
 
 def flat_of(fun: Any, *args: Any, plan: Any = "single", devices: int = 1) -> FlatProgram:
@@ -63,7 +65,7 @@ def flat_of(fun: Any, *args: Any, plan: Any = "single", devices: int = 1) -> Fla
 )
 def test_the_backward_pass_computes_nothing_that_the_forward_pass_has(loss_fn: Any, plan: Any, devices: int) -> None:
     theirs = counted(jax.make_jaxpr(jax.value_and_grad(loss_fn))(make_params(), make_batch()))
-    ours = counted(*runs(planned(plan, devices, loss_fn).flat))
+    ours = in_flat(planned(plan, devices, loss_fn).flat)
     names = ("dot_general", "exp", "log", "tanh", "rsqrt")
     assert {n: ours[n] for n in names} == {n: theirs[n] for n in names}
     assert theirs["dot_general"] > 3
@@ -77,7 +79,7 @@ def test_equal_arithmetic_is_done_once() -> None:
             two = jnp.sin(x) @ x
         return one + two
 
-    ours = counted(*runs(flat_of(step, jnp.ones((4, 4)))))
+    ours = in_flat(flat_of(step, jnp.ones((4, 4))))
     assert (ours["sin"], ours["dot_general"], ours["add"]) == (1, 1, 1)
 
 
@@ -86,7 +88,7 @@ def test_different_parameters_or_literals_are_different_values() -> None:
         return x.sum(0), x.sum(1), x + 1.0, x + 2.0, x**2, x**3, x.astype(jnp.int32), x.astype(jnp.float16)
 
     x = jnp.arange(4.0).reshape(2, 2)
-    ours = counted(*runs(flat_of(step, x)))
+    ours = in_flat(flat_of(step, x))
     assert (ours["reduce_sum"], ours["add"], ours["convert_element_type"]) == (2, 2, 2)
     for mine, theirs in zip(jscaler.parallelize("single", devices=1)(step)(x), step(x), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -110,7 +112,7 @@ def test_copies_behind_optimization_barriers_are_kept_apart() -> None:
             two = jnp.sin(jax.lax.optimization_barrier(x)) @ x
         return one + two
 
-    ours = counted(*runs(flat_of(step, jnp.ones((4, 4)))))
+    ours = in_flat(flat_of(step, jnp.ones((4, 4))))
     assert (ours["optimization_barrier"], ours["sin"], ours["dot_general"]) == (2, 2, 2)
 
 
@@ -124,7 +126,7 @@ def test_what_jax_checkpoint_recomputes_is_recomputed(plan: str, devices: int) -
         return jnp.mean(h**2)
 
     theirs = counted(jax.make_jaxpr(jax.value_and_grad(loss_fn))(make_params(), make_batch()))
-    ours = counted(*runs(planned(plan, devices, loss_fn).flat))
+    ours = in_flat(planned(plan, devices, loss_fn).flat)
     assert (ours["sin"], ours["dot_general"]) == (theirs["sin"], theirs["dot_general"])
     assert theirs["sin"] > 2
 
@@ -137,7 +139,7 @@ def test_effects_happen_as_often_as_they_are_written() -> None:
             jax.debug.callback(lambda value: seen.append(float(value)), x.sum())
         return x * 2
 
-    assert counted(*runs(flat_of(step, jnp.ones(4))))["debug_callback"] == 3
+    assert in_flat(flat_of(step, jnp.ones(4)))["debug_callback"] == 3
     jax.block_until_ready(jscaler.parallelize("single", devices=1)(step)(jnp.ones(4)))
     jax.effects_barrier()
     assert seen == [4.0] * 3
@@ -153,7 +155,7 @@ def test_an_effect_in_the_loss_is_not_repeated_by_its_backward() -> None:
 
     theirs = counted(jax.make_jaxpr(jax.value_and_grad(loss_fn))(make_params(), make_batch()))
     assert theirs["debug_callback"] == 1
-    assert counted(*runs(planned("single", 1, loss_fn).flat))["debug_callback"] == 1
+    assert in_flat(planned("single", 1, loss_fn).flat)["debug_callback"] == 1
 
 
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
@@ -178,36 +180,32 @@ def test_an_effect_sees_whole_values() -> None:
 def test_every_variable_is_assigned_once_before_it_is_read() -> None:
     flat = planned(batch_and_hidden, 4).flat
     written = [*flat.inputs, *(var for _, var in flat.part_indices)]
-    for step in flat.steps:
-        reads = [step.input] if isinstance(step, Exchange) else step.jaxpr.invars
-        assert {v for v in reads if isinstance(v, core.Var)} <= set(written)
-        written += [step.output] if isinstance(step, Exchange) else step.jaxpr.outvars
+    for item in flat.items:
+        assert set(reads(item)) <= set(written)
+        written += results(item)
     assert len(written) == len(set(written))
     assert {v for v in flat.outputs if isinstance(v, core.Var)} <= set(written)
 
 
-def test_a_run_hands_on_only_what_is_read_later() -> None:
+def test_what_nobody_reads_is_gone() -> None:
     flat = planned("data_parallel", 4).flat
     later = {v for v in flat.outputs if isinstance(v, core.Var)}
-    for step in reversed(flat.steps):
-        if isinstance(step, Exchange):
-            assert step.output in later
-            later |= {step.input}
-        else:
-            assert set(step.jaxpr.outvars) <= later
-            later |= set(step.jaxpr.invars)
+    for item in reversed(flat.items):
+        assert later & set(results(item))
+        later.update(reads(item))
 
 
-def test_on_one_device_the_whole_step_is_one_run() -> None:
+def test_on_one_device_the_whole_step_is_equations_alone() -> None:
     """Run by hand, equation by equation, it gives the step's numbers."""
     plan = planned("single", 1)
-    assert len(plan.flat.steps) == 1
+    assert plan.flat.equations == plan.flat.items
     leaves = jax.tree.leaves((make_state(MOMENTUM), make_batch()))
     names = [t.name for t in plan.graph.inputs]
     assert len(names) == len(leaves) == len(plan.flat.inputs)
     env = dict(zip(plan.flat.inputs, leaves, strict=True))
-    (jaxpr,) = runs(plan.flat)
-    env.update(zip(jaxpr.outvars, evaluate(jaxpr, [env[v] for v in jaxpr.invars]), strict=True))
+    for eqn in plan.flat.equations:
+        made = evaluate(make_jaxpr([eqn], reads(eqn), eqn.outvars, plan.flat.source), [env[v] for v in reads(eqn)])
+        env.update(zip(eqn.outvars, made, strict=True))
     loss = env[plan.flat.outputs[-1]]
     np.testing.assert_allclose(loss, mlp_loss(make_params(), make_batch()), rtol=1e-6)
 
@@ -218,10 +216,10 @@ def test_op_order_is_a_fence_around_its_reader() -> None:
     def ordered(graph: Any, devices: np.ndarray) -> None:
         graph.op_order(graph["loss/div"], graph["up/dot@backward"])
 
-    assert counted(*runs(planned("single", 1).flat))["optimization_barrier"] == 0
+    assert in_flat(planned("single", 1).flat)["optimization_barrier"] == 0
     plan = planned(ordered, 1)
     assert plan.plan == Plan("ordered", 1, (Order("loss/div", "up/dot@backward"),))
-    barriers = [e for jaxpr in runs(plan.flat) for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    barriers = [e for e in plan.flat.equations if e.primitive.name == "optimization_barrier"]
     assert len(barriers) == 1
-    div = next(e for jaxpr in runs(plan.flat) for e in jaxpr.eqns if e.primitive.name == "div")
+    div = next(e for e in plan.flat.equations if e.primitive.name == "div")
     assert div.outvars[0] in barriers[0].invars

@@ -11,7 +11,7 @@ from jax.extend import core
 
 import jscaler
 from jscaler.capture.jaxprs import shape
-from jscaler.lower.numbering import FlatProgram, Run
+from jscaler.lower.flat_program import FlatProgram
 
 HEADS, ROWS, SIZE = 4, 16, 2
 State = dict[str, Any]
@@ -50,7 +50,7 @@ def lowered(plan: str, devices: int) -> Any:
 
 
 def equations(flat: FlatProgram) -> list[core.JaxprEqn]:
-    return [eqn for s in flat.steps if isinstance(s, Run) for eqn in s.jaxpr.eqns]
+    return [item for item in flat.items if isinstance(item, core.JaxprEqn)]
 
 
 def pairs(eqns: list[core.JaxprEqn]) -> list[core.JaxprEqn]:

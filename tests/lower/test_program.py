@@ -74,7 +74,7 @@ def test_optimizer_state_lies_as_its_parameter() -> None:
 def test_two_by_four_reduces_each_tensor_over_its_own_axis() -> None:
     """Activations over the columns, gradients over the rows."""
     plan = planned(batch_and_hidden, 8)
-    assert plan.program.mesh.axes == (("x0", 2), ("x1", 4))
+    assert plan.program.group.axes == (("x0", 2), ("x1", 4))
     axes = {
         adapt.tensor.name: step.axes
         for adapt in plan.program.adapters

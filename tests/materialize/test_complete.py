@@ -131,7 +131,7 @@ def test_random_policies_give_one_devices_numbers(loss_fn: Any, seed: int) -> No
 def uses(plan: Any) -> dict[str, tuple[str, str]]:
     """Op -> (how its axes are used, who decided)."""
     laid = plan.completed.ops
-    return {path: (one.placement.describe(plan.program.mesh), one.placement.origin) for path, one in laid.items()}
+    return {path: (one.placement.describe(), one.placement.origin) for path, one in laid.items()}
 
 
 @pytest.mark.smoke

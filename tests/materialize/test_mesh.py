@@ -19,7 +19,7 @@ def grid(array: np.ndarray, op: str = "op") -> PlacedGrid:
 def mesh_for(*arrays: np.ndarray) -> tuple[DeviceMesh, list[tuple[tuple[str, ...], ...]]]:
     """The common mesh, and what it covers; checked cell by cell against the arrays themselves."""
     grids = [grid(array, f"op{i}") for i, array in enumerate(arrays)]
-    mesh, covered = common_mesh(grids, arrays[0].size)
+    mesh, covered = common_mesh(grids, tuple(range(arrays[0].size)))
     for one, array in zip(grids, arrays, strict=True):
         for cell in np.ndindex(array.shape):
             position = mesh.devices.index(array[cell])
@@ -84,7 +84,7 @@ def test_every_transpose_of_a_cube(order: tuple[int, ...]) -> None:
 def test_arrays_without_a_common_mesh_are_refused_by_name(arrays: tuple[np.ndarray, ...]) -> None:
     grids = [grid(array, f"layer_{i}/dot") for i, array in enumerate(arrays)]
     with pytest.raises(PlanError, match="share no common mesh") as error:
-        common_mesh(grids, arrays[0].size)
+        common_mesh(grids, tuple(range(arrays[0].size)))
     assert all(f"'{one.op}' {one.shape} on {list(one.devices)}" in str(error.value) for one in grids)
     assert "reshapes and transposes of one device array" in str(error.value)
 
@@ -97,7 +97,7 @@ def test_one_device_has_no_axes() -> None:
 
 
 def test_no_grids_leave_one_axis_of_all_devices() -> None:
-    mesh, covered = common_mesh([], 8)
+    mesh, covered = common_mesh([], tuple(range(8)))
     assert mesh.axes == (("x0", 8),)
     assert covered == {}
 

@@ -43,8 +43,8 @@ def graph() -> Graph:
 
 def laid(graph: Graph, op: Op, placement: Placement) -> tuple[list[Layout], list[Layout]]:
     rule: Rule = graph.rule(op)
-    inputs = [operand_layout(MESH, rule, placement, op, i) for i in range(len(op.inputs))]
-    return inputs, [result_layout(MESH, rule, placement, op, i, {}) for i in range(len(op.outputs))]
+    inputs = [operand_layout(rule, placement, op, i) for i in range(len(op.inputs))]
+    return inputs, [result_layout(rule, placement, op, i, {}) for i in range(len(op.outputs))]
 
 
 @pytest.mark.smoke
@@ -52,7 +52,7 @@ def test_layouts_of_a_contraction(graph: Graph) -> None:
     """a b, b c -> a c: rows over one axis, the contraction over the other, which leaves sums."""
     op = graph["qkv/dot"]
     a, b = (graph.rule(op).operands[0][d][0] for d in (0, 1))
-    (x, kernel), (y,) = laid(graph, op, Placement({a: ("x1",), b: ("x0",)}))
+    (x, kernel), (y,) = laid(graph, op, Placement(MESH, {a: ("x1",), b: ("x0",)}))
     assert (x.local_shape, kernel.local_shape, y.local_shape[:1]) == ((2, 4), (4, 36), (2,))
     assert (x.values, kernel.values, y.values) == ((), (), (("x0", "add"),))
     assert (x.free, kernel.free, y.free) == ((), ("x1",), ())
@@ -65,9 +65,9 @@ def test_a_dim_is_refined_only_where_it_is_cut() -> None:
     graph = jscaler.parallelize("single")(step).graph(jnp.ones((6, 36)))
     (op,) = graph.ops
     rows, (_, middle, _) = graph.rule(op).operands[0]
-    (x,), _ = laid(graph, op, Placement({rows[0]: ("x1",)}))
+    (x,), _ = laid(graph, op, Placement(MESH, {rows[0]: ("x1",)}))
     assert x.subdims == ((6,), (36,))
-    (x,), (y,) = laid(graph, op, Placement({middle: ("x0",)}))
+    (x,), (y,) = laid(graph, op, Placement(MESH, {middle: ("x0",)}))
     assert x.subdims == ((6,), (3, 6, 2))
     assert x.cuts == ((), (), ("x0",), ())
     assert (x.local_shape, y.local_shape) == ((6, 18), (6, 3, 3, 2))
@@ -75,30 +75,30 @@ def test_a_dim_is_refined_only_where_it_is_cut() -> None:
 
 def test_shares_that_pass_through(graph: Graph) -> None:
     op = graph["qkv/dot"]
-    rule, placement = graph.rule(op), Placement(shares={"x1": ("add", None)})
-    assert operand_layout(MESH, rule, placement, op, 0).values == (("x1", "add"),)
-    assert operand_layout(MESH, rule, placement, op, 1).values == ()
-    assert result_layout(MESH, rule, placement, op, 0, {"x1": ("add",)}).values == (("x1", "add"),)
+    rule, placement = graph.rule(op), Placement(MESH, shares={"x1": ("add", None)})
+    assert operand_layout(rule, placement, op, 0).values == (("x1", "add"),)
+    assert operand_layout(rule, placement, op, 1).values == ()
+    assert result_layout(rule, placement, op, 0, {"x1": ("add",)}).values == (("x1", "add"),)
 
 
 def test_shares_are_listed_in_the_order_of_the_mesh(graph: Graph) -> None:
     op = graph["qkv/dot"]
     b = graph.rule(op).operands[0][1][0]
-    placement = Placement({b: ("x0",)}, shares={"x1": ("add", None)})
-    assert result_layout(MESH, graph.rule(op), placement, op, 0, {"x1": ("add",)}).values == (("x0", "add"), ("x1", "add"))
+    placement = Placement(MESH, {b: ("x0",)}, shares={"x1": ("add", None)})
+    assert result_layout(graph.rule(op), placement, op, 0, {"x1": ("add",)}).values == (("x0", "add"), ("x1", "add"))
 
 
 def test_describe() -> None:
-    assert Placement({"a": ("x0", "x1"), "b": ()}).describe(MESH) == "a:6"
-    assert Placement({"a": ("x0",)}, {"x1": ("add",)}).describe(MESH) == "a:2 share:3"
-    assert Placement().describe(MESH) == "copy"
+    assert Placement(MESH, {"a": ("x0", "x1"), "b": ()}).describe() == "a:6"
+    assert Placement(MESH, {"a": ("x0",)}, {"x1": ("add",)}).describe() == "a:2 share:3"
+    assert Placement(MESH).describe() == "copy"
 
 
 def test_placement_of_grid_axes() -> None:
     """Axes of one factor come together, major first; copies use up their axes silently."""
     axes = (GridAxis("a", 2), GridAxis(None, 2), GridAxis("a", 2), GridAxis("b", 1))
     decided = Decided(axes, places(*range(8)))
-    assert placement_of(decided, [("x0",), ("x1",), ("x2",), ()]).factors == {"a": ("x0", "x2")}
+    assert placement_of(decided, mesh_of(2, 2, 2), [("x0",), ("x1",), ("x2",), ()]).factors == {"a": ("x0", "x2")}
     assert placed_grids({"op": decided})["op"].shape == (2, 2, 2, 1)
 
 

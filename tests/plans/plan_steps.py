@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.extend import core
 
 import jscaler
-from jscaler.lower.numbering import FlatLoop, Run
+from jscaler.lower.flat_program import FlatLoop
 from jscaler.lower.program import Adapt
 from jscaler.stages import Captured, StepPlan, lower, transform
 from models.gpt import GPT, GPTConfig
@@ -164,16 +165,15 @@ def repeated(plan: StepPlan) -> Counter[str]:
     """How often each primitive and each collective runs, over all iterations of loops."""
     found: Counter[str] = Counter()
 
-    def add(steps: Any, times: int) -> None:
-        for step in steps:
-            if isinstance(step, Run):
-                for eqn in step.jaxpr.eqns:
-                    found[eqn.primitive.name] += times
-            elif isinstance(step, FlatLoop):
-                add(step.steps, times * step.loop.length)
-            elif isinstance(step.adapt, Adapt):
-                for move in step.adapt.adapter.steps:
+    def add(items: Any, times: int) -> None:
+        for item in items:
+            if isinstance(item, core.JaxprEqn):
+                found[item.primitive.name] += times
+            elif isinstance(item, FlatLoop):
+                add(item.items, times * item.loop.length)
+            elif isinstance(item.adapt, Adapt):
+                for move in item.adapt.adapter.steps:
                     found[move.kind] += times
 
-    add(plan.flat.steps, 1)
+    add(plan.flat.items, 1)
     return found

@@ -352,7 +352,7 @@ def test_a_cut_joins_the_shares_along_it() -> None:
     plan = planned(zero1(), mlp(), 8)
     for gradient, layout in plan.completed.gradients.items():
         assert not layout.values, gradient
-        assert dataclasses.replace(layout, cuts=((),) * len(layout.cuts)).free == plan.completed.mesh.names
+        assert dataclasses.replace(layout, cuts=((),) * len(layout.cuts)).free == plan.completed.groups[0].names
 
 
 @pytest.mark.aot

@@ -70,7 +70,7 @@ def test_attention_over_blocks_of_keys_forward_and_backward() -> None:
         ours, theirs = step(*arguments), jax.value_and_grad(loss, argnums=(0, 1))(*arguments)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), ours, theirs)
     ops = lowered.plan.completed.ops
-    shown = {path: laid.placement.describe(lowered.plan.completed.mesh) for path, laid in ops.items()}
+    shown = {path: laid.placement.describe() for path, laid in ops.items()}
     factor = shown["attention/block"].split(" ")
     assert [part.split(":")[1] for part in factor] == ["2", "4"]
     backward = [path for path in shown if path.startswith("attention@backward")]
@@ -115,7 +115,7 @@ def test_a_sum_in_two_steps() -> None:
     lowered = lower(lambda: steps)
     jscaler.verify(lowered)
     np.testing.assert_allclose(lowered.compile()(WHOLE), total(WHOLE), rtol=1e-6)
-    shown = [laid.placement.describe(lowered.plan.completed.mesh) for laid in lowered.plan.completed.ops.values()]
+    shown = [laid.placement.describe() for laid in lowered.plan.completed.ops.values()]
     assert shown == ["a:2", "a:2", "copy"]  # the second step is cut behind its sum
 
 

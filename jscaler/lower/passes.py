@@ -1,0 +1,41 @@
+"""The passes over the flat program, in order: what XLA gets is what the last one leaves."""
+
+from collections.abc import Sequence, Set
+
+from jscaler.errors import PlanError
+from jscaler.ir.passes import Pass, name_of
+from jscaler.lower.before_loops import products_before_loops
+from jscaler.lower.cast_at_use import casts_at_use
+from jscaler.lower.casts import adapters_across_casts
+from jscaler.lower.conditions import merged_conditions
+from jscaler.lower.flat_program import FlatProgram
+from jscaler.lower.live import live
+from jscaler.lower.pairs import pairs_together
+from jscaler.lower.swaps import swapped_dots
+
+FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
+    swapped_dots,
+    adapters_across_casts,
+    products_before_loops,
+    pairs_together,
+    merged_conditions,
+    casts_at_use,
+    live,
+)
+# What only moves XLA's scheduler or code generation: the numbers are the same without, memory or time is not.
+FOR_XLA: tuple[Pass[FlatProgram], ...] = (swapped_dots, products_before_loops, pairs_together)
+
+
+def flat_passes(without: Set[str] | Sequence[str] = ()) -> tuple[Pass[FlatProgram], ...]:
+    """The passes but those that are called as ``without`` says.
+
+    Raises:
+        PlanError: there is no such pass that may be left out.
+    """
+    free = [name_of(one) for one in FOR_XLA]
+    for name in without:
+        if name not in free:
+            raise PlanError(
+                f"no pass '{name}' can be left out; those that can, since they are for XLA alone: {', '.join(free)}"
+            )
+    return tuple(one for one in FLAT_PASSES if name_of(one) not in without)

@@ -1,0 +1,86 @@
+"""Device groups: the devices that ops lie on, each group with a mesh of its own; and which group every op runs on.
+
+Grids on the same set of devices share a group, whatever their order: its mesh has axes fine enough for all of them.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jscaler.ir import Graph, Op
+from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid, common_mesh, find_common_mesh
+from jscaler.materialize.placement import Decided, placed_grids
+from jscaler.materialize.shards import shard_grid
+from jscaler.materialize.stored import stored_grid, stored_inputs
+from jscaler.primitives import Plan
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The device groups of a plan.
+
+    Attributes:
+        meshes: a mesh for each, in the order in which the plan names them; of a plan that names none, that of all devices.
+        covered: for each grid of the plan, the mesh axes that each of its axes covers.
+        of: op path -> the group that the plan gives it.
+    """
+
+    meshes: tuple[DeviceMesh, ...]
+    covered: Mapping[PlacedGrid, tuple[Axes, ...]]
+    of: Mapping[str, DeviceMesh]
+
+
+def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
+    """The groups on which ``plan`` places ops, and lays state.
+
+    Raises:
+        PlanError: device orders of one group that no common mesh can express.
+    """
+    grids = placed_grids(decided)
+    ordered = [g for p, g in grids.items() if not decided[p].any_order]
+    ordered += map(shard_grid, plan.shards.values())
+    ordered += map(stored_grid, stored_inputs(plan))
+    free = [g for p, g in grids.items() if decided[p].any_order]
+    sets = {devices: frozenset(devices) for devices in dict.fromkeys(g.devices for g in (*ordered, *free))}
+    names = dict.fromkeys(sets.values()) or {frozenset(range(plan.num_devices)): None}
+    covered: dict[PlacedGrid, tuple[Axes, ...]] = {}
+    meshes: dict[frozenset[int], DeviceMesh] = {}
+    for devices in names:
+        own, open_ = ([g for g in which if sets[g.devices] == devices] for which in (ordered, free))
+        meshes[devices], found = _mesh_of(own, open_, tuple(sorted(devices)))
+        covered |= found
+    return Groups(tuple(meshes.values()), covered, {path: meshes[sets[grid.devices]] for path, grid in grids.items()})
+
+
+def _mesh_of(
+    ordered: Sequence[PlacedGrid], free: Sequence[PlacedGrid], devices: tuple[int, ...]
+) -> tuple[DeviceMesh, dict[PlacedGrid, tuple[Axes, ...]]]:
+    """Grids in any order cut the devices as the others order them, if their cuts agree."""
+    mesh, covered = common_mesh(ordered, devices)
+    as_ordered = [dataclasses.replace(g, devices=mesh.devices) for g in free]
+    return find_common_mesh([*ordered, *as_ordered], mesh.devices) or (mesh, covered)
+
+
+def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, DeviceMesh]:
+    """The group of every op. One that the plan does not place runs where its forward op does, or else its operands lie.
+
+    Args:
+        pieces: path of an op that was cut -> paths of the ops that stand for it.
+    """
+    if len(groups.meshes) == 1:
+        return dict.fromkeys(graph.by_path, groups.meshes[0])
+    found = dict(groups.of)
+
+    def like(op: Op | None) -> DeviceMesh | None:
+        return None if op is None else next((found[p] for p in pieces.get(op.path, (op.path,)) if p in found), None)
+
+    for op in graph.ops:
+        if op.path not in found:
+            makers = [graph.producer.get(t) for t in op.inputs]
+            known = (like(op.forward), like(op.again), *map(like, makers), *(like(r) for r in _readers(graph, op)))
+            found[op.path] = next((mesh for mesh in known if mesh is not None), groups.meshes[0])
+    return found
+
+
+def _readers(graph: Graph, op: Op) -> list[Op]:
+    return [reader for t in op.outputs for reader in graph.consumers.get(t, ())]
