@@ -19,7 +19,7 @@ from jscaler.errors import SplitError
 from jscaler.ir import Factor, Op
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.single import single
-from jscaler.primitives import TimeSplit
+from jscaler.primitives import Planner, TimeSplit
 
 MICROBATCH = "microbatch"
 
@@ -52,7 +52,7 @@ def accumulate(
     """
     inner = plan or single()
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         if accumulate_dtype is not None:
             graph.accumulation(dtype=accumulate_dtype)
         alone: set[str] = set()
@@ -68,7 +68,7 @@ def accumulate(
     return policy
 
 
-def _runs_in_turn(graph: Any, op: Op, name: str, parts: int, alone: bool) -> bool:
+def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) -> bool:
     """Whether ``op`` runs part by part; one that cannot is an error in the pass that is to be held in parts."""
     factor = graph.rule(op).factors[name]
     overlaps = any(slid == name for slid, _, _ in graph.rule(op).halos)

@@ -7,11 +7,12 @@ from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
+from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
 
 
-def find_cores(graph: Any, on: Sequence[str] | None = None) -> tuple[Ops, ...]:
+def find_cores(graph: Planner, on: Sequence[str] | None = None) -> tuple[Ops, ...]:
     """The ops of each core, from the product of queries and keys to the product with the values.
 
     Args:
@@ -37,7 +38,7 @@ def find_cores(graph: Any, on: Sequence[str] | None = None) -> tuple[Ops, ...]:
 
 
 class _Finder:
-    def __init__(self, graph: Any):
+    def __init__(self, graph: Planner):
         self.graph = graph
         kinds = tensor_kinds(graph.graph)
         self.weights = {t for t, kind in kinds.items() if kind == "parameter"}

@@ -25,7 +25,7 @@ from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, sele
 from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
-from jscaler.primitives import TimeSplit
+from jscaler.primitives import Planner, TimeSplit
 from jscaler.rules.reach import reached_factors
 
 CO_SHARD, TOKENS = "co_shard", "tokens"
@@ -61,7 +61,7 @@ def co_shard(
     inner = plan or single()
     _check_parts(parts)
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         leaves = required(graph, by_dim(on), "pass co_shard(on=...)")
         table = _in_turn(graph, reached(graph, leaves, parts), parts)
         for op, name in table.items():
@@ -82,7 +82,7 @@ def co_shard(
     return policy
 
 
-def _in_turn(graph: Any, table: Factors, parts: int) -> Factors:
+def _in_turn(graph: Planner, table: Factors, parts: int) -> Factors:
     """The forward ops of ``table`` that can run part by part."""
     found: Factors = {}
     for op, name in table.items():
@@ -93,7 +93,7 @@ def _in_turn(graph: Any, table: Factors, parts: int) -> Factors:
     return found
 
 
-def _groups(graph: Any, ops: Sequence[Op]) -> list[list[Op]]:
+def _groups(graph: Planner, ops: Sequence[Op]) -> list[list[Op]]:
     """Ops in time that hand parts to each other, with what only they read (a norm): what is computed again at once."""
     own = set(ops)
     parent = {op: op for op in ops}
@@ -114,7 +114,7 @@ def _groups(graph: Any, ops: Sequence[Op]) -> list[list[Op]]:
     return [_with_preparation(graph, group) for group in table.values() if any(op.backward is not None for op in group)]
 
 
-def _is_covered(graph: Any, group: Sequence[Op], own: Set[Op]) -> bool:
+def _is_covered(graph: Planner, group: Sequence[Op], own: Set[Op]) -> bool:
     """Whether the model's regions around ``group`` hold no work beside ``own``: contractions, or ops of the user's."""
     regions = {region for op in group for region in op.remat}
     others = (op for op in graph.ops if op.kind == "forward" and op not in own and not regions.isdisjoint(op.remat))
@@ -126,7 +126,7 @@ def _works(jaxpr: core.Jaxpr) -> bool:
     return any(name in CONTRACTIONS or name == op_p.name for name in names)
 
 
-def _with_preparation(graph: Any, group: Sequence[Op]) -> list[Op]:
+def _with_preparation(graph: Planner, group: Sequence[Op]) -> list[Op]:
     """``group``, and what is made for it alone."""
     members = set(group)
     first = group[0]
@@ -139,7 +139,7 @@ def _with_preparation(graph: Any, group: Sequence[Op]) -> list[Op]:
     return [op for op in graph.ops if op in members]
 
 
-def _tokens(graph: Any, vocabulary: Dims, parts: int) -> Factors:
+def _tokens(graph: Planner, vocabulary: Dims, parts: int) -> Factors:
     """The ops from the head to the loss, split along the tokens: the largest dim of the logits beside the vocabulary."""
     found: Factors = {}
     for tensor, dim in select(graph, vocabulary):
@@ -159,11 +159,11 @@ def _contracts(op: Op) -> bool:
     return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
 
 
-def _is_head(graph: Any, op: Op, word: str) -> bool:
+def _is_head(graph: Planner, op: Op, word: str) -> bool:
     return _contracts(op) and any(word in names for names in graph.rule(op).results[0])
 
 
-def _looks_up(graph: Any, op: Op, word: str) -> bool:
+def _looks_up(graph: Planner, op: Op, word: str) -> bool:
     """Whether ``op`` takes rows of a table: the vocabulary is gone in what it makes, and comes from no op's result."""
     if any(word in names for dims in graph.rule(op).results for names in dims):
         return False
@@ -171,7 +171,7 @@ def _looks_up(graph: Any, op: Op, word: str) -> bool:
     return all(len(t.shape) == 2 and not _from_contraction(graph, t) for t in sources)
 
 
-def _from_contraction(graph: Any, tensor: PTensor) -> bool:
+def _from_contraction(graph: Planner, tensor: PTensor) -> bool:
     seen, todo = {tensor}, [tensor]
     while todo:
         maker = graph.producer.get(todo.pop())

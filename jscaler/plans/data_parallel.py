@@ -11,6 +11,7 @@ import numpy as np
 
 from jscaler.errors import UnknownNameError
 from jscaler.plans.factors import Factors, reached, split
+from jscaler.primitives import Planner
 
 
 def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
@@ -27,7 +28,7 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
         CaptureError: the step updates state, but jscaler sees no gradient.
     """
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         table = batch_factors(graph, batch, devices.size)
         if reduce_dtype is not None:
             graph.reduce_dtype(reduce_dtype)
@@ -37,7 +38,7 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
     return policy
 
 
-def batch_factors(graph: Any, batch: str, parts: int) -> Factors:
+def batch_factors(graph: Planner, batch: str, parts: int) -> Factors:
     """What dim 0 of every input that ``batch`` names reaches. Shared by the plans that split the batch."""
     leaves = [t for t in graph.select_inputs(batch) if t.shape]
     if not leaves:

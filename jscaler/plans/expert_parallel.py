@@ -12,13 +12,13 @@ Everything else is data parallel.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jscaler.ir import PTensor
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, reached, required, split
+from jscaler.primitives import Planner
 
 EXPERTS = ("*/experts/up", "*/experts/wi")
 
@@ -38,7 +38,7 @@ def expert_parallel(experts: Sequence[str] = EXPERTS, batch: str = "batch") -> C
         SplitError: the batch or the number of experts does not divide by the number of devices.
     """
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         kernels = required(graph, dict.fromkeys(experts, -3), "pass expert_parallel(experts=...)")
         inside = _inside(graph, kernels, devices.size)
         split(graph, devices, batch_factors(graph, batch, devices.size) | inside)
@@ -47,7 +47,7 @@ def expert_parallel(experts: Sequence[str] = EXPERTS, batch: str = "batch") -> C
     return policy
 
 
-def _inside(graph: Any, kernels: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
+def _inside(graph: Planner, kernels: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
     """The experts' own ops, with the factor that their number is there."""
     table: Factors = {}
     for kernel, dim in kernels:

@@ -8,14 +8,13 @@ forward.
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.ir import Factor, Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
-from jscaler.primitives import Algorithm, Replicate, Split
+from jscaler.primitives import Algorithm, Planner, Replicate, Split
 
 Factors = dict[Op, str]
 Dims = Mapping[str, int | None]  # pattern of input leaves -> dim, from the end if negative; None is `column`
@@ -26,17 +25,17 @@ def by_dim(patterns: Dims | Sequence[str], dim: int | None = None) -> Dims:
     return patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, dim)
 
 
-def select(graph: Any, patterns: Dims) -> list[tuple[PTensor, int]]:
+def select(graph: Planner, patterns: Dims) -> list[tuple[PTensor, int]]:
     """The input leaves that match, each once, with the dim to follow; the first pattern that matches a leaf counts.
 
     An optimizer's state follows its parameter, and may have other dims (the sums of a factored moment): only its full
     name matches it. State that a loss reads (a frozen stack of layers, a target network) is matched like parameters.
     """
-    kinds = tensor_kinds(graph) if graph.calls else {}
+    kinds = tensor_kinds(graph.graph) if graph.calls else {}
     found: list[tuple[PTensor, int]] = []
     for tensor in graph.inputs:
         for pattern, dim in patterns.items():
-            if tensor.name != pattern and kinds.get(tensor) == "optimizer" and not read_by_a_loss(graph, tensor):
+            if tensor.name != pattern and kinds.get(tensor) == "optimizer" and not read_by_a_loss(graph.graph, tensor):
                 continue
             if tensor.shape and _matches(tensor.name, pattern):
                 place = column(graph, tensor) if dim is None else _dim(tensor, dim)
@@ -58,7 +57,7 @@ def _dim(tensor: PTensor, dim: int) -> int:
     return dim % rank
 
 
-def column(graph: Any, kernel: PTensor) -> int | None:
+def column(graph: Planner, kernel: PTensor) -> int | None:
     """The first dim of ``kernel`` that its contraction leaves in the result: of (d, h, k) the heads, of (d, f) f.
 
     A dim that is taken apart further on does not count: the 3 of (d, 3, h, k). None where no op contracts the kernel (the
@@ -85,13 +84,13 @@ def column(graph: Any, kernel: PTensor) -> int | None:
     return None
 
 
-def _taken_apart(graph: Any, path: str, dim: int) -> bool:
+def _taken_apart(graph: Planner, path: str, dim: int) -> bool:
     """Whether something that dim ``dim`` of an input reaches cannot be split there."""
     found = graph.factor_of(path, dim).items()
     return any(op.kind == "forward" and not graph.rule(op).factors[name].splittable for op, name in found)
 
 
-def reached(graph: Any, leaves: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
+def reached(graph: Planner, leaves: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
     """The factor of every op that one of ``leaves`` reaches; the first leaf that reaches an op decides.
 
     Raises:
@@ -107,7 +106,7 @@ def reached(graph: Any, leaves: Sequence[tuple[PTensor, int]], parts: int) -> Fa
     return table
 
 
-def required(graph: Any, patterns: Dims, remedy: str) -> list[tuple[PTensor, int]]:
+def required(graph: Planner, patterns: Dims, remedy: str) -> list[tuple[PTensor, int]]:
     """`select`, where nothing found is a mistake.
 
     Raises:
@@ -124,7 +123,7 @@ def can_split(factor: Factor, parts: int) -> bool:
     return factor.splittable and factor.size % parts == 0
 
 
-def split(graph: Any, grid: np.ndarray, *tables: Factors) -> None:
+def split(graph: Planner, grid: np.ndarray, *tables: Factors) -> None:
     """Split and place every op that a table names: axis i of ``grid`` by table i, or copied where that names none.
 
     A factor that the op cannot split (blocked: it needs the whole; or of another size) is not split on that axis.

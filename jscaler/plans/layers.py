@@ -10,13 +10,13 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
+from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
 Modules = tuple[str, ...]
@@ -37,7 +37,7 @@ class Series:
     is_loop: bool = False
 
 
-def find_layers(graph: Any, on: str | Sequence[str] | None = None, every: int = 1) -> tuple[Ops, ...]:
+def find_layers(graph: Planner, on: str | Sequence[str] | None = None, every: int = 1) -> tuple[Ops, ...]:
     """The ops of every layer, or of every ``every`` layers in a row.
 
     Args:
@@ -82,7 +82,7 @@ def _matching(ops: Sequence[Op], patterns: Sequence[str]) -> list[Series]:
     ]
 
 
-def _found(graph: Any, ops: Sequence[Op]) -> list[Series]:
+def _found(graph: Planner, ops: Sequence[Op]) -> list[Series]:
     stacks = _stacks(graph)
     loops: dict[str, list[Op]] = {}
     modules: dict[tuple[int | None, Modules], dict[int, list[Op]]] = {}
@@ -111,7 +111,7 @@ def _found(graph: Any, ops: Sequence[Op]) -> list[Series]:
     return found
 
 
-def _stacks(graph: Any) -> set[str]:
+def _stacks(graph: Planner) -> set[str]:
     """The outermost loops that take parameters apart."""
     made = {t for t, kind in tensor_kinds(graph.graph).items() if kind == "parameter"}
     for op in graph.ops:
@@ -139,7 +139,7 @@ def _holds_modules(layer: Sequence[Op], depth: int) -> bool:
     return len({parts[depth] for parts in (op.path.split("/")[:-1] for op in heavy) if len(parts) > depth}) > 1
 
 
-def _closed(graph: Any, members: Sequence[Op], taken: set[Op]) -> Ops:
+def _closed(graph: Planner, members: Sequence[Op], taken: set[Op]) -> Ops:
     """``members``, and what stands between them and has no layer of its own (nnx sets no scopes).
 
     What only they read joins them where no gradient flows through it (keys, masks), or where it has no module and makes
@@ -164,7 +164,7 @@ def _closed(graph: Any, members: Sequence[Op], taken: set[Op]) -> Ops:
     return tuple(op for op in order if op in own)
 
 
-def _prepares(graph: Any, op: Op, own: set[Op]) -> bool:
+def _prepares(graph: Planner, op: Op, own: set[Op]) -> bool:
     readers = [reader for t in op.outputs for reader in graph.consumers.get(t, ()) if reader.kind == "forward"]
     if not readers or any(reader not in own for reader in readers):
         return False

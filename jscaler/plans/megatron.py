@@ -17,7 +17,7 @@ sums of gradients over micro-batches, or parameters too.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from jscaler.plans.sequence_parallel import SEQUENCE
 from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
 from jscaler.plans.zero import shard_parameters, without_followers
+from jscaler.primitives import Planner
 
 
 def megatron(
@@ -64,7 +65,7 @@ def megatron(
         ... def train_step(state, batch): ...
     """
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         grid = device_grid(devices, "megatron", dp=dp, tp=tp)
         rows, parts = grid.shape
         table = _tensor_factors(graph, parts)
@@ -75,7 +76,7 @@ def megatron(
             table = without_followers(graph, table, stored=zero == 3)
         split(graph, grid, batch_factors(graph, batch, rows), table)
 
-    def _tensor_factors(graph: Any, parts: int) -> Factors:
+    def _tensor_factors(graph: Planner, parts: int) -> Factors:
         if parts == 1:
             return {}
         kernels = required(graph, by_dim(columns), "pass megatron(columns=...)")

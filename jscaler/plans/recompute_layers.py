@@ -17,6 +17,7 @@ import numpy as np
 
 from jscaler.plans.layers import find_layers
 from jscaler.plans.single import single
+from jscaler.primitives import Planner
 
 
 def recompute_layers(
@@ -45,7 +46,7 @@ def recompute_layers(
     """
     inner = plan or single()
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         inner(graph, devices)
         if graph.stored and not graph.calls:
             return  # an evaluation that follows a train step has no backward pass

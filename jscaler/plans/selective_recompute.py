@@ -18,6 +18,7 @@ import numpy as np
 
 from jscaler.plans.attention import find_cores
 from jscaler.plans.single import single
+from jscaler.primitives import Planner
 
 
 def selective_recompute(
@@ -40,7 +41,7 @@ def selective_recompute(
     """
     inner = plan or single()
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         inner(graph, devices)
         if graph.stored and not graph.calls:
             return  # an evaluation that follows a train step has no backward pass

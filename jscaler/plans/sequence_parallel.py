@@ -12,12 +12,12 @@ all-reduced, which the paper does too.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jscaler.plans.factors import Dims, by_dim, reached, required, split
 from jscaler.plans.tensor_parallel import COLUMNS
+from jscaler.primitives import Planner
 
 SEQUENCE = {"batch/tokens": 1}
 
@@ -34,7 +34,7 @@ def sequence_parallel(columns: Dims | Sequence[str] = COLUMNS, sequence: Dims | 
         SplitError: the heads or columns of a kernel, or the sequence, do not divide by the number of devices.
     """
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         kernels = required(graph, by_dim(columns), "pass sequence_parallel(columns=...)")
         tokens = required(graph, SEQUENCE if sequence is None else sequence, "pass sequence_parallel(sequence=...)")
         between = reached(graph, tokens, devices.size)

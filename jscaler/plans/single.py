@@ -1,15 +1,16 @@
 """Everything on one device, or copied on several: the step as it was written."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+
+from jscaler.primitives import Planner
 
 
 def single() -> Callable[..., None]:
     """No splits. On more than one device every op is replicated."""
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         pass  # what a policy does not say is filled in: nothing is split, so every op is copied
 
     policy.__name__ = "single"

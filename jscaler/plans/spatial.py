@@ -11,13 +11,13 @@ parallelism. Statistics over space (batch normalisation) are summed between the 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import device_grid, reached, required, split
+from jscaler.primitives import Planner
 
 
 def spatial(
@@ -44,7 +44,7 @@ def spatial(
         ... def train_step(state, batch): ...
     """
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         parts = tuple(grid) if grid is not None else (None,)
         names = [f"grid[{i}]" for i in range(len(parts))]
         cells = device_grid(devices, "spatial", dp=dp, **dict(zip(names, parts, strict=True)))

@@ -15,11 +15,11 @@ makes is dealt out to them by one exchange forward and one backward.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jscaler.plans.factors import Dims, by_dim, reached, required, split
+from jscaler.primitives import Planner
 
 ATTENTION = ("query", "key", "value", "qkv", "q_proj", "k_proj", "v_proj")
 FEED_FORWARD = ("up", "gate", "up_proj", "gate_proj", "wi", "wi_*", "fc1", "fc_in", "intermediate")
@@ -44,7 +44,7 @@ def tensor_parallel(columns: Dims | Sequence[str] = COLUMNS) -> Callable[..., No
         >>> plans.tensor_parallel({"*/layer_0/kernel": 1, "*/layer_2/kernel": 1})  # an MLP: every other layer
     """
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         leaves = required(graph, by_dim(columns), "pass tensor_parallel(columns=...)")
         split(graph, devices, reached(graph, leaves, devices.size))
 

@@ -11,11 +11,11 @@ gathers logits. The gradients of embedding and head stay with their rows.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from jscaler.plans.factors import Dims, reached, required, split
+from jscaler.primitives import Planner
 
 # Tables of words: rows of an embedding, columns of an untied head.
 VOCABULARY: Dims = {
@@ -41,7 +41,7 @@ def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
         SplitError: the vocabulary does not divide by the number of devices: pad it.
     """
 
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         words = VOCABULARY if vocabulary is None else vocabulary
         leaves = required(graph, words, "pass vocab_parallel(vocabulary=...)")
         split(graph, devices, reached(graph, leaves, devices.size))

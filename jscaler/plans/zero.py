@@ -28,6 +28,7 @@ from jscaler.ir import PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, split
+from jscaler.primitives import Planner
 
 
 def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
@@ -77,7 +78,7 @@ def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
 
 
 def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool) -> Callable[..., None]:
-    def policy(graph: Any, devices: np.ndarray) -> None:
+    def policy(graph: Planner, devices: np.ndarray) -> None:
         table = batch_factors(graph, batch, devices.size)
         if reduce_dtype is not None:
             graph.reduce_dtype(reduce_dtype)
@@ -90,7 +91,7 @@ def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool) -> Callable[..
     return policy
 
 
-def shard_parameters(graph: Any, grid: np.ndarray, stored: bool, cuts: Factors | None = None) -> None:
+def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Factors | None = None) -> None:
     """Shard every parameter over the first axis of ``grid``, where a dim of it divides.
 
     Args:
@@ -121,7 +122,7 @@ def shard_parameters(graph: Any, grid: np.ndarray, stored: bool, cuts: Factors |
         )
 
 
-def _dim(graph: Any, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int | None:
+def _dim(graph: Planner, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int | None:
     """The dim of a parameter to cut in ``rows``: the first that any cut leaves divisible, else the first that divides."""
     taken, cut = _seen_inside(graph, leaf, cuts)
     divides = [d for d, size in enumerate(leaf.shape) if d not in taken and size and size % rows == 0]
@@ -130,7 +131,7 @@ def _dim(graph: Any, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int
     return next(iter(safe + free), None)
 
 
-def _seen_inside(graph: Any, leaf: PTensor, cuts: Factors) -> tuple[set[int | None], set[int | None]]:
+def _seen_inside(graph: Planner, leaf: PTensor, cuts: Factors) -> tuple[set[int | None], set[int | None]]:
     """The dims of ``leaf`` that loops take apart, and those that ``cuts`` cut, through what is made of it alone (casts)."""
     taken, cut = set[int | None](), set[int | None]()
     places: dict[PTensor, tuple[int | None, ...]] = {leaf: tuple(range(len(leaf.shape)))}  # by dim of a tensor, the leaf's
@@ -156,7 +157,7 @@ def _seen_inside(graph: Any, leaf: PTensor, cuts: Factors) -> tuple[set[int | No
     return taken, cut
 
 
-def without_followers(graph: Any, table: Factors, stored: bool) -> Factors:
+def without_followers(graph: Planner, table: Factors, stored: bool) -> Factors:
     """``table`` without ops that follow what is sharded: the optimizer's, which read gradients and state, and if parameters
     are ``stored`` in parts, those that make something of them alone (casts)."""
     kinds = tensor_kinds(graph.graph)
@@ -172,7 +173,7 @@ def without_followers(graph: Any, table: Factors, stored: bool) -> Factors:
     return {op: factor for op, factor in table.items() if op not in found}
 
 
-def _with_slices(graph: Any, tensors: Iterable[PTensor]) -> set[PTensor]:
+def _with_slices(graph: Planner, tensors: Iterable[PTensor]) -> set[PTensor]:
     """``tensors``, and what loops take of them, layer by layer."""
     found, todo = set[PTensor](), list(tensors)
     while todo:

@@ -13,6 +13,7 @@ from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
+from jscaler.primitives.graph_view import GraphView
 from jscaler.primitives.grid import Grid, one_in_time
 from jscaler.primitives.made_for import MadeFor
 from jscaler.primitives.per_microbatch import needing_the_whole, under
@@ -42,10 +43,10 @@ class Policy(Protocol):
     ``graph`` is a `Planner`; ``devices`` is an array of logical device numbers, to be reshaped at will.
     """
 
-    def __call__(self, graph: Any, devices: np.ndarray) -> None: ...
+    def __call__(self, graph: "Planner", devices: np.ndarray) -> None: ...
 
 
-class Planner:
+class Planner(GraphView):
     """A graph whose ops can be split, placed and ordered. Reads like the `Graph`; appends decisions to a plan.
 
     Example:
@@ -70,15 +71,6 @@ class Planner:
         self._regions: Graph | None = None  # the graph with what is to be computed again
         self._regions_of: Graph | None = None
         self._kinds_of: tuple[Graph, Mapping[PTensor, TensorKind]] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.graph, name)
-
-    def __getitem__(self, path: str) -> Op:
-        return self.graph[path]
-
-    def __str__(self) -> str:
-        return str(self.graph)
 
     def op_trans(self, op: Op | Grid | str, *algorithms: Algorithm) -> Grid:
         """Replace ``op`` (or the op at a path) by a grid of cells, one axis per algorithm; on a whole grid, add axes.
