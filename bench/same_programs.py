@@ -85,10 +85,10 @@ def _swin() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from models.swin import Swin, SwinConfig
     from models.training import image_train_step, make_image_state
 
-    sizes = {"hidden": 8, "heads": 4, "depths": (2,), "window": 2, "image": 4, "patch": 1, "classes": 3}
+    sizes = {"hidden": 8, "heads": 4, "depths": (2,), "window": 2, "image": 4, "patch": 1, "classes": 4}
     state = make_image_state(Swin(SwinConfig(**sizes)), (4, 4, 3), optax.sgd(0.1, momentum=0.9))
     images = jax.numpy.ones((4, 4, 4, 3))
-    return image_train_step, (state, {"images": images, "labels": jax.numpy.arange(4) % 3})
+    return image_train_step, (state, {"images": images, "labels": jax.numpy.arange(4)})
 
 
 def _random(seed: int, timed: bool) -> Any:
@@ -141,9 +141,11 @@ def rows(quick: bool, only: str, write: bool, figures: bool, workers: int) -> It
     if not kept and not write:
         print(f"nothing is kept for jax {jax.__version__}; --write keeps what is lowered now", file=sys.stderr)
     chosen = [p.key for p in pairs() if only in p.key and (p.run.quick or not quick)]
+    file.parent.mkdir(exist_ok=True)
     for key, row in zip(chosen, _each(chosen, figures, 1 if quick else workers), strict=True):
-        if write:
+        if write:  # at once, so that a run that is stopped loses nothing
             kept[key] = row["program"]
+            file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         known = kept.get(key, "")
         yield {
             **row,
@@ -151,9 +153,6 @@ def rows(quick: bool, only: str, write: bool, figures: bool, workers: int) -> It
             "value": known != row["program"],
             "bound": 0,
         }
-    if write:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def _each(keys: Sequence[str], figures: bool, workers: int) -> Iterator[Row]:
