@@ -1,5 +1,6 @@
 """Small train steps of the tests, and the check that a policy gives one device's numbers."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -146,3 +147,9 @@ def _assert_close(name: str, ours: jax.Array, theirs: jax.Array) -> None:
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
     allowed = 1e-10 * max(np.abs(theirs).max(), LEARNING_RATE)
     assert np.abs(ours - theirs).max() <= allowed, f"{name}: {np.abs(ours - theirs).max()} against {allowed}"
+
+
+def with_segment(plan: StepPlan, **changes: Any) -> StepPlan:
+    """``plan``, with another ``program`` or ``flat`` of its only group."""
+    (segment,) = plan.segments
+    return dataclasses.replace(plan, segments=(dataclasses.replace(segment, **changes),))

@@ -122,7 +122,7 @@ def test_a_chosen_list_of_devices_is_used_in_its_order() -> None:
 
 def test_a_layout_without_a_partition_spec_is_never_a_sharding() -> None:
     program = lowered("data_parallel", devices=4).plan.program
-    shares = Layout(program.mesh, (), (), (("x0", "add"),))
+    shares = Layout(program.group, (), (), (("x0", "add"),))
     with pytest.raises(AssertionError, match="has no PartitionSpec"):
         sharding(shares, physical_mesh(program.group, jax.devices()[:4]))
 

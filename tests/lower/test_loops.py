@@ -22,6 +22,7 @@ from lower.layers import (
     params,
     step_of,
 )
+from lower.steps import with_segment
 
 import jscaler
 from jscaler import Chunk, Replicate, Split
@@ -194,7 +195,7 @@ def changed(plan: StepPlan, index: int, **changes: Any) -> StepPlan:
     loops = [i for i, item in enumerate(plan.flat.items) if isinstance(item, FlatLoop)]
     at, items = loops[index], list(plan.flat.items)
     items[at] = dataclasses.replace(items[at], **changes)  # type: ignore[type-var]
-    return dataclasses.replace(plan, flat=dataclasses.replace(plan.flat, items=tuple(items)))
+    return with_segment(plan, flat=dataclasses.replace(plan.flat, items=tuple(items)))
 
 
 def test_the_verifier_finds_what_is_wrong_with_a_loop() -> None:
@@ -226,7 +227,7 @@ def test_the_verifier_finds_a_reduction_that_a_loop_leaves_out() -> None:
 
     tasks = list(plan.program.tasks)
     tasks[at] = dataclasses.replace(task, tasks=tuple(around(t) for t in task.tasks if t is not gone))
-    broken = dataclasses.replace(plan, program=dataclasses.replace(plan.program, tasks=tuple(tasks)))
+    broken = with_segment(plan, program=dataclasses.replace(plan.program, tasks=tuple(tasks)))
     with pytest.raises(VerificationError):
         jscaler.verify(broken)
 

@@ -26,19 +26,19 @@ def layout(*cuts: tuple[str, ...], values: tuple[str, ...] = (), shape: tuple[in
     ],
 )
 def test_a_layout_as_a_shard(before: Layout, dim: int, after: Layout) -> None:
-    assert Cut(dim, ("dp",)).of(before) == after
-    assert Cut(dim, ("dp",)).of(after) == after
+    assert Cut(dim, ("dp",), MESH).of(before) == after
+    assert Cut(dim, ("dp",), MESH).of(after) == after
 
 
 def test_a_sub_dim_that_is_used_up_leaves_the_next() -> None:
     heads = Layout(MESH, ((4, 6), (8,)), (("tp",), (), ()))
-    assert Cut(0, ("dp",)).of(heads).cuts == (("tp",), ("dp",), ())
+    assert Cut(0, ("dp",), MESH).of(heads).cuts == (("tp",), ("dp",), ())
     whole = Layout(MESH, ((3, 4), (8,)), ((), ("tp",), ()))  # an array cannot be stored so, nor cut further
-    assert Cut(0, ("dp",)).of(whole) == whole
+    assert Cut(0, ("dp",), MESH).of(whole) == whole
 
 
 def test_every_shard_is_storable_and_holds_each_element_once_per_replica() -> None:
     for size, axes in itertools.product((4, 8, 12, 16), ((), ("tp",))):
-        made = Cut(0, ("dp",)).of(layout(axes, (), shape=(size, 8)))
+        made = Cut(0, ("dp",), MESH).of(layout(axes, (), shape=(size, 8)))
         assert made.even
         assert made.partition_spec() is not None

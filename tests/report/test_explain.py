@@ -84,7 +84,7 @@ def test_the_report_is_plain_data() -> None:
     report = planned(batch_and_hidden, 4).report
     data = json.loads(json.dumps(report.as_json()))
     assert data["plan"] == "batch_and_hidden"
-    assert data["mesh"] == {"x0": 2, "x1": 2}
+    assert data["groups"] == [{"x0": 2, "x1": 2}]
     assert {row["kind"] for row in data["ops"]} == {"forward", "backward", "update"}
     sent = sum(nbytes for _, nbytes in data["total"].values())
     assert sent == sum(n for row in data["ops"] for move in row["moves"] for _, n in move["moved"].values())

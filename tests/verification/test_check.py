@@ -22,6 +22,7 @@ from lower.steps import (
     planned,
     tensor_parallel,
     tied_loss,
+    with_segment,
 )
 from materialize.layouts import every_layout, mesh_of
 
@@ -362,7 +363,7 @@ def test_results_of_the_flat_program_swapped() -> None:
     outputs[i], outputs[j] = outputs[j], outputs[i]
     flat = dataclasses.replace(plan.flat, outputs=tuple(outputs))
     with pytest.raises(VerificationError, match=rf"output {i} '.*': the emitted program computes another value"):
-        jscaler.verify(dataclasses.replace(plan, flat=flat))
+        jscaler.verify(with_segment(plan, flat=flat))
 
 
 def test_an_op_that_reads_what_is_not_there() -> None:
@@ -383,7 +384,7 @@ def test_a_slot_that_holds_another_tensor() -> None:
     at = next(i for i, t in enumerate(plan.program.tasks) if isinstance(t, Compute) and len(t.inputs) > 1)
     task = plan.program.tasks[at]
     tasks = (*plan.program.tasks[:at], dataclasses.replace(task, inputs=task.inputs[::-1]), *plan.program.tasks[at + 1 :])
-    wrong = dataclasses.replace(plan, program=dataclasses.replace(plan.program, tasks=tasks))
+    wrong = with_segment(plan, program=dataclasses.replace(plan.program, tasks=tasks))
     with pytest.raises(VerificationError, match=r"op '.*', input 0 '.*': its slot holds '.*'"):
         jscaler.verify(wrong)
 

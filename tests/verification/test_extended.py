@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from lower.steps import with_segment
 from lower.test_halo import IMAGE, arguments, by_rows, step
 
 import jscaler
@@ -123,7 +124,7 @@ def test_an_op_that_reads_around_its_part_where_nothing_is(plan: StepPlan) -> No
     wrong = dataclasses.replace(task, inputs=tuple(plain.get(s, s) for s in task.inputs))
     tasks = (*plan.program.tasks[:at], wrong, *plan.program.tasks[at + 1 :])
     with pytest.raises(VerificationError, match="parts with nothing around them, where dim 1: 1 before, 1 after is read"):
-        jscaler.verify(dataclasses.replace(plan, program=dataclasses.replace(plan.program, tasks=tasks)))
+        jscaler.verify(with_segment(plan, program=dataclasses.replace(plan.program, tasks=tasks)))
 
 
 def test_parts_without_edges_are_as_they_were() -> None:
