@@ -1,12 +1,13 @@
 """Order constraints and data dependencies together form a DAG; a cycle is found here, before anything is compiled."""
 
-import heapq
 import itertools
 from collections.abc import Sequence
+from graphlib import CycleError
 
 from jscaler.errors import OrderError
 from jscaler.ir import Graph, Nest, Op, flat
 from jscaler.ir.loop import Item
+from jscaler.ir.walk import in_order
 from jscaler.primitives import Order
 
 
@@ -38,36 +39,18 @@ def _ordered(graph: Graph, items: Sequence[Item], orders: Sequence[Order]) -> li
         first, second = home.get(order.before), home.get(order.after)
         if first is not None and second is not None and (first != second or order.before == order.after == first):
             before[second].add(first)
-    waiting = {path: len(sources) for path, sources in before.items()}
-    after: dict[str, list[str]] = {path: [] for path in before}
-    for path, sources in before.items():
-        for source in sources:
-            after[source].append(path)
     position = {path: i for i, path in name.items()}
-    ready = [position[path] for path, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    result: list[Item] = []
-    while ready:
-        item = items[heapq.heappop(ready)]
-        path = item.path if isinstance(item, Op) else item.loop.name
-        result.append(item if isinstance(item, Op) else Nest(item.loop, tuple(_ordered(graph, item.items, orders))))
-        for later in after[path]:
-            waiting[later] -= 1
-            if not waiting[later]:
-                heapq.heappush(ready, position[later])
-    if len(result) < len(items):
-        _raise_cycle({path for path, count in waiting.items() if count}, before, orders)
-    return result
+    try:
+        found = [items[position[path]] for path in in_order(before, key=position.__getitem__)]
+    except CycleError as error:
+        raise _cyclic(error.args[1], orders) from None
+    return [i if isinstance(i, Op) else Nest(i.loop, tuple(_ordered(graph, i.items, orders))) for i in found]
 
 
-def _raise_cycle(stuck: set[str], before: dict[str, set[str]], orders: Sequence[Order]) -> None:
-    walk = [min(stuck)]
-    while walk[-1] not in walk[:-1]:
-        walk.append(min(s for s in before[walk[-1]] if s in stuck))
-    cycle = walk[walk.index(walk[-1]) :][::-1]
+def _cyclic(cycle: Sequence[str], orders: Sequence[Order]) -> OrderError:
     asked = {(o.before, o.after) for o in orders}
     arrows = [f"{a} {'<' if (a, b) in asked else '->'} {b}" for a, b in itertools.pairwise(cycle)]
-    raise OrderError(
+    return OrderError(
         f"the order is cyclic: {'; '.join(arrows)} ('<' was asked by op_order, '->' is data); "
         "drop one of the op_order calls"
     )

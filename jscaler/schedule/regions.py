@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item
+from jscaler.ir.walk import Sets, in_order
 from jscaler.schedule.parts import Form, OpPart, Sliced, Summed
 
 
@@ -278,18 +279,12 @@ def _is_clone(item: Item) -> bool:
 
 def _joined(nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> list[int]:
     """For every node one that stands for its region: nodes in time of one depth that hand parts to each other."""
-    parent = list(range(len(nodes)))
+    sets = Sets[int]()
     for index, node in enumerate(nodes):
         for source in {maker[t] for t in _reads(node.item) if t in maker} if node.in_time else ():
             if nodes[source].in_time and nodes[source].depth == node.depth:
-                parent[_root(parent, source)] = _root(parent, index)
-    return [_root(parent, i) for i in range(len(nodes))]
-
-
-def _root(parent: list[int], index: int) -> int:
-    while parent[index] != index:
-        parent[index] = index = parent[parent[index]]
-    return index
+                sets.join(source, index)
+    return [sets.root(i) for i in range(len(nodes))]
 
 
 def _sorted(nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor, int]) -> list[tuple[Item, ...] | Region]:
@@ -303,14 +298,8 @@ def _sorted(nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor
         for name, own in members.items()
     }
     found: list[tuple[Item, ...] | Region] = []
-    done: set[tuple[int, int]] = set()
     # a region stands where the last of its items stood: by then all that it reads is there, or can be
-    waiting = sorted(members, key=lambda name: members[name][-1])
-    while waiting:
-        name = next((n for n in waiting if before[n] <= done), None)
-        assert name is not None, "regions of time axes wait for each other"
-        waiting.remove(name)
-        done.add(name)
+    for name in in_order(before, key=lambda name: members[name][-1]):
         items = tuple(nodes[i].item for i in members[name])
         if name[0] >= 0:
             found.append(_region(items))

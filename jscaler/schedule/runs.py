@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError
 
 from jscaler.errors import OrderError
 from jscaler.ir import Graph, Nest, Op, flat
 from jscaler.ir.loop import Item
+from jscaler.ir.walk import closure, sorter_of
 from jscaler.primitives import Order
 
 
@@ -73,26 +75,21 @@ def _sequence(items: Sequence[Item], runs: Runs, orders: Sequence[Order]) -> lis
             waits[second].add(first)
     run: list[int | None] = [runs.of.get(item.path) if isinstance(item, Op) else None for item in items]
     _keep_to_itself(run, runs.regions, waits)
-    readers: list[list[int]] = [[] for _ in items]
-    for i, sources in enumerate(waits):
-        for source in sources:
-            readers[source].append(i)
-    left = [len(sources) for sources in waits]
-    ready = {i for i, count in enumerate(left) if not count}
-    current, found = None, list[Op]()
-    while ready:
+    try:
+        sorter = sorter_of(dict(enumerate(waits)))
+    except CycleError as error:
+        cycle = set(error.args[1])
+        asked = "; ".join(f"{o.before} < {o.after}" for o in orders if {home.get(o.before), home.get(o.after)} <= cycle)
+        raise OrderError(f"the order is cyclic, together with the data: {asked}; drop one of the op_order calls") from None
+    ready, current, found = set[int](), None, list[Op]()
+    while sorter.is_active():
+        ready.update(sorter.get_ready())
         at = min(ready, key=lambda i: (run[i] is None or run[i] != current, i))
         ready.remove(at)
         current = run[at] if run[at] is not None else current
         item = items[at]
         found += [item] if isinstance(item, Op) else []
-        for later in readers[at]:
-            left[later] -= 1
-            if not left[later]:
-                ready.add(later)
-    if stuck := [order for order in orders if any(left[home[p]] for p in (order.before, order.after) if p in home)]:
-        asked = "; ".join(f"{o.before} < {o.after}" for o in stuck)
-        raise OrderError(f"the order is cyclic, together with the data: {asked}; drop one of the op_order calls")
+        sorter.done(at)
     return found
 
 
@@ -103,17 +100,7 @@ def _keep_to_itself(run: Sequence[int | None], regions: Sequence[str], waits: Se
         if number is not None:
             members.setdefault(number, []).append(i)
     for before, after in itertools.pairwise(sorted(members)):
-        if regions[before] == regions[after] and not _reach(members[before], waits) & set(members[after]):
+        awaited = closure(members[before], waits.__getitem__)
+        if regions[before] == regions[after] and set(members[after]).isdisjoint(awaited):
             for i in members[after]:
                 waits[i].update(members[before])
-
-
-def _reach(places: Iterable[int], waits: Sequence[set[int]]) -> set[int]:
-    """All that ``places`` wait for, directly or not."""
-    todo, found = list(places), set[int]()
-    while todo:
-        for source in waits[todo.pop()]:
-            if source not in found:
-                found.add(source)
-                todo.append(source)
-    return found

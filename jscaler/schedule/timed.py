@@ -10,12 +10,13 @@ that the plan's decisions in space hold for the parts.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, chain_of
+from jscaler.ir.walk import closure
 from jscaler.primitives import Decision, Plan, Trans
 from jscaler.rules.book import RuleBook
 from jscaler.schedule.alone import handed_on
@@ -191,32 +192,25 @@ class _Writer:
             if op.loop is None and op.kind != "backward" and not is_alone and all(t in known for t in op.inputs):
                 known.update(op.outputs)
                 alone.add(op.path)
-        whole: set[str] = set()
-        todo = [
+        counts = [
             op
             for op in self.graph.ops
             if op.path in alone and op.path in parts
             for t, form in zip(op.outputs, parts[op.path].outputs, strict=True)
             if isinstance(form, Summed) and self._reaches(t, parts)
         ]
-        while todo:
-            op = todo.pop()
-            if op.path not in whole:
-                whole.add(op.path)
-                todo += [self.graph.producer[t] for t in op.inputs if t in self.graph.producer]
+        made = self.graph.producer
+        whole = {op.path for op in closure(counts, lambda op: [made[t] for t in op.inputs if t in made])}
         return {path: part for path, part in parts.items() if path not in whole}
 
     def _reaches(self, tensor: PTensor, parts: Mapping[str, OpPart]) -> bool:
         """Whether an op in time reads ``tensor``, or what others make of it (the division of a loss, and its backward)."""
-        todo, seen = [tensor], {tensor}
-        while todo:
-            readers = self.graph.consumers.get(todo.pop(), ())
-            if any(op.path in parts for op in readers):
-                return True
-            fresh = {t for op in readers if op.kind != "update" for t in op.outputs} - seen
-            seen |= fresh
-            todo += fresh
-        return False
+        readers = self.graph.consumers
+
+        def onward(made: PTensor) -> Iterable[PTensor]:
+            return (t for op in readers.get(made, ()) if op.kind != "update" for t in op.outputs)
+
+        return any(op.path in parts for t in closure([tensor], onward) for op in readers.get(t, ()))
 
     # -- one level of loops
 
