@@ -53,7 +53,7 @@ def bench_comm(
     if jax.process_index() != 0:
         return
     fits = fit.fit_all(samples)
-    memory = measure.memory_of(jax.local_devices()[0])
+    memory = measure.device_memory(jax.local_devices()[0])
     cluster = fit.fitted_cluster(fits, _name(hosts), len(hosts), hosts.shape[1], memory)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
+from jscaler.estimate.memory import MEMORY_KINDS, Memory, MemoryKind
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -24,50 +25,10 @@ from jscaler.report.hlo_scopes import Scopes
 if TYPE_CHECKING:
     from jscaler.stages import StepPlan
 
-MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]
-MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 _ARGUMENTS: dict[str, MemoryKind] = {"parameter": "parameters", "optimizer": "optimizer"}
 IDLE = "reserved, not in use at the peak"
 _FOLDED = re.compile(r"(?<=[_/.])\d+(?=/|@|$|\.)")  # layer numbers
 _LEAF = re.compile(r"leaves\[(\d+)\]")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one device while a step runs.
-
-    Attributes:
-        parameters, optimizer, inputs: arguments; state is updated where it lies if it is donated.
-        gradients, activations, temporaries: what the buffer of temporaries holds when most of it is in use.
-        outputs: results that lie in no argument's place.
-        capacity: what the device has.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    inputs: int
-    activations: int
-    temporaries: int
-    outputs: int
-    capacity: int
-
-    @property
-    def peak(self) -> int:
-        return sum(getattr(self, kind) for kind in MEMORY_KINDS)
-
-    @property
-    def headroom(self) -> int:
-        """What is left at the peak; negative where it does not fit."""
-        return self.capacity - self.peak
-
-    @property
-    def fits(self) -> bool:
-        return self.headroom >= 0
-
-    def as_json(self) -> dict[str, Any]:
-        kinds = {kind: getattr(self, kind) for kind in MEMORY_KINDS}
-        return {**kinds, "peak": self.peak, "capacity": self.capacity, "headroom": self.headroom, "fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -88,7 +49,7 @@ class Contributor:
     nbytes: int
 
 
-def memory_of(step: "StepPlan", dump: Dump, capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
+def compiled_memory(step: "StepPlan", dump: Dump, capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
     """The memory of one device, and what takes it up, the largest first.
 
     Args:
