@@ -75,7 +75,7 @@ class Regions:
         maker: dict[PTensor, int] = {}
         for item in items:
             node = _Node(item)
-            made = _made(item)
+            made = all_made(item)
             sources = {maker[t] for t in _reads(item) if t in maker}
             node.in_time = self._enters(item, sources, nodes)
             for source in sources:
@@ -143,13 +143,13 @@ class Regions:
         for source in sources:
             if nodes[source].in_time:
                 whole = nodes[source].depth < deepest
-                made = {t: self.forms.get(t) for t in _made(nodes[source].item)}
+                made = {t: self.forms.get(t) for t in all_made(nodes[source].item)}
                 found.update({t: f for t, f in made.items() if not (whole and isinstance(f, Summed))})
         return found
 
     def _as_made(self, item: Item, source: Item) -> bool:
         """Whether ``item`` reads what ``source`` makes as it is made: part for part."""
-        made = set(_made(source))
+        made = set(all_made(source))
         wanted = self.wanted(item)
         return all(wanted.get(t) == self.forms.get(t) for t in _reads(item) if t in made)
 
@@ -225,7 +225,7 @@ class Regions:
                 made = self._lifted(item, known)
                 if made is None and any(known.get(t) is not None for t in item.reads()):
                     return None
-                made = made if made is not None else dict.fromkeys(_made(item))
+                made = made if made is not None else dict.fromkeys(all_made(item))
             else:
                 made = self._made_by(item, known)
                 if made is None:
@@ -264,7 +264,7 @@ def shifted(form: Form, by: int) -> Form:
     return form.shifted(by) if isinstance(form, Sliced) else form
 
 
-def _made(item: Item) -> list[PTensor]:
+def all_made(item: Item) -> list[PTensor]:
     """All that an item defines, inside of it too."""
     return list(item.outputs) if isinstance(item, Op) else [*item.tensors(), *item.loop.results]
 
