@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jscaler.estimate.block import Kernel, Step, Value
-from jscaler.ir.walk import operands_first
+from jscaler.ir.walk import dependents, operands_first
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 SMALL = 1 << 16  # bytes
@@ -51,7 +51,8 @@ def siblings_together(kernels: Sequence[Kernel], steps: Sequence[Step] = ()) -> 
             if apart or kernels[first].writes[0].nbytes != kernel.writes[0].nbytes:
                 continue
             start, end = place[first], place[second]
-            late = _behind(kernels, order[start:end])
+            # the first, and those that need it
+            late = dependents(order[start:end], {first}, lambda i: kernels[i].reads, lambda i: kernels[i].writes)
             if any(v in kernel.reads for i in late for v in kernels[i].writes):
                 continue  # the second needs the first
             waiting = set(late)
@@ -77,16 +78,6 @@ def _fences_before(steps: Sequence[Step]) -> dict[int, int]:
 
 def _elementwise(kernel: Kernel) -> bool:
     return kernel.step.kind == "fused" and len(kernel.writes) == 1 and kernel.writes[0].nbytes > SMALL
-
-
-def _behind(kernels: Sequence[Kernel], some: Sequence[int]) -> list[int]:
-    """The first of ``some``, and those that need it."""
-    found, made = [some[0]], set(kernels[some[0]].writes)
-    for i in some[1:]:
-        if not made.isdisjoint(kernels[i].reads):
-            found.append(i)
-            made.update(kernels[i].writes)
-    return found
 
 
 def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> list[int]:

@@ -6,6 +6,7 @@ from graphlib import TopologicalSorter
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 def closure(starts: Iterable[T], beyond: Callable[[T], Iterable[T]]) -> Iterator[T]:
@@ -71,6 +72,30 @@ def operands_first(roots: Sequence[T], operands: Callable[[T], Sequence[T]], kno
         todo.append((item, True))
         todo += [(other, False) for other in reversed(operands(item)) if other not in found]
     return found
+
+
+def dependents(
+    items: Iterable[T], own: Container[T], reads: Callable[[T], Iterable[V]], makes: Callable[[T], Iterable[V]]
+) -> list[T]:
+    """Those of ``items``, which stand in order, that are in ``own`` or read what such have made.
+
+    From behind, with ``reads`` and ``makes`` swapped, it is what ``own`` needs.
+    """
+    found: list[T] = []
+    known: set[V] = set()
+    for item in items:
+        if item in own or not known.isdisjoint(reads(item)):
+            known.update(makes(item))
+            found.append(item)
+    return found
+
+
+def between(
+    items: Iterable[T], own: Container[T], reads: Callable[[T], Iterable[V]], makes: Callable[[T], Iterable[V]]
+) -> list[T]:
+    """Those of ``items``, in order, that depend on some of ``own`` and that others of ``own`` depend on."""
+    behind = dependents(items, own, reads, makes)
+    return [item for item in dependents(behind[::-1], own, makes, reads)[::-1] if item not in own]
 
 
 class Sets(Generic[T]):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
-from jscaler.ir.loop import Item
+from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.walk import Sets, in_order
 from jscaler.schedule.parts import Form, OpPart, Sliced, Summed
 
@@ -75,8 +75,8 @@ class Regions:
         maker: dict[PTensor, int] = {}
         for item in items:
             node = _Node(item)
-            made = all_made(item)
-            sources = {maker[t] for t in _reads(item) if t in maker}
+            made = made_by(item)
+            sources = {maker[t] for t in reads_of(item) if t in maker}
             node.in_time = self._enters(item, sources, nodes)
             for source in sources:
                 deeper = nodes[source].in_time and not (node.in_time and self._as_made(item, nodes[source].item))
@@ -106,7 +106,7 @@ class Regions:
             node = nodes[index]
             if node.in_time and _is_clone(node.item):
                 node.depth = max(node.depth, latest.get(index, 0))
-            for source in {maker[t] for t in _reads(node.item) if t in maker}:
+            for source in {maker[t] for t in reads_of(node.item) if t in maker}:
                 apart = nodes[source].in_time and not (node.in_time and self._as_made(node.item, nodes[source].item))
                 latest[source] = min(latest.get(source, node.depth - apart), node.depth - apart)
 
@@ -143,15 +143,15 @@ class Regions:
         for source in sources:
             if nodes[source].in_time:
                 whole = nodes[source].depth < deepest
-                made = {t: self.forms.get(t) for t in all_made(nodes[source].item)}
+                made = {t: self.forms.get(t) for t in made_by(nodes[source].item)}
                 found.update({t: f for t, f in made.items() if not (whole and isinstance(f, Summed))})
         return found
 
     def _as_made(self, item: Item, source: Item) -> bool:
         """Whether ``item`` reads what ``source`` makes as it is made: part for part."""
-        made = set(all_made(source))
+        made = set(made_by(source))
         wanted = self.wanted(item)
-        return all(wanted.get(t) == self.forms.get(t) for t in _reads(item) if t in made)
+        return all(wanted.get(t) == self.forms.get(t) for t in reads_of(item) if t in made)
 
     def wanted(self, item: Item) -> dict[PTensor, Form]:
         """Which part of each tensor an item in time reads."""
@@ -225,7 +225,7 @@ class Regions:
                 made = self._lifted(item, known)
                 if made is None and any(known.get(t) is not None for t in item.reads()):
                     return None
-                made = made if made is not None else dict.fromkeys(all_made(item))
+                made = made if made is not None else dict.fromkeys(made_by(item))
             else:
                 made = self._made_by(item, known)
                 if made is None:
@@ -264,15 +264,6 @@ def shifted(form: Form, by: int) -> Form:
     return form.shifted(by) if isinstance(form, Sliced) else form
 
 
-def all_made(item: Item) -> list[PTensor]:
-    """All that an item defines, inside of it too."""
-    return list(item.outputs) if isinstance(item, Op) else [*item.tensors(), *item.loop.results]
-
-
-def _reads(item: Item) -> list[PTensor]:
-    return list(dict.fromkeys(item.inputs if isinstance(item, Op) else item.reads()))
-
-
 def _is_clone(item: Item) -> bool:
     return isinstance(item, Op) and item.again is not None
 
@@ -281,7 +272,7 @@ def _joined(nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> list[int]:
     """For every node one that stands for its region: nodes in time of one depth that hand parts to each other."""
     sets = Sets[int]()
     for index, node in enumerate(nodes):
-        for source in {maker[t] for t in _reads(node.item) if t in maker} if node.in_time else ():
+        for source in {maker[t] for t in reads_of(node.item) if t in maker} if node.in_time else ():
             if nodes[source].in_time and nodes[source].depth == node.depth:
                 sets.join(source, index)
     return [sets.root(i) for i in range(len(nodes))]
@@ -294,7 +285,7 @@ def _sorted(nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor
     for i, name in enumerate(group):
         members.setdefault(name, []).append(i)
     before = {
-        name: {group[maker[t]] for i in own for t in _reads(nodes[i].item) if t in maker} - {name}
+        name: {group[maker[t]] for i in own for t in reads_of(nodes[i].item) if t in maker} - {name}
         for name, own in members.items()
     }
     found: list[tuple[Item, ...] | Region] = []

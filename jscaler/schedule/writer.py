@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Graph, Op, PTensor, flat
-from jscaler.ir.loop import Item
+from jscaler.ir.loop import Item, made_by
 from jscaler.ir.mask import Combiner
 from jscaler.rules.book import RuleBook
 from jscaler.schedule.parts import Form, OpPart, Piece, names_of, passed_on
-from jscaler.schedule.regions import Region, Regions, all_made
+from jscaler.schedule.regions import Region, Regions
 from jscaler.schedule.time_axes import TimeAxes
 from jscaler.schedule.wide import add_wide, cast, read_wide
 
@@ -153,7 +153,7 @@ class RegionWriter(ABC):
         self.writer, self.region, self.place = writer, region, place
         self.forms = writer.regions.forms
         self.name = f"{writer.axis}@{min(region.ops, key=writer.graph.position.__getitem__)}"
-        self.made = dict.fromkeys(t for item in region.items for t in all_made(item))
+        self.made = dict.fromkeys(t for item in region.items for t in made_by(item))
         self.wanted = [t for t in self.made if writer.outside(t, region)]
         self.like = next(flat(region.items))
 

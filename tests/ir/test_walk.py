@@ -6,7 +6,7 @@ from graphlib import CycleError
 
 import pytest
 
-from jscaler.ir.walk import Sets, closure, in_order, operands_first
+from jscaler.ir.walk import Sets, between, closure, dependents, in_order, operands_first
 
 SEEDS = range(40)
 Edges = dict[int, list[int]]
@@ -71,6 +71,17 @@ def test_operands_come_first_and_what_is_known_is_left_out(seed: int) -> None:
 
 def test_operands_come_in_the_order_in_which_they_are_given() -> None:
     assert list(operands_first([4, 3], {4: [2, 1], 3: [0], 2: [0], 1: [], 0: []}.__getitem__)) == [0, 2, 1, 4, 3]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dependents_and_what_lies_between_are_those_on_paths(seed: int) -> None:
+    reads = edges(seed, acyclic=True)  # each item makes its own number
+    own = {i for i in reads if random.Random(seed + i).random() < 0.3}
+    needs = {i: set(closure([i], reads.__getitem__)) for i in reads}
+    below = [i for i in reads if needs[i] & own]
+    assert dependents(reads, own, reads.__getitem__, lambda i: [i]) == below
+    expected = [i for i in below if i not in own and any(i in needs[j] for j in own)]
+    assert between(reads, own, reads.__getitem__, lambda i: [i]) == expected
 
 
 @pytest.mark.parametrize("seed", SEEDS)
