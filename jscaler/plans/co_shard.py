@@ -22,6 +22,7 @@ from jscaler.capture.user_op import op_p
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.walk import Sets, closure
+from jscaler.plans.attention import contracts
 from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
 from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
@@ -147,12 +148,8 @@ def _tokens(graph: Planner, vocabulary: Dims, parts: int) -> Factors:
     return found
 
 
-def _contracts(op: Op) -> bool:
-    return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
-
-
 def _is_head(graph: Planner, op: Op, word: str) -> bool:
-    return _contracts(op) and any(word in names for names in graph.rule(op).results[0])
+    return contracts(op) and any(word in names for names in graph.rule(op).results[0])
 
 
 def _looks_up(graph: Planner, op: Op, word: str) -> bool:
@@ -169,7 +166,7 @@ def _from_contraction(graph: Planner, tensor: PTensor) -> bool:
         return [t for t in (maker.inputs if maker else ()) if t.shape]
 
     makers = (graph.producer.get(t) for t in closure([tensor], sources))
-    return any(maker is not None and _contracts(maker) for maker in makers)
+    return any(maker is not None and contracts(maker) for maker in makers)
 
 
 def _check_parts(parts: int) -> None:

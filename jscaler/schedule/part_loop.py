@@ -140,7 +140,7 @@ class _Writer(AxisWriter):
 
     def in_step(self, tensor: PTensor, reader: Op) -> bool:
         """Whether the loops around ``reader`` go with those around the maker of ``tensor``, iteration for iteration."""
-        around = (chain_of(place, self.graph.loops) for place in (self.regions.homes.get(tensor), reader.loop))
+        around = (chain_of(place, self.graph.loops) for place in (self.graph.homes.get(tensor), reader.loop))
         mine, other = ([self.graph.loops[name].length for name in chain] for chain in around)
         return mine == other
 

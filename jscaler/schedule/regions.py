@@ -64,10 +64,6 @@ class Regions:
 
     def __post_init__(self) -> None:
         self.planned = frozenset(self.parts)
-        self.homes: dict[PTensor, str | None] = {t: op.loop for op in self.graph.ops for t in op.outputs}
-        for loop in self.graph.loops.values():
-            self.homes.update(dict.fromkeys(loop.inner, loop.name))
-            self.homes.update(dict.fromkeys(loop.results, loop.parent))
 
     def arranged(self, items: Sequence[Item]) -> list[tuple[Item, ...] | Region]:
         """``items`` in an order in which every region stands together; runs of what is in none between them."""
@@ -183,7 +179,7 @@ class Regions:
 
     def _apart(self, tensor: PTensor, nest: Nest) -> bool:
         """Whether ``tensor`` is made in an iteration of another loop, which does not run part by part as a whole."""
-        home = self.homes.get(tensor)
+        home = self.graph.homes.get(tensor)
         return home is not None and home not in _loops([nest]) and home not in self._around(nest.loop)
 
     def _around(self, loop: Loop) -> Iterable[str]:
