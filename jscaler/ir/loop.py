@@ -98,7 +98,7 @@ class Loop:
 
     def mapped(self, new: Callable[[PTensor], PTensor]) -> "Loop":
         """It has other tensors throughout."""
-        carries = tuple(Carry(*map(new, c.tensors), c.is_sum) for c in self.carries)
+        carries = tuple(Carry(new(c.init), new(c.inside), new(c.out), new(c.final), is_sum=c.is_sum) for c in self.carries)
         xs, ys = (
             tuple(dataclasses.replace(s, stack=new(s.stack), slice=new(s.slice)) for s in found)
             for found in (self.xs, self.ys)
