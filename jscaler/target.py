@@ -10,7 +10,7 @@ from typing import Any
 from jscaler.cost import Cluster, find_cluster
 from jscaler.errors import DeviceError
 from jscaler.report.buffers import dump_options, read_dump
-from jscaler.report.memory import memory_of
+from jscaler.report.memory import compiled_memory
 from jscaler.report.target_report import TargetReport, collective_rows, xla_bytes
 from jscaler.report.targets import described_devices, device_kind
 from jscaler.stages import StepPlan, executable, lowered
@@ -66,7 +66,7 @@ def compile_for(
         seconds = {"lower": before - started, "compile": time.perf_counter() - before}
         progress("reading the buffer assignment")
         dump = read_dump(Path(folder))
-    memory, contributors = memory_of(step, dump, cluster.memory)
+    memory, contributors = compiled_memory(step, dump, cluster.memory)
     return TargetReport(
         step,
         cluster,

@@ -7,10 +7,11 @@ A parameter that is whole only while it is used is put together inside of the fi
 of the second.
 """
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
+from jscaler.ir.walk import closure
 
 
 def accumulating_loops(graph: Graph) -> frozenset[str]:
@@ -35,24 +36,21 @@ def accumulating_loops(graph: Graph) -> frozenset[str]:
 
 def _goes_on(graph: Graph, loop: Loop, of_state: Set[PTensor]) -> bool:
     """Whether a gradient that ``loop`` leaves goes on to an op that is no cast of a parameter."""
-    seen = {t for t in loop.results if t.role == "gradient"}
-    todo = list(seen)
-    while todo:
-        tensor = todo.pop()
-        found: list[PTensor] = []
-        for op in graph.consumers.get(tensor, ()):
-            if op.kind == "backward":
-                if op.forward is not None and not all(t in of_state for t in op.forward.inputs if t.shape):
-                    return True
-                found += op.outputs
+
+    def readers(tensor: PTensor) -> list[Op]:
+        return [op for op in graph.consumers.get(tensor, ()) if op.kind == "backward"]
+
+    def onward(tensor: PTensor) -> Iterator[PTensor]:
+        yield from (t for op in readers(tensor) for t in op.outputs)
         for other in graph.loops.values():
-            found += [t for c in other.carries if c.init == tensor for t in (c.inside, c.final)]
-            found += [x.slice for x in other.xs if x.stack == tensor]
-            found += [c.final for c in other.carries if c.out == tensor]
-            found += [y.stack for y in other.ys if y.slice == tensor]
-        todo += [t for t in found if t not in seen]
-        seen.update(found)
-    return False
+            yield from (t for c in other.carries if c.init == tensor for t in (c.inside, c.final))
+            yield from (x.slice for x in other.xs if x.stack == tensor)
+            yield from (c.final for c in other.carries if c.out == tensor)
+            yield from (y.stack for y in other.ys if y.slice == tensor)
+
+    gradients = closure((t for t in loop.results if t.role == "gradient"), onward)
+    forward = (op.forward for t in gradients for op in readers(t) if op.forward is not None)
+    return any(t.shape and t not in of_state for op in forward for t in op.inputs)
 
 
 def _made_of_state(graph: Graph) -> set[PTensor]:

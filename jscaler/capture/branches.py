@@ -33,6 +33,7 @@ from jscaler.capture.jaxprs import (
     shape,
     trace_flat,
 )  # fmt: skip
+from jscaler.ir.walk import Sets, closure
 
 
 def split_cond(eqn: core.JaxprEqn, staged: bool = False) -> list[core.JaxprEqn]:
@@ -104,16 +105,12 @@ class _Branch:
         """The equations that a result, or a value to be handed out, is made of."""
         if not isinstance(atom, core.Var) or atom not in self.maker or (atom in self.handed and not handing):
             return []
-        found = {id(self.maker[atom]): self.maker[atom]}
-        waiting = [self.maker[atom]]
-        while waiting:
-            eqn = waiting.pop()
-            for v in eqn.invars:
-                maker = self.maker.get(v) if isinstance(v, core.Var) and not self._stops(eqn, v) else None
-                if maker is not None and id(maker) not in found:
-                    found[id(maker)] = maker
-                    waiting.append(maker)
-        return list(found.values())
+
+        def operands(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+            read = (v for v in eqn.invars if isinstance(v, core.Var) and v in self.maker and not self._stops(eqn, v))
+            return [self.maker[v] for v in read]
+
+        return list(closure([self.maker[atom]], operands))
 
     def holds_together(self, eqn: core.JaxprEqn) -> bool:
         """Whether results that need ``eqn`` stay together: numbers made of numbers alone are cheap to compute again."""
@@ -123,46 +120,24 @@ class _Branch:
     def groups(self) -> list[list[core.Var]]:
         """What is handed out together, in an order in which nothing is read before it is made."""
         handed = [v for v in self.maker if v in self.handed]
-        found = _Sets(len(handed))
+        found = Sets[int]()
         reached: dict[tuple[int, int], int] = {}
         for i, var in enumerate(handed):
             for eqn in filter(self.holds_together, self.needed(var, handing=True)):
                 found.join(i, reached.setdefault((self.level[var], id(eqn)), i))
-        groups = [[handed[i] for i in group] for group in found.groups()]
+        groups = [[handed[i] for i in group] for group in found.among(range(len(handed)))]
         return sorted(groups, key=lambda group: self.level[group[0]])
-
-
-@dataclass
-class _Sets:
-    """Numbers below ``count``, joined to sets."""
-
-    count: int
-    group_of: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.group_of = list(range(self.count))
-
-    def join(self, a: int, b: int) -> None:
-        old, new = self.group_of[a], self.group_of[b]
-        if old != new:
-            self.group_of = [new if g == old else g for g in self.group_of]
-
-    def groups(self) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
-        for i, group in enumerate(self.group_of):
-            found.setdefault(group, []).append(i)
-        return list(found.values())
 
 
 def _result_groups(programs: Sequence[_Branch], count: int) -> list[list[int]]:
     """Results that share work in some branch."""
-    found = _Sets(count)
+    found = Sets[int]()
     for branch in programs:
         reached: dict[int, int] = {}
         for result, atom in enumerate(branch.program.outvars):
             for eqn in filter(branch.holds_together, branch.needed(atom)):
                 found.join(result, reached.setdefault(id(eqn), result))
-    return found.groups()
+    return found.among(range(count))
 
 
 def _has_inner(eqn: core.JaxprEqn) -> bool:

@@ -9,7 +9,6 @@ Fragments never form a cycle, by levels: a fragment's level is above those of al
 fragment only if everything else it reads lies on lower levels.
 """
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import CONTRACTIONS, Atom, shape
 from jscaler.capture.trace import TaggedEquation, Trace, TracedCall
+from jscaler.ir.walk import in_order
 
 # Constructs that stay one op of their own.
 ALONE = frozenset(
@@ -187,38 +187,11 @@ def _topological(found: list[Fragment], home: dict[core.Var, Fragment], calls: S
         if fragment.call is not None and calls:  # (the body of a construct belongs to a call, and holds none)
             members[fragment.call].add(i)
     # a call stands between its members and the readers of its gradients: number len(found) + its index
-    after: list[set[int]] = [set() for _ in range(len(found) + len(calls))]
-    waiting = [0] * len(found) + [len(m) for m in members]
-    for call, before in enumerate(members):
-        for i in before:
-            after[i].add(len(found) + call)
+    before = {len(found) + call: own for call, own in enumerate(members)}
     for i, fragment in enumerate(found):
         reads = {v for _, e in fragment.eqns for v in e.invars if isinstance(v, core.Var)}
         sources = {number[id(home[v])] for v in reads if v in home} - {i}
         sources |= {len(found) + gradient_call[v] for v in reads if v in gradient_call}
-        waiting[i] = len(sources)
-        for source in sources:
-            after[source].add(i)
-    ready: list[tuple[int, int]] = []
-    order = []
-
-    def free(i: int) -> None:
-        if i < len(found):
-            heapq.heappush(ready, (found[i].eqns[-1][0], i))
-        else:
-            done(i)
-
-    def done(i: int) -> None:
-        for j in after[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                free(j)
-
-    for i in [i for i, count in enumerate(waiting) if not count]:
-        free(i)
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(found[i])
-        done(i)
-    assert len(order) == len(found), "fragments form a cycle: a level was broken"
-    return order
+        before[i] = sources
+    order = in_order(before, key=lambda i: found[i].eqns[-1][0] if i < len(found) else -1)
+    return [found[i] for i in order if i < len(found)]

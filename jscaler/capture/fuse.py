@@ -16,8 +16,9 @@ from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError, listing
-from jscaler.ir import Graph, Loop, Op, PTensor
-from jscaler.ir.loop import chain_of
+from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.loop import chain_of, made_by, reads_of
+from jscaler.ir.walk import between, dependents
 
 
 def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Graph:
@@ -67,30 +68,12 @@ def _check(graph: Graph, members: Sequence[Op], path: str) -> None:
         )
     if path in graph.by_path and graph[path] not in members:
         raise PlanError(f"the graph has an op '{path}' already; give the fused op another name")
-    between = _between(graph, members)
-    if between:
+    others = between(graph.ops, set(members), reads_of, made_by)
+    if others:
         raise PlanError(
-            f"{listing([op.path for op in members])} cannot be one op: {listing([op.path for op in between])} reads some "
+            f"{listing([op.path for op in members])} cannot be one op: {listing([op.path for op in others])} reads some "
             "of them and is read by others; fuse it too"
         )
-
-
-def _between(graph: Graph, members: Sequence[Op]) -> list[Op]:
-    """Ops outside that depend on a member and that a member depends on."""
-    own = set(members)
-    below: set[PTensor] = set()
-    behind: list[Op] = []
-    for op in graph.ops:
-        if op in own or any(t in below for t in op.inputs):
-            below.update(op.outputs)
-            behind += [] if op in own else [op]
-    wanted = {t for op in members for t in op.inputs}
-    found = []
-    for op in reversed(behind):
-        if any(t in wanted for t in op.outputs):
-            wanted.update(op.inputs)
-            found.append(op)
-    return found[::-1]
 
 
 def _read_outside(graph: Graph, tensor: PTensor, own: set[Op]) -> bool:
@@ -107,15 +90,8 @@ def _read_outside(graph: Graph, tensor: PTensor, own: set[Op]) -> bool:
 def _in_order(graph: Graph, members: Sequence[Op], fused: Op) -> tuple[Op, ...]:
     """The fused op in the place of its last member, and what reads a member behind it."""
     own, end = set(members), graph.ops.index(members[-1])
-    below: set[PTensor] = set()
-    before: list[Op] = []
-    waiting: list[Op] = []
-    for op in graph.ops[:end]:
-        if op in own or any(t in below for t in op.inputs):
-            below.update(op.outputs)
-            waiting += [] if op in own else [op]
-        else:
-            before.append(op)
+    behind = set(dependents(graph.ops[:end], own, reads_of, made_by))
+    before, waiting = ([op for op in graph.ops[:end] if op not in own and (op in behind) == late] for late in (False, True))
     return (*before, fused, *waiting, *graph.ops[end + 1 :])
 
 
@@ -141,15 +117,8 @@ def _differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph
             ops.append(op)
         elif op.kind == "forward":
             ops.append(dataclasses.replace(op, backward=handles.get(op.path)))
-    loops |= {n: _renamed_loop(loop, known) for n, loop in differentiator.made.items()}
+    loops |= {n: loop.mapped(lambda t: known.get(t, t)) for n, loop in differentiator.made.items()}
     return dataclasses.replace(graph, ops=tuple(ops), loops=loops)
-
-
-def _renamed_loop(loop: Loop, known: Mapping[PTensor, PTensor]) -> Loop:
-    made = loop.renamed(known, known)
-    carries = tuple(dataclasses.replace(c, final=known.get(c.final, c.final)) for c in made.carries)
-    ys = tuple(dataclasses.replace(y, stack=known.get(y.stack, y.stack)) for y in made.ys)
-    return dataclasses.replace(made, carries=carries, ys=ys)
 
 
 def _renamed(op: Op, known: Mapping[PTensor, PTensor]) -> Op:

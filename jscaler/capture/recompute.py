@@ -173,20 +173,8 @@ def _clone(op: Op, again: Tensors, table: Mapping[PTensor, PTensor], names: Mapp
 
 
 def _clone_loop(loop: Loop, table: Mapping[PTensor, PTensor], names: Mapping[str, str]) -> Loop:
-    def new(tensor: PTensor) -> PTensor:
-        return table.get(tensor, tensor)
-
-    return dataclasses.replace(
-        loop,
-        name=names[loop.name],
-        carries=tuple(
-            dataclasses.replace(c, init=new(c.init), inside=new(c.inside), out=new(c.out), final=new(c.final))
-            for c in loop.carries
-        ),
-        xs=tuple(dataclasses.replace(x, stack=new(x.stack), slice=new(x.slice)) for x in loop.xs),
-        ys=tuple(dataclasses.replace(y, stack=new(y.stack), slice=new(y.slice)) for y in loop.ys),
-        parent=names.get(loop.parent, loop.parent) if loop.parent is not None else None,
-    )
+    parent = names.get(loop.parent, loop.parent) if loop.parent is not None else None
+    return dataclasses.replace(loop.mapped(lambda t: table.get(t, t)), name=names[loop.name], parent=parent)
 
 
 def without_dead_clones(graph: Graph) -> Graph:

@@ -23,12 +23,10 @@ class _Threader:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.loops = dict(graph.loops)
-        self.home: dict[PTensor, str | None] = {t: op.loop for op in graph.ops for t in op.outputs}
+        self.home = dict(graph.homes)
         self.slices: dict[PTensor, PTensor] = {}
         self.constant: dict[PTensor, PTensor] = {}
         for loop in graph.loops.values():
-            self.home.update(dict.fromkeys(loop.inner, loop.name))
-            self.home.update(dict.fromkeys(loop.results, loop.parent))
             self.slices.update({x.slice: x.stack for x in loop.xs})
             self.constant.update({c.inside: c.init for c in loop.carries if c.out == c.inside})
         self.stacks: dict[PTensor, PTensor] = {}

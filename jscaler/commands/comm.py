@@ -15,6 +15,7 @@ from jscaler.commands.options import use_platform
 from jscaler.cost import Cluster, cluster_toml
 from jscaler.errors import DeviceError
 from jscaler.report.moves import readable_bytes
+from jscaler.report.steps import readable_seconds
 from jscaler.report.tables import table
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def bench_comm(
     if jax.process_index() != 0:
         return
     fits = fit.fit_all(samples)
-    memory = measure.memory_of(jax.local_devices()[0])
+    memory = measure.device_memory(jax.local_devices()[0])
     cluster = fit.fitted_cluster(fits, _name(hosts), len(hosts), hosts.shape[1], memory)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,8 +72,8 @@ def samples_table(samples: Sequence["Sample"], fits: Sequence["Fit"]) -> Table:
     links = {fit.link_class: fit.link for fit in fits if fit.kind is None}
     header = ("collective", "links", "members", "bytes sent", "seconds", "fitted", "error")
     rows = [
-        (s.kind, s.link, s.members, readable_bytes(s.nbytes), _time(s.seconds), _time(fitted_seconds(links[s.link], s)),
-         f"{relative_error(links[s.link], s):+.0%}")
+        (s.kind, s.link, s.members, readable_bytes(s.nbytes), readable_seconds(s.seconds),
+         readable_seconds(fitted_seconds(links[s.link], s)), f"{relative_error(links[s.link], s):+.0%}")
         for s in samples
     ]  # fmt: skip
     return table("collectives, all groups at once", header, rows)
@@ -80,7 +81,10 @@ def samples_table(samples: Sequence["Sample"], fits: Sequence["Fit"]) -> Table:
 
 def fits_table(fits: Sequence["Fit"]) -> Table:
     """The figures of each class of links: of all collectives together, and of each by itself."""
-    rows = [(f.link_class, f.kind or "all", _time(f.link.latency), _rate(f.link.bandwidth), f"{f.error:.0%}") for f in fits]
+    rows = [
+        (f.link_class, f.kind or "all", readable_seconds(f.link.latency), _rate(f.link.bandwidth), f"{f.error:.0%}")
+        for f in fits
+    ]
     title = "fitted links"
     if copy := _copied(fits):
         title += f" ({copy})"
@@ -132,12 +136,6 @@ def _header(hosts: Any, fits: Sequence["Fit"]) -> list[str]:
 def _name(hosts: Any) -> str:
     kind = "-".join(hosts.flat[0].device_kind.lower().split())
     return f"{kind}-{hosts.shape[0]}x{hosts.shape[1]}"
-
-
-def _time(seconds: float) -> str:
-    """``38.9 µs`` for 3.89e-05."""
-    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
-    return f"{seconds * scale:.3g} {unit}"
 
 
 def _rate(bandwidth: float) -> str:

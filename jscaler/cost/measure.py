@@ -124,6 +124,6 @@ def program(mesh: Mesh, kind: str, repeats: int) -> Any:
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=_DEVICES, out_specs=_DEVICES, check_vma=False))
 
 
-def memory_of(device: Device) -> int:
+def device_memory(device: Device) -> int:
     """Bytes that JAX may use on a device; 0 where it does not say."""
     return int((device.memory_stats() or {}).get("bytes_limit", 0))

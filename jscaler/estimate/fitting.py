@@ -64,10 +64,9 @@ class Tried:
         if self.cost is None:
             return record
         memory, moved = self.cost.memory, self.cost.by_op.values()
-        parts = ("parameters", "optimizer", "inputs", "gradients", "activations", "temporaries")
         return record | {
             "peak": self.peak, "predicted_peak": memory.peak, "compiled_peak": self.compiled_peak,
-            "headroom": self.headroom, "at": memory.at, "memory": {part: getattr(memory, part) for part in parts},
+            "headroom": self.headroom, "at": memory.at, "memory": memory.by_kind,
             "flops": self.cost.flops, "flops_ratio": self.flops_ratio, "sent": self.cost.sent.total,
             "moved": sum(op.read + op.written for op in moved), "launches": self.cost.launches,
             "seconds": self.cost.seconds.total,

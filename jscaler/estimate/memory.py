@@ -1,8 +1,9 @@
-"""``Memory``: what one device holds while a step runs, by what it is for, and when it holds most."""
+"""``Memory``: what one device holds while a step runs, by what it is for; and what of it an estimate sees."""
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from jax.extend import core
 
@@ -16,6 +17,62 @@ from jscaler.lower.segment import Segment
 
 ARGUMENTS = ("parameter", "optimizer", "input")
 Held = str  # a TensorKind, or "temporary"
+MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device at the worst moment of a step, as estimated or as XLA has laid them out.
+
+    With uneven parts, of the device with the largest.
+
+    Attributes:
+        parameters, optimizer, inputs: the step's arguments, held throughout; constants are inputs. State is updated where
+            it lies if it is donated.
+        gradients, activations, temporaries: the rest: gradients of parameters; what forward ops leave; what backward and
+            update ops hold, and workspaces.
+        outputs: results that lie in no argument's place; an estimate has them among the temporaries.
+        capacity: what the device has; 0 where that is not known.
+        at: the path of the op that runs then, where that is known.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    inputs: int
+    activations: int
+    temporaries: int
+    outputs: int = 0
+    capacity: int = 0
+    at: str = ""
+
+    @property
+    def arguments(self) -> int:
+        return self.parameters + self.optimizer + self.inputs
+
+    @property
+    def by_kind(self) -> dict[MemoryKind, int]:
+        return {kind: getattr(self, kind) for kind in MEMORY_KINDS}
+
+    @property
+    def peak(self) -> int:
+        return sum(self.by_kind.values())
+
+    @property
+    def headroom(self) -> int:
+        """What is left at the peak; negative where it does not fit."""
+        return self.capacity - self.peak
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it does; None where the capacity is not known."""
+        return self.headroom >= 0 if self.capacity else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, with what follows from it."""
+        figures = {"peak": self.peak, "capacity": self.capacity, "headroom": self.headroom, "fits": self.fits}
+        return {**self.by_kind, **figures, "at": self.at}
 
 
 @dataclass(frozen=True)
@@ -35,44 +92,34 @@ class LiveTensor:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on each device; with uneven parts, on the one with the largest.
+class MemoryEstimate:
+    """What a device will hold, and when.
 
     Attributes:
-        parameters, optimizer, inputs: the step's arguments by what they are, held throughout. Constants are inputs.
-        gradients, activations, temporaries: the rest at the peak: gradients of parameters; what forward ops leave; what
-            backward and update ops hold, workspaces, and results that are no argument's next version.
-        peak: all of it, at the worst moment.
-        at: the path of the op that runs then.
-        live: the buffers of the rest, largest first.
+        live: the buffers beside the arguments at the worst moment, largest first.
         timeline: for each kernel in order its primitive, its op, and the bytes of everything that lives, in all and by kind
             (``parameter``, ``optimizer``, ``input``, ``gradient``, ``activation``, ``temporary``); of a loop those of one
             iteration.
     """
 
-    parameters: int
-    optimizer: int
-    inputs: int
-    gradients: int
-    activations: int
-    temporaries: int
-    peak: int
-    at: str
+    memory: Memory
     live: tuple[LiveTensor, ...]
     timeline: tuple[Moment, ...]
 
-    @property
-    def arguments(self) -> int:
-        return self.parameters + self.optimizer + self.inputs
 
-
-def memory_of(graph: Graph, segment: Segment, donated: bool = True) -> Memory:
-    """Predict the memory of a device of a group, as XLA will allocate it on a GPU.
+def estimated_memory(graph: Graph, segments: Sequence[Segment], donated: bool = True, capacity: int = 0) -> MemoryEstimate:
+    """Predict the memory of a device of the group whose devices hold most, as XLA will allocate it on a GPU.
 
     Args:
-        graph: the graph that the group's program runs, which says what its tensors are.
+        graph: the graph that the groups' programs run, which says what its tensors are.
         donated: whether state is updated in place: the next version of a leaf takes its buffer.
+        capacity: what a device has; 0 where that is not known.
     """
+    every = (_of_group(graph, segment, donated, capacity) for segment in segments)
+    return max(every, key=lambda found: found.memory.peak)
+
+
+def _of_group(graph: Graph, segment: Segment, donated: bool, capacity: int) -> MemoryEstimate:
     kinds, flat = tensor_kinds(graph), segment.flat
     blocks = Blocks(flat.origins.op)
     block = blocks.program(flat)
@@ -91,11 +138,12 @@ def memory_of(graph: Graph, segment: Segment, donated: bool = True) -> Memory:
     live = tuple(map(describe, found.live))
     gradients, activations = (sum(t.nbytes for t in live if t.kind == kind) for kind in ("gradient", "activation"))
     timeline = tuple(Moment(m.name, m.op, arguments + m.nbytes, {**held, **m.kinds}) for m in found.timeline)
-    return Memory(
-        held["parameter"], held["optimizer"], held["input"],
-        gradients, activations, found.peak - gradients - activations,
-        arguments + found.peak, _op_near(timeline, found.moment), live, timeline,
+    memory = Memory(
+        held["parameter"], gradients, held["optimizer"], held["input"],
+        activations, found.peak - gradients - activations,
+        capacity=capacity, at=_op_near(timeline, found.moment),
     )  # fmt: skip
+    return MemoryEstimate(memory, live, timeline)
 
 
 def _in_place(graph: Graph, segment: Segment, blocks: Blocks) -> dict[Value, Value]:

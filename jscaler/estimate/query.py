@@ -10,7 +10,7 @@ from typing import Any
 from jscaler import plans
 from jscaler.cost import Cluster, find_cluster
 from jscaler.errors import PlanError
-from jscaler.estimate.memory import Memory, memory_of
+from jscaler.estimate.memory import Memory, MemoryEstimate, estimated_memory
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader
 from jscaler.estimate.work import Work, work_of
 from jscaler.lower.flat_program import FlatProgram
@@ -101,19 +101,22 @@ class Cost:
         return Seconds(math.fsum(known) if len(known) == len(self.by_op) else None, self.sent.seconds)
 
     @cached_property
+    def held(self) -> MemoryEstimate:
+        """What a device holds, and when. Worked out when it is asked for: its lifetimes are those of the whole program."""
+        return estimated_memory(self.step.graph, self.step.segments, self.donated, self.cluster.memory)
+
+    @property
     def memory(self) -> Memory:
-        """Of the group whose devices hold most. Worked out when it is asked for: its lifetimes are of whole programs."""
-        every = (memory_of(self.step.graph, segment, self.donated) for segment in self.step.segments)
-        return max(every, key=lambda memory: memory.peak)
+        return self.held.memory
 
     @property
     def fits(self) -> bool | None:
         """Whether the peak fits into a device's memory; None where the cluster does not say how much it has."""
-        return self.memory.peak <= self.cluster.memory if self.cluster.memory else None
+        return self.memory.fits
 
     def as_json(self) -> dict[str, Any]:
         """Everything as numbers, strings, lists and dicts; the timeline left out."""
-        memory = {k: v for k, v in asdict(self.memory).items() if k != "timeline"}
+        memory = {**self.memory.as_json(), "live": [asdict(tensor) for tensor in self.held.live]}
         seconds = {**asdict(self.seconds), "total": self.seconds.total}
         return {
             "plan": self.plan, "devices": self.num_devices, "cluster": self.cluster.name, "seconds": seconds,

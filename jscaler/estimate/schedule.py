@@ -6,9 +6,10 @@ is near to depth first from the results, operands with the most other readers fi
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 
 from jscaler.estimate.block import Kernel, Step, Value
+from jscaler.ir.walk import dependents, operands_first
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 SMALL = 1 << 16  # bytes
@@ -50,7 +51,8 @@ def siblings_together(kernels: Sequence[Kernel], steps: Sequence[Step] = ()) -> 
             if apart or kernels[first].writes[0].nbytes != kernel.writes[0].nbytes:
                 continue
             start, end = place[first], place[second]
-            late = _behind(kernels, order[start:end])
+            # the first, and those that need it
+            late = dependents(order[start:end], {first}, lambda i: kernels[i].reads, lambda i: kernels[i].writes)
             if any(v in kernel.reads for i in late for v in kernels[i].writes):
                 continue  # the second needs the first
             waiting = set(late)
@@ -78,16 +80,6 @@ def _elementwise(kernel: Kernel) -> bool:
     return kernel.step.kind == "fused" and len(kernel.writes) == 1 and kernel.writes[0].nbytes > SMALL
 
 
-def _behind(kernels: Sequence[Kernel], some: Sequence[int]) -> list[int]:
-    """The first of ``some``, and those that need it."""
-    found, made = [some[0]], set(kernels[some[0]].writes)
-    for i in some[1:]:
-        if not made.isdisjoint(kernels[i].reads):
-            found.append(i)
-            made.update(kernels[i].writes)
-    return found
-
-
 def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> list[int]:
     maker = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
     operands = [tuple(dict.fromkeys(maker[v] for v in kernel.reads if v in maker)) for kernel in kernels]
@@ -111,12 +103,12 @@ def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> lis
             readers[j].append(i)
     early = [_frees(kernel) for kernel in kernels]
     found: dict[int, None] = {}
-    for i in _post_order(ranked(list(roots)), lambda i: ranked(operands[i])):
+    for i in operands_first(ranked(list(roots)), lambda i: ranked(operands[i])):
         if i in found:
             continue
         found[i] = None
         for j in readers[i]:
-            needed = [k for k in _post_order([j], lambda k: operands[k], found) if k not in found]
+            needed = operands_first([j], operands.__getitem__, found)
             if all(early[k] for k in needed):
                 found.update(dict.fromkeys(needed))
     return list(found)
@@ -128,19 +120,3 @@ def _frees(kernel: Kernel) -> bool:
         return False
     written = sum(v.nbytes for v in kernel.writes)
     return written <= SMALL or 8 * written <= sum(kernel.reads.values())
-
-
-def _post_order(roots: Sequence[int], operands: Callable[[int], Sequence[int]], known: Container[int] = ()) -> list[int]:
-    """``roots`` and all that they need, operands first; what is ``known`` is not looked into."""
-    found: dict[int, None] = {}
-    todo = [(root, False) for root in reversed(roots)]
-    while todo:
-        i, opened = todo.pop()
-        if i in found or i in known:
-            continue
-        if opened:
-            found[i] = None
-            continue
-        todo.append((i, True))
-        todo += [(j, False) for j in reversed(operands(i)) if j not in found]
-    return list(found)

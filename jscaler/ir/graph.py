@@ -100,6 +100,15 @@ class Graph:
         return {t: tuple(others) for t, others in table.items()}
 
     @cached_property
+    def homes(self) -> dict[PTensor, str | None]:
+        """Tensor -> the loop in whose body it is made; None for the program."""
+        found = {t: op.loop for op in self.ops for t in op.outputs}
+        for loop in self.loops.values():
+            found.update(dict.fromkeys(loop.inner, loop.name))
+            found.update(dict.fromkeys(loop.results, loop.parent))
+        return found
+
+    @cached_property
     def producer(self) -> dict[PTensor, Op]:
         return {t: op for op in self.ops for t in op.outputs}
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jscaler.ir.graph import Graph
 from jscaler.ir.tensor import PTensor
+from jscaler.ir.walk import closure
 
 TensorKind = Literal["parameter", "gradient", "optimizer", "input", "activation"]
 
@@ -45,12 +46,9 @@ def read_by_a_loss(graph: Graph, tensor: PTensor) -> bool:
 
 def origins(graph: Graph, tensor: PTensor) -> frozenset[PTensor]:
     """The tensor, or what ops without a contraction (casts, scalings) made it from: tensors of its shape."""
-    found, todo = set[PTensor](), [tensor]
-    while todo:
-        one = todo.pop()
-        if one in found:
-            continue
-        found.add(one)
-        maker = graph.producer.get(one)
-        todo += [t for t in (maker.inputs if maker else ()) if t.shape == one.shape]
-    return frozenset(found)
+
+    def sources(made: PTensor) -> list[PTensor]:
+        maker = graph.producer.get(made)
+        return [t for t in (maker.inputs if maker else ()) if t.shape == made.shape]
+
+    return frozenset(closure([tensor], sources))

@@ -8,7 +8,7 @@ compute is done ``length`` times. A body reads tensors from outside as they are,
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jscaler.ir.op import Op
@@ -96,6 +96,15 @@ class Loop:
         """What an iteration leaves."""
         return (*(c.out for c in self.carries), *(y.slice for y in self.ys))
 
+    def mapped(self, new: Callable[[PTensor], PTensor]) -> "Loop":
+        """It has other tensors throughout."""
+        carries = tuple(Carry(new(c.init), new(c.inside), new(c.out), new(c.final), is_sum=c.is_sum) for c in self.carries)
+        xs, ys = (
+            tuple(dataclasses.replace(s, stack=new(s.stack), slice=new(s.slice)) for s in found)
+            for found in (self.xs, self.ys)
+        )
+        return dataclasses.replace(self, carries=carries, xs=xs, ys=ys)
+
     def renamed(self, outside: Mapping[PTensor, PTensor], inside: Mapping[PTensor, PTensor]) -> "Loop":
         """It takes other tensors ``outside``, and its iterations leave other tensors of those ``inside``."""
         carries = tuple(
@@ -121,11 +130,7 @@ class Nest:
         """All that is defined inside."""
         yield from self.loop.inner
         for item in self.items:
-            if isinstance(item, Op):
-                yield from item.outputs
-            else:
-                yield from item.tensors()
-                yield from item.loop.results
+            yield from made_by(item)
 
     def ops(self) -> Iterator[Op]:
         """The ops inside, at any depth."""
@@ -140,10 +145,20 @@ class Nest:
         yield from self.loop.operands
         yield from self.loop.returned
         for item in self.items:
-            yield from item.inputs if isinstance(item, Op) else item.reads()
+            yield from reads_of(item)
 
 
 Item = Op | Nest
+
+
+def reads_of(item: Item) -> Iterable[PTensor]:
+    """All that an item reads, inside of it too."""
+    return item.inputs if isinstance(item, Op) else item.reads()
+
+
+def made_by(item: Item) -> Iterable[PTensor]:
+    """All that an item defines, inside of it too."""
+    return item.outputs if isinstance(item, Op) else (*item.tensors(), *item.loop.results)
 
 
 def nested(ops: Iterable[Op], loops: Mapping[str, Loop]) -> tuple[Item, ...]:

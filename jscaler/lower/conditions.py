@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, Inliner, literal_key, make_jaxpr, open_jaxpr, params_key
+from jscaler.ir.walk import sorter_of
 from jscaler.lower.flat_program import FlatProgram, Item, each_level, reads, results
 
 # Equations whose equal copies are kept apart.
@@ -31,46 +32,40 @@ def merge_conditions(items: Sequence[Item]) -> list[Item]:
     predicates = {i: _key(eqn.invars[0]) for i, eqn in conditions.items()}
     if len(set(predicates.values())) == len(predicates):
         return list(items)
-    after, waiting = _dependencies(items)
-    ready = [i for i in range(len(items)) if not waiting[i]]
+    sorter = sorter_of(dict(enumerate(_dependencies(items))))
+    ready: list[int] = []
     late: list[int] = []  # conditions that are ready
     found: list[Item] = []
-    heapq.heapify(ready)
-    while ready or late:
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            if i in conditions:
+                late.append(i)
+            else:
+                heapq.heappush(ready, i)
         if ready:
             group = [heapq.heappop(ready)]
-            if group[0] in conditions:
-                late += group
-                continue
         else:
             first = predicates[min(late)]
             group = sorted(i for i in late if predicates[i] == first)
             late = [i for i in late if i not in group]
         found.append(items[group[0]] if len(group) == 1 else _merged([conditions[i] for i in group]))
-        for i in group:
-            for j in after[i]:
-                waiting[j] -= 1
-                if not waiting[j]:
-                    heapq.heappush(ready, j)
+        sorter.done(*group)
     return found
 
 
-def _dependencies(items: Sequence[Item]) -> tuple[list[list[int]], list[int]]:
-    """Who waits for each item, and for how many each waits; what has effects keeps its order."""
+def _dependencies(items: Sequence[Item]) -> list[set[int]]:
+    """For whom each item waits; what has effects keeps its order."""
     maker: dict[core.Var, int] = {}
-    after: list[list[int]] = [[] for _ in items]
-    waiting = [0] * len(items)
+    found: list[set[int]] = []
     effect: int | None = None
     for i, item in enumerate(items):
         sources = {maker[v] for v in reads(item) if v in maker}
         if isinstance(item, core.JaxprEqn) and item.effects:
             sources |= {effect} if effect is not None else set()
             effect = i
-        for source in sources:
-            after[source].append(i)
-        waiting[i] = len(sources)
+        found.append(sources)
         maker.update(dict.fromkeys(results(item), i))
-    return after, waiting
+    return found
 
 
 def _is_condition(item: Item) -> TypeGuard[core.JaxprEqn]:

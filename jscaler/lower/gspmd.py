@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate
 from jscaler.ir import Graph, Nest, Op, PTensor, nested
-from jscaler.ir.loop import Item
+from jscaler.ir.loop import Item, reads_of
 from jscaler.materialize import Layout
 
 Values = dict[PTensor, Any]
@@ -135,7 +135,7 @@ class _Evaluator:
 
     def _checkpointed(self, items: Sequence[Item], values: Values) -> None:
         made = [t for item in items for t in _results(item)]
-        reads = [t for item in items for t in (item.inputs if isinstance(item, Op) else item.reads())]
+        reads = [t for item in items for t in reads_of(item)]
         outside = [t for t in dict.fromkeys(reads) if t in values]
 
         def region(args: list[Any]) -> list[Any]:

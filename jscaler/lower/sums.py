@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jscaler.capture.jaxprs import dtype
 from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.walk import closure
 
 
 def summing_dtypes(graph: Graph, ops: Sequence[Op], asked: str | None) -> Mapping[PTensor, str]:
@@ -32,14 +33,15 @@ def summing_dtypes(graph: Graph, ops: Sequence[Op], asked: str | None) -> Mappin
 def _masters(graph: Graph) -> dict[PTensor, str]:
     """Gradients of parameters that a cast to more bits reads; the parameter may be a cast one, and its gradient too."""
     found: dict[PTensor, str] = {}
-    todo = [g for call in graph.calls for g in call.gradients if _is_real(g)]
-    for tensor in todo:
+
+    def before_cast(tensor: PTensor) -> list[PTensor]:
+        maker = graph.producer.get(tensor)
+        return [t for t in maker.inputs if t.shape == tensor.shape] if maker is not None and _only_casts(maker) else []
+
+    for tensor in closure((g for call in graph.calls for g in call.gradients if _is_real(g)), before_cast):
         wider = [d for op in graph.consumers.get(tensor, ()) for d in _wider(op, tensor)]
         if wider:
             found[tensor] = max(wider, key=lambda d: jnp.dtype(d).itemsize)
-        maker = graph.producer.get(tensor)
-        if maker is not None and _only_casts(maker):
-            todo += [t for t in maker.inputs if t not in todo and t.shape == tensor.shape]
     for loop in graph.loops.values():  # what a loop stacks or carries is summed inside of it, or behind it
         pairs = [*((y.stack, y.slice) for y in loop.ys), *((c.final, c.out) for c in loop.carries)]
         found |= {inner: found[outer] for outer, inner in pairs if outer in found}

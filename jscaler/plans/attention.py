@@ -5,8 +5,10 @@ from typing import Any
 
 from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError
-from jscaler.ir import Op, PTensor
+from jscaler.ir import Op
 from jscaler.ir.kinds import tensor_kinds
+from jscaler.ir.loop import made_by, reads_of
+from jscaler.ir.walk import dependents
 from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
@@ -53,51 +55,24 @@ class _Finder:
         """The core that ``softmax`` is in; none if no products of activations are on both sides."""
         same = [op for op in self.graph.forward() if (op.call, op.loop) == (softmax.call, softmax.loop)]
         at = same.index(softmax)
-        below = self._reached(softmax, same[at:])
+        below = dependents(same[at:], {softmax}, reads_of, lambda op: () if contracts(op) else op.outputs)
         mixes = [op for op in below if self._mixes(op)]
-        above = self._sources(softmax, same[: at + 1][::-1])
+        above = dependents(
+            same[at::-1], {softmax}, made_by, lambda op: () if contracts(op) and op is not softmax else op.inputs
+        )  # both up to the first contractions
         scores = [op for op in above if self._mixes(op) and op is not softmax]
         if not mixes or not scores:
             return []
-        ends = {t for op in mixes for t in op.inputs}
-        own = set(mixes)
-        for op in reversed(below):
-            if op in own or any(t in ends for t in op.outputs):
-                own.add(op)
-                ends.update(op.inputs)
-        starts = {t for op in scores for t in op.outputs}
-        own |= set(scores)
-        for op in reversed(above):
-            if op in own or any(t in starts for t in op.inputs):
-                own.add(op)
-                starts.update(op.outputs)
+        own = {*dependents(below[::-1], mixes, made_by, reads_of), *dependents(above[::-1], scores, reads_of, made_by)}
         return [tuple(op for op in same if op in own)]
-
-    def _reached(self, softmax: Op, ops: Sequence[Op]) -> list[Op]:
-        """``softmax``, and what reads its results, up to the first contractions."""
-        found, made = [], set[PTensor]()
-        for op in ops:
-            if op is softmax or any(t in made for t in op.inputs):
-                found.append(op)
-                made.update(() if _contracts(op) else op.outputs)
-        return found
-
-    def _sources(self, softmax: Op, ops: Sequence[Op]) -> list[Op]:
-        """``softmax``, and what it reads, up to the first contractions; last op first."""
-        found, wanted = [], set[PTensor]()
-        for op in ops:
-            if op is softmax or any(t in wanted for t in op.outputs):
-                found.append(op)
-                if op is softmax or not _contracts(op):
-                    wanted.update(op.inputs)
-        return found
 
     def _mixes(self, op: Op) -> bool:
         """Whether it is a product of activations; not of an activation and a kernel."""
-        return _contracts(op) and not any(t in self.weights for t in op.inputs if t.shape)
+        return contracts(op) and not any(t in self.weights for t in op.inputs if t.shape)
 
 
-def _contracts(op: Op) -> bool:
+def contracts(op: Op) -> bool:
+    """Whether a contraction is in it."""
     return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
 
 

@@ -21,6 +21,8 @@ from jscaler.capture.jaxprs import CONTRACTIONS, all_equations
 from jscaler.capture.user_op import op_p
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
+from jscaler.ir.walk import Sets, closure
+from jscaler.plans.attention import contracts
 from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
 from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
@@ -96,22 +98,13 @@ def _in_turn(graph: Planner, table: Factors, parts: int) -> Factors:
 def _groups(graph: Planner, ops: Sequence[Op]) -> list[list[Op]]:
     """Ops in time that hand parts to each other, with what only they read (a norm): what is computed again at once."""
     own = set(ops)
-    parent = {op: op for op in ops}
-
-    def root(op: Op) -> Op:
-        while parent[op] != op:
-            op = parent[op]
-        return op
-
+    sets = Sets[Op]()
     for op in ops:
         for tensor in op.inputs:
             maker = graph.producer.get(tensor)
             if maker in own and maker is not None and maker.call == op.call:
-                parent[root(maker)] = root(op)
-    table: dict[Op, list[Op]] = {}
-    for op in ops:
-        table.setdefault(root(op), []).append(op)
-    return [_with_preparation(graph, group) for group in table.values() if any(op.backward is not None for op in group)]
+                sets.join(maker, op)
+    return [_with_preparation(graph, group) for group in sets.among(ops) if any(op.backward is not None for op in group)]
 
 
 def _is_covered(graph: Planner, group: Sequence[Op], own: Set[Op]) -> bool:
@@ -155,12 +148,8 @@ def _tokens(graph: Planner, vocabulary: Dims, parts: int) -> Factors:
     return found
 
 
-def _contracts(op: Op) -> bool:
-    return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
-
-
 def _is_head(graph: Planner, op: Op, word: str) -> bool:
-    return _contracts(op) and any(word in names for names in graph.rule(op).results[0])
+    return contracts(op) and any(word in names for names in graph.rule(op).results[0])
 
 
 def _looks_up(graph: Planner, op: Op, word: str) -> bool:
@@ -172,15 +161,12 @@ def _looks_up(graph: Planner, op: Op, word: str) -> bool:
 
 
 def _from_contraction(graph: Planner, tensor: PTensor) -> bool:
-    seen, todo = {tensor}, [tensor]
-    while todo:
-        maker = graph.producer.get(todo.pop())
-        if maker is not None and _contracts(maker):
-            return True
-        fresh = [t for t in (maker.inputs if maker else ()) if t.shape and t not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return False
+    def sources(tensor: PTensor) -> list[PTensor]:
+        maker = graph.producer.get(tensor)
+        return [t for t in (maker.inputs if maker else ()) if t.shape]
+
+    makers = (graph.producer.get(t) for t in closure([tensor], sources))
+    return any(maker is not None and contracts(maker) for maker in makers)
 
 
 def _check_parts(parts: int) -> None:

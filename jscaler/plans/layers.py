@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
-from jscaler.ir.loop import chain_of
+from jscaler.ir.loop import chain_of, made_by, reads_of
+from jscaler.ir.walk import between
+from jscaler.plans.attention import contracts
 from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
@@ -133,10 +134,8 @@ def _numbered(path: str) -> tuple[Modules, int] | None:
 
 def _holds_modules(layer: Sequence[Op], depth: int) -> bool:
     """Whether several modules below ``depth`` modules hold contractions."""
-    heavy = [
-        op for op in layer if op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
-    ]
-    return len({parts[depth] for parts in (op.path.split("/")[:-1] for op in heavy) if len(parts) > depth}) > 1
+    paths = (op.path.split("/")[:-1] for op in layer if contracts(op))
+    return len({parts[depth] for parts in paths if len(parts) > depth}) > 1
 
 
 def _closed(graph: Planner, members: Sequence[Op], taken: set[Op]) -> Ops:
@@ -146,18 +145,9 @@ def _closed(graph: Planner, members: Sequence[Op], taken: set[Op]) -> Ops:
     no less than it reads (the statistics of a norm).
     """
     order = [op for op in graph.ops if op.kind == "forward" and op.call == members[0].call]
-    own, behind = set(members), []
+    own = set(members)
     loose = {op for op in order if op not in taken}
-    below = {t for op in members for t in op.outputs}
-    for op in order:
-        if op in own or any(t in below for t in op.inputs):
-            below.update(op.outputs)
-            behind.append(op)
-    wanted = {t for op in members for t in op.inputs}
-    for op in reversed(behind):
-        if op in own or any(t in wanted for t in op.outputs):
-            wanted.update(op.inputs)
-            own |= {op} & loose
+    own |= loose.intersection(between(order, own, reads_of, made_by))
     for op in reversed(order):
         if op in loose and op not in own and op.loop == members[0].loop and _prepares(graph, op, own):
             own.add(op)

@@ -26,6 +26,7 @@ import numpy as np
 from jscaler.errors import PlanWarning
 from jscaler.ir import PTensor
 from jscaler.ir.kinds import tensor_kinds
+from jscaler.ir.walk import closure
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, split
 from jscaler.primitives import Planner
@@ -135,15 +136,14 @@ def _seen_inside(graph: Planner, leaf: PTensor, cuts: Factors) -> tuple[set[int 
     """The dims of ``leaf`` that loops take apart, and those that ``cuts`` cut, through what is made of it alone (casts)."""
     taken, cut = set[int | None](), set[int | None]()
     places: dict[PTensor, tuple[int | None, ...]] = {leaf: tuple(range(len(leaf.shape)))}  # by dim of a tensor, the leaf's
-    todo = [leaf]
-    while todo:
-        tensor = todo.pop()
+
+    def onward(tensor: PTensor) -> Iterable[PTensor]:
         dims = places[tensor]
         found: list[tuple[PTensor, tuple[int | None, ...]]] = []
         for op in graph.consumers.get(tensor, ()):
             rule = graph.rule(op)
             names = rule.operands[op.inputs.index(tensor)]
-            cut |= {place for place, own in zip(dims, names, strict=True) if cuts.get(op) in own}
+            cut.update(place for place, own in zip(dims, names, strict=True) if cuts.get(op) in own)
             if op.kind != "backward" and all(t in places for t in op.inputs if t.shape):
                 place_of = {own[0]: place for place, own in zip(dims, names, strict=True) if own}
                 results = zip(op.outputs, rule.results, strict=True)
@@ -152,8 +152,12 @@ def _seen_inside(graph: Planner, leaf: PTensor, cuts: Factors) -> tuple[set[int 
             if shift < 0:
                 taken.update(dims[:-shift])
                 found.append((other, dims[-shift:]))
-        todo += [t for t, _ in found if t not in places]
-        places = {**dict(found), **places}
+        for other, places_of_other in found:
+            places.setdefault(other, places_of_other)
+        return [t for t, _ in found]
+
+    for _ in closure([leaf], onward):
+        pass
     return taken, cut
 
 
@@ -175,9 +179,4 @@ def without_followers(graph: Planner, table: Factors, stored: bool) -> Factors:
 
 def _with_slices(graph: Planner, tensors: Iterable[PTensor]) -> set[PTensor]:
     """``tensors``, and what loops take of them, layer by layer."""
-    found, todo = set[PTensor](), list(tensors)
-    while todo:
-        tensor = todo.pop()
-        found.add(tensor)
-        todo += [other for other, shift in graph.linked.get(tensor, ()) if shift < 0 and other not in found]
-    return found
+    return set(closure(tensors, lambda tensor: [other for other, shift in graph.linked.get(tensor, ()) if shift < 0]))

@@ -16,8 +16,9 @@ from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError, listing
 from jscaler.ir import Graph, Nest, Op, PTensor, nested
-from jscaler.ir.loop import Item, chain_of
+from jscaler.ir.loop import Item, chain_of, made_by, reads_of
 from jscaler.ir.op import Region
+from jscaler.ir.walk import between
 from jscaler.primitives.plan import Plan, Recompute
 
 
@@ -95,10 +96,12 @@ def _check(graph: Graph, members: Sequence[Op]) -> str | None:
                 f"recompute takes all of loop '{item.loop.name}' and what is around it, or ops inside it alone; "
                 f"{listing(missing)} are in it and were not selected"
             )
-    between = _between([item for item in items if _call(item) == members[0].call], own)
-    if between:
+    of_call = [item for item in items if _first(item).call == members[0].call]
+    others = between(of_call, {item for item in of_call if _first(item).path in own}, reads_of, made_by)
+    if others:
+        paths = [_first(item).path for item in others]
         raise PlanError(
-            f"{names} cannot be computed again as one: {listing(between)} reads some of them and is read by others; select "
+            f"{names} cannot be computed again as one: {listing(paths)} reads some of them and is read by others; select "
             "it too, and keep what is not to be computed again (keep=...)"
         )
     _regions_around(graph, members)
@@ -120,38 +123,8 @@ def _items_in(graph: Graph, loop: str | None) -> tuple[Item, ...]:
     return items
 
 
-def _call(item: Item) -> int | None:
-    return item.call if isinstance(item, Op) else next(item.ops()).call
-
-
-def _between(items: Sequence[Item], own: set[str]) -> list[str]:
-    """The ops outside, in the order of the program, that depend on an op of ``own`` and that one of them depends on."""
-    below: set[PTensor] = set()
-    behind: list[Item] = []
-    for item in items:
-        is_own = _first(item).path in own
-        if is_own or any(t in below for t in _reads(item)):
-            below.update(_made(item))
-            behind += [] if is_own else [item]
-    wanted = {t for item in items if _first(item).path in own for t in _reads(item)}
-    found = []
-    for item in reversed(behind):
-        if any(t in wanted for t in _made(item)):
-            wanted.update(_reads(item))
-            found.append(_first(item).path)
-    return found[::-1]
-
-
 def _first(item: Item) -> Op:
     return item if isinstance(item, Op) else next(item.ops())
-
-
-def _reads(item: Item) -> Iterable[PTensor]:
-    return item.inputs if isinstance(item, Op) else set(item.reads()) - set(item.tensors())
-
-
-def _made(item: Item) -> Iterable[PTensor]:
-    return item.outputs if isinstance(item, Op) else item.loop.results
 
 
 def _regions_around(graph: Graph, members: Sequence[Op]) -> set[Region]:

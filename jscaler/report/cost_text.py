@@ -60,10 +60,9 @@ def _memory(cost: "Cost") -> list[str]:
     memory = cost.memory
     limit = f" of {readable_bytes(cost.cluster.memory)}" if cost.cluster.memory else ""
     fits = {True: ": fits", False: ": does NOT fit", None: ""}[cost.fits]
-    parts = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries")
-    shown = ", ".join(f"{part} {readable_bytes(getattr(memory, part))}" for part in parts)
+    shown = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in memory.by_kind.items() if kind != "outputs")
     rows = [("", "largest at the peak", "kind", "bytes")]
-    rows += [("", t.name, t.kind, readable_bytes(t.nbytes)) for t in memory.live[:MOST_TENSORS]]
+    rows += [("", t.name, t.kind, readable_bytes(t.nbytes)) for t in cost.held.live[:MOST_TENSORS]]
     return [
         f"memory per device: {readable_bytes(memory.peak)}{limit}{fits}, most in {memory.at or 'the results'}",
         shown,

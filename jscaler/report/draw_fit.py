@@ -104,8 +104,9 @@ def _shown(found: "Fit") -> list["Tried"]:
 
 def _panel(axes: "Axes", one: "Tried", scale: _Scale, chosen: bool) -> None:
     assert one.cost is not None
-    memory, top = one.cost.memory, scale.top
-    moments = [max((memory.timeline[i] for i in part), key=lambda m: m.nbytes) for part in _parts(memory)]
+    memory, timeline, top = one.cost.memory, one.cost.held.timeline, scale.top
+    parts = stretches(len(timeline), MOST_BARS)
+    moments = [max((timeline[i] for i in part), key=lambda m: m.nbytes) for part in parts]
     _bars(axes, moments, scale.size)
     _phases(axes, phases(moments, {path: op.kind for path, op in one.cost.by_op.items()}), top)
     device = f"a device: {readable_bytes(one.cost.cluster.memory)}"
@@ -123,10 +124,6 @@ def _panel(axes: "Axes", one: "Tried", scale: _Scale, chosen: bool) -> None:
     color = BEYOND if not one.fits else INK
     text = f"{one.plan}\n{readable_bytes(memory.peak)}, {one.flops_ratio:.2f}× FLOPs, {word}"
     axes.set_title(text, fontsize=8.5, loc="left", color=color, weight="bold" if chosen else "normal")
-
-
-def _parts(memory: Memory) -> list[range]:
-    return stretches(len(memory.timeline), MOST_BARS)
 
 
 def _bars(axes: "Axes", moments: Sequence[Moment], size: int) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jscaler.errors import JscalerError
+from jscaler.estimate.memory import MEMORY_KINDS, Memory
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
 from jscaler.report.explain import readable_bytes
-from jscaler.report.memory import MEMORY_KINDS, Contributor, Memory
+from jscaler.report.memory import Contributor
 from jscaler.report.target_report import TargetReport
 from jscaler.report.target_tables import heading, verdict
 
@@ -55,10 +56,10 @@ def memory_figure(report: TargetReport) -> "Figure":
 
 def _stack(axes: "Axes", memory: Memory) -> None:
     left = 0.0
-    for kind in MEMORY_KINDS:
-        width = getattr(memory, kind) / GIB
+    for kind, size in memory.by_kind.items():
+        width = size / GIB
         if width:
-            label = f"{kind} {readable_bytes(getattr(memory, kind))}" if width > SMALL * memory.peak / GIB else None
+            label = f"{kind} {readable_bytes(size)}" if width > SMALL * memory.peak / GIB else None
             axes.barh(0, width, left=left, color=KIND_COLORS[kind], height=0.6, edgecolor=INK, linewidth=0.4, label=label)
             left += width
     capacity = memory.capacity / GIB

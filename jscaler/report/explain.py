@@ -120,11 +120,11 @@ def _memory(report: StepReport) -> list[str]:
     table = [("bytes", "n", "whole", "per device")]
     for row in report.memory:
         table.append((row.kind, str(row.count), readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)))
-    peak = report.peak
+    peak = report.estimate
     parts = ("arguments", "gradients", "activations", "temporaries")
     shown = ", ".join(f"{part} {readable_bytes(getattr(peak, part))}" for part in parts)
     where = f" in {peak.at}" if peak.at else ""
-    return [*aligned(table), f"peak per device, as estimated: {readable_bytes(peak.total)}{where}: {shown}"]
+    return [*aligned(table), f"peak per device, as estimated: {readable_bytes(peak.peak)}{where}: {shown}"]
 
 
 def _runners_up(found: Sequence[RunnerUp], report: StepReport) -> str:

@@ -61,7 +61,7 @@ def _row(one: "Tried", chosen: bool, numbers: Mapping[str, int]) -> list[Text | 
     return [
         Text(one.plan, style="bold" if chosen else ""), readable_bytes(one.peak), readable_bytes(one.headroom),
         f"{one.flops_ratio:.2f}×", readable_bytes(cost.sent.total), readable_bytes(moved), f"{cost.launches:,}",
-        readable_seconds(cost.seconds.total), bars([m.nbytes for m in cost.memory.timeline], cost.cluster.memory),
+        readable_seconds(cost.seconds.total), bars([m.nbytes for m in cost.held.timeline], cost.cluster.memory),
         Text(verdict, style=style),
     ]  # fmt: skip
 

@@ -8,6 +8,8 @@ each branch of a condition.
 import re
 from collections.abc import Sequence
 
+from jscaler.ir.walk import closure
+
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _WHILE = re.compile(r"\bwhile\(.*\bcondition=%?(?P<condition>[\w.\-]+), body=%?(?P<body>[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -84,11 +86,15 @@ def _named(line: str) -> list[str]:
 
 def _compared(condition: str, lines: Sequence[str], table: Blocks) -> int:
     """The number that a loop's condition compares with; 1 where there is no such, or more than one."""
-    waiting, inside = [condition], list[str]()
-    for name in waiting:
-        here = [lines[i] for i in table[name]] if name in table else []
-        inside += here
-        waiting += [called for line in here for called in _named(line) if called not in waiting]
+
+    def own(name: str) -> list[str]:
+        return [lines[i] for i in table[name]] if name in table else []
+
+    inside = [
+        line
+        for name in closure([condition], lambda name: (n for line in own(name) for n in _named(line)))
+        for line in own(name)
+    ]
     numbers = {int(n) for line in inside for n in _NUMBER.findall(line)}
     less = any("compare(" in line and "direction=LT" in line for line in inside)
     return numbers.pop() if less and len(numbers) == 1 else 1

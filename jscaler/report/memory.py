@@ -11,11 +11,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
+from jscaler.estimate.memory import MEMORY_KINDS, Memory, MemoryKind
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
+from jscaler.ir.walk import closure
 from jscaler.lower.scopes import adapter_scope, op_scope
 from jscaler.report.buffers import Allocation, Dump, Value, fullest, twins
 from jscaler.report.hlo_scopes import Scopes
@@ -23,50 +25,10 @@ from jscaler.report.hlo_scopes import Scopes
 if TYPE_CHECKING:
     from jscaler.stages import StepPlan
 
-MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]
-MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 _ARGUMENTS: dict[str, MemoryKind] = {"parameter": "parameters", "optimizer": "optimizer"}
 IDLE = "reserved, not in use at the peak"
 _FOLDED = re.compile(r"(?<=[_/.])\d+(?=/|@|$|\.)")  # layer numbers
 _LEAF = re.compile(r"leaves\[(\d+)\]")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one device while a step runs.
-
-    Attributes:
-        parameters, optimizer, inputs: arguments; state is updated where it lies if it is donated.
-        gradients, activations, temporaries: what the buffer of temporaries holds when most of it is in use.
-        outputs: results that lie in no argument's place.
-        capacity: what the device has.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    inputs: int
-    activations: int
-    temporaries: int
-    outputs: int
-    capacity: int
-
-    @property
-    def peak(self) -> int:
-        return sum(getattr(self, kind) for kind in MEMORY_KINDS)
-
-    @property
-    def headroom(self) -> int:
-        """What is left at the peak; negative where it does not fit."""
-        return self.capacity - self.peak
-
-    @property
-    def fits(self) -> bool:
-        return self.headroom >= 0
-
-    def as_json(self) -> dict[str, Any]:
-        kinds = {kind: getattr(self, kind) for kind in MEMORY_KINDS}
-        return {**kinds, "peak": self.peak, "capacity": self.capacity, "headroom": self.headroom, "fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -87,7 +49,7 @@ class Contributor:
     nbytes: int
 
 
-def memory_of(step: "StepPlan", dump: Dump, capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
+def compiled_memory(step: "StepPlan", dump: Dump, capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
     """The memory of one device, and what takes it up, the largest first.
 
     Args:
@@ -144,17 +106,16 @@ class _Owners:
     @cached_property
     def kinds(self) -> Mapping[PTensor, str]:
         """The kinds of tensors; what a loop stacks up, or a join adds up, to a gradient is one, too."""
-        kinds: dict[PTensor, str] = dict(tensor_kinds(self.graph))
-        waiting = [t for t, kind in kinds.items() if kind == "gradient"]
-        for tensor in waiting:
+        kinds = tensor_kinds(self.graph)
+
+        def sources(tensor: PTensor) -> list[PTensor]:
             maker = self.graph.producer.get(tensor)
             parts = maker.inputs if maker is not None and "@join" in maker.path else ()
-            linked = [other for other, _ in self.graph.linked.get(tensor, ())]
-            for other in (*parts, *linked):
-                if other not in kinds:
-                    kinds[other] = "gradient"
-                    waiting.append(other)
-        return kinds
+            linked = (other for other, _ in self.graph.linked.get(tensor, ()))
+            return [t for t in (*parts, *linked) if t not in kinds]
+
+        gradients = closure((t for t, kind in kinds.items() if kind == "gradient"), sources)
+        return {**kinds, **dict.fromkeys(gradients, "gradient")}
 
     def _stacks(self) -> dict[str, list[tuple[PTensor, PTensor]]]:
         """Local shape -> what loops stack up in arrays of this shape, and the slices of it."""
@@ -215,14 +176,8 @@ class _Owners:
 
     def _maker(self, tensor: PTensor) -> Op | None:
         """The op that makes a tensor, or the slices or last iteration of it."""
-        waiting, seen = [tensor], {tensor}
-        for here in waiting:
-            if here in self.graph.producer:
-                return self.graph.producer[here]
-            linked = [other for other, _ in self.graph.linked.get(here, ()) if other not in seen]
-            seen.update(linked)
-            waiting += linked
-        return None
+        same = closure([tensor], lambda t: [other for other, _ in self.graph.linked.get(t, ())])
+        return next((self.graph.producer[t] for t in same if t in self.graph.producer), None)
 
     def _of_op(self, op: Op, value: Value) -> MemoryKind:
         elements, laid = math.prod(map(int, _DIMS.findall(value.shape.partition("[")[2]))), self.step.completed.ops[op.path]

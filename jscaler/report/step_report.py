@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jscaler.cost import Bytes, CostModel
-from jscaler.estimate.memory import memory_of
+from jscaler.estimate.memory import Memory, estimated_memory
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -75,23 +75,6 @@ class KindBytes:
 
 
 @dataclass(frozen=True)
-class PeakBytes:
-    """Bytes on each device at the worst moment of a step, as estimated (`jscaler.estimate`); donated state in place.
-
-    Attributes:
-        arguments: parameters, optimizer state and inputs, held throughout.
-        at: the path of the op that runs then.
-    """
-
-    arguments: int
-    gradients: int
-    activations: int
-    temporaries: int
-    total: int
-    at: str
-
-
-@dataclass(frozen=True)
 class StepReport:
     """What a plan makes of a step.
 
@@ -102,7 +85,7 @@ class StepReport:
             nothing is sent for it.
         leaves: groups of like leaves of the step's arguments.
         memory: bytes by kind of tensor.
-        peak: what lives at the worst moment.
+        estimate: what lives at the worst moment, with donated state in place.
         results: what is moved for the step's results.
         not_sharded: what lies whole along the axes of the plan's shards, a line each, and why.
         unit: of the runners-up: ``bytes`` (a launch counts as some, too) or ``seconds``.
@@ -117,7 +100,7 @@ class StepReport:
     ops: tuple[OpRow, ...]
     leaves: tuple[LeafRow, ...]
     memory: tuple[KindBytes, ...]
-    peak: PeakBytes
+    estimate: Memory
     results: tuple[Move, ...]
     not_sharded: tuple[str, ...] = ()
     unit: str = "bytes"
@@ -158,7 +141,7 @@ def step_report(graph: Graph, plan: Plan, completed: Completed, segments: Sequen
         _op_rows(graph, completed, moves),
         leaf_rows(graph, plan, completed, cost),
         _memory(graph, completed),
-        _peak(graph, segments),
+        estimated_memory(graph, segments).memory,
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),
         "bytes" if isinstance(cost, Bytes) else "seconds",
@@ -236,9 +219,3 @@ def _memory(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
         parts = sum(local_bytes(t, laid[t]) if t in laid else t.nbytes for t in mine)
         rows.append(KindBytes(kind, len(mine), sum(t.nbytes for t in mine), parts))
     return tuple(rows)
-
-
-def _peak(graph: Graph, segments: Sequence[Segment]) -> PeakBytes:
-    """Of the group whose devices hold most."""
-    found = max((memory_of(graph, segment) for segment in segments), key=lambda memory: memory.peak)
-    return PeakBytes(found.arguments, found.gradients, found.activations, found.temporaries, found.peak, found.at)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jscaler.cost import Cluster
+from jscaler.estimate.memory import Memory
 from jscaler.report.hlo import Collective, collectives
-from jscaler.report.memory import Contributor, Memory
+from jscaler.report.memory import Contributor
 
 if TYPE_CHECKING:
     from jscaler.stages import StepPlan
@@ -79,7 +80,7 @@ class TargetReport(Inspectable):
 
     @property
     def fits(self) -> bool:
-        return self.memory.fits
+        return self.memory.headroom >= 0
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for ``--json``."""

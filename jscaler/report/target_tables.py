@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 from rich.table import Table
 
+from jscaler.estimate.memory import Memory
 from jscaler.report.explain import readable_bytes
-from jscaler.report.memory import MEMORY_KINDS, Memory
 from jscaler.report.steps import devices_text
 from jscaler.report.tables import table
 from jscaler.report.target_report import CollectiveRow, TargetReport
@@ -54,8 +54,8 @@ def memory_table(memory: Memory) -> Table:
     """Bytes by kind."""
     rows = [
         (kind, readable_bytes(size), f"{size / memory.capacity:.1%}", WHAT[kind])
-        for kind in MEMORY_KINDS
-        if (size := getattr(memory, kind)) or kind != "outputs"
+        for kind, size in memory.by_kind.items()
+        if size or kind != "outputs"
     ]
     made = table("memory of one device", ("kind", "bytes", "of the device", ""), rows)
     made.add_section()

@@ -1,10 +1,11 @@
 """How far a dim of an input reaches through the dataflow: the answer to ``graph.factor_of``."""
 
-from collections import deque
+from collections.abc import Iterator
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.ir.rule import DimFactors
+from jscaler.ir.walk import closure
 
 
 def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
@@ -17,26 +18,22 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
     if not 0 <= dim < len(tensor.shape):
         raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}")
     by_op: dict[Op, set[str]] = {}
-    seen: set[tuple[PTensor, int]] = {(tensor, dim)}
-    queue = deque(seen)
-    while queue:
-        here, place = queue.popleft()
+
+    def onward(at: tuple[PTensor, int]) -> Iterator[tuple[PTensor, int]]:
+        here, place = at
         producer = graph.producer.get(here)
         readers = graph.consumers.get(here, ())
         for op in (*readers, *((producer,) if producer else ())):
             for factor in _factors_at(graph, op, here, place):
-                if factor in by_op.setdefault(op, set()):
-                    continue
-                by_op[op].add(factor)
-                for beyond in _carriers(graph, op, factor):
-                    if beyond not in seen:
-                        seen.add(beyond)
-                        queue.append(beyond)
+                if factor not in by_op.setdefault(op, set()):
+                    by_op[op].add(factor)
+                    yield from _carriers(graph, op, factor)
         for other, shift in graph.linked.get(here, ()):  # into loops and out of them; the dim of iterations stays outside
-            beyond = (other, place + shift)
-            if beyond[1] >= 0 and beyond not in seen:
-                seen.add(beyond)
-                queue.append(beyond)
+            if place + shift >= 0:
+                yield other, place + shift
+
+    for _ in closure([(tensor, dim)], onward):
+        pass
     found = sorted((op for op, factors in by_op.items() if factors), key=lambda op: graph.position[op.path])
     return {op: _first(graph, op, by_op[op]) for op in found}
 

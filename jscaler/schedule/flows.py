@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from jax.extend import core
 
 from jscaler.ir import Body, Graph, Op, PTensor
+from jscaler.ir.walk import closure
 
 # What hands a value on as it is, or one of several: a version of state that is chosen, cast or stacked is that state.
 HANDS_ON = frozenset(
@@ -43,27 +44,19 @@ class Flows:
 
     def onward(self, tensor: PTensor) -> tuple[Set[PTensor], list[Op]]:
         """All that is made of ``tensor``, itself among it, and the ops that read any of that; but for backward passes."""
-        todo, made, readers = [tensor], {tensor}, dict[str, Op]()
-        while todo:
-            at = todo.pop()
-            found = list(self.behind.get(at, ()))
+        readers: dict[str, Op] = {}
+
+        def beyond(at: PTensor) -> Iterator[PTensor]:
+            yield from self.behind.get(at, ())
             for op in self.graph.consumers.get(at, ()):
-                if op.kind != "backward" and op.path not in readers:
+                if op.kind != "backward":
                     readers[op.path] = op
-                    found += op.outputs
-            fresh = [t for t in dict.fromkeys(found) if t not in made]
-            made.update(fresh)
-            todo += fresh
-        return made, list(readers.values())
+                    yield from op.outputs
+
+        return set(closure([tensor], beyond)), list(readers.values())
 
     def _back(self, tensor: PTensor, ends: Set[PTensor], handed: bool) -> Iterator[PTensor]:
-        todo, seen = [tensor], {tensor}
-        while todo:
-            at = todo.pop()
-            yield at
-            fresh = [t for t in dict.fromkeys(self._sources(at, handed)) if t not in seen] if at not in ends else []
-            seen.update(fresh)
-            todo += fresh
+        return closure([tensor], lambda at: self._sources(at, handed) if at not in ends else ())
 
     def _sources(self, tensor: PTensor, handed: bool) -> Sequence[PTensor]:
         op = self.graph.producer.get(tensor)

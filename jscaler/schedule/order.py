@@ -1,12 +1,13 @@
 """Order constraints and data dependencies together form a DAG; a cycle is found here, before anything is compiled."""
 
-import heapq
 import itertools
 from collections.abc import Sequence
+from graphlib import CycleError
 
 from jscaler.errors import OrderError
 from jscaler.ir import Graph, Nest, Op, flat
-from jscaler.ir.loop import Item
+from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.walk import in_order
 from jscaler.primitives import Order
 
 
@@ -26,48 +27,34 @@ def ordered_ops(graph: Graph, orders: Sequence[Order]) -> tuple[Op, ...]:
 
 def _ordered(graph: Graph, items: Sequence[Item], orders: Sequence[Order]) -> list[Item]:
     """The items of the program or of one loop's body; a loop is one item, and its own items are ordered in it."""
-    name = {index: item.path if isinstance(item, Op) else item.loop.name for index, item in enumerate(items)}
-    home = {op.path: name[i] for i, item in enumerate(items) for op in flat([item])}
-    made = {t: home[op.path] for item in items for op in flat([item]) for t in op.outputs}
-    made |= {t: item.loop.name for item in items if isinstance(item, Nest) for t in (*item.tensors(), *item.loop.results)}
-    before: dict[str, set[str]] = {}
-    for index, item in enumerate(items):
-        reads = item.inputs if isinstance(item, Op) else item.reads()
-        before[name[index]] = {made[t] for t in reads if t in made} - {name[index]}
+    try:
+        found = [items[i] for i in in_order(dependencies(items, orders), key=int)]
+    except CycleError as error:
+        raise _cyclic([_name(items[i]) for i in error.args[1]], orders) from None
+    return [i if isinstance(i, Op) else Nest(i.loop, tuple(_ordered(graph, i.items, orders))) for i in found]
+
+
+def dependencies(items: Sequence[Item], orders: Sequence[Order]) -> dict[int, set[int]]:
+    """For which others each of the items of one level waits: for data, and as ``orders`` say."""
+    home = {op.path: i for i, item in enumerate(items) for op in flat([item])}
+    made = {t: i for i, item in enumerate(items) for t in made_by(item)}
+    found = {i: {made[t] for t in reads_of(item) if t in made} - {i} for i, item in enumerate(items)}
     for order in orders:
         first, second = home.get(order.before), home.get(order.after)
-        if first is not None and second is not None and (first != second or order.before == order.after == first):
-            before[second].add(first)
-    waiting = {path: len(sources) for path, sources in before.items()}
-    after: dict[str, list[str]] = {path: [] for path in before}
-    for path, sources in before.items():
-        for source in sources:
-            after[source].append(path)
-    position = {path: i for i, path in name.items()}
-    ready = [position[path] for path, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    result: list[Item] = []
-    while ready:
-        item = items[heapq.heappop(ready)]
-        path = item.path if isinstance(item, Op) else item.loop.name
-        result.append(item if isinstance(item, Op) else Nest(item.loop, tuple(_ordered(graph, item.items, orders))))
-        for later in after[path]:
-            waiting[later] -= 1
-            if not waiting[later]:
-                heapq.heappush(ready, position[later])
-    if len(result) < len(items):
-        _raise_cycle({path for path, count in waiting.items() if count}, before, orders)
-    return result
+        if first is not None and second is not None:
+            apart = first != second or order.before == order.after == _name(items[first])
+            found[second] |= {first} if apart else set()
+    return found
 
 
-def _raise_cycle(stuck: set[str], before: dict[str, set[str]], orders: Sequence[Order]) -> None:
-    walk = [min(stuck)]
-    while walk[-1] not in walk[:-1]:
-        walk.append(min(s for s in before[walk[-1]] if s in stuck))
-    cycle = walk[walk.index(walk[-1]) :][::-1]
+def _name(item: Item) -> str:
+    return item.path if isinstance(item, Op) else item.loop.name
+
+
+def _cyclic(cycle: Sequence[str], orders: Sequence[Order]) -> OrderError:
     asked = {(o.before, o.after) for o in orders}
     arrows = [f"{a} {'<' if (a, b) in asked else '->'} {b}" for a, b in itertools.pairwise(cycle)]
-    raise OrderError(
+    return OrderError(
         f"the order is cyclic: {'; '.join(arrows)} ('<' was asked by op_order, '->' is data); "
         "drop one of the op_order calls"
     )

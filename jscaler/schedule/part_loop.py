@@ -1,4 +1,4 @@
-"""One region of a time axis as a loop: what comes in is cut, its ops run at part shapes, what leaves is joined.
+"""A time axis as loops: of each region what comes in is cut, its ops run at part shapes, what leaves is joined.
 
 whole ──► cut by the part's number ──┐
 what the parts share ────────────────┴──► ops ──┬──► summand ──► + ──► carry ──► the sum
@@ -6,8 +6,9 @@ what the parts share ────────────────┴──�
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,40 +16,31 @@ import numpy as np
 from jax import lax
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.recompute import with_fence_body
-from jscaler.ir import Body, Carry, Graph, Loop, Nest, Op, PTensor, Stacked, flat
-from jscaler.ir.loop import Item
+from jscaler.ir import Body, Carry, Graph, Loop, Nest, Op, PTensor, Stacked
+from jscaler.ir.loop import Item, chain_of
 from jscaler.ir.mask import Combiner
+from jscaler.ir.walk import closure
+from jscaler.primitives import Trans
+from jscaler.rules.book import RuleBook
 from jscaler.rules.neutral import neutral
-from jscaler.schedule.parts import Form, Own, Sliced, Summed
-from jscaler.schedule.regions import Region, Regions, shifted
-from jscaler.schedule.time_axes import TimeCut
-from jscaler.schedule.wide import add_wide, cast, is_widened
+from jscaler.schedule.alone import handed_on
+from jscaler.schedule.parts import Form, OpPart, Own, Piece, Sliced, Summed, like_its_forward, op_part
+from jscaler.schedule.regions import Region, shifted
+from jscaler.schedule.time_axes import TimeAxes, TimeCut
+from jscaler.schedule.wide import wide_sum
+from jscaler.schedule.writer import AxisWriter, RegionWriter
 
 
-class AxisWriter(Protocol):
-    """What a region needs of the time axis that it is written for.
+def in_loops(graph: Graph, axes: TimeAxes, axis: str, book: RuleBook, bodies: BodyTable, closed: Set[str]) -> Graph:
+    """``graph`` with the loops of one time axis.
 
-    Attributes:
-        part_of: tensor -> what stands for it in the loop; filled here, like ``loops``, ``new_ops`` and ``wide``.
-        handed_on: a result that a part hands to the next -> the state that it takes the place of.
+    Args:
+        closed: loops in whose bodies the axis runs, iteration by iteration.
     """
-
-    graph: Graph
-    axis: str
-    cuts: Mapping[str, TimeCut]
-    bodies: BodyTable
-    regions: Regions
-    alone: frozenset[str]
-    sum_dtype: str | None
-    handed_on: Mapping[PTensor, PTensor]
-    part_of: dict[PTensor, PTensor]
-    loops: dict[str, Loop]
-    new_ops: dict[str, Op]
-    wide: dict[PTensor, PTensor]
-
-    def outside(self, tensor: PTensor, region: Region) -> bool: ...
-    def in_step(self, tensor: PTensor, reader: Op) -> bool: ...
+    try:
+        return _Writer(graph, axes, axis, book, bodies, closed).run()
+    except TornApartError as torn:
+        return in_loops(graph, axes, axis, book, bodies, closed | {torn.loop})
 
 
 class TornApartError(Exception):
@@ -58,19 +50,108 @@ class TornApartError(Exception):
         self.loop = loop
 
 
-class RegionWriter:
+class _Writer(AxisWriter):
+    """Writes the parts of one time axis as loops.
+
+    Attributes:
+        alone: ops that run on each part alone.
+        handed_on: a result that a part hands to the next -> the state that it takes the place of.
+    """
+
+    def __init__(self, graph: Graph, axes: TimeAxes, axis: str, book: RuleBook, bodies: BodyTable, closed: Set[str]):
+        self.alone = axes.plan.alone
+        self.grids = {d.op: (*d.axes, *d.chunks) for d in axes.plan.decisions if isinstance(d, Trans)}
+        self.bodies_of_parts: dict[int, Body] = {}
+        super().__init__(graph, axes, axis, book, bodies, closed)
+        self.handed_on = handed_on(graph, self.regions.parts)
+
+    def planned(self) -> dict[str, OpPart]:
+        found: dict[str, OpPart] = {}
+        made: dict[PTensor, Form] = {}
+        for path, cut in self.cuts.items():
+            op = self.graph[path]
+            alone = made if (op.forward or op.again or op).path in self.alone else None
+            part = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts, alone)
+            assert part is not None or alone is None or op.forward is not None, (
+                f"{op} has the body of a part, and runs whole"
+            )
+            if part is not None:
+                if alone is not None and op.forward is not None and op.forward.path in found:
+                    part = like_its_forward(op, part, found[op.forward.path], self.bodies)
+                found[path] = part
+                made.update(zip(op.outputs, part.outputs, strict=True))
+        return self._without_counts(found)
+
+    def _without_counts(self, parts: dict[str, OpPart]) -> dict[str, OpPart]:
+        """``parts`` without what only counts inputs (a mask's sum, by which a loss is divided): it runs before, on all.
+
+        What reads a sum over all parts could not stand in their loop otherwise.
+        """
+        state = {self.graph.inputs[i] for i in self.graph.next_version.values()}
+        state |= {t for call in self.graph.calls for t in call.wrt}
+        known = set(self.graph.inputs) - state | {c for c, _ in self.graph.constants}
+        alone: set[str] = set()
+        for op in self.graph.ops:
+            is_alone = op.path in self.alone  # its body is that of a part
+            if op.loop is None and op.kind != "backward" and not is_alone and all(t in known for t in op.inputs):
+                known.update(op.outputs)
+                alone.add(op.path)
+        counts = [
+            op
+            for op in self.graph.ops
+            if op.path in alone and op.path in parts
+            for t, form in zip(op.outputs, parts[op.path].outputs, strict=True)
+            if isinstance(form, Summed) and self._reaches(t, parts)
+        ]
+        made = self.graph.producer
+        whole = {op.path for op in closure(counts, lambda op: [made[t] for t in op.inputs if t in made])}
+        return {path: part for path, part in parts.items() if path not in whole}
+
+    def _reaches(self, tensor: PTensor, parts: Mapping[str, OpPart]) -> bool:
+        """Whether an op in time reads ``tensor``, or what others make of it (the division of a loss, and its backward)."""
+        readers = self.graph.consumers
+
+        def onward(made: PTensor) -> Iterable[PTensor]:
+            return (t for op in readers.get(made, ()) if op.kind != "update" for t in op.outputs)
+
+        return any(op.path in parts for t in closure([tensor], onward) for op in readers.get(t, ()))
+
+    def like(self, op: Op, factor: str, form: Piece) -> Iterator[OpPart]:
+        assert isinstance(form, Sliced)
+        for blocks in dict.fromkeys((form.blocks, 1)):
+            cut = TimeCut(self.axis, factor, form.parts, blocks)
+            made = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts)
+            if made is not None and self._leaves_room(op, factor, made):
+                yield made
+
+    def _leaves_room(self, op: Op, factor: str, part: OpPart) -> bool:
+        """Whether what the plan splits ``op`` into between devices divides its parts in time."""
+        axes = [a for a in self.grids.get(op.path, ()) if a.factor == factor]
+        if any(a.sizes or a.algorithm for a in axes):
+            return False
+        left = dict(pair for dims in part.named.tensors for dim in dims for pair in dim) if part.named else {}
+        return left.get(factor, 1) % math.prod(a.parts for a in axes) == 0
+
+    def region(self, region: Region, place: str | None) -> list[Item]:
+        return _Region(self, region, place).run()
+
+    def counterpart(self, op: Op, source: Op) -> Op | None:
+        return self.new_ops.get(source.path, source)
+
+    def in_step(self, tensor: PTensor, reader: Op) -> bool:
+        """Whether the loops around ``reader`` go with those around the maker of ``tensor``, iteration for iteration."""
+        around = (chain_of(place, self.graph.loops) for place in (self.graph.homes.get(tensor), reader.loop))
+        mine, other = ([self.graph.loops[name].length for name in chain] for chain in around)
+        return mine == other
+
+
+class _Region(RegionWriter):
     """Writes one region as a loop."""
 
-    def __init__(self, writer: AxisWriter, region: Region, place: str | None):
-        self.writer = writer
-        self.region = region
-        self.place = place
-        self.forms = writer.regions.forms
-        self.name = f"{writer.axis}@{min(region.ops, key=writer.graph.position.__getitem__)}"
-        self.parts = next(iter(writer.cuts.values())).parts
-        self.made = dict.fromkeys(t for item in region.items for t in _all_made(item))
-        self.cut: dict[tuple[PTensor, Sliced], PTensor] = {}
-        self.levels: list[tuple[list[Item], str]] = [([], self.name)]  # of the loop's body, and of loops in it
+    writer: _Writer
+
+    def __init__(self, writer: _Writer, region: Region, place: str | None):
+        super().__init__(writer, region, place)
         self.before: list[Item] = []
         self.after: list[Item] = []
         self.taken = {  # state that a part takes over: the input -> what an iteration finds
@@ -78,22 +159,18 @@ class RegionWriter:
             for tensor, state in writer.handed_on.items()
             if tensor in self.made
         }
-        self.index: PTensor | None = None
+        self.number_of: PTensor | None = None  # of the part that an iteration runs
         self.xs: list[Stacked] = []
-        self.like = next(flat(region.items))
 
     def run(self) -> list[Item]:
         writer = self.writer
-        for tensor in self.made:
-            writer.part_of[tensor] = self._part(tensor)
-        body = self.levels[0][0]
+        body: list[Item] = []
+        self.begin(0, body, self.name)
         for item in self.region.items:
-            body.append(self._item(item))
+            self._item(item)
         carries, ys = [], []
         inside = {t: item.loop.name for item in self.region.items if isinstance(item, Nest) for t in item.tensors()}
-        for tensor in self.made:
-            if not writer.outside(tensor, self.region):
-                continue
+        for tensor in self.wanted:
             if tensor in inside:
                 raise TornApartError(inside[tensor])
             form = self.forms.get(tensor)
@@ -101,161 +178,98 @@ class RegionWriter:
                 ys.append(self._merged(tensor, form))
             else:
                 carries.append(self._carried(tensor, form))
-        loop = Loop(self.name, self.parts, False, tuple(carries), tuple(self.xs), tuple(ys), self.place, time=writer.axis)
+        loop = Loop(self.name, writer.count, False, tuple(carries), tuple(self.xs), tuple(ys), self.place, time=writer.axis)
         writer.loops[self.name] = loop
         return [*self.before, Nest(loop, tuple(body)), *self.after]
 
-    def _part(self, tensor: PTensor) -> PTensor:
-        form = self.forms.get(tensor)
-        aval = tensor.aval.update(shape=form.shape(tensor.shape)) if isinstance(form, Sliced) else tensor.aval
+    def stand_in(self, tensor: PTensor, aval: Any) -> PTensor:
         return PTensor(f"{tensor.name}@{self.writer.axis}", aval, tensor.role)
 
-    def _item(self, item: Item) -> Item:
-        return self._op(item) if isinstance(item, Op) else self._nest(item)
+    def _item(self, item: Item) -> None:
+        if isinstance(item, Op):
+            self.op(item)
+        else:
+            self._nest(item)
 
-    def _op(self, op: Op) -> Op:
-        writer = self.writer
-        part = writer.regions.parts.get(op.path)
-        wanted = part.inputs if part is not None else (None,) * len(op.inputs)
-        inputs = tuple(self._read(t, form, op) for t, form in zip(op.inputs, wanted, strict=True))
-        table = dict(zip(op.inputs, inputs, strict=True))
-        changes: dict[str, object] = {
-            "inputs": inputs,
-            "outputs": tuple(writer.part_of[t] for t in op.outputs),
-            "loop": self.levels[-1][1],
-            "cotangents": tuple((i, table.get(t, t)) for i, t in op.cotangents),
-            "saved": tuple((table.get(t, t), stands) for t, stands in op.saved),
-        }
-        if part is not None and part.named is not None:
-            changes["named"] = part.named
-        if part is not None and part.body is not None:
-            index = (self._index(),) if part.indexed else ()
-            changes |= {"body": part.body, "inputs": (*inputs, *index)}
-        made = with_fence_body(dataclasses.replace(op, **changes), writer.bodies)  # type: ignore[arg-type]
-        writer.new_ops[op.path] = made
-        return made
-
-    def _nest(self, nest: Nest) -> Nest:
-        loop, part_of = nest.loop, self.writer.part_of
+    def _nest(self, nest: Nest) -> None:
+        loop = nest.loop
         carries = tuple(
             dataclasses.replace(
                 c,
-                init=self._read(c.init, self.forms.get(c.inside), self.like),
-                inside=part_of[c.inside],
-                out=part_of.get(c.out, c.out),
-                final=part_of[c.final],
+                init=self.read(c.init, self.forms.get(c.inside), self.like),
+                inside=self.part(c.inside),
+                out=self.part(c.out),
+                final=self.part(c.final),
             )
             for c in loop.carries
         )
         xs = tuple(
             dataclasses.replace(
-                x, stack=self._read(x.stack, shifted(self.forms.get(x.slice), 1), self.like), slice=part_of[x.slice]
+                x, stack=self.read(x.stack, shifted(self.forms.get(x.slice), 1), self.like), slice=self.part(x.slice)
             )
             for x in loop.xs
         )
-        around = self.levels[-1][1]
-        self.levels.append(([], loop.name))
+        around, name = self.levels[-1]
+        inner: list[Item] = []
+        self.levels.append((inner, loop.name))
         for item in nest.items:
-            made = self._item(item)
-            self.levels[-1][0].append(made)
-        items = tuple(self.levels.pop()[0])
-        ys = tuple(dataclasses.replace(y, stack=part_of[y.stack], slice=part_of.get(y.slice, y.slice)) for y in loop.ys)
-        new = dataclasses.replace(loop, carries=carries, xs=xs, ys=ys, parent=around)
+            self._item(item)
+        self.levels.pop()
+        ys = tuple(dataclasses.replace(y, stack=self.part(y.stack), slice=self.part(y.slice)) for y in loop.ys)
+        new = dataclasses.replace(loop, carries=carries, xs=xs, ys=ys, parent=name)
         self.writer.loops[loop.name] = new
-        return Nest(new, items)
+        around.append(Nest(new, tuple(inner)))
 
     # -- into the loop
 
-    def _read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
-        """What a part reads of ``tensor``: what the region makes, a piece that is cut off here, or the whole."""
+    def read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
         if tensor in self.taken and form is None:
             return self.taken[tensor]
         assert form is not None or reader.path not in self.writer.alone or tensor not in self.writer.handed_on.values(), (
             tensor
         )
-        handed = isinstance(form, Sliced) and self.forms.get(tensor) == form and self.writer.in_step(tensor, reader)
-        if tensor in self.made or handed:
-            found = self.writer.part_of[tensor]
-            if self.forms.get(tensor) == form or not isinstance(form, Sliced):
-                return found
-            return self._cut(tensor, found, form, reader)  # made whole by every part
-        return self._cut(tensor, tensor, form, reader) if isinstance(form, Sliced) else tensor
+        return super().read(tensor, form, reader)
 
-    def _cut(self, tensor: PTensor, whole: PTensor, form: Sliced, reader: Op) -> PTensor:
-        if (tensor, form) not in self.cut:
-            aval = whole.aval.update(shape=form.shape(whole.shape), weak_type=False)
-            names = [t for t, _ in self.cut]
-            mark = f"#{names.count(tensor)}" if tensor in names else ""
-            made = PTensor(f"{tensor.name}@{self.name}{mark}", aval, tensor.role)
-            body = self.writer.bodies.traced(lambda x, i: [form.take(x, i)], [whole.aval, _index_aval()])
-            kind = "backward" if reader.kind == "backward" else "forward"
-            path = f"{tensor.name}@cut{mark}@{self.name}"
-            items, place = self.levels[-1] if tensor in self.made else self.levels[0]
-            items.append(Op(path, kind, (whole, self._index()), (made,), body, call=reader.call, loop=place))
-            self.cut[tensor, form] = made
-        return self.cut[tensor, form]
-
-    def _index(self) -> PTensor:
-        """The number of the part that an iteration runs."""
-        if self.index is None:
-            self.index = PTensor(f"{self.name}:index", _index_aval())
-            stack = PTensor(f"{self.name}:indices", _index_aval(self.parts))
-            count = self.parts
+    def index(self) -> tuple[PTensor, ...]:
+        if self.number_of is None:
+            self.number_of = PTensor(f"{self.name}:index", _index_aval())
+            stack = PTensor(f"{self.name}:indices", _index_aval(self.writer.count))
+            count = self.writer.count
             body = self.writer.bodies.traced(lambda: [lax.iota(jnp.int32, count)], [])
-            self.before.append(self._beside(f"{self.name}:count", (), stack, body))
-            self.xs.append(Stacked(stack, self.index))
-        return self.index
+            self.before.append(self.beside(f"{self.name}:count", (), stack, body))
+            self.xs.append(Stacked(stack, self.number_of))
+        return (self.number_of,)
 
     # -- out of it
 
     def _merged(self, tensor: PTensor, form: Sliced) -> Stacked:
-        part = self.writer.part_of[tensor]
+        part = self.part(tensor)
         stack = PTensor(
-            f"{tensor.name}@stack", part.aval.update(shape=(self.parts, *part.shape), weak_type=False), tensor.role
+            f"{tensor.name}@stack", part.aval.update(shape=(self.writer.count, *part.shape), weak_type=False), tensor.role
         )
         body = self.writer.bodies.traced(lambda x: [form.merge(x)], [stack.aval])
-        self.after.append(self._beside(f"{tensor.name}@merge", (stack,), tensor, body))
+        self.after.append(self.beside(f"{tensor.name}@merge", (stack,), tensor, body))
         return Stacked(stack, part)
 
     def _carried(self, tensor: PTensor, form: Form) -> Carry:
         """What all parts add up to, or join to; of what is the same for all, the last."""
-        bodies, part = self.writer.bodies, self.writer.part_of[tensor]
+        bodies, part = self.writer.bodies, self.part(tensor)
         if isinstance(form, Own):
             state = self.writer.handed_on[tensor]
             return Carry(state, self.taken[state], part, tensor)
         combiner = form.combiner if isinstance(form, Summed) else "add"
         added = form is not None and combiner == "add"
-        final = self._summed_in(tensor) if added else tensor
+        wide = wide_sum(tensor, self.writer.in_space.accumulation.dtype, f"{tensor.name}@sum") if added else None
+        final = tensor if wide is None else wide
+        self.after += [] if wide is None else [self.cast(tensor, wide)]
         init, inside = (PTensor(f"{tensor.name}@{word}", final.aval, tensor.role) for word in ("start", "sofar"))
-        self.before.append(self._beside(f"{tensor.name}@start", (), init, _start(bodies, final.aval, combiner)))
+        self.before.append(self.beside(f"{tensor.name}@start", (), init, _start(bodies, final.aval, combiner)))
         if form is None:
             return Carry(init, inside, part, tensor)
         out = PTensor(f"{tensor.name}@more", final.aval, tensor.role)
-        if final is not tensor:
-            body = add_wide(bodies, final.aval, part.aval)
-        else:
-            body = bodies.join(tensor.aval, 2) if added else bodies.traced(JOIN[combiner], [tensor.aval] * 2)
-        op = self._beside(f"{tensor.name}@more", (inside, part), out, body)
+        op = self.beside(f"{tensor.name}@more", (inside, part), out, self.joining(inside, part, combiner))
         self.levels[0][0].append(dataclasses.replace(op, loop=self.name, anywhere="sum" if added else ""))
         return Carry(init, inside, out, final, is_sum=added)
-
-    def _summed_in(self, tensor: PTensor) -> PTensor:
-        """What the parts of ``tensor`` add up to: itself, or its value in the dtype that the plan asks for."""
-        asked = self.writer.sum_dtype
-        if not is_widened(tensor, asked):
-            return tensor
-        wide = PTensor(f"{tensor.name}@sum", tensor.aval.update(dtype=jnp.dtype(asked), weak_type=False), tensor.role)
-        body = cast(self.writer.bodies, wide.aval, tensor.dtype)
-        self.after.append(self._beside(f"{tensor.name}@cast", (wide,), tensor, body))
-        self.writer.wide[tensor] = wide
-        return wide
-
-    def _beside(self, path: str, inputs: tuple[PTensor, ...], output: PTensor, body: Body) -> Op:
-        kind = "backward" if output.role == "gradient" else self.like.kind
-        return Op(path, kind, inputs, (output,), body, call=self.like.call, loop=self.place)
-
-
-JOIN = {"max": lambda a, b: [jnp.maximum(a, b)], "min": lambda a, b: [jnp.minimum(a, b)]}
 
 
 def _start(bodies: BodyTable, aval: Any, combiner: Combiner) -> Body:
@@ -267,11 +281,3 @@ def _start(bodies: BodyTable, aval: Any, combiner: Combiner) -> Body:
 
 def _index_aval(*shape: int) -> Any:
     return jax.typeof(np.zeros(shape, np.int32))
-
-
-def _all_made(item: Item) -> Iterator[PTensor]:
-    if isinstance(item, Op):
-        yield from item.outputs
-    else:
-        yield from item.tensors()
-        yield from item.loop.results

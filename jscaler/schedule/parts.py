@@ -42,11 +42,11 @@ class Sliced:
         """The same of a tensor with ``by`` dims more in front; None where the dim would be gone."""
         return dataclasses.replace(self, dim=self.dim + by) if self.dim + by >= 0 else None
 
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The part's shape."""
+    def shape(self, whole: Sequence[int], number: int = 0) -> tuple[int, ...]:
+        """The shape of any part."""
         return (*whole[: self.dim], self.blocks * self.rows, *whole[self.dim + 1 :])
 
-    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+    def take(self, x: jax.Array, index: jax.Array | int) -> jax.Array:
         """Part ``index`` of ``x``."""
         seen = x.reshape((*x.shape[: self.dim], self.blocks, self.parts, self.rows, *x.shape[self.dim + 1 :]))
         return lax.dynamic_index_in_dim(seen, index, self.dim + 1, keepdims=False).reshape(self.shape(x.shape))
@@ -102,7 +102,8 @@ class Ranged:
         return lax.concatenate(seen, self.dim + 1).reshape(whole)
 
 
-Form = Sliced | Ranged | Summed | Own | None  # None: the tensor as it is, the same for all parts
+Piece = Sliced | Ranged
+Form = Piece | Summed | Own | None  # None: the tensor as it is, the same for all parts
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,24 @@ class OpPart:
     named: FactorNames | None = None
     indexed: bool = False
 
+    def of(self, number: int) -> tuple[Body | None, FactorNames | None]:
+        """Body and names for part ``number``."""
+        return self.body, self.named
+
 
 @dataclass(frozen=True)
 class CellParts(OpPart):
     """What one op does for each of several unequal parts.
 
     Attributes:
-        bodies, names: of each part; none for an op that goes on with parts as it is.
+        bodies, names: of each part.
     """
 
     bodies: tuple[Body, ...] = ()
     names: tuple[FactorNames, ...] = ()
+
+    def of(self, number: int) -> tuple[Body | None, FactorNames | None]:
+        return self.bodies[number], self.names[number]
 
 
 def cell_parts(op: Op, factor: str, sizes: tuple[int, ...], book: RuleBook, bodies: BodyTable) -> CellParts | None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
-from jscaler.ir.loop import Item
+from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.walk import Sets, in_order
 from jscaler.schedule.parts import Form, OpPart, Sliced, Summed
 
 
@@ -63,10 +64,6 @@ class Regions:
 
     def __post_init__(self) -> None:
         self.planned = frozenset(self.parts)
-        self.homes: dict[PTensor, str | None] = {t: op.loop for op in self.graph.ops for t in op.outputs}
-        for loop in self.graph.loops.values():
-            self.homes.update(dict.fromkeys(loop.inner, loop.name))
-            self.homes.update(dict.fromkeys(loop.results, loop.parent))
 
     def arranged(self, items: Sequence[Item]) -> list[tuple[Item, ...] | Region]:
         """``items`` in an order in which every region stands together; runs of what is in none between them."""
@@ -74,8 +71,8 @@ class Regions:
         maker: dict[PTensor, int] = {}
         for item in items:
             node = _Node(item)
-            made = _made(item)
-            sources = {maker[t] for t in _reads(item) if t in maker}
+            made = made_by(item)
+            sources = {maker[t] for t in reads_of(item) if t in maker}
             node.in_time = self._enters(item, sources, nodes)
             for source in sources:
                 deeper = nodes[source].in_time and not (node.in_time and self._as_made(item, nodes[source].item))
@@ -105,7 +102,7 @@ class Regions:
             node = nodes[index]
             if node.in_time and _is_clone(node.item):
                 node.depth = max(node.depth, latest.get(index, 0))
-            for source in {maker[t] for t in _reads(node.item) if t in maker}:
+            for source in {maker[t] for t in reads_of(node.item) if t in maker}:
                 apart = nodes[source].in_time and not (node.in_time and self._as_made(node.item, nodes[source].item))
                 latest[source] = min(latest.get(source, node.depth - apart), node.depth - apart)
 
@@ -142,15 +139,15 @@ class Regions:
         for source in sources:
             if nodes[source].in_time:
                 whole = nodes[source].depth < deepest
-                made = {t: self.forms.get(t) for t in _made(nodes[source].item)}
+                made = {t: self.forms.get(t) for t in made_by(nodes[source].item)}
                 found.update({t: f for t, f in made.items() if not (whole and isinstance(f, Summed))})
         return found
 
     def _as_made(self, item: Item, source: Item) -> bool:
         """Whether ``item`` reads what ``source`` makes as it is made: part for part."""
-        made = set(_made(source))
+        made = set(made_by(source))
         wanted = self.wanted(item)
-        return all(wanted.get(t) == self.forms.get(t) for t in _reads(item) if t in made)
+        return all(wanted.get(t) == self.forms.get(t) for t in reads_of(item) if t in made)
 
     def wanted(self, item: Item) -> dict[PTensor, Form]:
         """Which part of each tensor an item in time reads."""
@@ -182,7 +179,7 @@ class Regions:
 
     def _apart(self, tensor: PTensor, nest: Nest) -> bool:
         """Whether ``tensor`` is made in an iteration of another loop, which does not run part by part as a whole."""
-        home = self.homes.get(tensor)
+        home = self.graph.homes.get(tensor)
         return home is not None and home not in _loops([nest]) and home not in self._around(nest.loop)
 
     def _around(self, loop: Loop) -> Iterable[str]:
@@ -224,7 +221,7 @@ class Regions:
                 made = self._lifted(item, known)
                 if made is None and any(known.get(t) is not None for t in item.reads()):
                     return None
-                made = made if made is not None else dict.fromkeys(_made(item))
+                made = made if made is not None else dict.fromkeys(made_by(item))
             else:
                 made = self._made_by(item, known)
                 if made is None:
@@ -263,33 +260,18 @@ def shifted(form: Form, by: int) -> Form:
     return form.shifted(by) if isinstance(form, Sliced) else form
 
 
-def _made(item: Item) -> list[PTensor]:
-    """All that an item defines, inside of it too."""
-    return list(item.outputs) if isinstance(item, Op) else [*item.tensors(), *item.loop.results]
-
-
-def _reads(item: Item) -> list[PTensor]:
-    return list(dict.fromkeys(item.inputs if isinstance(item, Op) else item.reads()))
-
-
 def _is_clone(item: Item) -> bool:
     return isinstance(item, Op) and item.again is not None
 
 
 def _joined(nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> list[int]:
     """For every node one that stands for its region: nodes in time of one depth that hand parts to each other."""
-    parent = list(range(len(nodes)))
+    sets = Sets[int]()
     for index, node in enumerate(nodes):
-        for source in {maker[t] for t in _reads(node.item) if t in maker} if node.in_time else ():
+        for source in {maker[t] for t in reads_of(node.item) if t in maker} if node.in_time else ():
             if nodes[source].in_time and nodes[source].depth == node.depth:
-                parent[_root(parent, source)] = _root(parent, index)
-    return [_root(parent, i) for i in range(len(nodes))]
-
-
-def _root(parent: list[int], index: int) -> int:
-    while parent[index] != index:
-        parent[index] = index = parent[parent[index]]
-    return index
+                sets.join(source, index)
+    return [sets.root(i) for i in range(len(nodes))]
 
 
 def _sorted(nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor, int]) -> list[tuple[Item, ...] | Region]:
@@ -299,18 +281,12 @@ def _sorted(nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor
     for i, name in enumerate(group):
         members.setdefault(name, []).append(i)
     before = {
-        name: {group[maker[t]] for i in own for t in _reads(nodes[i].item) if t in maker} - {name}
+        name: {group[maker[t]] for i in own for t in reads_of(nodes[i].item) if t in maker} - {name}
         for name, own in members.items()
     }
     found: list[tuple[Item, ...] | Region] = []
-    done: set[tuple[int, int]] = set()
     # a region stands where the last of its items stood: by then all that it reads is there, or can be
-    waiting = sorted(members, key=lambda name: members[name][-1])
-    while waiting:
-        name = next((n for n in waiting if before[n] <= done), None)
-        assert name is not None, "regions of time axes wait for each other"
-        waiting.remove(name)
-        done.add(name)
+    for name in in_order(before, key=lambda name: members[name][-1]):
         items = tuple(nodes[i].item for i in members[name])
         if name[0] >= 0:
             found.append(_region(items))

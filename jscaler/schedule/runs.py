@@ -1,13 +1,16 @@
 """Runs: the ops of one part in time of one region. They follow each other in an order, and are pinned in it."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError
 
 from jscaler.errors import OrderError
 from jscaler.ir import Graph, Nest, Op, flat
 from jscaler.ir.loop import Item
+from jscaler.ir.walk import closure, sorter_of
 from jscaler.primitives import Order
+from jscaler.schedule.order import dependencies
 
 
 @dataclass
@@ -60,60 +63,35 @@ def _nests(items: Iterable[Item]) -> Iterable[Nest]:
 
 def _sequence(items: Sequence[Item], runs: Runs, orders: Sequence[Order]) -> list[Op]:
     """The ops of one level in an order that data and ``orders`` allow; a run that has begun goes on while it can."""
-    home = {op.path: i for i, item in enumerate(items) for op in flat([item])}
-    made = {t: i for i, item in enumerate(items) for op in flat([item]) for t in op.outputs}
-    made |= {t: i for i, item in enumerate(items) if isinstance(item, Nest) for t in (*item.tensors(), *item.loop.results)}
-    waits = [
-        {made[t] for t in (item.inputs if isinstance(item, Op) else item.reads()) if t in made} - {i}
-        for i, item in enumerate(items)
-    ]
-    for order in orders:
-        first, second = home.get(order.before), home.get(order.after)
-        if first is not None and second is not None and (first != second or order.before == order.after):
-            waits[second].add(first)
+    before = dependencies(items, orders)
     run: list[int | None] = [runs.of.get(item.path) if isinstance(item, Op) else None for item in items]
-    _keep_to_itself(run, runs.regions, waits)
-    readers: list[list[int]] = [[] for _ in items]
-    for i, sources in enumerate(waits):
-        for source in sources:
-            readers[source].append(i)
-    left = [len(sources) for sources in waits]
-    ready = {i for i, count in enumerate(left) if not count}
-    current, found = None, list[Op]()
-    while ready:
+    _keep_to_itself(run, runs.regions, before)
+    try:
+        sorter = sorter_of(before)
+    except CycleError as error:
+        cycle = {op.path for op in flat(items[i] for i in error.args[1])}
+        asked = "; ".join(f"{o.before} < {o.after}" for o in orders if {o.before, o.after} <= cycle)
+        raise OrderError(f"the order is cyclic, together with the data: {asked}; drop one of the op_order calls") from None
+    ready, current, found = set[int](), None, list[Op]()
+    while sorter.is_active():
+        ready.update(sorter.get_ready())
         at = min(ready, key=lambda i: (run[i] is None or run[i] != current, i))
         ready.remove(at)
         current = run[at] if run[at] is not None else current
         item = items[at]
         found += [item] if isinstance(item, Op) else []
-        for later in readers[at]:
-            left[later] -= 1
-            if not left[later]:
-                ready.add(later)
-    if stuck := [order for order in orders if any(left[home[p]] for p in (order.before, order.after) if p in home)]:
-        asked = "; ".join(f"{o.before} < {o.after}" for o in stuck)
-        raise OrderError(f"the order is cyclic, together with the data: {asked}; drop one of the op_order calls")
+        sorter.done(at)
     return found
 
 
-def _keep_to_itself(run: Sequence[int | None], regions: Sequence[str], waits: Sequence[set[int]]) -> None:
+def _keep_to_itself(run: Sequence[int | None], regions: Sequence[str], waits: Mapping[int, set[int]]) -> None:
     """Have each run of a region wait for the one before it, unless that waits for it."""
     members: dict[int, list[int]] = {}
     for i, number in enumerate(run):
         if number is not None:
             members.setdefault(number, []).append(i)
     for before, after in itertools.pairwise(sorted(members)):
-        if regions[before] == regions[after] and not _reach(members[before], waits) & set(members[after]):
+        awaited = closure(members[before], waits.__getitem__)
+        if regions[before] == regions[after] and set(members[after]).isdisjoint(awaited):
             for i in members[after]:
                 waits[i].update(members[before])
-
-
-def _reach(places: Iterable[int], waits: Sequence[set[int]]) -> set[int]:
-    """All that ``places`` wait for, directly or not."""
-    todo, found = list(places), set[int]()
-    while todo:
-        for source in waits[todo.pop()]:
-            if source not in found:
-                found.add(source)
-                todo.append(source)
-    return found

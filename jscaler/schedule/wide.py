@@ -17,11 +17,13 @@ from jscaler.capture.jaxprs import dtype, make_jaxpr
 from jscaler.ir import Body, Graph, Op, PTensor
 
 
-def is_widened(tensor: PTensor, asked: str | None) -> bool:
-    """Whether the sum of ``tensor``'s parts is made in the dtype that a plan asks for: it has more bits."""
+def wide_sum(tensor: PTensor, asked: str | None, name: str) -> PTensor | None:
+    """The sum of ``tensor``'s parts in the dtype that a plan asks for, if that has more bits."""
     if asked is None or tensor.role != "gradient" or not jnp.issubdtype(tensor.dtype, jnp.floating):
-        return False
-    return jnp.promote_types(tensor.dtype, asked) == jnp.dtype(asked) != tensor.dtype
+        return None
+    if not jnp.promote_types(tensor.dtype, asked) == jnp.dtype(asked) != tensor.dtype:
+        return None
+    return PTensor(name, tensor.aval.update(dtype=jnp.dtype(asked), weak_type=False), tensor.role)
 
 
 def add_wide(bodies: BodyTable, wide: Any, part: Any) -> Body:

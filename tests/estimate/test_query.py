@@ -43,7 +43,7 @@ def test_the_parts_of_a_cost_add_up(graph: Any, plan: Any, devices: int) -> None
     assert (found.seconds.communication > 0) == (found.sent.total > 0) == (devices > 1)
     memory = found.memory
     assert memory.arguments + memory.gradients + memory.activations + memory.temporaries == memory.peak
-    assert max(m.nbytes for m in memory.timeline) == memory.peak
+    assert max(m.nbytes for m in found.held.timeline) == memory.peak
     assert memory.at in found.step.graph.by_path
     assert set(found.by_op) == set(found.step.graph.by_path)
     assert json.loads(json.dumps(found.as_json()))["memory"]["peak"] == memory.peak
@@ -218,10 +218,11 @@ def test_refusals(graph: Any) -> None:
 
 
 def test_state_that_is_not_donated_is_there_twice(graph: Any) -> None:
-    once, twice = (jscaler.cost(graph, "single", H100, devices=1, donated=d).memory for d in (True, False))
-    assert twice.arguments == once.arguments
+    once, twice = (jscaler.cost(graph, "single", H100, devices=1, donated=d).held for d in (True, False))
+    state = once.memory.parameters + once.memory.optimizer
+    assert twice.memory.arguments == once.memory.arguments
     # behind the last kernel: the new state beside the old
-    assert twice.timeline[-1].nbytes - once.timeline[-1].nbytes == once.parameters + once.optimizer
+    assert twice.timeline[-1].nbytes - once.timeline[-1].nbytes == state
 
 
 def test_work_is_counted_for_every_op(graph: Any) -> None:

@@ -8,7 +8,8 @@ import pytest
 from report.stand_in import LAYERS, ROWS, WIDTH, arguments, on_cpu, step
 
 import jscaler
-from jscaler.report.memory import MEMORY_KINDS, Memory, hlo_shape
+from jscaler.estimate.memory import MEMORY_KINDS, Memory
+from jscaler.report.memory import hlo_shape
 from jscaler.report.target_report import TargetReport
 
 STATE = 4 * (LAYERS * WIDTH * WIDTH + WIDTH * 8)

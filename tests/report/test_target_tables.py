@@ -9,8 +9,8 @@ from report.stand_in import arguments, on_cpu, step
 
 import jscaler
 from jscaler.errors import JscalerError, UnknownNameError
+from jscaler.estimate.memory import MEMORY_KINDS, Memory
 from jscaler.report.draw_memory import draw_memory, memory_figure
-from jscaler.report.memory import MEMORY_KINDS, Memory
 from jscaler.report.target_report import CollectiveRow, TargetReport
 from jscaler.report.target_tables import groups_text, verdict
 
