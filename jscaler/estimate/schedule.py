@@ -10,7 +10,6 @@ from collections.abc import Callable, Container, Sequence
 
 from jscaler.estimate.block import Kernel, Step, Value
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 SMALL = 1 << 16  # bytes
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "point_to_point", "halo"})
 
@@ -69,7 +68,7 @@ def _fences_before(steps: Sequence[Step]) -> dict[int, int]:
     """By identity of a step how many fences stand before it."""
     found, count = dict[int, int](), 0
     for step in steps:
-        count += step.name == "optimization_barrier"
+        count += step.is_fence
         found[id(step)] = count
     return found
 
@@ -124,7 +123,7 @@ def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> lis
 
 def _frees(kernel: Kernel) -> bool:
     """Whether it leaves far less than it reads, or next to nothing: it does not wait."""
-    if kernel.step.name in COLLECTIVES or kernel.step.inner or kernel.step.name in PRODUCTS:
+    if kernel.step.name in COLLECTIVES or kernel.step.inner or kernel.step.is_product:
         return False
     written = sum(v.nbytes for v in kernel.writes)
     return written <= SMALL or 8 * written <= sum(kernel.reads.values())

@@ -16,6 +16,7 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
+from jscaler.lax_primitives import is_cast
 from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads
 from jscaler.lower.program import Extend
 
@@ -108,7 +109,7 @@ def _widens(eqn: core.JaxprEqn) -> bool:
 
 def _change(eqn: core.JaxprEqn) -> int:
     """Bytes that a cast adds to each element; 0 for what is no cast."""
-    if eqn.primitive.name != "convert_element_type":
+    if not is_cast(eqn):
         return 0
     before, after = (getattr(v.aval, "dtype") for v in (eqn.invars[0], eqn.outvars[0]))  # noqa: B009
     return after.itemsize - before.itemsize

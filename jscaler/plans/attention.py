@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
+from jscaler.lax_primitives import contracts
 from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
@@ -98,7 +98,7 @@ class _Finder:
 
 
 def _contracts(op: Op) -> bool:
-    return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
+    return op.body is not None and contracts(op.body.jaxpr.eqns)
 
 
 def _normalises(op: Op) -> bool:

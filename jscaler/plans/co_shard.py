@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CONTRACTIONS, all_equations
+from jscaler.capture.jaxprs import all_equations
 from jscaler.capture.user_op import op_p
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
+from jscaler.lax_primitives import contracts
 from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
 from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
@@ -122,8 +123,8 @@ def _is_covered(graph: Planner, group: Sequence[Op], own: Set[Op]) -> bool:
 
 
 def _works(jaxpr: core.Jaxpr) -> bool:
-    names = (eqn.primitive.name for eqn in all_equations(jaxpr))
-    return any(name in CONTRACTIONS or name == op_p.name for name in names)
+    eqns = list(all_equations(jaxpr))
+    return contracts(eqns) or any(eqn.primitive is op_p for eqn in eqns)
 
 
 def _with_preparation(graph: Planner, group: Sequence[Op]) -> list[Op]:
@@ -156,7 +157,7 @@ def _tokens(graph: Planner, vocabulary: Dims, parts: int) -> Factors:
 
 
 def _contracts(op: Op) -> bool:
-    return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
+    return op.body is not None and contracts(op.body.jaxpr.eqns)
 
 
 def _is_head(graph: Planner, op: Op, word: str) -> bool:

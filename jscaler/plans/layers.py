@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
+from jscaler.lax_primitives import contracts
 from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
@@ -133,9 +133,7 @@ def _numbered(path: str) -> tuple[Modules, int] | None:
 
 def _holds_modules(layer: Sequence[Op], depth: int) -> bool:
     """Whether several modules below ``depth`` modules hold contractions."""
-    heavy = [
-        op for op in layer if op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
-    ]
+    heavy = [op for op in layer if op.body is not None and contracts(op.body.jaxpr.eqns)]
     return len({parts[depth] for parts in (op.path.split("/")[:-1] for op in heavy) if len(parts) > depth}) > 1
 
 
