@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, inner_jaxpr, shape
+from jscaler.cost.table import sends
 from jscaler.estimate.block import TURN, Block, Inner, Kind, Step, Value
 from jscaler.estimate.flops import NONE, flops_of
 from jscaler.lax_primitives import known
@@ -124,9 +125,9 @@ class Blocks:
             reads = (self._temporary("fused", "convert_element_type", reads, task.adapter.source, itemsize),)
         walk = list(task.adapter.walk)
         for number, (layout, step) in enumerate(walk):
-            kind: Kind = "fused" if step.kind in ("slice", "value_mask") else "call"
+            kind: Kind = "call" if sends(step.kind) else "fused"
             after = step.apply(layout)
-            over = ((0, 0),) if step.kind in ("all_reduce", "permute") and reads else ()
+            over = ((0, 0),) if step.line.in_place and reads else ()
             if number == len(walk) - 1 and not narrow and _local_bytes(after, itemsize) == out.nbytes:
                 self._add(kind, step.kind, reads, (out,), over=over)
                 return

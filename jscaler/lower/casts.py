@@ -20,8 +20,6 @@ from jscaler.lax_primitives import is_cast
 from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads
 from jscaler.lower.program import Extend
 
-MOVEMENTS = frozenset({"all_gather", "all_to_all", "permute", "slice"})
-
 
 def adapters_across_casts(program: FlatProgram) -> FlatProgram:
     """Every adapter on the narrow side of the casts next to it: fewer bytes travel."""
@@ -93,10 +91,9 @@ def _moves(item: Exchange) -> bool:
     if isinstance(item.adapt, Extend):  # rows move, and the zeros beyond the border are zeros of any dtype
         return isinstance(item.input, core.Var)
     adapter = item.adapt.adapter
-    kinds = {step.kind for step in adapter.steps}
     in_place = adapter.source.memory == adapter.target.memory  # a cast would run in the host's memory
     padded = any(stage.view != stage.start.local_sizes for stage in adapter.stages)  # a cast would meet the padding
-    return kinds <= MOVEMENTS and in_place and not padded and isinstance(item.input, core.Var)
+    return all(step.line.moves for step in adapter.steps) and in_place and not padded and isinstance(item.input, core.Var)
 
 
 def _narrows(eqn: core.JaxprEqn) -> bool:
