@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jscaler.ir.atoms import Atom, dtype
-from jscaler.ir.atoms import shape as shape
+from jscaler.ir.equations import Atom, dtype
+from jscaler.ir.equations import shape as shape
 from jscaler.lax_primitives import TABLE
 
 # Names of call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only

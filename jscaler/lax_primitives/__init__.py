@@ -1,8 +1,8 @@
 """What jscaler knows of the primitives of JAX: one record each, by family."""
 
+from jscaler.lax_primitives.known import REGISTRY, TABLE, contracts, is_cast, is_fence, known, may_merge, named
 from jscaler.lax_primitives.primitive import Part, Primitive, Windows
 from jscaler.lax_primitives.spec import Dims, Label, Spec, Window
-from jscaler.lax_primitives.table import REGISTRY, TABLE, contracts, is_cast, is_fence, known, may_merge, named
 
 __all__ = [
     "REGISTRY",

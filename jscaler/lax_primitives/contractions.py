@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jscaler.ir.atoms import shape
+from jscaler.ir.equations import shape
 from jscaler.lax_primitives.primitive import Primitive
 from jscaler.lax_primitives.spec import Spec, dims
 

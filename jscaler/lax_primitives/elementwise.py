@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jscaler.ir.atoms import dtype, shape
+from jscaler.ir.equations import dtype, shape
 from jscaler.lax_primitives.primitive import Primitive
 from jscaler.lax_primitives.spec import Spec, SpecFunction, dims
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.lax import GatherScatterMode
 
-from jscaler.ir.atoms import dtype, shape
+from jscaler.ir.equations import dtype, shape
 from jscaler.ir.mask import Combiner
 from jscaler.lax_primitives import lookups
 from jscaler.lax_primitives.lookups import window_sizes

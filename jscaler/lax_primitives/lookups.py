@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 from jax.lax import GatherScatterMode
 
-from jscaler.ir.atoms import shape
+from jscaler.ir.equations import shape
 from jscaler.lax_primitives.primitive import Part
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
-from jscaler.ir.atoms import dtype, shape
+from jscaler.ir.equations import dtype, shape
 from jscaler.lax_primitives.counters import global_index
 from jscaler.lax_primitives.elementwise import elementwise, trailing
 from jscaler.lax_primitives.primitive import Part, Primitive

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jax.extend import core
 
-from jscaler.ir.atoms import shape
+from jscaler.ir.equations import shape
 from jscaler.lax_primitives.primitive import Primitive
 from jscaler.lax_primitives.spec import Spec, SpecFunction, dims, seen_whole
 

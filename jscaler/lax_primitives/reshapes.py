@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from jax.extend import core
 
-from jscaler.ir.atoms import shape
+from jscaler.ir.equations import shape
 from jscaler.lax_primitives.spec import Dims, Label, Spec, dims
 
 Digit = tuple[int, int]  # low, high

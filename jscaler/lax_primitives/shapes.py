@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jscaler.ir.atoms import shape
+from jscaler.ir.equations import shape
 from jscaler.lax_primitives.primitive import Part, Primitive, Shaped
 from jscaler.lax_primitives.reductions import along
 from jscaler.lax_primitives.reshapes import reshape

@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.ir import Halo
-from jscaler.ir.atoms import shape
+from jscaler.ir.equations import shape
 from jscaler.ir.mask import Combiner
 
 Label = tuple[Any, int]  # any hashable name, and the size

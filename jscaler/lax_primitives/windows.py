@@ -21,7 +21,7 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.ir import Halo
-from jscaler.ir.atoms import shape
+from jscaler.ir.equations import shape
 from jscaler.ir.mask import Combiner
 from jscaler.lax_primitives.primitive import Part, Primitive, Windows
 from jscaler.lax_primitives.spec import Label, Spec, SpecFunction, Window, dims

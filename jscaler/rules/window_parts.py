@@ -41,7 +41,7 @@ def run_windowed(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], par
         sweep = sweeps[window.number]
         padding[window.number] = sweep.padding
         for i, (dim, fill) in enumerate(zip(window.dims, fills, strict=True)):
-            if dim is not None and fill is not None:
+            if dim is not None:
                 fitted[i] = fit(part, eqn.invars[i], fitted[i], dim, leaf, (sweep.before, sweep.after), fill)
     return eqn.primitive.bind(*fitted, **params | {"padding": tuple(padding)})
 
@@ -71,6 +71,8 @@ def _scattered(
 
 def fit(part: Localizer, atom: Any, value: Any, dim: int, leaf: int, reach: tuple[int, int], fill: Combiner | None) -> Any:
     """Set what lies beyond the border of the whole to the padding value, and leave out rows that are not read."""
+    if fill is None:  # the equation does not look beyond a part of it
+        return value
     before, after = (max(0, r) for r in reach)
     if (before or after) and (fill != "add" or not zero_beyond(part, atom)):
         local = value.shape[dim] - before - after

@@ -1,4 +1,4 @@
-"""All records by name, and those of users."""
+"""What is known of a primitive: all records by name, and those of users."""
 
 from collections.abc import Iterable
 from typing import TypeGuard
