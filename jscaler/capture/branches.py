@@ -23,7 +23,6 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import (
     CALLS,
-    CONTRACTIONS,
     Atom,
     dtype,
     fresh,
@@ -34,6 +33,7 @@ from jscaler.capture.jaxprs import (
     trace_flat,
 )  # fmt: skip
 from jscaler.ir.walk import Sets, closure
+from jscaler.lax_primitives import contracts
 
 
 def split_cond(eqn: core.JaxprEqn, staged: bool = False) -> list[core.JaxprEqn]:
@@ -149,8 +149,7 @@ def _is_cheap(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_dear(eqn: core.JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    return name in CONTRACTIONS or (_has_inner(eqn) and name != "cond")
+    return contracts([eqn]) or (_has_inner(eqn) and eqn.primitive.name != "cond")
 
 
 def _has_zero(var: core.Var) -> bool:

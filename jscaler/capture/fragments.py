@@ -14,27 +14,11 @@ from dataclasses import dataclass, field
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CONTRACTIONS, Atom, shape
+from jscaler.capture.jaxprs import Atom, shape
 from jscaler.capture.trace import TaggedEquation, Trace, TracedCall
 from jscaler.ir.walk import in_order
-
-# Constructs that stay one op of their own.
-ALONE = frozenset(
-    {
-        "scan",
-        "while",
-        "cond",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "remat2",
-        "checkpoint",
-        "pallas_call",
-        "jscaler_op",
-    }
-)
-MOVEMENTS = frozenset({"reshape", "broadcast_in_dim", "convert_element_type", "transpose", "squeeze"})
-# What a fragment must not hold to be a mere preparation (a cast, a mask, a reshape) of the one that reads it.
-HEAVY = ("reduce_", "arg", "cum", "gather", "scatter", "sort", "top_k", "dynamic_")
+from jscaler.lax_primitives import known
+from jscaler.lax_primitives.primitive import Role
 
 
 @dataclass(eq=False)
@@ -51,12 +35,12 @@ class Fragment:
 
     @property
     def is_preparation(self) -> bool:
-        names = [e.primitive.name for _, e in self.eqns]
-        return bool(self.scope) and not any(n in CONTRACTIONS or n in ALONE or n.startswith(HEAVY) for n in names)
+        """Whether it is no more than a cast, a mask or a reshape of what reads it."""
+        return bool(self.scope) and all(_role(e) in ("", "moves") for _, e in self.eqns)
 
     def takes(self, preparation: "Fragment") -> bool:
         """Whether ``preparation``, which only this fragment reads, may become part of it."""
-        alone = any(e.primitive.name in ALONE for _, e in self.eqns)
+        alone = any(_role(e) == "alone" for _, e in self.eqns)
         return (self.call, self.scope) == (preparation.call, preparation.scope) and not alone
 
 
@@ -84,6 +68,10 @@ def scope_of(eqn: core.JaxprEqn) -> str:
     return "/".join(p for p in parts if p and "->" not in p)
 
 
+def _role(eqn: core.JaxprEqn) -> Role:
+    return known(eqn.primitive).role
+
+
 class _Builder:
     def __init__(self, step: Trace, ends: Set[core.Var] = frozenset()):
         self.ends = ends
@@ -102,7 +90,7 @@ class _Builder:
         eqn, call = tagged.eqn, tagged.call
         self.begun |= {call} if call is not None else set()
         reads = [v for v in eqn.invars if isinstance(v, core.Var) and v not in self.generated]
-        if not reads and not eqn.effects and eqn.primitive.name not in ALONE and not self.wrt & set(eqn.outvars):
+        if not reads and not eqn.effects and _role(eqn) != "alone" and not self.wrt & set(eqn.outvars):
             self.generated.update(dict.fromkeys(eqn.outvars, eqn))
             return
         fragment = self._choose(eqn, call, reads)
@@ -112,9 +100,9 @@ class _Builder:
         for var in reads:
             if shape(var) and fragment not in self.readers.setdefault(var, []):
                 self.readers[var].append(fragment)
-        name = eqn.primitive.name
-        full_reduction = name.startswith("reduce_") and name != "reduce_precision" and not shape(eqn.outvars[0])
-        fragment.closed = name in CONTRACTIONS or name in ALONE or full_reduction or not self.ends.isdisjoint(eqn.outvars)
+        full_reduction = _role(eqn) == "reduces" and not shape(eqn.outvars[0])
+        ends = _role(eqn) in ("contracts", "alone") or full_reduction
+        fragment.closed = ends or not self.ends.isdisjoint(eqn.outvars)
         if call is not None:
             self.call_level[call] = max(self.call_level.get(call, 0), fragment.level)
 
@@ -130,11 +118,11 @@ class _Builder:
             # what prepares a call (parameters cast for it) is no part of the update that reads the same parameters
             joins = joins and (call is not None or candidate.era == len(self.begun))
             # nor is an evaluation behind the update, which contracts what the update has made: state lies otherwise
-            joins = joins and not (call is None and self.begun and eqn.primitive.name in CONTRACTIONS)
-            if joins and others < candidate.level and eqn.primitive.name not in ALONE:
+            joins = joins and not (call is None and self.begun and _role(eqn) == "contracts")
+            if joins and others < candidate.level and _role(eqn) != "alone":
                 return candidate
         # What only prepares an input (a reshape of a bias) lies below all else, so that its reader need not.
-        inputs_only = not sources and below == 0 and eqn.primitive.name in MOVEMENTS
+        inputs_only = not sources and below == 0 and _role(eqn) == "moves"
         fragment = Fragment(call, scope, 0.5 if inputs_only else int(below) + 1, scalar, len(self.begun))
         self.fragments.append(fragment)
         return fragment

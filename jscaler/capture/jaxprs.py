@@ -9,24 +9,15 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-# Call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
-# where no autodiff follows, because their custom derivative would be lost (relu'(0) becomes 0.5).
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-CUSTOM_VJP = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
-CUSTOM_CALLS = CUSTOM_VJP | {"custom_jvp_call", "remat2", "checkpoint"}
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+from jscaler.ir.equations import Atom, dtype
+from jscaler.ir.equations import shape as shape
+from jscaler.lax_primitives import TABLE
 
-Atom = core.Var | core.Literal
-
-
-def shape(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal."""
-    return tuple(atom.aval.shape)
-
-
-def dtype(atom: Any) -> Any:
-    """The dtype of a variable or literal."""
-    return atom.aval.dtype
+# Names of call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
+# where no autodiff follows.
+CALLS = frozenset(one.name for one in TABLE.values() if one.opened == "call")
+CUSTOM_VJP = frozenset(one.name for one in TABLE.values() if one.opened == "vjp")
+CUSTOM_CALLS = frozenset(one.name for one in TABLE.values() if one.opened) - CALLS
 
 
 def make_jaxpr(eqns: Sequence[core.JaxprEqn], invars: Sequence[core.Var], outvars: Sequence[Atom], like: Any) -> core.Jaxpr:

@@ -8,28 +8,26 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import inner_jaxpr
 from jscaler.capture.user_op import op_p
-
-# The primitive that names a fragment is its weightiest: the first of these it holds, else its last one.
-WEIGHTY = tuple(
-    """
-    dot_general conv_general_dilated scan while cond custom_vjp_call pallas_call dot conv gather scatter-add scatter
-    sort top_k cumsum random_bits erf tanh logistic exp log rsqrt reduce_max reduce_sum argmax sqrt select_n
-    """.split()  # noqa: SIM905
-)
-TRANSPARENT = frozenset({"jit", "pjit", "custom_jvp_call", "remat2", "checkpoint"})
-SHORT = {"dot_general": "dot", "conv_general_dilated": "conv", "scatter-add": "scatter_add", "select_n": "where"}
+from jscaler.lax_primitives import known
 
 
 def function_name(eqns: Sequence[core.JaxprEqn]) -> str:
-    """One word for what a group of equations does; functions with custom derivatives are named by their inside."""
-    primitives: list[str] = []
+    """One word for what a group of equations does: its heaviest primitive, or its last one.
+
+    Functions with custom derivatives are named by their inside.
+    """
+    return _heaviest(eqns)[1]
+
+
+def _heaviest(eqns: Sequence[core.JaxprEqn]) -> tuple[int, str]:
+    found: list[tuple[int, str]] = []
     for eqn in eqns:
         if eqn.primitive is op_p:
-            return eqn.params["call"].name
-        name = eqn.primitive.name
-        primitives.append(function_name(inner_jaxpr(eqn)[0].eqns) if name in TRANSPARENT else name)
-    weighty = next((name for name in WEIGHTY if name in primitives), primitives[-1])
-    return SHORT.get(weighty, weighty)
+            return 0, eqn.params["call"].name
+        one = known(eqn.primitive)
+        is_open = one.opened and one.opened != "vjp"
+        found.append(_heaviest(inner_jaxpr(eqn)[0].eqns) if is_open else (one.weight, one.word or one.name))
+    return max(reversed(found), key=lambda pair: pair[0])
 
 
 def common_root(scopes: Iterable[str]) -> str:

@@ -13,10 +13,10 @@ import numpy as np
 from jax.extend import core
 
 from jscaler.capture.gradient import value_and_grad_p
-from jscaler.capture.jaxprs import CONTRACTIONS, Atom, inner_jaxpr, open_jaxpr, shape
+from jscaler.capture.jaxprs import Atom, inner_jaxpr, open_jaxpr, shape
 from jscaler.capture.user_op import op_p
+from jscaler.lax_primitives import known
 
-REMAT = frozenset({"remat2", "checkpoint"})
 # A layer's number is a literal of these; as operands, equal layers are equal programs.
 NUMBERED = frozenset({"random_fold_in"})
 
@@ -56,13 +56,12 @@ def scan_parts(eqn: core.JaxprEqn) -> ScanParts:
 
 def opens(eqn: core.JaxprEqn) -> bool:
     """Whether the equation becomes ops of its own."""
-    name = eqn.primitive.name
-    if name not in REMAT and name != "scan":
+    if known(eqn.primitive).opened != "remat" and eqn.primitive.name != "scan":
         return False
     if eqn.params.get("differentiated"):  # a recomputation that the user's own jax.grad has written out
         return False
     inside = set(_primitives(inner_jaxpr(eqn)[0]))
-    return (op_p in inside or bool({p.name for p in inside} & CONTRACTIONS)) and value_and_grad_p not in inside
+    return (op_p in inside or any(known(p).role == "contracts" for p in inside)) and value_and_grad_p not in inside
 
 
 def _primitives(jaxpr: core.Jaxpr) -> list[Any]:

@@ -69,10 +69,10 @@ class Cluster:
         width, members = int(spanning.max()) + 1, groups.shape[1]
         group = np.arange(len(spanning))[:, None]
         found, counts = np.unique(group * width + spanning, return_counts=True)  # members of each group on each host
-        # a ring enters and leaves each host once; in an all-to-all each member sends to all others
-        sends = counts * (members - counts) if kind == "all_to_all" else np.ones(len(counts))
+        to_all = COLLECTIVES[kind].to_all  # a ring enters and leaves each host once
+        sends = counts * (members - counts) if to_all else np.ones(len(counts))
         busiest = np.bincount(found % width, sends).max()
-        return float(busiest / (members - 1) if kind == "all_to_all" else busiest)
+        return float(busiest / (members - 1) if to_all else busiest)
 
     def messages(self, pairs: np.ndarray, nbytes: float, num_devices: int) -> float:
         """Seconds of one round in which each device sends and receives at most once."""

@@ -11,11 +11,7 @@ from jscaler.cost.table import COLLECTIVES, Collective
 
 LinkClass = Literal["inside", "between"]
 
-# a permute moves x from every member to its neighbour in one step; it is no line of the table, as it needs no group
-MEASURED: dict[str, Collective] = {
-    **{kind: line for kind, line in COLLECTIVES.items() if line.steps(2)},
-    "permute": Collective(lambda n: 1.0, lambda n: int(n > 1)),
-}
+MEASURED: dict[str, Collective] = {kind: line for kind, line in COLLECTIVES.items() if line.alone is not None}
 
 # what a fit of 0 becomes: a Link's figures are positive
 _LEAST_LATENCY, _LEAST_SECONDS_PER_BYTE = 1e-9, 1e-15

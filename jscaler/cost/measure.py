@@ -1,6 +1,6 @@
 """Collectives measured on the devices at hand: what ``jscaler bench-comm`` runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +18,6 @@ WARM_UP = 2  # collectives of the short program
 _ITEM = 4  # bytes of a float32
 _DEVICES = PartitionSpec(("groups", "members"))
 Device = Any  # jax.Device, which type checkers take for a variable
-
-RUN: dict[str, Callable[[Array, int], Array]] = {
-    "all_gather": lambda x, n: lax.all_gather(x, "members", tiled=True),
-    "all_reduce": lambda x, n: lax.psum(x, "members"),
-    "reduce_scatter": lambda x, n: lax.psum_scatter(x, "members", tiled=True),
-    "all_to_all": lambda x, n: lax.all_to_all(x, "members", 0, 0, tiled=True),
-    "permute": lambda x, n: lax.ppermute(x, "members", [(i, (i + 1) % n) for i in range(n)]),
-}
 
 
 class Trial(NamedTuple):
@@ -115,9 +107,12 @@ def measure(trial: Trial, rounds: int) -> Sample:
 def program(mesh: Mesh, kind: str, repeats: int) -> Any:
     """A jitted function that runs a collective ``repeats`` times; each reads an element of the one before."""
 
+    run = MEASURED[kind].alone
+    assert run is not None, kind
+
     def local(x: Array) -> Array:
         def once(_: Any, x: Array) -> Array:
-            return x.at[0].set(RUN[kind](x, mesh.shape["members"])[-1])
+            return x.at[0].set(run(x, mesh.shape["members"])[-1])
 
         return lax.fori_loop(0, repeats, once, x)[:1]
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jscaler.estimate.flops import NONE, Flops
+from jscaler.lax_primitives import named
+from jscaler.lax_primitives.primitive import Cost
 
 TURN = "turn"  # the name of a matrix's transpose, which a dot reads for free
-Kind = Literal["alias", "fused", "drawn", "reduced", "call", "loop"]
+Kind = Cost | Literal["loop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,14 @@ class Step:
     inner: tuple[Inner, ...] = ()
     op: str = ""
     flops: Flops = NONE
+
+    @property
+    def is_fence(self) -> bool:
+        return named(self.name).fence
+
+    @property
+    def is_product(self) -> bool:
+        return named(self.name).role == "contracts"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Floating-point operations of one equation, from its shapes."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import dtype, open_jaxpr, shape
+from jscaler.lax_primitives import known
 
 # Integer operations of one word of threefry (20 rounds of 3, 5 key injections, counters), on units that do half as many of
 # them as they do float32 operations.
@@ -31,37 +32,17 @@ def flops_of(eqn: core.JaxprEqn) -> Flops:
         >>> flops_of(jax.make_jaxpr(jnp.dot)(a, b).eqns[0])
         Flops(count=1024.0, unit='float32')
     """
-    name = eqn.primitive.name
-    if name in _PRODUCTS:
-        return Flops(_PRODUCTS[name](eqn), _dtype_name(eqn.invars[0]))
-    if name in ("random_bits", "threefry2x32"):
+    one = known(eqn.primitive)
+    if one.flops is not None:
+        return Flops(one.flops(eqn), str(dtype(eqn.invars[0])))
+    if one.cost == "drawn":
         return Flops(PER_DRAWN_WORD * sum(math.prod(shape(v)) for v in eqn.outvars))
     if not eqn.outvars:
         return NONE
-    if name == "pallas_call":
+    if one.name == "pallas_call":
         return _kernel(eqn)
     sizes = [math.prod(shape(v)) for v in (*eqn.invars, *eqn.outvars)]
     return Flops(float(max(sizes, default=0)))
-
-
-def _dot(eqn: core.JaxprEqn) -> float:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2.0 * math.prod(shape(eqn.outvars[0])) * math.prod(shape(eqn.invars[0])[d] for d in contracted)
-
-
-def _convolution(eqn: core.JaxprEqn) -> float:
-    """Taps of a window times its input channels, which a grouped kernel holds for one group."""
-    numbers = eqn.params["dimension_numbers"]
-    kernel = shape(eqn.invars[1])
-    taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
-    return 2.0 * math.prod(shape(eqn.outvars[0])) * taps / eqn.params["batch_group_count"]
-
-
-def _ragged(eqn: core.JaxprEqn) -> float:
-    """As if every row were in one group."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    return 2.0 * math.prod(shape(eqn.outvars[0])) * math.prod(shape(eqn.invars[0])[d] for d in contracted)
 
 
 def _kernel(eqn: core.JaxprEqn) -> Flops:
@@ -74,10 +55,3 @@ def _kernel(eqn: core.JaxprEqn) -> Flops:
     products = [(count, unit) for unit, count in units.items() if unit != "vector"]
     count, unit = max(products, default=(units.get("vector", 0.0), "vector"))
     return Flops(cells * count, unit)
-
-
-_PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _convolution, "ragged_dot_general": _ragged}
-
-
-def _dtype_name(atom: Any) -> str:
-    return str(dtype(atom))

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jscaler.estimate.block import TURN, Aliases, Block, Kernel, Step, Value
+from jscaler.lax_primitives import named
 
 FUSED = frozenset({"fused", "drawn"})
-PICKS = frozenset({"dynamic_slice", "slice", "gather"})  # read no more than they leave
 MANY = 8  # readers beyond which no more are told apart
 
 Reads = dict[Value, int]  # buffer -> bytes of it that are read
@@ -101,7 +101,7 @@ class _Fusion:
         for step in self.block.steps:
             if step.kind == "alias":
                 self.aliases.add(step)
-                if step.name == "optimization_barrier":
+                if step.is_fence:
                     self.stored.update(self.aliases.all(step.reads))
                 continue
             reads = self.aliases.all(step.reads)
@@ -135,7 +135,7 @@ class _Fusion:
             fused = value in self.made and value not in self.stored
             for buffer, nbytes in self.behind[value].items() if fused else ((value, value.nbytes),):
                 found[buffer] = max(found.get(buffer, 0), nbytes)
-        if step.name in PICKS:
+        if named(step.name).picks:
             most = sum(v.nbytes for v in step.writes)
             return {v: min(n, most) for v, n in found.items()}
         return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
 from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.schedule import PRODUCTS, ordered, siblings_together
+from jscaler.estimate.schedule import ordered, siblings_together
 
 WORKSPACE = 4 << 20  # bytes that a matrix product of XLA on GPUs has beside its operands and its result
 SCRATCH = "temporary"  # the kind of a workspace, and of a buffer of which nobody says more
@@ -60,7 +60,7 @@ def lifetimes(
         over: output -> the input whose buffer it may take, once nobody reads that any more (a donated argument).
         kind_of: the kind that a buffer is counted with in the timeline.
     """
-    fenced = any(step.name == "optimization_barrier" for step in block.steps)
+    fenced = any(step.is_fence for step in block.steps)
     order = ordered(kernels_of(block), _outputs(block), fenced)
     kernels = _slices_late(block, siblings_together(order, block.steps))
     last = last_reads(block, kernels)
@@ -76,7 +76,7 @@ def lifetimes(
         for value, operand in kernel.over:
             if operand in dying and live.bytes.get(operand) == live.bytes[value] == value.nbytes:
                 live.hold(operand, 0)  # its buffer is the result's
-        scratch = WORKSPACE if kernel.step.name in PRODUCTS else 0
+        scratch = WORKSPACE if kernel.step.is_product else 0
         here, kinds = live.total + scratch, _added(live.kinds, {SCRATCH: scratch})
         inner = (_iteration(one, kind_of) for one in kernel.step.inner)
         inside = max(inner, key=lambda found: found.peak, default=None)

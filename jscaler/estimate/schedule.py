@@ -8,12 +8,11 @@ is near to depth first from the results, operands with the most other readers fi
 import dataclasses
 from collections.abc import Sequence
 
+from jscaler.cost.table import sends
 from jscaler.estimate.block import Kernel, Step, Value
 from jscaler.ir.walk import dependents, operands_first
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 SMALL = 1 << 16  # bytes
-COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "point_to_point", "halo"})
 
 
 def ordered(kernels: Sequence[Kernel], outputs: Sequence[Value], fenced: bool) -> tuple[Kernel, ...]:
@@ -22,7 +21,7 @@ def ordered(kernels: Sequence[Kernel], outputs: Sequence[Value], fenced: bool) -
     Args:
         fenced: whether the block has fences: what is behind one stays there, as in the program.
     """
-    if fenced or not any(kernel.step.name in COLLECTIVES for kernel in kernels):
+    if fenced or not any(sends(kernel.step.name) for kernel in kernels):
         return tuple(kernels)
     return tuple(kernels[i] for i in _most_read_first(kernels, outputs))
 
@@ -71,7 +70,7 @@ def _fences_before(steps: Sequence[Step]) -> dict[int, int]:
     """By identity of a step how many fences stand before it."""
     found, count = dict[int, int](), 0
     for step in steps:
-        count += step.name == "optimization_barrier"
+        count += step.is_fence
         found[id(step)] = count
     return found
 
@@ -116,7 +115,7 @@ def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> lis
 
 def _frees(kernel: Kernel) -> bool:
     """Whether it leaves far less than it reads, or next to nothing: it does not wait."""
-    if kernel.step.name in COLLECTIVES or kernel.step.inner or kernel.step.name in PRODUCTS:
+    if sends(kernel.step.name) or kernel.step.inner or kernel.step.is_product:
         return False
     written = sum(v.nbytes for v in kernel.writes)
     return written <= SMALL or 8 * written <= sum(kernel.reads.values())

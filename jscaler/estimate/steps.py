@@ -8,40 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, inner_jaxpr, shape
+from jscaler.capture.jaxprs import Atom, inner_jaxpr, shape
+from jscaler.cost.table import sends
 from jscaler.estimate.block import TURN, Block, Inner, Kind, Step, Value
 from jscaler.estimate.flops import NONE, flops_of
+from jscaler.lax_primitives import known
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item
 from jscaler.lower.program import Extend
 from jscaler.materialize import Layout
 from jscaler.rules.nested import loop_of, programs
-from jscaler.rules.registry import ELEMENTWISE
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_ALIASES = _names("reshape squeeze expand_dims optimization_barrier copy stop_gradient name")
-_DRAWN = _names("random_bits threefry2x32")
-_MOVED = _names(
-    """
-    add sub add_any mul div neg conj complex real imag select_n convert_element_type broadcast_in_dim transpose
-    bitcast_convert_type slice pad concatenate split stack unstack rev dynamic_slice gather iota empty empty2
-    random_wrap random_unwrap random_clone random_seed random_fold_in random_split
-    """
-)
-_FUSED = (_names(ELEMENTWISE) | _MOVED) - _DRAWN
-_SUMS = _names("reduce_sum reduce_max reduce_min reduce_prod")
-_REDUCED = _names(
-    """
-    reduce_sum reduce_max reduce_min reduce_prod reduce_or reduce_and reduce_xor argmax argmin reduce
-    reduce_window reduce_window_sum reduce_window_max reduce_window_min cumsum cumlogsumexp cumprod cummax cummin
-    """
-)
-# these write over their first operand
-_CHANGED = _names("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max dynamic_update_slice")
-_OPENED = CALLS | CUSTOM_CALLS
 
 
 def nbytes(atom: Any) -> int:
@@ -92,33 +67,25 @@ class Blocks:
 
     def _equations(self, eqns: Iterable[core.JaxprEqn]) -> None:
         for eqn in eqns:
-            name = eqn.primitive.name
-            if name in _OPENED:
+            one = known(eqn.primitive)
+            if one.opened:
                 self._call(eqn)
-            elif name in ("scan", "while", "cond"):
+            elif one.nested:
                 self._nested(eqn)
             else:
                 self._equation(eqn)
 
     def _equation(self, eqn: core.JaxprEqn) -> None:
-        name = eqn.primitive.name
-        kind: Kind = "call"
-        if name in _ALIASES or (
-            name == "broadcast_in_dim" and eqn.invars and nbytes(eqn.invars[0]) == nbytes(eqn.outvars[0])
-        ):
+        one = known(eqn.primitive)
+        name, kind = one.name, one.cost
+        if name == "broadcast_in_dim" and eqn.invars and nbytes(eqn.invars[0]) == nbytes(eqn.outvars[0]):
             kind = "alias"
-        elif name in _DRAWN:
-            kind = "drawn"
-        elif name in _FUSED:
-            kind = "fused"
-        elif name in _REDUCED:
-            kind = "reduced"
         reads, writes = self._read(eqn.invars), self._read(eqn.outvars)
         if kind == "alias" and len(reads) != len(writes):
             kind = "fused"  # of a literal
         if name == "transpose" and len(shape(eqn.outvars[0])) == 2:
             name = TURN
-        over = ((0, 0),) if name in _CHANGED and isinstance(eqn.invars[0], core.Var) else ()
+        over = ((0, 0),) if one.changes and isinstance(eqn.invars[0], core.Var) else ()
         op = self.ops.get(eqn.outvars[0], "") if eqn.outvars else ""
         flops = NONE if kind == "alias" else flops_of(eqn)
         self._add(kind, name, reads, writes, over=over, op=op, flops=flops)
@@ -158,9 +125,9 @@ class Blocks:
             reads = (self._temporary("fused", "convert_element_type", reads, task.adapter.source, itemsize),)
         walk = list(task.adapter.walk)
         for number, (layout, step) in enumerate(walk):
-            kind: Kind = "fused" if step.kind in ("slice", "value_mask") else "call"
+            kind: Kind = "call" if sends(step.kind) else "fused"
             after = step.apply(layout)
-            over = ((0, 0),) if step.kind in ("all_reduce", "permute") and reads else ()
+            over = ((0, 0),) if step.line.in_place and reads else ()
             if number == len(walk) - 1 and not narrow and _local_bytes(after, itemsize) == out.nbytes:
                 self._add(kind, step.kind, reads, (out,), over=over)
                 return

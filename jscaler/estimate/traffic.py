@@ -1,6 +1,5 @@
 """What a program sends: bytes and seconds of every exchange, by the class of links that it crosses."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -8,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.cost import Cluster
+from jscaler.cost.table import sends
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Adapt, Compute, Extend, Program, walk
 from jscaler.lower.segment import Segment
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import halo_cost, messages
-from jscaler.materialize.transitions import Transition, moves, price_of, regions_between
+from jscaler.materialize.transitions import Transition, price_of, rounds_of
 
-LOCAL = frozenset({"slice", "value_mask"})
 RESULTS = ""  # in place of an op's path: what is moved behind the last op
 
 
@@ -99,7 +98,7 @@ def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster
     else:
         if task.reduce_dtype is not None and task.adapter.adds:
             itemsize = jnp.dtype(task.reduce_dtype).itemsize
-        steps = [(layout, step) for layout, step in task.adapter.walk if step.kind not in LOCAL]
+        steps = [(layout, step) for layout, step in task.adapter.walk if sends(step.kind)]
         parts = [_transition(layout, step, itemsize, cluster) for layout, step in steps]
         seconds = sum(price_of(layout, step, itemsize, cluster) for layout, step in steps)
     every = sum_of(parts)
@@ -110,15 +109,8 @@ def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster
 def _transition(layout: Layout, step: Transition, itemsize: int, cluster: Cluster) -> Traffic:
     sent = step.bytes(layout, itemsize)
     count = len(layout.mesh.devices)
-    if step.kind == "permute":
-        assert step.to is not None
-        local = math.prod(layout.local_sizes) * itemsize
-        return _messages(step.kind, [(moves(layout, step.to), local)], count, cluster)
-    if step.kind == "point_to_point":
-        assert step.to is not None
-        numbers = layout.mesh.numbers
-        rounds = regions_between(layout, step.to).rounds
-        return _messages(step.kind, [(numbers[np.array(r.pairs)], r.size * itemsize) for r in rounds], count, cluster)
+    if step.to is not None:
+        return _messages(step.kind, [(r.pairs, r.size * itemsize) for r in rounds_of(layout, step)], count, cluster)
     crossing = cluster.crossing(step.kind, layout.mesh.groups(step.axes))
     kinds = {step.kind: (1, sent)}
     if crossing:

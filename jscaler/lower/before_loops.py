@@ -14,15 +14,13 @@ have fences already (`capture.recompute`): the first of them waits for such prod
 import dataclasses
 import math
 from collections.abc import Container, Mapping, Sequence
-from typing import TypeGuard
 
 from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, dtype, shape, trace_flat
+from jscaler.lax_primitives import contracts, is_fence
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, each_level, reads, results
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def products_before_loops(program: FlatProgram) -> FlatProgram:
@@ -38,7 +36,7 @@ def _with_gates(level: Level) -> list[Item]:
     found: list[Item] = []
     between: list[Item] = []
     for place, item in enumerate(items):
-        if isinstance(item, FlatLoop) or (hides and _is_fence(item)):
+        if isinstance(item, FlatLoop) or (hides and is_fence(item)):
             found += _gated(between, item, place, last)
             between = []
         else:
@@ -95,7 +93,7 @@ def needed(items: Sequence[Item], outputs: Sequence[Atom]) -> set[core.Var]:
 
 def _is_put_off(item: Item, made: Container[core.Var], last: Mapping[core.Var, int], place: int) -> bool:
     """Whether it is a product that is smaller than an operand which is read by nobody from ``place`` on."""
-    if not isinstance(item, core.JaxprEqn) or item.primitive.name not in PRODUCTS:
+    if not isinstance(item, core.JaxprEqn) or not contracts([item]):
         return False
     operands = [v for v in item.invars if isinstance(v, core.Var) and v in made and last.get(v, -1) < place]
     return any(nbytes(v) > nbytes(item.outvars[0]) for v in operands)
@@ -121,10 +119,6 @@ def renamed(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
 def fence(taken: Sequence[Atom], given: Sequence[core.Var]) -> core.JaxprEqn:
     eqn = trace_flat(lambda *xs: list(lax.optimization_barrier(xs)), [v.aval for v in taken]).eqns[0]
     return eqn.replace(invars=list(taken), outvars=list(given))
-
-
-def _is_fence(item: Item) -> TypeGuard[core.JaxprEqn]:
-    return isinstance(item, core.JaxprEqn) and item.primitive.name == "optimization_barrier"
 
 
 def nbytes(var: core.Var) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.jaxprs import dtype, shape
+from jscaler.lax_primitives import is_cast
 from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, Level, each_level, reads
 
 
@@ -36,7 +37,7 @@ def _without_stacked_casts(level: Level) -> list[Item]:
 
 def _narrows(item: Item) -> TypeGuard[core.JaxprEqn]:
     """Whether an item casts a stack to a float of fewer bits."""
-    if not isinstance(item, core.JaxprEqn) or item.primitive.name != "convert_element_type":
+    if not isinstance(item, core.JaxprEqn) or not is_cast(item):
         return False
     (source,), (result,) = item.invars, item.outvars
     before, after = dtype(source), dtype(result)

@@ -16,10 +16,9 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
+from jscaler.lax_primitives import is_cast
 from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads
 from jscaler.lower.program import Extend
-
-MOVEMENTS = frozenset({"all_gather", "all_to_all", "permute", "slice"})
 
 
 def adapters_across_casts(program: FlatProgram) -> FlatProgram:
@@ -92,10 +91,9 @@ def _moves(item: Exchange) -> bool:
     if isinstance(item.adapt, Extend):  # rows move, and the zeros beyond the border are zeros of any dtype
         return isinstance(item.input, core.Var)
     adapter = item.adapt.adapter
-    kinds = {step.kind for step in adapter.steps}
     in_place = adapter.source.memory == adapter.target.memory  # a cast would run in the host's memory
     padded = any(stage.view != stage.start.local_sizes for stage in adapter.stages)  # a cast would meet the padding
-    return kinds <= MOVEMENTS and in_place and not padded and isinstance(item.input, core.Var)
+    return all(step.line.moves for step in adapter.steps) and in_place and not padded and isinstance(item.input, core.Var)
 
 
 def _narrows(eqn: core.JaxprEqn) -> bool:
@@ -108,7 +106,7 @@ def _widens(eqn: core.JaxprEqn) -> bool:
 
 def _change(eqn: core.JaxprEqn) -> int:
     """Bytes that a cast adds to each element; 0 for what is no cast."""
-    if eqn.primitive.name != "convert_element_type":
+    if not is_cast(eqn):
         return 0
     before, after = (getattr(v.aval, "dtype") for v in (eqn.invars[0], eqn.outvars[0]))  # noqa: B009
     return after.itemsize - before.itemsize

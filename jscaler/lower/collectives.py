@@ -34,10 +34,8 @@ def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str |
     for stage in adapter.stages:
         local = _fit(local.reshape(stage.view), stage.start.local_sizes)
         for layout, step in zip(stage.layouts, stage.steps, strict=False):
-            if step.kind == "permute":
-                local = _permute(local, layout, step, mesh)
-            elif step.kind == "point_to_point":
-                local = _point_to_point(local, layout, step, mesh)
+            if step.to is not None:
+                local = SEND[step.kind](local, layout, step, mesh)
             else:
                 local = RUN[step.kind](local, step, members(mesh, layout.mesh, step.axes))
         local = _fit(local, stage.result)
@@ -118,6 +116,10 @@ def _value_mask(local: Any, step: Transition, who: Members) -> Any:
     return jnp.where(who.index() == 0, local, neutral(step.combiner, local.dtype))
 
 
+SEND: dict[str, Callable[[Any, Layout, Transition, DeviceMesh], Any]] = {
+    "permute": _permute,
+    "point_to_point": _point_to_point,
+}
 RUN: dict[str, Callable[[Any, Transition, Members], Any]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,

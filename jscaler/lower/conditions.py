@@ -15,10 +15,8 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, Inliner, literal_key, make_jaxpr, open_jaxpr, params_key
 from jscaler.ir.walk import sorter_of
+from jscaler.lax_primitives import may_merge
 from jscaler.lower.flat_program import FlatProgram, Item, each_level, reads, results
-
-# Equations whose equal copies are kept apart.
-NEVER_MERGED = frozenset({"optimization_barrier", "remat2", "checkpoint"})
 
 
 def merged_conditions(program: FlatProgram) -> FlatProgram:
@@ -113,7 +111,7 @@ def _once(eqns: Sequence[core.JaxprEqn], outs: Sequence[Atom]) -> tuple[list[cor
     for eqn in eqns:
         eqn = eqn.replace(invars=[read(a) for a in eqn.invars])
         key = (eqn.primitive, params_key(eqn.params), tuple(map(_key, eqn.invars)))
-        if eqn.effects or eqn.primitive.name in NEVER_MERGED or key not in known:
+        if not may_merge(eqn) or key not in known:
             known[key] = eqn.outvars
             found.append(eqn)
         else:

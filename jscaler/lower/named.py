@@ -8,15 +8,7 @@ XLA:GPU reduces 16-bit integers as 32-bit ones.
 from collections import Counter
 
 from jscaler.materialize import Adapter
-from jscaler.materialize.transitions import moves, regions_between
-
-HLO_KIND = {
-    "all_gather": "all-gather",
-    "all_reduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "permute": "collective-permute",
-}
+from jscaler.materialize.transitions import rounds_of
 
 
 def named_collectives(adapter: Adapter) -> Counter[str]:
@@ -27,14 +19,10 @@ def named_collectives(adapter: Adapter) -> Counter[str]:
     """
     kinds: Counter[str] = Counter()
     for before, step in adapter.walk:
-        if step.kind == "point_to_point":
-            assert step.to is not None
-            kinds["collective-permute"] += regions_between(before, step.to).num_rounds
+        if step.to is not None:
+            kinds[step.line.hlo] += sum(len(r.pairs) > 0 for r in rounds_of(before, step))
         elif step.kind == "reduce_scatter" and step.combiner != "add":
             kinds["all-to-all"] += 1
-        elif step.kind == "permute":
-            assert step.to is not None
-            kinds["collective-permute"] += len(moves(before, step.to)) > 0
-        elif step.kind in HLO_KIND:
-            kinds[HLO_KIND[step.kind]] += 1
+        elif step.line.hlo:
+            kinds[step.line.hlo] += 1
     return +kinds

@@ -16,7 +16,7 @@ from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, fresh, literal_key, params_key, trace_flat
 from jscaler.ir import PTensor
-from jscaler.lower.conditions import NEVER_MERGED
+from jscaler.lax_primitives import known, may_merge
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
 from jscaler.lower.in_order import in_order_p
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
@@ -139,10 +139,9 @@ class _Numbering:
         self.slots[task.output] = self.known[key][0]
 
     def _number(self, eqn: core.JaxprEqn, reads: list[Atom], info: Any) -> list[core.Var]:
-        mergeable = not eqn.effects and eqn.primitive.name not in NEVER_MERGED
-        key = (eqn.primitive, self._params(eqn), tuple(map(_atom_key, reads))) if mergeable else None
-        known = self.known.maps[0] if eqn.primitive.name in _MADE_OF_NOTHING else self.known
-        if key is not None and key in known:
+        key = (eqn.primitive, self._params(eqn), tuple(map(_atom_key, reads))) if may_merge(eqn) else None
+        table = self.known.maps[0] if known(eqn.primitive).refilled else self.known
+        if key is not None and key in table:
             return self.known[key]
         outvars = [fresh(v) for v in eqn.outvars]
         self.items.append(eqn.replace(invars=reads, outvars=outvars, source_info=info or eqn.source_info))
@@ -183,11 +182,6 @@ class _Numbering:
             return {}
         eqn = trace_flat(lambda *xs: in_order_p.bind(*xs, late=len(reads)), [a.aval for a in (*reads, *made)]).eqns[0]
         return dict(zip(reads, self._number(eqn, [*reads, *made], None), strict=False))
-
-
-# A loop makes these again: what it reads of the program around it lies in memory while it runs, and not in a register. A
-# device's counts for random bits, for one, are as large as what is drawn.
-_MADE_OF_NOTHING = ("iota", "broadcast_in_dim")
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:

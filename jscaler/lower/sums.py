@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jscaler.capture.jaxprs import dtype
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.walk import closure
+from jscaler.lax_primitives import is_cast
 
 
 def summing_dtypes(graph: Graph, ops: Sequence[Op], asked: str | None) -> Mapping[PTensor, str]:
@@ -58,7 +59,7 @@ def _is_real(tensor: PTensor) -> bool:
 
 
 def _only_casts(op: Op) -> bool:
-    return op.body is not None and all(e.primitive.name == "convert_element_type" for e in op.body.jaxpr.eqns)
+    return op.body is not None and all(map(is_cast, op.body.jaxpr.eqns))
 
 
 def _wider(op: Op, tensor: PTensor) -> list[str]:
@@ -67,7 +68,7 @@ def _wider(op: Op, tensor: PTensor) -> list[str]:
         return []
     variable = op.body.jaxpr.invars[op.inputs.index(tensor)]
     readers = [e for e in op.body.jaxpr.eqns if variable in e.invars]
-    casts = [dtype(e.outvars[0]) for e in readers if e.primitive.name == "convert_element_type"]
+    casts = [dtype(e.outvars[0]) for e in readers if is_cast(e)]
     wider = [d for d in casts if _bytes(d) > tensor.itemsize and len(casts) == len(readers)]
     return [jnp.dtype(d).name for d in wider]
 

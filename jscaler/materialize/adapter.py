@@ -73,7 +73,7 @@ class Adapter:
     def adds(self) -> bool:
         """Whether value shares are added on the way."""
         for before, step in self.walk:
-            if step.kind in ("all_reduce", "reduce_scatter") and step.combiner == "add":
+            if step.line.shares == "joined" and step.combiner == "add":
                 return True
             if step.kind == "point_to_point" and step.to is not None:
                 left, right = (math.prod(n for n, c in layout.shares if c == "add") for layout in (before, step.to))

@@ -213,17 +213,17 @@ class _Search:
         for step, price in frame.steps(node.state):
             if self._useful(node.state, before, step) and not (self.banned and (frame.at(node.state), step) in self.banned):
                 yield step, _Node(node.moved, advance(frame.mesh.names, node.state, step)), price
-        masked = before is not None and before.kind == "value_mask"
+        masked = before is not None and before.line.shares == "made"
         few = self.goal.state is not None or len(self.first.mesh.axes) <= MOST_AXES
         if few and not node.moved and not (masked and self.one_mesh):
             yield from self._permutes(node)
 
     def _useful(self, state: State, before: Transition | None, step: Transition) -> bool:
         """Of steps that commute one order is enough: slices by dim, value masks last or right before a reduction."""
-        if step.kind == "value_mask":
+        if step.line.shares == "made":
             return self._masked(state, step)
-        if before is not None and before.kind == "value_mask":
-            return step.kind in ("all_reduce", "reduce_scatter") and before.axes[0] in step.axes
+        if before is not None and before.line.shares == "made":
+            return step.line.shares == "joined" and before.axes[0] in step.axes
         if before is not None and before.kind == step.kind == "slice":
             return step.target >= before.target  # type: ignore[operator]
         return True

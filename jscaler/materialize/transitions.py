@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jscaler.cost.model import CostModel, Line
-from jscaler.cost.table import COLLECTIVES, Kind
+from jscaler.cost.table import COLLECTIVES, Collective, Kind
 from jscaler.ir.mask import Combiner, Mask
 from jscaler.materialize.layout import Layout, Values
 from jscaler.materialize.mesh import Axes, DeviceMesh
@@ -55,14 +55,9 @@ class Transition(NamedTuple):
 
     def bytes(self, layout: Layout, itemsize: int) -> float:
         """Bytes that each device sends (in the mean) when this is applied to ``layout``."""
-        local = math.prod(layout.local_sizes) * itemsize
-        if self.kind == "permute":
-            assert self.to is not None
-            return local * len(moves(layout, self.to)) / len(layout.mesh.devices)
-        if self.kind == "point_to_point":
-            assert self.to is not None
-            return regions_between(layout, self.to).bytes(itemsize)
-        return COLLECTIVES[self.kind].sent(layout.mesh.size(self.axes)) * local
+        if self.to is not None:
+            return sum(len(r.pairs) * r.size for r in rounds_of(layout, self)) * itemsize / len(layout.mesh.devices)
+        return self.line.sent(layout.mesh.size(self.axes)) * (math.prod(layout.local_sizes) * itemsize)
 
     def apply(self, layout: Layout) -> Layout:
         """The layout after this transition."""
@@ -70,6 +65,11 @@ class Transition(NamedTuple):
             return self.to
         after = advance(layout.mesh.names, State(layout.cuts, layout.values), self)
         return dataclasses.replace(layout, cuts=after.cuts, values=after.values)
+
+    @property
+    def line(self) -> Collective:
+        """What is known of its kind."""
+        return COLLECTIVES[self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind} to {self.to}" if self.to is not None else f"{self.kind} over {'·'.join(self.axes)}"
@@ -84,9 +84,9 @@ def advance(names: Axes, state: State, step: Transition) -> State:
         cuts = (*cuts[: step.source], cuts[step.source][:keep], *cuts[step.source + 1 :])
     if step.target is not None:
         cuts = (*cuts[: step.target], cuts[step.target] + step.axes, *cuts[step.target + 1 :])
-    if step.kind in ("all_reduce", "reduce_scatter"):
+    if step.line.shares == "joined":
         values = tuple(v for v in values if v[0] not in step.axes)
-    if step.kind == "value_mask":
+    if step.line.shares == "made":
         for axis in step.axes:
             depth = _depth(names, values, axis)
             made: Values = ((axis, step.combiner),)
@@ -96,19 +96,15 @@ def advance(names: Axes, state: State, step: Transition) -> State:
 
 def price_of(layout: Layout, step: Transition, itemsize: int, cost: CostModel) -> float:
     """What ``step`` costs in the model's unit when it is applied to ``layout``."""
-    devices = layout.mesh.numbers
-    local = math.prod(layout.local_sizes) * itemsize
     if step.to is None:
-        return line_of(layout.mesh, step, cost).at(local)
-    if step.kind == "permute":
-        return cost.messages(moves(layout, step.to), local, len(devices))
-    rounds = regions_between(layout, step.to).rounds
-    return cost.local_step + sum(cost.messages(devices[np.array(r.pairs)], r.size * itemsize, len(devices)) for r in rounds)
+        return line_of(layout.mesh, step, cost).at(math.prod(layout.local_sizes) * itemsize)
+    prices = (cost.messages(r.pairs, r.size * itemsize, len(layout.mesh.devices)) for r in rounds_of(layout, step))
+    return sum(prices, 0.0 if step.kind == "permute" else cost.local_step)
 
 
 def line_of(mesh: DeviceMesh, step: Transition, cost: CostModel) -> Line:
     """The cost of a collective or local step against the bytes of the local part before it."""
-    sent = COLLECTIVES[step.kind].sent(mesh.size(step.axes))
+    sent = step.line.sent(mesh.size(step.axes))
     line = cost.collective(step.kind, mesh.groups(step.axes)) if sent else Line(cost.local_step, 0.0)
     return Line(line.fixed, line.per_byte * sent)
 
@@ -176,6 +172,22 @@ def _reductions(table: dict[str, int], local: list[int], state: State) -> Iterat
         for target, size in enumerate(local):
             if size % parts == 0:
                 yield Transition("reduce_scatter", inner, target=target, combiner=combiner)
+
+
+class Round(NamedTuple):
+    """Messages that are sent at once: (messages, 2) device numbers of sender and receiver, and the elements of each."""
+
+    pairs: np.ndarray
+    size: int
+
+
+def rounds_of(layout: Layout, step: Transition) -> list[Round]:
+    """The messages of a permute, which is one round, or of a point-to-point exchange."""
+    assert step.to is not None
+    if step.kind == "permute":
+        return [Round(moves(layout, step.to), math.prod(layout.local_sizes))]
+    numbers = layout.mesh.numbers
+    return [Round(numbers[np.array(r.pairs)], r.size) for r in regions_between(layout, step.to).rounds]
 
 
 def moves(before: Layout, after: Layout) -> np.ndarray:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jscaler.capture.jaxprs import CONTRACTIONS
 from jscaler.errors import PlanError
 from jscaler.ir import Op
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import made_by, reads_of
 from jscaler.ir.walk import dependents
+from jscaler.lax_primitives import contracts
 from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
@@ -55,10 +55,10 @@ class _Finder:
         """The core that ``softmax`` is in; none if no products of activations are on both sides."""
         same = [op for op in self.graph.forward() if (op.call, op.loop) == (softmax.call, softmax.loop)]
         at = same.index(softmax)
-        below = dependents(same[at:], {softmax}, reads_of, lambda op: () if contracts(op) else op.outputs)
+        below = dependents(same[at:], {softmax}, reads_of, lambda op: () if holds_contraction(op) else op.outputs)
         mixes = [op for op in below if self._mixes(op)]
         above = dependents(
-            same[at::-1], {softmax}, made_by, lambda op: () if contracts(op) and op is not softmax else op.inputs
+            same[at::-1], {softmax}, made_by, lambda op: () if holds_contraction(op) and op is not softmax else op.inputs
         )  # both up to the first contractions
         scores = [op for op in above if self._mixes(op) and op is not softmax]
         if not mixes or not scores:
@@ -68,12 +68,12 @@ class _Finder:
 
     def _mixes(self, op: Op) -> bool:
         """Whether it is a product of activations; not of an activation and a kernel."""
-        return contracts(op) and not any(t in self.weights for t in op.inputs if t.shape)
+        return holds_contraction(op) and not any(t in self.weights for t in op.inputs if t.shape)
 
 
-def contracts(op: Op) -> bool:
+def holds_contraction(op: Op) -> bool:
     """Whether a contraction is in it."""
-    return op.body is not None and any(e.primitive.name in CONTRACTIONS for e in op.body.jaxpr.eqns)
+    return op.body is not None and contracts(op.body.jaxpr.eqns)
 
 
 def _normalises(op: Op) -> bool:

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CONTRACTIONS, all_equations
+from jscaler.capture.jaxprs import all_equations
 from jscaler.capture.user_op import op_p
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.walk import Sets, closure
-from jscaler.plans.attention import contracts
+from jscaler.lax_primitives import contracts
+from jscaler.plans.attention import holds_contraction
 from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
 from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
@@ -115,8 +116,8 @@ def _is_covered(graph: Planner, group: Sequence[Op], own: Set[Op]) -> bool:
 
 
 def _works(jaxpr: core.Jaxpr) -> bool:
-    names = (eqn.primitive.name for eqn in all_equations(jaxpr))
-    return any(name in CONTRACTIONS or name == op_p.name for name in names)
+    eqns = list(all_equations(jaxpr))
+    return contracts(eqns) or any(eqn.primitive is op_p for eqn in eqns)
 
 
 def _with_preparation(graph: Planner, group: Sequence[Op]) -> list[Op]:
@@ -149,7 +150,7 @@ def _tokens(graph: Planner, vocabulary: Dims, parts: int) -> Factors:
 
 
 def _is_head(graph: Planner, op: Op, word: str) -> bool:
-    return contracts(op) and any(word in names for names in graph.rule(op).results[0])
+    return holds_contraction(op) and any(word in names for names in graph.rule(op).results[0])
 
 
 def _looks_up(graph: Planner, op: Op, word: str) -> bool:
@@ -166,7 +167,7 @@ def _from_contraction(graph: Planner, tensor: PTensor) -> bool:
         return [t for t in (maker.inputs if maker else ()) if t.shape]
 
     makers = (graph.producer.get(t) for t in closure([tensor], sources))
-    return any(maker is not None and contracts(maker) for maker in makers)
+    return any(maker is not None and holds_contraction(maker) for maker in makers)
 
 
 def _check_parts(parts: int) -> None:

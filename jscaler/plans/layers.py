@@ -16,7 +16,7 @@ from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of, made_by, reads_of
 from jscaler.ir.walk import between
-from jscaler.plans.attention import contracts
+from jscaler.plans.attention import holds_contraction
 from jscaler.primitives import Planner
 
 Ops = tuple[Op, ...]
@@ -134,7 +134,7 @@ def _numbered(path: str) -> tuple[Modules, int] | None:
 
 def _holds_modules(layer: Sequence[Op], depth: int) -> bool:
     """Whether several modules below ``depth`` modules hold contractions."""
-    paths = (op.path.split("/")[:-1] for op in layer if contracts(op))
+    paths = (op.path.split("/")[:-1] for op in layer if holds_contraction(op))
     return len({parts[depth] for parts in paths if len(parts) > depth}) > 1
 
 

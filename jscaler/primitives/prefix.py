@@ -11,17 +11,9 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr
 from jscaler.ir.mask import Combiner
+from jscaler.lax_primitives import known
 from jscaler.rules.expansion import Site, Step, Value
 from jscaler.rules.neutral import neutral
-
-# primitive -> what joins two neighbouring runs, and what leaves any run as it is
-JOINS: dict[str, tuple[Callable[[Any, Any], Any], Combiner | float]] = {
-    "cumsum": (jnp.add, "add"),
-    "cumprod": (jnp.multiply, 1.0),
-    "cummax": (jnp.maximum, "max"),
-    "cummin": (jnp.minimum, "min"),
-    "cumlogsumexp": (jnp.logaddexp, "max"),
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Prefix:
         """The equations up to each running sum, its totals, and so on; None without one along the factor."""
         writer = _Writer(site)
         for eqn in site.jaxpr.eqns:
-            axis = eqn.params["axis"] if eqn.primitive.name in JOINS else None
+            axis = eqn.params["axis"] if known(eqn.primitive).running else None
             if axis is not None and axis == site.dim(eqn.invars[0]):
                 writer.walk(eqn, axis)
             else:
@@ -71,10 +63,9 @@ class _Writer:
         """End a step with the halves of a running sum, and add the step that sums up the totals."""
         tag = str(self.count or "")
         self.count += 1
-        name, reverse = eqn.primitive.name, eqn.params["reverse"]
-        within = functools.partial(_within, name, axis, reverse, self.site.parts)
+        within = functools.partial(_within, eqn, axis, self.site.parts)
         self._close(f"within{tag}", eqn.invars[0], within, (f"local{tag}", f"totals{tag}"))
-        carry = functools.partial(_carried, name, axis, reverse)
+        carry = functools.partial(_carried, eqn, axis)
         self.steps.append(Step(f"carry{tag}", carry, (f"totals{tag}",), (f"before{tag}",)))
         self.open = (eqn, axis, f"local{tag}", f"before{tag}")
 
@@ -97,7 +88,7 @@ class _Writer:
         def run(*args: Any) -> list[Any]:
             values = list(args[: len(reads)])
             if begun is not None:
-                values.append(_joined(begun[0].primitive.name, begun[1], *args[len(reads) :]))
+                values.append(_joined(begun[0], begun[1], *args[len(reads) :]))
             found = evaluate(body, values)
             return found if within is None else [*found[:-1], *within(found[-1])]
 
@@ -112,7 +103,7 @@ class _Writer:
         done = {id(e) for e in eqns}
         seen = max((i for i, e in enumerate(self.site.jaxpr.eqns) if id(e) in done), default=-1)
         behind = self.site.jaxpr.eqns[seen + 1 :]
-        ending = next((e for e in behind if e.primitive.name in JOINS and e.invars[0] is walked), None)
+        ending = next((e for e in behind if known(e.primitive).running and e.invars[0] is walked), None)
         later = {v for e in behind if e is not ending for v in e.invars if isinstance(v, core.Var)}
         return [v for v in made if v in later]
 
@@ -126,24 +117,31 @@ class _Writer:
         return found
 
 
-def _within(name: str, axis: int, reverse: bool, parts: int, x: Any) -> list[Any]:
+def _running(eqn: core.JaxprEqn) -> tuple[Callable[[Any, Any], Any], Combiner | float]:
+    running = known(eqn.primitive).running
+    assert running is not None
+    return running
+
+
+def _within(eqn: core.JaxprEqn, axis: int, parts: int, x: Any) -> list[Any]:
     """The running sums within each part, and every part's total."""
     seen = x.reshape((*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :]))
-    sums = getattr(lax, name)(seen, axis=axis + 1, reverse=reverse)
-    return [sums, lax.index_in_dim(sums, 0 if reverse else -1, axis + 1, keepdims=False)]
+    sums = eqn.primitive.bind(seen, **eqn.params | {"axis": axis + 1})
+    return [sums, lax.index_in_dim(sums, 0 if eqn.params["reverse"] else -1, axis + 1, keepdims=False)]
 
 
-def _carried(name: str, axis: int, reverse: bool, totals: Any) -> list[Any]:
+def _carried(eqn: core.JaxprEqn, axis: int, totals: Any) -> list[Any]:
     """For every part the total of those before it."""
-    start = JOINS[name][1]
+    _, start = _running(eqn)
     none = neutral(start, totals.dtype) if isinstance(start, str) else jnp.asarray(start, totals.dtype)
-    upto = getattr(lax, name)(totals, axis=axis, reverse=reverse)
+    upto = eqn.primitive.bind(totals, **eqn.params | {"axis": axis})
     edge = jnp.broadcast_to(none, (*totals.shape[:axis], 1, *totals.shape[axis + 1 :]))
-    if reverse:
+    if eqn.params["reverse"]:
         return [lax.concatenate([lax.slice_in_dim(upto, 1, None, axis=axis), edge], axis)]
     return [lax.concatenate([edge, lax.slice_in_dim(upto, 0, -1, axis=axis)], axis)]
 
 
-def _joined(name: str, axis: int, sums: Any, before: Any) -> Any:
-    whole = JOINS[name][0](sums, jnp.expand_dims(before, axis + 1))
+def _joined(eqn: core.JaxprEqn, axis: int, sums: Any, before: Any) -> Any:
+    join, _ = _running(eqn)
+    whole = join(sums, jnp.expand_dims(before, axis + 1))
     return whole.reshape((*sums.shape[:axis], sums.shape[axis] * sums.shape[axis + 1], *sums.shape[axis + 2 :]))

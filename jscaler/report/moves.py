@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jscaler.cost.table import sends
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Adapt, Extend, Program, walk
 from jscaler.lower.segment import Segment
 
 Moved = Mapping[str, tuple[int, float]]  # kind of collective -> count, bytes that each device sends
-LOCAL = frozenset({"slice", "value_mask"})  # steps that send nothing
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _in_segment(program: Program, flat: FlatProgram) -> dict[str, list[Move]]:
 def _move(adapt: Adapt | Extend, times: int, itemsize: int) -> Move:
     moved: dict[str, tuple[int, float]] = {}
     for kind, nbytes in adapt.sent(itemsize):
-        if kind not in LOCAL:
+        if sends(kind):
             count, sent = moved.get(kind, (0, 0.0))
             moved[kind] = (count + times, sent + times * nbytes)
     if isinstance(adapt, Extend):

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from jscaler.cost.table import sends
 from jscaler.materialize import Layout, Transition, opened
-from jscaler.materialize.transitions import moves, regions_between
+from jscaler.materialize.transitions import rounds_of
 
 
 def describe(layout: Layout, step: Transition) -> str:
@@ -15,7 +14,7 @@ def describe(layout: Layout, step: Transition) -> str:
         return step.kind
     over = f"{step.kind} over {layout.mesh.size(step.axes)} devices"
     dims = " to ".join(_dim(layout, d) for d in (step.source, step.target) if d is not None)
-    if step.kind == "reduce_scatter":
+    if step.line.shares == "joined" and dims:
         dims = f"to {dims}"
     joined = step.combiner if step.combiner != "add" else ""
     return ", ".join(part for part in (over, dims, joined) if part)
@@ -31,16 +30,14 @@ def groups_of(layout: Layout, step: Transition) -> list[Any]:
     """The groups' device numbers; the (sender, receiver) pairs of a permute; those of each round of an exchange."""
     if step.to is None:
         return layout.mesh.groups(step.axes).tolist()
-    if step.kind == "permute":
-        return moves(layout, step.to).tolist()
-    devices = np.array(layout.mesh.devices)
-    return [devices[np.array(pairs)].tolist() for pairs in regions_between(layout, step.to).pairs]
+    rounds = [r.pairs.tolist() for r in rounds_of(layout, step)]
+    return rounds[0] if step.kind == "permute" else rounds
 
 
 def groups_text(layout: Layout, step: Transition) -> str:
     """``[0 1] [2 3] …``; for a permute and an exchange how many messages and rounds."""
     groups = groups_of(layout, step)
-    if step.kind in ("slice", "value_mask"):
+    if not sends(step.kind):
         return "no communication"
     if step.kind == "permute":
         return _count(len(groups), "message")

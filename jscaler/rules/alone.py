@@ -9,7 +9,7 @@ op for good (an auxiliary loss), what leaves is the mean over the parts.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,30 +17,13 @@ import numpy as np
 from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, Inliner, fresh, live_equations, make_jaxpr, shape
+from jscaler.lax_primitives import known
 from jscaler.rules.analysis import Analysis, analyse
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, advance, own_state
 
 OWN = "own"
 Whole = Literal["", "sum", "mean", "mixed"]  # what the parts of a result that is no part of a whole make of one
 Place = tuple[int, int, int]  # of a factor: operand, dim, and which of the dim's sub-dims
-
-# What a count passes: if x is a sum over rows, so is this of x, as far as dividing it by their number makes a mean.
-PASSES = frozenset(
-    """
-    add sub add_any neg mul div convert_element_type reduce_precision reshape broadcast_in_dim squeeze expand_dims transpose
-    copy stop_gradient optimization_barrier reduce_sum
-    """.split()  # noqa: SIM905
-)
-
-# How a count is written beside a literal: ``jnp.var`` subtracts its ``ddof`` in the program.
-FOLDED: Mapping[str, Callable[..., Any]] = {
-    "convert_element_type": np.asarray,
-    "broadcast_in_dim": np.asarray,
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
-}
 
 
 class HiddenCountError(Exception):
@@ -180,27 +163,28 @@ class _Counts:
         return found if found is not None and np.ndim(found.val) == 0 else None
 
     def _pass(self, index: int, eqn: core.JaxprEqn) -> None:
-        name, out = eqn.primitive.name, eqn.outvars[0]
+        one, out = known(eqn.primitive), eqn.outvars[0]
         operands = [v for v in eqn.invars if isinstance(v, core.Var)]
-        if name in FOLDED and (known := [self._literal(v) for v in eqn.invars]) and None not in known:
+        fold = np.asarray if one.role == "moves" else one.numpy
+        if fold is not None and (literals := [self._literal(v) for v in eqn.invars]) and None not in literals:
             aval = out.aval.update(shape=())  # type: ignore[attr-defined]
-            value = FOLDED[name](*(literal.val for literal in known if literal is not None))
+            # a count may be written beside a literal: ``jnp.var`` subtracts its ``ddof`` in the program
+            value = fold(*(literal.val for literal in literals if literal is not None))
             self.constant[out] = core.Literal(np.asarray(value, aval.dtype)[()], aval)
         carried = any(self.leaf in leaves for leaves in self.analysis.leaves(out)) if shape(out) else False
         reduced = self.analysis.atoms.leaves(list(self.analysis.reduced[index]))
         sizes = {leaf: self.analysis.atoms.size[leaf] for leaf in reduced}
         whole = math.prod(sizes.values())
         before = math.prod(self.added.get(v, 1) for v in operands)
-        if self.leaf in sizes and name in ("reduce_sum", "dot_general"):
+        if self.leaf in sizes and one.combiner == "add":
             self.counts[out] = frozenset({whole, whole * before, sizes[self.leaf]})
-        elif name in PASSES:
-            known = frozenset[int]().union(
-                *(self.counts.get(v, frozenset()) for v in operands[: 1 if name == "div" else 2])
-            )
-            if known and not carried:
-                self.counts[out] = known | {n * whole for n in known}
+        elif one.counts:
+            sums = operands[: 1 if one.name == "div" else 2]
+            counts = frozenset[int]().union(*(self.counts.get(v, frozenset()) for v in sums))
+            if counts and not carried:
+                self.counts[out] = counts | {n * whole for n in counts}
                 self.others[out] = whole if whole > 1 else max((self.others.get(v, 1) for v in operands), default=1)
-            elif not known and before * whole > 1:
+            elif not counts and before * whole > 1:
                 self.added[out] = before * whole
 
 

@@ -10,13 +10,13 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, shape
 from jscaler.errors import UnknownPrimitiveWarning
+from jscaler.lax_primitives import Dims, Spec, known
+from jscaler.lax_primitives.spec import seen_whole
 from jscaler.rules.atoms import Atoms
 from jscaler.rules.fold import fold_pads
 from jscaler.rules.nested import Nest, TensorDims, unify
-from jscaler.rules.registry import NESTED, TABLE
 from jscaler.rules.shardy import shardy_spec
-from jscaler.rules.table import Dims, Spec
-from jscaler.rules.user_rules import shown_name, user_spec
+from jscaler.rules.user_rules import call_spec, shown_name
 
 VarLeaves = tuple[tuple[int, ...], ...]  # by dim
 
@@ -96,7 +96,7 @@ def _analyse(
         for var in eqn.outvars:
             dims[var] = fresh_dims(atoms, shape(var))
         operands, results = [dims_of(v) for v in eqn.invars], [dims[v] for v in eqn.outvars]
-        if eqn.primitive.name in NESTED:
+        if known(eqn.primitive).nested:
             flags = [is_zero(v, zeros) for v in eqn.invars]
             nest = Nest(atoms, operands, results, flags, inside, lambda sizes: _constant(atoms, sizes))
             inner[id(eqn)] = unify(eqn, nest)
@@ -136,11 +136,11 @@ def _unify_tensor(atoms: Atoms, mine: Sequence[list[int]], tensor: Dims, labels:
 
 
 def _spec(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
-    name = eqn.primitive.name
-    if (spec := user_spec(eqn)) is not None:
+    name, spec_of = eqn.primitive.name, known(eqn.primitive).spec
+    if (spec := call_spec(eqn)) is not None:
         return spec
-    if name in TABLE:
-        return TABLE[name](eqn)
+    if spec_of is not None:
+        return spec_of(eqn)
     if (spec := shardy_spec(eqn)) is not None:
         return spec
     if name not in warned:
@@ -150,34 +150,15 @@ def _spec(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
             UnknownPrimitiveWarning,
             stacklevel=2,
         )
-    blocked: dict[tuple[object, int], str] = {}
-
-    def one(side: str, index: int, sizes: tuple[int, ...]) -> Dims:
-        labels = tuple((((side, index, d), s),) if s > 1 else () for d, s in enumerate(sizes))
-        blocked.update({label: "there is no rule" for dim in labels for label in dim})
-        return labels
-
-    operands = tuple(one("in", i, shape(v)) for i, v in enumerate(eqn.invars))
-    return Spec(operands, tuple(one("out", i, shape(v)) for i, v in enumerate(eqn.outvars)), blocked=blocked)
-
-
-# Primitives that make zero of any zero operand.
-ZERO_KEEPS = frozenset(
-    "broadcast_in_dim convert_element_type reshape transpose squeeze copy neg reduce_sum mul".split()  # noqa: SIM905
-)
+    return seen_whole(eqn, "there is no rule")
 
 
 def _zero_results(eqn: core.JaxprEqn, zeros: set[core.Var]) -> Sequence[core.Var]:
-    flags = [is_zero(v, zeros) for v in eqn.invars]
-    name = eqn.primitive.name
-    known = (name in ZERO_KEEPS and any(flags)) or (
-        name in ("add", "add_any", "sub", "select_n") and _all_zero(name, flags)
-    )
-    return eqn.outvars if known else ()
-
-
-def _all_zero(name: str, flags: Sequence[bool]) -> bool:
-    return all(flags[1:] if name == "select_n" else flags)
+    one = known(eqn.primitive)
+    if not one.zero:
+        return ()
+    flags = (is_zero(eqn.invars[i], zeros) for i in one.data(len(eqn.invars)))
+    return eqn.outvars if (any if one.zero == "any" else all)(flags) else ()
 
 
 def is_zero(atom: core.Var | core.Literal, zeros: Iterable[core.Var]) -> bool:

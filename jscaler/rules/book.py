@@ -14,6 +14,7 @@ from jscaler.capture.user_op import op_p
 from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
+from jscaler.lax_primitives.reshapes import common_refinement
 from jscaler.rules.analysis import Analysis, analyse
 from jscaler.rules.cell import Cell
 from jscaler.rules.chunk import Chunks
@@ -23,7 +24,6 @@ from jscaler.rules.expansion import Site, Step
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reach import reached_factors
-from jscaler.rules.reshapes import common_refinement
 from jscaler.rules.user_rules import user_names
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+from jscaler.lax_primitives import Spec
 from jscaler.rules.analysis import Analysis
 from jscaler.rules.localize import Localizer
-from jscaler.rules.table import Spec
 
 
 class Cell(Localizer):

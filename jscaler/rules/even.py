@@ -4,11 +4,9 @@ from collections.abc import Collection
 
 from jax.extend import core
 
+from jscaler.lax_primitives import known
 from jscaler.rules.analysis import Analysis
-from jscaler.rules.registry import TABLE
 from jscaler.rules.wants import slid_along
-
-INNER = frozenset({"scan", "while", "cond"})  # they run programs of their own over the padding too
 
 
 def even_only(analysis: Analysis, leaves: Collection[int]) -> str:
@@ -16,7 +14,7 @@ def even_only(analysis: Analysis, leaves: Collection[int]) -> str:
     if not slid_along(analysis).isdisjoint(leaves):
         return "windows slide along it"
     for eqn in analysis.jaxpr.eqns:
-        if eqn.primitive.name in INNER or eqn.primitive.name not in TABLE:
+        if known(eqn.primitive).spec is None or known(eqn.primitive).even_only:
             carried = {
                 leaf
                 for v in (*eqn.invars, *eqn.outvars)

@@ -6,7 +6,6 @@
 A padded tensor has more rows than its parts can share out evenly; padded windows do not mind.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, live_equations, make_jaxpr
 from jscaler.capture.jaxprs import dtype as dtype_of
+from jscaler.lax_primitives import Windows, is_cast, known
 from jscaler.rules.neutral import neutral
 
-Config = Sequence[tuple[int, int, int]]
 Makers = dict[core.Var, core.JaxprEqn]
 
 
@@ -30,8 +29,9 @@ def fold_pads(jaxpr: core.Jaxpr) -> core.Jaxpr:
         source = eqn.invars[0] if eqn.invars else None
         inner = makers.get(source) if isinstance(source, core.Var) and uses.count(source) == 1 else None
         made = None
-        if inner is not None and inner.primitive.name == "pad" and eqn.primitive.name in FOLDS:
-            made = _padded(eqn, inner, makers)
+        windows = known(eqn.primitive).windows
+        if inner is not None and inner.primitive.name == "pad" and windows is not None:
+            made = _padded(eqn, windows, inner, makers)
         elif inner is not None and inner.primitive.name == "conv_general_dilated" and eqn.primitive.name == "pad":
             made = _cropped(inner, eqn)
         makers.update(dict.fromkeys(eqn.outvars, made or eqn))
@@ -41,21 +41,20 @@ def fold_pads(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return make_jaxpr(live_equations(eqns, jaxpr.outvars), jaxpr.invars, jaxpr.outvars, jaxpr)
 
 
-def _padded(eqn: core.JaxprEqn, pad: core.JaxprEqn, makers: Makers) -> core.JaxprEqn | None:
+def _padded(eqn: core.JaxprEqn, windows: Windows, pad: core.JaxprEqn, makers: Makers) -> core.JaxprEqn | None:
     """Windows that pad for themselves; None where they would pad something else."""
-    combiner, fold = FOLDS[eqn.primitive.name]
     value = _constant(pad.invars[1], makers)
-    dtype = dtype_of(pad.invars[0])
-    if value is None or value.astype(dtype) != np.asarray(neutral(combiner, dtype)):
+    dtype, fill = dtype_of(pad.invars[0]), windows.fills(eqn)[0]
+    if windows.fold is None or value is None or fill is None or value.astype(dtype) != np.asarray(neutral(fill, dtype)):
         return None
-    params = fold(eqn, pad.params["padding_config"])
+    params = windows.fold(eqn, pad.params["padding_config"])
     return eqn.replace(invars=[pad.invars[0], *eqn.invars[1:]], params=params) if params else None
 
 
 def _constant(atom: Atom, makers: Makers) -> Any:
     """The number that is padded with, behind casts; None where it is none."""
     while isinstance(atom, core.Var):
-        if atom not in makers or makers[atom].primitive.name != "convert_element_type":
+        if not is_cast(makers.get(atom)):
             return None
         atom = makers[atom].invars[0]
     return np.asarray(atom.val)
@@ -71,33 +70,3 @@ def _cropped(conv: core.JaxprEqn, pad: core.JaxprEqn) -> core.JaxprEqn | None:
     each = zip(conv.params["padding"], conv.params["window_strides"], places, strict=True)
     padding = tuple((int(low + config[d][0] * s), int(high + config[d][1] * s)) for (low, high), s, d in each)
     return conv.replace(outvars=pad.outvars, params={**conv.params, "padding": padding})
-
-
-def _sum_up(padding: Any, base: Any, config: Config) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Paddings and dilations one after the other, as one."""
-    each = list(zip(padding, base, config, strict=True))
-    both = tuple((int(low + b * more), int(high + b * rest)) for (low, high), b, (more, rest, _) in each)
-    return both, tuple(int(b * (gaps + 1)) for _, b, (_, _, gaps) in each)
-
-
-def _fold_conv(eqn: core.JaxprEqn, config: Config) -> dict[str, Any] | None:
-    batch, feature, *places = eqn.params["dimension_numbers"].lhs_spec
-    if any(any(config[d]) for d in (batch, feature)):
-        return None
-    both, base = _sum_up(eqn.params["padding"], eqn.params["lhs_dilation"], [config[d] for d in places])
-    return {**eqn.params, "padding": both, "lhs_dilation": base}
-
-
-def _fold_reduce(eqn: core.JaxprEqn, config: Config) -> dict[str, Any] | None:
-    both, base = _sum_up(eqn.params["padding"], eqn.params["base_dilation"], config)
-    if any(side < 0 for pair in both for side in pair):
-        return None
-    return {**eqn.params, "padding": both, "base_dilation": base}
-
-
-FOLDS: dict[str, tuple[Any, Callable[[core.JaxprEqn, Config], dict[str, Any] | None]]] = {
-    "conv_general_dilated": ("add", _fold_conv),
-    "reduce_window_sum": ("add", _fold_reduce),
-    "reduce_window_max": ("max", _fold_reduce),
-    "reduce_window_min": ("min", _fold_reduce),
-}

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from jax.extend import core
 
 from jscaler.ir.mask import Combiner
+from jscaler.lax_primitives import Spec, known
+from jscaler.lax_primitives.programs import called
 from jscaler.rules.analysis import Analysis, is_zero
 from jscaler.rules.nested import Flow, flow
-from jscaler.rules.others import CALLBACKS, called
-from jscaler.rules.table import Spec
-from jscaler.rules.wants import BY_ROW, INSIDE, overlapped, read_around, slid_along
+from jscaler.rules.wants import INSIDE, overlapped, read_around, slid_along
 
 SPLIT, INDEPENDENT = "split", "independent"
 Leaves = tuple[int, ...]
@@ -69,8 +69,7 @@ def advance(analysis: Analysis, index: int, split: Leaves, before: Sequence[Stat
     """
     eqn, spec, own = analysis.jaxpr.eqns[index], analysis.specs[index], own_states(analysis, split, index)
     if eqn.effects and any(s != INDEPENDENT for s in before):
-        what = called(eqn) if eqn.primitive.name in CALLBACKS else f"'{eqn.primitive.name}'"
-        raise Blocked(f"{what} has a side effect, which would happen once per part")
+        raise Blocked(f"{called(eqn)} has a side effect, which would happen once per part")
     if spec.pairwise:  # each result is its operand
         return list(before)
     zero = [is_zero(v, analysis.zeros) for v in eqn.invars]
@@ -176,11 +175,11 @@ def stages(analysis: Analysis, groups: Sequence[Leaves]) -> list[int] | str:
             except Blocked:
                 here += 1  # by then all that it reads is joined: what still blocks it, no cut frees
                 after = _advance_all(analysis, i, groups, states, stage, here)
-            for known, new in zip(states, after, strict=True):
-                known.update(new)
+            for before, new in zip(states, after, strict=True):
+                before.update(new)
             stage.update(dict.fromkeys(eqn.outvars, here))
             found.append(here)
-            if eqn.primitive.name in BY_ROW and all(
+            if known(eqn.primitive).by_row and all(
                 stage[v] < here or v in extended for v in eqn.invars if isinstance(v, core.Var)
             ):
                 extended.update(eqn.outvars)
@@ -195,7 +194,7 @@ def _sunk(analysis: Analysis, found: Sequence[int], movable: set[core.Var]) -> l
     first: dict[core.Var, int] = {v: -1 for v in analysis.jaxpr.outvars if isinstance(v, core.Var)}
     when = list(found)
     for i, eqn in reversed(list(enumerate(analysis.jaxpr.eqns))):
-        if movable.issuperset(eqn.outvars) and eqn.primitive.name in BY_ROW and not eqn.effects:
+        if movable.issuperset(eqn.outvars) and known(eqn.primitive).by_row and not eqn.effects:
             when[i] = max(when[i], min((first[v] for v in eqn.outvars if v in first), default=0))
         for v in eqn.invars:
             if isinstance(v, core.Var):
@@ -214,14 +213,14 @@ def _advance_all(
     """Per group the states of the results of the equation at ``index`` if it runs at stage ``here``."""
     eqn = analysis.jaxpr.eqns[index]
 
-    def seen(atom: core.Var | core.Literal, known: Mapping[core.Var, State]) -> State:
+    def seen(atom: core.Var | core.Literal, mine: Mapping[core.Var, State]) -> State:
         if not isinstance(atom, core.Var):
             return INDEPENDENT
-        joined = known[atom] not in (SPLIT, INDEPENDENT) and stage[atom] < here
-        return INDEPENDENT if joined else known[atom]
+        joined = mine[atom] not in (SPLIT, INDEPENDENT) and stage[atom] < here
+        return INDEPENDENT if joined else mine[atom]
 
     results = []
-    for group, known in zip(groups, states, strict=True):
-        before = [seen(v, known) for v in eqn.invars]
+    for group, mine in zip(groups, states, strict=True):
+        before = [seen(v, mine) for v in eqn.invars]
         results.append(dict(zip(eqn.outvars, advance(analysis, index, group, before), strict=True)))
     return results

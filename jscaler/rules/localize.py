@@ -1,8 +1,7 @@
 """Localize: re-bind an op's body at the shapes of one part.
 
-Most primitives take their shapes from their operands; about ten carry shapes among their parameters and get them
-shrunk here. Two depend on *where* the part lies: ``iota`` adds the part's offset, and random bits are drawn by the
-element's global index, so that a part draws exactly the bits of the whole. Literals (a mean's N) stay global.
+Most primitives take their shapes from their operands; of those that do not, their records say how they are bound (see
+``lax_primitives``). Literals (a mean's N) stay global.
 
 Parts of unequal sizes are all traced at the largest. Rows beyond a part's own hold anything, NaN included; before an
 equation reduces them away, they are replaced by what leaves the result as it is.
@@ -17,19 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.extend.random import threefry2x32_p
 
-from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, trace_flat
+from jscaler.capture.jaxprs import Atom, evaluate, make_jaxpr, shape, trace_flat
+from jscaler.capture.user_op import op_p
 from jscaler.ir import Halo
-from jscaler.rules import lookups, nested_parts, pieces
+from jscaler.lax_primitives import REGISTRY, Spec, known
 from jscaler.rules.analysis import Analysis
-from jscaler.rules.counters import global_index
+from jscaler.rules.nested_parts import bind_nested
 from jscaler.rules.neutral import neutral
-from jscaler.rules.table import Spec
-from jscaler.rules.user_rules import bind_part
+from jscaler.rules.user_rules import bind_call, check_shapes
 from jscaler.rules.wants import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.window_parts import crop, run_windowed
-from jscaler.rules.windows import local_groups
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts
 Sizes = Mapping[int, tuple[int, ...]]  # leaf atom -> the sizes of its parts
@@ -140,7 +137,8 @@ class Localizer:
             return values
         kept = [self._carried(v) for v in eqn.outvars]
         lost = [leaf for leaf in self.sizes if any(leaf not in leaves for leaves in kept)]
-        if eqn.primitive.name == "conv_general_dilated":
+        windows = known(eqn.primitive).windows
+        if windows is not None and windows.grouped:
             both = self._carried(eqn.invars[0]) & self._carried(eqn.invars[1])
             lost += [leaf for leaf in self.sizes if leaf in both and leaf not in lost]
         return [
@@ -183,10 +181,7 @@ class Localizer:
         values = [crop(self, v, x, want) for v, x, want in zip(eqn.invars, values, own, strict=True)]
         if not slid:
             return self._bind(eqn, values)
-        params = dict(eqn.params)
-        if eqn.primitive.name in SHAPED:
-            params.update(SHAPED[eqn.primitive.name](self, eqn))
-        return [run_windowed(self, eqn, values, params, slid)]
+        return [run_windowed(self, eqn, values, {**eqn.params, **self._own_params(eqn)}, slid)]
 
     def subdims(self, var: core.Var) -> list[list[tuple[int, int]]]:
         """Per dim of ``var`` its sub-dims, major first: size and parts."""
@@ -194,19 +189,36 @@ class Localizer:
         return [[(sizes[leaf], self.parts.get(leaf, 1)) for leaf in dim] for dim in self.analysis.leaves(var)]
 
     def _bind(self, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        if (results := bind_part(eqn, values, self.subdims, self.keeps_ops)) is not None:
-            return results
-        name = eqn.primitive.name
-        if name in SPECIAL and self.touches(eqn):
-            return SPECIAL[name](self, eqn, values)
-        params = dict(eqn.params)
-        if name in SHAPED:
-            params.update(SHAPED[name](self, eqn))
+        if eqn.primitive is op_p:
+            return bind_call(eqn, values, self.subdims, self.keeps_ops)
+        one = known(eqn.primitive)
+        if one.nested and self.touches(eqn):
+            return bind_nested(self, eqn, values)
+        if one.bound is not None and self.touches(eqn):
+            return one.bound(self, eqn, values)
+        results = self.bind(eqn, values, **self._own_params(eqn))
+        if eqn.primitive in REGISTRY:
+            check_shapes(eqn, results, [self.shape(v) for v in eqn.outvars])
+        return results
+
+    def _own_params(self, eqn: core.JaxprEqn) -> Mapping[str, Any]:
+        """The parameters that carry shapes, at the part's."""
+        shaped = known(eqn.primitive).shaped
+        return shaped(self, eqn) if shaped is not None else {}
+
+    def bind(self, eqn: core.JaxprEqn, values: Sequence[Any], **params: Any) -> Sequence[Any]:
+        """The results of an equation on ``values``, with these parameters in place of its own; it may carry a program."""
+        eqn = eqn.replace(params={**eqn.params, **params})
         if any(core.jaxprs_in_params(eqn.params)):
-            one = make_jaxpr([eqn], [v for v in eqn.invars if isinstance(v, core.Var)], eqn.outvars, self.analysis.jaxpr)
-            return evaluate(one, [x for x, v in zip(values, eqn.invars, strict=True) if isinstance(v, core.Var)])
-        results = eqn.primitive.bind(*values, **params)
+            operands = [core.Var(v.aval) for v in eqn.invars]
+            one = make_jaxpr([eqn.replace(invars=list[Atom](operands))], operands, eqn.outvars, self.analysis.jaxpr)
+            return evaluate(one, values)
+        results = eqn.primitive.bind(*values, **eqn.params)
         return results if eqn.primitive.multiple_results else [results]
+
+    def leaves_of(self, var: Any) -> Sequence[Sequence[int]]:
+        """Per dim of ``var`` its leaf atoms."""
+        return self.analysis.leaves(var)
 
     def touches(self, eqn: core.JaxprEqn) -> bool:
         """Whether an operand or result of ``eqn`` is split."""
@@ -232,63 +244,3 @@ class Localizer:
             local = local + digit * jnp.asarray(stride, dtype)
             stride *= self.local_size(leaf)
         return jnp.where(mine, local, jnp.zeros_like(local)), mine
-
-
-def _iota(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    dim = eqn.params["dimension"]
-    dtype = eqn.params["dtype"]
-    out = eqn.outvars[0]
-    positions, sizes = part.positions(out, dim, jnp.int32), part.extended(out)
-    if sizes[dim] != positions.size:  # the rows around a part, which then lies in a row
-        positions = positions[0] - part.around(out, dim).before + lax.iota(jnp.int32, sizes[dim])
-    return [lax.broadcast_in_dim(positions.astype(dtype), sizes, (dim,))]
-
-
-def _random_bits(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Threefry in its partitionable form is a function of the key and the 64-bit global index of the element."""
-    (key,), out = values, eqn.outvars[0]
-    width, keys = eqn.params["bit_width"], len(shape(eqn.invars[0]))
-    by_index = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and "fry" in str(key.dtype)
-    if not by_index or not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
-        return [_draw_whole(part, eqn, key)]
-    local = part.shape(out)
-    dims = range(keys, len(local))
-    high, low = global_index(lambda d: part.positions(out, d, jnp.uint32), dims, eqn.params["shape"], local)
-    # one key stays a scalar: broadcast, it would go through every round of XLA:CPU's loop as an array
-    words = jax.random.key_data(key)
-    rank = (*words.shape[:-1], *(1 for _ in local[keys:])) if keys else ()
-    first, second = (words[..., i].reshape(rank) for i in (0, 1))
-    high, low = threefry2x32_p.bind(first, second, high, low)
-    if width == 64:
-        return [(high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)]
-    return [(high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])]
-
-
-def _draw_whole(part: Localizer, eqn: core.JaxprEqn, key: Any) -> Any:
-    """Other generators have no form by index: draw the whole's bits, then take the part's."""
-    out = eqn.outvars[0]
-    keys = len(shape(eqn.invars[0]))
-    bits = eqn.primitive.bind(key, **eqn.params)
-    for dim in range(keys, len(shape(out))):
-        bits = jnp.take(bits, part.positions(out, dim, jnp.int32), axis=dim)
-    return bits
-
-
-def _sized(parameter: str) -> Callable[[Localizer, core.JaxprEqn], dict[str, Any]]:
-    return lambda part, eqn: {parameter: part.shape(eqn.outvars[0])}
-
-
-# What is bound in another way where it is split, and what carries shapes among its parameters.
-SPECIAL: dict[str, Callable[[Localizer, core.JaxprEqn, Sequence[Any]], Sequence[Any]]] = {
-    "iota": _iota,
-    "random_bits": _random_bits,
-    **lookups.SPECIAL,
-    **nested_parts.SPECIAL,
-}
-SHAPED: dict[str, Callable[[Localizer, core.JaxprEqn], dict[str, Any]]] = {
-    "broadcast_in_dim": lambda part, eqn: {"shape": part.extended(eqn.outvars[0])},
-    "reshape": _sized("new_sizes"),
-    "empty": _sized("shape"),
-    **pieces.SHAPED,
-    "conv_general_dilated": local_groups,
-}

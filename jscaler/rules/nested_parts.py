@@ -1,6 +1,6 @@
 """Scan, while and cond on one part: the same construct around the inner programs at part shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -55,8 +55,6 @@ def _cond(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Seque
     return lax.switch(index.astype(jnp.int32), wrapped, *operands)
 
 
-SPECIAL: dict[str, Callable[["Localizer", core.JaxprEqn, Sequence[Any]], Sequence[Any]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
+def bind_nested(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    """The results of a nested equation on one part."""
+    return {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](part, eqn, values)

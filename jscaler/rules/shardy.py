@@ -15,9 +15,8 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, open_jaxpr, shape, shape_struct
+from jscaler.lax_primitives import Dims, Label, Spec, known
 from jscaler.rules.atoms import Atoms
-from jscaler.rules.others import UNKNOWN
-from jscaler.rules.table import Dims, Label, Spec
 
 WHY = "there is no rule, and no factor of Shardy's that passes through"
 # Of these, dims of operands and results that share a factor are one index, element by element.
@@ -32,7 +31,7 @@ MEET = "Shardy's factors meet"
 
 def shardy_spec(eqn: core.JaxprEqn) -> Spec | None:
     """The spec of an equation by Shardy's factors; None where none of them can be split."""
-    if eqn.effects or UNKNOWN.get(eqn.primitive.name, "rare") not in ("rare", "its combiner is a program"):
+    if eqn.effects or not known(eqn.primitive).asks_shardy:
         return None
     variables = [v for v in eqn.invars if isinstance(v, core.Var)]
     module = _lowered(eqn, [shape(v) for v in variables])

@@ -1,9 +1,9 @@
 """Rules that users write: those of their ops (`jscaler.op`), and of their primitives (`jscaler.register_rule`)."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core
@@ -13,27 +13,15 @@ from jscaler.capture.op_rule import ELLIPSIS, Matched, OpRule, Words, as_rule
 from jscaler.capture.user_op import Call, op_p
 from jscaler.errors import RuleError
 from jscaler.ir.mask import Combiner
-from jscaler.rules.table import Dims, Label, Spec
+from jscaler.lax_primitives import REGISTRY, Dims, Label, Part, Primitive, Spec, known
 
 RuleOf = Callable[[core.JaxprEqn], "str | OpRule"]
 LocalParams = Callable[[dict[str, Any], Sequence[Any], Sequence[Any]], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A primitive's rule, and its parameters at part shapes."""
-
-    rule: RuleOf
-    local: LocalParams | None
-
-
-# The one table that users write to, as they write to JAX's own with mlir.register_lowering. It is read at capture.
-REGISTRY: dict[core.Primitive, Registered] = {}
-
-
 def register_rule(
     primitive: core.Primitive,
-    rule: str | OpRule | RuleOf,
+    rule: str | OpRule | RuleOf | Primitive,
     *,
     blocked: str = "",
     reduce: Mapping[str, Combiner] | None = None,
@@ -46,6 +34,7 @@ def register_rule(
         primitive: a JAX primitive of yours, or one that jscaler lacks.
         rule: words for the dims of its operands and results (``"... -> ..."`` where it is elementwise), or a function
             that gives them for an equation, whose ``params`` and ``invars`` it may read; see `OpRule` for the keywords.
+            Or a whole record, with all that jscaler may know of a primitive: see ``jscaler.lax_primitives``.
         local: gives the parameters that change at part shapes: ``local(params, operands, results)`` with
             ``jax.ShapeDtypeStruct``s of one part returns what replaces some of ``params``.
 
@@ -60,35 +49,45 @@ def register_rule(
         raise TypeError(f"register_rule takes a primitive, not {primitive!r}; for a function there is @jscaler.op")
     if primitive.name in CALLS | CUSTOM_CALLS or primitive is op_p:
         raise TypeError(f"'{primitive.name}' is opened, and what it calls is asked for rules; it can have none of its own")
-    if callable(rule):
-        if blocked or reduce or linear:
-            raise TypeError("a function of an equation returns an OpRule, to which blocked, reduce and linear belong")
-        REGISTRY[primitive] = Registered(rule, local)
+    if (isinstance(rule, Primitive) or callable(rule)) and (blocked or reduce or linear):
+        raise TypeError("a function of an equation returns an OpRule, to which blocked, reduce and linear belong")
+    if isinstance(rule, Primitive):
+        REGISTRY[primitive] = rule
         return
-    read = as_rule(rule, blocked, reduce, linear=linear)
-    REGISTRY[primitive] = Registered(lambda _: read, local)
+    read = None if callable(rule) else as_rule(rule, blocked, reduce, linear=linear)
+
+    def spec(eqn: core.JaxprEqn) -> Spec:
+        shapes = _shapes(eqn)
+        found = read or as_rule(rule(eqn))  # type: ignore[operator]
+        return _spec(found.match(*shapes, f"'{eqn.primitive.name}'"), *shapes)
+
+    def shaped(part: Part, eqn: core.JaxprEqn) -> Mapping[str, Any]:
+        own = [[shape_struct(v.aval.update(shape=part.shape(v))) for v in vs] for vs in (eqn.invars, eqn.outvars)]
+        return local(dict(eqn.params), *own) if local is not None else {}
+
+    ours = known(primitive)
+    REGISTRY[primitive] = dataclasses.replace(
+        ours, spec=spec, shaped=shaped, bound=None, windows=None, even_only=ours.spec is None or ours.even_only
+    )
 
 
-def user_spec(eqn: core.JaxprEqn) -> Spec | None:
-    """The spec of an equation whose rule a user wrote; None for any other."""
-    matched = matched_rule(eqn)
-    return None if matched is None else _spec(matched, [shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars])
+def call_spec(eqn: core.JaxprEqn) -> Spec | None:
+    """The spec of a call of a user's op; None for any other equation."""
+    return _spec(matched_rule(eqn), *_shapes(eqn)) if eqn.primitive is op_p else None
+
+
+def matched_rule(eqn: core.JaxprEqn) -> Matched:
+    """The rule of a call of a user's op, at its shapes."""
+    return eqn.params["call"].matched(*_shapes(eqn))
+
+
+def _shapes(eqn: core.JaxprEqn) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    return [shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars]
 
 
 def shown_name(eqn: core.JaxprEqn) -> str:
     """What messages call an equation: its primitive; a user's op by its function."""
     return eqn.params["call"].name if eqn.primitive is op_p else eqn.primitive.name
-
-
-def matched_rule(eqn: core.JaxprEqn) -> Matched | None:
-    """The rule that a user wrote for an equation, at its shapes."""
-    shapes = [shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars]
-    if eqn.primitive is op_p:
-        return eqn.params["call"].matched(*shapes)
-    if eqn.primitive not in REGISTRY:
-        return None
-    rule = REGISTRY[eqn.primitive].rule(eqn)
-    return as_rule(rule).match(*shapes, f"'{eqn.primitive.name}'")
 
 
 def _spec(rule: Matched, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Spec:
@@ -114,32 +113,34 @@ def _spec(rule: Matched, operands: Sequence[tuple[int, ...]], results: Sequence[
 SubDims = Callable[[Any], Sequence[Sequence[tuple[int, int]]]]  # of a variable: per dim its sub-dims as (size, parts)
 
 
-def bind_part(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims, kept: bool = False) -> list[Any] | None:
-    """The results of one part of an equation whose rule a user wrote; None for any other.
+def bind_call(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims, kept: bool) -> list[Any]:
+    """The results of one part of a call of a user's op.
 
     Args:
-        kept: whether the part of a user op stays one, so that it can be split again; else it is opened.
+        kept: whether the part stays a user op, so that it can be split again; else it is opened.
 
     Raises:
         RuleError: the function fails at part shapes, or its results have not the shapes that the rule says.
     """
     rule = matched_rule(eqn)
-    if rule is None:
-        return None
-    if eqn.primitive is op_p:
-        parts = _word_parts(eqn, rule, subdims)
-        call = eqn.params["call"].at(parts)
-        run = functools.partial(op_p.bind, **{**eqn.params, "call": call}) if kept else call
-        name, results = call.name, _called(call, run, values, parts, rule)
-    else:
-        name, results = eqn.primitive.name, _bind_registered(eqn, values, subdims)
-    for i, (result, var) in enumerate(zip(results, eqn.outvars, strict=True)):
-        if result.shape != _part_shape(var, subdims):
-            raise RuleError(
-                str(rule.text), f"result {i} of a part of '{name}' has shape {result.shape}, and the rule says "
-                f"{_part_shape(var, subdims)}, of {shape(var)} in all",
-            )  # fmt: skip
+    parts = _word_parts(eqn, rule, subdims)
+    call = eqn.params["call"].at(parts)
+    run = functools.partial(op_p.bind, **{**eqn.params, "call": call}) if kept else call
+    results = _called(call, run, values, parts, rule)
+    check_shapes(eqn, results, [_part_shape(v, subdims) for v in eqn.outvars], str(rule.text))
     return results
+
+
+def check_shapes(eqn: core.JaxprEqn, results: Sequence[Any], wanted: Sequence[tuple[int, ...]], rule: str = "") -> None:
+    """Check that the results of one part have the shapes that the rule says.
+
+    Raises:
+        RuleError: they have not.
+    """
+    for i, (result, own, var) in enumerate(zip(results, wanted, eqn.outvars, strict=True)):
+        if result.shape != own:
+            name, found = shown_name(eqn), f"shape {result.shape}, and the rule says {own}, of {shape(var)} in all"
+            raise RuleError(rule or name, f"result {i} of a part of '{name}' has {found}")
 
 
 def _called(
@@ -157,15 +158,6 @@ def _called(
             str(rule.text), f"'{name}' fails on parts of shapes {shapes} ({cut}): {error}; it must work at part shapes, or "
             "block the factor"
         ) from error  # fmt: skip
-
-
-def _bind_registered(eqn: core.JaxprEqn, values: Sequence[Any], subdims: SubDims) -> list[Any]:
-    local, params = REGISTRY[eqn.primitive].local, dict(eqn.params)
-    if local is not None:
-        own = [[shape_struct(v.aval.update(shape=_part_shape(v, subdims))) for v in vs] for vs in (eqn.invars, eqn.outvars)]
-        params |= local(params, *own)
-    results = eqn.primitive.bind(*values, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _part_shape(atom: Any, subdims: SubDims) -> tuple[int, ...]:
@@ -194,9 +186,9 @@ def user_names(eqns: Sequence[core.JaxprEqn], leaves: Callable[[core.Var], Seque
     """Names of leaf atoms from the words of users' ops: their factors are called as their authors call them."""
     names: dict[int, str] = {}
     for eqn in eqns:
-        rule = matched_rule(eqn) if eqn.primitive is op_p else None
-        if rule is None:
+        if eqn.primitive is not op_p:
             continue
+        rule = matched_rule(eqn)
         for var, words in zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True):
             for mine, dim in zip(words, leaves(var) if isinstance(var, core.Var) else (), strict=False):
                 if len(mine) == len(dim):

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from jax.extend import core
 
 from jscaler.ir import Halo
-from jscaler.rules.registry import ELEMENTWISE
-from jscaler.rules.table import Spec, Window
+from jscaler.lax_primitives import Spec, Window, known
 
 if TYPE_CHECKING:
     from jscaler.rules.analysis import Analysis
@@ -22,13 +21,6 @@ if TYPE_CHECKING:
 NONE = Halo(0, 0)
 INSIDE = "its parts do not lie in a row, as overlapping windows want them"
 Wants = dict[core.Var, Halo]
-# Equations of which each row is made of the same row of the operands, once their shapes are set (see localize).
-BY_ROW = frozenset(
-    """
-    add sub add_any mul neg conj complex real imag div copy stop_gradient select_n convert_element_type transpose squeeze
-    expand_dims broadcast_in_dim iota reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin
-    """.split()  # noqa: SIM905
-) | frozenset(ELEMENTWISE.split())
 
 
 def wants(analysis: Analysis, leaf: int) -> Wants | str:
@@ -45,9 +37,8 @@ def wants(analysis: Analysis, leaf: int) -> Wants | str:
         for var in eqn.outvars:
             own |= found.get(var, NONE)
         window = window_of(analysis, eqn, spec, leaf)
-        name = eqn.primitive.name
-        if own and (window is not None or name not in BY_ROW):
-            return f"at {name} what is read through a window is made of other rows"
+        if own and (window is not None or not known(eqn.primitive).by_row):
+            return f"at {eqn.primitive.name} what is read through a window is made of other rows"
         reads = window.halos if window is not None else (own,) * len(eqn.invars)
         for atom, want in zip(eqn.invars, reads, strict=True):
             if not want or not isinstance(atom, core.Var):

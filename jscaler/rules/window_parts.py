@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -11,16 +12,15 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import shape
 from jscaler.ir.mask import Combiner
+from jscaler.lax_primitives import Window, known
+from jscaler.lax_primitives.windows import Sweep, scattered
 from jscaler.rules.neutral import neutral
-from jscaler.rules.table import Window
 from jscaler.rules.wants import NONE
-from jscaler.rules.windows import Sweep, conv_sweeps, reduce_sweeps, scattered
 
 if TYPE_CHECKING:
     from jscaler.rules.localize import Localizer
 
 Slid = Sequence[tuple[Window, int]]  # the windows of an equation whose index is split, and its leaf
-KEEP_ZERO = frozenset("convert_element_type transpose copy neg".split())  # noqa: SIM905
 
 
 def run_windowed(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any], slid: Slid) -> Any:
@@ -30,20 +30,19 @@ def run_windowed(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], par
         values: the operands' parts, extended by exactly the halo of each window.
         params: of the equation, as they are for a part but for its windows.
     """
-    name = eqn.primitive.name
-    fills = FILLS[name](eqn)
-    if name == "select_and_scatter_add":
-        return _scattered(part, eqn, values, params, slid, fills)
-    sweeps = conv_sweeps(eqn) if name == "conv_general_dilated" else reduce_sweeps(eqn)
+    windows = known(eqn.primitive).windows
+    assert windows is not None, eqn
+    fills, sweeps = windows.fills(eqn), windows.sweeps(eqn)
+    if windows.scatters:
+        return _scattered(part, eqn, values, params, slid, sweeps, fills)
     padding = list(params["padding"])
     fitted = list(values)
     for window, leaf in slid:
         sweep = sweeps[window.number]
         padding[window.number] = sweep.padding
-        for i, dim in enumerate(window.dims):
-            # a kernel's gradient reads the gradient of the result as it is
-            if dim is not None and not (name == "conv_general_dilated" and i == 1):
-                fitted[i] = fit(part, eqn.invars[i], fitted[i], dim, leaf, (sweep.before, sweep.after), fills[i])
+        for i, (dim, fill) in enumerate(zip(window.dims, fills, strict=True)):
+            if dim is not None:
+                fitted[i] = fit(part, eqn.invars[i], fitted[i], dim, leaf, (sweep.before, sweep.after), fill)
     return eqn.primitive.bind(*fitted, **params | {"padding": tuple(padding)})
 
 
@@ -53,11 +52,11 @@ def _scattered(
     values: Sequence[Any],
     params: dict[str, Any],
     slid: Slid,
-    fills: Sequence[Combiner],
+    sweeps: Sequence[Sweep],
+    fills: Sequence[Combiner | None],
 ) -> Any:
     """All windows that read a row of the part, and of what they give back the part's own rows."""
     source, operand = values
-    sweeps: list[Sweep] = reduce_sweeps(eqn)
     padding, crop = list(params["padding"]), [(0, 0, 0)] * len(sweeps)
     for window, leaf in slid:
         dim = window.number
@@ -70,8 +69,10 @@ def _scattered(
     return lax.pad(given, jnp.zeros((), given.dtype), crop)
 
 
-def fit(part: Localizer, atom: Any, value: Any, dim: int, leaf: int, reach: tuple[int, int], fill: Combiner) -> Any:
+def fit(part: Localizer, atom: Any, value: Any, dim: int, leaf: int, reach: tuple[int, int], fill: Combiner | None) -> Any:
     """Set what lies beyond the border of the whole to the padding value, and leave out rows that are not read."""
+    if fill is None:  # the equation does not look beyond a part of it
+        return value
     before, after = (max(0, r) for r in reach)
     if (before or after) and (fill != "add" or not zero_beyond(part, atom)):
         local = value.shape[dim] - before - after
@@ -87,9 +88,16 @@ def fit(part: Localizer, atom: Any, value: Any, dim: int, leaf: int, reach: tupl
 def zero_beyond(part: Localizer, atom: Any) -> bool:
     """Whether an extended tensor is zero beyond the border: an operand of the op, or a cast of one."""
     makers = {v: eqn for eqn in part.analysis.jaxpr.eqns for v in eqn.outvars}
-    while atom in makers and makers[atom].primitive.name in KEEP_ZERO:
+    while atom in makers and _is_zero_with_its_operand(makers[atom]):
         atom = makers[atom].invars[0]
     return atom not in makers
+
+
+def _is_zero_with_its_operand(eqn: core.JaxprEqn) -> bool:
+    """Whether each element is made of one element of one operand, and is zero where that is."""
+    one = known(eqn.primitive)
+    alike = len(eqn.invars) == 1 and math.prod(shape(eqn.invars[0])) == math.prod(shape(eqn.outvars[0]))
+    return alike and one.by_row and bool(one.zero)
 
 
 def crop(part: Localizer, atom: Any, value: Any, wanted: dict[int, Any]) -> Any:
@@ -105,18 +113,3 @@ def crop(part: Localizer, atom: Any, value: Any, wanted: dict[int, Any]) -> Any:
             stop = value.shape[dim] - (has.after - want.after)
             value = lax.slice_in_dim(value, has.before - want.before, stop, axis=dim)
     return value
-
-
-def _selected(eqn: core.JaxprEqn) -> tuple[Combiner, Combiner]:
-    return "add", "max" if eqn.params["select_prim"].name == "ge" else "min"
-
-
-# What a primitive takes to lie beyond the border, per operand, as the combiner that it leaves as it is.
-FILLS: dict[str, Callable[[core.JaxprEqn], tuple[Combiner, ...]]] = {
-    "conv_general_dilated": lambda eqn: ("add", "add"),
-    "reduce_window_sum": lambda eqn: ("add",),
-    "reduce_window_max": lambda eqn: ("max",),
-    "reduce_window_min": lambda eqn: ("min",),
-    "select_and_scatter_add": _selected,
-    "select_and_gather_add": _selected,
-}

@@ -6,14 +6,8 @@ from jax.extend import core
 
 from jscaler.ir import Body, Graph, Op, PTensor
 from jscaler.ir.walk import closure
+from jscaler.lax_primitives import known
 
-# What hands a value on as it is, or one of several: a version of state that is chosen, cast or stacked is that state.
-HANDS_ON = frozenset(
-    """
-    select_n convert_element_type copy reshape squeeze expand_dims transpose stop_gradient optimization_barrier
-    reduce_precision
-    """.split()  # noqa: SIM905
-)
 Reads = list[frozenset[int]]  # by result, operands
 
 
@@ -76,8 +70,9 @@ class Flows:
                 return frozenset[int]().union(*(found.get(v, frozenset()) for v in atoms if isinstance(v, core.Var)))
 
             for eqn in body.jaxpr.eqns:
-                operands = eqn.invars[1:] if handed and eqn.primitive.name == "select_n" else eqn.invars
-                ends = handed and eqn.primitive.name not in HANDS_ON
-                found.update(dict.fromkeys(eqn.outvars, frozenset() if ends else of(operands)))
+                one = known(eqn.primitive)
+                data = one.data(len(eqn.invars)) if one.hands_on else ()
+                operands = [eqn.invars[i] for i in data] if handed else eqn.invars
+                found.update(dict.fromkeys(eqn.outvars, of(operands)))
             self.known[key] = [of([v]) for v in body.jaxpr.outvars]
         return self.known[key]

@@ -20,6 +20,7 @@ from jscaler.errors import PlanError
 from jscaler.ir import Body, FactorNames, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
+from jscaler.lax_primitives import is_cast
 from jscaler.rules.alone import OWN, results_alone
 from jscaler.rules.book import RuleBook
 from jscaler.rules.interpret import INDEPENDENT, SPLIT
@@ -329,7 +330,7 @@ def _without(rule: Rule, dims: TensorFactors, name: str) -> Named:
 def _is_cheap(op: Op) -> bool:
     assert op.body is not None
     join = op.kind == "backward" and op.forward is None and op.again is None
-    cast = all(e.primitive.name == "convert_element_type" for e in op.body.jaxpr.eqns)
+    cast = all(map(is_cast, op.body.jaxpr.eqns))
     return join or cast or not any(t.shape for t in op.outputs)
 
 

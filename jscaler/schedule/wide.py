@@ -15,6 +15,7 @@ from jax.extend import core
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import dtype, make_jaxpr
 from jscaler.ir import Body, Graph, Op, PTensor
+from jscaler.lax_primitives import is_cast
 
 
 def wide_sum(tensor: PTensor, asked: str | None, name: str) -> PTensor | None:
@@ -80,7 +81,7 @@ def _only_cast_up(jaxpr: core.Jaxpr, place: int, sum_: PTensor) -> bool:
         bool(readers)
         and variable not in jaxpr.outvars
         and all(
-            e.primitive.name == "convert_element_type"
+            is_cast(e)
             and jnp.issubdtype(dtype(e.outvars[0]), jnp.floating)
             and jnp.promote_types(dtype(e.outvars[0]), sum_.dtype) == dtype(e.outvars[0])
             for e in readers

@@ -17,16 +17,13 @@ from jax.extend import core, source_info_util
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, dtype, inner_jaxpr, open_jaxpr, shape
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Combiner
+from jscaler.lax_primitives import known
 from jscaler.verification import collectives
 from jscaler.verification.branches import Branches, Entered, entered
-from jscaler.verification.moves import MOVES, beyond, choose, concrete, operands
+from jscaler.verification.moves import beyond, choose, concrete, move_of, operands
 from jscaler.verification.symbols import Broken, Leaves, Patterns, Symbolic
 
 Value = np.ndarray | Symbolic
-JOINS: dict[str, Combiner] = {"add": "add", "add_any": "add", "max": "max", "min": "min", "or": "max", "and": "min"}
-SUMS: dict[str, Combiner] = {
-    "reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"
-}  # fmt: skip
 NUMERIC: dict[Combiner, Callable[..., np.ndarray]] = {"add": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -92,19 +89,20 @@ class Interpreter:
             raise VerificationError(f"{place(eqn)} cannot be worked out: {error}") from error
 
     def _symbolic(self, eqn: core.JaxprEqn, args: list[Value]) -> Sequence[Value]:
-        name = eqn.primitive.name
-        if name in MOVES:
+        seen = known(eqn.primitive).seen
+        if not seen:
+            raise VerificationError(f"{place(eqn)} works on data under way; a program of exchanges only moves and joins it")
+        if seen in ("same", "moves"):
             return self._move(eqn, args)
-        if name in JOINS:
-            a, b = (self._lift(v, shape(eqn.outvars[0])) for v in args)
-            return [self.patterns.join(a, b, JOINS[name], lambda: place(eqn))]
-        if name in SUMS:
-            return [functools.reduce(lambda v, axis: self._fold(eqn, v, axis), sorted(eqn.params["axes"])[::-1], args[0])]
-        if name == "convert_element_type":
-            return [self._convert(eqn, self._lift(args[0]))]
-        if name == "mul":
-            return [self._scale(eqn, *args)]
-        raise VerificationError(f"{place(eqn)} works on data under way; a program of exchanges only moves and joins it")
+        by_kind = {"joins": self._join, "sums": self._sum, "casts": self._convert, "scales": self._scale}
+        return [by_kind[seen](eqn, *args)]
+
+    def _join(self, eqn: core.JaxprEqn, *args: Value) -> Symbolic:
+        a, b = (self._lift(v, shape(eqn.outvars[0])) for v in args)
+        return self.patterns.join(a, b, _combiner(eqn), lambda: place(eqn))
+
+    def _sum(self, eqn: core.JaxprEqn, value: Value) -> Value:
+        return functools.reduce(lambda v, axis: self._fold(eqn, v, axis), sorted(eqn.params["axes"])[::-1], value)
 
     def _move(self, eqn: core.JaxprEqn, args: list[Value]) -> list[Value]:
         data, index = operands(eqn, args)
@@ -116,7 +114,7 @@ class Interpreter:
             outside
         ):  # XLA shifts it back; but the one of JAX 0.10 merges two such slices into one that it shifts otherwise
             raise VerificationError(f"{place(eqn)} reaches beyond its array on devices {outside.tolist()}")
-        rule = MOVES[eqn.primitive.name]
+        rule = move_of(eqn.primitive)
         elements = rule(eqn, [c.element for c in cells], index)
         return [Symbolic(*pair) for pair in zip(elements, rule(eqn, [c.pattern for c in cells], index), strict=True)]
 
@@ -131,10 +129,11 @@ class Interpreter:
     def _fold(self, eqn: core.JaxprEqn, value: Value, axis: int) -> Symbolic:
         cells = self._lift(value)
         parts = [cells.map(lambda x, i=i: np.take(x, i, axis + 1)) for i in range(cells.shape[axis + 1])]
-        return functools.reduce(lambda a, b: self.patterns.join(a, b, SUMS[eqn.primitive.name], lambda: place(eqn)), parts)
+        return functools.reduce(lambda a, b: self.patterns.join(a, b, _combiner(eqn), lambda: place(eqn)), parts)
 
-    def _convert(self, eqn: core.JaxprEqn, cells: Symbolic) -> Symbolic:
+    def _convert(self, eqn: core.JaxprEqn, value: Value) -> Symbolic:
         """A conversion keeps values and their order; one that rounds to whole numbers keeps no sums."""
+        cells = self._lift(value)
         old, new = dtype(eqn.invars[0]), dtype(eqn.outvars[0])
         to_bool = new == jnp.bool_ and old != jnp.bool_
         if not to_bool and (jnp.issubdtype(new, jnp.inexact) or not jnp.issubdtype(old, jnp.inexact)):
@@ -269,6 +268,12 @@ class Interpreter:
                 Symbolic(_rows(place_in, [c.element for c in cells]), _rows(place_in, [c.pattern for c in cells]))
             )
         return merged
+
+
+def _combiner(eqn: core.JaxprEqn) -> Combiner:
+    combiner = known(eqn.primitive).combiner
+    assert combiner is not None, eqn
+    return combiner
 
 
 def _rows(which: np.ndarray, cases: Sequence[np.ndarray]) -> np.ndarray:

@@ -13,6 +13,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape
 from jscaler.errors import VerificationError
+from jscaler.lax_primitives import known
 from jscaler.verification.symbols import spread
 
 Arrays = Sequence[np.ndarray]
@@ -131,33 +132,32 @@ def choose(which: np.ndarray, cases: Arrays) -> np.ndarray:
 
 
 def _by_position(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
-    """A gather or a scatter: run it on the numbers of the cells, then move the cells accordingly."""
+    """Any move, a gather say: run it on the numbers of the cells, then move the cells accordingly."""
     starts = np.cumsum([0, *(int(np.prod(d.shape[1:])) for d in data)])
     numbers = [
         np.arange(a, b, dtype=np.int32).reshape(d.shape[1:]) for d, a, b in zip(data, starts, starts[1:], strict=False)
     ]
     params = {**eqn.params, "fill_value": -1} if "fill_value" in eqn.params else eqn.params
     flat = np.concatenate([d.reshape(len(d), -1) for d in data], 1)
-    known: dict[bytes, np.ndarray] = {}
+    made_at: dict[bytes, Arrays] = {}
     rows = []
     for device in range(len(flat)):
-        at = index[0][device]
-        if at.tobytes() not in known:
-            known[at.tobytes()] = np.asarray(eqn.primitive.bind(numbers[0], at, *numbers[1:], **params))
-        moved = known[at.tobytes()]
-        if (moved < 0).any():
+        at = [i[device] for i in index]
+        key = b"".join(i.tobytes() for i in at)
+        if key not in made_at:
+            given, others = iter(numbers), iter(at)
+            args = [next(given if i in _data(eqn) else others) for i in range(len(eqn.invars))]
+            found = eqn.primitive.bind(*args, **params)
+            made_at[key] = [np.asarray(x) for x in (found if eqn.primitive.multiple_results else [found])]
+        if any((moved < 0).any() for moved in made_at[key]):
             raise VerificationError(f"{eqn.primitive.name} reads out of bounds")
-        rows.append(flat[device][moved])
-    return [np.stack(rows)]
-
-
-def _identity(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
-    return data
+        rows.append([flat[device][moved] for moved in made_at[key]])
+    return [np.stack(column) for column in zip(*rows, strict=True)]
 
 
 Rule = Callable[[Any, Arrays, Arrays], Arrays]
-IDENTITIES = ("copy", "copy_p", "optimization_barrier", "pvary", "pcast", "reduce_precision", "sharding_constraint")
-MOVES: dict[str, Rule] = {
+# Moves that numpy does at once for all devices.
+AT_ONCE: dict[str, Rule] = {
     "reshape": _reshape,
     "transpose": _transpose,
     "squeeze": _squeeze,
@@ -172,35 +172,23 @@ MOVES: dict[str, Rule] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "select_n": _select,
-    "gather": _by_position,
-    "scatter": _by_position,
-    **dict.fromkeys(IDENTITIES, _identity),
-}
-# which operands are data; the others are indices and must be concrete
-DATA: dict[str, Callable[[int], Sequence[int]]] = {
-    "dynamic_slice": lambda count: [0],
-    "dynamic_update_slice": lambda count: [0, 1],
-    "select_n": lambda count: range(1, count),
-    "gather": lambda count: [0],
-    "scatter": lambda count: [0, 2],
 }
 
-# Arithmetic of concrete values, on numpy arrays of the equation's dtypes; everything else is run by JAX.
-NUMPY: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "neg": np.negative,
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-}  # fmt: skip
+
+def move_of(primitive: core.Primitive) -> Rule:
+    """How a primitive moves cells, or leaves them where they are."""
+    if known(primitive).seen == "same":
+        return lambda eqn, data, index: data
+    return AT_ONCE.get(primitive.name, _by_position)
 
 
 def concrete(eqn: Any, args: Arrays, count: int, like: Any) -> Arrays:
     """An equation of concrete values on ``count`` devices; worked out once where all have the same."""
-    if eqn.primitive.name in MOVES and eqn.primitive.name not in ("gather", "scatter"):
-        data, index = operands(eqn, args)
-        return MOVES[eqn.primitive.name](eqn, data, index)
-    if eqn.primitive.name in NUMPY and len({a.shape for a in args}) == 1:
-        result = spread(NUMPY[eqn.primitive.name], *args)
-        return [result.astype(eqn.outvars[0].aval.dtype, copy=False)]
+    one = known(eqn.primitive)
+    if one.seen == "same" or one.name in AT_ONCE:
+        return move_of(eqn.primitive)(eqn, *operands(eqn, args))
+    if one.numpy is not None and len({a.shape for a in args}) == 1:  # everything else is run by JAX
+        return [spread(one.numpy, *args).astype(eqn.outvars[0].aval.dtype, copy=False)]
     if all(a.strides[0] == 0 or len(a) == 1 for a in args):
         return [np.broadcast_to(r[None], (count, *r.shape)) for r in _eager(eqn, [a[0] for a in args], like)]
     rows = [_eager(eqn, [a[device] for a in args], like) for device in range(len(args[0]))]
@@ -209,8 +197,12 @@ def concrete(eqn: Any, args: Arrays, count: int, like: Any) -> Arrays:
 
 def operands(eqn: Any, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The data and the index operands of a move."""
-    which = DATA.get(eqn.primitive.name, range)(len(args))
+    which = _data(eqn)
     return [args[i] for i in which], [a for i, a in enumerate(args) if i not in which]
+
+
+def _data(eqn: Any) -> Sequence[int]:
+    return known(eqn.primitive).data(len(eqn.invars))
 
 
 def _eager(eqn: Any, args: Arrays, like: Any) -> list[np.ndarray]:

@@ -7,15 +7,11 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, fingerprint, inner_jaxpr, open_jaxpr, shape
+from jscaler.capture.jaxprs import fingerprint, inner_jaxpr, open_jaxpr, shape
 from jscaler.capture.opening import scan_parts
+from jscaler.lax_primitives import known
+from jscaler.verification import collectives
 from jscaler.verification.trace import Local
-
-FENCES = frozenset({"optimization_barrier"})  # they order, and change no value
-
-MOVEMENTS = frozenset(
-    {"all_gather", "all_to_all", "ppermute", "reshape", "dynamic_slice", "slice", "squeeze", "concatenate"}
-)
 
 
 def numbered(programs: Sequence[Local], num_args: int, most: int) -> list[list[int]]:
@@ -71,10 +67,11 @@ class Values:
         return [read(a) for a in jaxpr.outvars]
 
     def _equation(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
-        name = eqn.primitive.name
-        if name in FENCES:
+        one = known(eqn.primitive)
+        name = one.name
+        if one.fence:
             return args
-        if name in CALLS or name in CUSTOM_CALLS:
+        if one.opened:
             inner, consts = inner_jaxpr(eqn)
             return self._run(inner, [*map(self._constant, consts), *args])
         if name == "scan":
@@ -90,12 +87,12 @@ class Values:
         if name == "transpose" and args[0] in self._dots:
             return [self._transposed_dot(args[0], eqn.params["permutation"])]
         params = tuple((k, self._param(eqn.params[k])) for k in sorted(eqn.params))
-        if name == "convert_element_type":
+        if one.seen == "casts":
             return [self._cast(params, args[0])]
         key = (name, params, tuple(args))
         numbers = [self._number((key, i)) for i in range(len(eqn.outvars))]
-        if name in MOVEMENTS:
-            self._moved[numbers[0]] = key
+        if name in collectives.MOVES or (one.seen == "moves" and "fill_value" not in eqn.params):
+            self._moved[numbers[0]] = (*key, one.data(len(args)))
         return numbers
 
     def _condition(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
@@ -133,11 +130,10 @@ class Values:
     def _cast(self, params: Any, arg: int) -> int:
         """The number of a cast. What only moves elements may be cast before or after: before is the form compared."""
         if arg in self._moved:
-            name, how, args = self._moved[arg]
-            count = len(args) if name == "concatenate" else 1  # the rest are indices
-            key = (name, how, (*(self._cast(params, a) for a in args[:count]), *args[count:]))
+            name, how, args, data = self._moved[arg]
+            key = (name, how, tuple(self._cast(params, a) if i in data else a for i, a in enumerate(args)))
             moved = self._number((key, 0))
-            self._moved[moved] = key
+            self._moved[moved] = (*key, data)
             return moved
         return self._number((("convert_element_type", params, (arg,)), 0))
 

@@ -16,6 +16,8 @@ def ring_bytes(kind: str, n: int, x: int) -> float:
             return sum(x / n for _ in range(n - 1))
         case "all_reduce":  # a reduce-scatter, then an all-gather of the blocks
             return ring_bytes("reduce_scatter", n, x) + ring_bytes("all_gather", n, x // n)
+        case "permute" | "point_to_point" | "halo":  # in one round, to one neighbour
+            return x if n > 1 else 0
         case _:
             return 0
 

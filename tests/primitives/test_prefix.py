@@ -10,10 +10,14 @@ from jax import lax
 
 import jscaler
 from jscaler import PlanError, Prefix, Split, SplitError
+from jscaler.lax_primitives import TABLE
 from jscaler.primitives import GridAxis, Planner
-from jscaler.primitives.prefix import JOINS
 
-CASES = [(name, reverse, (i + reverse) % 2) for i, name in enumerate(JOINS) for reverse in (False, True)]
+CASES = [
+    (name, reverse, (i + reverse) % 2)
+    for i, name in enumerate(one.name for one in TABLE.values() if one.running)
+    for reverse in (False, True)
+]
 
 
 def every_kind(x: jax.Array) -> list[jax.Array]:

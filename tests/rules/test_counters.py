@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry2x32_p
 from parts import fragment
 
-from jscaler.rules.counters import global_index, product
+from jscaler.lax_primitives.counters import global_index, product
 
 words = st.integers(0, 2**32 - 1)
 

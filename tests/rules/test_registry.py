@@ -23,14 +23,16 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
 from jscaler.capture.jaxprs import evaluate, inline, make_jaxpr, shape_struct, trace_flat
+from jscaler.lax_primitives import TABLE
 from jscaler.rules.atoms import Atoms
-from jscaler.rules.registry import ELEMENTWISE, NESTED, TABLE
 from jscaler.verification.parts import Fragment
 from jscaler.verification.rules import verify_rules
 
 # (how, size, where): how is passes or reduced; where holds (operand or result, dim, rows of the dim below this sub-dim)
 Index = tuple[str, int, frozenset[tuple[int, int, int]]]
 
+RULED = {name for name, one in TABLE.items() if one.spec is not None}
+NESTED = {name for name, one in TABLE.items() if one.nested}
 # What the table opens and Shardy does not, and the other way round.
 ONLY_TABLE = {
     "slice": "the place in equal blocks is an index",
@@ -96,7 +98,7 @@ def equations() -> list[core.Jaxpr]:
         traced = trace_flat(lambda *xs, fun=fun: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args])
         for eqn in inline(traced).eqns:
             operands = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)))
-            if eqn.primitive.name in TABLE and not eqn.effects and operands:
+            if eqn.primitive.name in RULED and not eqn.effects and operands:
                 one = make_jaxpr([eqn], operands, eqn.outvars, traced)
                 found.setdefault(str(one), one)
     return list(found.values())
@@ -240,7 +242,7 @@ def examples() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     """One example for each primitive that test_table does not see to."""
     found: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
     for fun, args in others():
-        for name in Fragment.traced(fun, *args).primitives & (TABLE.keys() | NESTED):
+        for name in Fragment.traced(fun, *args).primitives & (RULED | NESTED):
             found.setdefault(name, (fun, args))
     return {name: one for name, one in found.items() if name not in test_table.SEEN_TO}
 
@@ -252,8 +254,8 @@ NOT_TRACED = {"debug_callback", "debug_print", "empty2"}
 def test_every_primitive_of_the_table_is_verified() -> None:
     """Those that test_table does not: forward and backward, in 2, 3 and 4 parts, each once, compiled together."""
     found = examples()
-    lacking = (TABLE.keys() | NESTED) - test_table.SEEN_TO - found.keys() - NOT_TRACED
-    of_another_jax = {*ELEMENTWISE.split(), *test_table.CASES} - test_table.PRIMITIVES.keys()
+    lacking = (RULED | NESTED) - test_table.SEEN_TO - found.keys() - NOT_TRACED
+    of_another_jax = {*test_table.ELEMENTWISE, *test_table.CASES} - test_table.PRIMITIVES.keys()
     assert not lacking - of_another_jax, "add an example"
     reports = verify_rules(list({id(fun): (fun, args) for fun, args in found.values()}.values()))
     assert sum(len(report.checks) for report in reports) > 100

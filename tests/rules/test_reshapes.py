@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parts import check, check_both, check_uneven
 
-from jscaler.rules.reshapes import common_refinement, shared_digits
+from jscaler.lax_primitives.reshapes import common_refinement, shared_digits
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from parts import check_both, fragment
 
-from jscaler.rules.registry import ELEMENTWISE
+from jscaler.lax_primitives import elementwise
 from jscaler.verification.rules import verify_rules
 
 rng = np.random.default_rng(0)
@@ -88,7 +88,12 @@ BINARY = frozenset(
 PRIMITIVES = {p.name: p for p in vars(primitives).values() if hasattr(p, "bind")}
 
 
-ELEMENTWISE_HERE = [n for n in ELEMENTWISE.split() if n in PRIMITIVES]
+OF_THEIR_OWN = frozenset(  # those with cases below
+    ["add", "add_any", "complex", "conj", "convert_element_type", "copy", "div", "imag", "mul", "name", "neg", "real",
+     "select_n", "stop_gradient", "sub"]
+)  # fmt: skip
+ELEMENTWISE = [one.name for one in elementwise.RECORDS if one.name not in OF_THEIR_OWN and one.by_row]
+ELEMENTWISE_HERE = [n for n in ELEMENTWISE if n in PRIMITIVES]
 
 
 def elementwise_call(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

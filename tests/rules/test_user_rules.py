@@ -12,7 +12,7 @@ from jax.interpreters import ad, mlir
 
 import jscaler
 from jscaler import OpRule, RuleError, Split, UnknownNameError, UnknownPrimitiveWarning
-from jscaler.rules.user_rules import REGISTRY
+from jscaler.lax_primitives import REGISTRY
 from jscaler.verification.parts import Fragment
 
 rng = np.random.default_rng(6)

@@ -10,7 +10,7 @@ from jax import lax
 from parts import fragment
 
 from jscaler.ir import Halo
-from jscaler.rules.windows import Sweep, scattered
+from jscaler.lax_primitives.windows import Sweep, scattered
 
 IMAGE = ("NHWC", "HWIO", "NHWC")
 

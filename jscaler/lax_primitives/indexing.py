@@ -14,10 +14,12 @@ import numpy as np
 from jax.extend import core
 from jax.lax import GatherScatterMode
 
-from jscaler.capture.jaxprs import dtype, shape
+from jscaler.ir.equations import dtype, shape
 from jscaler.ir.mask import Combiner
-from jscaler.rules.lookups import window_sizes
-from jscaler.rules.table import Dims, Label, Spec, SpecFunction, dims
+from jscaler.lax_primitives import lookups
+from jscaler.lax_primitives.lookups import window_sizes
+from jscaler.lax_primitives.primitive import Primitive
+from jscaler.lax_primitives.spec import Dims, Label, Spec, SpecFunction, dims
 
 
 def gather(eqn: core.JaxprEqn) -> Spec:
@@ -152,3 +154,29 @@ def dynamic_update_slice(eqn: core.JaxprEqn) -> Spec:
     positions = ((),) * (len(eqn.invars) - 2)
     blocked = dict.fromkeys(cut, "it is written to a place that the program computes")
     return Spec((whole, window, *positions), (whole,), blocked=blocked, linear="update")
+
+
+def _scatter(name: str, spec: SpecFunction, **facts: Any) -> Primitive:
+    return Primitive(name, spec, bound=lookups.scatter, data=lambda count: (0, 2), role="mixes", changes=True, **facts)
+
+
+RECORDS = (
+    Primitive(
+        "dynamic_slice", dynamic_slice, bound=lookups.dynamic_slice, data=lambda count: (0,), role="mixes", cost="fused",
+        picks=True, seen="moves",
+    ),
+    Primitive(
+        "dynamic_update_slice", dynamic_update_slice, bound=lookups.dynamic_update_slice, data=lambda count: (0, 1),
+        role="mixes", changes=True, seen="moves",
+    ),
+    Primitive(
+        "gather", gather, bound=lookups.gather, data=lambda count: (0,), role="mixes", weight=60, cost="fused", picks=True,
+        seen="moves",
+    ),
+    _scatter("scatter", scatter(None, "unique"), weight=58, seen="moves"),
+    _scatter("scatter-add", scatter("add", "outer", based=True), weight=59, word="scatter_add"),
+    _scatter("scatter-sub", scatter("add", "outer", based=True)),
+    _scatter("scatter-mul", scatter(None)),
+    _scatter("scatter-min", scatter("min")),
+    _scatter("scatter-max", scatter("max")),
+)  # fmt: skip

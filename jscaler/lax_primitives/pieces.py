@@ -9,17 +9,15 @@ at the cut and stays whole; the place in the block does not, and is one index of
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import shape
-from jscaler.rules.table import Dims, Label, Spec, dims
-
-if TYPE_CHECKING:
-    from jscaler.rules.localize import Localizer
+from jscaler.ir.equations import shape
+from jscaler.lax_primitives.primitive import Part, Primitive
+from jscaler.lax_primitives.spec import Dims, Label, Spec, dims
 
 DimLabels = tuple[Label, ...]
 
@@ -108,7 +106,7 @@ def slice_(eqn: core.JaxprEqn) -> Spec:
     return Spec((operand,), (result,), blocked=blocked, linear="move")
 
 
-def _local_slice(part: "Localizer", eqn: core.JaxprEqn) -> dict[str, Any]:
+def _local_slice(part: Part, eqn: core.JaxprEqn) -> dict[str, Any]:
     starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
     locals_ = zip(part.shape(eqn.invars[0]), part.shape(eqn.outvars[0]), strict=True)
     for i, (window, (wide, narrow)) in enumerate(zip(_slice_windows(eqn), locals_, strict=True)):
@@ -136,7 +134,7 @@ def pad(eqn: core.JaxprEqn) -> Spec:
     return Spec((operand, ()), (result,), blocked=blocked, linear="add")
 
 
-def _local_pad(part: "Localizer", eqn: core.JaxprEqn) -> dict[str, Any]:
+def _local_pad(part: Part, eqn: core.JaxprEqn) -> dict[str, Any]:
     config = list(eqn.params["padding_config"])
     sizes = zip(shape(eqn.invars[0]), part.shape(eqn.invars[0]), part.shape(eqn.outvars[0]), strict=True)
     for i, (whole, size, total) in enumerate(sizes):
@@ -178,7 +176,7 @@ def _pieces(
     return [one(sizes, i) for i, sizes in enumerate((*pieces, whole))], blocked
 
 
-def _local_split(part: "Localizer", eqn: core.JaxprEqn) -> dict[str, Any]:
+def _local_split(part: Part, eqn: core.JaxprEqn) -> dict[str, Any]:
     return {"sizes": tuple(part.shape(v)[eqn.params["axis"]] for v in eqn.outvars)}
 
 
@@ -198,8 +196,11 @@ def unstack(eqn: core.JaxprEqn) -> Spec:
     return Spec((operand,), (operand[:axis] + operand[axis + 1 :],) * len(eqn.outvars), blocked=blocked, linear="move")
 
 
-SHAPED: dict[str, Callable[["Localizer", core.JaxprEqn], dict[str, Any]]] = {
-    "slice": _local_slice,
-    "pad": _local_pad,
-    "split": _local_split,
-}
+RECORDS = (
+    Primitive("slice", slice_, shaped=_local_slice, cost="fused", picks=True, seen="moves"),
+    Primitive("pad", pad, shaped=_local_pad, cost="fused", seen="moves"),
+    Primitive("concatenate", concatenate, cost="fused", seen="moves"),
+    Primitive("split", split, shaped=_local_split, cost="fused", seen="moves"),
+    Primitive("stack", stack, cost="fused", seen="moves"),
+    Primitive("unstack", unstack, cost="fused"),
+)

@@ -14,14 +14,17 @@ there the index is reduced. Windows that sit side by side (a patch convolution) 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import shape
 from jscaler.ir import Halo
-from jscaler.rules.table import Label, Spec, Window, dims
+from jscaler.ir.equations import shape
+from jscaler.ir.mask import Combiner
+from jscaler.lax_primitives.primitive import Part, Primitive, Windows
+from jscaler.lax_primitives.spec import Label, Spec, SpecFunction, Window, dims
 
 INSIDE = "it is the inside of a window"
 
@@ -140,11 +143,17 @@ def plain(sweep: Sweep) -> bool:
 
 
 def reduce_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
-    """How the windows of a reduction, or of a maximum's gradient, slide along each dim."""
-    params = eqn.params
-    operand, result = shape(eqn.invars[-1]), shape(eqn.outvars[0])
-    if eqn.primitive.name == "select_and_scatter_add":
-        result = shape(eqn.invars[0])
+    """How the windows of a reduction slide along each dim."""
+    return _sweeps(eqn, shape(eqn.outvars[0]))
+
+
+def scatter_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
+    """How the windows of a maximum's gradient slide along each dim."""
+    return _sweeps(eqn, shape(eqn.invars[0]))
+
+
+def _sweeps(eqn: core.JaxprEqn, result: Sequence[int]) -> list[Sweep]:
+    params, operand = eqn.params, shape(eqn.invars[-1])
     ones = (1,) * len(operand)
     base, dilation = (params.get(k) or ones for k in ("base_dilation", "window_dilation"))
     lows = (low for low, _ in params["padding"])
@@ -218,7 +227,7 @@ def convolution(eqn: core.JaxprEqn) -> Spec:
     return Spec((tensors[0], tensors[1]), (tensors[2],), blocked=space.blocked, linear="each", windows=space.windows)
 
 
-def local_groups(part: Any, eqn: core.JaxprEqn) -> dict[str, int]:
+def _local_groups(part: Part, eqn: core.JaxprEqn) -> dict[str, int]:
     """How many groups a part of a convolution has."""
     numbers = eqn.params["dimension_numbers"]
     operand, kernel, result = (part.shape(v) for v in (*eqn.invars, *eqn.outvars))
@@ -227,7 +236,7 @@ def local_groups(part: Any, eqn: core.JaxprEqn) -> dict[str, int]:
     return {"feature_group_count": features, "batch_group_count": samples}
 
 
-def reduce_window(linear: str = "") -> Any:
+def reduce_window(linear: str = "") -> SpecFunction:
     """Reduce the rows of each window."""
 
     def spec(eqn: core.JaxprEqn) -> Spec:
@@ -246,7 +255,7 @@ def reduce_window(linear: str = "") -> Any:
 
 def select_and_scatter_add(eqn: core.JaxprEqn) -> Spec:
     """The gradient of a maximum's windows: each window's gradient goes to the row that was the largest."""
-    sweeps = reduce_sweeps(eqn)
+    sweeps = scatter_sweeps(eqn)
     cuts = [cut(sweep, d) for d, sweep in enumerate(sweeps)]
     blocked = {label: why for one in cuts for label, why in one.blocked.items()}
     windows = tuple(
@@ -256,3 +265,68 @@ def select_and_scatter_add(eqn: core.JaxprEqn) -> Spec:
     )
     rows, made = (tuple(one.rows for one in cuts), tuple(one.windows for one in cuts))
     return Spec((made, rows), (rows,), blocked=blocked, linear="first", windows=windows)
+
+
+Padding = Sequence[tuple[int, int, int]]  # as in the configuration of a pad
+
+
+def _sum_up(padding: Any, base: Any, config: Padding) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Paddings and dilations one after the other, as one."""
+    each = list(zip(padding, base, config, strict=True))
+    both = tuple((int(low + b * more), int(high + b * rest)) for (low, high), b, (more, rest, _) in each)
+    return both, tuple(int(b * (gaps + 1)) for _, b, (_, _, gaps) in each)
+
+
+def _fold_conv(eqn: core.JaxprEqn, config: Padding) -> dict[str, Any] | None:
+    batch, feature, *places = eqn.params["dimension_numbers"].lhs_spec
+    if any(any(config[d]) for d in (batch, feature)):
+        return None
+    both, base = _sum_up(eqn.params["padding"], eqn.params["lhs_dilation"], [config[d] for d in places])
+    return {**eqn.params, "padding": both, "lhs_dilation": base}
+
+
+def _fold_reduce(eqn: core.JaxprEqn, config: Padding) -> dict[str, Any] | None:
+    both, base = _sum_up(eqn.params["padding"], eqn.params["base_dilation"], config)
+    if any(side < 0 for pair in both for side in pair):
+        return None
+    return {**eqn.params, "padding": both, "base_dilation": base}
+
+
+def _selected(eqn: core.JaxprEqn) -> tuple[Combiner, Combiner]:
+    return "add", "max" if eqn.params["select_prim"].name == "ge" else "min"
+
+
+def _conv_flops(eqn: core.JaxprEqn) -> float:
+    """Taps of a window times its input channels, which a grouped kernel holds for one group."""
+    numbers = eqn.params["dimension_numbers"]
+    kernel = shape(eqn.invars[1])
+    taps = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
+    return 2.0 * math.prod(shape(eqn.outvars[0])) * taps / eqn.params["batch_group_count"]
+
+
+def _same_fill(combiner: Combiner) -> Windows:
+    return Windows(reduce_sweeps, lambda eqn: (combiner,), _fold_reduce)
+
+
+def _conv_fills(eqn: core.JaxprEqn) -> tuple[Combiner | None, ...]:
+    """A kernel's gradient reads the gradient of the result as it is."""
+    return ("add", None)
+
+
+RECORDS = (
+    Primitive(
+        "conv_general_dilated", convolution, shaped=_local_groups, role="contracts", flops=_conv_flops, weight=85,
+        word="conv", windows=Windows(conv_sweeps, _conv_fills, _fold_conv, grouped=True),
+    ),
+    Primitive(
+        "reduce_window_sum", reduce_window("add"), windows=_same_fill("add"), role="reduces", cost="reduced"
+    ),
+    Primitive("reduce_window_max", reduce_window(), windows=_same_fill("max"), role="reduces", cost="reduced"),
+    Primitive("reduce_window_min", reduce_window(), windows=_same_fill("min"), role="reduces", cost="reduced"),
+    Primitive("reduce_window", why="its combiner is a program", role="reduces", cost="reduced"),
+    Primitive("select_and_gather_add", reduce_window("first"), windows=Windows(reduce_sweeps, _selected)),
+    Primitive(
+        "select_and_scatter_add", select_and_scatter_add, windows=Windows(scatter_sweeps, _selected, scatters=True)
+    ),
+    Primitive("select_and_scatter", why="its combiner is a program"),
+)  # fmt: skip

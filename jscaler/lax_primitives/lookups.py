@@ -5,21 +5,19 @@ not its own. Positions outside the whole are dealt with first, as the mode says;
 part alone.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.lax import GatherScatterMode
 
-from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape
-
-if TYPE_CHECKING:
-    from jscaler.rules.localize import Localizer
+from jscaler.ir.equations import shape
+from jscaler.lax_primitives.primitive import Part
 
 
-def _gather(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def gather(part: Part, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     operand = eqn.invars[0]
     numbers, mode, sizes = (eqn.params[k] for k in ("dimension_numbers", "mode", "slice_sizes"))
     local_sizes = tuple(
@@ -48,33 +46,25 @@ def _gather(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Seq
     return [jnp.where(over_windows(mine), found, nothing)]
 
 
-def _scatter(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def scatter(part: Part, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     operand = eqn.invars[0]
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     sizes = window_sizes(eqn)
     looked = _split_columns(part, operand, numbers.scatter_dims_to_operand_dims, sizes)
     if not looked and part.sizes:  # the padding of a smaller part writes nothing, but to a place that others write to
-        eqn = eqn.replace(params=dict(eqn.params, indices_are_sorted=False, unique_indices=False))
+        return part.bind(eqn, values, indices_are_sorted=False, unique_indices=False)
     if not looked:
-        return _evaluate(part, eqn, values)
+        return part.bind(eqn, values)
     most = [shape(operand)[d] - sizes[d] for d in numbers.scatter_dims_to_operand_dims]
     columns, inside = _inside(values[1], most)
     columns, mine = _own_rows(part, operand, columns, looked)
     if mode != GatherScatterMode.CLIP:
         mine = mine & inside
     outside = [jnp.where(mine, c, jnp.asarray(-1, c.dtype)) for c in columns]
-    params = dict(
-        eqn.params, mode=GatherScatterMode.FILL_OR_DROP, indices_are_sorted=False, unique_indices=False
+    return part.bind(
+        eqn, [values[0], jnp.stack(outside, -1), values[2]], mode=GatherScatterMode.FILL_OR_DROP, indices_are_sorted=False,
+        unique_indices=False,
     )  # fmt: skip
-    return _evaluate(part, eqn.replace(params=params), [values[0], jnp.stack(outside, -1), values[2]])
-
-
-def _evaluate(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Bind an equation that may carry a jaxpr."""
-    fresh: list[Any] = [core.Var(v.aval) for v in eqn.invars]
-    outvars = [core.Var(v.aval) for v in eqn.outvars]
-    one = make_jaxpr([eqn.replace(invars=fresh, outvars=outvars)], fresh, outvars, part.analysis.jaxpr)
-    return evaluate(one, values)
 
 
 def window_sizes(eqn: core.JaxprEqn) -> tuple[int, ...]:
@@ -85,14 +75,14 @@ def window_sizes(eqn: core.JaxprEqn) -> tuple[int, ...]:
     return tuple(1 if d in without else updates[next(windows)] for d in range(len(shape(eqn.invars[0]))))
 
 
-def _split_columns(part: "Localizer", operand: Any, dims: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
+def _split_columns(part: Part, operand: Any, dims: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
     """Index column -> operand dim, for the dims that are looked up and split."""
     local, whole = part.shape(operand), shape(operand)
     return {k: d for k, d in enumerate(dims) if local[d] != whole[d] and sizes[d] != whole[d]}
 
 
-def _leaves(part: "Localizer", operand: Any, looked: dict[int, int]) -> list[int]:
-    leaves = part.analysis.leaves(operand)
+def _leaves(part: Part, operand: Any, looked: dict[int, int]) -> list[int]:
+    leaves = part.leaves_of(operand)
     return [leaf for d in looked.values() for leaf in leaves[d] if leaf in part.index]
 
 
@@ -109,7 +99,7 @@ def _inside(indices: Any, most: Sequence[int]) -> tuple[list[Any], Any]:
     return columns, inside
 
 
-def _own_rows(part: "Localizer", operand: Any, columns: list[Any], looked: dict[int, int]) -> tuple[list[Any], Any]:
+def _own_rows(part: Part, operand: Any, columns: list[Any], looked: dict[int, int]) -> tuple[list[Any], Any]:
     """The columns as positions in this part, and which rows lie in it."""
     mine = jnp.ones(columns[0].shape, bool)
     columns = list(columns)
@@ -119,7 +109,7 @@ def _own_rows(part: "Localizer", operand: Any, columns: list[Any], looked: dict[
     return columns, mine
 
 
-def _dynamic_slice(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def dynamic_slice(part: Part, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """A part gives the elements of the window that are its own, zero for the others."""
     operand: Any = eqn.invars[0]
     out = eqn.outvars[0]
@@ -141,7 +131,7 @@ def _dynamic_slice(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any])
     return [result]
 
 
-def _dynamic_update_slice(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def dynamic_update_slice(part: Part, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """A part writes the elements of the window that are its own."""
     operand: Any = eqn.invars[0]
     if _windows_whole(part, operand, shape(eqn.invars[1])):
@@ -157,7 +147,7 @@ def _dynamic_update_slice(part: "Localizer", eqn: core.JaxprEqn, values: Sequenc
     return [jnp.where(written, update, values[0])]
 
 
-def _windows_whole(part: "Localizer", operand: Any, window: Sequence[int]) -> bool:
+def _windows_whole(part: Part, operand: Any, window: Sequence[int]) -> bool:
     """Whether no dim is split of which a window is taken."""
     return all(
         whole in (local, size) for whole, local, size in zip(shape(operand), part.shape(operand), window, strict=True)
@@ -169,11 +159,3 @@ def _clamped(start: Any, most: int) -> Any:
     wide = jnp.int64 if start.dtype.itemsize == 8 else jnp.int32
     top = jnp.asarray(min(most, jnp.iinfo(start.dtype).max), start.dtype)
     return jnp.clip(start, jnp.zeros_like(top), top).astype(wide)
-
-
-SPECIAL: dict[str, Callable[["Localizer", core.JaxprEqn, Sequence[Any]], Sequence[Any]]] = {
-    "gather": _gather,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
-}

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import shape
-from jscaler.rules.table import Dims, Label, Spec, dims
+from jscaler.ir.equations import shape
+from jscaler.lax_primitives.spec import Dims, Label, Spec, dims
 
 Digit = tuple[int, int]  # low, high
 
