@@ -70,7 +70,7 @@ def test_a_master_reads_the_wide_sum_unrounded(devices: int) -> None:
 def test_who_keeps_the_gradients_dtype_reads_the_rounded_sum() -> None:
     """Parameters in bfloat16, updated in bfloat16: the sum is rounded once, not each time."""
     batch = data(jnp.bfloat16)
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), Net().init(jax.random.key(0), batch["x"])["params"])
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), jax.jit(Net().init)(jax.random.key(0), batch["x"])["params"])
 
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> jax.Array:
