@@ -10,10 +10,10 @@ demo: $(VENV)/.installed  ## train a small GPT on 8 virtual devices
 	$(BIN)/jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu --steps 60
 
 test: $(VENV)/.installed  ## the full test suite, a process per core
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 smoke: $(VENV)/.installed  ## the tests that guard against a new JAX
-	$(BIN)/python -m pytest -m smoke -n auto --dist loadfile
+	$(BIN)/python -m pytest -m smoke -n auto --dist worksteal
 
 test-aot:  ## the tests that compile for CUDA, on any machine; makes .venv-aot (1.7 GB)
 	$(MAKE) VENV=.venv-aot EXTRAS=dev,aot .venv-aot/.installed

@@ -2,10 +2,15 @@
 
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jscaler.cost import Cluster, find_cluster
 from jscaler.errors import DeviceError
@@ -18,6 +23,28 @@ from jscaler.stages import StepPlan, executable, lowered
 Target = str | os.PathLike[str] | Cluster
 # Without a GPU to try them on, XLA chooses Triton tiles for a matmul that it then cannot compile.
 WITHOUT_GPU: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+_CACHE = threading.Lock()
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """JAX's persistent compilation cache is neither read nor written: an executable from there comes without a dump.
+
+    JAX asks once in a process whether the cache is on, so it is made to ask again, before and after. What other threads
+    compile meanwhile misses the cache, and no more.
+    """
+    with _CACHE:
+        settings = jax.config.values
+        if not (settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]):
+            yield
+            return
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+            compilation_cache.reset_cache()
 
 
 def find_target(target: Target) -> Cluster:
@@ -62,7 +89,8 @@ def compile_for(
     before = time.perf_counter()
     progress("compiling with XLA")
     with tempfile.TemporaryDirectory(prefix="jscaler-") as folder:
-        compiled = program.compile({**WITHOUT_GPU, **dump_options(Path(folder))})
+        with without_cache():
+            compiled = program.compile({**WITHOUT_GPU, **dump_options(Path(folder))})
         seconds = {"lower": before - started, "compile": time.perf_counter() - before}
         progress("reading the buffer assignment")
         dump = read_dump(Path(folder))

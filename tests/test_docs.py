@@ -1,5 +1,6 @@
 """README's code blocks and the tutorial run as they stand."""
 
+import functools
 import re
 import shlex
 import subprocess
@@ -7,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick import FLAGS
+from typer.testing import CliRunner
+
+from jscaler.cli import app
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,6 +22,7 @@ def blocks(language: str, document: str = "README.md") -> list[str]:
 
 def run(*arguments: str) -> str:
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error::UserWarning:jscaler"}
+    environment["XLA_FLAGS"] = " ".join(FLAGS)
     result = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -78,6 +84,13 @@ def test_readme_s_first_example_is_short() -> None:
 COMMANDS = [*blocks("bash"), *blocks("bash", "docs/targets.md"), *blocks("bash", "docs/fit.md")]
 
 
+@functools.cache
+def help_of(command: str) -> str:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
 @pytest.mark.parametrize("command", [line for block in COMMANDS for line in block.splitlines()])
 def test_readme_s_commands_exist(command: str) -> None:
     words = shlex.split(command, comments=True)
@@ -85,9 +98,12 @@ def test_readme_s_commands_exist(command: str) -> None:
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     assert words[0] == "jscaler"
-    help_text = run("-m", "jscaler", words[1], "--help")
     for flag in (w for w in words if w.startswith("--")):
-        assert flag in help_text
+        assert flag in help_of(words[1])
+
+
+def test_the_command_line_starts() -> None:
+    assert "redistribute" in run("-m", "jscaler", "--help")
 
 
 @pytest.mark.smoke

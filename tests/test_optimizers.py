@@ -4,7 +4,6 @@ import functools
 
 import jax
 import pytest
-from plans.plan_steps import QUICK
 
 import jscaler
 from bench.parity_updates import OPTIMIZERS, PLANS, far, off_layout, parts_of, strays, update_step
@@ -59,8 +58,8 @@ def test_several_steps_give_the_numbers_of_one_device(name: str, plan: str) -> N
     with jax.enable_x64(True):
         made, theirs = update_step(name), update_step(name, jax.value_and_grad)
         lowered = jscaler.parallelize(plan, devices=PLANS[plan])(made.step).lower(made.state, made.batches[0])
-        ours = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
-        jit = jax.jit(theirs.step).lower(theirs.state, theirs.batches[0]).compile(compiler_options=QUICK)
+        ours = lowered.compile()
+        jit = jax.jit(theirs.step).lower(theirs.state, theirs.batches[0]).compile()
         state, want = made.state, theirs.state
         for batch in made.batches:
             (state, _), (want, _) = ours(state, batch), jit(want, batch)

@@ -12,8 +12,6 @@ from jscaler.ir import Nest, Op
 from jscaler.primitives.recompute import _between, _items_in
 from tests.programs import LEARNING_RATE, devices_of, draw_policy, draw_program
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 
 def random_region(graph: Any, rng: np.random.Generator) -> list[Op]:
     """Some ops and loops of one body, and what lies between them."""
@@ -55,8 +53,8 @@ def differences(seed: int, steps: int = 1) -> tuple[list[str], float]:
     step = jscaler.parallelize(policy_of(seed, devices, made), devices=devices)(program.train_step)
     lowered = step.lower(program.params, program.batch)
     jscaler.verify(lowered)
-    run = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
-    plain = jax.jit(program.train_step).lower(program.params, program.batch).compile(compiler_options=QUICK)
+    run = lowered.compile()
+    plain = jax.jit(program.train_step).lower(program.params, program.batch).compile()
     mine, true = run(program.params, program.batch), plain(program.params, program.batch)
     worst = 0.0
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(true), strict=True):

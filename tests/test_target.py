@@ -1,10 +1,12 @@
 """Compiling for a cluster that need not be there: which devices, what is refused, and (marked ``aot``) what XLA says."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from report.stand_in import LAYERS, WIDTH, arguments, on_cpu, step
 
 import jscaler
@@ -48,6 +50,32 @@ def test_a_finished_plan_is_for_its_own_number() -> None:
 def test_targets_that_are_none(target: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         compiled(target, devices=8)
+
+
+def test_jax_s_compilation_cache_is_kept_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_cpu(monkeypatch)
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.jit(lambda x: x + 1).lower(1.0).compile()
+        mine = set(tmp_path.iterdir())
+        assert mine
+        first, second = compiled("2xA100-40GB"), compiled("2xA100-40GB")
+        assert first.memory == second.memory
+        assert not [path for path in set(tmp_path.iterdir()) - mine if "step" in path.name]
+        jax.jit(lambda x: x + 2).lower(1.0).compile()
+        assert len(set(tmp_path.iterdir())) > len(mine)  # on again
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.mark.aot

@@ -1,5 +1,6 @@
 """The obvious meaning of a graph: its ops, one after another, on whole tensors."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ def check_graph(step: Callable[..., Any], *args: Any, tolerance: float = 2e-5) -
     graph = graph_of(step, *args)
     expected, tree = jax.tree.flatten(jax.jit(step)(*args))
     assert tree.num_leaves == len(graph.outputs)
-    found = interpret(graph, jax.tree.leaves(args))
+    found = jax.jit(functools.partial(interpret, graph))(jax.tree.leaves(args))
     for name, a, b in zip(graph.output_names, found, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)

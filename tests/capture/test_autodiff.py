@@ -109,7 +109,7 @@ def test_a_train_step_of_flax_and_optax() -> None:
 
     net = Net()
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-    state = TrainState.create(apply_fn=net.apply, params=net.init(jax.random.key(0), x)["params"], tx=tx)
+    state = TrainState.create(apply_fn=net.apply, params=jax.jit(net.init)(jax.random.key(0), x)["params"], tx=tx)
     graph = check_graph(step, state, x, np.array([0, 2, 1]))
     assert len(graph.next_version) == len(jax.tree.leaves(state))
 

@@ -52,7 +52,7 @@ def net_graph(activation: Any = nn.gelu) -> Graph:
         value, grads = jscaler.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value}
 
-    return check_graph(step, net.init(jax.random.key(0), x)["params"], {"x": x})
+    return check_graph(step, jax.jit(net.init)(jax.random.key(0), x)["params"], {"x": x})
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def net_batch() -> dict[str, Any]:
 
 
 def net_state() -> dict[str, Any]:
-    params = Net().init(jax.random.key(0), jnp.zeros((1, HIDDEN)), False)["params"]
+    params = jax.jit(Net().init, static_argnums=2)(jax.random.key(0), jnp.zeros((1, HIDDEN)), False)["params"]
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.result_type(float)), params)
     return {"params": params, "opt": ADAMW.init(params)}
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from plans.plan_steps import QUICK
 from scheduled import Schedule
 
 import jscaler
@@ -102,7 +101,7 @@ def test_a_random_order_of_independent_ops(seed: int, devices: int) -> None:
         state, batch = arguments()
         lowered = jscaler.parallelize(ordered(paths, devices > 1), devices=devices)(step).lower(state, batch)
         jscaler.verify(lowered)
-        run = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+        run = lowered.compile()
         assert not broken(Schedule(run.as_text(), lowered.plan.graph.ops), paths)
         new, loss = run(state, batch)
         expected, value = jax.jit(step)(state, batch)
@@ -141,7 +140,7 @@ def stacked_arguments() -> tuple[dict[str, jax.Array], jax.Array]:
 def test_an_order_inside_a_loop_s_body() -> None:
     with jax.enable_x64(True):
         lowered = jscaler.parallelize(in_loop, devices=1)(stacked).lower(*stacked_arguments())
-        run = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+        run = lowered.compile()
         schedule = Schedule(run.as_text(), lowered.plan.graph.ops)
         assert schedule.holds("right/dot", "left/dot", schedule.body_of("left/dot"))
         assert schedule.holds("left/dot@backward", "right/dot@backward", schedule.body_of("left/dot@backward"))

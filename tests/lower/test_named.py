@@ -35,7 +35,6 @@ MESHES = {  # of the program: its axes seldom are the layouts' axes
     "one axis": DeviceMesh(tuple(range(NUM_DEVICES)), (("x", NUM_DEVICES),)),
     "three axes": DeviceMesh((4, 5, 7, 6, 0, 1, 3, 2), (("a", 2), ("b", 2), ("c", 2))),
 }
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # of a CPU's code, not of HLO
 H100 = "8xH100-80GB"
 
 Launch = tuple[str, float, tuple[tuple[int, ...], ...]]  # kind, bytes sent, and groups or pairs, sorted among themselves
@@ -108,8 +107,7 @@ def compiled(adapters: Sequence[Adapter], mesh: DeviceMesh, devices: Sequence[An
     split = NamedSharding(physical, spec)
     parts = [jax.ShapeDtypeStruct((NUM_DEVICES, *a.source.local_shape), dtype, sharding=split) for a in adapters]
     run = jax.jit(jax.shard_map(local, mesh=physical, in_specs=spec, out_specs=spec, check_vma=False))
-    options = AS_WRITTEN | (FAST if devices[0].platform == "cpu" else {})
-    return run.lower(parts).compile(compiler_options=options).as_text()
+    return run.lower(parts).compile(compiler_options=AS_WRITTEN).as_text()
 
 
 def launched(text: str) -> list[Launch]:

@@ -18,12 +18,12 @@ TOKENS = jax.random.randint(jax.random.key(0), (3, 8), 0, 32)
 
 
 def test_same_logits_as_linen() -> None:
-    params = gpt.GPT(CONFIG).init(jax.random.key(1), TOKENS)["params"]
+    params = jax.jit(gpt.GPT(CONFIG).init)(jax.random.key(1), TOKENS)["params"]
     model = gpt_nnx.GPT(CONFIG, nnx.Rngs(0))
     model.eval()
     before = model(TOKENS)
     gpt_nnx.copy_linen(model, params)
-    expected = gpt.GPT(CONFIG).apply({"params": params}, TOKENS)
+    expected = jax.jit(gpt.GPT(CONFIG).apply)({"params": params}, TOKENS)
     np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
     assert not np.allclose(before, expected)
     copied = nnx.to_pure_dict(nnx.state(model, nnx.Param))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from plans.plan_steps import QUICK
 
 import jscaler
 from jscaler import Split, plans
@@ -139,8 +138,8 @@ def test_a_loss_that_overflows_in_float16_halves_its_scale_and_changes_nothing_e
 def both(plan: str, step: Any, jitted: Any, state: Any, batch: Any, steps: int = 3) -> tuple[Any, Any]:
     """The states after some steps under ``plan`` and under ``jax.jit``."""
     lowered = jscaler.parallelize(plan, devices=4)(step).lower(state, batch)
-    ours = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
-    theirs = jax.jit(jitted).lower(state, batch).compile(compiler_options=QUICK)
+    ours = lowered.compile()
+    theirs = jax.jit(jitted).lower(state, batch).compile()
     mine = want = state
     for _ in range(steps):
         (mine, _), (want, _) = ours(mine, batch), theirs(want, batch)

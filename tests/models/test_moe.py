@@ -35,7 +35,7 @@ def routed_by_hand(logits: np.ndarray, top_k: int, capacity: int) -> np.ndarray:
 @pytest.mark.parametrize(("top_k", "capacity"), [(1, 8), (2, 8), (2, 3), (3, 2)])
 def test_tokens_go_to_their_best_experts_until_those_are_full(top_k: int, capacity: int) -> None:
     logits = np.random.default_rng(top_k).normal(size=(3, 8, 4)).astype(np.float32)
-    dispatch, combine, _ = route(jnp.asarray(logits), top_k, capacity)
+    dispatch, combine, _ = jax.jit(route, static_argnums=(1, 2))(logits, top_k, capacity)
     expected = routed_by_hand(logits, top_k, capacity)
     np.testing.assert_allclose(combine, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(dispatch, expected > 0)
@@ -55,7 +55,7 @@ def test_equal_experts_with_room_for_all_are_one_mlp() -> None:
     params = {**params, **{name: jnp.repeat(params[name][:1], 4, 0) for name in ("up", "down")}}
     zeros = {"up": {"bias": jnp.zeros(64)}, "down": {"bias": jnp.zeros(16)}}
     one = {name: {"kernel": params[name][0], **zeros[name]} for name in ("up", "down")}
-    ours, theirs = Experts(config).apply({"params": params}, x), MLP(config).apply({"params": one}, x)
+    ours, theirs = jax.jit(Experts(config).apply)({"params": params}, x), jax.jit(MLP(config).apply)({"params": one}, x)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

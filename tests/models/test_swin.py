@@ -39,10 +39,10 @@ def test_offsets_are_a_row_of_the_table_for_each_way_to_look() -> None:
 @pytest.mark.parametrize(("rows", "columns", "window"), [(4, 4, 2), (8, 12, 4), (6, 6, 3)])
 def test_shifted_windows_see_only_true_neighbours(rows: int, columns: int, window: int) -> None:
     """In a window of the rolled image, two patches may see each other if no roll has come between them."""
-    y, x = (jnp.roll(at, (-(window // 2), -(window // 2)), (0, 1)) for at in jnp.mgrid[:rows, :columns])
-    places = windows(jnp.stack([y, x], -1)[None], window)[0]
-    apart = jnp.abs(places[:, :, None] - places[:, None]).max(-1)
-    np.testing.assert_array_equal(neighbours(rows, columns, window), apart < window)
+    y, x = (np.roll(at, (-(window // 2), -(window // 2)), (0, 1)) for at in np.mgrid[:rows, :columns])
+    places = np.asarray(jax.jit(windows, static_argnums=1)(np.stack([y, x], -1)[None], window))[0]
+    apart = np.abs(places[:, :, None] - places[:, None]).max(-1)
+    np.testing.assert_array_equal(jax.jit(neighbours, static_argnums=(0, 1, 2))(rows, columns, window), apart < window)
 
 
 def test_a_plain_block_keeps_windows_apart_and_a_shifted_one_does_not() -> None:

@@ -15,7 +15,6 @@ from jscaler import plans
 from jscaler.errors import SplitError
 from models.master import next_scale
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 ROWS, CLASSES = 8, 4
 
 
@@ -134,9 +133,9 @@ def scaled(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad)
 def assert_like_the_whole(step: Any, state: Any, batch: Any, plan: Any, devices: int) -> Any:
     lowered = jscaler.parallelize(plan, devices=devices)(step).lower(state, batch)
     jscaler.verify(lowered)
-    ours = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+    ours = lowered.compile()
     whole = jax.jit(lambda state, batch: step(state, batch, jax.value_and_grad))
-    theirs = whole.lower(state, batch).compile(compiler_options=QUICK)
+    theirs = whole.lower(state, batch).compile()
     got = want = state
     for _ in range(2):
         (got, metrics), (want, expected) = ours(got, batch), theirs(want, batch)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from step_numbers import QUICK, assert_trees_close
+from step_numbers import assert_trees_close
 from test_per_microbatch import PARTS, norm_step
 
 import jscaler
@@ -105,7 +105,7 @@ def test_what_leaves_for_good_is_the_mean_over_the_parts(body: Callable[..., Any
         plan = plans.accumulate(PARTS, inner, per_microbatch="norm")
         lowered = jscaler.parallelize(plan, devices=devices)(with_loss(scoped)).lower(w, {"x": x})
         jscaler.verify(lowered)
-        got = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))(w, {"x": x})
+        got = lowered.compile()(w, {"x": x})
         assert_trees_close(got, jax.value_and_grad(by_hand, has_aux=True)(w, x))
 
 
@@ -116,7 +116,7 @@ def test_auxiliary_losses_of_layers(how: str) -> None:
         params = jax.jit(model.init)(jax.random.key(0), x)
         plan = plans.accumulate(PARTS, per_microbatch="router")
         lowered = jscaler.parallelize(plan, devices=1)(with_loss(model.apply)).lower(params, {"x": x})
-        got = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))(params, {"x": x})
+        got = lowered.compile()(params, {"x": x})
 
         def by_hand(params: Any, x: Any) -> Any:
             ys, losses = zip(*(model.apply(params, rows) for rows in x.reshape(PARTS, 4, 4)), strict=True)
@@ -149,7 +149,7 @@ def test_an_op_of_inputs_alone_stays_in_the_loop() -> None:
         draws = np.random.default_rng(0)
         w, x = jnp.asarray(draws.normal(size=(4, 4))), jnp.asarray(draws.normal(size=(8, 4)))
         lowered = jscaler.parallelize(plans.accumulate(PARTS, per_microbatch="norm"), devices=1)(step).lower(w, {"x": x})
-        got = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))(w, {"x": x})
+        got = lowered.compile()(w, {"x": x})
         assert_trees_close(got, jax.value_and_grad(by_hand, has_aux=True)(w, x))
 
 

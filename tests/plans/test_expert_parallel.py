@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from plan_steps import QUICK, TX, activations, made_once, planned
+from plan_steps import TX, activations, made_once, planned
 
 import jscaler
 from jscaler.errors import SplitError, UnknownNameError
@@ -57,9 +57,9 @@ def test_four_all_to_alls_per_layer() -> None:
 def test_the_numbers_are_those_of_one_device() -> None:
     with jax.enable_x64(True):
         step, (state, batch) = moe(layers=1)
-        whole = jax.jit(lambda s, b: step(s, b, jax.value_and_grad)).lower(state, batch).compile(compiler_options=QUICK)
+        whole = jax.jit(lambda s, b: step(s, b, jax.value_and_grad)).lower(state, batch).compile()
         lowered = jscaler.parallelize(expert_parallel(), devices=4)(step).lower(state, batch)
-        parts = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
+        parts = lowered.compile()
         ours = theirs = state
         for _ in range(2):
             (ours, mine), (theirs, other) = parts(ours, batch), whole(theirs, batch)

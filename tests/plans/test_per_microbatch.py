@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from step_numbers import QUICK, assert_trees_close
+from step_numbers import assert_trees_close
 
 import jscaler
 from jscaler import Plan, TimeSplit, plans
@@ -74,8 +74,8 @@ def test_like_the_loop_by_hand(devices: int, blocks: int, inner: Any) -> None:
         jscaler.verify(lowered)
         (loop,) = lowered.plan.graph.loops.values()
         assert not loop.ys, "no activation is handed on"
-        ours = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))
-        theirs = jax.jit(functools.partial(by_hand, blocks)).lower(state, batch).compile(compiler_options=QUICK)
+        ours = lowered.compile()
+        theirs = jax.jit(functools.partial(by_hand, blocks)).lower(state, batch).compile()
         got = want = state
         for _ in range(2):
             (got, metrics), (want, expected) = ours(got, batch), theirs(want, batch)
@@ -154,7 +154,7 @@ def test_statistics_go_from_use_to_use_and_from_layer_to_layer(how: str) -> None
         outer = [loop for loop in lowered.plan.graph.loops.values() if loop.parent is None]
         assert len(outer) == 1
         assert not outer[0].ys
-        got, loss = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))(state, {"x": x})
+        got, loss = lowered.compile()(state, {"x": x})
         one = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
         (first, stats), early = one(state["params"], stats, x[:4])
         (second, stats), late = one(state["params"], stats, x[4:])
@@ -208,7 +208,7 @@ def test_other_statistics_are_those_of_the_part(body: Callable[..., Any]) -> Non
 
         lowered = jscaler.parallelize(plans.accumulate(PARTS, per_microbatch="norm"), devices=1)(norm_step(body))
         lowered = lowered.lower(w, {"x": x})
-        got, (loss, _) = jscaler.Compiled(lowered, lowered.lowered.compile(compiler_options=QUICK))(w, {"x": x})
+        got, (loss, _) = lowered.compile()(w, {"x": x})
         parts = [whole(w, rows) for rows in x.reshape(PARTS, 4, 4)]
         np.testing.assert_allclose(loss, sum(p[0] for p in parts), rtol=1e-12)
         np.testing.assert_allclose(got, w - 0.1 * sum(p[1] for p in parts), rtol=1e-11)

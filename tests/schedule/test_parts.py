@@ -26,12 +26,12 @@ def test_parts_are_rows_of_every_block_and_merge_to_the_whole(dim: int, blocks: 
     sizes[dim] = blocks * parts * rows
     whole = np.arange(np.prod(sizes)).reshape(sizes)
     form = Sliced(dim, blocks, parts, rows)
-    pieces = [np.asarray(form.take(jnp.asarray(whole), jnp.int32(i))) for i in range(parts)]
+    pieces = np.asarray(jax.jit(lambda x: lax.map(lambda i: form.take(x, i), jnp.arange(parts, dtype=jnp.int32)))(whole))
     for i, piece in enumerate(pieces):
         own = [(b * parts + i) * rows + r for b in range(blocks) for r in range(rows)]
         np.testing.assert_array_equal(piece, whole.take(own, dim))
         assert piece.shape == form.shape(sizes)
-    np.testing.assert_array_equal(form.merge(jnp.stack(pieces)), whole)
+    np.testing.assert_array_equal(jax.jit(form.merge)(pieces), whole)
 
 
 def test_a_form_moves_with_the_dims_in_front() -> None:
@@ -98,13 +98,12 @@ def in_turn(part: OpPart, parts: int, args: Any) -> list[np.ndarray]:
     def run(*args: Any) -> Any:
         return lax.map(lambda index: one(index, args), jnp.arange(parts, dtype=jnp.int32))
 
-    compiled = jax.jit(run).lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})
-    return [np.asarray(y) for y in compiled(*args)]
+    return [np.asarray(y) for y in jax.jit(run)(*args)]
 
 
 def joined(pieces: np.ndarray, form: Form) -> Any:
     if isinstance(form, Sliced):
-        return form.merge(jnp.asarray(pieces))
+        return jax.jit(form.merge)(pieces)
     if isinstance(form, Summed):
         return JOIN[form.combiner].reduce(pieces)
     for piece in pieces[1:]:
@@ -116,7 +115,7 @@ def joined(pieces: np.ndarray, form: Form) -> Any:
 def test_all_parts_make_the_whole(case: str) -> None:
     fun, args = OPS[case]
     op, book, bodies = op_of(fun, args), RuleBook(), BodyTable()
-    whole, known, tried = [np.asarray(y) for y in jax.tree.leaves(fun(*args))], {}, 0
+    whole, known, tried = [np.asarray(y) for y in jax.tree.leaves(jax.jit(fun)(*args))], {}, 0
     for name, factor in book.rule(op).factors.items():
         for parts, blocks in ((2, 1), (2, 2), (4, 1)):
             part = op_part(op, TimeCut("time", name, parts, blocks), book, bodies, known)

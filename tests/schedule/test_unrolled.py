@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plans.plan_steps import QUICK, assert_same_numbers, gpt
+from plans.plan_steps import assert_same_numbers, gpt
 from scheduled import Schedule
 
 import jscaler
@@ -95,7 +95,7 @@ def test_cells_run_in_their_order_and_have_the_same_numbers(name: str) -> None:
     plan, order = PLANS[name]
     with jax.enable_x64(True):
         made = lowered(plan)
-        run = jscaler.Compiled(made, made.lowered.compile(compiler_options=QUICK))
+        run = made.compile()
         graph = made.plan.graph
         assert not graph.loops
         schedule = Schedule(run.as_text(), graph.ops)
@@ -266,6 +266,6 @@ def test_parts_in_parts(outer: dict[str, Any], inner: dict[str, Any], loops: boo
         made = lowered(policy)
         assert ("a/dot[1]" if loops else "a/dot[1][1]") in made.plan.graph.by_path
         assert bool(made.plan.graph.loops) == loops
-        run = jscaler.Compiled(made, made.lowered.compile(compiler_options=QUICK))
+        run = made.compile()
         ours, theirs = run(*arguments()), jax.jit(step)(*arguments())
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), ours, theirs)
