@@ -19,9 +19,10 @@ test-aot:  ## the tests that compile for CUDA, on any machine; makes .venv-aot (
 	$(MAKE) VENV=.venv-aot EXTRAS=dev,aot .venv-aot/.installed
 	.venv-aot/bin/python -m pytest -m aot
 
-lint: $(VENV)/.installed  ## style and formatting, without changing anything
+lint: $(VENV)/.installed  ## style, formatting and the order of packages, without changing anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.installed  ## rewrite files in the project's style
 	$(BIN)/ruff check --fix .

@@ -160,7 +160,7 @@ def plainly(case: Case, device: Any, step: Callable[..., Any], arguments: tuple[
 def bench_for(target: str, equal: int = EQUAL * STEP) -> Bench:
     """GPT 1.3B on one described GPU, ``V100-32GB``."""
     from jscaler.report.targets import described_devices
-    from jscaler.target import WITHOUT_GPU, find_target
+    from jscaler.runtime.target import WITHOUT_GPU, find_target
     from models.gpt import SIZES
 
     cluster = find_target(f"1x{target}")

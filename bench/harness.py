@@ -55,7 +55,7 @@ def run(name: str, columns: Sequence[str], rows: Iterable[Row], as_json: bool) -
     from rich.console import Console
     from rich.progress import track
 
-    from jscaler.report.tables import table
+    from jscaler.text.tables import table
 
     wide = None if sys.stdout.isatty() else 140
     console = Console(stderr=as_json, width=wide)

@@ -42,7 +42,7 @@ COLUMNS = ("case", "target", "time_ratio", "compile_ratio", "executable_ratio", 
 
 
 def measure(size: str, batch: int, rounds: int, repeats: int = 5) -> Row:
-    from jscaler.report.timing import interleaved, median_ratio
+    from jscaler.clusters.timing import interleaved, median_ratio
     from models.gpt import GPT, SIZES
     from models.text import batch_at, load_bytes
     from models.training import make_optimizer, make_state, train_step
@@ -94,8 +94,8 @@ class _Loop:
 
 def against_gspmd(size: str, plan: str, shown: str, batch: int, rounds: int) -> Row:
     """A plan beside the same split given to ``jax.jit``."""
+    from jscaler.clusters.timing import median_ratio
     from jscaler.compare import race, twin
-    from jscaler.report.timing import median_ratio
     from models.gpt import GPT, SIZES
     from models.text import batch_at, load_bytes
     from models.training import make_optimizer, make_state, train_step
@@ -166,7 +166,7 @@ def _accumulating(size: str, batch: int) -> tuple[Any, Any, Any]:
 
 def accumulation(size: str, plan: str, batch: int, rounds: int) -> Row:
     """Time of a plan that accumulates beside a scan by hand."""
-    from jscaler.report.timing import interleaved, median_ratio
+    from jscaler.clusters.timing import interleaved, median_ratio
 
     step, by_hand, make = _accumulating(size, batch)
     state, rows = make()
@@ -193,7 +193,7 @@ def accumulation_memory(size: str, plan: str, batch: int, device: Any, shown: st
 
 def _compiled_for(target: str) -> Iterator[Row]:
     from jscaler.report.targets import described_devices
-    from jscaler.target import WITHOUT_GPU
+    from jscaler.runtime.target import WITHOUT_GPU
 
     device = described_devices(target)[0]
     for size, plan in ACCUMULATED:

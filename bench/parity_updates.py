@@ -16,7 +16,7 @@ import optax
 
 import jscaler
 from jscaler.lower.program import Adapt, Compute, walk
-from jscaler.stages import StepPlan
+from jscaler.lower.step_plan import StepPlan
 from models.master import make_master_state, master_step
 from models.mlp import MLP
 

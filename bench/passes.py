@@ -40,8 +40,8 @@ MEMORY = (
 def swapped(size: str, rounds: int) -> Row:
     """Step times of the GPT with and without dots for transposed dots."""
     from bench.steps import gpt
+    from jscaler.clusters.timing import median_ratio
     from jscaler.compare import race
-    from jscaler.report.timing import median_ratio
 
     step, arguments = gpt(size)
     made = [

@@ -120,7 +120,7 @@ def measured(key: str, figures: bool) -> Row:
     row["program"] = text_hash(made.as_text())
     if figures:
         from bench.targets import figures as figures_of
-        from jscaler.target import WITHOUT_GPU
+        from jscaler.runtime.target import WITHOUT_GPU
 
         compiled = made.lowered.compile(WITHOUT_GPU)
         found = figures_of(compiled)

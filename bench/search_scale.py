@@ -127,7 +127,7 @@ def measured(case: Case, name: str, quick: bool) -> Row:
 
 
 def cost_of(name: str) -> Any:
-    from jscaler.cost import BYTES, find_cluster
+    from jscaler.clusters import BYTES, find_cluster
 
     return BYTES if name == "bytes" else find_cluster(name)
 

@@ -100,11 +100,11 @@ def _kept(out: str | None) -> dict[tuple[str, str, str], Row]:
 
 def measured(case: Case) -> Row:
     """Compile both sides; figures of ours and their ratios."""
+    from jscaler.clusters import find_cluster
     from jscaler.commands.job import Job
     from jscaler.compare import twin
-    from jscaler.cost import find_cluster
     from jscaler.report.targets import described_devices
-    from jscaler.target import WITHOUT_GPU
+    from jscaler.runtime.target import WITHOUT_GPU
 
     cluster = find_cluster(case.target)
     job = Job(

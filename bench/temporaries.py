@@ -161,7 +161,7 @@ def row(case: Case, config: GPTConfig | SwinConfig, device: Any, options: dict[s
 
 def rows(quick: bool, target: str, rival_only: bool, model: str | None = None) -> Iterator[Row]:
     from jscaler.report.targets import described_devices
-    from jscaler.target import WITHOUT_GPU
+    from jscaler.runtime.target import WITHOUT_GPU
 
     device = described_devices(f"1x{target}")[0]
     for case in CASES[:2] if quick else [c for c in CASES if model in (None, c.model)]:

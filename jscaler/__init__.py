@@ -5,7 +5,6 @@ from jscaler.api import Parallelized, parallelize
 from jscaler.capture.gradient import grad, value_and_grad
 from jscaler.capture.op_rule import OpRule
 from jscaler.capture.user_op import op
-from jscaler.compiled import Compiled, Lowered
 from jscaler.errors import (
     CaptureError,
     CaptureWarning,
@@ -27,6 +26,7 @@ from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.query import Cost, cost
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.rules.user_rules import register_rule
+from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.verification import verify, verify_rule
 
 __version__ = "0.1.0"

@@ -6,19 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jscaler import plans
-from jscaler.arguments import Arguments, Call
-from jscaler.compiled import Compiled, Lowered
-from jscaler.cost import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
-from jscaler.devices import Devices, devices_at_hand, resolve_devices
+from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, PlanError
-from jscaler.follow import Followed, Following
 from jscaler.ir import Graph
 from jscaler.lower.passes import flat_passes
-from jscaler.modules import parallel_module
+from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
-from jscaler.stages import Captured, StepPlan, executable, lower, lowered, transform
-from jscaler.step_capture import capture_call
-from jscaler.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
+from jscaler.report.explained import ExplainedPlan
+from jscaler.runtime.arguments import Arguments, Call
+from jscaler.runtime.compiled import Compiled, Lowered
+from jscaler.runtime.devices import Devices, devices_at_hand, resolve_devices
+from jscaler.runtime.executable import executable, lowered
+from jscaler.runtime.follow import Followed, Following
+from jscaler.runtime.modules import parallel_module
+from jscaler.runtime.step_capture import capture_call
+from jscaler.runtime.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
+from jscaler.stages import Captured, lower, transform
 
 PlanLike = str | os.PathLike[str] | Plan | Callable[..., Any]
 
@@ -277,8 +280,8 @@ class Parallelized:
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
         return Lowered(
-            step, captured, made, call.without_arrays(), result.tree, lowered(step, made), devices, self._cost,
-            result.changes, planned if self._devices is None else None,
+            ExplainedPlan.of(step), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
+            self._cost, result.changes, planned if self._devices is None else None,
         )  # fmt: skip
 
 

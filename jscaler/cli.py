@@ -29,8 +29,8 @@ from jscaler.commands.options import (
 )  # fmt: skip
 from jscaler.commands.plan import plan_
 from jscaler.commands.redistribute import redistribute
-from jscaler.devices import resolve_devices
 from jscaler.errors import JscalerError
+from jscaler.runtime.devices import resolve_devices
 
 app = typer.Typer(
     help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -63,14 +63,14 @@ def train(
 
     Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
     """
-    from jscaler.train import train as run
+    from jscaler.commands.training import train as run
 
     if resume and checkpoint is None:
         raise typer.BadParameter("give the --checkpoint to start from", param_hint="--resume")
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
     if checkpoint is not None:
-        from jscaler.checkpoint import check_unused, save  # before, not after hours of training
+        from jscaler.runtime.checkpoint import check_unused, save  # before, not after hours of training
 
         if not resume:
             check_unused(checkpoint)

@@ -11,15 +11,17 @@ import numpy as np
 from rich.table import Table
 
 from jscaler.api import Parallelized
-from jscaler.compiled import Lowered
+from jscaler.clusters.timing import interleaved, median_ratio
 from jscaler.lower.emit import physical_mesh
 from jscaler.lower.gspmd import constrained_step
+from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import Totals, totals
-from jscaler.report.moves import readable_bytes
-from jscaler.report.tables import table
-from jscaler.report.timing import interleaved, median_ratio
-from jscaler.stages import StepPlan, executable, input_structs, lower, shardings
-from jscaler.stages import lowered as lowered_segments
+from jscaler.runtime.compiled import Lowered
+from jscaler.runtime.executable import executable, input_structs, shardings
+from jscaler.runtime.executable import lowered as lowered_segments
+from jscaler.stages import lower
+from jscaler.text.tables import table
+from jscaler.text.units import readable_bytes
 
 Arguments = Callable[[int], tuple[Any, ...]]
 

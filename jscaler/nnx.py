@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from jscaler import graph_nodes
 from jscaler.capture import gradient
-from jscaler.graph_nodes import flax_nnx
+from jscaler.runtime import graph_nodes
+from jscaler.runtime.graph_nodes import flax_nnx
 
 
 def value_and_grad(

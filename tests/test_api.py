@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler.stages import executable, lowered
+from jscaler.runtime.executable import executable, lowered
 
 on_eight = functools.partial(jscaler.parallelize, "data_parallel", devices=8)
 

@@ -45,7 +45,7 @@ def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_the_state_of_another_run_is_not_trained_into(tmp_path: Path) -> None:
-    from jscaler.checkpoint import save
+    from jscaler.runtime.checkpoint import save
 
     save(tmp_path, 3, {"w": 1.0})
     with pytest.raises(DataError, match="there is a checkpoint after 3 steps"):

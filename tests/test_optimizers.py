@@ -8,8 +8,9 @@ import pytest
 import jscaler
 from bench.parity_updates import OPTIMIZERS, PLANS, far, off_layout, parts_of, strays, update_step
 from jscaler import plans
+from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import collectives
-from jscaler.stages import Captured, StepPlan, lower, transform
+from jscaler.stages import Captured, lower, transform
 
 TENSOR, MEGATRON = (next(p for p in reversed(PLANS) if p.startswith(name)) for name in ("tensor_parallel", "megatron"))
 

@@ -11,15 +11,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jscaler.clusters import Cluster, cluster_toml
 from jscaler.commands.options import use_platform
-from jscaler.cost import Cluster, cluster_toml
 from jscaler.errors import DeviceError
-from jscaler.report.moves import readable_bytes
-from jscaler.report.steps import readable_seconds
-from jscaler.report.tables import table
+from jscaler.text.tables import table
+from jscaler.text.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from jscaler.cost.fit import Fit, Sample
+    from jscaler.clusters.link_fit import Fit, Sample
 
 
 def bench_comm(
@@ -39,8 +38,8 @@ def bench_comm(
 
     Example: jscaler bench-comm --platform cpu --devices 8 --quick --out cluster.toml
     """
-    from jscaler.cost import fit, measure
-    from jscaler.devices import resolve_devices
+    from jscaler.clusters import fit, measure
+    from jscaler.runtime.devices import resolve_devices
 
     _refuse_suffix(out)
     use_platform(platform, devices)
@@ -67,7 +66,7 @@ def bench_comm(
 
 def samples_table(samples: Sequence["Sample"], fits: Sequence["Fit"]) -> Table:
     """Each measurement beside what the fit of its class of links says."""
-    from jscaler.cost.fit import fitted_seconds, relative_error
+    from jscaler.clusters.link_fit import fitted_seconds, relative_error
 
     links = {fit.link_class: fit.link for fit in fits if fit.kind is None}
     header = ("collective", "links", "members", "bytes sent", "seconds", "fitted", "error")

@@ -38,8 +38,8 @@ def compile_(
     Example: jscaler compile --model gpt-1.3b --plan "megatron(dp=4, tp=8)" --target 4x8xV100-32GB --remat
     """
     from jscaler.report.draw_memory import draw_memory
-    from jscaler.report.target_tables import heading, tables, verdict
-    from jscaler.target import compile_for, find_target
+    from jscaler.report.target_report import heading, tables, verdict
+    from jscaler.runtime.target import compile_for, find_target
 
     if draw is not None:
         refuse_picture(draw)

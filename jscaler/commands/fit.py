@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from jscaler.clusters import Cluster
 from jscaler.commands.job import Job, stacked_by_default
 from jscaler.commands.options import Batch, Dtype, Model, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.stages import stages
-from jscaler.cost import Cluster
 from jscaler.errors import DeviceError
 from jscaler.estimate.fitting import Fit, Tried, climb, with_memory
 from jscaler.ir import Graph
@@ -49,9 +49,9 @@ def fit_(
 
     Example: jscaler fit --model gpt-1.3b --target V100-32GB --seq 4096 --dtype fp16
     """
+    from jscaler.estimate.fit_result import fit_table, reasons, verdict
     from jscaler.report.draw_fit import draw_fit
-    from jscaler.report.fit_text import fit_table, reasons, verdict
-    from jscaler.target import find_target
+    from jscaler.runtime.target import find_target
 
     if draw is not None:
         refuse_picture(draw)
@@ -104,7 +104,7 @@ class _Check:
     def peak_of(self, one: Tried, begin: Progress) -> Tried:
         """``one`` with XLA's peak, where it fits by the estimate and XLA is asked; else ``one`` itself."""
         from jscaler.report.targets import plugin_installed
-        from jscaler.target import compile_for
+        from jscaler.runtime.target import compile_for
 
         wanted = plugin_installed() if self.wanted is None else self.wanted
         if not wanted or self.note or not one.fits or one.compiled_peak is not None:

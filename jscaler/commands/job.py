@@ -96,7 +96,7 @@ class Job:
         arguments = (make_state, self.model, self.config.sequence, self.optimizer, self.seed)
         if checkpoint is None:
             return 0, self.step.init(*arguments, batch=batch)
-        from jscaler.checkpoint import latest_step, restore
+        from jscaler.runtime.checkpoint import latest_step, restore
 
         step = latest_step(checkpoint)
         return step, restore(checkpoint, step, self.step.abstract_state(*arguments, batch=batch))

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from jscaler.clusters import Cluster, find_cluster
 from jscaler.commands.job import Job, devices_for, stacked_by_default
 from jscaler.commands.options import Batch, Dtype, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.stages import stages
-from jscaler.cost import Cluster, find_cluster
 from jscaler.errors import DeviceError
 from jscaler.estimate.query import cost
 

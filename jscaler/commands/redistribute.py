@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jscaler.cost import BYTES, Cluster, CostModel, find_cluster
+from jscaler.clusters import BYTES, Cluster, CostModel, find_cluster
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, find_adapter, parse_layout
@@ -22,9 +22,9 @@ from jscaler.materialize.bounds import bytes_at_least
 from jscaler.materialize.transitions import price_of
 from jscaler.report.draw_layout import draw_redistribution, refuse_picture
 from jscaler.report.layout_text import layout_picture, side_by_side
-from jscaler.report.moves import readable_bytes
-from jscaler.report.steps import describe, groups_of, groups_text, layout_text, readable_seconds
-from jscaler.report.tables import table
+from jscaler.report.steps import describe, groups_of, groups_text, layout_text
+from jscaler.text.tables import table
+from jscaler.text.units import readable_bytes, readable_seconds
 
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2",

@@ -7,106 +7,17 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from jscaler.cost import Cluster, find_cluster
+from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import DeviceError, JscalerError, PlanWarning
-from jscaler.estimate.query import Cost, cost
+from jscaler.estimate.cost import Cost
+from jscaler.estimate.fit_result import Fit, Tried
+from jscaler.estimate.query import cost
 from jscaler.ir import Graph
 from jscaler.plans import by_name
 from jscaler.plans.ladder import ladder
-
-
-@dataclass(frozen=True, eq=False)
-class Tried:
-    """A plan that was tried.
-
-    Attributes:
-        plan: its text.
-        cost: what it costs; None where it is not legal for the step.
-        why: why it is not legal; or what it was warned of.
-        flops_ratio: FLOPs of all devices, as a multiple of the step's on one device.
-        compiled_peak: bytes that XLA allocates on a device; None where nobody has asked.
-    """
-
-    plan: str
-    cost: Cost | None
-    why: str = ""
-    flops_ratio: float = 1.0
-    compiled_peak: int | None = None
-
-    @property
-    def peak(self) -> int:
-        """Bytes of a device, as well as they are known."""
-        assert self.cost is not None
-        return self.cost.memory.peak if self.compiled_peak is None else self.compiled_peak
-
-    @property
-    def headroom(self) -> int:
-        """Bytes that are left at the peak; negative where it does not fit."""
-        assert self.cost is not None
-        return self.cost.cluster.memory - self.peak
-
-    @property
-    def fits(self) -> bool:
-        return self.cost is not None and self.headroom >= 0
-
-    @property
-    def price(self) -> tuple[float, float, int]:
-        """What the ladder is ordered by: extra FLOPs (to a tenth of the step), bytes that a device sends, launches."""
-        assert self.cost is not None
-        return round(self.flops_ratio, 1), self.cost.sent.total, self.cost.launches
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, the parts of the peak included."""
-        record: dict[str, Any] = {"plan": self.plan, "fits": self.fits, "why": self.why}
-        if self.cost is None:
-            return record
-        memory, moved = self.cost.memory, self.cost.by_op.values()
-        return record | {
-            "peak": self.peak, "predicted_peak": memory.peak, "compiled_peak": self.compiled_peak,
-            "headroom": self.headroom, "at": memory.at, "memory": memory.by_kind,
-            "flops": self.cost.flops, "flops_ratio": self.flops_ratio, "sent": self.cost.sent.total,
-            "moved": sum(op.read + op.written for op in moved), "launches": self.cost.launches,
-            "seconds": self.cost.seconds.total,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What was tried, in the order of the ladder.
-
-    Attributes:
-        cluster: whose devices' memory it is about.
-        chosen: of what fits the cheapest: in extra FLOPs, then in bytes sent, then in launches; None if nothing does.
-    """
-
-    cluster: Cluster
-    tried: tuple[Tried, ...]
-
-    @property
-    def chosen(self) -> Tried | None:
-        return min((one for one in self.tried if one.fits), key=lambda one: one.price, default=None)
-
-    @property
-    def smallest(self) -> Tried | None:
-        """What needs least memory; None where no plan is legal."""
-        return min((one for one in self.tried if one.cost is not None), key=lambda one: one.peak, default=None)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data; ``chosen`` is a position in ``tried``."""
-        chosen = self.chosen
-        return {
-            "target": self.cluster.name, "devices": self.cluster.num_devices, "capacity": self.cluster.memory,
-            "fits": chosen is not None, "chosen": None if chosen is None else self.tried.index(chosen),
-            "tried": [one.as_json() for one in self.tried],
-        }  # fmt: skip
-
-    def __str__(self) -> str:
-        from jscaler.report.fit_text import as_text  # report stands right of this package
-
-        return as_text(self)
 
 
 def fit(

@@ -19,6 +19,7 @@ ARGUMENTS = ("parameter", "optimizer", "input")
 Held = str  # a TensorKind, or "temporary"
 MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+PREALLOCATED = 0.75  # of a device, that JAX takes at its first computation unless it is told otherwise
 
 
 @dataclass(frozen=True)
@@ -174,3 +175,11 @@ def _described(
 def _op_near(timeline: Sequence[Moment], index: int) -> str:
     """The op of a moment; a collective's is that of the kernel behind it."""
     return next((m.op for m in timeline[index:] if m.op), next((m.op for m in timeline[:index][::-1] if m.op), ""))
+
+
+def preallocation(peak: int, capacity: int) -> str:
+    """What to set where a peak that fits is more than JAX takes of a device; else nothing."""
+    if peak <= PREALLOCATED * capacity:
+        return ""
+    share = min(0.98, round(peak / capacity + 0.02, 2))
+    return f"; JAX takes {PREALLOCATED:.0%} of a device by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={share}"

@@ -1,133 +1,21 @@
 """``jscaler.cost``: seconds, bytes per link and memory per device of a plan, without XLA."""
 
-import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 from jscaler import plans
-from jscaler.cost import Cluster, find_cluster
+from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError
-from jscaler.estimate.memory import Memory, MemoryEstimate, estimated_memory
+from jscaler.estimate.cost import Cost, OpCost
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader
 from jscaler.estimate.work import Work, work_of
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
+from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
-from jscaler.stages import Captured, StepPlan, lower, transform
-
-
-@dataclass(frozen=True)
-class OpCost:
-    """One op on each device, all iterations of its loops together.
-
-    Attributes:
-        kind: ``forward``, ``backward`` or ``update``.
-        flops: of its products (dots, convolutions).
-        read, written: bytes of the device's memory, elementwise work fused.
-        seconds: of computing; None where the cluster does not say what its devices are.
-        sent: what is moved in front of it: bytes that each device sends.
-        sending: seconds of that.
-        launches: kernels.
-    """
-
-    kind: str
-    flops: float
-    read: int
-    written: int
-    seconds: float | None
-    sent: float = 0.0
-    sending: float = 0.0
-    launches: int = 0
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """A step by the peaks of its devices and links: no step is faster, and communication hides behind nothing.
-
-    Attributes:
-        compute: every kernel at the device's peak; None where the cluster does not say what its devices are.
-        communication: every collective, one after the other.
-    """
-
-    compute: float | None
-    communication: float
-
-    @property
-    def total(self) -> float | None:
-        return None if self.compute is None else self.compute + self.communication
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a plan costs on a cluster.
-
-    Attributes:
-        plan: the plan's name.
-        cluster: whose links and devices the figures are of.
-        step: the completed plan and its program.
-        by_op: path -> cost of one op, in the order of the program. Ops that the plan re-opened stand as their pieces.
-        sent: bytes per class of links.
-    """
-
-    plan: str
-    cluster: Cluster
-    step: StepPlan
-    by_op: Mapping[str, OpCost]
-    sent: Traffic
-    donated: bool = True
-
-    @property
-    def num_devices(self) -> int:
-        return self.step.plan.num_devices
-
-    @property
-    def flops(self) -> float:
-        """Of all products, on each device."""
-        return sum(op.flops for op in self.by_op.values())
-
-    @property
-    def launches(self) -> int:
-        """Kernels and collectives of each device."""
-        kernels = sum(op.launches for op in self.by_op.values())
-        return kernels + sum(count for count, _ in self.sent.kinds.values())
-
-    @cached_property
-    def seconds(self) -> Seconds:
-        known = [op.seconds for op in self.by_op.values() if op.seconds is not None]
-        return Seconds(math.fsum(known) if len(known) == len(self.by_op) else None, self.sent.seconds)
-
-    @cached_property
-    def held(self) -> MemoryEstimate:
-        """What a device holds, and when. Worked out when it is asked for: its lifetimes are those of the whole program."""
-        return estimated_memory(self.step.graph, self.step.segments, self.donated, self.cluster.memory)
-
-    @property
-    def memory(self) -> Memory:
-        return self.held.memory
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the peak fits into a device's memory; None where the cluster does not say how much it has."""
-        return self.memory.fits
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything as numbers, strings, lists and dicts; the timeline left out."""
-        memory = {**self.memory.as_json(), "live": [asdict(tensor) for tensor in self.held.live]}
-        seconds = {**asdict(self.seconds), "total": self.seconds.total}
-        return {
-            "plan": self.plan, "devices": self.num_devices, "cluster": self.cluster.name, "seconds": seconds,
-            "flops": self.flops, "launches": self.launches, "sent": asdict(self.sent), "memory": memory, "fits": self.fits,
-            "by_op": {path: asdict(op) for path, op in self.by_op.items()},
-        }  # fmt: skip
-
-    def __str__(self) -> str:
-        from jscaler.report.cost_text import cost_text  # report stands right of this package
-
-        return cost_text(self)
+from jscaler.stages import Captured, lower, transform
 
 
 def cost(

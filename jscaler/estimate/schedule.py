@@ -8,7 +8,7 @@ is near to depth first from the results, operands with the most other readers fi
 import dataclasses
 from collections.abc import Sequence
 
-from jscaler.cost.table import sends
+from jscaler.clusters.transition_kinds import sends
 from jscaler.estimate.block import Kernel, Step, Value
 from jscaler.ir.walk import dependents, operands_first
 

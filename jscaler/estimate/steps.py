@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, inner_jaxpr, shape
-from jscaler.cost.table import sends
+from jscaler.clusters.transition_kinds import sends
 from jscaler.estimate.block import TURN, Block, Inner, Kind, Step, Value
 from jscaler.estimate.flops import NONE, flops_of
 from jscaler.lax_primitives import known

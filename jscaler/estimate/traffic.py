@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from jscaler.cost import Cluster
-from jscaler.cost.table import sends
+from jscaler.clusters import Cluster
+from jscaler.clusters.transition_kinds import sends
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Adapt, Compute, Extend, Program, walk
 from jscaler.lower.segment import Segment

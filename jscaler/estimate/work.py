@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jax.extend import core
 
 from jscaler.capture.jaxprs import make_jaxpr
-from jscaler.cost.device import DeviceKind
+from jscaler.clusters.device import DeviceKind
 from jscaler.estimate.block import Block, Inner, Step, Value
 from jscaler.estimate.kernels import kernels_of
 from jscaler.estimate.steps import Blocks

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import trace_flat
-from jscaler.cost import FEW_STEPS, CostModel
+from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, chain_of
 from jscaler.lower.sums import summing_dtypes

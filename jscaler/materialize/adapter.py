@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from jscaler.cost import BYTES, CostModel
+from jscaler.clusters import BYTES, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize.bounds import bytes_at_least

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jscaler.cost import FEW_STEPS, CostModel
+from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor, Rule
 from jscaler.ir.loop import Item, chain_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jscaler.cost import CostModel
+from jscaler.clusters import CostModel
 from jscaler.ir import Rule
 from jscaler.ir.mask import Mask
 from jscaler.materialize.layout import Layout

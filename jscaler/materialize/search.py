@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from jscaler.cost import BYTES, CostModel, Line
+from jscaler.clusters import BYTES, CostModel, Line
 from jscaler.materialize.bounds import Overlap, sends_to_join
 from jscaler.materialize.canonical import in_primes, on_common_mesh
 from jscaler.materialize.layout import Layout

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jscaler.cost.model import CostModel, Line
-from jscaler.cost.table import COLLECTIVES, Collective, Kind
+from jscaler.clusters.cost_model import CostModel, Line
+from jscaler.clusters.transition_kinds import COLLECTIVES, Collective, Kind
 from jscaler.ir.mask import Combiner, Mask
 from jscaler.materialize.layout import Layout, Values
 from jscaler.materialize.mesh import Axes, DeviceMesh

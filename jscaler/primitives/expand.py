@@ -10,7 +10,7 @@ from jscaler.errors import PlanError
 from jscaler.ir import FactorNames, Op, PTensor, Rule
 from jscaler.ir.rule import TensorFactors
 from jscaler.primitives.algorithms import GridAxis
-from jscaler.rules.analysis import Analysis
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.book import RuleBook
 from jscaler.rules.expansion import Step, Value
 

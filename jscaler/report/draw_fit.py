@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jscaler.errors import JscalerError
+from jscaler.estimate.fit_result import stretches
 from jscaler.estimate.lifetimes import Moment
 from jscaler.estimate.memory import Memory
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
 from jscaler.report.draw_memory import GIB
-from jscaler.report.fit_text import stretches
-from jscaler.report.moves import readable_bytes
+from jscaler.text.units import readable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

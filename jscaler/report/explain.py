@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from jscaler.materialize.placement import RunnerUp
-from jscaler.report.folding import braced, merged
 from jscaler.report.leaves import LeafRow, together
-from jscaler.report.moves import Move, moved_text, readable_bytes, summed
+from jscaler.report.moves import Move, moved_text, summed
 from jscaler.report.step_report import OpRow, StepReport, grouped_moves
-from jscaler.report.tables import aligned
+from jscaler.text.folding import braced, merged
+from jscaler.text.tables import aligned
+from jscaler.text.units import readable_bytes
 
 Section = Literal["ops", "leaves", "memory"]
 SECTIONS: tuple[Section, ...] = ("ops", "leaves", "memory")

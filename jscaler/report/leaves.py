@@ -5,14 +5,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jscaler.cost import CostModel
+from jscaler.clusters import CostModel
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.materialize import Completed, Layout, find_adapter
 from jscaler.materialize.placement import RunnerUp
 from jscaler.primitives import Plan, Store
-from jscaler.report.folding import folded
+from jscaler.text.folding import folded
 
 
 @dataclass(frozen=True)

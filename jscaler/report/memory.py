@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jscaler.estimate.memory import MEMORY_KINDS, Memory, MemoryKind
 from jscaler.ir import Op, PTensor
@@ -19,11 +19,9 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
 from jscaler.lower.scopes import adapter_scope, op_scope
+from jscaler.lower.step_plan import StepPlan
 from jscaler.report.buffers import Allocation, Dump, Value, fullest, twins
 from jscaler.report.hlo_scopes import Scopes
-
-if TYPE_CHECKING:
-    from jscaler.stages import StepPlan
 
 _ARGUMENTS: dict[str, MemoryKind] = {"parameter": "parameters", "optimizer": "optimizer"}
 IDLE = "reserved, not in use at the peak"
@@ -49,7 +47,7 @@ class Contributor:
     nbytes: int
 
 
-def compiled_memory(step: "StepPlan", dump: Dump, capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
+def compiled_memory(step: StepPlan, dump: Dump, capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
     """The memory of one device, and what takes it up, the largest first.
 
     Args:
@@ -94,7 +92,7 @@ def _held(owners: "_Owners", dump: Dump) -> Iterator[Row]:
 class _Owners:
     """To which op or tensor of the step the values of its program belong."""
 
-    def __init__(self, step: "StepPlan", dump: Dump):
+    def __init__(self, step: StepPlan, dump: Dump):
         self.step = step
         self.graph = step.graph
         self.ops = {op_scope(op): op for op in step.graph.ops}

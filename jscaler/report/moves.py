@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jscaler.cost.table import sends
+from jscaler.clusters.transition_kinds import sends
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Adapt, Extend, Program, walk
 from jscaler.lower.segment import Segment
+from jscaler.text.units import readable_bytes
 
 Moved = Mapping[str, tuple[int, float]]  # kind of collective -> count, bytes that each device sends
 
@@ -76,15 +77,6 @@ def summed(parts: Sequence[Moved]) -> Moved:
 def moved_text(moved: Moved) -> str:
     """``2× all_reduce 3.0 KiB``."""
     return ", ".join(f"{count}× {kind} {readable_bytes(nbytes)}" for kind, (count, nbytes) in moved.items())
-
-
-def readable_bytes(number: float) -> str:
-    """``1.5 MiB`` for 1572864."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024 or unit == "GiB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    raise AssertionError
 
 
 def _itemsize(atom: Any) -> int:

@@ -7,7 +7,7 @@ from jscaler.errors import listing
 from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import Region
-from jscaler.report.folding import folded
+from jscaler.text.folding import folded
 
 
 def recomputed_lines(graph: Graph) -> list[str]:

@@ -7,7 +7,7 @@ from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.materialize import Completed
 from jscaler.primitives import Plan
-from jscaler.report.folding import folded, merged
+from jscaler.text.folding import folded, merged
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jscaler.cost import Bytes, CostModel
+from jscaler.clusters import Bytes, CostModel
 from jscaler.estimate.memory import Memory, estimated_memory
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
@@ -16,11 +16,11 @@ from jscaler.lower.segment import Segment
 from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
 from jscaler.primitives import Plan
-from jscaler.report.folding import folded
 from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
 from jscaler.report.moves import Move, Moved, moves_by_reader, summed
 from jscaler.report.recomputed import recomputed_lines
 from jscaler.report.replicated import replicated_lines
+from jscaler.text.folding import folded
 
 # ops that a loop over parts is made of, beside those of the program (`schedule.part_loop`)
 OWN_MARKS = ("@cut", "@merge", "@start", "@more", "@cast", ":count")

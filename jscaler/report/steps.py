@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jscaler.cost.table import sends
+from jscaler.clusters.transition_kinds import sends
 from jscaler.materialize import Layout, Transition, opened
 from jscaler.materialize.transitions import rounds_of
 
@@ -64,9 +64,3 @@ def layout_text(layout: Layout) -> str:
         return counts
     listed, _, memory = rest.partition("]")
     return f"{counts} on {devices_text(listed.split())}{memory}"
-
-
-def readable_seconds(seconds: float) -> str:
-    """``38.9 µs`` for 3.89e-05."""
-    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
-    return f"{seconds * scale:.3g} {unit}"

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jscaler.cost import Cluster, DeviceKind, find_cluster
+from jscaler.clusters import Cluster, DeviceKind, find_cluster
 from jscaler.errors import DeviceError
 
 Device = Any  # jax.Device, which type checkers take for a variable

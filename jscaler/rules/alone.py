@@ -18,7 +18,8 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, Inliner, fresh, live_equations, make_jaxpr, shape
 from jscaler.lax_primitives import known
-from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.analysed import Analysis
+from jscaler.rules.analysis import analyse
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, advance, own_state
 
 OWN = "own"

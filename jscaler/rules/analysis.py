@@ -1,65 +1,20 @@
 """``Analysis``: a fragment whose dims are unified, equation by equation, into the atoms that its factors are made of."""
 
-import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, shape
 from jscaler.errors import UnknownPrimitiveWarning
 from jscaler.lax_primitives import Dims, Spec, known
 from jscaler.lax_primitives.spec import seen_whole
+from jscaler.rules.analysed import Analysis, is_zero, zero_results
 from jscaler.rules.atoms import Atoms
 from jscaler.rules.fold import fold_pads
 from jscaler.rules.nested import Nest, TensorDims, unify
 from jscaler.rules.shardy import shardy_spec
 from jscaler.rules.user_rules import call_spec, shown_name
-
-VarLeaves = tuple[tuple[int, ...], ...]  # by dim
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """A fragment (calls inlined) with, for each variable, the atoms of its dims.
-
-    Attributes:
-        reduced: for each equation the atoms of its labels that no result carries.
-        zeros: the variables that are known to be zero.
-        inner: the analyses of the programs inside an equation (a scan's body, a cond's branches), by the equation's id.
-    """
-
-    jaxpr: core.Jaxpr
-    specs: tuple[Spec, ...]
-    atoms: Atoms
-    dims: Mapping[core.Var, tuple[list[int], ...]]
-    zeros: frozenset[core.Var]
-    reduced: tuple[tuple[int, ...], ...]
-    inner: Mapping[int, tuple["Analysis", ...]]
-    _leaves: dict[core.Var, tuple[int, tuple[tuple[int, ...], ...]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    def leaves(self, var: core.Var) -> VarLeaves:
-        """Per dim of ``var`` its factors as leaf atoms, major first."""
-        changes, found = self._leaves.get(var, (-1, ()))
-        if changes != self.atoms.changes:
-            found = tuple(tuple(self.atoms.leaves(dim)) for dim in self.dims[var])
-            self._leaves[var] = (self.atoms.changes, found)
-        return found
-
-    def with_zeros(self, flags: Sequence[bool]) -> "Analysis":
-        """The same, with these inputs known to be zero."""
-        zeros = {*self.zeros, *(v for v, flag in zip(self.jaxpr.invars, flags, strict=True) if flag)}
-        for eqn in self.jaxpr.eqns:
-            zeros.update(_zero_results(eqn, zeros))
-        return dataclasses.replace(self, zeros=frozenset(zeros))
-
-    def gives_zero(self, index: int) -> bool:
-        """Whether a result is known to be zero."""
-        return is_zero(self.jaxpr.outvars[index], self.zeros)
 
 
 def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:
@@ -113,7 +68,7 @@ def _analyse(
                 atoms.block([labels[label]], f"at {shown_name(eqn)} {reason}")
         kept = {label for tensor in spec.results for dim in tensor for label in dim}
         reduced.append(tuple(atom for label, atom in labels.items() if label not in kept))
-        zeros.update(_zero_results(eqn, zeros))
+        zeros.update(zero_results(eqn, zeros))
     return Analysis(jaxpr, tuple(specs), atoms, dims, frozenset(zeros), tuple(reduced), inner)
 
 
@@ -151,17 +106,3 @@ def _spec(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
             stacklevel=2,
         )
     return seen_whole(eqn, "there is no rule")
-
-
-def _zero_results(eqn: core.JaxprEqn, zeros: set[core.Var]) -> Sequence[core.Var]:
-    one = known(eqn.primitive)
-    if not one.zero:
-        return ()
-    flags = (is_zero(eqn.invars[i], zeros) for i in one.data(len(eqn.invars)))
-    return eqn.outvars if (any if one.zero == "any" else all)(flags) else ()
-
-
-def is_zero(atom: core.Var | core.Literal, zeros: Iterable[core.Var]) -> bool:
-    if isinstance(atom, core.Literal):
-        return np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype != np.bool_ and bool(atom.val == 0)
-    return atom in zeros

@@ -15,7 +15,8 @@ from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.lax_primitives.reshapes import common_refinement
-from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.analysed import Analysis
+from jscaler.rules.analysis import analyse
 from jscaler.rules.cell import Cell
 from jscaler.rules.chunk import Chunks
 from jscaler.rules.cut import Piece, cut

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.lax_primitives import Spec
-from jscaler.rules.analysis import Analysis
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.localize import Localizer
 
 

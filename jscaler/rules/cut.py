@@ -15,7 +15,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import live_equations, make_jaxpr, shape
 from jscaler.capture.names import function_name
 from jscaler.ir import FactorNames
-from jscaler.rules.analysis import Analysis
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.interpret import Leaves, stages
 
 

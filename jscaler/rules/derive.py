@@ -7,7 +7,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import shape
 from jscaler.ir import Factor, Halo, Rule
 from jscaler.ir.mask import Combiner
-from jscaler.rules.analysis import Analysis
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.even import even_only
 from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, interpret, stages
 from jscaler.rules.wants import operand_halos

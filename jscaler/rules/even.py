@@ -5,7 +5,7 @@ from collections.abc import Collection
 from jax.extend import core
 
 from jscaler.lax_primitives import known
-from jscaler.rules.analysis import Analysis
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.wants import slid_along
 
 

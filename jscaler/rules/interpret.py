@@ -12,7 +12,7 @@ from jax.extend import core
 from jscaler.ir.mask import Combiner
 from jscaler.lax_primitives import Spec, known
 from jscaler.lax_primitives.programs import called
-from jscaler.rules.analysis import Analysis, is_zero
+from jscaler.rules.analysed import Analysis, is_zero
 from jscaler.rules.nested import Flow, flow
 from jscaler.rules.wants import INSIDE, overlapped, read_around, slid_along
 

@@ -21,7 +21,7 @@ from jscaler.capture.jaxprs import Atom, evaluate, make_jaxpr, shape, trace_flat
 from jscaler.capture.user_op import op_p
 from jscaler.ir import Halo
 from jscaler.lax_primitives import REGISTRY, Spec, known
-from jscaler.rules.analysis import Analysis
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.nested_parts import bind_nested
 from jscaler.rules.neutral import neutral
 from jscaler.rules.user_rules import bind_call, check_shapes

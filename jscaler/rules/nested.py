@@ -10,15 +10,12 @@ step (a weight's gradient over time) is a partial sum.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, inline, open_jaxpr, shape, trace_flat
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.atoms import Atoms
-
-if TYPE_CHECKING:
-    from jscaler.rules.analysis import Analysis
 
 TensorDims = tuple[list[int], ...]  # per dim its atoms
 State = str
@@ -81,7 +78,7 @@ class Nest:
     operands: Sequence[TensorDims]
     results: Sequence[TensorDims]
     zero: Sequence[bool]
-    inside: Callable[[core.Jaxpr, Sequence[TensorDims], Sequence[bool]], "Analysis"]
+    inside: Callable[[core.Jaxpr, Sequence[TensorDims], Sequence[bool]], Analysis]
     constant: Callable[[Sequence[int]], TensorDims]
 
     def same(self, a: TensorDims, b: TensorDims, where: str) -> None:
@@ -89,11 +86,11 @@ class Nest:
             if x and y:
                 self.atoms.unify(x, y, where)
 
-    def out(self, inner: "Analysis", atom: Atom) -> TensorDims:
+    def out(self, inner: Analysis, atom: Atom) -> TensorDims:
         return inner.dims[atom] if isinstance(atom, core.Var) else self.constant(shape(atom))
 
 
-def unify(eqn: core.JaxprEqn, nest: Nest) -> tuple["Analysis", ...]:
+def unify(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
     """Make the dims of a nested equation and of its inner programs one; returns the programs' analyses."""
     inner = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, nest)
     for analysis in inner:  # how far beyond its part a window reads is not followed through a loop
@@ -105,7 +102,7 @@ def unify(eqn: core.JaxprEqn, nest: Nest) -> tuple["Analysis", ...]:
     return inner
 
 
-def _scan(eqn: core.JaxprEqn, nest: Nest) -> tuple["Analysis", ...]:
+def _scan(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
     loop = loop_of(eqn)
     start = loop.consts + loop.carry
     scanned, stacked = nest.operands[start:], nest.results[loop.carry :]
@@ -131,7 +128,7 @@ def _carried(nest: Nest, outs: Sequence[TensorDims], loop: Loop, where: str) -> 
         nest.same(after, result, where)
 
 
-def _while(eqn: core.JaxprEqn, nest: Nest) -> tuple["Analysis", ...]:
+def _while(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
     loop = loop_of(eqn)
     consts, carry = nest.operands[: loop.consts], nest.operands[loop.consts :]
     zero = nest.zero[: loop.consts]
@@ -143,7 +140,7 @@ def _while(eqn: core.JaxprEqn, nest: Nest) -> tuple["Analysis", ...]:
     return test, inner
 
 
-def _cond(eqn: core.JaxprEqn, nest: Nest) -> tuple["Analysis", ...]:
+def _cond(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
     branches = []
     for branch in programs(eqn):
         inner = nest.inside(branch, nest.operands[1:], nest.zero[1:])
@@ -169,18 +166,18 @@ class Flow:
     before: Sequence[State]
     zero: Sequence[bool]
     own: Sequence[State]
-    run: Callable[["Analysis", Sequence[State], Sequence[bool]], list[State]]
-    touched: Callable[["Analysis"], bool]
+    run: Callable[[Analysis, Sequence[State], Sequence[bool]], list[State]]
+    touched: Callable[[Analysis], bool]
     leads: Callable[[Sequence[Atom]], bool]
     refuse: Callable[[str], Exception]
 
 
-def flow(eqn: core.JaxprEqn, inner: Sequence["Analysis"], at: Flow) -> list[State]:
+def flow(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
     """The states of a nested equation's results."""
     return {"scan": _flow_scan, "while": _flow_while, "cond": _flow_cond}[eqn.primitive.name](eqn, inner, at)
 
 
-def _flow_scan(eqn: core.JaxprEqn, inner: Sequence["Analysis"], at: Flow) -> list[State]:
+def _flow_scan(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
     loop, (body,) = loop_of(eqn), inner
     start = loop.consts + loop.carry
     if at.leads([*eqn.invars[start:], *eqn.outvars[loop.carry :]]):  # the index of independent steps
@@ -218,7 +215,7 @@ def _steady(
     return carry, made
 
 
-def _flow_while(eqn: core.JaxprEqn, inner: Sequence["Analysis"], at: Flow) -> list[State]:
+def _flow_while(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
     loop, (test, body) = loop_of(eqn), inner
     consts = at.before[: loop.consts]
     known = (False,) * (loop.consts - loop.conditions)
@@ -228,14 +225,14 @@ def _flow_while(eqn: core.JaxprEqn, inner: Sequence["Analysis"], at: Flow) -> li
     return made
 
 
-def _flow_cond(eqn: core.JaxprEqn, inner: Sequence["Analysis"], at: Flow) -> list[State]:
+def _flow_cond(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
     if at.before[0] != FREE:
         raise at.refuse("the branch of a cond is chosen by it")
     each = [at.run(branch, at.before[1:], ()) for branch in inner]
     return [_agreed(i, inner, [made[i] for made in each], at) for i in range(len(eqn.outvars))]
 
 
-def _agreed(index: int, inner: Sequence["Analysis"], states: Sequence[State], at: Flow) -> State:
+def _agreed(index: int, inner: Sequence[Analysis], states: Sequence[State], at: Flow) -> State:
     """The one state of a result in all branches; zero is any sum's share, and any value its own maximum."""
     open_ = {s for s, branch in zip(states, inner, strict=True) if not (s == FREE and branch.gives_zero(index))}
     if FREE in states and set(states) - {FREE} in ({"max"}, {"min"}):

@@ -1,17 +1,24 @@
 """Scan, while and cond on one part: the same construct around the inner programs at part shapes."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import dtype
+from jscaler.lax_primitives.primitive import Part
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.nested import loop_of
 
-if TYPE_CHECKING:
-    from jscaler.rules.localize import Localizer
+
+class NestingPart(Part, Protocol):
+    """A part of a fragment that holds programs; ``inside`` says how it runs one of these."""
+
+    analysis: Analysis
+
+    def inside(self, inner: Analysis) -> Callable[[Sequence[Any]], list[Any]]: ...
 
 
 def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
@@ -19,7 +26,7 @@ def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
     return [jnp.asarray(x, dtype(v)) if isinstance(v, core.Literal) else x for x, v in zip(values, atoms, strict=True)]
 
 
-def _scan(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def _scan(part: NestingPart, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     loop, (inner,) = loop_of(eqn), part.analysis.inner[id(eqn)]
     body, values = part.inside(inner), _typed(values, eqn.invars)
     start = loop.consts + loop.carry
@@ -36,7 +43,7 @@ def _scan(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Seque
     return [*carry, *stacked]
 
 
-def _while(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def _while(part: NestingPart, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     loop, inner = loop_of(eqn), part.analysis.inner[id(eqn)]
     test, body = map(part.inside, inner)
     values = _typed(values, eqn.invars)
@@ -48,13 +55,13 @@ def _while(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequ
     )
 
 
-def _cond(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def _cond(part: NestingPart, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     index, *operands = _typed(values, eqn.invars)
     branches = [part.inside(inner) for inner in part.analysis.inner[id(eqn)]]
     wrapped = [lambda *xs, run=run: run(xs) for run in branches]
     return lax.switch(index.astype(jnp.int32), wrapped, *operands)
 
 
-def bind_nested(part: "Localizer", eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+def bind_nested(part: NestingPart, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """The results of a nested equation on one part."""
     return {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](part, eqn, values)

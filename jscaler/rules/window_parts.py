@@ -1,10 +1,8 @@
 """A windowed equation on one part: its operand with the rows around it, and the padding that is left."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,17 +11,27 @@ from jax.extend import core
 from jscaler.capture.jaxprs import shape
 from jscaler.ir.mask import Combiner
 from jscaler.lax_primitives import Window, known
+from jscaler.lax_primitives.primitive import Part
 from jscaler.lax_primitives.windows import Sweep, scattered
+from jscaler.rules.analysed import Analysis
 from jscaler.rules.neutral import neutral
-from jscaler.rules.wants import NONE
-
-if TYPE_CHECKING:
-    from jscaler.rules.localize import Localizer
+from jscaler.rules.wants import NONE, Wants
 
 Slid = Sequence[tuple[Window, int]]  # the windows of an equation whose index is split, and its leaf
 
 
-def run_windowed(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any], slid: Slid) -> Any:
+class WindowedPart(Part, Protocol):
+    """A part whose operands may be extended.
+
+    Attributes:
+        wants: leaf atom -> the rows around a variable's part that windows read.
+    """
+
+    analysis: Analysis
+    wants: Mapping[int, Wants]
+
+
+def run_windowed(part: WindowedPart, eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any], slid: Slid) -> Any:
     """The result of a windowed equation on one part.
 
     Args:
@@ -47,7 +55,7 @@ def run_windowed(part: Localizer, eqn: core.JaxprEqn, values: Sequence[Any], par
 
 
 def _scattered(
-    part: Localizer,
+    part: WindowedPart,
     eqn: core.JaxprEqn,
     values: Sequence[Any],
     params: dict[str, Any],
@@ -69,7 +77,9 @@ def _scattered(
     return lax.pad(given, jnp.zeros((), given.dtype), crop)
 
 
-def fit(part: Localizer, atom: Any, value: Any, dim: int, leaf: int, reach: tuple[int, int], fill: Combiner | None) -> Any:
+def fit(
+    part: WindowedPart, atom: Any, value: Any, dim: int, leaf: int, reach: tuple[int, int], fill: Combiner | None
+) -> Any:
     """Set what lies beyond the border of the whole to the padding value, and leave out rows that are not read."""
     if fill is None:  # the equation does not look beyond a part of it
         return value
@@ -85,7 +95,7 @@ def fit(part: Localizer, atom: Any, value: Any, dim: int, leaf: int, reach: tupl
     return value
 
 
-def zero_beyond(part: Localizer, atom: Any) -> bool:
+def zero_beyond(part: WindowedPart, atom: Any) -> bool:
     """Whether an extended tensor is zero beyond the border: an operand of the op, or a cast of one."""
     makers = {v: eqn for eqn in part.analysis.jaxpr.eqns for v in eqn.outvars}
     while atom in makers and _is_zero_with_its_operand(makers[atom]):
@@ -100,7 +110,7 @@ def _is_zero_with_its_operand(eqn: core.JaxprEqn) -> bool:
     return alike and one.by_row and bool(one.zero)
 
 
-def crop(part: Localizer, atom: Any, value: Any, wanted: dict[int, Any]) -> Any:
+def crop(part: WindowedPart, atom: Any, value: Any, wanted: dict[int, Any]) -> Any:
     """An extended operand cut down to the rows that one reader wants; ``wanted`` is by leaf."""
     if not isinstance(atom, core.Var):
         return value

@@ -21,16 +21,16 @@ from jax.sharding import AbstractMesh, Mesh
 from jscaler.capture.jaxprs import dtype as dtype_of
 from jscaler.capture.jaxprs import fingerprint, shape_struct
 from jscaler.capture.jaxprs import shape as shape_of
-from jscaler.compiled import Compiled, Lowered
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask
 from jscaler.lower.emit import emit
 from jscaler.lower.flat_program import numbered_exchanges
 from jscaler.lower.program import Program
 from jscaler.lower.segment import Segment
+from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import DeviceMesh
 from jscaler.materialize.edges import Edge
-from jscaler.stages import StepPlan
+from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.extended import check_extended, extended
 from jscaler.verification.flow import Flow, emitted_exchange, max_carries, plain_program, spec_masks

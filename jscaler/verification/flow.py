@@ -18,9 +18,9 @@ from jscaler.lower.collectives import exchange
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task
+from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import Edge
-from jscaler.stages import StepPlan
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.collectives import COLLECTIVES
 from jscaler.verification.frames import Frame

@@ -20,7 +20,8 @@ from jscaler.capture.jaxprs import evaluate, inline, trace_flat
 from jscaler.errors import VerificationError
 from jscaler.ir import Halo, Rule
 from jscaler.ir.rule import TensorFactors
-from jscaler.rules.analysis import Analysis, analyse
+from jscaler.rules.analysed import Analysis
+from jscaler.rules.analysis import analyse
 from jscaler.rules.derive import derive_rule
 from jscaler.rules.localize import Localizer
 from jscaler.rules.user_rules import user_names

@@ -14,7 +14,7 @@ from jscaler.capture.bodies import BodyTable, holds_custom_vjp
 from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.errors import RuleError, UnknownNameError, VerificationError
 from jscaler.ir import Factor
-from jscaler.report.tables import table
+from jscaler.text.tables import table
 from jscaler.verification.parts import Comparison, Fragment, compare_all
 
 PARTS = (2, 3, 4)

@@ -13,7 +13,7 @@ import pytest
 from report.stand_in import on_cpu
 from typer.testing import CliRunner
 
-import jscaler.target
+import jscaler.runtime.target
 from jscaler.cli import app
 from jscaler.errors import DeviceError, JscalerError, UnknownNameError
 from jscaler.report import targets
@@ -100,7 +100,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Asked], list[str]]:
             plans.append(step.name)
             return SimpleNamespace(memory=SimpleNamespace(peak=answer(step, cluster)))
 
-        monkeypatch.setattr(jscaler.target, "compile_for", compile_for)
+        monkeypatch.setattr(jscaler.runtime.target, "compile_for", compile_for)
         return plans
 
     return put

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jscaler.cli import app
-from jscaler.cost import BYTES, find_cluster
+from jscaler.clusters import BYTES, find_cluster
 from jscaler.errors import DeviceError, JscalerError, PlanError, UnknownNameError
 from jscaler.materialize import parse_layout
 from jscaler.materialize.adapter import alternatives

@@ -9,12 +9,12 @@ import pytest
 from report.stand_in import ROWS, arguments, step
 
 import jscaler
-from jscaler.cost import Cluster, find_cluster
+from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import DeviceError, UnknownNameError
+from jscaler.estimate.fit_result import bars, stretches, verdict
 from jscaler.estimate.fitting import Fit, batch_size
 from jscaler.ir import Graph
 from jscaler.plans.ladder import ladder
-from jscaler.report.fit_text import bars, stretches, verdict
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from lower.steps import MOMENTUM, make_batch, make_state, make_step, split, tens
 
 import jscaler
 from jscaler import Split
-from jscaler.cost import Cluster, Link, find_cluster
+from jscaler.clusters import Cluster, Link, find_cluster
 from jscaler.errors import DeviceError, PlanError
 from jscaler.estimate.query import Cost
 from jscaler.lower.program import Compute, walk

@@ -12,7 +12,7 @@ import optax
 
 import jscaler
 from jscaler import Split
-from jscaler.stages import StepPlan
+from jscaler.lower.step_plan import StepPlan
 
 LEARNING_RATE = 0.1
 MOMENTUM = optax.sgd(LEARNING_RATE, momentum=0.9)  # hides nothing: a gradient twice too large moves twice too far

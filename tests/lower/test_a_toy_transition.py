@@ -11,8 +11,8 @@ from jax import lax
 from lower.test_collectives import adapted
 from materialize.layouts import assert_lies_as, make_parts, mesh_of
 
-from jscaler.cost import Bytes, Cluster, Link
-from jscaler.cost.table import COLLECTIVES, Collective
+from jscaler.clusters import Bytes, Cluster, Link
+from jscaler.clusters.transition_kinds import COLLECTIVES, Collective
 from jscaler.errors import VerificationError
 from jscaler.estimate.traffic import traffic_of
 from jscaler.ir import PTensor

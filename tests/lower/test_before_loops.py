@@ -11,10 +11,10 @@ from jax import lax
 from jax.extend import core
 
 import jscaler
-from jscaler.cost import find_cluster
+from jscaler.clusters import find_cluster
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram
 from jscaler.report.targets import described_devices
-from jscaler.target import WITHOUT_GPU
+from jscaler.runtime.target import WITHOUT_GPU
 
 LAYERS, HIDDEN, ROWS, WORDS = 3, 8, 16, 32
 State = dict[str, Any]

@@ -11,7 +11,7 @@ from lower.steps import MOMENTUM, make_batch, make_state, make_step, mlp_loss, p
 
 import jscaler
 from jscaler import PlanError, Split, plans
-from jscaler.cost import CLUSTERS
+from jscaler.clusters import CLUSTERS
 from jscaler.lower.flat_program import FlatProgram
 
 ON_FOUR = np.arange(4)

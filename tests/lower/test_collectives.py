@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from materialize.layouts import assert_lies_as, every_layout, make_parts, mesh_of
 from materialize.oracle import every_count
 
-from jscaler.cost import BYTES, CostModel
-from jscaler.cost.model import FEW_STEPS
+from jscaler.clusters import BYTES, CostModel
+from jscaler.clusters.cost_model import FEW_STEPS
 from jscaler.lower.collectives import exchange
 from jscaler.materialize import Adapter, Layout, Stage, Transition, find_adapter, parse_layout
 from jscaler.materialize.canonical import on_common_mesh

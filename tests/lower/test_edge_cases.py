@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jscaler
 from jscaler import PlanError, Split
-from jscaler.cost import CLUSTERS, Cluster
+from jscaler.clusters import CLUSTERS, Cluster
 from jscaler.errors import DeviceError
 from jscaler.lower.collectives import exchange
 from jscaler.materialize import Adapter, DeviceMesh, Layout, find_adapter, parse_layout

@@ -14,7 +14,7 @@ from jax.extend import core
 
 import jscaler
 from jscaler import PlanError, Split
-from jscaler.cost import FEW_STEPS
+from jscaler.clusters import FEW_STEPS
 from jscaler.lower.flat_program import FlatProgram, results
 from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Program, make_programs

@@ -17,7 +17,7 @@ from jscaler import Split
 from jscaler.ir import Graph
 from jscaler.lower.in_order import in_order, in_order_p
 from jscaler.report.targets import described_devices
-from jscaler.target import WITHOUT_GPU
+from jscaler.runtime.target import WITHOUT_GPU
 
 BRANCHES = 4
 

@@ -31,7 +31,7 @@ from jscaler.compare import twin
 from jscaler.errors import OrderError, SplitError, VerificationError
 from jscaler.lower.flat_program import FlatLoop
 from jscaler.lower.program import Adapt, Repeat
-from jscaler.stages import StepPlan
+from jscaler.lower.step_plan import StepPlan
 
 STEPS = 5
 

@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.redistribution import factorizations
-from jscaler.cost import BYTES, find_cluster
-from jscaler.cost.table import Kind
+from jscaler.clusters import BYTES, find_cluster
+from jscaler.clusters.transition_kinds import Kind
 from jscaler.lower.collectives import exchange
 from jscaler.lower.named import named_collectives
 from jscaler.materialize import Adapter, DeviceMesh, Layout, Transition, find_adapter, opened, parse_layout

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from materialize.layouts import every_layout
 
-from jscaler.cost import BYTES, CLUSTERS, CostModel
-from jscaler.cost.model import FEW_STEPS
-from jscaler.cost.table import COLLECTIVES
+from jscaler.clusters import BYTES, CLUSTERS, CostModel
+from jscaler.clusters.cost_model import FEW_STEPS
+from jscaler.clusters.transition_kinds import COLLECTIVES
 from jscaler.ir.mask import SubDims
 from jscaler.materialize import DeviceMesh, Layout, Transition, parse_layout
 from jscaler.materialize.transitions import moves, transitions_from

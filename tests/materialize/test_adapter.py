@@ -10,8 +10,8 @@ import pytest
 from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import LARGE, MODELS, SMALL, V100, count_layouts, every_count, meaning, price
 
-from jscaler.cost import BYTES, CLUSTERS, CostModel
-from jscaler.cost.model import FEW_STEPS
+from jscaler.clusters import BYTES, CLUSTERS, CostModel
+from jscaler.clusters.cost_model import FEW_STEPS
 from jscaler.materialize import Adapter, Layout, cheapest_path, find_adapter, opened, parse_layout
 from jscaler.materialize.adapter import _through_copy, alternatives
 from jscaler.materialize.bounds import bytes_at_least, bytes_needed

@@ -8,7 +8,7 @@ import pytest
 from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import count_layouts
 
-from jscaler.cost import BYTES
+from jscaler.clusters import BYTES
 from jscaler.materialize import Layout, cheapest_path, parse_layout
 from jscaler.materialize.bounds import Overlap, bytes_at_least, bytes_needed, sends_to_join
 from jscaler.materialize.transitions import regions_between

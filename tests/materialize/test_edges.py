@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from materialize.layouts import mesh_of
 
-from jscaler.cost import BYTES
+from jscaler.clusters import BYTES
 from jscaler.ir import Factor, Halo, Rule
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import (

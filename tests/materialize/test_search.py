@@ -21,7 +21,7 @@ from materialize.oracle import (
     price,
 )
 
-from jscaler.cost import BYTES, CostModel
+from jscaler.clusters import BYTES, CostModel
 from jscaler.materialize import Layout, OpenLayout, Path, cheapest_path, opened, parse_layout, runners_up
 from jscaler.materialize import search as search_module
 from jscaler.materialize.canonical import in_primes, on_common_mesh

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from materialize.layouts import assert_lies_as, make_parts, mesh_of
 
-from jscaler.cost.model import FEW_STEPS
+from jscaler.clusters.cost_model import FEW_STEPS
 from jscaler.errors import PlanError
 from jscaler.lower.collectives import exchange
 from jscaler.materialize import Adapter, Layout, find_adapter, opened, parse_layout

@@ -12,7 +12,7 @@ import pytest
 import jscaler
 from jscaler import Split, plans
 from jscaler.lower.program import Adapt
-from jscaler.stages import StepPlan
+from jscaler.lower.step_plan import StepPlan
 from models.master import MasterState, make_master_state, master_step
 from models.mlp import MLP
 

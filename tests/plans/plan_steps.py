@@ -17,7 +17,8 @@ from jax.extend import core
 import jscaler
 from jscaler.lower.flat_program import FlatLoop
 from jscaler.lower.program import Adapt
-from jscaler.stages import Captured, StepPlan, lower, transform
+from jscaler.lower.step_plan import StepPlan
+from jscaler.stages import Captured, lower, transform
 from models.gpt import GPT, GPTConfig
 from models.gpt_nnx import GPT as NnxGPT
 from models.mlp import MLP

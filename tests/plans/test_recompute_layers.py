@@ -14,7 +14,7 @@ import jscaler
 from jscaler import PlanError, UnknownNameError
 from jscaler.plans import by_name, recompute_layers, single, tensor_parallel
 from jscaler.report.targets import described_devices
-from jscaler.target import WITHOUT_GPU
+from jscaler.runtime.target import WITHOUT_GPU
 
 
 @made_once

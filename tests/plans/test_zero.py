@@ -16,11 +16,11 @@ from plan_steps import COLUMNS, assert_same_numbers, collectives, gpt, made_once
 import jscaler
 from jscaler.errors import PlanError, PlanWarning, SplitError
 from jscaler.lower.program import Adapt, Repeat
+from jscaler.lower.step_plan import StepPlan
 from jscaler.plans import by_name, megatron, zero1, zero3
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import split
 from jscaler.report.targets import described_devices
-from jscaler.stages import StepPlan
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 

@@ -13,9 +13,9 @@ from plan_steps import COLUMNS, assert_same_numbers, gpt, made_once, mlp, planne
 import jscaler
 from jscaler.capture.accumulating import accumulating_loops
 from jscaler.lower.program import Adapt, Repeat, Task
+from jscaler.lower.step_plan import StepPlan
 from jscaler.plans import accumulate, co_shard, data_parallel, megatron, zero1, zero2, zero3
 from jscaler.report.targets import described_devices
-from jscaler.stages import StepPlan
 
 
 @made_once

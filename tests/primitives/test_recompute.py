@@ -14,9 +14,10 @@ import jscaler
 from jscaler import Plan, PlanError, PlanFitError, UnknownNameError
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph
+from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import make_plan
 from jscaler.primitives.fits import check_fits
-from jscaler.stages import Captured, StepPlan, lower
+from jscaler.stages import Captured, lower
 
 Policy = Callable[[Any, Any], Any]
 NAMES = ("a", "b", "c", "d")

@@ -7,7 +7,7 @@ import pytest
 from report.stand_in import arguments, step
 
 import jscaler
-from jscaler.cost import find_cluster
+from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.estimate.fitting import Fit
 from jscaler.estimate.lifetimes import Moment

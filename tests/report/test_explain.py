@@ -10,7 +10,7 @@ import pytest
 
 import jscaler
 from jscaler import Split
-from jscaler.cost import FEW_STEPS
+from jscaler.clusters import FEW_STEPS
 from jscaler.plans import by_name
 from tests.lower.steps import batch_and_hidden, planned, tensor_parallel
 from tests.plans.plan_steps import mlp

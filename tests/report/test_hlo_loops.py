@@ -11,7 +11,7 @@ from lower.layers import batch, columns_then_rows, loops_in_loops, net_batch, ne
 import jscaler
 from jscaler import Split
 from jscaler.report.hlo import AS_WRITTEN, Totals, collectives, totals
-from jscaler.report.moves import readable_bytes
+from jscaler.text.units import readable_bytes
 
 REDUCE = "%{name} = f32[4]{{0}} all-reduce(%p), replica_groups={{{{0,1}}}}, to_apply=%add"
 

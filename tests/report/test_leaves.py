@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler.cost import FEW_STEPS
+from jscaler.clusters import FEW_STEPS
 from jscaler.ir.kinds import tensor_kinds
+from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan, Store
 from jscaler.report.leaves import LeafRow
-from jscaler.stages import StepPlan
 from tests.lower.steps import MOMENTUM, Policy, batch_and_hidden, make_batch, make_state, make_step, split, tensor_parallel
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from jscaler.materialize import find_adapter, parse_layout
-from jscaler.report.steps import describe, devices_text, groups_of, groups_text, layout_text, readable_seconds
+from jscaler.report.steps import describe, devices_text, groups_of, groups_text, layout_text
+from jscaler.text.units import readable_seconds
 
 
 def steps(source: str, target: str, shape: tuple[Any, ...] = (16, 16)) -> list[Any]:

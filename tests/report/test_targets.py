@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import topologies
 from report.programs import FOLDED, MERGED, PROGRAMS, launches, stored
 
-from jscaler.cost import DEVICE_KINDS, find_cluster
+from jscaler.clusters import DEVICE_KINDS, find_cluster
 from jscaler.errors import DeviceError, UnknownNameError
 from jscaler.report.hlo import AS_WRITTEN, collectives
 from jscaler.report.targets import described_devices

@@ -16,7 +16,7 @@ import jscaler
 from jscaler import Split, TimeSplit
 from jscaler.errors import OrderError, PlanError
 from jscaler.report.targets import described_devices
-from jscaler.target import WITHOUT_GPU
+from jscaler.runtime.target import WITHOUT_GPU
 
 Plan = Callable[[Any, np.ndarray], None]
 

@@ -18,9 +18,9 @@ from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask, Share
 from jscaler.lower import emit, halo
 from jscaler.lower.program import Compute
+from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import DeviceMesh
 from jscaler.materialize.edges import Edge
-from jscaler.stages import StepPlan
 from jscaler.verification import flow
 from jscaler.verification.extended import extended
 from jscaler.verification.frames import Frame

@@ -1,0 +1,65 @@
+"""Clusters by name: built-in ones, those that their text describes (``8xH100-80GB``), and files.
+
+Bandwidths are of public data sheets, one direction: NVLink per device, the network per host (all its devices share it).
+Latencies of the GPU clusters are assumed; ``jscaler bench-comm`` measures both. docs/clusters.md lists the sources.
+"""
+
+import re
+from pathlib import Path
+
+from jscaler.clusters.cluster import Cluster
+from jscaler.clusters.cluster_file import load_cluster
+from jscaler.clusters.device import DEVICE_KINDS, find_kind
+from jscaler.clusters.link import Link, usual_links
+from jscaler.errors import UnknownNameError
+
+
+def described(name: str, hosts: int, devices_per_host: int, kind: str) -> Cluster:
+    """Hosts of a built-in kind of device, with the links that are usual for it."""
+    device = find_kind(kind, f" in '{name}'")
+    links = usual_links(device, devices_per_host)
+    assert links is not None, f"no usual links for {kind}"
+    return Cluster(name, hosts, devices_per_host, *links, device=device)
+
+
+CLUSTERS = {
+    cluster.name: cluster
+    for cluster in (
+        # 4 DGX-1-like hosts with one 100 Gb/s adapter each: the cluster of SuperScaler's and nnScaler's papers
+        described("v100-nvlink-ib100", 4, 8, "V100-32GB"),
+        described("a100", 4, 8, "A100-80GB"),
+        described("h100", 4, 8, "H100-80GB"),
+        described("h200", 4, 8, "H200-141GB"),
+        # virtual devices of one process on two cores: bench-comm --rounds 12 said 44 µs and 1.55 GB/s
+        Cluster("cpu", 1, 8, Link(45e-6, 1.5e9), Link(45e-6, 1.5e9)),
+    )
+}
+_DESCRIPTION = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z]\S*)")
+_OTHERWISE = " (or describe one: 8xH100-80GB, 4x8xV100-32GB; or give the path of a .toml file)"
+
+
+def find_cluster(name: str) -> Cluster:
+    """A built-in cluster by name, one that the name describes, or one of a TOML file by its path.
+
+    Args:
+        name: ``"a100"``; ``"V100-32GB"``, one device, ``"8xH100-80GB"``, one host, or ``"4x8xV100-32GB"``, hosts × devices
+            of each × kind, with the links that are usual for the kind; or ``"lab.toml"``.
+
+    Raises:
+        UnknownNameError: none of these, or a field of the file is unknown.
+        DeviceError: the file cannot be read, or a field of it is missing or of the wrong kind.
+
+    Example:
+        >>> find_cluster("4x8xV100-32GB").num_devices
+        32
+    """
+    if name.endswith(".toml"):
+        return load_cluster(Path(name))
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if name in DEVICE_KINDS:
+        return described(name, 1, 1, name)
+    match = _DESCRIPTION.fullmatch(name)
+    if match is None:
+        raise UnknownNameError("cluster", name, CLUSTERS, _OTHERWISE)
+    return described(name, int(match[1] or 1), int(match[2]), match[3])

@@ -1,0 +1,96 @@
+"""``Cluster``: hosts of devices, and the α–β model of the links inside a host and between hosts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jscaler.clusters.cost_model import Line
+from jscaler.clusters.device import DeviceKind
+from jscaler.clusters.link import Link
+from jscaler.clusters.transition_kinds import COLLECTIVES
+from jscaler.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal hosts of equal devices; device d sits on host ``d // devices_per_host``.
+
+    Attributes:
+        inside: the link of each device to the others of its host.
+        between: the link of each host to the others, shared by its devices.
+        memory: bytes of each device; the kind's own when left out.
+        device: what the devices are, where that is said.
+    """
+
+    name: str
+    hosts: int
+    devices_per_host: int
+    inside: Link
+    between: Link
+    memory: int = 0
+    device: DeviceKind | None = None
+
+    def __post_init__(self) -> None:
+        if self.device is not None and not self.memory:
+            object.__setattr__(self, "memory", self.device.memory)
+        if min(self.hosts, self.devices_per_host) < 1:
+            raise DeviceError(
+                f"cluster '{self.name}' has {self.hosts} hosts of {self.devices_per_host} devices; give 1 or more"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    @property
+    def local_step(self) -> float:
+        return 1e-9
+
+    def collective(self, kind: str, groups: np.ndarray) -> Line:
+        """Seconds against the bytes that each member sends; all groups run at once and share their hosts' networks.
+
+        A group that spans hosts pays ``between.latency`` for each of its steps.
+        """
+        steps = COLLECTIVES[kind].steps(groups.shape[1])
+        if steps == 0:
+            return Line(self.local_step, 0.0)
+        crossing = self.crossing(kind, groups)
+        if crossing == 0:
+            return Line(self.local_step + steps * self.inside.latency, 1 / self.inside.bandwidth)
+        slowest = max(1 / self.inside.bandwidth, crossing / self.between.bandwidth)
+        return Line(self.local_step + steps * self.between.latency, slowest)
+
+    def crossing(self, kind: str, groups: np.ndarray) -> float:
+        """Bytes that leave the busiest host, as a multiple of what each member sends."""
+        hosts = groups // self.devices_per_host
+        spanning = hosts[(hosts != hosts[:, :1]).any(1)]
+        if not len(spanning):
+            return 0.0
+        width, members = int(spanning.max()) + 1, groups.shape[1]
+        group = np.arange(len(spanning))[:, None]
+        found, counts = np.unique(group * width + spanning, return_counts=True)  # members of each group on each host
+        to_all = COLLECTIVES[kind].to_all  # a ring enters and leaves each host once
+        sends = counts * (members - counts) if to_all else np.ones(len(counts))
+        busiest = np.bincount(found % width, sends).max()
+        return float(busiest / (members - 1) if to_all else busiest)
+
+    def messages(self, pairs: np.ndarray, nbytes: float, num_devices: int) -> float:
+        """Seconds of one round in which each device sends and receives at most once."""
+        if not len(pairs):
+            return self.local_step
+        hosts = pairs // self.devices_per_host
+        across = hosts[hosts[:, 0] != hosts[:, 1]]
+        if not len(across):
+            return self.local_step + self.inside.latency + nbytes / self.inside.bandwidth
+        busiest = max(np.bincount(across[:, side]).max() for side in (0, 1))
+        slowest = max(1 / self.inside.bandwidth, busiest / self.between.bandwidth)
+        return self.local_step + self.between.latency + slowest * nbytes
+
+    def floor(self, nbytes: float) -> float:
+        """One step, and every byte through its device's own link, also on its way to the host's network."""
+        if nbytes <= 0:
+            return 0.0
+        return min(self.inside.latency, self.between.latency) + nbytes / self.inside.bandwidth
+
+    def __str__(self) -> str:
+        return self.name

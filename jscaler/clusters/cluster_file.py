@@ -1,0 +1,160 @@
+"""A cluster as a TOML file, with a kind of device of one's own where wanted."""
+
+import dataclasses
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jscaler.clusters.cluster import Cluster
+from jscaler.clusters.device import DEVICE_KINDS, DeviceKind, Peak, find_kind
+from jscaler.clusters.link import Link, usual_links
+from jscaler.errors import DeviceError, UnknownNameError
+
+_PEAKS = tuple(field.name for field in dataclasses.fields(Peak))
+_FIELDS = tuple(field.name for field in dataclasses.fields(DeviceKind) if field.name != "peak")
+_FRACTIONS = ("bandwidth", "clock")  # of the fields, those that need not be whole numbers
+
+
+def cluster_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
+    """The text of a file that ``load_cluster`` reads back as an equal cluster; ``comments`` are lines at its head."""
+    lines = [f"# {comment}" for comment in comments]
+    lines.append(f"name = {_quoted(cluster.name)}")
+    lines += [f"{key} = {getattr(cluster, key)}" for key in ("hosts", "devices_per_host")]
+    kind = cluster.device
+    if cluster.memory and (kind is None or cluster.memory != kind.memory):
+        lines.append(f"memory = {cluster.memory}  # bytes per device")
+    built_in = kind is not None and DEVICE_KINDS.get(kind.name) == kind
+    if kind is not None and built_in:
+        lines.append(f"device = {_quoted(kind.name)}")
+    for key, owner in (("inside", "device"), ("between", "host")):
+        link = getattr(cluster, key)
+        lines += ["", f"[{key}]", f"latency = {link.latency!r}  # seconds per step"]
+        lines.append(f"bandwidth = {link.bandwidth!r}  # bytes per second and {owner}")
+    if kind is not None and not built_in:
+        lines += _device_toml(kind)
+    return "\n".join(lines) + "\n"
+
+
+def _device_toml(kind: DeviceKind) -> list[str]:
+    values: dict[str, Any] = {name: getattr(kind, name) for name in _FIELDS}
+    values["capability"] = ".".join(map(str, kind.capability))
+    lines = ["", "[device]", *(f"{k} = {_quoted(v) if isinstance(v, str) else repr(v)}" for k, v in values.items())]
+    known = {name: getattr(kind.peak, name) for name in _PEAKS}
+    return [*lines, "", "[device.peak]", *(f"{name} = {rate!r}" for name, rate in known.items() if rate)]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster from TOML.
+
+    ``device`` says what compiling for the cluster needs: the name of a built-in kind, or a table. A table with ``like``
+    says only what differs from that kind. The links may be left out where they are usual for the kind.
+
+    Example::
+
+        name = "lab"                   # the file's name when left out
+        hosts = 2
+        devices_per_host = 4
+        memory = 25_769_803_776        # bytes per device; the device's own when left out
+        device = "A100-80GB"           # may be left out; or a table [device]
+        [inside]
+        latency = 9e-6                 # seconds per step
+        bandwidth = 25e9               # bytes per second and device
+        [between]
+        latency = 30e-6
+        bandwidth = 12.5e9             # bytes per second and host
+
+    Raises:
+        DeviceError: the file cannot be read, or a field is missing or of the wrong kind.
+        UnknownNameError: a field or a device kind is unknown.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DeviceError(
+            f"cannot read the cluster file {path}: {error}; `jscaler bench-comm --out {path}` writes such a file"
+        ) from None
+    _refuse_unknown(path, table, ("name", "hosts", "devices_per_host", "memory", "device", "inside", "between"), "")
+    hosts, devices_per_host = (_number(path, table, key, int) for key in ("hosts", "devices_per_host"))
+    device = _device(path, table)
+    links = usual_links(device, devices_per_host) if device is not None else None
+    usual = dict(zip(("inside", "between"), links, strict=True)) if links is not None else {}
+    inside, between = (
+        usual[key] if key in usual and key not in table else _link(path, table, key) for key in ("inside", "between")
+    )
+    memory = _number(path, table, "memory", int) if "memory" in table else 0
+    return Cluster(str(table.get("name", path.stem)), hosts, devices_per_host, inside, between, memory, device)
+
+
+def _link(path: Path, table: dict[str, Any], key: str) -> Link:
+    entry = table.get(key)
+    if not isinstance(entry, dict):
+        raise DeviceError(f"{path}: the table [{key}] with latency (seconds) and bandwidth (bytes/s) is missing")
+    _refuse_unknown(path, entry, ("latency", "bandwidth"), f"{key}.")
+    latency, bandwidth = (_number(path, entry, field, float, f"{key}.") for field in ("latency", "bandwidth"))
+    return Link(latency, bandwidth)
+
+
+def _device(path: Path, table: dict[str, Any]) -> DeviceKind | None:
+    entry = table.get("device")
+    if entry is None:
+        return None
+    if isinstance(entry, str):
+        return find_kind(entry, f" in {path}")
+    if not isinstance(entry, dict):
+        raise DeviceError(f"{path}: 'device' is {entry!r}; give a kind's name or a table [device]")
+    _refuse_unknown(path, entry, ("like", *_FIELDS, "peak"), "device.")
+    like = find_kind(str(entry["like"]), f" in {path}") if "like" in entry else None
+    known = {} if like is None else {name: getattr(like, name) for name in _FIELDS if name not in ("name", "description")}
+    values = {**known, "name": path.stem, "threads_per_core": known.get("threads_per_core", 2048)}
+    for name in _FIELDS:
+        if name in entry or name not in (*values, "description"):
+            values[name] = _device_field(path, entry, name)
+    values.setdefault("description", values["name"])
+    return DeviceKind(**values, peak=_peak(path, entry.get("peak"), like))
+
+
+def _device_field(path: Path, entry: dict[str, Any], name: str) -> Any:
+    if name in ("name", "description"):
+        return str(entry[name])
+    if name == "capability":
+        match = re.fullmatch(r"(\d+)\.(\d+)", str(entry.get(name)) if isinstance(entry.get(name), str) else "")
+        if match is None:
+            raise DeviceError(f"{path}: 'device.capability' is {entry.get(name)!r}; give it in quotes, like \"9.0\"")
+        return int(match[1]), int(match[2])
+    return _number(path, entry, name, float if name in _FRACTIONS else int, "device.")
+
+
+def _peak(path: Path, entry: Any, like: DeviceKind | None) -> Peak:
+    if entry is None and like is not None:
+        return like.peak
+    if not isinstance(entry, dict):
+        raise DeviceError(f"{path}: the table [device.peak] with FLOP/s by type ({', '.join(_PEAKS)}) is missing")
+    _refuse_unknown(path, entry, _PEAKS, "device.peak.")
+    rates = {name: getattr(like.peak, name) if like is not None else 0.0 for name in _PEAKS}
+    rates |= {name: _number(path, entry, name, float, "device.peak.") for name in entry}
+    if not (rates["float32"] and rates["float64"]):
+        raise DeviceError(f"{path}: 'device.peak' says no FLOP/s of float32 or of float64; give both")
+    return Peak(**rates)
+
+
+def _number(path: Path, table: dict[str, Any], key: str, kind: type, where: str = "") -> Any:
+    value: Any = table.get(key)
+    legal = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if legal and 0 < value < math.inf:  # nan is not between them either
+        return kind(value)
+    found = "missing" if value is None else f"{value!r}"
+    raise DeviceError(f"{path}: '{where}{key}' is {found}; give a positive {'whole ' * (kind is int)}number")
+
+
+def _refuse_unknown(path: Path, table: dict[str, Any], known: Sequence[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise UnknownNameError("field", f"{where}{key}", [where + k for k in known], f" in {path}")

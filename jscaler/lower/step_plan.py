@@ -1,0 +1,75 @@
+"""``StepPlan``: a plan completed for one graph, and the programs that it lowers to, as data."""
+
+import os
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from jscaler.clusters import FEW_STEPS, CostModel
+from jscaler.ir import Graph, PTensor, VTensor
+from jscaler.ir.passes import Passes
+from jscaler.lower.flat_program import FlatProgram
+from jscaler.lower.program import Program
+from jscaler.lower.segment import Segment
+from jscaler.materialize import Completed, Layout
+from jscaler.primitives import Plan
+from jscaler.primitives.shards import stored_leaves
+from jscaler.rules.made_of import made_of
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A plan completed for one graph, and the program it lowers to.
+
+    Attributes:
+        source: the graph as the policy saw it, with backward bodies.
+        graph: the same with the ops cut that the plan re-opens.
+        segments: what runs, one for each device group.
+        passes: what was done in between, and to the flat programs.
+    """
+
+    source: Graph
+    graph: Graph
+    plan: Plan
+    completed: Completed
+    segments: tuple[Segment, ...]
+    passes: Passes = field(repr=False, compare=False)
+    cost: CostModel = FEW_STEPS
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def digest(self) -> str:
+        return self.plan.digest
+
+    @property
+    def program(self) -> Program:
+        """The program of a step that runs on one group."""
+        (segment,) = self.segments
+        return segment.program
+
+    @property
+    def flat(self) -> FlatProgram:
+        """The flat program of a step that runs on one group."""
+        (segment,) = self.segments
+        return segment.flat
+
+    @property
+    def layouts(self) -> dict[PTensor, Layout]:
+        """How every op leaves its results."""
+        made = ((op, self.completed.ops[op.path].outputs) for op in self.graph.ops)
+        return {t: layout for op, layouts in made for t, layout in zip(op.outputs, layouts, strict=True)}
+
+    @property
+    def refetched(self) -> Set[PTensor]:
+        """What is made whole for the forward pass, and again for the backward pass: parameters that lie in parts."""
+        return made_of(self.source, stored_leaves(self.source, self.plan)).dims.keys()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan's decisions to a file, which `Plan.load` reads; raises PlanFileError."""
+        self.plan.save(path)
+
+    def vtensors(self, path: str, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
+        """The parts of tensors that the cell of op ``path`` on logical ``device`` reads, and those that it writes."""
+        return self.completed.ops[path].vtensors(self.graph[path], device)

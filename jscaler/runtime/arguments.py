@@ -1,0 +1,205 @@
+"""A step's arguments: which are static, donated, or trees of arrays; and the key that decides about recompilation."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import numpy as np
+
+from jscaler.capture.names import PathNames, leaf_names
+from jscaler.errors import CaptureError, UnknownNameError
+from jscaler.runtime import graph_nodes
+
+
+class LeafType(NamedTuple):
+    """What recompilation depends on, of one leaf. (An array's own aval also knows how it is sharded.)"""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" + (" (weak)" if self.weak_type else "")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's arguments: flat dynamic leaves with their owners, and the key that decides about recompilation.
+
+    ``nodes`` are the caller's own nnx objects, by argument; the step changes them in place.
+    """
+
+    arguments: "Arguments"
+    leaves: tuple[Any, ...]
+    types: tuple[LeafType, ...]
+    owners: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...]
+    trees: tuple[tuple[str, Any], ...]
+    graphdef: Any = None
+    nodes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def key(self) -> Any:
+        """Calls with equal keys run the same executable."""
+        return self.static, self.trees, self.types, self.graphdef
+
+    def without_arrays(self) -> "Call":
+        """What a cache may keep: no array and no object of the caller stays alive by it."""
+        return dataclasses.replace(self, leaves=(), nodes=dict.fromkeys(self.nodes))
+
+    @property
+    def node_leaves(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """Index and path of every leaf that belongs to an nnx object."""
+        found, start = [], 0
+        for name, tree in self.trees:
+            if name in self.nodes:
+                paths = graph_nodes.paths(name, tree.unflatten(range(tree.num_leaves)))
+                found += list(enumerate(paths, start))
+            start += tree.num_leaves
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The path of every leaf: argument name and tree path."""
+        paths = [n for name, tree in self.trees for n in leaf_names(name, tree.unflatten(range(tree.num_leaves)))]
+        unique = PathNames()
+        return [unique.unique(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a step's signature and the decorator say about its arguments."""
+
+    signature: inspect.Signature
+    donated: frozenset[str]
+    static: frozenset[str]
+
+    @staticmethod
+    def of(
+        fun: Callable[..., Any],
+        donate_argnums: int | Sequence[int],
+        donate_argnames: str | Sequence[str],
+        static_argnums: int | Sequence[int],
+        static_argnames: str | Sequence[str],
+    ) -> "Arguments":
+        signature = inspect.signature(fun)
+        donated = _named(signature, "donate", donate_argnums, donate_argnames)
+        static = _named(signature, "static", static_argnums, static_argnames)
+        if both := donated & static:
+            raise CaptureError(f"argument '{min(both)}' cannot be both static and donated")
+        return Arguments(signature, donated, static)
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        """Flatten a call; raises CaptureError for leaves that are no arrays."""
+        bound = self.signature.bind(*args, **kwargs)
+        leaves, types, owners, static, trees = [], [], [], [], []
+        dynamic = {}
+        for name, value in _expanded(self.signature, bound):
+            if name in self.static:
+                _check_hashable(name, value)
+                static.append((name, value))
+            else:
+                dynamic[name] = value
+        nodes = {name: value for name, value in dynamic.items() if graph_nodes.holds_nodes(value)}
+        graphdef, pure = graph_nodes.split(nodes) if nodes else (None, {})
+        for name, value in (dynamic | pure).items():
+            flat, tree = jax.tree.flatten(value)
+            trees.append((name, tree))
+            for i, leaf in enumerate(flat):
+                types.append(leaf_type(leaf, name, value, i))
+            leaves += flat
+            owners += [name] * len(flat)
+        return Call(self, tuple(leaves), tuple(types), tuple(owners), tuple(static), tuple(trees), graphdef, nodes)
+
+    def rebuild(self, call: Call, leaves: Iterable[Any]) -> tuple[inspect.BoundArguments, dict[str, Any]]:
+        """The arguments of ``call`` with other leaves in place; and those of them that are fresh nnx objects."""
+        rest = iter(leaves)
+        values = dict(call.static)
+        for name, tree in call.trees:
+            values[name] = jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)])
+            if name not in call.nodes:
+                graph_nodes.check_no_nodes(name, values[name])
+        nodes = graph_nodes.merge(call.graphdef, {name: values[name] for name in call.nodes}) if call.nodes else {}
+        values |= nodes
+        bound = inspect.BoundArguments(self.signature, {})  # type: ignore[arg-type]
+        for parameter in self.signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                found = [n for n in values if n.startswith(f"{parameter.name}[")]
+                bound.arguments[parameter.name] = tuple(values[n] for n in found)
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                named = self.signature.parameters
+                rest_names = [n for n in values if n not in named and "[" not in n]
+                bound.arguments[parameter.name] = {n: values[n] for n in rest_names}
+            elif parameter.name in values:
+                bound.arguments[parameter.name] = values[parameter.name]
+        return bound, nodes
+
+
+def _named(signature: inspect.Signature, what: str, nums: Any, names: Any) -> frozenset[str]:
+    parameters = list(signature.parameters)
+    chosen = {names} if isinstance(names, str) else set(names)
+    for name in chosen:
+        if name not in parameters:
+            raise UnknownNameError("argument", name, parameters, f" ({what}_argnames)")
+    for num in (nums,) if isinstance(nums, int) else nums:
+        if not -len(parameters) <= num < len(parameters):
+            raise CaptureError(f"{what}_argnums={num}, but the step has {len(parameters)} arguments: {parameters}")
+        chosen.add(parameters[num])
+    return frozenset(chosen)
+
+
+def _expanded(signature: inspect.Signature, bound: inspect.BoundArguments) -> Iterable[tuple[str, Any]]:
+    """Name and value of each argument; ``*args`` and ``**kwargs`` one by one."""
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((f"{name}[{i}]", v) for i, v in enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from sorted(value.items())
+        else:
+            yield name, value
+
+
+def _check_hashable(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise CaptureError(f"static argument '{name}' is a {type(value).__name__}, which is not hashable") from None
+
+
+def leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
+    """The type of leaf ``index`` of ``tree``, which is argument ``name``; raises CaptureError where it is no array."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise CaptureError(
+            f"argument '{name}' is being traced: a parallelized step cannot run inside jax.jit, grad or vmap; call the "
+            "undecorated function (.fun) there"
+        )
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return LeafType(leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False)))
+    if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+        aval = jax.typeof(leaf)
+        return LeafType(aval.shape, aval.dtype, aval.weak_type)
+    path = leaf_names(name, tree)[index]
+    raise CaptureError(
+        f"argument '{path}' is a {type(leaf).__name__}, not an array: pass an array, or mark '{name}' in static_argnames"
+    )
+
+
+def difference(expected: Call, given: Call) -> str:
+    """What tells two calls apart, for an error message."""
+    if expected.static != given.static:
+        return f"static {dict(given.static)} instead of {dict(expected.static)}"
+    if (expected.trees, expected.graphdef) != (given.trees, given.graphdef):
+        return "the argument trees differ"
+    for name, want, have in zip(expected.names, expected.types, given.types, strict=True):
+        if want != have:
+            return f"'{name}' is {have} instead of {want}"
+    return "nothing that can be named"

@@ -1,0 +1,166 @@
+"""What the stages of a step are called, as in JAX: ``Lowered`` has been planned, ``Compiled`` can be run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import jax
+
+from jscaler.clusters import FEW_STEPS, CostModel
+from jscaler.errors import CaptureError
+from jscaler.ir import Graph
+from jscaler.ir.passes import Passes
+from jscaler.lower.step_plan import StepPlan
+from jscaler.report.explained import ExplainedPlan
+from jscaler.report.target_report import Inspectable, TargetReport
+from jscaler.runtime import graph_nodes
+from jscaler.runtime.arguments import Call, difference
+from jscaler.runtime.devices import Device, resolve_devices
+from jscaler.runtime.dispatch import KnownArguments
+from jscaler.runtime.executable import Executable
+from jscaler.runtime.step_capture import NodeChanges
+from jscaler.runtime.target import Target, compile_for, find_target
+from jscaler.stages import Captured
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``.
+
+    Attributes:
+        segments: a ``jax.stages.Lowered`` for each device group.
+        devices: those it was lowered for; none where as many as the plan has are not at hand.
+        planned: the plan for another number of devices; None where ``parallelize`` was told which to use.
+    """
+
+    plan: ExplainedPlan
+    captured: Captured
+    executable: Executable
+    call: Call
+    out_tree: Any
+    segments: tuple[Any, ...]
+    devices: tuple[Device, ...]
+    cost: CostModel = FEW_STEPS
+    changes: NodeChanges | None = None
+    planned: Callable[[int], StepPlan] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def graph(self) -> Graph:
+        return self.plan.graph
+
+    @property
+    def passes(self) -> Passes:
+        """What was done to the graph, and then to the program of a device, pass by pass; prints as a table.
+
+        Example:
+            >>> print(step.lower(state, batch).passes)  # doctest: +SKIP
+        """
+        return self.plan.passes
+
+    @overload
+    def compile(self, target: None = None) -> "Compiled": ...
+    @overload
+    def compile(self, target: Target) -> TargetReport: ...
+    def compile(self, target: Target | None = None) -> "Compiled | TargetReport":
+        """Compile for the devices it was lowered for, or for a cluster that need not be there.
+
+        Args:
+            target: a CUDA cluster, ``"8xH100-80GB"`` or ``"4x8xV100-32GB"`` (hosts × devices × kind), a built-in cluster's
+                name, a TOML file or a `Cluster`. Needs ``pip install "jscaler[aot]"`` and no GPU.
+
+        Returns:
+            What runs; of a target a report: memory of a device by kind, whether it fits, collectives, XLA's text.
+
+        Raises:
+            DeviceError: the devices are not at hand; the target has another number of devices than ``parallelize`` was
+                given (given none, the step is planned for the target's); the plugin is missing.
+
+        Example:
+            >>> print(step.lower(state, batch).compile(target="8xH100-80GB"))
+        """
+        if target is not None:
+            cluster = find_target(target)
+            step = self.planned(cluster.num_devices) if self.planned is not None else self.plan
+            return compile_for(step, cluster, self.executable.donated)
+        if not self.devices:
+            resolve_devices(self.plan.plan.num_devices)
+        return Compiled(self, tuple(one.compile() for one in self.segments))
+
+    @property
+    def lowered(self) -> Any:
+        """What JAX lowered, of a step that runs on one group."""
+        (one,) = self.segments
+        return one
+
+    def as_text(self) -> str:
+        return "\n".join(one.as_text() for one in self.segments)
+
+
+@dataclass(frozen=True)
+class Compiled(Inspectable):
+    """A compiled step: call it with arguments of the shapes and tree it was lowered for."""
+
+    lowered: Lowered
+    segments: tuple[Any, ...]
+    known: KnownArguments = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        made = self.lowered.executable
+        object.__setattr__(
+            self, "known", KnownArguments(made.in_shardings, frozenset(made.returned.values()), made.donated)
+        )
+
+    @property
+    def plan(self) -> ExplainedPlan:
+        return self.lowered.plan
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graph
+
+    @property
+    def compiled(self) -> Any:
+        """What XLA compiled, of a step that runs on one group."""
+        (one,) = self.segments
+        return one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        placed = self.known.placed(args, kwargs)
+        if placed is not None:
+            return self.result(placed)
+        call = self.lowered.call.arguments.bind(args, kwargs)
+        if call.key != self.lowered.call.key:
+            raise CaptureError(
+                "this compiled step was lowered for arguments of another tree, shape, dtype or static value: "
+                f"{difference(self.lowered.call, call)}; call the decorated function, which compiles for each"
+            )
+        return self.run_call(call, args, kwargs)
+
+    def run(self, leaves: Sequence[Any], nodes: Mapping[str, Any] | None = None) -> Any:
+        """Run on flat leaves, which are moved to the plan's layout where they do not have it.
+
+        ``nodes`` are the nnx objects to which leaves belong: what changed is set in them, in the plan's layout.
+        """
+        return self.result(self.place(leaves), leaves, nodes)
+
+    def run_call(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run on the arguments that were bound as ``call``; a next call of the same form is bound faster."""
+        placed = self.place(call.leaves)
+        self.known.learn(args, kwargs, call, placed)
+        return self.result(placed, call.leaves, call.nodes)
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """``leaves`` in the plan's layout."""
+        return self.known.place(leaves)
+
+    def flat(self, *placed: Any) -> Sequence[Any]:
+        """The step's flat results, of leaves that lie as the plan wants them."""
+        return self.lowered.executable.run(self.segments, placed)
+
+    def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
+        """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""
+        outputs = self.flat(*placed)
+        tree = self.lowered.out_tree
+        if nodes and self.lowered.changes is not None:
+            graph_nodes.update(nodes, self.lowered.changes.arrays(given, placed, outputs[tree.num_leaves :]))
+        return jax.tree.unflatten(tree, outputs[: tree.num_leaves])

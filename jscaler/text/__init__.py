@@ -1,0 +1,1 @@
+"""Text for people: tables, and how bytes and seconds read. Reads no other package."""

@@ -1,0 +1,18 @@
+"""Bytes and seconds as people read them."""
+
+
+def readable_bytes(number: float) -> str:
+    """``1.5 MiB`` for 1572864."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024 or unit == "GiB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError
+
+
+def readable_seconds(seconds: float | None) -> str:
+    """``38.9 µs`` for 3.89e-05; ``unknown`` for None."""
+    if seconds is None:
+        return "unknown"
+    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
+    return f"{seconds * scale:.3g} {unit}"
