@@ -183,7 +183,7 @@ class _Region(RegionWriter):
         return [*self.before, Nest(loop, tuple(body)), *self.after]
 
     def stand_in(self, tensor: PTensor, aval: Any) -> PTensor:
-        return PTensor(f"{tensor.name}@{self.writer.axis}", aval, tensor.role)
+        return PTensor(f"{tensor.name}@{self.writer.axis}:part", aval, tensor.role)  # whatever the user calls the axis
 
     def _item(self, item: Item) -> None:
         if isinstance(item, Op):
