@@ -306,6 +306,10 @@ class Outcome:
     where: str
     refused: str = ""
 
+    @property
+    def steps(self) -> list[str]:
+        return self.program.steps
+
 
 def devices_of(seed: int, timed: bool = False) -> int:
     """The number of devices that a seed runs on; of programs with time axes few, which is where they matter."""

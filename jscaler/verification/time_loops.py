@@ -240,13 +240,16 @@ class _TimeLoop:
         rule = self.step.source.rule(source)
         tensors = [*zip((*rule.operands, *rule.results), (*op.inputs[: len(source.inputs)], *op.outputs), strict=True)]
         wholes = [t.shape for t in (*source.inputs, *source.outputs)]
+        if alone := (source.forward or source).path in self.step.plan.alone:  # the rows of its gradients are its forward's
+            tensors = tensors[: len(source.inputs)]
         found: list[Sequence[State]] = []
         for dealt in itertools.product((None, *rule.factors), repeat=len(around)):
             cut = [(f, loop.length) for f, loop in zip(dealt, around, strict=True) if f is not None]
-            if all(_shape(rule, dims, cut, whole) == t.shape for (dims, t), whole in zip(tensors, wholes, strict=True)):
+            if all(_shape(rule, dims, cut, whole) == t.shape for (dims, t), whole in zip(tensors, wholes, strict=False)):
                 factor = dealt[around.index(self.task.loop)]
-                alone = len(cut) == 1
-                made = self._by_factor(source, rule, factor, given[: len(source.inputs)], alone)
+                made = self._by_factor(source, rule, factor, given[: len(source.inputs)], len(cut) == 1)
+                if made is not None and alone:
+                    made = [_of_shape(*pair) for pair in zip(made, source.outputs, op.outputs, strict=True)]
                 found += [made] if made is not None and made not in found else []
         if not found:
             reads = ", ".join(f"'{t.name}' {list(t.shape)} ({_text(s)})" for t, s in zip(op.inputs, given, strict=True))
@@ -257,7 +260,7 @@ class _TimeLoop:
         return [states[0] if len(set(states)) == 1 else UNKNOWN for states in zip(*found, strict=True)]
 
     def _by_factor(
-        self, source: Op, rule: Rule, factor: str | None, given: Sequence[State], alone: bool
+        self, source: Op, rule: Rule, factor: str | None, given: Sequence[State], one_cut: bool
     ) -> Sequence[State] | None:
         """What is made of ``given``, if the iterations take ``factor`` part by part; None where that cannot be."""
         given = [UNKNOWN if s == OPEN else s for s in given]
@@ -280,7 +283,7 @@ class _TimeLoop:
             if isinstance(state, Part):
                 if state.dim not in (None, place):
                     return None
-                if state.blocks is not None and alone and place is not None:
+                if state.blocks is not None and one_cut and place is not None:
                     outer = _outer(rule, dims[place], factor)
                     if state.blocks % outer:
                         return None
@@ -377,6 +380,14 @@ class _TimeLoop:
         for y in loop.ys:
             state = env.get(y.slice, WHOLE)
             states[y.stack] = state.shifted(1) if isinstance(state, Part) else state
+
+
+def _of_shape(state: State, whole: PTensor, made: PTensor) -> State:
+    """What an op that runs alone makes: a part, if its shape is a part's; what else is its own is not followed."""
+    cut = [d for d, (a, b) in enumerate(zip(whole.shape, made.shape, strict=True)) if a != b]
+    if not cut:
+        return UNKNOWN if state == WHOLE or isinstance(state, Part) else state
+    return state if isinstance(state, Part) and state.dim == cut[0] else Part(cut[0])
 
 
 def _steady(before: State, after: State) -> State:

@@ -188,7 +188,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 def right() -> StepPlan:
     with jax.enable_x64(True):
         plan = planned()
-    assert check_time_loops(plan) == 2
+    assert check_time_loops(plan, plan.program) == 2
     return plan
 
 
@@ -198,4 +198,4 @@ def test_faults_are_found(fault: str, right: StepPlan) -> None:
     with jax.enable_x64(True):
         wrong = planted(right, plant)
         with pytest.raises(VerificationError, match=message):
-            check_time_loops(wrong)
+            check_time_loops(wrong, wrong.program)
