@@ -54,9 +54,7 @@ def chunk(seeds: range, timed: bool, alone: bool = False) -> Row:
     devices = {draw_model(seed).devices if alone else devices_of(seed, timed) for seed in seeds}
     return {
         "cases": len(seeds),
-        "devices": " ".join(
-            map(str, sorted({draw_model(seed).devices if alone else devices_of(seed, timed) for seed in seeds}))
-        ),
+        "devices": " ".join(map(str, sorted(devices))),
         "kinds of steps": len({name for f in found for name in f.steps}),
         "ops split": sum(f.splits for f in found),
         "refused": sum(bool(f.refused) for f in found),
