@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import shape
+from jscaler.capture.jaxprs import dtype, shape
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Combiner
-from jscaler.verification.interpret import JOINS, Interpreter
-from jscaler.verification.moves import MOVES, NUMPY
+from jscaler.lax_primitives import known
+from jscaler.verification.interpret import Interpreter
 from jscaler.verification.symbols import Patterns, Symbolic
 
 
@@ -21,22 +21,22 @@ def ids(sizes: Sequence[int]) -> np.ndarray:
 
 
 def only_moves(jaxpr: core.Jaxpr) -> bool:
-    """Whether ``jaxpr`` moves elements, to places that it works out of numbers, and does nothing else."""
-    wide = [e for e in jaxpr.eqns if e.outvars and shape(e.outvars[0])]
-    names = {e.primitive.name for e in wide}
-    return names <= {*MOVES, "convert_element_type"} and all(
-        e.primitive.name in {*MOVES, *NUMPY, "convert_element_type"} for e in jaxpr.eqns
-    )
+    """Whether ``jaxpr`` moves elements, to places that it works out of whole numbers, and does nothing else."""
+
+    def is_place(eqn: core.JaxprEqn) -> bool:
+        return all(not shape(v) and dtype(v).kind in "biu" for v in eqn.outvars)
+
+    return all(known(e.primitive).seen in ("same", "moves", "casts") or is_place(e) for e in jaxpr.eqns)
 
 
 def joins(jaxpr: core.Jaxpr) -> Combiner | None:
     """How ``jaxpr`` joins its two operands, if that is all it does; in more bits perhaps."""
-    rest = [e for e in jaxpr.eqns if e.primitive.name != "convert_element_type"]
-    if len(jaxpr.invars) != 2 or len(rest) != 1 or rest[0].primitive.name not in JOINS:
+    rest = [e for e in jaxpr.eqns if known(e.primitive).seen != "casts"]
+    if len(jaxpr.invars) != 2 or len(rest) != 1 or known(rest[0].primitive).seen != "joins":
         return None
     casts = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e is not rest[0]}
     joined = [casts.get(v, v) if isinstance(v, core.Var) else v for v in rest[0].invars]
-    return JOINS[rest[0].primitive.name] if set(joined) == set(jaxpr.invars) else None
+    return known(rest[0].primitive).combiner if joined in ([*jaxpr.invars], [*jaxpr.invars][::-1]) else None
 
 
 def each_once(

@@ -2,7 +2,6 @@
 
 import jax
 import pytest
-from step_numbers import QUICK
 
 from tests.part_models import measure_model
 
@@ -16,7 +15,7 @@ REFUSED = {
 @pytest.mark.parametrize("seed", RIGHT)
 def test_a_micro_batch_has_the_numbers_of_a_step_traced_on_it(seed: int) -> None:
     with jax.enable_x64(True):
-        found = measure_model(seed, QUICK)
+        found = measure_model(seed)
     assert not found.refused
     assert found.worst <= 1, f"{found.model.drawn}: {found.where} is {found.worst:.3g} off"
 
@@ -25,4 +24,4 @@ def test_a_micro_batch_has_the_numbers_of_a_step_traced_on_it(seed: int) -> None
 def test_what_cannot_be_a_part_s_own_is_refused(seed: int) -> None:
     """Such as a mask's count in an op of its own, which stays the whole batch's: the mean was too small."""
     with jax.enable_x64(True):
-        assert REFUSED[seed] in measure_model(seed, QUICK).refused
+        assert REFUSED[seed] in measure_model(seed).refused

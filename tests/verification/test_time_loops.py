@@ -17,6 +17,7 @@ from jscaler.errors import VerificationError
 from jscaler.ir import Body
 from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Repeat, Task
+from jscaler.lower.segment import Segment
 from jscaler.schedule import time_axes
 from jscaler.stages import StepPlan
 from jscaler.verification.time_loops import check_time_loops
@@ -88,9 +89,8 @@ def planted(plan: StepPlan, fault: Fault) -> StepPlan:
 
     program = dataclasses.replace(plan.program, tasks=tuple(map(task, plan.program.tasks)))
     assert changed == 1, f"{changed} places"
-    avals = [t.aval for t in plan.graph.inputs]
     source = next(op.body for op in plan.source.ops if op.body is not None)
-    return dataclasses.replace(plan, program=program, flat=flatten(program, avals, source.jaxpr))
+    return dataclasses.replace(plan, segments=(Segment(program, flatten(program, source.jaxpr)),))
 
 
 def rewritten(path: str, fun: Callable[..., Any]) -> Fault:
