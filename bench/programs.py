@@ -4,7 +4,10 @@ Each case is a small random program (dots, elementwise functions, reductions, re
 softmax, norms, convolutions, pooling, cumsum, sort, scan, cond, dropout) and its gradient, under a plan that splits most
 ops at random: nested, along several factors, on the devices in a random order. Two steps in float64 against ``jax.jit``;
 ``worst`` is the largest difference in units of 1e-10 of the leaf's largest element. What is sent is proven by
-``jscaler.verify``. ``--timed``: the plans also have time axes, one or two, and one to four devices.
+``jscaler.verify``. ``--timed``: the plans also have time axes, one or two, and one to four devices; every third
+case gives axes of few names any counts, on forward and on backward ops, which is right or refused.
+``--alone``: models with statistics of rows, auxiliary losses and running state, under
+``accumulate(…, per_microbatch=…)``, against a loop by hand over the step traced on the part.
 """
 
 import functools
@@ -14,20 +17,22 @@ from collections.abc import Iterator
 
 from bench.harness import Row, main
 
-COLUMNS = ("cases", "devices", "kinds of steps", "ops split", "worst", "failed")
+COLUMNS = ("cases", "devices", "kinds of steps", "ops split", "refused", "worst", "failed")
 CHUNK = 20
 OPTIONS = {
     "cases": {"type": int, "default": 1000, "help": "how many programs"},
     "first": {"type": int, "default": 1000, "help": "the first seed"},
     "workers": {"type": int, "default": 2, "help": "processes"},
     "timed": {"action": "store_true", "help": "plans with time axes"},
+    "alone": {"action": "store_true", "help": "models that run on each micro-batch alone"},
 }
 
 
-def chunk(seeds: range, timed: bool) -> Row:
+def chunk(seeds: range, timed: bool, alone: bool = False) -> Row:
     """Measure some cases; a case that fails or raises is named."""
     import jax
 
+    from tests.part_models import draw_model, measure_model
     from tests.programs import devices_of, measure
 
     if jax.config.jax_num_cpu_devices != 8:  # type: ignore[attr-defined]
@@ -38,18 +43,21 @@ def chunk(seeds: range, timed: bool) -> Row:
     found, failed = [], []
     for seed in seeds:
         try:
-            found.append(measure(seed, timed=timed))
+            counts = timed and seed % 3 == 0
+            found.append(measure_model(seed) if alone else measure(seed, timed=timed, counts=counts))
         except Exception as error:
-            failed.append(f"{seed} {_steps(seed)}: {type(error).__name__}: {str(error)[:300]}")
+            failed.append(f"{seed} {_steps(seed, alone)}: {type(error).__name__}: {str(error)[:300]}")
             continue
         if found[-1].worst > 1:
-            failed.append(f"{seed} {found[-1].program.steps}: {found[-1].where} is {found[-1].worst:.3g} off")
+            failed.append(f"{seed} {found[-1].steps}: {found[-1].where} is {found[-1].worst:.3g} off")
     jax.clear_caches()
+    devices = {draw_model(seed).devices if alone else devices_of(seed, timed) for seed in seeds}
     return {
         "cases": len(seeds),
-        "devices": " ".join(map(str, sorted({devices_of(seed, timed) for seed in seeds}))),
-        "kinds of steps": len({name for f in found for name in f.program.steps}),
+        "devices": " ".join(map(str, sorted(devices))),
+        "kinds of steps": len({name for f in found for name in f.steps}),
         "ops split": sum(f.splits for f in found),
+        "refused": sum(bool(f.refused) for f in found),
         "worst": f"{max((f.worst for f in found), default=0.0):.2g}",
         "failed": "; ".join(failed),
         "value": float(len(failed)),
@@ -57,25 +65,26 @@ def chunk(seeds: range, timed: bool) -> Row:
     }
 
 
-def _steps(seed: int) -> object:
+def _steps(seed: int, alone: bool) -> object:
     """What a case that failed is made of, where it can be drawn at all."""
+    from tests.part_models import draw_model
     from tests.programs import draw_program
 
     try:
-        return draw_program(seed).steps
+        return draw_model(seed).drawn if alone else draw_program(seed).steps
     except Exception as error:
         return f"(not drawn: {error})"
 
 
-def rows(quick: bool, cases: int, first: int, workers: int, timed: bool) -> Iterator[Row]:
+def rows(quick: bool, cases: int, first: int, workers: int, timed: bool, alone: bool) -> Iterator[Row]:
     if quick:
-        yield chunk(range(first, first + 8), timed)
+        yield chunk(range(first, first + 8), timed, alone)
         return
     seeds = range(first, first + cases)
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     # fresh processes now and then: XLA keeps what it compiled
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=5) as pool:
-        yield from pool.imap(functools.partial(chunk, timed=timed), chunks)
+        yield from pool.imap(functools.partial(chunk, timed=timed, alone=alone), chunks)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,44 @@ def draw_timed_policy(seed: int, num_devices: int, share: float = 0.7) -> Callab
     return policy
 
 
+def draw_counts_policy(seed: int, num_devices: int, share: float = 0.5) -> Callable[[Any, np.ndarray], None]:
+    """A policy whose time axes have few names and any counts, on forward and on backward ops, each along any factor.
+
+    Half of them have no name: their cells share devices. What the names do not allow is refused, with a `PlanError`.
+    """
+    primes = _primes(num_devices)
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rng = np.random.default_rng([seed, 1])
+        base = rng.permutation(devices).reshape(primes)
+        named = rng.random() < 0.5
+        counts = {axis: int(rng.choice([2, 3, 4])) for axis in ("outer", "inner")}
+        for op in graph.ops:
+            factors = [n for n, f in graph.rule(op).factors.items() if f.size > 1]
+            if not factors or (op.kind == "backward" and op.forward is None) or rng.random() >= share:
+                continue
+            name, axis = factors[int(rng.integers(len(factors)))], ("outer", "inner")[int(rng.integers(2))]
+            parts = counts[axis] if named and rng.random() < 0.97 else int(rng.choice([2, 3, 4]))
+            if not _runs_in_turn(graph, op, name, parts):
+                continue
+            if named:
+                graph.op_trans(op, TimeSplit(name, parts, axis))
+                _split_at_random(graph, op, base, rng, {name: parts})
+            else:
+                _share_devices(graph, op, name, parts, base, rng)
+
+    policy.__name__ = f"counts_{seed}"
+    return policy
+
+
+def _share_devices(graph: Any, op: Any, name: str, parts: int, base: np.ndarray, rng: np.random.Generator) -> None:
+    """Cells along ``name`` on the same devices, which split another factor or copy."""
+    others = [n for n, f in graph.rule(op).factors.items() if n != name and f.splittable and f.size % base.size == 0]
+    space = Split(others[int(rng.integers(len(others)))], base.size) if others else Replicate(base.size)
+    cells = graph.op_trans(op, space, Split(name, parts))
+    graph.op_assign(cells, np.broadcast_to(base.reshape(-1, 1), (base.size, parts)))
+
+
 def _along_input(graph: Any, rng: np.random.Generator) -> dict[Any, str]:
     """Some of the ops that a dim of the batch reaches, and their factors for it."""
     tensor = next(t for t in graph.inputs if t.name == "batch/x")

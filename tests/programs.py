@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jscaler
-from jscaler.errors import divisors
-from tests.policies import draw_policy, draw_timed_policy
+from jscaler.errors import PlanError, divisors
+from tests.policies import draw_counts_policy, draw_policy, draw_timed_policy
 
 Array = Any
 StepFn = Callable[[dict[str, Array], Array], Array]
@@ -296,6 +296,7 @@ class Outcome:
         splits: how many ops the plan split.
         worst: the largest difference, in units of what is allowed (1e-10 of the leaf's largest, at least of the rate).
         where: the leaf that it is in.
+        refused: why the plan is refused, if it is.
     """
 
     program: Program
@@ -303,6 +304,11 @@ class Outcome:
     splits: int
     worst: float
     where: str
+    refused: str = ""
+
+    @property
+    def steps(self) -> list[str]:
+        return self.program.steps
 
 
 def devices_of(seed: int, timed: bool = False) -> int:
@@ -310,23 +316,30 @@ def devices_of(seed: int, timed: bool = False) -> int:
     return ((1, 2, 1, 4) if timed else (2, 4, 8, 6))[seed % 4]
 
 
-def lowered_case(seed: int, timed: bool = False) -> tuple[Program, Any]:
+def lowered_case(seed: int, timed: bool = False, counts: bool = False) -> tuple[Program, Any]:
     """The program of ``seed``, and its step lowered under the plan of ``seed``."""
     program, devices = draw_program(seed), devices_of(seed, timed)
-    policy = (draw_timed_policy if timed else draw_policy)(seed, devices)
+    draw = draw_counts_policy if counts else draw_timed_policy if timed else draw_policy
+    policy = draw(seed, devices)
     step = jscaler.parallelize(policy, devices=devices)(program.train_step)
     return program, step.lower(program.params, program.batch)
 
 
-def measure(seed: int, steps: int = 2, timed: bool = False) -> Outcome:
+def measure(seed: int, steps: int = 2, timed: bool = False, counts: bool = False) -> Outcome:
     """Run the program of ``seed`` under the plan of ``seed`` and under ``jax.jit``, in float64, for some steps.
 
     Args:
         timed: whether the plan has time axes.
+        counts: whether these have names and counts that need not go together; such a plan may be refused.
 
     Losses, gradients and parameters are compared; and the program's redistribution is proven.
     """
-    program, lowered = lowered_case(seed, timed)
+    try:
+        program, lowered = lowered_case(seed, timed, counts)
+    except PlanError as error:
+        if not counts:
+            raise
+        return Outcome(draw_program(seed), devices_of(seed, timed), 0, 0.0, "", str(error))
     jscaler.verify(lowered)
     run, plain = lowered.compile(), jax.jit(program.train_step)
     ours, theirs = program.params, program.params

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jscaler.capture.bodies import BodyTable
+from jscaler.errors import PlanError, listing
 from jscaler.ir import Body, Carry, Graph, Loop, Nest, Op, PTensor, Stacked
 from jscaler.ir.loop import Item, chain_of
 from jscaler.ir.mask import Combiner
@@ -80,7 +81,29 @@ class _Writer(AxisWriter):
                     part = like_its_forward(op, part, found[op.forward.path], self.bodies)
                 found[path] = part
                 made.update(zip(op.outputs, part.outputs, strict=True))
+        for path in (path for path in found if path in self.alone):
+            self._check_reads_no_sum(self.graph[path], found)
         return self._without_counts(found)
+
+    def _check_reads_no_sum(self, op: Op, parts: Mapping[str, OpPart]) -> None:
+        """What an op that runs alone reads is no sum over all rows: traced on a part, it would be the part's."""
+
+        def form(tensor: PTensor) -> Form:
+            maker = self.graph.producer.get(tensor)
+            part = parts.get(maker.path) if maker is not None else None
+            return part.outputs[maker.outputs.index(tensor)] if maker is not None and part is not None else None
+
+        def behind(tensor: PTensor) -> Iterable[PTensor]:
+            maker = self.graph.producer.get(tensor)
+            return maker.inputs if maker is not None and form(tensor) is None else ()
+
+        for tensor in closure(op.inputs, behind):
+            if isinstance(form(tensor), Summed):
+                raise PlanError(
+                    f"'{op.path}' runs on each micro-batch alone, and reads '{tensor.name}', which "
+                    f"'{self.graph.producer[tensor].path}' adds up over the rows of all of them (a mask's count); make it "
+                    "part of the op (graph.fuse), so that each micro-batch has its own"
+                )
 
     def _without_counts(self, parts: dict[str, OpPart]) -> dict[str, OpPart]:
         """``parts`` without what only counts inputs (a mask's sum, by which a loss is divided): it runs before, on all.
@@ -183,7 +206,7 @@ class _Region(RegionWriter):
         return [*self.before, Nest(loop, tuple(body)), *self.after]
 
     def stand_in(self, tensor: PTensor, aval: Any) -> PTensor:
-        return PTensor(f"{tensor.name}@{self.writer.axis}", aval, tensor.role)
+        return PTensor(f"{tensor.name}@{self.writer.axis}:part", aval, tensor.role)  # whatever the user calls the axis
 
     def _item(self, item: Item) -> None:
         if isinstance(item, Op):
@@ -255,7 +278,13 @@ class _Region(RegionWriter):
         """What all parts add up to, or join to; of what is the same for all, the last."""
         bodies, part = self.writer.bodies, self.part(tensor)
         if isinstance(form, Own):
-            state = self.writer.handed_on[tensor]
+            state = self.writer.handed_on.get(tensor)
+            if state is None:
+                readers = [op.path for op in self.writer.graph.consumers.get(tensor, ())]
+                raise PlanError(
+                    f"'{tensor.name}' is what each micro-batch has for itself, and is read behind the loop over them; make "
+                    f"what reads it part of the op that makes it (graph.fuse): {listing(readers)}"
+                )
             return Carry(state, self.taken[state], part, tensor)
         combiner = form.combiner if isinstance(form, Summed) else "add"
         added = form is not None and combiner == "add"

@@ -6,7 +6,7 @@ then has one cell of an op on a device.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from jscaler.primitives import Assign, Decision, GridAxis, Order, Plan, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Index
 
-SHARED = "shared"  # the name of an axis that is in time because its cells share devices; of others of its op, numbered
+SHARED = "shared"  # what an axis is called that is in time because its cells share devices; of others of its op, numbered
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     """Take ``plan`` apart; backward ops and clones have the cuts of their forward ops.
 
     Raises:
-        PlanError: an op has two axes of one name.
+        PlanError: an op has two axes of one name, or ops have axes of one name that do not go together.
     """
     plan = _assigned_at_once(plan)
     grids = _grids(plan)
@@ -92,6 +92,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     if not names:
         return TimeAxes((), {}, plan)
     known = {path: _cuts(path, axes) for path, axes in grids.items() if any(a.time for a in axes)}
+    _check_counts(known)
     blocks = {name: max(c[name].blocks for c in known.values() if name in c) for name in names}
     assigned = {d.op for d in plan.decisions if isinstance(d, Assign)}
     for path in known.keys() - assigned:  # where it runs is open: it will lie as its neighbours do
@@ -105,6 +106,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
             source = op.again.path
         if source in known:
             cuts[op.path] = known[source]
+    _check_rows(cuts, plan.alone)
     return TimeAxes(names, cuts, _in_space(plan, grids), orders)
 
 
@@ -170,6 +172,13 @@ def _joined(axes: Sequence[GridAxis], own: Sequence[Assign]) -> Assign | None:
 def _grids(plan: Plan) -> dict[str, tuple[GridAxis, ...]]:
     """The axes of every op's grid, those in time marked."""
     grids = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
+    for path, axes in grids.items():
+        for axis in axes:
+            if _is_shared(axis):
+                raise PlanError(
+                    f"'{path}': a time axis cannot be called '{axis.time}', as those of cells that share devices are; give "
+                    "it another name"
+                )
     shared: dict[tuple[int, tuple[GridAxis, ...]], tuple[GridAxis, ...]] = {}  # many ops lie on one array of places
     for decision in plan.decisions:
         if isinstance(decision, Assign) and len(set(decision.places)) < len(decision.places):
@@ -192,9 +201,37 @@ def _marked(decision: Assign, axes: tuple[GridAxis, ...]) -> tuple[GridAxis, ...
             if axis.algorithm:
                 raise PlanError(f"'{decision.op}': the cells along {axis} share devices, and only plain parts run in turn")
             count = sum(_is_shared(a) for a in found)
-            sizes = f"+{parts_text(axis.parts, axis.sizes)}" if axis.sizes else ""
-            found[i] = dataclasses.replace(axis, time=f"{SHARED}{count + 1 if count else ''}{sizes}")
+            parts = parts_text(axis.parts, axis.sizes)  # ops with as many parts alone share a loop
+            found[i] = dataclasses.replace(axis, time=f"{SHARED}{count + 1 if count else ''}+{parts}")
     return tuple(found)
+
+
+def _check_counts(known: Mapping[str, Mapping[str, TimeCut]]) -> None:
+    """Ops whose axes have one name run in one loop, so they have as many parts."""
+    first: dict[str, tuple[str, TimeCut]] = {}
+    for path, own in known.items():
+        for name, cut in own.items():
+            other, before = first.setdefault(name, (path, cut))
+            if before.parts != cut.parts:
+                raise PlanError(
+                    f"the time axis '{name}' has {before.parts} parts of '{before.factor}' in '{other}' and {cut.parts} "
+                    f"parts of '{cut.factor}' in '{path}'; ops of one axis run in one loop: give them as many parts, or "
+                    "the axes names of their own"
+                )
+
+
+def _check_rows(cuts: Mapping[str, Mapping[str, TimeCut]], alone: Set[str]) -> None:
+    """What parts have for themselves goes from op to op of those that run alone, whose parts are the same rows then."""
+    first: dict[str, tuple[str, TimeCut]] = {}
+    for path in (path for path in cuts if path in alone):
+        for name, cut in cuts[path].items():
+            other, before = first.setdefault(name, (path, cut))
+            if before.blocks != cut.blocks:
+                raise PlanError(
+                    f"'{other}' and '{path}' run on each part of '{name}' alone, and their parts are not the same rows: a "
+                    f"part of the first has a piece of each of {before.blocks} blocks that devices own, one of the second "
+                    f"of {cut.blocks}; split both between as many devices"
+                )
 
 
 def _is_shared(axis: GridAxis) -> bool:

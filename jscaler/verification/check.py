@@ -1,11 +1,12 @@
 """``verify``: prove, from the emitted program alone, that every consumer gets each element and each summand once.
 
-The proof has four parts:
+The proof has five parts:
 
 1. each exchange, traced as it is emitted and interpreted symbolically, turns its producer's masks into its consumers';
 2. each op's VTensors are what lies in its slots, from the step's inputs to its outputs (``flow``);
 3. the whole emitted function computes the very values of those ops and exchanges one after another (``values``);
-4. the shardings of the compiled step mean the parts that the program takes and leaves.
+4. loops over parts in time visit each part of each tensor once, and join each summand once (``time_loops``);
+5. the shardings of the compiled step mean the parts that the program takes and leaves.
 
 It looks at jaxprs, the mesh and masks, never at transitions or how they were found.
 """
@@ -37,6 +38,7 @@ from jscaler.verification.flow import Flow, emitted_exchange, max_carries, plain
 from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.symbols import Patterns, Symbolic
+from jscaler.verification.time_loops import check_time_loops
 from jscaler.verification.trace import Local, abstract_mesh, open_shard_map, trace_local
 from jscaler.verification.values import content_key, numbered
 
@@ -51,6 +53,7 @@ class Report:
         collectives: how many of each kind they run.
         elements: elements proven in place by exchanges, over all devices.
         reads: VTensors of ops and results of the step that were found in their slots, each on all devices.
+        time_loops: how many loops over parts were proven to take each part once.
     """
 
     devices: int
@@ -59,6 +62,7 @@ class Report:
     collectives: Mapping[str, int]
     elements: int
     reads: int = 0
+    time_loops: int = 0
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.collectives.items())) or "none"
@@ -70,6 +74,8 @@ class Report:
         ]
         if self.reads:
             lines.append(f"  reads        {self.reads} of ops and results, each from a slot that holds its part")
+        if self.time_loops:
+            lines.append(f"  time loops   {self.time_loops}, each part once, each summand once")
         return "\n".join(lines)
 
 
@@ -139,7 +145,7 @@ class _StepCheck:
 
     def run(self) -> Report:
         collectives: Counter[str] = Counter()
-        devices, elements, count, reads = set[Any](), 0, 0, 0
+        devices, elements, count, reads, time_loops = set[Any](), 0, 0, 0, 0
         for segment in self.step.segments:
             sizes, names = _axes_of(segment.program.group)
             structs = [shape_struct(t.aval) for t in segment.program.tensors]
@@ -148,11 +154,12 @@ class _StepCheck:
             flow.walk(emitted)
             moved, proven, number = self._exchanges(segment, flow, sizes, names)
             self._same_values(segment.program, emitted, flow, sizes)
+            time_loops += check_time_loops(self.step, segment.program)
             self._shardings(segment.program, emitted, sizes)
             collectives.update(moved)
             devices.update(names)
             elements, count, reads = elements + proven, count + number, reads + flow.num_reads
-        return Report(len(devices), count, len(self.proven), collectives, elements, reads)
+        return Report(len(devices), count, len(self.proven), collectives, elements, reads, time_loops)
 
     def _exchanges(
         self, segment: Segment, flow: Flow, sizes: Mapping[str, int], names: Sequence[Any]

@@ -104,8 +104,8 @@ def assert_like_jit(policy: Any, devices: int = 1) -> None:
 # -- cells that share devices
 
 SHARES = {  # devices of up/dot split (a, 2), (c, 2) -> the axis in time, and what is left
-    "rows": ([[0, 1], [0, 1]], TimeCut(SHARED, "a", 2), [("c", 2)], [0, 1]),
-    "columns": ([[2, 2], [0, 0]], TimeCut(SHARED, "c", 2), [("a", 2)], [2, 0]),
+    "rows": ([[0, 1], [0, 1]], TimeCut(f"{SHARED}+2", "a", 2), [("c", 2)], [0, 1]),
+    "columns": ([[2, 2], [0, 0]], TimeCut(f"{SHARED}+2", "c", 2), [("a", 2)], [2, 0]),
 }
 
 
@@ -113,8 +113,8 @@ SHARES = {  # devices of up/dot split (a, 2), (c, 2) -> the axis in time, and wh
 def test_cells_that_share_devices_run_in_turn(captured: Any, graph: Graph, case: str) -> None:
     devices, cut, left, places = SHARES[case]
     axes = axes_of(captured, graph, dot_on(devices, Split("a", 2), Split("c", 2)))
-    assert axes.names == (SHARED,)
-    assert axes.cuts["up/dot"] == {SHARED: cut}
+    assert axes.names == (f"{SHARED}+2",)
+    assert axes.cuts["up/dot"] == {f"{SHARED}+2": cut}
     assert in_space(axes) == (left, places)
 
 
@@ -129,7 +129,7 @@ def test_cells_may_be_assigned_one_by_one(captured: Any, graph: Graph, case: str
                 graph.op_assign(cells[i, j], device)
 
     axes = axes_of(captured, graph, policy)
-    assert axes.cuts["up/dot"] == {SHARED: cut}
+    assert axes.cuts["up/dot"] == {f"{SHARED}+2": cut}
     assert in_space(axes) == (left, places)
 
 
@@ -149,7 +149,7 @@ def test_every_cell_on_one_device_in_a_loop_of_the_policy() -> None:
 def test_several_axes_may_share_devices(captured: Any, graph: Graph, second: str) -> None:
     policy = dot_on([[0, 0], [0, 0]], Split("a", 2), Split(second, 2))
     axes = axes_of(captured, graph, policy)
-    assert axes.names == ("shared", "shared2")
+    assert axes.names == ("shared+2", "shared2+2")
     assert [(c.factor, c.blocks) for c in axes.cuts["up/dot"].values()] == [("a", 1), (second, 1)]
     assert {loop.parent is None for loop in lowered(policy).plan.graph.loops.values()} == {True, False}
     assert_like_jit(policy)
@@ -168,7 +168,7 @@ def test_the_blocks_of_a_shared_axis_are_what_lies_outside_of_it(captured: Any, 
     """Cells (device, turn, piece) of the rows: the first axis is outside, the last inside of the turns."""
     devices = np.array([0, 1, 2, 3]).reshape(2, 1, 2) + np.zeros((2, 2, 2), int)
     axes = axes_of(captured, graph, dot_on(devices, Split("a", 2), Split("a", 2), Split("a", 2)))
-    assert axes.cuts["up/dot"][SHARED] == TimeCut(SHARED, "a", 2, blocks=2)
+    assert axes.cuts["up/dot"][f"{SHARED}+2"] == TimeCut(f"{SHARED}+2", "a", 2, blocks=2)
     assert in_space(axes) == ([("a", 2), ("a", 2)], [0, 1, 2, 3])
 
 

@@ -1,0 +1,438 @@
+"""Does a loop over parts in time visit each part of each tensor once, and join each summand once?
+
+What is cut, put together and added up is read off the program: slices are interpreted for all iterations in lockstep. In
+between, the rules of the *whole* ops (of the graph before any was cut) say what a part of their operands makes:
+
+    whole ──► slice of iteration i ──► Part ──► op ──► Part ──► stack ──► merged        each element once, in its place
+                                              └──► Sum  ──► added to what was there     started at nothing, added once
+
+An op has a factor of which the loop's length times its own part is the whole, or none of what it reads is a part. What
+pieces of re-opened ops and ops that run on each part alone make for themselves is not followed.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jax.extend import core
+
+from jscaler.capture.jaxprs import evaluate, shape
+from jscaler.errors import VerificationError
+from jscaler.ir import Carry, Loop, Op, PTensor, Rule
+from jscaler.ir.mask import Combiner
+from jscaler.ir.rule import TensorFactors
+from jscaler.lower.program import Compute, Program, Repeat, Task
+from jscaler.rules.book import RuleBook
+from jscaler.rules.neutral import neutral
+from jscaler.stages import StepPlan
+from jscaler.verification.iterations import each_once, ids, joins, only_moves, parts_of
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The same in all iterations."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The number of the iteration."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of as many parts as there are iterations: of ``dim``, seen as (blocks, parts, rows), as far as that is known."""
+
+    dim: int | None = None
+    blocks: int | None = None
+    rows: int | None = None
+
+    def shifted(self, by: int) -> "Part":
+        """The same of a stack, or of a slice of one."""
+        return Part(self.dim + by if self.dim is not None else None, self.blocks, self.rows)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A summand, or candidate, of what all parts join to."""
+
+    combiner: Combiner
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """A carry of the loop as an iteration finds it; ``joined`` is what the iteration has added to it."""
+
+    carry: PTensor
+    joined: "tuple[Combiner, State] | None" = None
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Not followed."""
+
+
+@dataclass(frozen=True)
+class Open:
+    """A carry of a loop in the body, before it is known what an iteration leaves."""
+
+
+State = Whole | Index | Part | Sum | SoFar | Unknown | Open
+WHOLE, INDEX, UNKNOWN, OPEN = Whole(), Index(), Unknown(), Open()
+States = dict[PTensor, State]
+
+
+def check_time_loops(step: StepPlan, program: Program) -> int:
+    """Prove all loops over parts of ``program``, one of ``step``'s; how many there are.
+
+    Raises:
+        VerificationError: a part is left out or visited twice, or a summand is left out or added twice.
+    """
+    return _Level(step, program, program.tasks, ()).check()
+
+
+@dataclass
+class _Level:
+    """The tasks of one loop's body, or of the program; ``around`` are the loops over parts that it stands in."""
+
+    step: StepPlan
+    program: Program
+    tasks: Sequence[Task]
+    around: tuple[Loop, ...]
+    stacks: States = field(default_factory=dict)  # stacks of loops over parts -> what their slices are
+    writers: dict[PTensor, Loop] = field(default_factory=dict)
+
+    def check(self) -> int:
+        makers = {t: task for task in self.tasks if isinstance(task, Compute) for t in task.op.outputs}
+        count = 0
+        for task in self.tasks:
+            if isinstance(task, Compute):
+                self._merge(task)
+            elif isinstance(task, Repeat):
+                inner = self.around
+                if task.loop.time and task.loop.length > 1:
+                    proof = _TimeLoop(self.step, self.program, task, self.around, makers, self.stacks)
+                    self.stacks.update(proof.run())
+                    self.writers.update((y.stack, task.loop) for y in task.loop.ys)
+                    inner = (*self.around, task.loop)
+                    count += 1
+                count += _Level(self.step, self.program, task.tasks, inner).check()
+        return count
+
+    def _merge(self, task: Compute) -> None:
+        """What puts a stack together puts each element where it was cut from."""
+        op = task.op
+        if len(op.inputs) != 1 or op.inputs[0] not in self.stacks or op.path in self.step.source.by_path:
+            return
+        stack, loop = op.inputs[0], self.writers[op.inputs[0]]
+        where = f"loop '{loop.name}', '{op.outputs[0].name}' of the parts of all {loop.length} iterations"
+        for jaxpr, places in ((_body(op), []), (task.jaxpr, _places(self.program, task))):
+            each_once(jaxpr, [ids(shape(jaxpr.invars[0]))], 1, places, where)
+        state = self.stacks[stack]
+        if state == WHOLE or isinstance(state, Sum):
+            raise VerificationError(f"{where}: what each iteration leaves is no part: {_text(state)}")
+        if isinstance(state, Part) and state.dim is not None and state.blocks is not None and state.rows is not None:
+            found = each_once(_body(op), [ids(stack.shape)], 1, [], where)
+            parts = parts_of(found[0], state.dim, state.blocks, loop.length, state.rows)
+            if parts is None or not np.array_equal(parts, ids(stack.shape)):
+                raise VerificationError(f"{where}: they are put together in another order than they were cut in")
+
+
+@dataclass
+class _TimeLoop:
+    """The proof of one loop.
+
+    Attributes:
+        makers: what stands beside the loop, by what it makes.
+        stacks: of loops before it, with what their slices are.
+        joins: the carries that an iteration has joined something to, or read for another reason.
+    """
+
+    step: StepPlan
+    program: Program
+    task: Repeat
+    around: tuple[Loop, ...]
+    makers: Mapping[PTensor, Compute]
+    stacks: Mapping[PTensor, State]
+    read: list[PTensor] = field(default_factory=list)
+
+    def run(self) -> States:
+        """What the slices of the stacks are that the loop leaves."""
+        loop = self.task.loop
+        states: States = {c.inside: SoFar(c.inside) for c in loop.carries}
+        for x in loop.xs:
+            states[x.slice] = self._slice(x.stack)
+        self._tasks(self.task.tasks, states, (*self.around, loop))
+        for carry in loop.carries:
+            self._carry(carry, states.get(carry.out, WHOLE))
+        return {y.stack: states.get(y.slice, WHOLE) for y in loop.ys}
+
+    def _here(self) -> str:
+        return f"loop '{self.task.loop.name}' over {self.task.loop.length} parts"
+
+    def _slice(self, stack: PTensor) -> State:
+        """What an iteration has of a stack: its number, or what another loop left in the iteration of this number."""
+        if stack in self.stacks:
+            return self.stacks[stack]
+        maker = self.makers.get(stack)
+        if maker is None or maker.op.inputs or len(stack.shape) != 1 or stack.dtype.kind != "i":
+            return UNKNOWN
+        (numbers,) = evaluate(maker.jaxpr, [])
+        if sorted(np.asarray(numbers).tolist()) != list(range(self.task.loop.length)):
+            raise VerificationError(f"{self._here()} runs the parts {np.asarray(numbers).tolist()}")
+        return INDEX
+
+    def _carry(self, carry: Carry, state: State) -> None:
+        here, reads = f"{self._here()}, '{carry.final.name}'", self.read.count(carry.inside)
+        if isinstance(state, SoFar) and state.joined is not None:
+            combiner, joined = state.joined
+            if state.carry != carry.inside or reads != 1:
+                raise VerificationError(f"{here}: what was joined so far is read {reads} times in an iteration")
+            if not isinstance(joined, Unknown) and joined != Sum(combiner):
+                raise VerificationError(f"{here}: what each iteration joins by {combiner} is no summand: {_text(joined)}")
+            self._check_start(carry, combiner, here)
+        elif isinstance(state, Part | Sum) or (isinstance(state, SoFar) and state.carry != carry.inside):
+            raise VerificationError(f"{here}: what the last iteration leaves is not the whole: {_text(state)}")
+        elif isinstance(state, SoFar) and carry.is_sum:
+            raise VerificationError(f"{here}: no iteration adds anything to it")
+
+    def _check_start(self, carry: Carry, combiner: Combiner, here: str) -> None:
+        maker = self.makers.get(carry.init)
+        if maker is None or maker.op.inputs:
+            raise VerificationError(f"{here}: it starts at '{carry.init.name}', which is not known to be nothing")
+        (start,) = evaluate(maker.jaxpr, [])
+        wanted = 0 if combiner == "add" else neutral(combiner, carry.init.dtype)
+        if not (np.asarray(start) == np.asarray(wanted)).all():
+            raise VerificationError(f"{here}: it starts at {np.asarray(start).ravel()[:1]}, not at nothing")
+
+    # -- the body
+
+    def _tasks(self, tasks: Sequence[Task], states: States, around: tuple[Loop, ...]) -> None:
+        for task in tasks:
+            if isinstance(task, Compute):
+                given = [states.get(t, WHOLE) for t in task.op.inputs]
+                self.read += [s.carry for s in given if isinstance(s, SoFar)]
+                states.update(zip(task.op.outputs, self._compute(task, given, around), strict=True))
+            elif isinstance(task, Repeat):
+                self._repeat(task, states, around)
+
+    def _compute(self, task: Compute, given: Sequence[State], around: tuple[Loop, ...]) -> Sequence[State]:
+        op = task.op
+        if op.anywhere == "fence":
+            return given
+        source = self._source(op)
+        if source is not None:
+            return self._of_whole(op, source, given, around)
+        if INDEX in given:
+            return self._sliced(task, given)
+        return [self._of_our_own(op, given)] * len(op.outputs)
+
+    def _source(self, op: Op) -> Op | None:
+        """The whole op that ``op`` does a part of; None of pieces, and of what stands between the ops."""
+        found = self.step.source.by_path.get((op.again or op).path)
+        if found is None or found.body is None or len(found.outputs) != len(op.outputs):
+            return None
+        return found if len(found.inputs) <= len(op.inputs) else None
+
+    def _of_whole(self, op: Op, source: Op, given: Sequence[State], around: tuple[Loop, ...]) -> Sequence[State]:
+        """What ``op`` makes, by the rule of the whole op and the shapes of its part."""
+        rule = self.step.source.rule(source)
+        tensors = [*zip((*rule.operands, *rule.results), (*op.inputs[: len(source.inputs)], *op.outputs), strict=True)]
+        wholes = [t.shape for t in (*source.inputs, *source.outputs)]
+        if alone := (source.forward or source).path in self.step.plan.alone:  # the rows of its gradients are its forward's
+            tensors = tensors[: len(source.inputs)]
+        found: list[Sequence[State]] = []
+        for dealt in itertools.product((None, *rule.factors), repeat=len(around)):
+            cut = [(f, loop.length) for f, loop in zip(dealt, around, strict=True) if f is not None]
+            if all(_shape(rule, dims, cut, whole) == t.shape for (dims, t), whole in zip(tensors, wholes, strict=False)):
+                factor = dealt[around.index(self.task.loop)]
+                made = self._by_factor(source, rule, factor, given[: len(source.inputs)], len(cut) == 1)
+                if made is not None and alone:
+                    made = [_of_shape(*pair) for pair in zip(made, source.outputs, op.outputs, strict=True)]
+                found += [made] if made is not None and made not in found else []
+        if not found:
+            reads = ", ".join(f"'{t.name}' {list(t.shape)} ({_text(s)})" for t, s in zip(op.inputs, given, strict=True))
+            raise VerificationError(
+                f"{self._here()}, op '{op.path}': no factor of {rule} has {' x '.join(str(x.length) for x in around)} "
+                f"parts of which it takes one in each iteration; it reads {reads}"
+            )
+        return [states[0] if len(set(states)) == 1 else UNKNOWN for states in zip(*found, strict=True)]
+
+    def _by_factor(
+        self, source: Op, rule: Rule, factor: str | None, given: Sequence[State], one_cut: bool
+    ) -> Sequence[State] | None:
+        """What is made of ``given``, if the iterations take ``factor`` part by part; None where that cannot be."""
+        given = [UNKNOWN if s == OPEN else s for s in given]
+        if any(isinstance(s, Index | SoFar) for s in given):
+            return [UNKNOWN] * len(source.outputs)
+        if factor is None:
+            if any(isinstance(s, Part) for s in given):
+                return None
+            if UNKNOWN in given or not any(isinstance(s, Sum) for s in given):
+                return [UNKNOWN if UNKNOWN in given else WHOLE] * len(source.outputs)
+            book = self.step.source.rules
+            assert isinstance(book, RuleBook)
+            made = book.passes(source, [s.combiner if isinstance(s, Sum) else None for s in given])
+            return [Sum(c) if c is not None else WHOLE for c in made] if made is not None else None
+        blocks: set[int] = set()
+        for dims, state in zip(rule.operands, given, strict=True):
+            place = next((d for d, names in enumerate(dims) if factor in names), None)
+            if isinstance(state, Sum) or ((state == WHOLE) != (place is None) and state != UNKNOWN):
+                return None
+            if isinstance(state, Part):
+                if state.dim not in (None, place):
+                    return None
+                if state.blocks is not None and one_cut and place is not None:
+                    outer = _outer(rule, dims[place], factor)
+                    if state.blocks % outer:
+                        return None
+                    blocks.add(state.blocks // outer)
+        if len(blocks) > 1:
+            return None
+        of_factor = blocks.pop() if blocks else None
+        return [self._made(source, rule, factor, i, dims, of_factor) for i, dims in enumerate(rule.results)]
+
+    def _made(self, source: Op, rule: Rule, factor: str, index: int, dims: TensorFactors, blocks: int | None) -> State:
+        if (factor, index) in rule.shares:
+            return Sum(rule.shares[factor, index])
+        for dim, names in enumerate(dims):
+            if factor in names:
+                if blocks is None:
+                    return Part(dim)
+                outer = blocks * _outer(rule, names, factor)
+                size = math.prod(rule.factors[n].size for n in names)
+                return Part(dim, outer, size // (outer * self.task.loop.length))
+        return UNKNOWN if rule.factors[factor].kind == "blocked" else WHOLE
+
+    def _sliced(self, task: Compute, given: Sequence[State]) -> Sequence[State]:
+        """A part that is cut off by the iteration's number: of all iterations together, each element once."""
+        op, count = task.op, self.task.loop.length
+        rest = [s for s in given if s != INDEX]
+        if len(rest) != 1 or not only_moves(_body(op)):
+            return [UNKNOWN] * len(op.outputs)
+        number, where = given.index(rest[0]), f"{self._here()}, '{op.outputs[0].name}'"
+        if isinstance(rest[0], Part | Sum | SoFar):
+            raise VerificationError(f"{where}: a part is cut off {_text(rest[0])}")
+        args = [np.arange(count, dtype=np.int32)] * len(op.inputs)
+        for jaxpr, places in ((task.jaxpr, _places(self.program, task)), (_body(op), [])):
+            args[number] = ids(shape(jaxpr.invars[number]))
+            found = each_once(jaxpr, args, count, places, where)
+        whole = op.inputs[number].shape
+        dims = [d for d, (a, b) in enumerate(zip(whole, found.shape[1:], strict=True)) if a != b]
+        for blocks in range(1, found.shape[1 + dims[0]] + 1) if len(dims) == 1 else ():
+            rows = found.shape[1 + dims[0]] // blocks
+            parts = parts_of(ids(whole), dims[0], blocks, count, rows)
+            if parts is not None and np.array_equal(parts, found):
+                return [Part(dims[0], blocks, rows)]
+        raise VerificationError(f"{where}: the parts of the iterations do not follow each other")
+
+    def _of_our_own(self, op: Op, given: Sequence[State]) -> State:
+        """What an op between the ops makes: joins, casts, and what only moves elements."""
+        jaxpr = _body(op)
+        data = [s for s, t in zip(given, op.inputs, strict=True) if s != WHOLE or t.shape]
+        if all(s == WHOLE for s in given):
+            return WHOLE
+        combiner = joins(jaxpr)
+        if combiner is not None:
+            return self._joined(op, combiner, given)
+        if len(data) == 1 and only_moves(jaxpr):
+            return Part() if isinstance(data[0], Part) else UNKNOWN if isinstance(data[0], SoFar) else data[0]
+        return UNKNOWN
+
+    def _joined(self, op: Op, combiner: Combiner, given: Sequence[State]) -> State:
+        one, other = given
+        for a, b in ((one, other), (other, one)):
+            if isinstance(a, SoFar):
+                if a.joined is not None or isinstance(b, SoFar):
+                    raise VerificationError(f"{self._here()}, op '{op.path}': '{a.carry.name}' is joined twice")
+                return SoFar(a.carry, (combiner, b))
+        if one == other or OPEN in given:
+            return other if one == OPEN else one
+        kinds = {type(s) for s in given}
+        if kinds == {Whole, Sum}:  # a loop within starts its sum at nothing
+            return next(s for s in given if isinstance(s, Sum))
+        return Part() if kinds == {Part} else UNKNOWN
+
+    def _repeat(self, task: Repeat, states: States, around: tuple[Loop, ...]) -> None:
+        """A loop in the body: what its carries are does not change from iteration to iteration."""
+        loop = task.loop
+        inner = (*around, loop) if loop.time and loop.length > 1 else around
+        starts = [states.get(c.init, WHOLE) for c in loop.carries]
+        self.read += [s.carry for s in starts if isinstance(s, SoFar)]
+        starts = [UNKNOWN if isinstance(s, SoFar) else s for s in starts]
+        guess = [OPEN if s == WHOLE else s for s in starts]
+        for _ in range(len(guess) + 2):
+            env = {**states, **dict(zip((c.inside for c in loop.carries), guess, strict=True))}
+            for x in loop.xs:
+                state = states.get(x.stack, WHOLE)
+                env[x.slice] = state.shifted(-1) if isinstance(state, Part) else state
+            before = len(self.read)
+            self._tasks(task.tasks, env, inner)
+            ends = [env.get(c.out, WHOLE) for c in loop.carries]
+            after = [_steady(*pair) for pair in zip(starts, ends, strict=True)]
+            if after == guess:
+                break
+            guess = [a if g in (OPEN, a) else UNKNOWN for g, a in zip(guess, after, strict=True)]
+            del self.read[before:]
+        states.update(env)
+        states.update(zip((c.final for c in loop.carries), guess, strict=True))
+        for y in loop.ys:
+            state = env.get(y.slice, WHOLE)
+            states[y.stack] = state.shifted(1) if isinstance(state, Part) else state
+
+
+def _of_shape(state: State, whole: PTensor, made: PTensor) -> State:
+    """What an op that runs alone makes: a part, if its shape is a part's; what else is its own is not followed."""
+    cut = [d for d, (a, b) in enumerate(zip(whole.shape, made.shape, strict=True)) if a != b]
+    if not cut:
+        return UNKNOWN if state == WHOLE or isinstance(state, Part) else state
+    return state if isinstance(state, Part) and state.dim == cut[0] else Part(cut[0])
+
+
+def _steady(before: State, after: State) -> State:
+    """What a carry is that starts as one thing and is left as another: a sum may start at nothing."""
+    if after == OPEN:
+        return before
+    return after if before in (WHOLE, after) else UNKNOWN
+
+
+def _body(op: Op) -> core.Jaxpr:
+    assert op.body is not None
+    return op.body.jaxpr
+
+
+def _places(program: Program, task: Compute) -> list[int]:
+    """How many parts devices have along each of the indices that a local body takes last."""
+    sizes = dict(program.group.axes)
+    return [math.prod(sizes[axis] for axis in axes) for axes in task.parts]
+
+
+def _shape(
+    rule: Rule, dims: TensorFactors, cut: Sequence[tuple[str, int]], whole: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The shape of a part of a tensor; None where a factor does not divide."""
+    found = []
+    for names, size in zip(dims, whole, strict=True):
+        for name in names:
+            parts = math.prod(n for f, n in cut if f == name)
+            if rule.factors[name].size % parts:
+                return None
+            size //= parts
+        found.append(size)
+    return tuple(found)
+
+
+def _outer(rule: Rule, names: Sequence[str], factor: str) -> int:
+    """The size of what lies outside of ``factor`` in a dim."""
+    return math.prod(rule.factors[n].size for n in names[: names.index(factor)])
+
+
+def _text(state: State) -> str:
+    if isinstance(state, Part):
+        where = "" if state.dim is None else f" of dim {state.dim}"
+        return f"one part{where}" + (f" in {state.blocks} blocks" if (state.blocks or 1) > 1 else "")
+    if isinstance(state, Sum):
+        return f"a summand, joined by {state.combiner}"
+    words = {Whole: "the same in all iterations", Index: "the iteration's number", SoFar: "what was joined so far"}
+    return words.get(type(state), "not followed")

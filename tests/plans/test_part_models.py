@@ -1,0 +1,27 @@
+"""Random models that need a whole batch, on each micro-batch alone, against the same step traced on the part."""
+
+import jax
+import pytest
+
+from tests.part_models import measure_model
+
+RIGHT = (0, 1, 3, 5, 8)
+REFUSED = {
+    7: "reads 'stat_2/reduce_sum:1', which 'stat_2/reduce_sum' adds up over the rows of all",
+    6: "has for itself, and",
+}
+
+
+@pytest.mark.parametrize("seed", RIGHT)
+def test_a_micro_batch_has_the_numbers_of_a_step_traced_on_it(seed: int) -> None:
+    with jax.enable_x64(True):
+        found = measure_model(seed)
+    assert not found.refused
+    assert found.worst <= 1, f"{found.model.drawn}: {found.where} is {found.worst:.3g} off"
+
+
+@pytest.mark.parametrize("seed", REFUSED)
+def test_what_cannot_be_a_part_s_own_is_refused(seed: int) -> None:
+    """Such as a mask's count in an op of its own, which stays the whole batch's: the mean was too small."""
+    with jax.enable_x64(True):
+        assert REFUSED[seed] in measure_model(seed).refused

@@ -1,0 +1,201 @@
+"""A loop over parts that leaves a part out, visits one twice, or sums one twice is found in the program."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jscaler
+from jscaler import TimeSplit
+from jscaler.capture.jaxprs import trace_flat
+from jscaler.errors import VerificationError
+from jscaler.ir import Body
+from jscaler.lower.numbering import flatten
+from jscaler.lower.program import Compute, Repeat, Task
+from jscaler.lower.segment import Segment
+from jscaler.schedule import time_axes
+from jscaler.stages import StepPlan
+from jscaler.verification.time_loops import check_time_loops
+
+DRAWS = np.random.default_rng(0)
+PARAMS = {name: DRAWS.normal(size=(8, 8)) / 3 for name in "ab"}
+X = DRAWS.normal(size=(8, 8))
+
+
+def step(params: Any, x: Any) -> Any:
+    def loss(params: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ params["a"])
+        z = h + jnp.tanh(h @ params["b"])
+        return jnp.mean(z * z)
+
+    return jscaler.value_and_grad(loss)(params, x)
+
+
+def policy(forward: int, backward: int, devices: int = 1) -> Any:
+    """Parts in time of a product, and of its gradient."""
+
+    def split(graph: Any, places: Any) -> None:
+        space = [jscaler.Split("c", 2)] if devices == 2 else []
+        for path, parts in (("loss/dot", forward), ("loss/dot@backward", backward)):
+            graph.op_assign(graph.op_trans(path, *space, TimeSplit("a", parts, "t")), places)
+
+    return split
+
+
+def planned(devices: int = 1, forward: int = 4, backward: int = 4) -> StepPlan:
+    return jscaler.parallelize(policy(forward, backward, devices), devices=devices)(step).lower(PARAMS, X).plan
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_right_program_is_proven(devices: int) -> None:
+    report = jscaler.verify(planned(devices))
+    assert report.time_loops == 2
+    assert "time loops   2, each part once" in str(report)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("counts", [(4, 2), (2, 4)])
+def test_two_counts_under_one_name_would_be_found(
+    counts: tuple[int, int], devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that lost half of a gradient, as it was before plans were refused."""
+    monkeypatch.setattr(time_axes, "_check_counts", lambda known: None)
+    with pytest.raises(VerificationError, match=r"beyond its array|are left out"):
+        jscaler.verify(planned(devices, *counts))
+
+
+# -- faults in a program that was right
+
+
+Fault = Callable[[Task], Task]
+
+
+def planted(plan: StepPlan, fault: Fault) -> StepPlan:
+    """``plan`` with a fault in its tasks, in what is emitted and in what it is compared with."""
+    changed = 0
+
+    def task(old: Task) -> Task:
+        nonlocal changed
+        if isinstance(old, Repeat):
+            old = dataclasses.replace(old, tasks=tuple(map(task, old.tasks)))
+        new = fault(old)
+        changed += new is not old
+        return new
+
+    program = dataclasses.replace(plan.program, tasks=tuple(map(task, plan.program.tasks)))
+    assert changed == 1, f"{changed} places"
+    source = next(op.body for op in plan.source.ops if op.body is not None)
+    return dataclasses.replace(plan, segments=(Segment(program, flatten(program, source.jaxpr)),))
+
+
+def rewritten(path: str, fun: Callable[..., Any]) -> Fault:
+    """Another body for one op."""
+
+    def fault(task: Task) -> Task:
+        if not isinstance(task, Compute) or task.op.path != path:
+            return task
+        body = trace_flat(lambda *xs: [fun(*xs)], [v.aval for v in task.jaxpr.invars])
+        return dataclasses.replace(task, jaxpr=body, op=dataclasses.replace(task.op, body=Body(body)))
+
+    return fault
+
+
+def of_length(length: int) -> Fault:
+    def fault(task: Task) -> Task:
+        if isinstance(task, Repeat) and task.loop.name == "t@loss/dot@backward":
+            loop = dataclasses.replace(task.loop, length=length)
+            return dataclasses.replace(task, loop=loop)
+        return task
+
+    return fault
+
+
+def without_adding(task: Task) -> Task:
+    """Each iteration hands on its own summand."""
+    if not (isinstance(task, Repeat) and any(c.is_sum for c in task.loop.carries)):
+        return task
+    joins = {t.op.outputs[0]: t for t in task.tasks if isinstance(t, Compute) and t.op.path.endswith("@more")}
+    carries = tuple(dataclasses.replace(c, out=joins[c.out].op.inputs[1]) for c in task.loop.carries)
+    slots = tuple(
+        (init, inside, joins[c.out].inputs[1], final)
+        for (init, inside, _, final), c in zip(task.carries, task.loop.carries, strict=True)
+    )
+    return dataclasses.replace(task, loop=dataclasses.replace(task.loop, carries=carries), carries=slots)
+
+
+def without_the_last(task: Task) -> Task:
+    """What was added is dropped: the next iteration starts where this one did."""
+    if not (isinstance(task, Repeat) and any(c.is_sum for c in task.loop.carries)):
+        return task
+    carries = tuple(dataclasses.replace(c, out=c.inside) for c in task.loop.carries)
+    slots = tuple((init, inside, inside, final) for init, inside, _, final in task.carries)
+    return dataclasses.replace(task, loop=dataclasses.replace(task.loop, carries=carries), carries=slots)
+
+
+def twice(task: Task) -> Task:
+    """The summand is added once more behind."""
+    if not (isinstance(task, Repeat) and any(c.is_sum for c in task.loop.carries)):
+        return task
+    (index,) = (i for i, t in enumerate(task.tasks) if isinstance(t, Compute) and t.op.path.endswith("@more"))
+    join = task.tasks[index]
+    assert isinstance(join, Compute)
+    made = dataclasses.replace(join.op.outputs[0], name="once more")
+    op = dataclasses.replace(join.op, path="more", inputs=(join.op.outputs[0], join.op.inputs[1]), outputs=(made,))
+    again = dataclasses.replace(join, op=op, inputs=(join.outputs[0], join.inputs[1]), outputs=(9999,))
+    ((init, inside, _, final),) = task.carries
+    (carry,) = task.loop.carries
+    loop = dataclasses.replace(task.loop, carries=(dataclasses.replace(carry, out=made),))
+    tasks = (*task.tasks[: index + 1], again, *task.tasks[index + 1 :])
+    return dataclasses.replace(task, tasks=tasks, loop=loop, carries=((init, inside, 9999, final),))
+
+
+def taken(start: Callable[[Any], Any], stride: int = 1) -> Callable[..., Any]:
+    """Two of eight rows."""
+    if stride == 1:
+        return lambda x, i, *_: lax.dynamic_slice_in_dim(x, start(i), 2, 0)
+    return lambda x, i, *_: lax.dynamic_slice_in_dim(x.reshape(2, 4, -1), start(i), 1, 1).reshape(2, -1)
+
+
+CUT, MERGE, SUM, COUNT = "x@cut@t@loss/dot", "loss/dot:0@merge", "d(params/a)", "t@loss/dot:count"
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "half the length": (of_length(2), "parts"),
+    "twice the length": (of_length(8), "parts"),
+    "a part twice": (rewritten(COUNT, lambda: jnp.array([0, 1, 1, 3], jnp.int32)), r"runs the parts \[0, 1, 1, 3\]"),
+    "a part beyond": (rewritten(COUNT, lambda: lax.iota(jnp.int32, 4) + 1), r"runs the parts \[1, 2, 3, 4\]"),
+    "another start": (rewritten(CUT, taken(lambda i: i)), "are left out"),
+    "a start beyond": (rewritten(CUT, taken(lambda i: 2 * i + 1)), "beyond its array"),
+    "the same start": (rewritten(CUT, taken(lambda i: i * 0)), "are left out"),
+    "another stride": (rewritten(CUT, taken(lambda i: i, 4)), "another order"),
+    "turned round": (rewritten(CUT, taken(lambda i: 6 - 2 * i)), "do not follow each other"),
+    "merged turned round": (rewritten(MERGE, lambda x, *_: x[::-1].reshape(8, -1)), "another order"),
+    "merged by rows": (rewritten(MERGE, lambda x, *_: jnp.swapaxes(x, 0, 1).reshape(8, -1)), "another order"),
+    "merged without the last": (
+        rewritten(MERGE, lambda x, *_: jnp.concatenate([x[:3], x[2:3]]).reshape(8, -1)), "2 come more|are left out",
+    ),
+    "the last summand alone": (without_adding, "last iteration leaves is not the whole: a summand"),
+    "no summand": (without_the_last, "no iteration adds"),
+    "a summand twice": (twice, "is joined twice"),
+    "not from nothing": (rewritten(f"{SUM}@loss/dot@start", lambda *_: jnp.ones((8, 8))), "starts at"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def right() -> StepPlan:
+    with jax.enable_x64(True):
+        plan = planned()
+    assert check_time_loops(plan, plan.program) == 2
+    return plan
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault: str, right: StepPlan) -> None:
+    plant, message = FAULTS[fault]
+    with jax.enable_x64(True):
+        wrong = planted(right, plant)
+        with pytest.raises(VerificationError, match=message):
+            check_time_loops(wrong, wrong.program)
