@@ -216,7 +216,7 @@ def local_programs(adapters: Sequence[Any], physical: Any) -> Any:
     import jax
     from jax.sharding import PartitionSpec as P
 
-    from jscaler.lower.collectives import exchange
+    from jscaler.lower.emit_collectives import exchange
     from jscaler.materialize import DeviceMesh
 
     count = len(adapters[0].source.mesh.devices)

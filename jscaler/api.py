@@ -9,11 +9,11 @@ from jscaler import plans
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, PlanError
 from jscaler.ir import Graph
-from jscaler.lower.passes import flat_passes
+from jscaler.lower.flat_passes import flat_passes
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
-from jscaler.runtime.arguments import Arguments, Call
+from jscaler.runtime.arguments import Arguments, BoundCall
 from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.devices import Devices, devices_at_hand, resolve_devices
 from jscaler.runtime.executable import executable, lowered
@@ -142,11 +142,11 @@ class Parallelized:
         self._last = self.compiled(call)
         return self._last.run_call(call, args, kwargs)
 
-    def bind(self, *args: Any, **kwargs: Any) -> Call:
+    def bind(self, *args: Any, **kwargs: Any) -> BoundCall:
         """These arguments as flat leaves."""
         return self._arguments.bind(args, kwargs)
 
-    def compiled(self, call: Call) -> Compiled:
+    def compiled(self, call: BoundCall) -> Compiled:
         """The executable for calls like this one, compiled where it has not been."""
         if call.key not in self._compiled:
             resolve_devices(self._devices)
@@ -197,7 +197,7 @@ class Parallelized:
         positional, named = by_position_and_name(self._arguments, values)
         return traced, self._planned(self._arguments.bind(positional, named))
 
-    def _planned(self, call: Call) -> Lowered:
+    def _planned(self, call: BoundCall) -> Lowered:
         """The step lowered for calls like this one; kept, so that a state is laid out as the step will want it."""
         if call.key not in self._lowered:
             self._lowered[call.key] = self._lower(call)
@@ -264,12 +264,12 @@ class Parallelized:
         """The flat leaves of these arguments, in the order of the graph's inputs."""
         return self._arguments.bind(args, kwargs).leaves
 
-    def _plan(self, captured: Captured, call: Call, num_devices: int) -> Plan:
+    def _plan(self, captured: Captured, call: BoundCall, num_devices: int) -> Plan:
         if self._following is None:
             return transform(captured, self._policy, num_devices)
         return self._following.plan(captured, self._policy, call, num_devices, self._name)
 
-    def _lower(self, call: "Call") -> Lowered:
+    def _lower(self, call: BoundCall) -> Lowered:
         count, devices = devices_at_hand(self._devices)
         captured, result = capture_call(self.fun, self._arguments, call, self._updates)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
-from jscaler.commands.fit import fit_
+from jscaler.commands.fit_command import fit_
 from jscaler.commands.job import Batches, Job, devices_for
 from jscaler.commands.options import (
     Batch,
@@ -27,7 +27,7 @@ from jscaler.commands.options import (
     Stacked,
     use_platform,
 )  # fmt: skip
-from jscaler.commands.plan import plan_
+from jscaler.commands.plan_command import plan_
 from jscaler.commands.redistribute import redistribute
 from jscaler.errors import JscalerError
 from jscaler.runtime.devices import resolve_devices

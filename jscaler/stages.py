@@ -15,18 +15,18 @@ from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes, PassRun, run_passes
+from jscaler.lower.flat_passes import flat_passes
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.numbering import flatten
-from jscaler.lower.passes import flat_passes
 from jscaler.lower.program import make_programs
 from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import complete
 from jscaler.primitives import Order, Plan, Store, make_plan
-from jscaler.primitives.fits import check_fits
-from jscaler.rules.book import RuleBook
+from jscaler.primitives.plan_matches import check_fits
+from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
-from jscaler.schedule.passes import TO_LAYOUTS, TO_SOURCE, Planned
+from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
 
     Args:
         cost: what its adapters keep low.
-        without: names of passes to leave out, of those for XLA alone (`lower.passes.FOR_XLA`).
+        without: names of passes to leave out, of those for XLA alone (`lower.flat_passes.FOR_XLA`).
 
     Raises:
         PlanError: the plan cannot be carried out; or one of ``without`` is no such pass.

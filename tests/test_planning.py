@@ -15,7 +15,7 @@ from jscaler.capture import bodies
 from jscaler.materialize.filling import Filling
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.primitives import Assign
-from jscaler.rules import book
+from jscaler.rules import rule_book
 from jscaler.rules.localize import Localizer
 from models.gpt import GPT, GPTConfig
 from models.training import TrainState, make_optimizer, train_step
@@ -51,9 +51,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(book, "analyse")
-    count(book, "derive_rule")
-    count(book, "trace_flat")
+    count(rule_book, "analyse")
+    count(rule_book, "derive_rule")
+    count(rule_book, "trace_flat")
     count(bodies, "trace_flat")
     count(Localizer, "run")
     count(Filling, "of")

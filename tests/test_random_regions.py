@@ -9,7 +9,9 @@ import numpy as np
 import jscaler
 from jscaler.errors import PlanError
 from jscaler.ir import Nest, Op
-from jscaler.primitives.recompute import _between, _items_in
+from jscaler.ir.loop import made_by, reads_of
+from jscaler.ir.walk import between
+from jscaler.primitives.recompute_regions import _items_in
 from tests.programs import LEARNING_RATE, devices_of, draw_policy, draw_program
 
 
@@ -19,8 +21,8 @@ def random_region(graph: Any, rng: np.random.Generator) -> list[Op]:
     items = [i for i in _items_in(graph.graph, loops[rng.integers(len(loops))]) if _ops(i)[0].kind == "forward"]
     share = rng.choice([0.2, 0.6, 1.0])
     own = {op.path for item in items if rng.random() < share for op in _ops(item)}
-    while missing := _between(items, own):
-        own |= {op.path for item in items if _ops(item)[0].path in missing for op in _ops(item)}
+    chosen = {item for item in items if _ops(item)[0].path in own}
+    own |= {op.path for item in between(items, chosen, reads_of, made_by) for op in _ops(item)}
     return [op for op in graph.forward() if op.path in own]
 
 

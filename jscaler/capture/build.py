@@ -19,7 +19,7 @@ from jscaler.capture.saveable import Policy, saved_values, saves_all
 from jscaler.capture.trace import TaggedEquation, Trace
 from jscaler.ir import Carry, GradientCall, Graph, Loop, Op, PTensor, Stacked
 from jscaler.ir.graph import RuleSource
-from jscaler.ir.op import OpKind, Region
+from jscaler.ir.op import OpKind, RecomputeRegion
 
 
 def build_graph(
@@ -56,7 +56,7 @@ class _Place:
     """Where an op stands: in which loop, in which checkpointed regions; the outermost's ``policy`` says what it saves."""
 
     loop: str | None = None
-    remat: tuple[Region, ...] = ()
+    remat: tuple[RecomputeRegion, ...] = ()
     policy: Policy | None = None
 
 
@@ -147,7 +147,7 @@ class _Builder:
         name = self.names.unique("/".join(p for p in (self._scope(fragment), "remat") if p))
         outer, policy = self.place, eqn.params.get("policy")
         if not saves_all(policy, inner.eqns):
-            remat = (*outer.remat, Region(name, outer.loop))
+            remat = (*outer.remat, RecomputeRegion(name, outer.loop))
             self.place = dataclasses.replace(outer, remat=remat, policy=outer.policy if outer.remat else policy)
         results = self._block(inner, consts, list(eqn.invars), eqn, fragment.call, f"{name}/out")
         self.place = outer

@@ -23,7 +23,7 @@ from jax import lax
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
-from jscaler.ir.op import Region
+from jscaler.ir.op import RecomputeRegion
 
 AGAIN = "@again"
 Tensors = dict[PTensor, PTensor]
@@ -78,7 +78,7 @@ class _Parts:
         return found
 
 
-def _parts(graph: Graph, region: Region) -> _Parts | None:
+def _parts(graph: Graph, region: RecomputeRegion) -> _Parts | None:
     """The parts of a region; None where no gradient flows through it."""
     forward = tuple(op for op in graph.ops if op.forward is None and op.remat[:1] == (region,))
     places = [i for i, op in enumerate(graph.ops) if op.forward is not None and op.forward.remat[:1] == (region,)]
@@ -98,7 +98,7 @@ def _parts(graph: Graph, region: Region) -> _Parts | None:
     return _Parts(forward, tuple(inner), first, last, tuple(backward), tuple(below), depth)
 
 
-def _expanded(graph: Graph, region: Region) -> Graph:
+def _expanded(graph: Graph, region: RecomputeRegion) -> Graph:
     parts = _parts(graph, region)
     if parts is None:
         return graph
@@ -123,7 +123,7 @@ def _expanded(graph: Graph, region: Region) -> Graph:
     return dataclasses.replace(graph, ops=ops, loops=loops)
 
 
-def _fence(graph: Graph, region: Region, parts: _Parts, again: Mapping[PTensor, PTensor]) -> Op:
+def _fence(graph: Graph, region: RecomputeRegion, parts: _Parts, again: Mapping[PTensor, PTensor]) -> Op:
     """A fence of all that a region and its backward read from outside: inputs, what is kept, and cotangents."""
     between = graph.ops[parts.first : parts.last]
     there = [*parts.inner, *_loops_below(between, parts.depth, graph.loops)]

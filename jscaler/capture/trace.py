@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.branches import split_cond
 from jscaler.capture.gradient import value_and_grad_p
 from jscaler.capture.jaxprs import Atom, Inliner, open_jaxpr, trace_flat
 from jscaler.capture.opening import hoist_numbers
+from jscaler.capture.split_conditions import split_cond
 
 
 @dataclass(frozen=True)

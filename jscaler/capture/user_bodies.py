@@ -10,7 +10,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape, shape_struct
 from jscaler.capture.saving import Leaf
-from jscaler.capture.user_op import Call, op_p
+from jscaler.capture.user_op import OpCall, op_p
 from jscaler.capture.user_vjp import saved_calls, vjp_call
 
 
@@ -22,7 +22,7 @@ class UserBody:
         self.results: list[Any] = list(jaxpr.outvars)  # each is a result of the equation
         self.jaxpr = jaxpr
         self.wrt = tuple(wrt)
-        call: Call = self.eqn.params["call"]
+        call: OpCall = self.eqn.params["call"]
         self.call = call
         variables = [jaxpr.invars[i] for i in wrt]
         # the operands, and results of the equation, that the gradients flow through

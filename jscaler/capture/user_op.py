@@ -26,12 +26,12 @@ op_p = core.Primitive("jscaler_op")
 op_p.multiple_results = True
 
 
-class Call(Protocol):
+class OpCall(Protocol):
     """What the primitive's equation holds: a hashable function of arrays that knows its rule, and itself at part shapes."""
 
     def __call__(self, *arrays: Any) -> list[Any]: ...
 
-    def at(self, parts: Mapping[str, int]) -> "Call":
+    def at(self, parts: Mapping[str, int]) -> "OpCall":
         """The function of one part, where each factor of ``parts`` is cut in so many."""
         ...
 
@@ -146,28 +146,28 @@ def traced(call: Callable[..., Any], avals: Sequence[Any]) -> tuple[core.Jaxpr, 
     return jaxpr, consts
 
 
-def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
+def _abstract(*avals: Any, call: OpCall) -> tuple[list[Any], Any]:
     jaxpr, _ = traced(call, avals)
     call.matched([a.shape for a in avals], [shape(v) for v in jaxpr.outvars])
     return [v.aval for v in jaxpr.outvars], jaxpr.effects
 
 
-def _run(*args: Any, call: Call) -> list[Any]:
+def _run(*args: Any, call: OpCall) -> list[Any]:
     return call(*args)
 
 
-def _run_eagerly(*args: Any, call: Call) -> list[Any]:
+def _run_eagerly(*args: Any, call: OpCall) -> list[Any]:
     results = call(*args)
     call.matched([x.shape for x in args], [x.shape for x in results])  # as the abstract evaluation does
     return results
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: OpCall) -> Any:
     dense = tuple(map(ad.instantiate_zeros, tangents))
     return jax.jvp(lambda *xs: call(*xs), tuple(primals), dense)
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, call: Call) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *args: Any, call: OpCall) -> list[Any]:
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
 
     def of_linear(*values: Any) -> list[Any]:
@@ -182,7 +182,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, call: Call) -> list[Any]:
     return [found.get(i) for i in range(len(args))]
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Any, list[int]]:
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call: OpCall) -> tuple[Any, list[int]]:
     names: dict[str, Any] = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
     results = jax.vmap(lambda *xs: call(*xs), in_axes=tuple(dims), axis_size=axis.size, **names)(*args)
     return results, [0] * len(results)

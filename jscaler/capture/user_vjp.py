@@ -21,7 +21,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, trace_flat
 from jscaler.capture.op_rule import Matched, Words
 from jscaler.capture.saving import Leaf, Saving, trace_saving, vjp_of
-from jscaler.capture.user_op import Call
+from jscaler.capture.user_op import OpCall
 
 Struct = jax.ShapeDtypeStruct
 
@@ -30,7 +30,7 @@ Struct = jax.ShapeDtypeStruct
 class Derived:
     """A call made from a user's: the forward, at which shapes, differentiated by and at what."""
 
-    forward: Call
+    forward: OpCall
     operands: tuple[Struct, ...]
     words: tuple[Words, ...]
     wrt: tuple[int, ...]
@@ -118,7 +118,7 @@ def part_rule(rule: Matched, parts: Mapping[str, int]) -> Matched:
     return dataclasses.replace(rule, operands=left(rule.operands), results=left(rule.results), sizes=tuple(sizes.items()))
 
 
-def vjp_call(forward: Call, operands: Sequence[Struct], rule: Matched, wrt: Any, outputs: Any) -> VjpCall:
+def vjp_call(forward: OpCall, operands: Sequence[Struct], rule: Matched, wrt: Any, outputs: Any) -> VjpCall:
     """The backward of ``forward`` that reads its operands."""
     words = (*rule.operands, *(rule.results[i] for i in outputs))
     gradients = tuple(rule.operands[i] for i in wrt)
@@ -136,7 +136,7 @@ def vjp_call(forward: Call, operands: Sequence[Struct], rule: Matched, wrt: Any,
 
 
 def saved_calls(
-    forward: Call, operands: Sequence[Struct], rule: Matched, wrt: Any, outputs: Any
+    forward: OpCall, operands: Sequence[Struct], rule: Matched, wrt: Any, outputs: Any
 ) -> tuple[SavingCall, AppliedCall]:
     """The forward of ``forward`` that hands out residuals, and the backward that reads them."""
     head = (forward, tuple(operands), rule.operands, tuple(wrt), tuple(outputs))

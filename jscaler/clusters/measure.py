@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jscaler.clusters.link_fit import MEASURED, LinkClass, Sample
+from jscaler.clusters.calibration import MEASURED, LinkClass, Sample
 from jscaler.clusters.timing import interleaved
 from jscaler.errors import DeviceError, divisors
 

@@ -4,7 +4,8 @@ Bytes as the RVD search of nnScaler costs them (OSDI '24, section 4), with n mem
 Latency counts the steps of a tree: what is measured for small messages grows with log n, not with n.
 
 A new kind is a line here, the states from which it leads (``materialize.transitions``), and how it is written
-(``lower.collectives``); and ``verification.collectives`` has what it does, should it bind a primitive that no other binds.
+(``lower.emit_collectives``); and ``verification.collectives`` has what it does, should it bind a primitive that no other
+binds.
 """
 
 import math
@@ -18,7 +19,7 @@ Kind = Literal[
 ]
 
 
-class Collective(NamedTuple):
+class TransitionKind(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -54,28 +55,28 @@ def _shifted(x: Any, n: int) -> Any:
     return lax.ppermute(x, "members", [(i, (i + 1) % n) for i in range(n)])
 
 
-COLLECTIVES: dict[str, Collective] = {
-    "all_gather": Collective(  # D -> R
+COLLECTIVES: dict[str, TransitionKind] = {
+    "all_gather": TransitionKind(  # D -> R
         lambda n: n - 1, _tree, "all-gather", moves=True, alone=lambda x, n: lax.all_gather(x, "members", tiled=True)
     ),
-    "all_reduce": Collective(  # V -> R
+    "all_reduce": TransitionKind(  # V -> R
         lambda n: 2 * (n - 1) / n, lambda n: 2 * _tree(n), "all-reduce", shares="joined", in_place=True,
         alone=lambda x, n: lax.psum(x, "members"),
     ),
-    "reduce_scatter": Collective(  # V -> D
+    "reduce_scatter": TransitionKind(  # V -> D
         lambda n: (n - 1) / n, _tree, "reduce-scatter", shares="joined",
         alone=lambda x, n: lax.psum_scatter(x, "members", tiled=True),
     ),
-    "all_to_all": Collective(  # Di -> Dj: all members send at once
+    "all_to_all": TransitionKind(  # Di -> Dj: all members send at once
         lambda n: (n - 1) / n, _once, "all-to-all", moves=True, to_all=True,
         alone=lambda x, n: lax.all_to_all(x, "members", 0, 0, tiled=True),
     ),
-    "slice": Collective(lambda n: 0.0, lambda n: 0, moves=True),  # R -> D
-    "value_mask": Collective(lambda n: 0.0, lambda n: 0, shares="made"),  # R -> V
+    "slice": TransitionKind(lambda n: 0.0, lambda n: 0, moves=True),  # R -> D
+    "value_mask": TransitionKind(lambda n: 0.0, lambda n: 0, shares="made"),  # R -> V
     # x for each device whose block comes from another, in each round: these need no group
-    "permute": Collective(_once, _once, "collective-permute", moves=True, in_place=True, alone=_shifted),
-    "point_to_point": Collective(_once, _once, "collective-permute"),
-    "halo": Collective(_once, _once, "collective-permute"),  # no transition: rows of the neighbours' parts
+    "permute": TransitionKind(_once, _once, "collective-permute", moves=True, in_place=True, alone=_shifted),
+    "point_to_point": TransitionKind(_once, _once, "collective-permute"),
+    "halo": TransitionKind(_once, _once, "collective-permute"),  # no transition: rows of the neighbours' parts
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from jscaler.clusters.link_fit import Fit, Sample
+    from jscaler.clusters.calibration import Fit, Sample
 
 
 def bench_comm(
@@ -66,7 +66,7 @@ def bench_comm(
 
 def samples_table(samples: Sequence["Sample"], fits: Sequence["Fit"]) -> Table:
     """Each measurement beside what the fit of its class of links says."""
-    from jscaler.clusters.link_fit import fitted_seconds, relative_error
+    from jscaler.clusters.calibration import fitted_seconds, relative_error
 
     links = {fit.link_class: fit.link for fit in fits if fit.kind is None}
     header = ("collective", "links", "members", "bytes sent", "seconds", "fitted", "error")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jscaler.commands.job import Job, stacked_by_default
 from jscaler.commands.options import Batch, Dtype, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
-from jscaler.commands.stages import stages
+from jscaler.commands.progress import stages
 from jscaler.report.draw_layout import refuse_picture
 
 TARGET_HELP = "cluster to compile for: 8xH100-80GB, 4x8xV100-32GB (hosts x devices x kind), a built-in name or a .toml file"

@@ -22,7 +22,7 @@ from jscaler.materialize.bounds import bytes_at_least
 from jscaler.materialize.transitions import price_of
 from jscaler.report.draw_layout import draw_redistribution, refuse_picture
 from jscaler.report.layout_text import layout_picture, side_by_side
-from jscaler.report.steps import describe, groups_of, groups_text, layout_text
+from jscaler.report.step_text import describe, groups_of, groups_text, layout_text
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
 
@@ -63,7 +63,7 @@ def redistribute(
         console.print(f"written: {draw}", highlight=False, markup=False)
 
 
-class Step(NamedTuple):
+class StepRow(NamedTuple):
     """A step with the layouts before and after it; ``cost`` is in the cost model's unit."""
 
     before: Layout
@@ -87,10 +87,10 @@ class Answer(NamedTuple):
         return self.cluster or BYTES
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepRow]:
         walk = [(here, step, step.apply(here)) for here, step in self.adapter.walk]
         item = self.itemsize
-        return [Step(a, step, b, step.bytes(a, item), price_of(a, step, item, self.cost)) for a, step, b in walk]
+        return [StepRow(a, step, b, step.bytes(a, item), price_of(a, step, item, self.cost)) for a, step, b in walk]
 
     @property
     def bound(self) -> float:
@@ -172,11 +172,11 @@ def scenes(answer: Answer) -> tuple[str, list[Layout], list[str]]:
     return f"{title(answer)}: {total}", [answer.adapter.source, *between, answer.adapter.target], labels
 
 
-def _words(step: Step) -> str:
+def _words(step: StepRow) -> str:
     return f"{describe(step.before, step.transition)} ({groups_text(step.before, step.transition)})"
 
 
-def _figures(answer: Answer, steps: Sequence[Step]) -> list[str]:
+def _figures(answer: Answer, steps: Sequence[StepRow]) -> list[str]:
     sent = sum(step.nbytes for step in steps)
     return [f"{readable_bytes(sent)} per device", *answer.time(sum(step.cost for step in steps))]
 
@@ -277,6 +277,6 @@ def path_table(answer: Answer) -> Table:
     return made
 
 
-def _row(step: Step) -> list[str]:
+def _row(step: StepRow) -> list[str]:
     words = describe(step.before, step.transition), groups_text(step.before, step.transition)
     return [*words, layout_text(step.after).replace(" on ", "\non "), readable_bytes(step.nbytes)]

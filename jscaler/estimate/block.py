@@ -60,7 +60,7 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Step:
+class BlockStep:
     """One equation, or one step of a collective.
 
     Attributes:
@@ -100,7 +100,7 @@ class Block:
     """
 
     inputs: tuple[Value, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[BlockStep, ...]
     outputs: tuple[Value, ...]
 
 
@@ -115,7 +115,7 @@ class Kernel:
         over: pairs (result, operand): the result may be written over the operand, if that dies here.
     """
 
-    step: Step
+    step: BlockStep
     reads: Mapping[Value, int]
     writes: tuple[Value, ...]
     over: tuple[tuple[Value, Value], ...] = ()
@@ -127,7 +127,7 @@ class Aliases:
 
     table: dict[Value, Value] = field(default_factory=dict)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: BlockStep) -> None:
         self.table.update(zip(step.writes, map(self.of, step.reads), strict=False))
 
     def of(self, value: Value) -> Value:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jscaler.estimate.block import TURN, Aliases, Block, Kernel, Step, Value
+from jscaler.estimate.block import TURN, Aliases, Block, BlockStep, Kernel, Value
 from jscaler.lax_primitives import named
 
 FUSED = frozenset({"fused", "drawn"})
@@ -29,17 +29,17 @@ def kernels_of(block: Block) -> tuple[Kernel, ...]:
 
     Example:
         >>> a, b, c = (Value(400, t) for t in "abc")
-        >>> steps = Step("fused", "exp", (a,), (b,)), Step("call", "dot_general", (b,), (c,))
+        >>> steps = BlockStep("fused", "exp", (a,), (b,)), BlockStep("call", "dot_general", (b,), (c,))
         >>> [(k.step.name, dict(k.reads), k.writes) for k in kernels_of(Block((a,), steps, (c,)))]
         [('exp', {a: 400}, (b,)), ('dot_general', {b: 400}, (c,))]
     """
     return _Fusion(dataclasses.replace(block, steps=_fills_anew(_turns_free(block.steps)))).run()
 
 
-def _fills_anew(steps: Sequence[Step]) -> tuple[Step, ...]:
+def _fills_anew(steps: Sequence[BlockStep]) -> tuple[BlockStep, ...]:
     """``steps`` in which each reader of what literals alone make (zeros) has its own: XLA fills again, and keeps none."""
     fills = {step.writes[0]: step for step in steps if step.kind == "fused" and not step.reads and len(step.writes) == 1}
-    found: list[Step] = []
+    found: list[BlockStep] = []
     taken: set[Value] = set()
     for step in steps:
         again = {v: Value(v.nbytes, v.about, v.is_flag) for v in step.reads if v in fills and v in taken}
@@ -49,7 +49,7 @@ def _fills_anew(steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def _turns_free(steps: Sequence[Step]) -> tuple[Step, ...]:
+def _turns_free(steps: Sequence[BlockStep]) -> tuple[BlockStep, ...]:
     """The transposes of matrices that only dots read as aliases: a dot reads its operands either way."""
     readers: dict[Value, set[str]] = {}
     for step in steps:
@@ -128,7 +128,7 @@ class _Fusion:
                 if len(known) < MANY:
                     known.update(ends)
 
-    def _reads(self, step: Step) -> Reads:
+    def _reads(self, step: BlockStep) -> Reads:
         """The buffers behind what a step reads."""
         found: Reads = {}
         for value in self.aliases.all(step.reads):
@@ -140,7 +140,7 @@ class _Fusion:
             return {v: min(n, most) for v, n in found.items()}
         return found
 
-    def _decide(self, step: Step, reads: Reads) -> None:
+    def _decide(self, step: BlockStep, reads: Reads) -> None:
         """Whether the results of a fused step are stored after all."""
         read = sum(reads.values())
         for value in step.writes:

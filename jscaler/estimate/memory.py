@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jscaler.estimate.block import Value
 from jscaler.estimate.lifetimes import Moment, lifetimes
-from jscaler.estimate.steps import Blocks, nbytes
+from jscaler.estimate.to_block import Blocks, nbytes
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.lower.flat_program import FlatProgram

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jscaler.clusters.transition_kinds import sends
-from jscaler.estimate.block import Kernel, Step, Value
+from jscaler.estimate.block import BlockStep, Kernel, Value
 from jscaler.ir.walk import dependents, operands_first
 
 SMALL = 1 << 16  # bytes
@@ -26,7 +26,7 @@ def ordered(kernels: Sequence[Kernel], outputs: Sequence[Value], fenced: bool) -
     return tuple(kernels[i] for i in _most_read_first(kernels, outputs))
 
 
-def siblings_together(kernels: Sequence[Kernel], steps: Sequence[Step] = ()) -> tuple[Kernel, ...]:
+def siblings_together(kernels: Sequence[Kernel], steps: Sequence[BlockStep] = ()) -> tuple[Kernel, ...]:
     """``kernels`` with elementwise ones that read one large operand next to each other, as XLA makes them one kernel.
 
     The earlier waits for the other's operands, and what reads its result waits with it: an activation function, computed
@@ -66,7 +66,7 @@ def siblings_together(kernels: Sequence[Kernel], steps: Sequence[Step] = ()) -> 
     return tuple(made[i] for i in order)
 
 
-def _fences_before(steps: Sequence[Step]) -> dict[int, int]:
+def _fences_before(steps: Sequence[BlockStep]) -> dict[int, int]:
     """By identity of a step how many fences stand before it."""
     found, count = dict[int, int](), 0
     for step in steps:

@@ -11,9 +11,9 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import make_jaxpr
 from jscaler.clusters.device import DeviceKind
-from jscaler.estimate.block import Block, Inner, Step, Value
+from jscaler.estimate.block import Block, BlockStep, Inner, Value
 from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.steps import Blocks
+from jscaler.estimate.to_block import Blocks
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _kernels(block: Block, times: int) -> Iterable[KernelWork]:
         waiting = {}
 
 
-def _inside(step: Step, times: int) -> Iterable[KernelWork]:
+def _inside(step: BlockStep, times: int) -> Iterable[KernelWork]:
     """A loop's iterations; of the branches of a ``cond`` the one that moves most."""
 
     def kernels(inner: Inner) -> list[KernelWork]:
@@ -112,6 +112,6 @@ def _inside(step: Step, times: int) -> Iterable[KernelWork]:
     return max(map(kernels, step.inner), key=size)
 
 
-def _add(flops: dict[str, float], step: Step) -> None:
+def _add(flops: dict[str, float], step: BlockStep) -> None:
     if step.flops.count:
         flops[step.flops.unit] = flops.get(step.flops.unit, 0.0) + step.flops.count

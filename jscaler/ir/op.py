@@ -53,7 +53,7 @@ class VTensor:
 
 
 @dataclass(frozen=True)
-class Region:
+class RecomputeRegion:
     """What is computed again for the backward pass (``jax.checkpoint``, ``nn.remat``, a plan's), and the loop around it."""
 
     name: str
@@ -102,7 +102,7 @@ class Op:
     residuals: Residuals = field(default="inputs", compare=False, repr=False)
     primal: Body | None = field(default=None, compare=False, repr=False)
     loop: str | None = None
-    remat: tuple[Region, ...] = field(default=(), compare=False)
+    remat: tuple[RecomputeRegion, ...] = field(default=(), compare=False)
     kept: tuple[PTensor, ...] = field(default=(), compare=False, repr=False)
     again: "Op | None" = field(default=None, compare=False, repr=False)
     saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False, repr=False)

@@ -118,7 +118,7 @@ def scattered(sweep: Sweep) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class WindowCut:
     """The labels of one dim on the rows' side and on the windows' side; reasons where they cannot be split."""
 
     rows: tuple[Label, ...]
@@ -126,15 +126,15 @@ class Cut:
     blocked: dict[Label, str]
 
 
-def cut(sweep: Sweep, name: Any) -> Cut:
+def cut(sweep: Sweep, name: Any) -> WindowCut:
     """Rows and windows as one index as far as their sizes have a common divisor; the rest is inside of windows."""
     if not sweep.alike:
         rows, windows = (dims((n,), ((name, side),))[0] for n, side in ((sweep.size, "rows"), (sweep.count, "windows")))
-        return Cut(rows, windows, dict.fromkeys((*rows, *windows), sweep.why))
+        return WindowCut(rows, windows, dict.fromkeys((*rows, *windows), sweep.why))
     index = dims((sweep.parts,), (name,))[0]
     inside = dims((sweep.size // sweep.parts,), ((name, "rows"),))[0]
     made = dims((sweep.count // sweep.parts,), ((name, "windows"),))[0]
-    return Cut((*index, *inside), (*index, *made), dict.fromkeys((*inside, *made), INSIDE))
+    return WindowCut((*index, *inside), (*index, *made), dict.fromkeys((*inside, *made), INSIDE))
 
 
 def plain(sweep: Sweep) -> bool:

@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr
-from jscaler.lower.collectives import exchange
+from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.flat_program import Exchange, FlatLoop, Item
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names

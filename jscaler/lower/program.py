@@ -18,7 +18,7 @@ from jscaler.ir.loop import Item, chain_of
 from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
-from jscaler.rules.book import RuleBook
+from jscaler.rules.rule_book import RuleBook
 
 Slot = int
 

@@ -12,7 +12,7 @@ from jscaler.lower.program import Program
 from jscaler.lower.segment import Segment
 from jscaler.materialize import Completed, Layout
 from jscaler.primitives import Plan
-from jscaler.primitives.shards import stored_leaves
+from jscaler.primitives.shard_checks import stored_leaves
 from jscaler.rules.made_of import made_of
 
 

@@ -42,7 +42,7 @@ from jscaler.materialize.relabel import shared_out
 from jscaler.materialize.shards import Shards, find_shards
 from jscaler.materialize.stored import storable, stored_layouts
 from jscaler.primitives import Plan
-from jscaler.rules.book import RuleBook
+from jscaler.rules.rule_book import RuleBook
 
 Laid = tuple[tuple[Layout, ...], tuple[Layout, ...], tuple[tuple[Edge, ...], ...]]
 

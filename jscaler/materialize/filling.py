@@ -13,7 +13,7 @@ from jscaler.ir.mask import Combiner
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes
 from jscaler.materialize.placement import Combiners, Placement, RunnerUp
-from jscaler.rules.book import RuleBook
+from jscaler.rules.rule_book import RuleBook
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jscaler.ir.mask import Combiner, Share
 from jscaler.materialize.boxes import Box, Cover, merge, without
-from jscaler.materialize.fragments import Fragment, Shares
+from jscaler.materialize.mask_boxes import MaskBox, Shares
 
 Family = tuple[int, Combiner]  # shares that join to one value: their number and their combiner
 Owners = dict[int, tuple[int, ...]]  # position -> offset of the box in its buffer
@@ -23,7 +23,7 @@ class Holders:
         held: at most one mask per position, in boxes.
     """
 
-    def __init__(self, held: Sequence[Fragment]):
+    def __init__(self, held: Sequence[MaskBox]):
         groups: dict[Shares, dict[Box, Owners]] = {}
         self._families: dict[Shares, dict[Family, dict[Box, None]]] = {}
         self.path: dict[int, Shares] = {}

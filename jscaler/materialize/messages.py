@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, TypeVar
 from jscaler.errors import PlanError
 from jscaler.ir.mask import Combiner
 from jscaler.materialize.boxes import Box, cut, intersect, merge, overlay, volume, without
-from jscaler.materialize.fragments import Fragment, Shares, Side
 from jscaler.materialize.holders import Holders, Owners
+from jscaler.materialize.mask_boxes import BoxSide, MaskBox, Shares
 
 Offset = tuple[int, ...]
 Join = Literal["set", "add", "max", "min"]
@@ -45,7 +45,7 @@ class Message(NamedTuple):
     targets: tuple[Target, ...]
 
 
-class Filling(NamedTuple):
+class FilledPart(NamedTuple):
     """A box that starts as what leaves ``combiner`` unchanged."""
 
     device: int
@@ -57,7 +57,7 @@ class Filling(NamedTuple):
 Show = Callable[[Box, Shares], str]
 
 
-def plan_messages(held: Side, wanted: Sequence[Side], show: Show) -> tuple[list[Filling], list[Message]]:
+def plan_messages(held: BoxSide, wanted: Sequence[BoxSide], show: Show) -> tuple[list[FilledPart], list[Message]]:
     """Everything that has to be filled, copied and sent. Outputs start as zeros.
 
     Args:
@@ -98,13 +98,13 @@ class _Planner:
     def __init__(self, holders: Holders, show: Show):
         self.holders = holders
         self.show = show
-        self.fillings: list[Filling] = []
+        self.fillings: list[FilledPart] = []
         self.relayed: list[Message] = []
         self._joins: dict[Shares, list[tuple[Box, tuple[int, Target]]]] = {}  # values that no single device holds
         self._fetches: dict[tuple[int, Shares], list[tuple[Box, Target]]] = {}  # by receiver and held value
         self._sent: dict[int, int] = dict.fromkeys(sorted(holders.path), 0)
 
-    def want(self, want: Fragment, buffer: int) -> None:
+    def want(self, want: MaskBox, buffer: int) -> None:
         """Note one box that a consumer wants."""
         for box, path in self.holders.source(want.shares, want.box):
             others = [share for share in want.shares[len(path) :] if share.position]
@@ -122,13 +122,13 @@ class _Planner:
 
     def _fill(self, device: int, box: Box, target: Target, combiner: Combiner) -> None:
         if combiner != "add":
-            self.fillings.append(Filling(device, box, combiner, target))
+            self.fillings.append(FilledPart(device, box, combiner, target))
 
     def _fetch(self, device: int, leaves: Sequence[Shares], box: Box, target: Target) -> None:
         for leaf in leaves:
             self._fetches.setdefault((device, leaf), []).append((box, target))
 
-    def _check(self, want: Fragment, box: Box, path: Shares, parts: Sequence[tuple[Box, tuple[Shares, ...]]]) -> None:
+    def _check(self, want: MaskBox, box: Box, path: Shares, parts: Sequence[tuple[Box, tuple[Shares, ...]]]) -> None:
         if sum(volume(piece) for piece, _ in parts) == volume(box):
             return
         missing = merge(without([box], [piece for piece, _ in parts]))
@@ -139,7 +139,7 @@ class _Planner:
             + " (whole or as all of its shares). Assign an op that produces it to a device of the group, or want less"
         )
 
-    def _combiner(self, want: Fragment, box: Box, path: Shares, leaves: Sequence[Shares]) -> Combiner:
+    def _combiner(self, want: MaskBox, box: Box, path: Shares, leaves: Sequence[Shares]) -> Combiner:
         combiners: dict[Combiner, None] = {share.combiner: None for leaf in leaves for share in leaf[len(path) :]}
         if len(combiners) > 1:
             raise PlanError(

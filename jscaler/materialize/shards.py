@@ -15,12 +15,12 @@ from jscaler.ir.kinds import origins
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
 from jscaler.primitives import Plan, Shard
-from jscaler.primitives.shards import stored_leaves
+from jscaler.primitives.shard_checks import stored_leaves
 from jscaler.rules.made_of import MadeOf, made_of
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardCut:
     """A dim, and the axes of a group's mesh that cut it beyond what cuts it already."""
 
     dim: int
@@ -63,9 +63,9 @@ class Shards:
         made: what is made of stored parameters alone.
     """
 
-    stored: Mapping[PTensor, Cut] = field(default_factory=dict)
+    stored: Mapping[PTensor, ShardCut] = field(default_factory=dict)
     whole: frozenset[PTensor] = frozenset()
-    gradients: Mapping[PTensor, Cut] = field(default_factory=dict)
+    gradients: Mapping[PTensor, ShardCut] = field(default_factory=dict)
     made: MadeOf = field(default_factory=MadeOf)
     axes: Mapping[PTensor, Axes] = field(default_factory=dict)
     groups: Mapping[PTensor, DeviceMesh] = field(default_factory=dict)
@@ -99,12 +99,12 @@ def find_shards(
         return Shards()
     by_set = {frozenset(mesh.devices): mesh for mesh in meshes}
     cuts = {
-        graph.input(leaf): Cut(s.dim, covered[shard_grid(s)][0], by_set[frozenset(s.devices)])
+        graph.input(leaf): ShardCut(s.dim, covered[shard_grid(s)][0], by_set[frozenset(s.devices)])
         for leaf, s in plan.shards.items()
     }
     made = made_of(graph, stored_leaves(graph, plan))
     stored = {t: dataclasses.replace(cuts[leaf], dim=dim) for t, (leaf, dim) in made.dims.items()}
-    gradients: dict[PTensor, Cut] = {}
+    gradients: dict[PTensor, ShardCut] = {}
     for call in graph.calls:
         for wrt, gradient in zip(call.wrt, call.gradients, strict=True):
             for leaf in cuts.keys() & origins(graph, wrt):
@@ -118,21 +118,21 @@ def find_shards(
     return Shards(stored, whole, gradients, made, axes, groups)
 
 
-def _cast_stacks(graph: Graph, stored: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:
+def _cast_stacks(graph: Graph, stored: Mapping[PTensor, ShardCut]) -> dict[PTensor, ShardCut]:
     """Gradients of stacks that are made of stored parameters (casts), which a loop stacks up layer by layer."""
     stacks = {y.stack for loop in graph.loops.values() for y in loop.ys}
     pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents if t in stacks)
     return {cotangent: stored[tensor] for tensor, cotangent in pairs if tensor in stored}
 
 
-def _made_cotangents(graph: Graph, plan: Plan, cuts: Mapping[PTensor, Cut]) -> dict[PTensor, Cut]:
+def _made_cotangents(graph: Graph, plan: Plan, cuts: Mapping[PTensor, ShardCut]) -> dict[PTensor, ShardCut]:
     """Cotangents of what is made of sharded parameters alone (casts), wherever these lie."""
     dims = made_of(graph, {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items()}).dims
     pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents)
     return {t: dataclasses.replace(cuts[dims[made][0]], dim=dims[made][1]) for made, t in pairs if made in dims}
 
 
-def _summands(graph: Graph, gradients: Mapping[PTensor, Cut], accumulating: frozenset[str]) -> dict[PTensor, Cut]:
+def _summands(graph: Graph, gradients: Mapping[PTensor, ShardCut], accumulating: frozenset[str]) -> dict[PTensor, ShardCut]:
     """What loops over micro-batches add up to ``gradients``, and the sums: they are scattered as they are made."""
     known = dict(gradients)
     for op in reversed(graph.ops):  # what is joined to a gradient behind the loop, and slices of a stack of gradients
@@ -143,7 +143,7 @@ def _summands(graph: Graph, gradients: Mapping[PTensor, Cut], accumulating: froz
     for loop in graph.loops.values():
         inner = {y.slice: known[y.stack] for y in loop.ys if y.stack in known and known[y.stack].dim > 0}
         known.update({t: dataclasses.replace(cut, dim=cut.dim - 1) for t, cut in inner.items() if t not in known})
-    found: dict[PTensor, Cut] = {}
+    found: dict[PTensor, ShardCut] = {}
     for name in accumulating:
         for carry in graph.loops[name].carries:
             maker = graph.producer.get(carry.out)

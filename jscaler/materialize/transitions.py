@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jscaler.clusters.cost_model import CostModel, Line
-from jscaler.clusters.transition_kinds import COLLECTIVES, Collective, Kind
+from jscaler.clusters.transition_kinds import COLLECTIVES, Kind, TransitionKind
 from jscaler.ir.mask import Combiner, Mask
 from jscaler.materialize.layout import Layout, Values
 from jscaler.materialize.mesh import Axes, DeviceMesh
-from jscaler.materialize.regions import Holding, Regions, plan_regions
+from jscaler.materialize.point_to_point import Holding, PointToPoint, plan_regions
 
 MOST_JOINED = 3  # value axes up to which every order of a joint reduce-scatter is tried
 
@@ -67,7 +67,7 @@ class Transition(NamedTuple):
         return dataclasses.replace(layout, cuts=after.cuts, values=after.values)
 
     @property
-    def line(self) -> Collective:
+    def line(self) -> TransitionKind:
         """What is known of its kind."""
         return COLLECTIVES[self.kind]
 
@@ -205,7 +205,7 @@ def moves(before: Layout, after: Layout) -> np.ndarray:
 
 
 @lru_cache(maxsize=1024)
-def regions_between(before: Layout, after: Layout) -> Regions:
+def regions_between(before: Layout, after: Layout) -> PointToPoint:
     """The messages of a point-to-point exchange between two layouts of one group; positions are those of ``before``.
 
     Layouts over the same sub-dims are exchanged sub-dim by sub-dim, so that each may be padded for itself.

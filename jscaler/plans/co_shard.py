@@ -29,7 +29,7 @@ from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
 from jscaler.primitives import Planner, TimeSplit
-from jscaler.rules.reach import reached_factors
+from jscaler.rules.reached_factors import reached_factors
 
 CO_SHARD, TOKENS = "co_shard", "tokens"
 

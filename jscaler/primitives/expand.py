@@ -11,8 +11,8 @@ from jscaler.ir import FactorNames, Op, PTensor, Rule
 from jscaler.ir.rule import TensorFactors
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.rules.analysed import Analysis
-from jscaler.rules.book import RuleBook
 from jscaler.rules.expansion import Step, Value
+from jscaler.rules.rule_book import RuleBook
 
 Named = tuple[tuple[tuple[str, int], ...], ...]  # per dim its sub-dims as (factor, size)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.kinds import origins
 from jscaler.primitives.plan import Plan
-from jscaler.rules.book import RuleBook
+from jscaler.rules.rule_book import RuleBook
 
 
 def held_up(graph: Graph, plan: Plan, book: RuleBook) -> Mapping[str, tuple[str, ...]]:

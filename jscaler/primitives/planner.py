@@ -33,8 +33,8 @@ from jscaler.primitives.plan import (
     Trans,
     named_ops,
 )
-from jscaler.primitives.recompute import named, selected, with_region
-from jscaler.primitives.shards import check_shard
+from jscaler.primitives.recompute_regions import named, selected, with_region
+from jscaler.primitives.shard_checks import check_shard
 
 
 class Policy(Protocol):

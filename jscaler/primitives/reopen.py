@@ -18,7 +18,7 @@ from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.expand import expand_op
 from jscaler.primitives.held_up import held_up
 from jscaler.primitives.plan import Assign, Decision, Order, Plan, Trans
-from jscaler.rules.book import RuleBook
+from jscaler.rules.rule_book import RuleBook
 
 
 @dataclass(frozen=True)

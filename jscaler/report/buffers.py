@@ -25,7 +25,7 @@ _RANGE = re.compile(r"    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 
 
 @dataclass(frozen=True)
-class Value:
+class BufferValue:
     """An array of the program in a buffer.
 
     Attributes:
@@ -56,7 +56,7 @@ class Allocation:
     kind: AllocationKind
     size: int
     parameter: int | None
-    values: tuple[Value, ...]
+    values: tuple[BufferValue, ...]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def read_dump(folder: Path) -> Dump:
 def parse_allocations(assignment: str, ranges: str) -> tuple[Allocation, ...]:
     """The allocations in the text of a buffer assignment, without those that stay on a core; ``ranges`` says how long."""
     live = {(m[1], m[2]): (int(m[3]), int(m[4])) for m in map(_RANGE.match, ranges.splitlines()) if m}
-    found: list[tuple[int, str, list[Value]]] = []
+    found: list[tuple[int, str, list[BufferValue]]] = []
     for line in assignment.splitlines():
         if head := _ALLOCATION.match(line):
             found.append((int(head[1]), head[2], []))
@@ -125,23 +125,23 @@ def _kind(said: str) -> AllocationKind:
     return "output" if "live-out" in said or "output shape" in said else "temporary"
 
 
-def _value(match: re.Match[str], live: dict[tuple[str, str], tuple[int, int]]) -> Value:
+def _value(match: re.Match[str], live: dict[tuple[str, str], tuple[int, int]]) -> BufferValue:
     index = match["index"] or "{}"
     start, stop = live.get((match["name"], index), (0, -1))  # what never lies in memory of its own has no range
     numbers = tuple(int(i) for i in index[1:-1].split(",") if i)
     shape = "tuple" if match["shape"].startswith("(") else re.sub(r"\{.*", "", match["shape"])  # a table of addresses
-    return Value(match["name"], numbers, int(match["offset"]), int(match["size"]), shape, start, stop)
+    return BufferValue(match["name"], numbers, int(match["offset"]), int(match["size"]), shape, start, stop)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBuffer:
     """A value and the bytes that it alone stands for at one moment."""
 
-    value: Value
+    value: BufferValue
     nbytes: int
 
 
-def fullest(allocation: Allocation) -> list[Held]:
+def fullest(allocation: Allocation) -> list[HeldBuffer]:
     """What lies in an allocation at the moment when most of it is in use, the largest first.
 
     Values that share bytes then (a result made in place of its operand) count once, for the one made last.
@@ -160,7 +160,7 @@ def fullest(allocation: Allocation) -> list[Held]:
     return _shares([v for v in allocation.values if v.start <= moment <= v.stop], bounds)
 
 
-def _events(values: Sequence[Value]) -> tuple[np.ndarray, list[tuple[int, bool, int, int]]]:
+def _events(values: Sequence[BufferValue]) -> tuple[np.ndarray, list[tuple[int, bool, int, int]]]:
     """The offsets at which values begin or end; and when each is opened and closed, between which of these offsets."""
     held = [v for v in values if v.size and v.start <= v.stop]
     bounds = np.unique([edge for v in held for edge in (v.offset, v.offset + v.size)])
@@ -171,18 +171,18 @@ def _events(values: Sequence[Value]) -> tuple[np.ndarray, list[tuple[int, bool, 
     return bounds, sorted(found)  # at one position closing comes before opening
 
 
-def _shares(values: Sequence[Value], bounds: np.ndarray) -> list[Held]:
-    widths, free, found = np.diff(bounds), np.ones(len(bounds) - 1, bool), list[Held]()
+def _shares(values: Sequence[BufferValue], bounds: np.ndarray) -> list[HeldBuffer]:
+    widths, free, found = np.diff(bounds), np.ones(len(bounds) - 1, bool), list[HeldBuffer]()
     for v in sorted(values, key=lambda v: -v.start):
         first, last = np.searchsorted(bounds, [v.offset, v.offset + v.size])
         mine = int(widths[first:last][free[first:last]].sum())
         free[first:last] = False
         if mine:
-            found.append(Held(v, mine))
+            found.append(HeldBuffer(v, mine))
     return sorted(found, key=lambda h: -h.nbytes)
 
 
-def twins(allocation: Allocation, value: Value) -> list[Value]:
+def twins(allocation: Allocation, value: BufferValue) -> list[BufferValue]:
     """The other values that lie in exactly the same bytes, the nearest in time first: of a loop, what its body writes."""
     same = [v for v in allocation.values if (v.offset, v.size, v.shape) == (value.offset, value.size, value.shape)]
     return sorted((v for v in same if v != value), key=lambda v: min(abs(v.start - value.stop), abs(v.stop - value.start)))

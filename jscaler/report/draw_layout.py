@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.ir.mask import Interval, Mask, Share
 from jscaler.materialize import Layout
-from jscaler.report.steps import layout_text
+from jscaler.report.step_text import layout_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from jscaler.errors import JscalerError
 from jscaler.estimate.memory import MEMORY_KINDS, Memory
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
-from jscaler.report.memory import Contributor
 from jscaler.report.target_report import TargetReport, heading, verdict
+from jscaler.report.xla_memory import Contributor
 from jscaler.text.units import readable_bytes
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from jscaler.materialize.placement import RunnerUp
 from jscaler.report.leaves import LeafRow, together
-from jscaler.report.moves import Move, moved_text, summed
+from jscaler.report.moved_tensors import MovedTensor, moved_text, summed
 from jscaler.report.step_report import OpRow, StepReport, grouped_moves
 from jscaler.text.folding import braced, merged
 from jscaler.text.tables import aligned
@@ -73,11 +73,11 @@ def _merged_updates(rows: Sequence[OpRow]) -> list[OpRow]:
     return [*(row for row in rows if row.kind != "update"), *updates]
 
 
-def _details(moves: Sequence[Move]) -> list[str]:
+def _details(moves: Sequence[MovedTensor]) -> list[str]:
     """One line per tensor and way; tensors that differ in one part of their names together."""
 
-    def join(name: str, found: Sequence[Move]) -> Move:
-        return Move(name, found[0].way, summed([move.moved for move in found]))
+    def join(name: str, found: Sequence[MovedTensor]) -> MovedTensor:
+        return MovedTensor(name, found[0].way, summed([move.moved for move in found]))
 
     alike = merged(moves, lambda move: move.tensor, lambda move: (move.way, tuple(move.moved)), join)
     return [f"          └ {move.tensor}: {move.way}, {moved_text(move.moved)}" for move in alike]

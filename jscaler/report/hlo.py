@@ -55,7 +55,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 @dataclass(frozen=True)
-class Collective:
+class HloCollective:
     """One collective op.
 
     Attributes:
@@ -81,7 +81,7 @@ class Collective:
     times: int = 1
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str) -> list[HloCollective]:
     """Every collective in the text of a compiled module, each once, in order.
 
     Example:
@@ -106,7 +106,7 @@ def _num_devices(header: str) -> int:
     return math.prod(int(c) for c in counts)
 
 
-def _collective(match: re.Match[str], line: str, num_devices: int) -> Collective:
+def _collective(match: re.Match[str], line: str, num_devices: int) -> HloCollective:
     kind = match["kind"]
     arrays = [(a["dtype"], a["shape"]) for a in _ARRAY.finditer(_outputs(match))]
     count = 1 if kind == "all-to-all" else len(arrays)
@@ -114,11 +114,11 @@ def _collective(match: re.Match[str], line: str, num_devices: int) -> Collective
     out = sum(_nbytes(*a) for a in arrays)
     if kind == "collective-permute":
         pairs = _pairs(line)
-        return Collective(kind, count, out, 2, dtypes, out * _sending(pairs, num_devices), (), pairs)
+        return HloCollective(kind, count, out, 2, dtypes, out * _sending(pairs, num_devices), (), pairs)
     groups = replica_groups(line, num_devices)
     members = max(map(len, groups)) or 1
     nbytes = out * members if kind == "reduce-scatter" else out
-    return Collective(kind, count, nbytes, members, dtypes, float(SENT[kind](out, members)), groups)
+    return HloCollective(kind, count, nbytes, members, dtypes, float(SENT[kind](out, members)), groups)
 
 
 def _outputs(match: re.Match[str]) -> str:

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from jscaler.errors import listing
 from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
-from jscaler.ir.op import Region
+from jscaler.ir.op import RecomputeRegion
 from jscaler.text.folding import folded
 
 
 def recomputed_lines(graph: Graph) -> list[str]:
     """A line per group of like regions, layer numbers as ``*``: how many ops run once more, and which results are kept."""
-    clones: dict[Region, list[Op]] = {}
+    clones: dict[RecomputeRegion, list[Op]] = {}
     for op in graph.ops:
         if op.again is not None:
             clones.setdefault(op.again.remat[0], []).append(op)
-    groups: dict[str, list[Region]] = {}
+    groups: dict[str, list[RecomputeRegion]] = {}
     for region in clones:
         groups.setdefault(folded(region.name), []).append(region)
     return [_line(graph, name, regions, clones) for name, regions in groups.items()]
 
 
-def _line(graph: Graph, name: str, regions: Sequence[Region], clones: dict[Region, list[Op]]) -> str:
+def _line(graph: Graph, name: str, regions: Sequence[RecomputeRegion], clones: dict[RecomputeRegion, list[Op]]) -> str:
     times = sum(math.prod(graph.loops[n].length for n in chain_of(r.loop, graph.loops)) for r in regions)
     ops = [op for op in graph.ops if op.kind == "forward" and op.remat[:1] and op.remat[0] in regions]
     most = max(len(clones[region]) for region in regions)

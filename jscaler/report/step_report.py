@@ -17,7 +17,7 @@ from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
 from jscaler.primitives import Plan
 from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
-from jscaler.report.moves import Move, Moved, moves_by_reader, summed
+from jscaler.report.moved_tensors import Moved, MovedTensor, moves_by_reader, summed
 from jscaler.report.recomputed import recomputed_lines
 from jscaler.report.replicated import replicated_lines
 from jscaler.text.folding import folded
@@ -53,7 +53,7 @@ class OpRow:
     decided: str
     layout: str
     runners_up: tuple[RunnerUp, ...] = ()
-    moves: tuple[Move, ...] = ()
+    moves: tuple[MovedTensor, ...] = ()
     idle: bool = False
     again: bool = False
     in_time: str = ""
@@ -101,7 +101,7 @@ class StepReport:
     leaves: tuple[LeafRow, ...]
     memory: tuple[KindBytes, ...]
     estimate: Memory
-    results: tuple[Move, ...]
+    results: tuple[MovedTensor, ...]
     not_sharded: tuple[str, ...] = ()
     unit: str = "bytes"
     recomputed: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ def step_report(graph: Graph, plan: Plan, completed: Completed, segments: Sequen
     )
 
 
-def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Move]]) -> tuple[OpRow, ...]:
+def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[MovedTensor]]) -> tuple[OpRow, ...]:
     groups: dict[tuple[Any, ...], list[Op]] = {}
     for op in graph.ops:
         laid = completed.ops[op.path]
@@ -180,13 +180,13 @@ def _times(graph: Graph, op: Op) -> int:
     return math.prod(graph.loops[name].length for name in chain_of(op.loop, graph.loops))
 
 
-def grouped_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
+def grouped_moves(moves: Sequence[MovedTensor]) -> tuple[MovedTensor, ...]:
     """One per tensor and way, layer numbers folded."""
     groups: dict[tuple[str, str], list[Moved]] = {}
     for move in moves:
         if move.moved:
             groups.setdefault((folded(move.tensor), move.way), []).append(move.moved)
-    return tuple(Move(tensor, way, summed(moved)) for (tensor, way), moved in groups.items())
+    return tuple(MovedTensor(tensor, way, summed(moved)) for (tensor, way), moved in groups.items())
 
 
 def why(placement: Placement) -> str:

@@ -12,9 +12,9 @@ from rich.table import Table
 from jscaler.clusters import Cluster
 from jscaler.estimate.memory import Memory, preallocation
 from jscaler.lower.step_plan import StepPlan
-from jscaler.report.hlo import Collective, collectives
-from jscaler.report.memory import Contributor
-from jscaler.report.steps import devices_text
+from jscaler.report.hlo import HloCollective, collectives
+from jscaler.report.step_text import devices_text
+from jscaler.report.xla_memory import Contributor
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes
 
@@ -131,7 +131,7 @@ def collective_rows(text: str, devices: Sequence[int], devices_per_host: int) ->
         devices: the logical device at each position of the program's device list.
         devices_per_host: device d sits on host ``d // devices_per_host``.
     """
-    found: dict[Any, list[Collective]] = {}
+    found: dict[Any, list[HloCollective]] = {}
     for one in collectives(text):
         groups = tuple(tuple(devices[i] for i in group) for group in one.groups)
         pairs = tuple((devices[a], devices[b]) for a, b in one.pairs)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from jscaler.lax_primitives import Spec, known
-from jscaler.rules.atoms import Atoms
+from jscaler.rules.dim_atoms import Atoms
 
 VarLeaves = tuple[tuple[int, ...], ...]  # by dim
 

@@ -10,9 +10,9 @@ from jscaler.errors import UnknownPrimitiveWarning
 from jscaler.lax_primitives import Dims, Spec, known
 from jscaler.lax_primitives.spec import seen_whole
 from jscaler.rules.analysed import Analysis, is_zero, zero_results
-from jscaler.rules.atoms import Atoms
+from jscaler.rules.dim_atoms import Atoms
 from jscaler.rules.fold import fold_pads
-from jscaler.rules.nested import Nest, TensorDims, unify
+from jscaler.rules.nested import NestDims, TensorDims, unify
 from jscaler.rules.shardy import shardy_spec
 from jscaler.rules.user_rules import call_spec, shown_name
 
@@ -53,7 +53,7 @@ def _analyse(
         operands, results = [dims_of(v) for v in eqn.invars], [dims[v] for v in eqn.outvars]
         if known(eqn.primitive).nested:
             flags = [is_zero(v, zeros) for v in eqn.invars]
-            nest = Nest(atoms, operands, results, flags, inside, lambda sizes: _constant(atoms, sizes))
+            nest = NestDims(atoms, operands, results, flags, inside, lambda sizes: _constant(atoms, sizes))
             inner[id(eqn)] = unify(eqn, nest)
             specs.append(Spec((), ()))
             reduced.append(())

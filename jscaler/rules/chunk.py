@@ -18,7 +18,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysed import Analysis
-from jscaler.rules.interpret import INDEPENDENT, SPLIT, State, interpret
+from jscaler.rules.factor_states import INDEPENDENT, SPLIT, State, interpret
 from jscaler.rules.localize import Localizer, Parts, Sizes
 from jscaler.rules.neutral import neutral
 

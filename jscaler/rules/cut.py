@@ -16,7 +16,7 @@ from jscaler.capture.jaxprs import live_equations, make_jaxpr, shape
 from jscaler.capture.names import function_name
 from jscaler.ir import FactorNames
 from jscaler.rules.analysed import Analysis
-from jscaler.rules.interpret import Leaves, stages
+from jscaler.rules.factor_states import Leaves, stages
 
 
 @dataclass(frozen=True)

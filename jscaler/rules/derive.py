@@ -9,8 +9,8 @@ from jscaler.ir import Factor, Halo, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.rules.analysed import Analysis
 from jscaler.rules.even import even_only
-from jscaler.rules.interpret import INDEPENDENT, SPLIT, Blocked, Leaves, State, interpret, stages
-from jscaler.rules.wants import operand_halos
+from jscaler.rules.factor_states import INDEPENDENT, SPLIT, Blocked, Leaves, State, interpret, stages
+from jscaler.rules.halo_reach import operand_halos
 
 
 def derive_rule(

@@ -6,7 +6,7 @@ from jax.extend import core
 
 from jscaler.lax_primitives import known
 from jscaler.rules.analysed import Analysis
-from jscaler.rules.wants import slid_along
+from jscaler.rules.halo_reach import slid_along
 
 
 def even_only(analysis: Analysis, leaves: Collection[int]) -> str:

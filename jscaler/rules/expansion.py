@@ -19,7 +19,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import shape_struct
 from jscaler.rules.analysed import Analysis
-from jscaler.rules.interpret import Leaves
+from jscaler.rules.factor_states import Leaves
 
 Value = int | str  # an operand or result of the op by its number, or a value between steps by its name
 

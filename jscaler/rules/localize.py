@@ -22,10 +22,10 @@ from jscaler.capture.user_op import op_p
 from jscaler.ir import Halo
 from jscaler.lax_primitives import REGISTRY, Spec, known
 from jscaler.rules.analysed import Analysis
+from jscaler.rules.halo_reach import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.nested_parts import bind_nested
 from jscaler.rules.neutral import neutral
 from jscaler.rules.user_rules import bind_call, check_shapes
-from jscaler.rules.wants import NONE, Wants, slid_along, wants, window_of
 from jscaler.rules.window_parts import crop, run_windowed
 
 Parts = Mapping[int, int]  # leaf atom -> number of parts

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, inline, open_jaxpr, shape, trace_flat
 from jscaler.rules.analysed import Analysis
-from jscaler.rules.atoms import Atoms
+from jscaler.rules.dim_atoms import Atoms
 
 TensorDims = tuple[list[int], ...]  # per dim its atoms
 State = str
@@ -23,7 +23,7 @@ CUT, FREE = "split", "independent"
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopForm:
     """How many operands of a scan or while are what.
 
     Attributes:
@@ -37,16 +37,16 @@ class Loop:
     conditions: int = 0
 
 
-def loop_of(eqn: core.JaxprEqn) -> Loop:
+def loop_of(eqn: core.JaxprEqn) -> LoopForm:
     """Versions of JAX name the parameters of a scan differently; ranks tell what is scanned over."""
     if eqn.primitive.name == "while":
         conditions, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        return Loop(conditions + body, len(eqn.outvars), conditions)
+        return LoopForm(conditions + body, len(eqn.outvars), conditions)
     inner = open_jaxpr(eqn.params["jaxpr"])[0]
     scanned = sum(len(shape(v)) != len(shape(w)) for v, w in zip(eqn.invars, inner.invars, strict=True))
     stacked = sum(len(shape(v)) != len(shape(w)) for v, w in zip(eqn.outvars, inner.outvars, strict=True))
     carry = len(eqn.outvars) - stacked
-    return Loop(len(eqn.invars) - scanned - carry, carry)
+    return LoopForm(len(eqn.invars) - scanned - carry, carry)
 
 
 def programs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
@@ -64,7 +64,7 @@ def _without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:
 
 
 @dataclass(frozen=True)
-class Nest:
+class NestDims:
     """What `unify` needs of the analysis around a nested equation.
 
     Attributes:
@@ -90,7 +90,7 @@ class Nest:
         return inner.dims[atom] if isinstance(atom, core.Var) else self.constant(shape(atom))
 
 
-def unify(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
+def unify(eqn: core.JaxprEqn, nest: NestDims) -> tuple[Analysis, ...]:
     """Make the dims of a nested equation and of its inner programs one; returns the programs' analyses."""
     inner = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, nest)
     for analysis in inner:  # how far beyond its part a window reads is not followed through a loop
@@ -102,7 +102,7 @@ def unify(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
     return inner
 
 
-def _scan(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
+def _scan(eqn: core.JaxprEqn, nest: NestDims) -> tuple[Analysis, ...]:
     loop = loop_of(eqn)
     start = loop.consts + loop.carry
     scanned, stacked = nest.operands[start:], nest.results[loop.carry :]
@@ -121,14 +121,14 @@ def _scan(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
     return (inner,)
 
 
-def _carried(nest: Nest, outs: Sequence[TensorDims], loop: Loop, where: str) -> None:
+def _carried(nest: NestDims, outs: Sequence[TensorDims], loop: LoopForm, where: str) -> None:
     given = nest.operands[loop.consts : loop.consts + loop.carry]
     for before, after, result in zip(given, outs, nest.results[: loop.carry], strict=True):
         nest.same(before, result, where)
         nest.same(after, result, where)
 
 
-def _while(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
+def _while(eqn: core.JaxprEqn, nest: NestDims) -> tuple[Analysis, ...]:
     loop = loop_of(eqn)
     consts, carry = nest.operands[: loop.consts], nest.operands[loop.consts :]
     zero = nest.zero[: loop.consts]
@@ -140,7 +140,7 @@ def _while(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
     return test, inner
 
 
-def _cond(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
+def _cond(eqn: core.JaxprEqn, nest: NestDims) -> tuple[Analysis, ...]:
     branches = []
     for branch in programs(eqn):
         inner = nest.inside(branch, nest.operands[1:], nest.zero[1:])
@@ -151,7 +151,7 @@ def _cond(eqn: core.JaxprEqn, nest: Nest) -> tuple[Analysis, ...]:
 
 
 @dataclass(frozen=True)
-class Flow:
+class LoopFlow:
     """One factor's states around a nested equation.
 
     Attributes:
@@ -172,12 +172,12 @@ class Flow:
     refuse: Callable[[str], Exception]
 
 
-def flow(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
+def flow(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: LoopFlow) -> list[State]:
     """The states of a nested equation's results."""
     return {"scan": _flow_scan, "while": _flow_while, "cond": _flow_cond}[eqn.primitive.name](eqn, inner, at)
 
 
-def _flow_scan(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
+def _flow_scan(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: LoopFlow) -> list[State]:
     loop, (body,) = loop_of(eqn), inner
     start = loop.consts + loop.carry
     if at.leads([*eqn.invars[start:], *eqn.outvars[loop.carry :]]):  # the index of independent steps
@@ -194,7 +194,7 @@ def _flow_scan(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[
 
 
 def _steady(
-    loop: Loop, at: Flow, step: Callable[[Sequence[State], Sequence[bool]], list[State]]
+    loop: LoopForm, at: LoopFlow, step: Callable[[Sequence[State], Sequence[bool]], list[State]]
 ) -> tuple[list[State], list[State]]:
     """The states that a loop's carry keeps from step to step, and those of a step's results.
 
@@ -215,7 +215,7 @@ def _steady(
     return carry, made
 
 
-def _flow_while(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
+def _flow_while(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: LoopFlow) -> list[State]:
     loop, (test, body) = loop_of(eqn), inner
     consts = at.before[: loop.consts]
     known = (False,) * (loop.consts - loop.conditions)
@@ -225,14 +225,14 @@ def _flow_while(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list
     return made
 
 
-def _flow_cond(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: Flow) -> list[State]:
+def _flow_cond(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: LoopFlow) -> list[State]:
     if at.before[0] != FREE:
         raise at.refuse("the branch of a cond is chosen by it")
     each = [at.run(branch, at.before[1:], ()) for branch in inner]
     return [_agreed(i, inner, [made[i] for made in each], at) for i in range(len(eqn.outvars))]
 
 
-def _agreed(index: int, inner: Sequence[Analysis], states: Sequence[State], at: Flow) -> State:
+def _agreed(index: int, inner: Sequence[Analysis], states: Sequence[State], at: LoopFlow) -> State:
     """The one state of a result in all branches; zero is any sum's share, and any value its own maximum."""
     open_ = {s for s, branch in zip(states, inner, strict=True) if not (s == FREE and branch.gives_zero(index))}
     if FREE in states and set(states) - {FREE} in ({"max"}, {"min"}):

@@ -16,7 +16,7 @@ from jax.extend.mlir.dialects import sdy
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, open_jaxpr, shape, shape_struct
 from jscaler.lax_primitives import Dims, Label, Spec, known
-from jscaler.rules.atoms import Atoms
+from jscaler.rules.dim_atoms import Atoms
 
 WHY = "there is no rule, and no factor of Shardy's that passes through"
 # Of these, dims of operands and results that share a factor are one index, element by element.

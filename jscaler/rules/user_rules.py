@@ -10,7 +10,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, shape, shape_struct
 from jscaler.capture.op_rule import ELLIPSIS, Matched, OpRule, Words, as_rule
-from jscaler.capture.user_op import Call, op_p
+from jscaler.capture.user_op import OpCall, op_p
 from jscaler.errors import RuleError
 from jscaler.ir.mask import Combiner
 from jscaler.lax_primitives import REGISTRY, Dims, Label, Part, Primitive, Spec, known
@@ -144,7 +144,7 @@ def check_shapes(eqn: core.JaxprEqn, results: Sequence[Any], wanted: Sequence[tu
 
 
 def _called(
-    call: Call, run: Callable[..., Any], values: Sequence[Any], parts: Mapping[str, int], rule: Matched
+    call: OpCall, run: Callable[..., Any], values: Sequence[Any], parts: Mapping[str, int], rule: Matched
 ) -> list[Any]:
     try:
         return list(run(*values))

@@ -14,8 +14,8 @@ from jscaler.lax_primitives import Window, known
 from jscaler.lax_primitives.primitive import Part
 from jscaler.lax_primitives.windows import Sweep, scattered
 from jscaler.rules.analysed import Analysis
+from jscaler.rules.halo_reach import NONE, Wants
 from jscaler.rules.neutral import neutral
-from jscaler.rules.wants import NONE, Wants
 
 Slid = Sequence[tuple[Window, int]]  # the windows of an equation whose index is split, and its leaf
 

@@ -31,7 +31,7 @@ class LeafType(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class BoundCall:
     """One call's arguments: flat dynamic leaves with their owners, and the key that decides about recompilation.
 
     ``nodes`` are the caller's own nnx objects, by argument; the step changes them in place.
@@ -51,7 +51,7 @@ class Call:
         """Calls with equal keys run the same executable."""
         return self.static, self.trees, self.types, self.graphdef
 
-    def without_arrays(self) -> "Call":
+    def without_arrays(self) -> "BoundCall":
         """What a cache may keep: no array and no object of the caller stays alive by it."""
         return dataclasses.replace(self, leaves=(), nodes=dict.fromkeys(self.nodes))
 
@@ -97,7 +97,7 @@ class Arguments:
             raise CaptureError(f"argument '{min(both)}' cannot be both static and donated")
         return Arguments(signature, donated, static)
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
         """Flatten a call; raises CaptureError for leaves that are no arrays."""
         bound = self.signature.bind(*args, **kwargs)
         leaves, types, owners, static, trees = [], [], [], [], []
@@ -117,9 +117,9 @@ class Arguments:
                 types.append(leaf_type(leaf, name, value, i))
             leaves += flat
             owners += [name] * len(flat)
-        return Call(self, tuple(leaves), tuple(types), tuple(owners), tuple(static), tuple(trees), graphdef, nodes)
+        return BoundCall(self, tuple(leaves), tuple(types), tuple(owners), tuple(static), tuple(trees), graphdef, nodes)
 
-    def rebuild(self, call: Call, leaves: Iterable[Any]) -> tuple[inspect.BoundArguments, dict[str, Any]]:
+    def rebuild(self, call: BoundCall, leaves: Iterable[Any]) -> tuple[inspect.BoundArguments, dict[str, Any]]:
         """The arguments of ``call`` with other leaves in place; and those of them that are fresh nnx objects."""
         rest = iter(leaves)
         values = dict(call.static)
@@ -193,7 +193,7 @@ def leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
     )
 
 
-def difference(expected: Call, given: Call) -> str:
+def difference(expected: BoundCall, given: BoundCall) -> str:
     """What tells two calls apart, for an error message."""
     if expected.static != given.static:
         return f"static {dict(given.static)} instead of {dict(expected.static)}"

@@ -14,7 +14,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.target_report import Inspectable, TargetReport
 from jscaler.runtime import graph_nodes
-from jscaler.runtime.arguments import Call, difference
+from jscaler.runtime.arguments import BoundCall, difference
 from jscaler.runtime.devices import Device, resolve_devices
 from jscaler.runtime.dispatch import KnownArguments
 from jscaler.runtime.executable import Executable
@@ -36,7 +36,7 @@ class Lowered:
     plan: ExplainedPlan
     captured: Captured
     executable: Executable
-    call: Call
+    call: BoundCall
     out_tree: Any
     segments: tuple[Any, ...]
     devices: tuple[Device, ...]
@@ -143,7 +143,7 @@ class Compiled(Inspectable):
         """
         return self.result(self.place(leaves), leaves, nodes)
 
-    def run_call(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run_call(self, call: BoundCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run on the arguments that were bound as ``call``; a next call of the same form is bound faster."""
         placed = self.place(call.leaves)
         self.known.learn(args, kwargs, call, placed)

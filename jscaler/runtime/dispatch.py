@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jscaler.runtime.arguments import Call, leaf_type
+from jscaler.runtime.arguments import BoundCall, leaf_type
 
 _AVAL, _SHARDING = attrgetter("aval"), attrgetter("sharding")
 
@@ -67,7 +67,7 @@ class KnownArguments:
         """``leaves`` in the plan's layout."""
         return list(map(place, distinct(leaves, self._donated), self._shardings, self._returned))
 
-    def learn(self, args: Sequence[Any], kwargs: Mapping[str, Any], call: Call, placed: Sequence[Any]) -> None:
+    def learn(self, args: Sequence[Any], kwargs: Mapping[str, Any], call: BoundCall, placed: Sequence[Any]) -> None:
         """Remember the form of a call that was bound as ``call``, and whose leaves were placed as ``placed``."""
         self._tree = None
         if call.nodes:

@@ -14,7 +14,7 @@ from jscaler.ir import Graph, PTensor
 from jscaler.materialize import Layout
 from jscaler.materialize.stored import store_of
 from jscaler.primitives import Plan, Store
-from jscaler.runtime.arguments import Call
+from jscaler.runtime.arguments import BoundCall
 from jscaler.stages import Captured, transform
 
 
@@ -30,7 +30,7 @@ class Followed:
     owners: tuple[str, ...]
 
     @staticmethod
-    def of(graph: Graph, inputs: Mapping[PTensor, Layout], call: Call) -> "Followed":
+    def of(graph: Graph, inputs: Mapping[PTensor, Layout], call: BoundCall) -> "Followed":
         updated = dict.fromkeys(call.owners[i] for i in sorted(graph.next_version.values()))
         return Followed({t.name: (t, inputs[t]) for t in graph.inputs}, tuple(updated))
 
@@ -51,7 +51,7 @@ class Following:
     planned: Callable[[], Iterable[Followed]]
     paths: Mapping[str, str] = field(default_factory=dict)
 
-    def plan(self, captured: Captured, policy: Any, call: Call, num_devices: int, step: str) -> Plan:
+    def plan(self, captured: Captured, policy: Any, call: BoundCall, num_devices: int, step: str) -> Plan:
         """The plan of ``step`` by its own ``policy``, or by the other's where that fits; the state's layouts are in it."""
         stores = self.stores(call)
         if policy is None:
@@ -74,7 +74,7 @@ class Following:
             )
             return left_open
 
-    def stores(self, call: Call) -> list[Store]:
+    def stores(self, call: BoundCall) -> list[Store]:
         """The decisions that store the state leaves of ``call``.
 
         Raises:
@@ -97,7 +97,7 @@ class Following:
             raise CaptureError(f"this is not the state of '{self.name}': {differences[0]}")
         return found
 
-    def _stores(self, call: Call, followed: Followed) -> tuple[list[Store], list[str]]:
+    def _stores(self, call: BoundCall, followed: Followed) -> tuple[list[Store], list[str]]:
         """The decisions, and what tells the leaves from those that are followed."""
         arguments = list(dict.fromkeys(call.owners))
         paths = dict(self.paths) or {name: name for name in followed.owners if name in arguments}

@@ -9,7 +9,7 @@ import jax
 
 from jscaler.capture.names import PathNames, tree_path
 from jscaler.runtime import graph_nodes
-from jscaler.runtime.arguments import Arguments, Call
+from jscaler.runtime.arguments import Arguments, BoundCall
 from jscaler.stages import Captured, capture
 
 
@@ -37,7 +37,7 @@ class StepResult:
 
 
 def capture_call(
-    fun: Callable[..., Any], arguments: Arguments, call: Call, updates: bool = True
+    fun: Callable[..., Any], arguments: Arguments, call: BoundCall, updates: bool = True
 ) -> tuple[Captured, StepResult]:
     """The graph of ``fun`` for arguments like ``call``'s; ``updates``: whether results may be their next versions."""
     result = StepResult()
@@ -70,14 +70,14 @@ def capture_call(
     return capture(flat_fun, structs, call.names, output_names, next_versions), result
 
 
-def _node_arrays(call: Call, nodes: Mapping[str, Any]) -> list[Any]:
+def _node_arrays(call: BoundCall, nodes: Mapping[str, Any]) -> list[Any]:
     """The arrays that ``nodes`` hold, in the order of the call's leaves."""
     graphdef, trees = graph_nodes.split(nodes)
     graph_nodes.check_structure(call.graphdef, graphdef, "the step")
     return [leaf for name in call.nodes for leaf in jax.tree.leaves(trees[name])]
 
 
-def _node_changes(arguments: Arguments, call: Call, nodes: Mapping[str, Any], leaves: Sequence[Any]) -> NodeChanges:
+def _node_changes(arguments: Arguments, call: BoundCall, nodes: Mapping[str, Any], leaves: Sequence[Any]) -> NodeChanges:
     """What the step changed in ``nodes``. Of a donated argument all comes back, since nothing else of it is left."""
     marked = graph_nodes.variables(nodes)
     held = [flag for name in call.nodes for flag in jax.tree.leaves(marked[name])]
@@ -88,7 +88,7 @@ def _node_changes(arguments: Arguments, call: Call, nodes: Mapping[str, Any], le
     return NodeChanges(tuple(changed), {i: path for (i, path), flag in zip(places, held, strict=True) if flag})
 
 
-def _next_versions(arguments: Arguments, call: Call, result: StepResult, gradients: frozenset[int]) -> dict[int, int]:
+def _next_versions(arguments: Arguments, call: BoundCall, result: StepResult, gradients: frozenset[int]) -> dict[int, int]:
     """Output leaf -> input leaf, for every argument whose tree comes back with the same shapes.
 
     Without donation, a bare array that comes back is no state: state is a tree.

@@ -16,9 +16,9 @@ from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import DeviceError
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.buffers import dump_options, read_dump
-from jscaler.report.memory import compiled_memory
 from jscaler.report.target_report import TargetReport, collective_rows, xla_bytes
 from jscaler.report.targets import described_devices, device_kind
+from jscaler.report.xla_memory import compiled_memory
 from jscaler.runtime.executable import executable, lowered
 
 Target = str | os.PathLike[str] | Cluster

@@ -22,13 +22,13 @@ from jscaler.ir.loop import Item, chain_of
 from jscaler.ir.mask import Combiner
 from jscaler.ir.walk import closure
 from jscaler.primitives import Trans
-from jscaler.rules.book import RuleBook
 from jscaler.rules.neutral import neutral
-from jscaler.schedule.alone import handed_on
-from jscaler.schedule.parts import Form, OpPart, Own, Piece, Sliced, Summed, like_its_forward, op_part
-from jscaler.schedule.regions import Region, shifted
+from jscaler.rules.rule_book import RuleBook
+from jscaler.schedule.op_parts import Form, OpPart, Own, Piece, Sliced, Summed, like_its_forward, op_part
+from jscaler.schedule.per_microbatch_state import handed_on
 from jscaler.schedule.time_axes import TimeAxes, TimeCut
-from jscaler.schedule.wide import wide_sum
+from jscaler.schedule.time_regions import TimeRegion, shifted
+from jscaler.schedule.wide_sums import wide_sum
 from jscaler.schedule.writer import AxisWriter, RegionWriter
 
 
@@ -155,7 +155,7 @@ class _Writer(AxisWriter):
         left = dict(pair for dims in part.named.tensors for dim in dims for pair in dim) if part.named else {}
         return left.get(factor, 1) % math.prod(a.parts for a in axes) == 0
 
-    def region(self, region: Region, place: str | None) -> list[Item]:
+    def region(self, region: TimeRegion, place: str | None) -> list[Item]:
         return _Region(self, region, place).run()
 
     def counterpart(self, op: Op, source: Op) -> Op | None:
@@ -173,7 +173,7 @@ class _Region(RegionWriter):
 
     writer: _Writer
 
-    def __init__(self, writer: _Writer, region: Region, place: str | None):
+    def __init__(self, writer: _Writer, region: TimeRegion, place: str | None):
         super().__init__(writer, region, place)
         self.before: list[Item] = []
         self.after: list[Item] = []

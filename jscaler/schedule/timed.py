@@ -13,7 +13,7 @@ import dataclasses
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph
 from jscaler.primitives import Decision, Plan, Trans
-from jscaler.rules.book import RuleBook
+from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.part_loop import in_loops
 from jscaler.schedule.time_axes import time_axes
 from jscaler.schedule.unrolled import unrolled

@@ -19,12 +19,12 @@ from jscaler.ir.loop import Item
 from jscaler.primitives import Assign, Order, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Decision
-from jscaler.rules.book import RuleBook
-from jscaler.schedule.parts import OpPart, Piece, Ranged, Summed, cell_parts
-from jscaler.schedule.regions import Region
-from jscaler.schedule.runs import Runs, pins
+from jscaler.rules.rule_book import RuleBook
+from jscaler.schedule.op_parts import OpPart, Piece, Ranged, Summed, cell_parts
+from jscaler.schedule.pinned_runs import Runs, pins
 from jscaler.schedule.time_axes import CellOrder, Cells, TimeAxes, TimeCut
-from jscaler.schedule.wide import cast, wide_sum
+from jscaler.schedule.time_regions import TimeRegion
+from jscaler.schedule.wide_sums import cast, wide_sum
 from jscaler.schedule.writer import AxisWriter, RegionWriter
 
 
@@ -113,7 +113,7 @@ class _Writer(AxisWriter):
         if part is not None:
             yield part
 
-    def region(self, region: Region, place: str | None) -> list[Item]:
+    def region(self, region: TimeRegion, place: str | None) -> list[Item]:
         return _Region(self, region, place).run()
 
     def counterpart(self, op: Op, source: Op) -> Op | None:

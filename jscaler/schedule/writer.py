@@ -16,11 +16,11 @@ from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, made_by
 from jscaler.ir.mask import Combiner
-from jscaler.rules.book import RuleBook
-from jscaler.schedule.parts import Form, OpPart, Piece, names_of, passed_on
-from jscaler.schedule.regions import Region, Regions
+from jscaler.rules.rule_book import RuleBook
+from jscaler.schedule.op_parts import Form, OpPart, Piece, names_of, passed_on
 from jscaler.schedule.time_axes import TimeAxes
-from jscaler.schedule.wide import add_wide, cast, read_wide
+from jscaler.schedule.time_regions import TimeRegion, TimeRegions
+from jscaler.schedule.wide_sums import add_wide, cast, read_wide
 
 JOIN = {"max": lambda a, b: [jnp.maximum(a, b)], "min": lambda a, b: [jnp.minimum(a, b)]}
 
@@ -49,7 +49,7 @@ class AxisWriter(ABC):
         for loop in graph.loops.values():
             for tensor in (*loop.operands, *loop.returned):
                 self.read_by.setdefault(tensor, set()).add(loop.name)
-        self.regions = Regions(graph, self.planned(), self._follow, closed)
+        self.regions = TimeRegions(graph, self.planned(), self._follow, closed)
 
     def run(self) -> Graph:
         items = self.regions.rewritten(self.graph.tree, None, self.region)
@@ -65,7 +65,7 @@ class AxisWriter(ABC):
         """What ``op`` may do for one part if ``factor`` is cut as ``form`` is."""
 
     @abstractmethod
-    def region(self, region: Region, place: str | None) -> list[Item]:
+    def region(self, region: TimeRegion, place: str | None) -> list[Item]:
         """What is written for one region, in the loop ``place``."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class AxisWriter(ABC):
             changes["named"] = names_of(self.book.rule(self.cells.get(op.path, (op,))[0]))
         return dataclasses.replace(op, **changes) if changes else op
 
-    def outside(self, tensor: PTensor, region: Region) -> bool:
+    def outside(self, tensor: PTensor, region: TimeRegion) -> bool:
         """Whether someone needs ``tensor``, which ``region`` makes, whole and outside."""
         if self.read_by.get(tensor, set()) - region.loops:
             return True
@@ -149,7 +149,7 @@ class RegionWriter(ABC):
 
     mark = ""  # what follows the names of ops, and of cuts, of this part
 
-    def __init__(self, writer: AxisWriter, region: Region, place: str | None):
+    def __init__(self, writer: AxisWriter, region: TimeRegion, place: str | None):
         self.writer, self.region, self.place = writer, region, place
         self.forms = writer.regions.forms
         self.name = f"{writer.axis}@{min(region.ops, key=writer.graph.position.__getitem__)}"

@@ -34,12 +34,12 @@ from jscaler.materialize.edges import Edge
 from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.extended import check_extended, extended
-from jscaler.verification.flow import Flow, emitted_exchange, max_carries, plain_program, spec_masks
+from jscaler.verification.flow import SlotFlow, emitted_exchange, max_carries, plain_program, spec_masks
 from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
+from jscaler.verification.local_programs import Local, abstract_mesh, open_shard_map, trace_local
 from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.time_loops import check_time_loops
-from jscaler.verification.trace import Local, abstract_mesh, open_shard_map, trace_local
 from jscaler.verification.values import content_key, numbered
 
 
@@ -150,7 +150,7 @@ class _StepCheck:
             sizes, names = _axes_of(segment.program.group)
             structs = [shape_struct(t.aval) for t in segment.program.tensors]
             emitted = open_shard_map(emit(segment, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
-            flow = Flow(self.step, segment.program, names)
+            flow = SlotFlow(self.step, segment.program, names)
             flow.walk(emitted)
             moved, proven, number = self._exchanges(segment, flow, sizes, names)
             self._same_values(segment.program, emitted, flow, sizes)
@@ -162,7 +162,7 @@ class _StepCheck:
         return Report(len(devices), count, len(self.proven), collectives, elements, reads, time_loops)
 
     def _exchanges(
-        self, segment: Segment, flow: Flow, sizes: Mapping[str, int], names: Sequence[Any]
+        self, segment: Segment, flow: SlotFlow, sizes: Mapping[str, int], names: Sequence[Any]
     ) -> tuple[Counter[str], int, int]:
         """Every exchange of the flat program: equal code between equal masks is interpreted once."""
         collectives: Counter[str] = Counter()
@@ -189,7 +189,7 @@ class _StepCheck:
             count += 1
         return collectives, elements, count
 
-    def _same_values(self, program: Program, emitted: Local, flow: Flow, sizes: Mapping[str, int]) -> None:
+    def _same_values(self, program: Program, emitted: Local, flow: SlotFlow, sizes: Mapping[str, int]) -> None:
         structs = []
         for slot, _ in program.inputs:
             held = flow.slots[slot]

@@ -14,7 +14,7 @@ from jscaler.capture.jaxprs import evaluate, shape
 from jscaler.errors import VerificationError
 from jscaler.ir import PTensor
 from jscaler.ir.mask import Mask
-from jscaler.lower.collectives import exchange
+from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task
@@ -24,8 +24,8 @@ from jscaler.materialize.edges import Edge
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.collectives import COLLECTIVES
 from jscaler.verification.frames import Frame
+from jscaler.verification.local_programs import Local
 from jscaler.verification.symbols import Patterns
-from jscaler.verification.trace import Local
 
 Masks = tuple[Mask, ...]
 
@@ -86,7 +86,7 @@ def max_carries(tasks: Sequence[Task]) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSlot:
     """A slot's content: each device's mask of a tensor, and the rows around it."""
 
     tensor: PTensor
@@ -103,7 +103,7 @@ class Held:
 
 
 @dataclass
-class Flow:
+class SlotFlow:
     """Walks the tasks of a group's program. What an exchange leaves is taken at its word here, and proven apart from it.
 
     Attributes:
@@ -114,8 +114,8 @@ class Flow:
     step: StepPlan
     program: Program
     names: Sequence[Any]
-    slots: dict[int, Held] = field(default_factory=dict)
-    exchanges: dict[int, tuple[Held, Held]] = field(default_factory=dict)
+    slots: dict[int, HeldSlot] = field(default_factory=dict)
+    exchanges: dict[int, tuple[HeldSlot, HeldSlot]] = field(default_factory=dict)
     num_reads: int = 0
     _same: set[tuple[Masks, Masks]] = field(default_factory=set)
     _masks: dict[Any, Masks] = field(default_factory=dict)
@@ -129,16 +129,16 @@ class Flow:
         program = self.program
         sizes = dict(program.group.axes)
         for tensor, (slot, _), spec in zip(program.tensors, program.inputs, local.in_specs, strict=True):
-            self.slots[slot] = Held(tensor, spec_masks(spec, sizes, tensor.shape))
+            self.slots[slot] = HeldSlot(tensor, spec_masks(spec, sizes, tensor.shape))
         wanted = self._first_readers()
         self._tasks(program.tasks, wanted)
         outputs = zip(program.results, program.outputs, local.out_specs, strict=True)
         for index, (slot, _), spec in outputs:
             tensor = self.step.graph.outputs[index]
-            promised = Held(tensor, spec_masks(spec, sizes, tensor.shape))
+            promised = HeldSlot(tensor, spec_masks(spec, sizes, tensor.shape))
             self._check(self.slots[slot], promised, lambda index=index, tensor=tensor: f"output {index} '{tensor.name}'")
 
-    def _tasks(self, tasks: Sequence[Task], wanted: Mapping[int, Held]) -> None:
+    def _tasks(self, tasks: Sequence[Task], wanted: Mapping[int, HeldSlot]) -> None:
         for task in tasks:
             if isinstance(task, Compute):
                 self._compute(task)
@@ -148,7 +148,7 @@ class Flow:
                 self.exchanges[task.output] = (self.slots[task.input], wanted[task.output])
                 self.slots[task.output] = wanted[task.output]
 
-    def _repeat(self, task: Repeat, wanted: Mapping[int, Held]) -> None:
+    def _repeat(self, task: Repeat, wanted: Mapping[int, HeldSlot]) -> None:
         """By induction: a carry comes as an iteration takes it, and an iteration leaves it so."""
         loop = task.loop
         before, after = self._loop_reads(task)
@@ -156,62 +156,62 @@ class Flow:
             self._check(self.slots[slot], held, lambda held=held: f"loop '{loop.name}', '{held.tensor.name}'")
         laid = self.step.completed.loops[loop.name]
         for carry, layout, (_, inside, _, final) in zip(loop.carries, laid.carries, task.carries, strict=True):
-            self.slots[inside] = Held(carry.inside, self._all(layout))
-            self.slots[final] = Held(carry.final, self._all(layout))
+            self.slots[inside] = HeldSlot(carry.inside, self._all(layout))
+            self.slots[final] = HeldSlot(carry.final, self._all(layout))
         for x, layout, (_, piece) in zip(loop.xs, laid.xs, task.xs, strict=True):
-            self.slots[piece] = Held(x.slice, self._all(layout))
+            self.slots[piece] = HeldSlot(x.slice, self._all(layout))
         self._tasks(task.tasks, wanted)
         for slot, held in after:
             self._check(self.slots[slot], held, lambda held=held: f"end of loop '{loop.name}', '{held.tensor.name}'")
         for y, layout, (_, stack) in zip(loop.ys, laid.ys, task.ys, strict=True):
-            self.slots[stack] = Held(y.stack, self._all(layout.stacked(loop.length)))
+            self.slots[stack] = HeldSlot(y.stack, self._all(layout.stacked(loop.length)))
 
-    def _loop_reads(self, task: Repeat) -> tuple[list[tuple[int, Held]], list[tuple[int, Held]]]:
+    def _loop_reads(self, task: Repeat) -> tuple[list[tuple[int, HeldSlot]], list[tuple[int, HeldSlot]]]:
         """What a loop reads before its first iteration, and what each iteration must leave."""
         loop, laid = task.loop, self.step.completed.loops[task.loop.name]
         before, after = [], []
         for carry, layout, (init, _, out, _) in zip(loop.carries, laid.carries, task.carries, strict=True):
-            before.append((init, Held(carry.init, self._all(layout))))
-            after.append((out, Held(carry.out, self._all(layout))))
+            before.append((init, HeldSlot(carry.init, self._all(layout))))
+            after.append((out, HeldSlot(carry.out, self._all(layout))))
         for x, layout, (stack, _) in zip(loop.xs, laid.xs, task.xs, strict=True):
-            before.append((stack, Held(x.stack, self._all(layout.stacked(loop.length)))))
+            before.append((stack, HeldSlot(x.stack, self._all(layout.stacked(loop.length)))))
         for y, layout, (piece, _) in zip(loop.ys, laid.ys, task.ys, strict=True):
-            after.append((piece, Held(y.slice, self._all(layout))))
+            after.append((piece, HeldSlot(y.slice, self._all(layout))))
         return before, after
 
     def _compute(self, task: Compute) -> None:
         laid = self.step.completed.ops[task.op.path]
         count = len(task.inputs)
         for index, slot in enumerate(task.inputs):
-            wanted = Held(task.op.inputs[index], self._all(laid.inputs[index]), laid.edges_of(index))
+            wanted = HeldSlot(task.op.inputs[index], self._all(laid.inputs[index]), laid.edges_of(index))
             here = f"op '{task.op.path}', input {index} '{wanted.tensor.name}'"
             self._check(self.slots[slot], wanted, lambda here=here: here)
             self._check_shape(here, wanted, task.jaxpr.invars[:count][index])
         for index, slot in enumerate(task.outputs):
-            left = Held(task.op.outputs[index], self._all(laid.outputs[index]))
+            left = HeldSlot(task.op.outputs[index], self._all(laid.outputs[index]))
             self._check_shape(f"op '{task.op.path}', output {index}", left, task.jaxpr.outvars[index])
             self.slots[slot] = left
         for eqn in task.jaxpr.eqns:
             if eqn.primitive.name in COLLECTIVES:
                 raise VerificationError(f"op '{task.op.path}' runs a {eqn.primitive.name} of its own")
 
-    def _first_readers(self) -> dict[int, Held]:
+    def _first_readers(self) -> dict[int, HeldSlot]:
         """For each slot what its first reader wants there; the others are held to the same."""
         program = self.program
-        found: dict[int, Held] = {}
+        found: dict[int, HeldSlot] = {}
         self._find_readers(program.tasks, found)
         for (slot, _), index in zip(program.outputs, program.results, strict=True):
-            found.setdefault(slot, Held(self.step.graph.outputs[index], self._all(self.step.completed.outputs[index])))
+            found.setdefault(slot, HeldSlot(self.step.graph.outputs[index], self._all(self.step.completed.outputs[index])))
         return found
 
-    def _find_readers(self, tasks: Sequence[Task], found: dict[int, Held]) -> None:
+    def _find_readers(self, tasks: Sequence[Task], found: dict[int, HeldSlot]) -> None:
         for task in tasks:
             if isinstance(task, Compute):
                 laid = self.step.completed.ops[task.op.path]
                 for i, (slot, tensor, layout) in enumerate(zip(task.inputs, task.op.inputs, laid.inputs, strict=True)):
-                    found.setdefault(slot, Held(tensor, self._all(layout), laid.edges_of(i)))
+                    found.setdefault(slot, HeldSlot(tensor, self._all(layout), laid.edges_of(i)))
             elif isinstance(task, Extend):
-                found.setdefault(task.input, Held(task.tensor, self._all(task.layout)))
+                found.setdefault(task.input, HeldSlot(task.tensor, self._all(task.layout)))
             elif isinstance(task, Repeat):
                 before, after = self._loop_reads(task)
                 for slot, held in before:
@@ -227,7 +227,7 @@ class Flow:
             self._masks[layout] = tuple(layout.mask(position[d]) for d in self.program.group.devices)
         return self._masks[layout]
 
-    def _check(self, held: Held, wanted: Held, where: Callable[[], str]) -> None:
+    def _check(self, held: HeldSlot, wanted: HeldSlot, where: Callable[[], str]) -> None:
         if held.tensor != wanted.tensor:
             raise VerificationError(f"{where()}: its slot holds '{held.tensor.name}'")
         if held.edges != wanted.edges:
@@ -238,7 +238,7 @@ class Flow:
             same_parts(held.masks, wanted.masks, held.tensor.shape, self.names, where)
             self._same.add((held.masks, wanted.masks))
 
-    def _check_shape(self, where: str, held: Held, atom: Any) -> None:
+    def _check_shape(self, where: str, held: HeldSlot, atom: Any) -> None:
         if shape(atom) != (expected := held.shape):
             raise VerificationError(f"{where}: a local array of {list(shape(atom))} for parts of {list(expected)}")
 

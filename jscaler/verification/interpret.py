@@ -19,8 +19,8 @@ from jscaler.errors import VerificationError
 from jscaler.ir.mask import Combiner
 from jscaler.lax_primitives import known
 from jscaler.verification import collectives
-from jscaler.verification.branches import Branches, Entered, entered
-from jscaler.verification.moves import beyond, choose, concrete, move_of, operands
+from jscaler.verification.cell_moves import beyond, choose, concrete, move_of, operands
+from jscaler.verification.collectives_in_branches import Branches, Entered, entered
 from jscaler.verification.symbols import Broken, Leaves, Patterns, Symbolic
 
 Value = np.ndarray | Symbolic

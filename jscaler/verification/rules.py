@@ -15,7 +15,7 @@ from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.errors import RuleError, UnknownNameError, VerificationError
 from jscaler.ir import Factor
 from jscaler.text.tables import table
-from jscaler.verification.parts import Comparison, Fragment, compare_all
+from jscaler.verification.whole_against_parts import PartsComparison, FragmentInParts, compare_all
 
 PARTS = (2, 3, 4)
 
@@ -115,7 +115,7 @@ class _Run:
 
     direction: str
     splits: list[tuple[str, int]]
-    comparison: Comparison
+    comparison: PartsComparison
 
     @property
     def factors(self) -> list[Factor]:
@@ -137,7 +137,7 @@ def _prepared(
     name = getattr(fun, "__name__", None) or getattr(fun, "name", type(fun).__name__)
     args = tuple(_value(x, i) for i, x in enumerate(args))
     jaxpr = trace_flat(lambda *xs: jax.tree.leaves(call(*xs)), [jax.typeof(x) for x in args])
-    made = Fragment.of(jaxpr)
+    made = FragmentInParts.of(jaxpr)
     for factor in wanted or ():
         if factor not in made.open:
             raise UnknownNameError("open factor", factor, made.open, f" in '{name}' ({made.rule})")
@@ -149,12 +149,12 @@ def _prepared(
         blocked.append(("backward", "", str(error)))
     runs = []
     for direction, one, values in directions:
-        own = Fragment.of(one)
+        own = FragmentInParts.of(one)
         named = [f for f in own.open if wanted is None or f in wanted]
         splits = [(f, n) for f in named for n in parts if n > 1 and own.open[f] % n == 0]
         what = f"{name}, {direction}"
         programs = [_program(what, own, f, n) for f, n in splits]
-        runs.append(_Run(direction, splits, Comparison(own, values, [{f: n} for f, n in splits], programs, what)))
+        runs.append(_Run(direction, splits, PartsComparison(own, values, [{f: n} for f, n in splits], programs, what)))
     if made.open and not any(one.splits for one in runs):
         sizes = ", ".join(f"{f} ({n})" for f, n in made.open.items() if wanted is None or f in wanted)
         raise VerificationError(
@@ -170,7 +170,7 @@ def _value(x: Any, index: int) -> Any:
     return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
-def _program(what: str, made: Fragment, factor: str, n: int) -> core.Jaxpr:
+def _program(what: str, made: FragmentInParts, factor: str, n: int) -> core.Jaxpr:
     """The program of one part; says which it is that cannot even be traced."""
     try:
         return made.local({factor: n})

@@ -24,8 +24,8 @@ from jscaler.ir import Carry, Loop, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
 from jscaler.lower.program import Compute, Program, Repeat, Task
-from jscaler.rules.book import RuleBook
 from jscaler.rules.neutral import neutral
+from jscaler.rules.rule_book import RuleBook
 from jscaler.stages import StepPlan
 from jscaler.verification.iterations import each_once, ids, joins, only_moves, parts_of
 
@@ -41,16 +41,16 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Part:
+class VisitedPart:
     """One of as many parts as there are iterations: of ``dim``, seen as (blocks, parts, rows), as far as that is known."""
 
     dim: int | None = None
     blocks: int | None = None
     rows: int | None = None
 
-    def shifted(self, by: int) -> "Part":
+    def shifted(self, by: int) -> "VisitedPart":
         """The same of a stack, or of a slice of one."""
-        return Part(self.dim + by if self.dim is not None else None, self.blocks, self.rows)
+        return VisitedPart(self.dim + by if self.dim is not None else None, self.blocks, self.rows)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Open:
     """A carry of a loop in the body, before it is known what an iteration leaves."""
 
 
-State = Whole | Index | Part | Sum | SoFar | Unknown | Open
+State = Whole | Index | VisitedPart | Sum | SoFar | Unknown | Open
 WHOLE, INDEX, UNKNOWN, OPEN = Whole(), Index(), Unknown(), Open()
 States = dict[PTensor, State]
 
@@ -132,7 +132,7 @@ class _Level:
         state = self.stacks[stack]
         if state == WHOLE or isinstance(state, Sum):
             raise VerificationError(f"{where}: what each iteration leaves is no part: {_text(state)}")
-        if isinstance(state, Part) and state.dim is not None and state.blocks is not None and state.rows is not None:
+        if isinstance(state, VisitedPart) and state.dim is not None and state.blocks is not None and state.rows is not None:
             found = each_once(_body(op), [ids(stack.shape)], 1, [], where)
             parts = parts_of(found[0], state.dim, state.blocks, loop.length, state.rows)
             if parts is None or not np.array_equal(parts, ids(stack.shape)):
@@ -192,7 +192,7 @@ class _TimeLoop:
             if not isinstance(joined, Unknown) and joined != Sum(combiner):
                 raise VerificationError(f"{here}: what each iteration joins by {combiner} is no summand: {_text(joined)}")
             self._check_start(carry, combiner, here)
-        elif isinstance(state, Part | Sum) or (isinstance(state, SoFar) and state.carry != carry.inside):
+        elif isinstance(state, VisitedPart | Sum) or (isinstance(state, SoFar) and state.carry != carry.inside):
             raise VerificationError(f"{here}: what the last iteration leaves is not the whole: {_text(state)}")
         elif isinstance(state, SoFar) and carry.is_sum:
             raise VerificationError(f"{here}: no iteration adds anything to it")
@@ -267,7 +267,7 @@ class _TimeLoop:
         if any(isinstance(s, Index | SoFar) for s in given):
             return [UNKNOWN] * len(source.outputs)
         if factor is None:
-            if any(isinstance(s, Part) for s in given):
+            if any(isinstance(s, VisitedPart) for s in given):
                 return None
             if UNKNOWN in given or not any(isinstance(s, Sum) for s in given):
                 return [UNKNOWN if UNKNOWN in given else WHOLE] * len(source.outputs)
@@ -280,7 +280,7 @@ class _TimeLoop:
             place = next((d for d, names in enumerate(dims) if factor in names), None)
             if isinstance(state, Sum) or ((state == WHOLE) != (place is None) and state != UNKNOWN):
                 return None
-            if isinstance(state, Part):
+            if isinstance(state, VisitedPart):
                 if state.dim not in (None, place):
                     return None
                 if state.blocks is not None and one_cut and place is not None:
@@ -299,10 +299,10 @@ class _TimeLoop:
         for dim, names in enumerate(dims):
             if factor in names:
                 if blocks is None:
-                    return Part(dim)
+                    return VisitedPart(dim)
                 outer = blocks * _outer(rule, names, factor)
                 size = math.prod(rule.factors[n].size for n in names)
-                return Part(dim, outer, size // (outer * self.task.loop.length))
+                return VisitedPart(dim, outer, size // (outer * self.task.loop.length))
         return UNKNOWN if rule.factors[factor].kind == "blocked" else WHOLE
 
     def _sliced(self, task: Compute, given: Sequence[State]) -> Sequence[State]:
@@ -312,7 +312,7 @@ class _TimeLoop:
         if len(rest) != 1 or not only_moves(_body(op)):
             return [UNKNOWN] * len(op.outputs)
         number, where = given.index(rest[0]), f"{self._here()}, '{op.outputs[0].name}'"
-        if isinstance(rest[0], Part | Sum | SoFar):
+        if isinstance(rest[0], VisitedPart | Sum | SoFar):
             raise VerificationError(f"{where}: a part is cut off {_text(rest[0])}")
         args = [np.arange(count, dtype=np.int32)] * len(op.inputs)
         for jaxpr, places in ((task.jaxpr, _places(self.program, task)), (_body(op), [])):
@@ -324,7 +324,7 @@ class _TimeLoop:
             rows = found.shape[1 + dims[0]] // blocks
             parts = parts_of(ids(whole), dims[0], blocks, count, rows)
             if parts is not None and np.array_equal(parts, found):
-                return [Part(dims[0], blocks, rows)]
+                return [VisitedPart(dims[0], blocks, rows)]
         raise VerificationError(f"{where}: the parts of the iterations do not follow each other")
 
     def _of_our_own(self, op: Op, given: Sequence[State]) -> State:
@@ -337,7 +337,7 @@ class _TimeLoop:
         if combiner is not None:
             return self._joined(op, combiner, given)
         if len(data) == 1 and only_moves(jaxpr):
-            return Part() if isinstance(data[0], Part) else UNKNOWN if isinstance(data[0], SoFar) else data[0]
+            return VisitedPart() if isinstance(data[0], VisitedPart) else UNKNOWN if isinstance(data[0], SoFar) else data[0]
         return UNKNOWN
 
     def _joined(self, op: Op, combiner: Combiner, given: Sequence[State]) -> State:
@@ -352,7 +352,7 @@ class _TimeLoop:
         kinds = {type(s) for s in given}
         if kinds == {Whole, Sum}:  # a loop within starts its sum at nothing
             return next(s for s in given if isinstance(s, Sum))
-        return Part() if kinds == {Part} else UNKNOWN
+        return VisitedPart() if kinds == {VisitedPart} else UNKNOWN
 
     def _repeat(self, task: Repeat, states: States, around: tuple[Loop, ...]) -> None:
         """A loop in the body: what its carries are does not change from iteration to iteration."""
@@ -366,7 +366,7 @@ class _TimeLoop:
             env = {**states, **dict(zip((c.inside for c in loop.carries), guess, strict=True))}
             for x in loop.xs:
                 state = states.get(x.stack, WHOLE)
-                env[x.slice] = state.shifted(-1) if isinstance(state, Part) else state
+                env[x.slice] = state.shifted(-1) if isinstance(state, VisitedPart) else state
             before = len(self.read)
             self._tasks(task.tasks, env, inner)
             ends = [env.get(c.out, WHOLE) for c in loop.carries]
@@ -379,15 +379,15 @@ class _TimeLoop:
         states.update(zip((c.final for c in loop.carries), guess, strict=True))
         for y in loop.ys:
             state = env.get(y.slice, WHOLE)
-            states[y.stack] = state.shifted(1) if isinstance(state, Part) else state
+            states[y.stack] = state.shifted(1) if isinstance(state, VisitedPart) else state
 
 
 def _of_shape(state: State, whole: PTensor, made: PTensor) -> State:
     """What an op that runs alone makes: a part, if its shape is a part's; what else is its own is not followed."""
     cut = [d for d, (a, b) in enumerate(zip(whole.shape, made.shape, strict=True)) if a != b]
     if not cut:
-        return UNKNOWN if state == WHOLE or isinstance(state, Part) else state
-    return state if isinstance(state, Part) and state.dim == cut[0] else Part(cut[0])
+        return UNKNOWN if state == WHOLE or isinstance(state, VisitedPart) else state
+    return state if isinstance(state, VisitedPart) and state.dim == cut[0] else VisitedPart(cut[0])
 
 
 def _steady(before: State, after: State) -> State:
@@ -429,7 +429,7 @@ def _outer(rule: Rule, names: Sequence[str], factor: str) -> int:
 
 
 def _text(state: State) -> str:
-    if isinstance(state, Part):
+    if isinstance(state, VisitedPart):
         where = "" if state.dim is None else f" of dim {state.dim}"
         return f"one part{where}" + (f" in {state.blocks} blocks" if (state.blocks or 1) > 1 else "")
     if isinstance(state, Sum):

@@ -11,7 +11,7 @@ from jscaler.capture.jaxprs import fingerprint, inner_jaxpr, open_jaxpr, shape
 from jscaler.capture.opening import scan_parts
 from jscaler.lax_primitives import known
 from jscaler.verification import collectives
-from jscaler.verification.trace import Local
+from jscaler.verification.local_programs import Local
 
 
 def numbered(programs: Sequence[Local], num_args: int, most: int) -> list[list[int]]:

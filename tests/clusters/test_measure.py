@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from jscaler.cli import app
 from jscaler.clusters import find_cluster
-from jscaler.clusters.link_fit import MEASURED
+from jscaler.clusters.calibration import MEASURED
 from jscaler.clusters.measure import Trial, by_host, measure, program, sizes_up_to, trials
 from jscaler.errors import DeviceError
 from jscaler.report.hlo import collectives

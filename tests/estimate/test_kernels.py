@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 
 from jscaler.capture.jaxprs import trace_flat
-from jscaler.estimate.block import Block, Kernel, Step, Value
+from jscaler.estimate.block import Block, BlockStep, Kernel, Value
 from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.steps import Blocks
+from jscaler.estimate.to_block import Blocks
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -98,7 +98,7 @@ def test_kernels_read_only_buffers(seed: int) -> None:
         kind = draw.choice(("alias", "fused", "fused", "drawn", "reduced", "call"))
         count = 1 if kind == "alias" else draw.randint(1, 3)
         made = Value(draw.choice((4, 64, 256)), f"v{number}", draw.random() < 0.2)
-        steps.append(Step(kind, kind, tuple(draw.sample(values, count)), (made,)))
+        steps.append(BlockStep(kind, kind, tuple(draw.sample(values, count)), (made,)))
         values.append(made)
     block = Block(given, tuple(steps), (values[-1], values[-2]))
     written = set(given)

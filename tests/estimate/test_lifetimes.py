@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jscaler.estimate.block import Block, Inner, Step, Value
+from jscaler.estimate.block import Block, BlockStep, Inner, Value
 from jscaler.estimate.lifetimes import WORKSPACE, lifetimes
 
 SIZES = (10, 20, 40)
@@ -20,7 +20,7 @@ def programs(draw: st.DrawFn) -> Block:
         reads = tuple(draw(st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True)))
         made = Value(draw(st.sampled_from(SIZES)), f"v{number}")
         over = ((0, draw(st.integers(0, len(reads) - 1))),) if draw(st.booleans()) else ()
-        steps.append(Step("call", "call", reads, (made,), over=over))
+        steps.append(BlockStep("call", "call", reads, (made,), over=over))
         values.append(made)
     outputs = tuple(draw(st.lists(st.sampled_from(values), max_size=3, unique=True)))
     return Block(given, tuple(steps), outputs)
@@ -61,20 +61,20 @@ def names(values: Sequence[Value]) -> list[str]:
 
 def test_an_output_takes_a_donated_argument_once_nobody_reads_it() -> None:
     old, grad, new, loss = (Value(100, n) for n in ("old", "grad", "new", "loss"))
-    update = Step("call", "update", (old, grad), (new,))
-    block = Block((old,), (Step("call", "grad", (old,), (grad,)), update), (new,))
+    update = BlockStep("call", "update", (old, grad), (new,))
+    block = Block((old,), (BlockStep("call", "grad", (old,), (grad,)), update), (new,))
     assert lifetimes(block).peak == 200
     assert lifetimes(block, {new: old}).peak == 100
-    late = Block((old,), (*block.steps, Step("call", "loss", (old,), (loss,))), (new, loss))
+    late = Block((old,), (*block.steps, BlockStep("call", "loss", (old,), (loss,))), (new, loss))
     assert lifetimes(late, {new: old}).peak == 200  # written elsewhere first: new, and grad or loss
 
 
 def test_an_elementwise_result_takes_the_buffer_that_dies_there() -> None:
     x, a, b, c = (Value(100, n) for n in "xabc")
     steps = (
-        Step("call", "dot", (x,), (a,)),
-        Step("fused", "exp", (a,), (b,)),
-        Step("call", "dot", (b,), (c,)),
+        BlockStep("call", "dot", (x,), (a,)),
+        BlockStep("fused", "exp", (a,), (b,)),
+        BlockStep("call", "dot", (b,), (c,)),
     )
     assert [m.nbytes for m in lifetimes(Block((x,), steps, (c,))).timeline] == [100, 100, 200]
 
@@ -86,10 +86,10 @@ def loop(length: int = 5) -> tuple[Block, Inner]:
     )
     piece, stack, hidden = Value(100, "w"), Value(8 * length, "stack"), Value(30, "h")
     steps = (
-        Step("fused", "dynamic_slice", (weights,), (piece,)),
-        Step("reduced", "dynamic_update_slice", (inside,), (Value(0),)),
-        Step("call", "dot", (inside, piece), (hidden,)),
-        Step("call", "dot", (hidden,), (out,)),
+        BlockStep("fused", "dynamic_slice", (weights,), (piece,)),
+        BlockStep("reduced", "dynamic_update_slice", (inside,), (Value(0),)),
+        BlockStep("call", "dot", (inside, piece), (hidden,)),
+        BlockStep("call", "dot", (hidden,), (out,)),
     )
     inner = Inner(
         Block((inside, weights), steps, (out,)),
@@ -98,7 +98,7 @@ def loop(length: int = 5) -> tuple[Block, Inner]:
         ((inside, stack),),
         length,
     )
-    step = Step("loop", "scan", (start, weights), (final, stack), over=((0, 0),), inner=(inner,))
+    step = BlockStep("loop", "scan", (start, weights), (final, stack), over=((0, 0),), inner=(inner,))
     return Block((start, weights), (step,), (final, stack)), inner
 
 
@@ -118,15 +118,15 @@ def test_a_loop_holds_its_carry_and_stacks_and_one_iteration() -> None:
 
 def test_a_carry_that_is_read_later_cannot_be_written_over() -> None:
     block, inner = loop()
-    extra = Step("call", "dot", (inner.carries[0][1],), (Value(1, "late"),))
+    extra = BlockStep("call", "dot", (inner.carries[0][1],), (Value(1, "late"),))
     longer = Inner(
         Block(inner.block.inputs, (*inner.block.steps, extra), inner.block.outputs), inner.carries, inner.xs, inner.ys
     )
-    step = Step("loop", "scan", block.steps[0].reads, block.steps[0].writes, inner=(longer,))
+    step = BlockStep("loop", "scan", block.steps[0].reads, block.steps[0].writes, inner=(longer,))
     timeline = lifetimes(Block(block.inputs, (step,), block.outputs)).timeline
     assert timeline[-1].nbytes == 48 + 8 + 1
 
 
 def test_a_product_has_a_workspace() -> None:
     x, y = Value(100, "x"), Value(100, "y")
-    assert lifetimes(Block((x,), (Step("call", "dot_general", (x,), (y,)),), (y,))).peak == 100 + WORKSPACE
+    assert lifetimes(Block((x,), (BlockStep("call", "dot_general", (x,), (y,)),), (y,))).peak == 100 + WORKSPACE

@@ -15,7 +15,7 @@ from jscaler.clusters import Cluster, Link, find_cluster
 from jscaler.errors import DeviceError, PlanError
 from jscaler.estimate.query import Cost
 from jscaler.lower.program import Compute, walk
-from jscaler.report.moves import moves_by_reader
+from jscaler.report.moved_tensors import moves_by_reader
 
 H100 = find_cluster("8xH100-80GB")
 TWO_HOSTS = Cluster("two hosts", 2, 2, Link(1e-6, 100e9), Link(5e-6, 10e9), device=H100.device)

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from jscaler.estimate.block import Kernel, Kind, Step, Value
+from jscaler.estimate.block import BlockStep, Kernel, Kind, Value
 from jscaler.estimate.schedule import ordered, siblings_together
 
 
 def kernel(name: str, reads: list[Value], size: int = 1 << 20, kind: Kind = "call") -> Kernel:
     made = Value(size, name)
-    step = Step(kind, name, tuple(reads), (made,))
+    step = BlockStep(kind, name, tuple(reads), (made,))
     over = tuple((made, v) for v in reads if v.nbytes == size) if kind == "fused" else ()
     return Kernel(step, {v: v.nbytes for v in reads}, (made,), over)
 
@@ -109,7 +109,7 @@ def test_small_ones_others_sizes_and_what_needs_the_other_stay() -> None:
 def test_a_fence_stands_between_siblings() -> None:
     kernels = mlp_backward()
     steps = [kernel.step for kernel in kernels]
-    fence = Step("alias", "optimization_barrier", (), ())
+    fence = BlockStep("alias", "optimization_barrier", (), ())
     assert siblings_together(kernels, [fence, *steps, fence]) == siblings_together(kernels)
     assert siblings_together(kernels, [*steps[:3], fence, *steps[3:]]) == tuple(kernels)
 

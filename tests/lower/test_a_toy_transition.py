@@ -8,22 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from lower.test_collectives import adapted
+from lower.test_emit_collectives import adapted
 from materialize.layouts import assert_lies_as, make_parts, mesh_of
 
 from jscaler.clusters import Bytes, Cluster, Link
-from jscaler.clusters.transition_kinds import COLLECTIVES, Collective
+from jscaler.clusters.transition_kinds import COLLECTIVES, TransitionKind
 from jscaler.errors import VerificationError
 from jscaler.estimate.traffic import traffic_of
 from jscaler.ir import PTensor
-from jscaler.lower.collectives import RUN, exchange
+from jscaler.lower.emit_collectives import RUN, exchange
 from jscaler.lower.members import Members
 from jscaler.lower.named import named_collectives
 from jscaler.lower.program import Adapt
 from jscaler.materialize import Adapter, Layout, Transition, find_adapter, search
 from jscaler.materialize.transitions import steps_from
-from jscaler.report.moves import moved_text
-from jscaler.report.steps import describe, groups_text
+from jscaler.report.moved_tensors import moved_text
+from jscaler.report.step_text import describe, groups_text
 from jscaler.verification.check import verify_exchange
 
 KIND = "ring_gather"
@@ -51,7 +51,7 @@ def leads(*args: Any) -> Iterator[Transition]:
 @pytest.fixture
 def adapter(monkeypatch: pytest.MonkeyPatch) -> Adapter:
     """From rows and columns on four devices to the whole, each way with a gather."""
-    line = Collective(lambda n: n - 1, lambda n: n - 1, "collective-permute", moves=True)
+    line = TransitionKind(lambda n: n - 1, lambda n: n - 1, "collective-permute", moves=True)
     monkeypatch.setitem(COLLECTIVES, KIND, line)
     monkeypatch.setitem(RUN, KIND, ring_gather)
     monkeypatch.setattr(search, "steps_from", leads)

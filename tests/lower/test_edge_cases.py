@@ -14,7 +14,7 @@ import jscaler
 from jscaler import PlanError, Split
 from jscaler.clusters import CLUSTERS, Cluster
 from jscaler.errors import DeviceError
-from jscaler.lower.collectives import exchange
+from jscaler.lower.emit_collectives import exchange
 from jscaler.materialize import Adapter, DeviceMesh, Layout, find_adapter, parse_layout
 from jscaler.verification.numeric import check_parts, deal
 

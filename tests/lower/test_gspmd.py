@@ -8,7 +8,7 @@ from plans.plan_steps import repeated
 
 from jscaler.lower.gspmd import constrained_step
 from tests.capture.test_saveable import of_jaxpr
-from tests.primitives.test_recompute import PARAMS, X, chain, checkpointed, planned
+from tests.primitives.test_recompute_regions import PARAMS, X, chain, checkpointed, planned
 
 
 @pytest.mark.parametrize("keep", ["b/dot", "*/dot", ()])

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from materialize.layouts import mesh_of
 
-from jscaler.lower.collectives import exchange
+from jscaler.lower.emit_collectives import exchange
 from jscaler.materialize import Layout, find_adapter
 
 MESH = mesh_of(2, 2)

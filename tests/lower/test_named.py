@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from bench.redistribution import factorizations
 from jscaler.clusters import BYTES, find_cluster
 from jscaler.clusters.transition_kinds import Kind
-from jscaler.lower.collectives import exchange
+from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.named import named_collectives
 from jscaler.materialize import Adapter, DeviceMesh, Layout, Transition, find_adapter, opened, parse_layout
 from jscaler.materialize.transitions import moves, regions_between

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from materialize.layouts import JOIN, box_of
 
 from jscaler.ir.mask import Mask, Share
-from jscaler.materialize.regions import Holding, Move, Regions, Write
+from jscaler.materialize.point_to_point import BoxMove, Holding, PointToPoint, Write
 
 Shares = tuple[Share, ...]
 DIMS = {1: [(1,)], 3: [(3,)], 6: [(6,), (2, 3), (3, 2)], 7: [(7,)], 12: [(12,), (3, 4), (4, 3), (2, 6), (2, 2, 3)]}
@@ -210,7 +210,7 @@ def expected(
 
 
 def run_in_numpy(
-    regions: Regions, held: Sequence[np.ndarray], neutral: Callable[[str], Any], join: Callable[[str], Any]
+    regions: PointToPoint, held: Sequence[np.ndarray], neutral: Callable[[str], Any], join: Callable[[str], Any]
 ) -> list[list[np.ndarray]]:
     """Run the moves device by device; per consumer each device's buffer."""
     empty = held[0].dtype.type(0) if held[0].dtype != object else neutral("add")
@@ -225,13 +225,13 @@ def run_in_numpy(
     return [[device[i].reshape(shape) for device in buffers] for i, shape in enumerate(shapes, 1)]
 
 
-def pieces_of(buffers: Sequence[Sequence[np.ndarray]], move: Move) -> dict[int, np.ndarray]:
+def pieces_of(buffers: Sequence[Sequence[np.ndarray]], move: BoxMove) -> dict[int, np.ndarray]:
     """What each device has in hand after a move, before it writes."""
     read = [device[move.source][_at(start, move.shape)].copy() for device, start in zip(buffers, move.starts, strict=True)]
     return {receiver: read[sender] for sender, receiver in move.pairs} if move.pairs else dict(enumerate(read))
 
 
-def _write_all(buffers: Any, move: Move, pieces: dict[int, np.ndarray], join: Callable[[str], Any]) -> None:
+def _write_all(buffers: Any, move: BoxMove, pieces: dict[int, np.ndarray], join: Callable[[str], Any]) -> None:
     for write in move.writes:
         assert not move.pairs or {p for p, active in enumerate(write.active) if active} <= set(pieces)
         _write(buffers, write, pieces, join)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jscaler.materialize import DeviceMesh, Layout
-from jscaler.materialize.shards import Cut
+from jscaler.materialize.shards import ShardCut
 
 MESH = DeviceMesh(tuple(range(8)), (("dp", 2), ("tp", 4)))
 
@@ -26,19 +26,19 @@ def layout(*cuts: tuple[str, ...], values: tuple[str, ...] = (), shape: tuple[in
     ],
 )
 def test_a_layout_as_a_shard(before: Layout, dim: int, after: Layout) -> None:
-    assert Cut(dim, ("dp",), MESH).of(before) == after
-    assert Cut(dim, ("dp",), MESH).of(after) == after
+    assert ShardCut(dim, ("dp",), MESH).of(before) == after
+    assert ShardCut(dim, ("dp",), MESH).of(after) == after
 
 
 def test_a_sub_dim_that_is_used_up_leaves_the_next() -> None:
     heads = Layout(MESH, ((4, 6), (8,)), (("tp",), (), ()))
-    assert Cut(0, ("dp",), MESH).of(heads).cuts == (("tp",), ("dp",), ())
+    assert ShardCut(0, ("dp",), MESH).of(heads).cuts == (("tp",), ("dp",), ())
     whole = Layout(MESH, ((3, 4), (8,)), ((), ("tp",), ()))  # an array cannot be stored so, nor cut further
-    assert Cut(0, ("dp",), MESH).of(whole) == whole
+    assert ShardCut(0, ("dp",), MESH).of(whole) == whole
 
 
 def test_every_shard_is_storable_and_holds_each_element_once_per_replica() -> None:
     for size, axes in itertools.product((4, 8, 12, 16), ((), ("tp",))):
-        made = Cut(0, ("dp",), MESH).of(layout(axes, (), shape=(size, 8)))
+        made = ShardCut(0, ("dp",), MESH).of(layout(axes, (), shape=(size, 8)))
         assert made.even
         assert made.partition_spec() is not None

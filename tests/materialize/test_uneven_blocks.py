@@ -10,7 +10,7 @@ from materialize.layouts import assert_lies_as, make_parts, mesh_of
 
 from jscaler.clusters.cost_model import FEW_STEPS
 from jscaler.errors import PlanError
-from jscaler.lower.collectives import exchange
+from jscaler.lower.emit_collectives import exchange
 from jscaler.materialize import Adapter, Layout, find_adapter, opened, parse_layout
 from jscaler.verification import verify_exchange
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jscaler
-from jscaler import target as target_module
+from jscaler.runtime import target as target_module
 
 
 def on_cpu(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from jscaler.errors import JscalerError
-from jscaler.report.buffers import Allocation, Value, dump_options, fullest, parse_allocations, read_dump, twins
+from jscaler.report.buffers import Allocation, BufferValue, dump_options, fullest, parse_allocations, read_dump, twins
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 16384, parameter 33, shape |f32[64,64]| at ShapeIndex {}, maybe-live-out:
@@ -41,8 +41,8 @@ def test_the_text_of_a_buffer_assignment() -> None:
         ("argument", 16384, 33), ("output", 520, None), ("constant", 4, None), ("temporary", 1536, None)
     ]  # fmt: skip
     assert found[-1].values == (
-        Value("while.57", (2,), 512, 1024, "bf16[4,128]", 3, 7),
-        Value("dot.1", (), 0, 512, "s8[512]", 5, 5),
+        BufferValue("while.57", (2,), 512, 1024, "bf16[4,128]", 3, 7),
+        BufferValue("dot.1", (), 0, 512, "s8[512]", 5, 5),
     )
     assert [(h.value.instruction, h.nbytes) for h in fullest(found[-1])] == [("while.57", 1024), ("dot.1", 512)]
     assert twins(found[0], found[0].values[0]) == [found[0].values[1]]
@@ -58,7 +58,7 @@ VALUES = st.lists(
 
 @given(VALUES)
 def test_the_fullest_moment_is_that_of_the_most_bytes(drawn: list[tuple[int, int, int, int]]) -> None:
-    values = tuple(Value(f"v{i}", (), offset, size, "", a, b) for i, (offset, size, a, b) in enumerate(drawn))
+    values = tuple(BufferValue(f"v{i}", (), offset, size, "", a, b) for i, (offset, size, a, b) in enumerate(drawn))
     held = fullest(Allocation("temporary", 20, None, values))
     counted = [
         {byte for v in values if v.start <= moment <= v.stop for byte in range(v.offset, v.offset + v.size)}

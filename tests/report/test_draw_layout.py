@@ -10,7 +10,7 @@ import pytest
 from jscaler.errors import UnknownNameError
 from jscaler.materialize import Layout, find_adapter, parse_layout
 from jscaler.report.draw_layout import COLORS, draw_redistribution, redistribution_figure
-from jscaler.report.steps import layout_text
+from jscaler.report.step_text import layout_text
 
 CASES = {
     "2-D, value shares": ((16, 16), "R1 V4 D(2,1)", "R8 V1 D(1,1)"),

@@ -1,4 +1,4 @@
-"""Whole against parts, for every open factor and every number of parts; see ``jscaler.verification.parts``."""
+"""Whole against parts, for every open factor and every number of parts; see ``verification.whole_against_parts``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.errors import divisors
-from jscaler.verification.parts import Fragment, Split, compare_splits
+from jscaler.verification.whole_against_parts import FragmentInParts, Split, compare_splits
 
-fragment = Fragment.traced
+fragment = FragmentInParts.traced
 
 
-def check_splits(made: Fragment, args: Any, splits: Sequence[Split], exact: bool = False) -> None:
+def check_splits(made: FragmentInParts, args: Any, splits: Sequence[Split], exact: bool = False) -> None:
     """Assert that whole and parts agree for each of ``splits``: factor -> number of parts, or their sizes."""
     compare_splits(made, args, splits, exact)
 
 
-def check_uneven(fun: Callable[..., Any], *args: Any, exact: bool = False) -> Fragment:
+def check_uneven(fun: Callable[..., Any], *args: Any, exact: bool = False) -> FragmentInParts:
     """Assert that whole and parts of unequal sizes agree for every open factor, the function's and its backward's."""
     made = fragment(fun, *args)
     pair = backward(fun, *args)
@@ -60,14 +60,14 @@ def _is_real(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def check(fun: Callable[..., Any], *args: Any, exact: bool = False, most: int = 9) -> Fragment:
+def check(fun: Callable[..., Any], *args: Any, exact: bool = False, most: int = 9) -> FragmentInParts:
     """Assert that whole and parts agree for every open factor and every number of parts (the ``most`` smallest)."""
     made = fragment(fun, *args)
     check_splits(made, args, [{name: n} for name, size in made.open.items() for n in divisors(size)[1 : most + 1]], exact)
     return made
 
 
-def check_both(fun: Callable[..., Any], *args: Any) -> Fragment:
+def check_both(fun: Callable[..., Any], *args: Any) -> FragmentInParts:
     """`check` the function, and its backward if it has one (in the fewest parts)."""
     made = check(fun, *args)
     if pair := backward(fun, *args):

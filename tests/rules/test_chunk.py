@@ -12,7 +12,7 @@ from parts import backward, fragment
 
 from jscaler.errors import divisors
 from jscaler.rules.chunk import Chunks
-from jscaler.verification.parts import Fragment, Split, compare_splits
+from jscaler.verification.whole_against_parts import FragmentInParts, Split, compare_splits
 
 rng = np.random.default_rng(3)
 x = rng.normal(size=(4, 6))
@@ -25,7 +25,7 @@ def cross_entropy(x: jax.Array, w: jax.Array, ids: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(logits, ids[:, None], 1).sum()
 
 
-def walked(made: Fragment, factor: str, count: int) -> Callable[[Split], core.Jaxpr]:
+def walked(made: FragmentInParts, factor: str, count: int) -> Callable[[Split], core.Jaxpr]:
     return lambda split: Chunks(made.analysis, *made.cuts(split), made.leaves[factor], count).run()
 
 

@@ -16,8 +16,8 @@ from parts import backward, check, check_both, check_splits, fragment
 
 from jscaler import UnknownPrimitiveWarning
 from jscaler.errors import divisors
-from jscaler.rules.interpret import Blocked, interpret
-from jscaler.verification.parts import Fragment
+from jscaler.rules.factor_states import Blocked, interpret
+from jscaler.verification.whole_against_parts import FragmentInParts
 
 rng = np.random.default_rng(3)
 
@@ -269,7 +269,7 @@ def program(chosen: list[Step]) -> Callable[..., Any]:
     return run
 
 
-def splits_of(made: Fragment, pick: int) -> list[dict[str, int]]:
+def splits_of(made: FragmentInParts, pick: int) -> list[dict[str, int]]:
     """Every open factor in its smallest or its largest number of parts, and one pair of factors."""
     single = [{f: divisors(size)[(-1, 1)[(pick + i) % 2]]} for i, (f, size) in enumerate(made.open.items())]
     names = sorted(made.open)

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from parts import backward, check, check_both, check_splits, fragment
 
-from jscaler.verification.parts import Fragment
+from jscaler.verification.whole_against_parts import FragmentInParts
 
 rng = np.random.default_rng(1)
 table = rng.normal(size=(6, 4))
@@ -129,7 +129,7 @@ def test_scatter_add(name: str) -> None:
     assert len(made.rule.operands[0]) != 2 or made.rule.results[0][0][0] in made.open, "rows are split"
 
 
-def kinds(made: Fragment) -> dict[str, str]:
+def kinds(made: FragmentInParts) -> dict[str, str]:
     return {f.name: f.kind for f in made.rule.factors.values()}
 
 

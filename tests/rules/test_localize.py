@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from parts import check, check_both, check_splits, fragment
 
-from jscaler.verification.parts import Fragment
+from jscaler.verification.whole_against_parts import FragmentInParts
 
 rng = np.random.default_rng(2)
 x = rng.normal(size=(4, 6))
 key = jax.random.key(5)
 
 
-def local(made: Fragment, **parts: int) -> Any:
+def local(made: FragmentInParts, **parts: int) -> Any:
     return made.local(parts)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from parts import backward, check_splits, check_uneven, fragment, uneven
 
-from jscaler.verification.parts import blocks
+from jscaler.verification.whole_against_parts import blocks
 
 rng = np.random.default_rng(4)
 x = rng.normal(size=(4, 6))

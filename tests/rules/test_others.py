@@ -14,7 +14,7 @@ from jax.extend.core import primitives
 from parts import check, check_both, fragment
 
 from jscaler.lax_primitives import TABLE
-from jscaler.verification.parts import compare_splits
+from jscaler.verification.whole_against_parts import compare_splits
 
 rng = np.random.default_rng(8)
 

@@ -24,9 +24,9 @@ from jax.extend.mlir.dialects import sdy
 
 from jscaler.capture.jaxprs import evaluate, inline, make_jaxpr, shape_struct, trace_flat
 from jscaler.lax_primitives import TABLE
-from jscaler.rules.atoms import Atoms
-from jscaler.verification.parts import Fragment
+from jscaler.rules.dim_atoms import Atoms
 from jscaler.verification.rules import verify_rules
+from jscaler.verification.whole_against_parts import FragmentInParts
 
 # (how, size, where): how is passes or reduced; where holds (operand or result, dim, rows of the dim below this sub-dim)
 Index = tuple[str, int, frozenset[tuple[int, int, int]]]
@@ -207,7 +207,7 @@ def as_indices(dims: Sequence[Any], kinds: dict[Any, str], size: Callable[[Any],
 
 
 def tables(one: core.Jaxpr) -> set[Index]:
-    rule = Fragment.of(one).rule
+    rule = FragmentInParts.of(one).rule
     kinds = {"parallel": "passes", "reduction": "reduced"}
     open_ = {f.name: kinds[f.kind] for f in rule.factors.values() if f.kind != "blocked"}
     return as_indices([*rule.operands, *rule.results], open_, lambda name: rule.factors[name].size)
@@ -242,7 +242,7 @@ def examples() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     """One example for each primitive that test_table does not see to."""
     found: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
     for fun, args in others():
-        for name in Fragment.traced(fun, *args).primitives & (RULED | NESTED):
+        for name in FragmentInParts.traced(fun, *args).primitives & (RULED | NESTED):
             found.setdefault(name, (fun, args))
     return {name: one for name, one in found.items() if name not in test_table.SEEN_TO}
 

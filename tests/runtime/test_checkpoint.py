@@ -10,7 +10,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from tests.test_training_state import (
+
+import jscaler
+from jscaler.runtime import checkpoint
+from tests.runtime.test_training_state import (
     KeyedState,
     Net,
     assert_equal,
@@ -21,9 +24,6 @@ from tests.test_training_state import (
     net_step,
     nnx_step,
 )
-
-import jscaler
-from jscaler import checkpoint
 
 ARGUMENTS = (make_state, Net(), jax.random.key(3), 1e-2)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler import api, dispatch
+from jscaler import api
+from jscaler.runtime import dispatch
 
 LEAVES = 300
 

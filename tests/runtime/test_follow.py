@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.test_training_state import (
+
+import jscaler
+from jscaler.primitives import Store
+from tests.runtime.test_training_state import (
     KeyedState,
     Net,
     assert_equal,
@@ -22,9 +25,6 @@ from tests.test_training_state import (
     net_train_step,
     nnx_step,
 )
-
-import jscaler
-from jscaler.primitives import Store
 
 
 def evaluate(state: KeyedState, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

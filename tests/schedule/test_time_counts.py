@@ -12,7 +12,7 @@ from step_numbers import assert_trees_close
 
 import jscaler
 from jscaler import PlanError, Split, TimeSplit
-from jscaler.stages import executable
+from jscaler.runtime.executable import executable
 
 DRAWS = np.random.default_rng(0)
 PARAMS = {name: DRAWS.normal(size=(8, 8)) / 3 for name in "ab"}

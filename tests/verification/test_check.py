@@ -30,14 +30,14 @@ import jscaler
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask, Share
 from jscaler.lower import emit
-from jscaler.lower.collectives import exchange
-from jscaler.lower.point_to_point import run_regions
+from jscaler.lower.emit_collectives import exchange
+from jscaler.lower.emit_point_to_point import run_regions
 from jscaler.lower.program import Compute
 from jscaler.materialize import Layout, find_adapter
-from jscaler.materialize.regions import Holding, plan_regions
+from jscaler.materialize.point_to_point import Holding, plan_regions
 from jscaler.verification import Report, flow, verify_exchange
 from jscaler.verification.frames import Frame
-from jscaler.verification.trace import abstract_mesh
+from jscaler.verification.local_programs import abstract_mesh
 
 MESH = mesh_of(2, 2)
 SHAPE = (8, 8)

@@ -16,8 +16,8 @@ from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask, Share
 from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
+from jscaler.verification.local_programs import trace_local
 from jscaler.verification.symbols import Broken, Constant, Leaves, Patterns, Symbolic
-from jscaler.verification.trace import trace_local
 
 SIZES = {"a": 2, "b": 2, "c": 2}
 NAMES = tuple(SIZES)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import jscaler
 from jscaler import UnknownNameError, VerificationError
-from jscaler.verification.parts import compare
+from jscaler.verification.whole_against_parts import compare
 
 rng = np.random.default_rng(8)
 

@@ -18,8 +18,8 @@ from jscaler.ir import Body
 from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Repeat, Task
 from jscaler.lower.segment import Segment
+from jscaler.lower.step_plan import StepPlan
 from jscaler.schedule import time_axes
-from jscaler.stages import StepPlan
 from jscaler.verification.time_loops import check_time_loops
 
 DRAWS = np.random.default_rng(0)

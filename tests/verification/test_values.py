@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jscaler.verification.trace import Local, trace_local
+from jscaler.verification.local_programs import Local, trace_local
 from jscaler.verification.values import Values, numbered
 
 SQUARE = jax.ShapeDtypeStruct((4, 4, 4), jnp.float32)

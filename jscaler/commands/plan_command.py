@@ -1,0 +1,81 @@
+"""``jscaler plan``: a plan and what it costs, for any number of devices; nothing is compiled and nothing runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jscaler.clusters import Cluster, find_cluster
+from jscaler.commands.job import Job, devices_for, stacked_by_default
+from jscaler.commands.options import Batch, Dtype, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.progress import stages
+from jscaler.errors import DeviceError
+from jscaler.estimate.query import cost
+
+TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
+DEVICES_HELP = "number of devices; by default those of a saved plan, or of the target"
+PIPED = 200  # columns where the output is no terminal: explain is wide
+
+
+def plan_(
+    model: Model = "gpt",
+    size: Size = None,
+    plan: PlanName = "data_parallel",
+    devices: Annotated[
+        int | None, typer.Option(help="number of devices; by default those of a saved plan, or of the target", min=1)
+    ] = None,
+    target: Annotated[str | None, typer.Option(help=TARGET_HELP)] = None,
+    batch: Batch = 32,
+    seq: Sequence = None,
+    dtype: Dtype = "bf16",
+    stacked: Stacked = None,
+    remat: Remat = False,
+    passes: Annotated[bool, typer.Option("--passes", help="print what each pass made of the program")] = False,
+    after: Annotated[str | None, typer.Option(help="print the graph, or the program, behind this pass")] = None,
+    save: Annotated[Path | None, typer.Option(help="write the plan's decisions to this .json file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+) -> None:
+    """Print a plan and what it costs: who splits what, collectives, seconds, bytes per link, memory per device.
+
+    Needs no devices, compiles nothing, allocates no model.
+
+    Example: jscaler plan --model gpt-1.3b --plan "megatron(dp=4, tp=8)" --target 4x8xV100-32GB
+    """
+    use_platform("cpu", None)
+    cluster = None if target is None else find_cluster(target)
+    count = _count(devices_for(plan, devices), cluster)
+    job = Job(model, size, plan, count, batch, seq, dtype, stacked_by_default(model, stacked), remat)
+    with stages() as begin:
+        begin("capturing and planning")
+        step = job.step.lower(*job.arguments()).plan
+        if cluster is not None:
+            begin("what it costs")
+        priced = None if cluster is None else cost(step, None, cluster)
+    if save is not None:
+        step.save(save)
+    if as_json:
+        record = {"model": job.describe(), "plan": plan, "report": step.report.as_json()}
+        record |= {"passes": step.passes.as_json()} if passes else {}
+        record |= {"cost": None if priced is None else priced.as_json(), "saved": None if save is None else str(save)}
+        typer.echo(json.dumps(record))
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
+    parts = [f"{job.describe()}, plan {plan}", step.explain()]
+    parts += [str(priced)] if priced is not None else ["give --target for seconds, bytes per link and memory over time"]
+    parts += [str(step.passes)] if passes else []
+    parts += [str(step.passes.after(after))] if after is not None else []
+    parts += [f"written: {save}"] if save is not None else []
+    console.print("\n\n".join(parts), highlight=False, markup=False, soft_wrap=True)
+
+
+def _count(devices: int | None, cluster: Cluster | None) -> int:
+    if devices is None and cluster is None:
+        raise DeviceError("say for how many devices to plan: --devices 32, or --target 4x8xV100-32GB")
+    if cluster is None or devices is None:
+        return devices or (cluster.num_devices if cluster is not None else 0)
+    if devices > cluster.num_devices:
+        raise DeviceError(f"{devices} devices are asked for and the target '{cluster.name}' has {cluster.num_devices}")
+    return devices

@@ -1,0 +1,98 @@
+"""The passes from the captured graph to the graph that is laid out on devices, in order.
+
+captured ─► fused_ops ─► recompute_regions ─► ops_alone ─► backward_bodies      the source: what the policy decided on
+         ─► recomputed ─► time_loops ─► cut_ops ─► threaded_stacks ─► refetched_parameters        ready for layouts
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.recompute import recompute
+from jscaler.capture.refetch import refetched
+from jscaler.capture.residuals import with_backward_bodies
+from jscaler.capture.saved import thread_saved
+from jscaler.ir import Graph
+from jscaler.ir.passes import Pass
+from jscaler.primitives import Plan, fused
+from jscaler.primitives.recompute_regions import with_regions
+from jscaler.primitives.reopen import reopen
+from jscaler.primitives.shard_checks import stored_leaves
+from jscaler.rules.made_of import made_of
+from jscaler.rules.rule_book import RuleBook
+from jscaler.schedule.per_microbatch_state import with_alone
+from jscaler.schedule.timed import timed
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A graph on its way to layouts.
+
+    Attributes:
+        plan: what is left to be done with it: first all decisions, in the end those in space.
+        pieces: path of an op that was cut -> paths of the ops that stand for it.
+    """
+
+    graph: Graph
+    plan: Plan
+    rules: RuleBook = field(repr=False)
+    bodies: BodyTable = field(repr=False)
+    pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+
+def fused_ops(at: Planned) -> Planned:
+    """Ops that the plan fuses are one before autodiff sees them. So they have one backward, and may run in chunks."""
+    return dataclasses.replace(at, graph=fused(at.graph, at.plan, at.bodies))
+
+
+def recompute_regions(at: Planned) -> Planned:
+    """The plan's regions of recompute are marked on forward ops, as a model's own are. Some take the place of these."""
+    return dataclasses.replace(at, graph=with_regions(at.graph, at.plan))
+
+
+def ops_alone(at: Planned) -> Planned:
+    """Ops that run on each micro-batch alone divide by its count. It must be done in front of autodiff."""
+    return dataclasses.replace(at, graph=with_alone(at.graph, at.plan, at.rules, at.bodies))
+
+
+def backward_bodies(at: Planned) -> Planned:
+    """Backward ops get their bodies, the vjp of the final forward ops. Until here they were handles for the policy."""
+    plan = at.plan
+    return dataclasses.replace(at, graph=with_backward_bodies(at.graph, at.bodies, plan.residuals, plan.split_factors))
+
+
+def recomputed(at: Planned) -> Planned:
+    """Backward ops of a region read clones of its forward ops, behind a fence. So what enters it is all that is kept."""
+    return dataclasses.replace(at, graph=recompute(at.graph, at.bodies))
+
+
+def time_loops(at: Planned) -> Planned:
+    """Time axes become loops, or groups of ops. All that follows knows loops, and the plan that is left is in space."""
+    graph, plan = timed(at.graph, at.plan, at.rules, at.bodies)
+    return dataclasses.replace(at, graph=graph, plan=plan)
+
+
+def cut_ops(at: Planned) -> Planned:
+    """Ops whose split factor an inner reduction blocks are cut there. Each piece then splits by ordinary rules."""
+    made = reopen(at.graph, at.plan, at.rules, at.bodies)
+    return dataclasses.replace(at, graph=made.graph, plan=made.plan, pieces=made.pieces)
+
+
+def threaded_stacks(at: Planned) -> Planned:
+    """What backward loops read of their forward loops goes through stacks. Bodies are final now, so no more is saved."""
+    return dataclasses.replace(at, graph=thread_saved(at.graph))
+
+
+def refetched_parameters(at: Planned) -> Planned:
+    """Backward ops read stored parameters through a fence. Else the whole parameter would be kept from the forward."""
+    stored = made_of(at.graph, stored_leaves(at.graph, at.plan)).dims.keys()
+    return dataclasses.replace(at, graph=refetched(at.graph, stored, at.bodies))
+
+
+TO_SOURCE: tuple[Pass[Planned], ...] = (fused_ops, recompute_regions, ops_alone, backward_bodies)
+TO_LAYOUTS: tuple[Pass[Planned], ...] = (recomputed, time_loops, cut_ops, threaded_stacks, refetched_parameters)
+GRAPH_PASSES = TO_SOURCE + TO_LAYOUTS

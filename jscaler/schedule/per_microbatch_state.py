@@ -1,0 +1,197 @@
+"""Ops that run on each part in time alone: their means are the part's, and state is handed from part to part.
+
+whole        x ──► norm ──► y            state s ──► norm ──► s'          one mean over all rows
+each alone   x' ─► norm' ─► y'           s ─► part 0 ─► s ─► part 1 ─► s'  a mean per part; s' is the last part's
+
+What else a part has for itself and nobody else reads (an auxiliary loss) leaves as the mean over the parts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+import jax.numpy as jnp
+
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.jaxprs import evaluate
+from jscaler.errors import PlanError
+from jscaler.ir import Body, Graph, Loop, Op, PTensor
+from jscaler.primitives import Plan
+from jscaler.rules.per_microbatch_rules import HiddenCountError, Place, Whole, with_own_counts
+from jscaler.rules.rule_book import RuleBook
+from jscaler.schedule.op_parts import OpPart, Own
+from jscaler.schedule.tensor_flow import Flows
+from jscaler.schedule.time_axes import TimeAxes, TimeCut, time_axes
+
+
+def with_alone(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Graph:
+    """``graph``, before its backward ops have bodies, whose ops that run alone divide their means by a part's count.
+
+    Raises:
+        PlanError: such a mean cannot be told from the rest of an op.
+    """
+    alone = plan.alone
+    if not alone:
+        return graph
+    changed = _Alone(graph, alone & graph.by_path.keys(), time_axes(graph, plan), book, bodies).run()
+    ops = []
+    for op in graph.ops:
+        forward = changed.get(op.forward.path) if op.forward is not None else None
+        ops.append(dataclasses.replace(op, forward=forward) if forward is not None else changed.get(op.path, op))
+    return dataclasses.replace(graph, ops=tuple(ops))
+
+
+class _Alone:
+    """Gives ops that run alone the bodies that do so."""
+
+    def __init__(self, graph: Graph, alone: Set[str], axes: TimeAxes, book: RuleBook, bodies: BodyTable):
+        self.graph = graph
+        self.alone = alone & axes.cuts.keys()
+        self.axes = axes
+        self.book = book
+        self.bodies = bodies
+        self.wholes: dict[PTensor, list[tuple[Whole, int]]] = {}  # of what each part has for itself, by time axis
+        self.maker: dict[PTensor, Op] = {}
+        self.flows = Flows(graph)
+        self.next_state = {graph.outputs[output] for output in graph.next_version}
+
+    def run(self) -> dict[str, Op]:
+        """The ops by path."""
+        found = {}
+        for path in sorted(self.alone, key=self.graph.position.__getitem__):
+            op = self.graph[path]
+            for cut in self.axes.cuts[path].values():
+                factor = self.book.rule(op).factors.get(cut.factor)
+                if factor is not None and factor.kind == "blocked":
+                    op = self._on_a_part(op, cut)
+            found[path] = op
+        states = _states(self.graph, _with_stacks(self.graph, self.maker), self.flows)
+        of_loops = {y.slice for loop in self.graph.loops.values() for y in loop.ys if y.stack in states}
+        return {path: self._leaving(op, states.keys() | of_loops) for path, op in found.items()}
+
+    def _on_a_part(self, op: Op, cut: TimeCut) -> Op:
+        assert op.body is not None
+        owned = {i for i, t in enumerate(op.inputs) if t in self.wholes}
+        try:
+            made = with_own_counts(op.body.jaxpr, _place(op, cut.factor, self.book), cut.parts, owned)
+        except HiddenCountError:
+            raise PlanError(
+                f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function "
+                "with a derivative of its own (custom_jvp, custom_vjp) or a checkpoint; take the mean outside"
+            ) from None
+        for tensor, whole in zip(op.outputs, made.wholes, strict=True):
+            if whole:
+                self.wholes.setdefault(tensor, []).append((whole, cut.parts))
+                self.maker[tensor] = op
+        return dataclasses.replace(op, body=self.bodies.intern(made.jaxpr))
+
+    def _leaving(self, op: Op, states: Set[PTensor]) -> Op:
+        """``op``, whose results that leave the parts for good are summands of the whole's, or of the parts' mean."""
+        divisors = {
+            index: math.prod(parts for whole, parts in self.wholes[tensor] if whole == "mean")
+            for index, tensor in enumerate(op.outputs)
+            if self._leaves_for_good(tensor, states)
+        }
+        if not divisors:
+            return op
+        return dataclasses.replace(op, body=_divided(op, divisors, self.bodies), added=tuple(divisors))
+
+    def _leaves_for_good(self, tensor: PTensor, states: Set[PTensor]) -> bool:
+        """Whether what a part has for itself can be joined: no part, no state, and no loop over layers reads it on."""
+        wholes = self.wholes.get(tensor, [])
+        if not wholes or any(whole == "mixed" for whole, _ in wholes) or not jnp.issubdtype(tensor.dtype, jnp.inexact):
+            return False
+        made, readers = self.flows.onward(tensor)
+        is_state = tensor in states or not made.isdisjoint(self.next_state)
+        return not is_state and not any(op.path in self.axes.cuts for op in readers)
+
+
+def _divided(op: Op, divisors: Mapping[int, int], bodies: BodyTable) -> Body:
+    assert op.body is not None
+    jaxpr = op.body.jaxpr
+
+    def run(*args: Any) -> list[Any]:
+        results = evaluate(jaxpr, args)
+        return [x / divisors[i] if divisors.get(i, 1) > 1 else x for i, x in enumerate(results)]
+
+    return bodies.traced(run, [v.aval for v in jaxpr.invars])
+
+
+def _place(op: Op, name: str, book: RuleBook) -> Place:
+    places = [
+        (operand, dim, sub)
+        for operand, dims in enumerate(book.rule(op).operands)
+        for dim, factors in enumerate(dims)
+        for sub, factor in enumerate(factors)
+        if factor == name
+    ]
+    if not places:
+        raise PlanError(f"'{op.path}' cannot run on each part of '{name}' alone: nothing that it reads has this factor")
+    return places[0]
+
+
+def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTensor]:
+    """State that goes from part to part: what a part leaves -> the input that the first part takes.
+
+    Raises:
+        PlanError: what a part has for itself is read, and is no state.
+    """
+    own = _own(graph, parts)
+    found = _states(graph, own, Flows(graph)) if own else {}
+    for tensor, op in own.items():
+        readers = [r.path for r in graph.consumers.get(tensor, ()) if not _hands_on(r, parts)]
+        if tensor in found:
+            readers = [path for path in readers if graph[path].kind != "update"]
+        elif tensor in graph.outputs:
+            readers = ["the caller of the step", *readers]
+        loops = [loop for loop in graph.loops.values() if tensor not in found and _goes_on(tensor, loop)]
+        readers += [f"loop '{loop.name}'" for loop in loops]
+        if readers:
+            raise PlanError(
+                f"'{op.path}' runs on each micro-batch alone, and {readers[0]} reads '{tensor.name}', which each "
+                "micro-batch has for itself; what leaves such an op is rows of the batch, state that it reads and the step "
+                "returns in its place, and what is read for the whole batch alone (an auxiliary loss); compute it from "
+                "these, or fuse the reader with the op (graph.fuse)"
+            )
+    return found
+
+
+def _states(graph: Graph, own: Mapping[PTensor, Op], flows: Flows) -> dict[PTensor, PTensor]:
+    """Those of ``own`` that are state: what the step returns in the place of an input -> this input."""
+    found: dict[PTensor, PTensor] = {}
+    for output, number in graph.next_version.items() if own else ():
+        state = graph.inputs[number]
+        ends = flows.handed(graph.outputs[output], own.keys())
+        ends = [t for t in ends if t.shape == state.shape and t.dtype == state.dtype and state in flows.all_of(t)]
+        if len(ends) == 1:
+            found.setdefault(ends[0], state)
+    return found
+
+
+def _goes_on(tensor: PTensor, loop: Loop) -> bool:
+    """Whether a loop takes ``tensor`` from iteration to iteration."""
+    return tensor in [x.stack for x in loop.xs] or tensor in [t for c in loop.carries for t in (c.init, c.out)]
+
+
+def _hands_on(op: Op, parts: Mapping[str, OpPart]) -> bool:
+    return op.path in parts and any(isinstance(form, Own) for form in parts[op.path].inputs)
+
+
+def _own(graph: Graph, parts: Mapping[str, OpPart]) -> dict[PTensor, Op]:
+    """What each part has for itself, and stacks of it over layers, with the ops that make it."""
+    found = {
+        tensor: op
+        for op in graph.ops
+        if op.path in parts and op.again is None
+        for tensor, form in zip(op.outputs, parts[op.path].outputs, strict=True)
+        if isinstance(form, Own)
+    }
+    return _with_stacks(graph, found)
+
+
+def _with_stacks(graph: Graph, own: Mapping[PTensor, Op]) -> dict[PTensor, Op]:
+    found = dict(own)
+    for loop in graph.loops.values():
+        found |= {y.stack: found[y.slice] for y in loop.ys if y.slice in found}
+    return found

@@ -1,0 +1,311 @@
+"""Which ops share the loop of a time axis: what is made in parts and read in the same parts, as far as it is convex.
+
+Items (ops, and loops over layers) of one level get a *depth*. Whoever reads a part as it is made may stand as deep as its
+maker; whoever needs the whole (a sum over all parts) stands one deeper. Items in time of one depth that share parts are one
+region: nothing that leaves it comes back.
+
+    depth 0   norm                      depth 1   qkv' ─► attention' ─► out' ─┐        one region: parts of heads
+    depth 2   residual, norm  ◄─ sum ─────────────────────────────────────────┘
+    depth 2   up' ─► gelu' ─► down' ─┐                                                 another: parts of hidden units
+    depth 3   residual  ◄─ sum ──────┘
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor
+from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.walk import Sets, in_order
+from jscaler.schedule.op_parts import Form, OpPart, Sliced, Summed
+
+
+@dataclass(frozen=True)
+class TimeRegion:
+    """Items of one level that run part by part.
+
+    Attributes:
+        items: in order.
+        ops, loops: the names of all that stands in them.
+    """
+
+    items: tuple[Item, ...]
+    ops: frozenset[str] = frozenset()
+    loops: frozenset[str] = frozenset()
+
+
+WriteRegion = Callable[[TimeRegion, "str | None"], "list[Item]"]
+
+
+@dataclass
+class _Node:
+    item: Item
+    in_time: bool = False
+    depth: int = 0
+    group: int = 0
+
+
+@dataclass
+class TimeRegions:
+    """Finds the regions of one time axis.
+
+    Attributes:
+        graph: the graph.
+        parts: what the ops do for one part; grows by the ops that go on with parts though no plan splits them.
+        follow: how an op that no plan splits goes on with the parts that it reads, if it can.
+        closed: loops that do not run part by part as a whole.
+        forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
+    """
+
+    graph: Graph
+    parts: dict[str, OpPart]
+    follow: Callable[[Op, Mapping[PTensor, Form]], OpPart | None]
+    closed: Set[str] = frozenset()
+    forms: dict[PTensor, Form] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.planned = frozenset(self.parts)
+
+    def arranged(self, items: Sequence[Item]) -> list[tuple[Item, ...] | TimeRegion]:
+        """``items`` in an order in which every region stands together; runs of what is in none between them."""
+        nodes: list[_Node] = []
+        maker: dict[PTensor, int] = {}
+        for item in items:
+            node = _Node(item)
+            made = made_by(item)
+            sources = {maker[t] for t in reads_of(item) if t in maker}
+            node.in_time = self._enters(item, sources, nodes)
+            for source in sources:
+                deeper = nodes[source].in_time and not (node.in_time and self._as_made(item, nodes[source].item))
+                node.depth = max(node.depth, nodes[source].depth + deeper)
+            maker.update(dict.fromkeys(made, len(nodes)))
+            nodes.append(node)
+        self._clones_late(nodes, maker)
+        return _sorted(nodes, _joined(nodes, maker), maker)
+
+    def rewritten(self, items: Sequence[Item], place: str | None, write: WriteRegion) -> list[Item]:
+        """``items`` of the loop ``place``, and what stands in their loops, with every region as ``write`` writes it."""
+        found: list[Item] = []
+        for group in self.arranged(items):
+            if isinstance(group, TimeRegion):
+                found += write(group, place)
+                continue
+            for item in group:
+                if isinstance(item, Nest):
+                    item = Nest(item.loop, tuple(self.rewritten(item.items, item.loop.name, write)))
+                found.append(item)
+        return found
+
+    def _clones_late(self, nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> None:
+        """Let what is computed again stand as deep as its readers, the backward ops: it could run long before them."""
+        latest: dict[int, int] = {}
+        for index in range(len(nodes) - 1, -1, -1):
+            node = nodes[index]
+            if node.in_time and _is_clone(node.item):
+                node.depth = max(node.depth, latest.get(index, 0))
+            for source in {maker[t] for t in reads_of(node.item) if t in maker}:
+                apart = nodes[source].in_time and not (node.in_time and self._as_made(node.item, nodes[source].item))
+                latest[source] = min(latest.get(source, node.depth - apart), node.depth - apart)
+
+    def _enters(self, item: Item, sources: Set[int], nodes: Sequence[_Node]) -> bool:
+        """Whether ``item`` runs part by part; notes the forms of what it makes."""
+        if isinstance(item, Nest):
+            found = self._lifted(item, self._seen(sources, nodes))
+            self.forms.update(found or {})
+            return found is not None
+        if item.path not in self.planned:
+            seen = self._seen(sources, nodes)
+            seen = {t: seen.get(t) for t in item.inputs}
+            part = self.follow(item, seen) if any(f is not None for f in seen.values()) else None
+            if part is None and item.again is not None and item.kind != "update":
+                part = self._behind_a_fence(item, sources, nodes)
+            if part is None:
+                return False
+            self.parts[item.path] = part
+        self.forms.update(zip(item.outputs, self.parts[item.path].outputs, strict=True))
+        return True
+
+    def _behind_a_fence(self, clone: Op, sources: Set[int], nodes: Sequence[_Node]) -> OpPart | None:
+        """A clone of what all parts share (a cast of parameters) runs in every part, as the fence in front of it does."""
+        makers = [nodes[s].item for s in sources if nodes[s].in_time]
+        fenced = bool(makers) and all(isinstance(m, Op) and (m.anywhere == "fence" or m.again is not None) for m in makers)
+        if not fenced or any(self.forms.get(t) is not None for t in clone.inputs):
+            return None
+        return OpPart((None,) * len(clone.inputs), (None,) * len(clone.outputs))
+
+    def _seen(self, sources: Set[int], nodes: Sequence[_Node]) -> dict[PTensor, Form]:
+        """The parts that a reader of ``sources`` finds: sums only if it may stand as deep as all that it reads."""
+        deepest = max((nodes[s].depth for s in sources), default=0)
+        found: dict[PTensor, Form] = {}
+        for source in sources:
+            if nodes[source].in_time:
+                whole = nodes[source].depth < deepest
+                made = {t: self.forms.get(t) for t in made_by(nodes[source].item)}
+                found.update({t: f for t, f in made.items() if not (whole and isinstance(f, Summed))})
+        return found
+
+    def _as_made(self, item: Item, source: Item) -> bool:
+        """Whether ``item`` reads what ``source`` makes as it is made: part for part."""
+        made = set(made_by(source))
+        wanted = self.wanted(item)
+        return all(wanted.get(t) == self.forms.get(t) for t in reads_of(item) if t in made)
+
+    def wanted(self, item: Item) -> dict[PTensor, Form]:
+        """Which part of each tensor an item in time reads."""
+        if isinstance(item, Op):
+            return dict(zip(item.inputs, self.parts[item.path].inputs, strict=True))
+        found: dict[PTensor, Form] = {}
+        for inner in item.items:
+            found.update(self.wanted(inner) if not isinstance(inner, Op) or inner.path in self.parts else {})
+        for carry in item.loop.carries:
+            found[carry.init] = self.forms.get(carry.inside)
+        for x in item.loop.xs:
+            found[x.stack] = shifted(self.forms.get(x.slice), 1)
+        return found
+
+    # -- loops over layers
+
+    def _lifted(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
+        """The forms of all that a loop makes, if its whole body can run part by part; else None."""
+        if nest.loop.name in self.closed or not any(op.path in self.planned for op in nest.ops()):
+            return None
+        if any(self._apart(t, nest) for t in nest.reads() if t not in known and t not in self.forms):
+            return None
+        found = self._settled(nest, known)
+        if found is None:  # forget what went on with parts for a moment
+            for op in nest.ops():
+                if op.path not in self.planned:
+                    self.parts.pop(op.path, None)
+        return found
+
+    def _apart(self, tensor: PTensor, nest: Nest) -> bool:
+        """Whether ``tensor`` is made in an iteration of another loop, which does not run part by part as a whole."""
+        home = self.graph.homes.get(tensor)
+        return home is not None and home not in _loops([nest]) and home not in self._around(nest.loop)
+
+    def _around(self, loop: Loop) -> Iterable[str]:
+        while loop.parent is not None:
+            yield loop.parent
+            loop = self.graph.loops[loop.parent]
+
+    def _settled(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
+        loop = nest.loop
+        guess: dict[PTensor, Form] = {c.inside: None if c.is_sum else known.get(c.init) for c in loop.carries}
+        for _ in range(len(loop.carries) + 2):
+            forms: dict[PTensor, Form] = dict(guess)
+            for x in loop.xs:
+                forms[x.slice] = shifted(known[x.stack], -1) if x.stack in known else self._first_wanted(nest, x.slice)
+            if (made := self._through(nest.items, {**known, **forms})) is None:
+                return None
+            forms |= made
+            after: dict[PTensor, Form] = {c.inside: forms.get(c.out, known.get(c.out)) for c in loop.carries}
+            if after == guess:
+                break
+            guess = after
+        else:
+            return None
+        if not any(f is not None for f in forms.values()):
+            return None
+        for carry in loop.carries:
+            forms[carry.final] = forms[carry.inside]
+            if isinstance(forms[carry.inside], Summed) and not carry.is_sum:
+                return None
+        for y in loop.ys:
+            forms[y.stack] = shifted(forms.get(y.slice), 1)
+        return forms
+
+    def _through(self, items: Sequence[Item], known: dict[PTensor, Form]) -> dict[PTensor, Form] | None:
+        """The forms of all that ``items`` of a loop's body make; None where one needs what only all parts give."""
+        found: dict[PTensor, Form] = {}
+        for item in items:
+            if isinstance(item, Nest):
+                made = self._lifted(item, known)
+                if made is None and any(known.get(t) is not None for t in item.reads()):
+                    return None
+                made = made if made is not None else dict.fromkeys(made_by(item))
+            else:
+                made = self._made_by(item, known)
+                if made is None:
+                    return None
+            found |= made
+            known.update(made)
+        return found
+
+    def _made_by(self, op: Op, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
+        if op.path in self.planned:
+            part = self.parts[op.path]
+            if any(known.get(t) not in (f, None) for t, f in zip(op.inputs, part.inputs, strict=True)):
+                return None
+            return dict(zip(op.outputs, part.outputs, strict=True))
+        seen = {t: known.get(t) for t in op.inputs}
+        if op.anywhere == "sum":  # the carry is what is added to it
+            seen[op.inputs[0]] = seen[op.inputs[1]]
+        if not any(f is not None for f in seen.values()):
+            return dict.fromkeys(op.outputs)
+        part = self.follow(op, seen)
+        if part is None:
+            return None
+        self.parts[op.path] = part
+        return dict(zip(op.outputs, part.outputs, strict=True))
+
+    def _first_wanted(self, nest: Nest, tensor: PTensor) -> Form:
+        """Which part of ``tensor``, a slice of a stack from outside, the loop's ops read."""
+        for op in nest.ops():
+            if tensor in op.inputs and op.path in self.planned:
+                return self.parts[op.path].inputs[op.inputs.index(tensor)]
+        return None
+
+
+def shifted(form: Form, by: int) -> Form:
+    """``form`` of a stack of what has it, or of a slice."""
+    return form.shifted(by) if isinstance(form, Sliced) else form
+
+
+def _is_clone(item: Item) -> bool:
+    return isinstance(item, Op) and item.again is not None
+
+
+def _joined(nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> list[int]:
+    """For every node one that stands for its region: nodes in time of one depth that hand parts to each other."""
+    sets = Sets[int]()
+    for index, node in enumerate(nodes):
+        for source in {maker[t] for t in reads_of(node.item) if t in maker} if node.in_time else ():
+            if nodes[source].in_time and nodes[source].depth == node.depth:
+                sets.join(source, index)
+    return [sets.root(i) for i in range(len(nodes))]
+
+
+def _sorted(
+    nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor, int]
+) -> list[tuple[Item, ...] | TimeRegion]:
+    """Nodes in an order that respects data, every region's in one piece; early ones first."""
+    group = [(node.depth, roots[i]) if node.in_time else (-1, i) for i, node in enumerate(nodes)]
+    members: dict[tuple[int, int], list[int]] = {}
+    for i, name in enumerate(group):
+        members.setdefault(name, []).append(i)
+    before = {
+        name: {group[maker[t]] for i in own for t in reads_of(nodes[i].item) if t in maker} - {name}
+        for name, own in members.items()
+    }
+    found: list[tuple[Item, ...] | TimeRegion] = []
+    # a region stands where the last of its items stood: by then all that it reads is there, or can be
+    for name in in_order(before, key=lambda name: members[name][-1]):
+        items = tuple(nodes[i].item for i in members[name])
+        if name[0] >= 0:
+            found.append(_region(items))
+        elif found and isinstance(found[-1], tuple):
+            found[-1] = (*found[-1], *items)
+        else:
+            found.append(items)
+    return found
+
+
+def _region(items: tuple[Item, ...]) -> TimeRegion:
+    ops = frozenset(op.path for item in items for op in ([item] if isinstance(item, Op) else item.ops()))
+    return TimeRegion(items, ops, frozenset(_loops(items)))
+
+
+def _loops(items: Iterable[Item]) -> Iterable[str]:
+    for item in items:
+        if isinstance(item, Nest):
+            yield item.loop.name
+            yield from _loops(item.items)
