@@ -17,7 +17,7 @@ smoke: $(VENV)/.installed  ## the tests that guard against a new JAX
 
 test-aot:  ## the tests that compile for CUDA, on any machine; makes .venv-aot (1.7 GB)
 	$(MAKE) VENV=.venv-aot EXTRAS=dev,aot .venv-aot/.installed
-	.venv-aot/bin/python -m pytest -m aot
+	.venv-aot/bin/python -m pytest -m aot -n auto --dist worksteal
 
 lint: $(VENV)/.installed  ## style, formatting and the order of packages, without changing anything
 	$(BIN)/ruff check .
