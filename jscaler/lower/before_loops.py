@@ -14,6 +14,7 @@ have fences already (`capture.recompute`): the first of them waits for such prod
 import dataclasses
 import math
 from collections.abc import Container, Mapping, Sequence
+from typing import TypeGuard
 
 from jax import lax
 from jax.extend import core
@@ -91,7 +92,9 @@ def needed(items: Sequence[Item], outputs: Sequence[Atom]) -> set[core.Var]:
     return set(_last_reads(items, outputs))
 
 
-def _is_put_off(item: Item, made: Container[core.Var], last: Mapping[core.Var, int], place: int) -> bool:
+def _is_put_off(
+    item: Item, made: Container[core.Var], last: Mapping[core.Var, int], place: int
+) -> TypeGuard[core.JaxprEqn]:
     """Whether it is a product that is smaller than an operand which is read by nobody from ``place`` on."""
     if not isinstance(item, core.JaxprEqn) or not contracts([item]):
         return False
