@@ -175,13 +175,21 @@ class _TimeLoop:
         """What an iteration has of a stack: its number, or what another loop left in the iteration of this number."""
         if stack in self.stacks:
             return self.stacks[stack]
-        maker = self.makers.get(stack)
+        maker = self._maker(stack)
         if maker is None or maker.op.inputs or len(stack.shape) != 1 or stack.dtype.kind != "i":
             return UNKNOWN
         (numbers,) = evaluate(maker.jaxpr, [])
         if sorted(np.asarray(numbers).tolist()) != list(range(self.task.loop.length)):
             raise VerificationError(f"{self._here()} runs the parts {np.asarray(numbers).tolist()}")
         return INDEX
+
+    def _maker(self, tensor: PTensor) -> Compute | None:
+        """What makes ``tensor`` in front of the loop, behind fences."""
+        maker = self.makers.get(tensor)
+        while maker is not None and maker.op.anywhere == "fence":
+            tensor = maker.op.inputs[maker.op.outputs.index(tensor)]
+            maker = self.makers.get(tensor)
+        return maker
 
     def _carry(self, carry: Carry, state: State) -> None:
         here, reads = f"{self._here()}, '{carry.final.name}'", self.read.count(carry.inside)
@@ -198,7 +206,7 @@ class _TimeLoop:
             raise VerificationError(f"{here}: no iteration adds anything to it")
 
     def _check_start(self, carry: Carry, combiner: Combiner, here: str) -> None:
-        maker = self.makers.get(carry.init)
+        maker = self._maker(carry.init)
         if maker is None or maker.op.inputs:
             raise VerificationError(f"{here}: it starts at '{carry.init.name}', which is not known to be nothing")
         (start,) = evaluate(maker.jaxpr, [])
