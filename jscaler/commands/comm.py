@@ -18,7 +18,7 @@ from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from jscaler.clusters.calibration import Fit, Sample
+    from jscaler.clusters.calibration import Calibration, Sample
 
 
 def bench_comm(
@@ -38,7 +38,7 @@ def bench_comm(
 
     Example: jscaler bench-comm --platform cpu --devices 8 --quick --out cluster.toml
     """
-    from jscaler.clusters import fit, measure
+    from jscaler.clusters import calibration, measure
     from jscaler.runtime.devices import resolve_devices
 
     _refuse_suffix(out)
@@ -52,9 +52,9 @@ def bench_comm(
     samples = [measure.measure(trial, 2 if quick else rounds) for trial in trials]
     if jax.process_index() != 0:
         return
-    fits = fit.fit_all(samples)
+    fits = calibration.fit_all(samples)
     memory = measure.device_memory(jax.local_devices()[0])
-    cluster = fit.fitted_cluster(fits, _name(hosts), len(hosts), hosts.shape[1], memory)
+    cluster = calibration.fitted_cluster(fits, _name(hosts), len(hosts), hosts.shape[1], memory)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(cluster_toml(cluster, _header(hosts, fits)), encoding="utf-8")
@@ -64,7 +64,7 @@ def bench_comm(
         _show(Console(), samples, fits, out)
 
 
-def samples_table(samples: Sequence["Sample"], fits: Sequence["Fit"]) -> Table:
+def samples_table(samples: Sequence["Sample"], fits: Sequence["Calibration"]) -> Table:
     """Each measurement beside what the fit of its class of links says."""
     from jscaler.clusters.calibration import fitted_seconds, relative_error
 
@@ -78,7 +78,7 @@ def samples_table(samples: Sequence["Sample"], fits: Sequence["Fit"]) -> Table:
     return table("collectives, all groups at once", header, rows)
 
 
-def fits_table(fits: Sequence["Fit"]) -> Table:
+def fits_table(fits: Sequence["Calibration"]) -> Table:
     """The figures of each class of links: of all collectives together, and of each by itself."""
     rows = [
         (f.link_class, f.kind or "all", readable_seconds(f.link.latency), _rate(f.link.bandwidth), f"{f.error:.0%}")
@@ -90,14 +90,14 @@ def fits_table(fits: Sequence["Fit"]) -> Table:
     return table(title, ("links", "collective", "latency per step", "bandwidth", "mean error"), rows)
 
 
-def _show(console: Console, samples: Sequence["Sample"], fits: Sequence["Fit"], out: Path | None) -> None:
+def _show(console: Console, samples: Sequence["Sample"], fits: Sequence["Calibration"], out: Path | None) -> None:
     console.print(samples_table(samples, fits))
     console.print(fits_table(fits))
     if out is not None:
         console.print(f"written: {out}", highlight=False)
 
 
-def _record(cluster: Cluster, samples: Sequence["Sample"], fits: Sequence["Fit"]) -> dict[str, Any]:
+def _record(cluster: Cluster, samples: Sequence["Sample"], fits: Sequence["Calibration"]) -> dict[str, Any]:
     links = {key: getattr(cluster, key) for key in ("inside", "between")}
     return {
         "cluster": {
@@ -117,7 +117,7 @@ def _record(cluster: Cluster, samples: Sequence["Sample"], fits: Sequence["Fit"]
     }  # fmt: skip
 
 
-def _copied(fits: Sequence["Fit"]) -> str:
+def _copied(fits: Sequence["Calibration"]) -> str:
     """What to say when there was only one class of links to measure."""
     found = {fit.link_class for fit in fits}
     if "between" not in found:
@@ -125,7 +125,7 @@ def _copied(fits: Sequence["Fit"]) -> str:
     return "one device per host: 'inside' is a copy of 'between'" if "inside" not in found else ""
 
 
-def _header(hosts: Any, fits: Sequence["Fit"]) -> list[str]:
+def _header(hosts: Any, fits: Sequence["Calibration"]) -> list[str]:
     device = hosts.flat[0]
     errors = ", ".join(f"{f.link_class} {f.error:.0%}" for f in fits if f.kind is None)
     measured = f"measured by jscaler bench-comm on {hosts.size} × {device.device_kind} (jax {jax.__version__})"

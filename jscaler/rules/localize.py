@@ -46,7 +46,7 @@ class Localizer:
         self.sizes = dict(sizes or {})
         self.leaves = tuple(self.parts)
         self.index: dict[int, Any] = {}
-        self.wants = {leaf: found for leaf in self.leaves if (found := self._wants(leaf))}
+        self.wants: Mapping[int, Wants] = {leaf: found for leaf in self.leaves if (found := self._wants(leaf))}
         self.slid = slid_along(analysis)
 
     def _wants(self, leaf: int) -> Wants:

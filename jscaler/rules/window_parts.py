@@ -21,14 +21,12 @@ Slid = Sequence[tuple[Window, int]]  # the windows of an equation whose index is
 
 
 class WindowedPart(Part, Protocol):
-    """A part whose operands may be extended.
-
-    Attributes:
-        wants: leaf atom -> the rows around a variable's part that windows read.
-    """
+    """A part whose operands may be extended; ``wants`` says by leaf atom by how many rows, for windows that read them."""
 
     analysis: Analysis
-    wants: Mapping[int, Wants]
+
+    @property
+    def wants(self) -> Mapping[int, Wants]: ...
 
 
 def run_windowed(part: WindowedPart, eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any], slid: Slid) -> Any:
