@@ -15,7 +15,7 @@ from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.errors import RuleError, UnknownNameError, VerificationError
 from jscaler.ir import Factor
 from jscaler.text.tables import table
-from jscaler.verification.whole_against_parts import PartsComparison, FragmentInParts, compare_all
+from jscaler.verification.whole_against_parts import FragmentInParts, PartsComparison, compare_all
 
 PARTS = (2, 3, 4)
 
