@@ -1,6 +1,6 @@
 """The passes from the captured graph to the graph that is laid out on devices, in order.
 
-captured ─► fused_ops ─► recompute_regions ─► ops_alone ─► backward_bodies      the source: what the policy decided on
+captured ─► fused_ops ─► recompute_regions ─► per_microbatch_ops ─► backward_bodies      the source: what the policy decided on
          ─► recomputed ─► time_loops ─► cut_ops ─► threaded_stacks ─► refetched_parameters        ready for layouts
 """
 
@@ -54,7 +54,7 @@ def recompute_regions(at: Planned) -> Planned:
     return dataclasses.replace(at, graph=with_regions(at.graph, at.plan))
 
 
-def ops_alone(at: Planned) -> Planned:
+def per_microbatch_ops(at: Planned) -> Planned:
     """Ops that run on each micro-batch alone divide by its count. It must be done in front of autodiff."""
     return dataclasses.replace(at, graph=with_alone(at.graph, at.plan, at.rules, at.bodies))
 
@@ -93,6 +93,6 @@ def refetched_parameters(at: Planned) -> Planned:
     return dataclasses.replace(at, graph=refetched(at.graph, stored, at.bodies))
 
 
-TO_SOURCE: tuple[Pass[Planned], ...] = (fused_ops, recompute_regions, ops_alone, backward_bodies)
+TO_SOURCE: tuple[Pass[Planned], ...] = (fused_ops, recompute_regions, per_microbatch_ops, backward_bodies)
 TO_LAYOUTS: tuple[Pass[Planned], ...] = (recomputed, time_loops, cut_ops, threaded_stacks, refetched_parameters)
 GRAPH_PASSES = TO_SOURCE + TO_LAYOUTS
