@@ -140,6 +140,7 @@ def rows(quick: bool, only: str, write: bool, figures: bool, workers: int) -> It
     kept: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if not kept and not write:
         print(f"nothing is kept for jax {jax.__version__}; --write keeps what is lowered now", file=sys.stderr)
+        return
     chosen = [p.key for p in pairs() if only in p.key and (p.run.quick or not quick)]
     file.parent.mkdir(exist_ok=True)
     for key, row in zip(chosen, _each(chosen, figures, 1 if quick else workers), strict=True):
