@@ -30,7 +30,6 @@ KEPT = Path(__file__).parent / "same_programs"
 SWIN = [
     Run("single", 1), Run("data_parallel", 2), Run("tensor_parallel", 2), Run("zero1", 2), Run("zero3", 2),
     Run("megatron(dp=2, tp=2)", 4), Run("co_shard(2, plan=tensor_parallel())", 2), Run("accumulate(2, data_parallel())", 2),
-    Run("recompute_layers(data_parallel())", 2),
 ]  # fmt: skip
 MORE = {"conv + BatchNorm": [Run("accumulate(2, data_parallel(), per_microbatch='norm')", 2)], "Swin": SWIN}
 RANDOM = range(1000, 1008)  # seeds

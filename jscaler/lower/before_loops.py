@@ -17,11 +17,13 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TypeGuard
 
 from jax import lax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, dtype, shape, trace_flat
 from jscaler.lax_primitives import contracts, is_fence
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, each_level, reads, results
+
+HELD = "held"  # the scope of fences that passes put up
 
 
 def products_before_loops(program: FlatProgram) -> FlatProgram:
@@ -37,7 +39,7 @@ def _with_gates(level: Level) -> list[Item]:
     found: list[Item] = []
     between: list[Item] = []
     for place, item in enumerate(items):
-        if isinstance(item, FlatLoop) or (hides and is_fence(item)):
+        if isinstance(item, FlatLoop) or (hides and is_fence(item) and not _holds(item)):
             found += _gated(between, item, place, last)
             between = []
         else:
@@ -120,8 +122,15 @@ def renamed(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
 
 
 def fence(taken: Sequence[Atom], given: Sequence[core.Var]) -> core.JaxprEqn:
+    """A fence that a pass puts up, for XLA's scheduler; its scope tells it from those of ops and orders."""
     eqn = trace_flat(lambda *xs: list(lax.optimization_barrier(xs)), [v.aval for v in taken]).eqns[0]
-    return eqn.replace(invars=list(taken), outvars=list(given))
+    info = eqn.source_info.replace(name_stack=source_info_util.new_name_stack(HELD))
+    return eqn.replace(invars=list(taken), outvars=list(given), source_info=info)
+
+
+def _holds(fence: core.JaxprEqn) -> bool:
+    """Whether a pass has put ``fence`` up."""
+    return str(fence.source_info.name_stack) == HELD
 
 
 def nbytes(var: core.Var) -> int:

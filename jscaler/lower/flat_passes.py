@@ -16,14 +16,14 @@ from jscaler.lower.swaps import swapped_dots
 FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
     swapped_dots,
     adapters_across_casts,
-    products_before_loops,
     pairs_together,
+    products_before_loops,
     merged_conditions,
     casts_at_use,
     live,
 )
 # What only moves XLA's scheduler or code generation: the numbers are the same without, memory or time is not.
-FOR_XLA: tuple[Pass[FlatProgram], ...] = (swapped_dots, products_before_loops, pairs_together)
+FOR_XLA: tuple[Pass[FlatProgram], ...] = (swapped_dots, pairs_together, products_before_loops)
 
 
 def flat_passes(without: Set[str] | Sequence[str] = ()) -> tuple[Pass[FlatProgram], ...]:

@@ -1,6 +1,6 @@
 """The passes from the captured graph to the graph that is laid out on devices, in order.
 
-captured ─► fused_ops ─► recompute_regions ─► per_microbatch_ops ─► backward_bodies      the source: what the policy decided on
+captured ─► fused_ops ─► recompute_regions ─► per_microbatch_ops ─► backward_bodies      the source: what the policy decided
          ─► recomputed ─► time_loops ─► cut_ops ─► threaded_stacks ─► refetched_parameters        ready for layouts
 """
 
