@@ -19,6 +19,10 @@ ROUNDS = 30
 
 
 def rows(quick: bool, target: str | None) -> Iterator[Row]:
+    if target is not None:
+        from jscaler.report.targets import described_devices
+
+        described_devices(f"8x{target}")  # before anything is computed, or JAX finds no plugin for it
     yield swapped("nano", 5 if quick else ROUNDS)
     for name, plan, devices, shape in MEMORY:
         if name == "pairs_together":  # (what XLA's scheduler puts off behind a loop, the estimate does not see)
