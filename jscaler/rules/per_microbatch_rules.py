@@ -3,9 +3,9 @@
     whole, 8 rows      m = sum_b x / 8      y = x - m         m is one for all rows
     two parts          m' = sum_b x' / 4    y' = x' - m'      each has its own m'; y' is a part of y, and m' of nothing
 
-A sum over the factor that is divided by how many it adds up is a mean, and is divided by the part's count. All other
-numbers of a program stay as they are. What depends on a sum beyond what is linear is each part's *own*. If it leaves the
-op for good (an auxiliary loss), what leaves is the mean over the parts.
+A sum over the factor that is divided by how many it adds up is a mean, and is divided by the part's count, be it in
+another op. All other numbers of a program stay as they are. What depends on a sum beyond what is linear is each part's
+*own*. If it leaves the op for good (an auxiliary loss), what leaves is the mean over the parts.
 """
 
 import math
@@ -32,23 +32,45 @@ class HiddenCountError(Exception):
 
 
 @dataclass(frozen=True)
+class Undivided:
+    """What is made of a sum over the factor, and has not been divided by how many that adds up.
+
+    Attributes:
+        counts: the numbers that make a mean of it.
+        others: how many other things were added up last: by that it is their mean.
+    """
+
+    counts: frozenset[int]
+    others: int = 1
+
+
+@dataclass(frozen=True)
 class OwnCounts:
     """A program whose means over a factor divide by a part's count.
 
     Attributes:
         jaxpr: still at the whole's shapes.
         wholes: by result what the parts' values are to be joined by, should it leave for good; nothing to join is "".
+        undivided: the results that whoever reads them may make a mean of.
     """
 
     jaxpr: core.Jaxpr
     wholes: tuple[Whole, ...]
+    undivided: Mapping[int, Undivided]
 
 
-def with_own_counts(jaxpr: core.Jaxpr, place: Place, parts: int, owned: Set[int] = frozenset()) -> OwnCounts:
-    """``jaxpr`` on one of ``parts`` alone; ``place`` is the factor's.
+def with_own_counts(
+    jaxpr: core.Jaxpr,
+    place: Place | None,
+    parts: int,
+    owned: Set[int] = frozenset(),
+    undivided: Mapping[int, Undivided] | None = None,
+) -> OwnCounts:
+    """``jaxpr`` on one of ``parts`` alone; ``place`` is the factor's, and None behind the parts, where it has none.
 
     Args:
         owned: the operands that each part has for itself.
+        undivided: those among them that are still to be divided by a count.
 
     Raises:
         HiddenCountError: one of its means stands where it cannot be changed.
@@ -60,20 +82,26 @@ def with_own_counts(jaxpr: core.Jaxpr, place: Place, parts: int, owned: Set[int]
     eqns = [e.replace(invars=[_swapped(literals, v) for v in e.invars]) for e in live_equations(inliner.eqns, outvars)]
     outvars = [_swapped(literals, v) for v in outvars]
     analysis = analyse(make_jaxpr(eqns, invars, outvars, jaxpr))
-    operand, dim, sub = place
-    leaf = analysis.leaves(analysis.jaxpr.invars[operand])[dim][sub]
-    changes = _Counts(analysis, leaf, parts).run()
+    given = {analysis.jaxpr.invars[i]: one for i, one in (undivided or {}).items()}
+    if place is None:
+        counts = _Counts(analysis, None, parts, given)
+        wholes: tuple[Whole, ...] = ("",) * len(outvars)
+    else:
+        operand, dim, sub = place
+        leaf = analysis.leaves(analysis.jaxpr.invars[operand])[dim][sub]
+        counts = _Counts(analysis, leaf, parts, given)
+        before = [OWN if i in owned else own_state(analysis, (leaf,), v) for i, v in enumerate(analysis.jaxpr.invars)]
+        wholes = _wholes(analysis, _states_alone(analysis, (leaf,), before), counts.changes.keys())
     table: dict[int, core.JaxprEqn] = {}
-    for var, (position, literal) in changes.items():
+    for var, (position, literal) in counts.changes.items():
         original = inliner.source[var]
         operands = list(original.invars)
         operands[position] = literal
         table[id(original)] = original.replace(invars=operands)
     if not table.keys() <= set(map(id, jaxpr.eqns)):
         raise HiddenCountError
-    given = [OWN if i in owned else own_state(analysis, (leaf,), v) for i, v in enumerate(analysis.jaxpr.invars)]
-    wholes = _wholes(analysis, _states_alone(analysis, (leaf,), given), changes.keys())
-    return OwnCounts(make_jaxpr([table.get(id(e), e) for e in jaxpr.eqns], jaxpr.invars, jaxpr.outvars, jaxpr), wholes)
+    made = make_jaxpr([table.get(id(e), e) for e in jaxpr.eqns], jaxpr.invars, jaxpr.outvars, jaxpr)
+    return OwnCounts(made, wholes, counts.left())
 
 
 def _wholes(analysis: Analysis, states: Mapping[core.Var, State], means: Set[core.Var]) -> tuple[Whole, ...]:
@@ -109,29 +137,33 @@ def _swapped(table: Mapping[core.Var, core.Literal], atom: Atom) -> Atom:
 
 
 class _Counts:
-    """Finds where a sum over ``leaf`` is divided by its count."""
+    """Finds where a sum over ``leaf``, or one that is ``given`` undivided, is divided by its count.
 
-    def __init__(self, analysis: Analysis, leaf: int, parts: int):
+    Attributes:
+        changes: by the result of an equation which operand of it becomes which number.
+    """
+
+    def __init__(self, analysis: Analysis, leaf: int | None, parts: int, given: Mapping[core.Var, Undivided]):
         self.analysis = analysis
         self.leaf = leaf
         self.parts = parts
         self.added: dict[core.Var, int] = {}  # how many are added up in what is not summed over the leaf yet
-        self.counts: dict[core.Var, frozenset[int]] = {}  # the numbers that make a mean of a sum over the leaf
-        self.others: dict[core.Var, int] = {}  # how many other things were added up last: by that it is their mean
+        self.undivided = dict(given)
         self.constant: dict[core.Var, core.Literal] = {}
-
-    def run(self) -> dict[core.Var, tuple[int, core.Literal]]:
-        """By the result of an equation which operand of it becomes which number."""
-        found = {}
-        for index, eqn in enumerate(self.analysis.jaxpr.eqns):
+        self.changes: dict[core.Var, tuple[int, core.Literal]] = {}
+        for index, eqn in enumerate(analysis.jaxpr.eqns):
             if not eqn.outvars:
                 continue
             change = self._mean(eqn)
             if change is not None:
-                found[eqn.outvars[0]] = change
+                self.changes[eqn.outvars[0]] = change
             else:
                 self._pass(index, eqn)
-        return found
+
+    def left(self) -> dict[int, Undivided]:
+        """The program's results that are undivided."""
+        results = enumerate(self.analysis.jaxpr.outvars)
+        return {i: self.undivided[v] for i, v in results if isinstance(v, core.Var) and v in self.undivided}
 
     def _mean(self, eqn: core.JaxprEqn) -> tuple[int, core.Literal] | None:
         if eqn.primitive.name not in ("div", "mul"):
@@ -139,11 +171,10 @@ class _Counts:
         divides = eqn.primitive.name == "div"
         for position in (1,) if divides else (1, 0):
             source, literal = eqn.invars[1 - position], self._literal(eqn.invars[position])
-            counts = self.counts.get(source, frozenset()) if isinstance(source, core.Var) else frozenset()
-            if literal is not None and counts:
-                assert isinstance(source, core.Var)
-                other = self.others.get(source, 1)
-                now = None if _is_number(literal, other, divides) else self._own(literal, counts, divides)
+            found = self.undivided.get(source) if isinstance(source, core.Var) else None
+            if literal is not None and found is not None:
+                others = _is_number(literal, found.others, divides)
+                now = None if others else self._own(literal, found.counts, divides)
                 if now is not None:
                     kind = literal.aval.dtype  # type: ignore[attr-defined]
                     aval = literal.aval.update(shape=())  # type: ignore[attr-defined]
@@ -178,13 +209,13 @@ class _Counts:
         whole = math.prod(sizes.values())
         before = math.prod(self.added.get(v, 1) for v in operands)
         if self.leaf in sizes and one.combiner == "add":
-            self.counts[out] = frozenset({whole, whole * before, sizes[self.leaf]})
+            self.undivided[out] = Undivided(frozenset({whole, whole * before, sizes[self.leaf]}))
         elif one.counts:
-            sums = operands[: 1 if one.name == "div" else 2]
-            counts = frozenset[int]().union(*(self.counts.get(v, frozenset()) for v in sums))
+            sums = [self.undivided[v] for v in operands[: 1 if one.name == "div" else 2] if v in self.undivided]
+            counts = frozenset[int]().union(*(s.counts for s in sums))
             if counts and not carried:
-                self.counts[out] = counts | {n * whole for n in counts}
-                self.others[out] = whole if whole > 1 else max((self.others.get(v, 1) for v in operands), default=1)
+                others = whole if whole > 1 else max(s.others for s in sums)
+                self.undivided[out] = Undivided(counts | {n * whole for n in counts}, others)
             elif not counts and before * whole > 1:
                 self.added[out] = before * whole
 

@@ -17,12 +17,13 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError
 from jscaler.ir import Body, Graph, Loop, Op, PTensor
+from jscaler.ir.walk import closure
 from jscaler.primitives import Plan
-from jscaler.rules.per_microbatch_rules import HiddenCountError, Place, Whole, with_own_counts
+from jscaler.rules.per_microbatch_rules import HiddenCountError, OwnCounts, Place, Undivided, Whole, with_own_counts
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.op_parts import OpPart, Own
 from jscaler.schedule.tensor_flow import Flows
-from jscaler.schedule.time_axes import TimeAxes, TimeCut, time_axes
+from jscaler.schedule.time_axes import TimeAxes, time_axes
 
 
 def with_alone(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> Graph:
@@ -53,38 +54,65 @@ class _Alone:
         self.bodies = bodies
         self.wholes: dict[PTensor, list[tuple[Whole, int]]] = {}  # of what each part has for itself, by time axis
         self.maker: dict[PTensor, Op] = {}
+        self.undivided: dict[PTensor, dict[int, Undivided]] = {}  # by parts what is still to be divided by a count
         self.flows = Flows(graph)
         self.next_state = {graph.outputs[output] for output in graph.next_version}
 
     def run(self) -> dict[str, Op]:
         """The ops by path."""
-        found = {}
-        for path in sorted(self.alone, key=self.graph.position.__getitem__):
-            op = self.graph[path]
-            for cut in self.axes.cuts[path].values():
-                factor = self.book.rule(op).factors.get(cut.factor)
-                if factor is not None and factor.kind == "blocked":
-                    op = self._on_a_part(op, cut)
-            found[path] = op
+        found, behind = {}, {}
+        for op in self.graph.ops:
+            if op.path in self.alone:
+                found[op.path] = self._on_its_parts(op)
+            elif op.kind == "forward" and (changed := self._behind(op)) is not None:
+                behind[op.path] = changed
         states = _states(self.graph, _with_stacks(self.graph, self.maker), self.flows)
         of_loops = {y.slice for loop in self.graph.loops.values() for y in loop.ys if y.stack in states}
-        return {path: self._leaving(op, states.keys() | of_loops) for path, op in found.items()}
+        return behind | {path: self._leaving(op, states.keys() | of_loops) for path, op in found.items()}
 
-    def _on_a_part(self, op: Op, cut: TimeCut) -> Op:
+    def _on_its_parts(self, op: Op) -> Op:
+        for cut in self.axes.cuts[op.path].values():
+            factor = self.book.rule(op).factors.get(cut.factor)
+            if factor is None or factor.kind != "blocked":
+                continue
+            owned = {i for i, t in enumerate(op.inputs) if t in self.wholes}
+            made = self._with_own_counts(op, _place(op, cut.factor, self.book), cut.parts, owned)
+            for index, (tensor, whole) in enumerate(zip(op.outputs, made.wholes, strict=True)):
+                if whole:
+                    self.wholes.setdefault(tensor, []).append((whole, cut.parts))
+                    self.maker[tensor] = op
+                if whole == "mean" and index in made.undivided:
+                    self._hand_on(tensor, made.undivided[index], cut.parts)
+            op = dataclasses.replace(op, body=self.bodies.intern(made.jaxpr))
+        return op
+
+    def _behind(self, op: Op) -> Op | None:
+        """``op``, which divides what a part has for itself by how many rows that has; None if it does not."""
+        changed = None
+        for parts in sorted({parts for t in op.inputs for parts in self.undivided.get(t, ())}):
+            made = self._with_own_counts(changed or op, None, parts)
+            for index, left in made.undivided.items():
+                self._hand_on(op.outputs[index], left, parts)
+            changed = dataclasses.replace(op, body=self.bodies.intern(made.jaxpr))
+        return changed
+
+    def _with_own_counts(self, op: Op, place: Place | None, parts: int, owned: Set[int] = frozenset()) -> OwnCounts:
         assert op.body is not None
-        owned = {i for i, t in enumerate(op.inputs) if t in self.wholes}
+        known = [self.undivided.get(t, {}) for t in op.inputs]
+        given = {i: one[parts] for i, one in enumerate(known) if parts in one}
         try:
-            made = with_own_counts(op.body.jaxpr, _place(op, cut.factor, self.book), cut.parts, owned)
+            return with_own_counts(op.body.jaxpr, place, parts, owned, given)
         except HiddenCountError:
             raise PlanError(
-                f"'{op.path}' cannot run on each part of '{cut.factor}' alone: a mean over it is taken inside a function "
+                f"'{op.path}' cannot run on each of {parts} parts alone: a mean over their rows is taken inside a function "
                 "with a derivative of its own (custom_jvp, custom_vjp) or a checkpoint; take the mean outside"
             ) from None
-        for tensor, whole in zip(op.outputs, made.wholes, strict=True):
-            if whole:
-                self.wholes.setdefault(tensor, []).append((whole, cut.parts))
-                self.maker[tensor] = op
-        return dataclasses.replace(op, body=self.bodies.intern(made.jaxpr))
+
+    def _hand_on(self, tensor: PTensor, undivided: Undivided, parts: int) -> None:
+        """Through the carries and stacks of loops, too."""
+        for one in closure([tensor], lambda at: self.flows.behind.get(at, ())):
+            before = self.undivided.setdefault(one, {}).get(parts, undivided)
+            self.undivided[one][parts] = Undivided(before.counts | undivided.counts, undivided.others)
 
     def _leaving(self, op: Op, states: Set[PTensor]) -> Op:
         """``op``, whose results that leave the parts for good are summands of the whole's, or of the parts' mean."""

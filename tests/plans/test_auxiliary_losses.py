@@ -109,6 +109,37 @@ def test_what_leaves_for_good_is_the_mean_over_the_parts(body: Callable[..., Any
         assert_trees_close(got, jax.value_and_grad(by_hand, has_aux=True)(w, x))
 
 
+@pytest.mark.parametrize("where", ["in the module", "outside", "behind layers"])
+def test_a_count_behind_the_op_is_a_part_s(where: str) -> None:
+    """What is no sum, made of a sum and divided by how many rows that has: in an op of its own, a part's count."""
+
+    def loss_of(w: Any, x: Any, rows: int) -> Any:
+        def one(total: Any, w: Any) -> Any:
+            y = x @ w
+            with jax.named_scope("model"), jax.named_scope("norm"):
+                found = jnp.sum(jnp.exp(y).mean(0) * y.sum(0))
+                found = found / rows if where == "in the module" else found
+            return total + found, None
+
+        if where == "behind layers":
+            found = jax.lax.scan(one, jnp.zeros(()), jnp.stack([w, w / 2]))[0]
+        else:
+            found = one(jnp.zeros(()), w)[0]
+        return found if where == "in the module" else found / rows
+
+    def step(state: Any, batch: Any) -> Any:
+        return jscaler.value_and_grad(lambda w: loss_of(w, batch["x"], 8) + jnp.mean((batch["x"] @ w) ** 2))(state)
+
+    def by_hand(w: Any, x: Any) -> Any:
+        return sum(loss_of(w, rows, 8 // PARTS) for rows in jnp.split(x, PARTS)) / PARTS + jnp.mean((x @ w) ** 2)
+
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        w, x = jnp.asarray(draws.normal(size=(4, 4))), jnp.asarray(draws.normal(size=(8, 4)))
+        lowered = jscaler.parallelize(plans.accumulate(PARTS, per_microbatch="norm"), devices=1)(step).lower(w, {"x": x})
+        assert_trees_close(lowered.compile()(w, {"x": x}), jax.value_and_grad(by_hand)(w, x))
+
+
 @pytest.mark.parametrize("how", ["loop", "carried", "stacked"])
 def test_auxiliary_losses_of_layers(how: str) -> None:
     with jax.enable_x64(True):
