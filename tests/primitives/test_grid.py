@@ -80,7 +80,7 @@ def test_cells_along_a_time_axis_on_several_devices_are_refused(devices: list[in
 
 
 def test_cells_along_a_time_axis_are_assigned_as_one() -> None:
-    with pytest.raises(PlanError, match="takes a part of b:3.*: all cells along a time axis run on one device"):
+    with pytest.raises(PlanError, match=r"takes a part of b:3.*: all cells along a time axis run on one device"):
         one_in_time(TIMED[:, 1:], np.array([4, 4, 7, 7]))
 
 
