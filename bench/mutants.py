@@ -97,8 +97,8 @@ class Copy:
     limit: float
 
     def run(self, tests: Sequence[str]) -> Outcome:
-        """Run ``tests`` until one fails; those of a single file in one process."""
-        workers = 0 if len(tests) == 1 and ".py" in tests[0] else self.workers
+        """Run ``tests`` until one fails; those of a few files in one process."""
+        workers = 0 if all(".py" in test for test in tests) else self.workers
         words = ["-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"-n{workers}", *tests]
         env = {**os.environ, "PYTHONPATH": str(self.root), "COLUMNS": "400"}
         started = time.monotonic()
@@ -124,9 +124,9 @@ class Copy:
 
     def stages(self, mutant: Mutant, everything: bool) -> dict[str, list[str]]:
         """The tests to run, stage by stage: of the touched file, if it has some, of its package, and all."""
-        own = f"tests/{mutant.name.replace('/', '/test_', 1)}.py"
+        own = sorted(self.root.glob(f"tests/{mutant.name.replace('/', '/test_', 1)}*.py"))
         folders = [f"tests/{package}" for package in (mutant.package, *MORE_TESTS.get(mutant.package, ()))]
-        found = {"file": [own]} if (self.root / own).exists() else {}
+        found = {"file": [str(path.relative_to(self.root)) for path in own]} if own else {}
         return found | {"package": folders} | ({"all": ["tests"]} if everything else {})
 
     def with_fault(self, mutant: Mutant, file: str, tests: Sequence[str]) -> Outcome:

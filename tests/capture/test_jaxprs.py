@@ -13,6 +13,7 @@ from jscaler.capture.jaxprs import (
     evaluate,
     fingerprint,
     inline,
+    literal_key,
     live_equations,
     make_jaxpr,
     shape_struct,
@@ -81,6 +82,13 @@ def test_dead_equations_are_dropped_and_effects_are_kept() -> None:
 def test_live_equations_keep_what_results_need() -> None:
     jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(jnp.exp(x))))(x).jaxpr
     assert [e.primitive.name for e in live_equations(jaxpr.eqns, jaxpr.outvars[1:])] == ["exp", "cos"]
+
+
+def test_literals_are_known_by_value_and_type() -> None:
+    """Zeros of four bytes have the same bytes."""
+    made = [core.Literal(np.zeros((), kind), jax.typeof(np.zeros((), kind))) for kind in ("float32", "int32", "uint32")]
+    assert len({literal_key(one) for one in made}) == 3
+    assert literal_key(made[0]) == literal_key(core.Literal(np.float32(0), made[0].aval))
 
 
 def test_a_closed_over_array_becomes_a_literal() -> None:

@@ -30,10 +30,15 @@ def nested(p: Any, x: jax.Array, y: jax.Array) -> Any:
     return lax.cond(p, lambda x, y: clipped(x.sum() > 0, x + 1, y), lambda x, y: (x, y), x, y)
 
 
+def leaves(p: Any, x: jax.Array, y: jax.Array) -> Any:
+    return lax.cond(p, lambda x, y: (x + 1, y), lambda x, y: (x, y * 2), x, y)
+
+
 CASES: dict[str, tuple[Callable[..., Any], int, int]] = {  # function, conditions when cut, and merged
-    "leaves": (lambda p, x, y: lax.cond(p, lambda x, y: (x + 1, y), lambda x, y: (x, y * 2), x, y), 2, 1),
+    "leaves": (leaves, 2, 1),
     "stages": (clipped, 8, 3),
     "nested": (nested, 17, 8),
+    "two predicates, of one several": (lambda p, x, y: (leaves(p, x, y), lax.cond(x[0] > 1, jnp.sin, jnp.cos, y)), 3, 2),
     "two predicates": (lambda p, x, y: (lax.cond(p, jnp.sin, jnp.cos, x), lax.cond(x[0] > 1, jnp.sin, jnp.cos, y)), 2, 2),
 }
 

@@ -20,23 +20,25 @@ from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Program, make_programs
 from jscaler.materialize.complete import complete_on_groups
 from jscaler.materialize.completed import Completed
+from jscaler.materialize.groups import find_groups, homes
 from jscaler.materialize.placement import decided_placements
 from jscaler.primitives import make_plan
 from jscaler.stages import Captured
 
-TABLE = np.arange(16.0).reshape(4, 4)  # a constant that both towers read
+TABLE = np.arange(16.0).reshape(4, 4)  # constants that both towers read, the second one in the ops that are left open
+ROW = np.arange(1.0, 5.0)
 GROUPS = {"left": (2, 0), "right": (1, 3)}
 
 
 def towers(left: dict[str, jax.Array], right: dict[str, jax.Array]) -> list[jax.Array]:
     """The same ops, a constant and an iota in each; the last op of each is for the completion to place."""
-    table, made = jnp.asarray(TABLE), []
+    table, row, made = jnp.asarray(TABLE), jnp.asarray(ROW), []
     for name, given in (("left", left), ("right", right)):
         with jax.named_scope(name):
             with jax.named_scope("mix"):
                 x = given["x"] @ (given["w"] * table) + jnp.arange(4.0)
             with jax.named_scope("norm"):
-                made.append(jnp.tanh(x) * 2)
+                made.append(jnp.tanh(x) * row)
     return made
 
 
@@ -71,6 +73,34 @@ def test_every_op_lies_on_its_tower_s_group(lowered: Any) -> None:
     assert [{t.op.path.split("/")[0] for t in p.tasks if isinstance(t, Compute)} for p in programs] == [{"left"}, {"right"}]
 
 
+def test_a_backward_op_runs_where_its_forward_op_does() -> None:
+    """Though what it reads first may come from another group: the cotangent of a result does."""
+
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            with jax.named_scope("left"):
+                y = x @ w
+            with jax.named_scope("right"):
+                return jnp.sum(jnp.sin(y) @ w)
+
+        return jscaler.value_and_grad(loss)(w)
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        del devices
+        for name, group in GROUPS.items():
+            for op in graph.select(f"{name}/*", kind="forward"):
+                graph.op_assign(graph.op_trans(op, jscaler.Replicate(2)), list(group))
+
+    captured = jscaler.parallelize("single", devices=1)(step).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).captured
+    plan = make_plan(policy, captured.graph, 4, captured.bodies, ())
+    groups = find_groups(plan, decided_placements(captured.graph, plan))
+    home = homes(captured.graph, groups, {})
+    backward = [op for op in captured.graph.ops if op.forward is not None]
+    assert {op.path.split("/")[0] for op in backward} == {"left", "right"}
+    for op in backward:
+        assert home[op.path].devices == GROUPS[op.path.split("/")[0]], op.path
+
+
 def test_what_the_plan_left_open_is_filled_in_on_its_own_group(lowered: Any) -> None:
     """The caches of the completion know the group: equal ops whose inputs lie alike, on other devices."""
     _, completed, _, _ = lowered
@@ -83,7 +113,7 @@ def test_what_the_plan_left_open_is_filled_in_on_its_own_group(lowered: Any) -> 
 def test_each_group_has_a_copy_of_the_constant_and_arguments_of_its_own(lowered: Any) -> None:
     captured, _, programs, _ = lowered
     constants = [t for t, _ in captured.graph.constants]
-    assert constants
+    assert len(constants) == 2
     for program, name in zip(programs, GROUPS, strict=True):
         own = [t.name for t in program.tensors if t not in constants]
         assert sorted(own) == [f"{name}/w", f"{name}/x"]

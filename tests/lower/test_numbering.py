@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from lower.steps import (
 import jscaler
 from jscaler.capture.jaxprs import evaluate, make_jaxpr
 from jscaler.lower.flat_program import FlatProgram, reads, results
+from jscaler.lower.numbering import flatten
 from jscaler.primitives import Order, Plan
 
 
@@ -129,6 +131,41 @@ def test_what_jax_checkpoint_recomputes_is_recomputed(plan: str, devices: int) -
     ours = in_flat(planned(plan, devices, loss_fn).flat)
     assert (ours["sin"], ours["dot_general"]) == (theirs["sin"], theirs["dot_general"])
     assert theirs["sin"] > 2
+
+
+def test_what_a_loop_makes_is_made_again_behind_it() -> None:
+    """No variable of a body is known outside; what is made in front of a loop is known in it."""
+
+    def step(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        before = jnp.cos(w)
+
+        def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+            with jax.named_scope("inside"):
+                return carry * jnp.sin(w) + jnp.cos(w), None
+
+        last, _ = jax.lax.scan(body, x, None, length=3)
+        with jax.named_scope("behind"):
+            return last + jnp.sin(w), before
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        last, before = step(x, w)
+        return (last * before).sum()
+
+    x, w = jnp.arange(4.0), jnp.linspace(0.2, 1.0, 4)
+    ours = jscaler.parallelize("single", devices=1)(lambda w, x: jscaler.value_and_grad(loss)(w, x))
+    for mine, theirs in zip(ours(w, x), jax.value_and_grad(loss)(w, x), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_an_exchange_is_one_with_another_of_its_adapter_and_dtype() -> None:
+    plan = planned("data_parallel", 4)
+    program = plan.program
+    one = next(task for task in program.adapters if task.adapter.adds)
+    assert one.reduce_dtype is None
+    more = [replace(one, output=-1), replace(one, output=-2, reduce_dtype="float64")]
+    flat = flatten(replace(program, tasks=(*program.tasks, *more)), plan.flat.source)
+    same = [e for e in flat.exchanges if e.adapt.tensor == one.tensor and e.adapt.adapter == one.adapter]
+    assert [e.adapt.reduce_dtype for e in same] == [None, "float64"]
 
 
 def test_effects_happen_as_often_as_they_are_written() -> None:

@@ -229,5 +229,30 @@ def test_state_leaves_as_it_came_and_results_without_shares() -> None:
             assert layout == plan.completed.inputs[plan.graph.inputs[plan.graph.next_version[index]]]
 
 
+def two_towers(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    """The same ops twice: a dot, and what follows it."""
+    with jax.named_scope("turn"):
+        turned = params["down"]["kernel"].T
+    total = jnp.zeros(())
+    for name, kernel in (("a", params["up"]["kernel"]), ("b", turned)):
+        with jax.named_scope(name):
+            total = total + (jnp.tanh(batch["x"] @ kernel) ** 2).sum()
+    return total
+
+
+def test_equal_ops_in_different_places() -> None:
+    """One tower by columns, one by rows: equal ops do not share layouts, nor what is filled in behind them."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        split(graph, "a/dot", ("state/params/up/kernel", 1), devices)
+        split(graph, "b/dot", ("batch/x", 0), devices)
+
+    assert_same_numbers(policy, 4, two_towers)
+    plan = planned(policy, 4, two_towers)
+    assert plan.graph["a/dot"].body is plan.graph["b/dot"].body
+    cuts = {path: [x.counts for x in plan.completed.ops[path].inputs] for path in plan.completed.ops}
+    assert (cuts["a/tanh"], cuts["b/tanh"]) == (["R1 V1 D(1,4)"], ["R1 V1 D(4,1)"])
+
+
 def test_completing_twice_gives_the_same() -> None:
     assert uses(planned(kernels_only, 8)) == uses(planned(kernels_only, 8))

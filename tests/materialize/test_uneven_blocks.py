@@ -73,6 +73,13 @@ def test_a_refined_dim_is_cut_where_its_major_sub_dim_is() -> None:
     assert proven(heads, flat).nothing
 
 
+def test_equal_blocks_on_devices_in_another_order() -> None:
+    one, other = laid("R1 V1 D(5+3,1) on [0 1]"), laid("R1 V1 D(5+3,1) on [1 0]")
+    assert not proven(one, other).nothing
+    one, other = laid("R2 V1 D(5+3,1) on [0 1 2 3]"), laid("R2 V1 D(5+3,1) on [2 3 0 1]")
+    assert proven(one, other).nothing  # the copies change places
+
+
 @pytest.mark.parametrize("source", TEXTS)
 def test_between_any_two(source: str) -> None:
     for target in TEXTS:

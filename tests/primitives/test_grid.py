@@ -8,6 +8,7 @@ import pytest
 from jscaler import PlanError
 from jscaler.ir import Op
 from jscaler.primitives import Grid, GridAxis
+from jscaler.primitives.grid import one_in_time
 
 AXES = (GridAxis("a", 4), GridAxis(None, 3), GridAxis("b", 2))
 GRID = Grid.whole(Op("up/dot", "forward", (), ()), AXES)
@@ -61,6 +62,26 @@ def test_empty_and_stepped_slices_are_refused(key: slice) -> None:
 def test_too_many_indices() -> None:
     with pytest.raises(PlanError, match="'up/dot': 4 indices for a grid of 3 axes"):
         GRID[0, 0, 0, 0]
+
+
+TIMED = Grid.whole(GRID.op, (GridAxis("a", 2), GridAxis("b", 3, time="t")))
+
+
+def test_cells_along_a_time_axis_have_one_device() -> None:
+    assert one_in_time(TIMED, np.array([4, 4, 4, 7, 7, 7])).tolist() == [[4], [7]]
+    assert one_in_time(TIMED, np.array([4, 7])).tolist() == [4, 7]  # said once
+    assert one_in_time(GRID[0, 0], np.array([5, 6])).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("devices", [[4, 4, 4, 7, 7, 4], [4, 7, 4, 4, 7, 4], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_cells_along_a_time_axis_on_several_devices_are_refused(devices: list[int]) -> None:
+    with pytest.raises(PlanError, match="run one after another on one device, not on "):
+        one_in_time(TIMED, np.array(devices))
+
+
+def test_cells_along_a_time_axis_are_assigned_as_one() -> None:
+    with pytest.raises(PlanError, match=r"takes a part of b:3.*: all cells along a time axis run on one device"):
+        one_in_time(TIMED[:, 1:], np.array([4, 4, 7, 7]))
 
 
 def test_str() -> None:

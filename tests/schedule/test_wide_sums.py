@@ -11,6 +11,9 @@ import pytest
 
 import jscaler
 from jscaler import plans
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.jaxprs import evaluate
+from jscaler.schedule.wide_sums import add_wide
 from models.master import make_master_state, master_step
 
 PARTS = 16
@@ -45,6 +48,13 @@ def gap(params: Any, exact: Any) -> float:
 def sums(lowered: Any) -> set[str]:
     carries = [c for loop in lowered.plan.graph.loops.values() for c in loop.carries]
     return {c.final.dtype.name for c in carries if c.is_sum and c.final.role == "gradient"}
+
+
+def test_a_part_is_added_in_the_bits_of_the_sum() -> None:
+    """Equation by equation: XLA may keep more bits than it is asked for."""
+    sofar, part = jnp.float32(1), jnp.bfloat16(2**-9)
+    (total,) = evaluate(add_wide(BodyTable(), jax.typeof(sofar), jax.typeof(part)).jaxpr, [sofar, part])
+    assert (float(total), total.dtype) == (1 + 2**-9, jnp.float32)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
