@@ -38,6 +38,7 @@ class Sweep:
         steps, stride: how many windows there are, and how far apart.
         taps, dilation: how many rows a window reads, and how far apart.
         low: padding before the first row; negative where rows are left out.
+        kernel: whether the taps are a dim of an operand, and not of the windows alone, as a reduction's are.
     """
 
     size: int
@@ -47,12 +48,13 @@ class Sweep:
     taps: int
     dilation: int
     low: int
+    kernel: bool
 
     @property
     def over_taps(self) -> bool:
         """Whether the taps are the index that can be split (in a kernel's gradient), and not the windows."""
         fits = (self.steps * self.stride == self.size * self.base, self.taps * self.dilation == self.size * self.base)
-        return fits == (False, True) or (all(fits) and self.taps > self.steps)
+        return self.kernel and (fits == (False, True) or (all(fits) and self.taps > self.steps))
 
     @property
     def count(self) -> int:
@@ -139,7 +141,7 @@ def cut(sweep: Sweep, name: Any) -> WindowCut:
 
 def plain(sweep: Sweep) -> bool:
     """Whether each row is its own window: no window at all."""
-    return sweep == Sweep(sweep.size, 1, sweep.size, 1, 1, 1, 0)
+    return sweep == Sweep(sweep.size, 1, sweep.size, 1, 1, 1, 0, sweep.kernel)
 
 
 def reduce_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
@@ -158,7 +160,7 @@ def _sweeps(eqn: core.JaxprEqn, result: Sequence[int]) -> list[Sweep]:
     base, dilation = (params.get(k) or ones for k in ("base_dilation", "window_dilation"))
     lows = (low for low, _ in params["padding"])
     each = zip(operand, base, result, params["window_strides"], params["window_dimensions"], dilation, lows, strict=True)
-    return [Sweep(*map(int, one)) for one in each]
+    return [Sweep(*map(int, one), kernel=False) for one in each]
 
 
 def conv_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
@@ -170,7 +172,7 @@ def conv_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
         params["lhs_dilation"], params["window_strides"], params["rhs_dilation"], params["padding"], places, strict=True
     )
     return [
-        Sweep(*map(int, (operand[i], base, result[o], stride, kernel[k], dilation, low)))
+        Sweep(*map(int, (operand[i], base, result[o], stride, kernel[k], dilation, low)), kernel=True)
         for base, stride, dilation, (low, _), (i, o, k) in ways
     ]
 

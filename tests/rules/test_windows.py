@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from parts import fragment
+from parts import check, fragment
 
 from jscaler.ir import Halo
 from jscaler.lax_primitives.windows import Sweep, scattered
@@ -20,7 +21,7 @@ def every_sweep() -> Iterator[Sweep]:
         for low, high in itertools.product((-1, 0, 1, 2), repeat=2):
             room = (size - 1) * base + 1 + low + high - (taps - 1) * dilation - 1
             if room >= 0:
-                yield Sweep(size, base, room // stride + 1, stride, taps, dilation, low)
+                yield Sweep(size, base, room // stride + 1, stride, taps, dilation, low, True)
 
 
 def rows_read(sweep: Sweep, chosen: range) -> set[int]:
@@ -78,6 +79,15 @@ def test_padding_decides_whether_parts_are_alike() -> None:
     assert "the inside of a window" in valid.blocked(1, 0)
     odd = fragment(lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (2,), "SAME"), np.ones(7))
     assert "stride 2 make 4 rows of 7" in odd.blocked(0, 0)
+
+
+@pytest.mark.parametrize(("taps", "stride", "padding", "open_"), [(4, 1, "VALID", {}), (8, 4, "SAME", {"a": 2})])
+@pytest.mark.parametrize("kind", ["sum", "max"])
+def test_a_window_as_long_as_the_rows_is_no_index(kind: str, taps: int, stride: int, padding: str, open_: Any) -> None:
+    """Its taps are a dim of nothing, unlike those of a kernel, whose gradient slides over them."""
+    what = (0.0, lax.add) if kind == "sum" else (-jnp.inf, lax.max)
+    made = check(lambda x: lax.reduce_window(x, *what, (taps,), (stride,), padding), np.arange(taps) * 1.0)
+    assert made.open == open_
 
 
 def test_rows_of_a_stride_stay_together() -> None:
