@@ -77,6 +77,17 @@ def test_another_form_of_call_is_not_taken_for_the_last() -> None:
         jax.jit(step)(state, batch)
 
 
+def test_a_leaf_that_lies_elsewhere_is_moved_though_all_else_is_known() -> None:
+    step, batch = step_of(), np.ones(4, np.float32)
+    state, _ = step(leaves(), batch)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    elsewhere = {**state, "leaf_0": jax.device_put(state["leaf_0"], jax.devices()[5])}
+    made, _ = step(elsewhere, batch)
+    np.testing.assert_array_equal(made["leaf_0"], [4.0, 4.0])
+    assert made["leaf_0"].sharding == state["leaf_0"].sharding
+
+
 def test_arguments_in_any_order_reach_their_inputs() -> None:
     @jscaler.parallelize(all_whole, devices=2)
     def step(z: jax.Array, a: jax.Array, *rest: jax.Array, m: jax.Array) -> jax.Array:
