@@ -88,6 +88,14 @@ def test_a_leaf_that_lies_elsewhere_is_moved_though_all_else_is_known() -> None:
     assert made["leaf_0"].sharding == state["leaf_0"].sharding
 
 
+def test_an_array_of_weak_type_is_another_form_of_call() -> None:
+    step, half = jscaler.parallelize(all_whole, devices=2)(lambda a, b: a * b), jnp.ones(2, jnp.float16)
+    weak, strong = jnp.asarray(2.0), jnp.float32(2)
+    assert (weak.weak_type, strong.weak_type) == (True, False)
+    for _ in range(2):
+        assert [step(half, two).dtype.name for two in (weak, strong, 2.0)] == ["float16", "float32", "float16"]
+
+
 def test_arguments_in_any_order_reach_their_inputs() -> None:
     @jscaler.parallelize(all_whole, devices=2)
     def step(z: jax.Array, a: jax.Array, *rest: jax.Array, m: jax.Array) -> jax.Array:
@@ -180,6 +188,7 @@ def test_what_comes_back_twice_is_two_arrays_that_can_both_be_donated() -> None:
     params = twice(jnp.arange(4.0))["params"]
     state = twice(params)
     assert state["params"] is params or state["ema"] is params
+    assert state["params"] is not state["ema"]
     state = update(state)
     np.testing.assert_array_equal(state["params"] - state["ema"], [1.0, 0.0, -1.0, -2.0])
 
