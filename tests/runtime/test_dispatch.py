@@ -180,6 +180,18 @@ def test_an_array_of_numpy_may_be_written_to_after_every_call() -> None:
     assert [float(r[0, 0]) for r in results] == [0.0, 1.0, 2.0]
 
 
+def test_an_array_of_numpy_that_jax_reads_in_place_may_be_written_to_as_well() -> None:
+    buffer = np.zeros(64 + 4 * 8 * 4, np.uint8)
+    start = -buffer.ctypes.data % 64  # as JAX wants it, to copy nothing
+    mine = buffer[start : start + 4 * 8 * 4].view(np.float32).reshape(4, 8)
+    in_place = jax.device_put(mine)
+    step = jscaler.parallelize("single", devices=1)(train)
+    kept = step({"head": jnp.ones((8, 2))}, {"base": mine}, np.ones((4, 4), np.float32))[1]["base"]
+    mine[:] = 9
+    assert float(in_place[0, 0]) == 9.0
+    assert float(kept[0, 0]) == 0.0
+
+
 def test_what_comes_back_twice_is_two_arrays_that_can_both_be_donated() -> None:
     twice = jscaler.parallelize(all_whole, devices=2)(lambda params: {"params": params, "ema": params, "sum": params.sum()})
     update = jscaler.parallelize(all_whole, devices=2, donate_argnames="state")(
