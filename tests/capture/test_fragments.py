@@ -57,6 +57,8 @@ def test_what_reads_a_contraction_comes_after_it() -> None:
 
 def test_a_reduction_to_a_scalar_ends_a_fragment() -> None:
     assert names(found(lambda x: jnp.exp((x * 2).sum()), x)) == [["mul", "reduce_sum"], ["exp"]]
+    assert names(found(lambda x: x / x.sum(), x)) == [["reduce_sum"], ["div"]]
+    assert names(found(lambda x: x / x.sum(0), x)) == [["reduce_sum", "broadcast_in_dim", "div"]]
 
 
 def test_a_cast_or_mask_with_one_reader_joins_it() -> None:

@@ -1,12 +1,16 @@
 """Operations of products: against XLA's own count, and by hand where XLA counts a loop once."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jscaler.capture.jaxprs import trace_flat
+from jscaler.estimate.flops import Flops, flops_of
 from jscaler.estimate.work import work_of
 
 
@@ -47,6 +51,19 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
 
     args = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((5, 16, 16), jnp.float32)
     assert ours(fun, *args) == 5 * 2 * 8 * 16 * 16
+
+
+def test_a_kernel_counts_for_each_cell_of_its_grid() -> None:
+    def kernel(x: Any, y: Any, out: Any) -> None:
+        out[...] = jnp.tanh(x[...]) @ y[...]
+
+    def fun(x: jax.Array, y: jax.Array) -> jax.Array:
+        rows, whole = pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 16), lambda i: (0, 0))
+        shape = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+        return pl.pallas_call(kernel, shape, grid=(4,), in_specs=[rows, whole], out_specs=rows)(x, y)
+
+    (eqn,) = jax.make_jaxpr(fun)(jnp.ones((32, 16)), jnp.ones((16, 16))).eqns
+    assert flops_of(eqn) == Flops(2.0 * 32 * 16 * 16, "float32")
 
 
 def test_of_the_branches_of_a_cond_the_larger_counts() -> None:

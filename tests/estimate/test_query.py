@@ -1,6 +1,7 @@
 """``jscaler.cost``: totals that add up, bytes per link, what is worked out again after a change, and inside a policy."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jscaler import Split
 from jscaler.clusters import Cluster, Link, find_cluster
 from jscaler.errors import DeviceError, PlanError
 from jscaler.estimate.query import Cost
+from jscaler.estimate.traffic import traffic_of
 from jscaler.lower.program import Compute, walk
 from jscaler.report.moved_tensors import moves_by_reader
 
@@ -97,6 +99,25 @@ def test_bytes_are_told_by_the_links_that_they_cross(graph: Any) -> None:
     line = TWO_HOSTS.collective("all_reduce", groups)
     count, nbytes = two.sent.kinds["all_reduce"]
     assert two.seconds.communication == pytest.approx(count * line.fixed + line.per_byte * nbytes)
+
+
+def test_groups_that_span_the_same_hosts_share_their_network(graph: Any) -> None:
+    def across(graph: Any, devices: np.ndarray) -> None:
+        """The batch over the two hosts, copied on the devices of each."""
+        for path in ("up/dot", "up/add", "act/tanh", "down/dot", "down/add"):
+            grid = graph.op_trans(graph[path], Split((graph[path].inputs[0].name, 0), 2), jscaler.Replicate(2))
+            graph.op_assign(grid, devices.reshape(2, 2))
+
+    sent = jscaler.cost(graph, across, TWO_HOSTS, devices=4).sent
+    assert (sent.inside, sent.between > 0) == (0, True)
+    assert sent.leaving == pytest.approx(2 * sent.between)
+
+
+def test_sums_in_more_bits_send_more_bytes() -> None:
+    adapt = next(task for task in lowered("data_parallel", 4).plan.program.adapters if task.adapter.adds)
+    own, wide = (traffic_of(replace(adapt, reduce_dtype=kind), 4, 1, TWO_HOSTS) for kind in (None, "float64"))
+    assert wide.total == 2 * own.total > 0
+    assert wide.seconds > own.seconds
 
 
 def test_groups_inside_a_host_send_nothing_between_hosts(graph: Any) -> None:

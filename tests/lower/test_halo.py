@@ -178,3 +178,26 @@ def test_an_op_views_the_rows_around_its_part() -> None:
     views = [r[index].mask for r in reads]
     assert [v.box[1] for v in views] == [((0, 5),), ((3, 8),)]
     assert views[0].overlaps(views[1])
+
+
+def test_two_readers_of_one_part_have_halos_of_their_own() -> None:
+    def convolve(image: jax.Array, small: jax.Array, large: jax.Array) -> list[jax.Array]:
+        made = []
+        for name, kernel in (("small", small), ("large", large)):
+            with jax.named_scope(name):
+                made.append(lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")))
+        return made
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows = graph.factor_of("image", 1)
+        for op in graph.ops:
+            graph.op_assign(graph.op_trans(op, Split(rows[op], devices.size)), devices)
+
+    draws = np.random.default_rng(3)
+    args = [draws.normal(size=size).astype(np.float32) for size in ((2, 8, 3), (3, 3, 2), (5, 3, 2))]
+    run = jscaler.parallelize(policy, devices=2)(convolve)
+    program = run.lower(*args).plan.program
+    assert len({halo.input for halo in program.halos}) == 1
+    assert [(e.before, e.after) for halo in program.halos for e in halo.edges] == [(1, 1), (2, 2)]
+    for ours, theirs in zip(run(*args), convolve(*map(jnp.asarray, args)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -24,7 +24,7 @@ from lower.steps import (
 
 import jscaler
 from jscaler.capture.jaxprs import evaluate, make_jaxpr
-from jscaler.lower.flat_program import FlatProgram, reads, results
+from jscaler.lower.flat_program import FlatLoop, FlatProgram, reads, results
 from jscaler.lower.numbering import flatten
 from jscaler.primitives import Order, Plan
 
@@ -136,25 +136,31 @@ def test_what_jax_checkpoint_recomputes_is_recomputed(plan: str, devices: int) -
 def test_what_a_loop_makes_is_made_again_behind_it() -> None:
     """No variable of a body is known outside; what is made in front of a loop is known in it."""
 
-    def step(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         before = jnp.cos(w)
 
         def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
             with jax.named_scope("inside"):
-                return carry * jnp.sin(w) + jnp.cos(w), None
+                return jnp.tanh(carry @ jnp.sin(w)) @ jnp.cos(w), None
 
         last, _ = jax.lax.scan(body, x, None, length=3)
         with jax.named_scope("behind"):
-            return last + jnp.sin(w), before
+            last = last @ jnp.sin(w)
+        return (last @ before).sum()
 
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        last, before = step(x, w)
-        return (last * before).sum()
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jscaler.value_and_grad(loss)(w, x)
 
-    x, w = jnp.arange(4.0), jnp.linspace(0.2, 1.0, 4)
-    ours = jscaler.parallelize("single", devices=1)(lambda w, x: jscaler.value_and_grad(loss)(w, x))
-    for mine, theirs in zip(ours(w, x), jax.value_and_grad(loss)(w, x), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    w, x = jnp.linspace(0.2, 1.0, 16).reshape(4, 4), jnp.ones((2, 4))
+    flat = flat_of(step, w, x)
+    inside = Counter(e.primitive.name for loop in flat.items if isinstance(loop, FlatLoop) for e in loop.items)
+    outside = Counter(eqn.primitive.name for eqn in flat.items if isinstance(eqn, core.JaxprEqn))
+    assert (inside["sin"], outside["sin"]) == (1, 1)
+    assert (inside["cos"], outside["cos"]) == (0, 1)
+    for mine, theirs in zip(
+        jscaler.parallelize("single", devices=1)(step)(w, x), jax.value_and_grad(loss)(w, x), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
 
 
 def test_an_exchange_is_one_with_another_of_its_adapter_and_dtype() -> None:

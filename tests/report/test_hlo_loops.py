@@ -71,6 +71,12 @@ def test_a_body_runs_as_often_as_the_loops_around_it(text: str, times: list[int]
     assert totals(text) == {"all-reduce": Totals(sum(times), sum(times), 16 * sum(times))}
 
 
+def test_a_computation_that_is_called_twice_runs_twice() -> None:
+    calls = ["%a = f32[4] call(%p), to_apply=%called", "%b = f32[4] call(%a), to_apply=%called"]
+    blocks = [*block("%called", REDUCE.format(name="c")), *block("%body", *calls), *block("ENTRY %main", calls[0])]
+    assert [c.times for c in collectives("\n".join(blocks))] == [1 + 2]
+
+
 def rows(graph: Any, devices: np.ndarray) -> None:
     for op in graph.forward():
         if op.name == "dot.1":

@@ -100,6 +100,15 @@ def test_the_runner_up_is_the_price_of_another_layout() -> None:
     assert row.runner_up.more == pytest.approx(-exchange, abs=1)
 
 
+def test_the_runner_up_pays_for_what_its_update_makes() -> None:
+    """Columns are read and made as columns: a whole copy would be gathered again after each update."""
+    row = rows_of(plan_of(tensor_parallel))["state/params/up/kernel"]
+    assert row.runner_up is not None
+    assert (row.layout, row.runner_up.what) == ("R1 V1 D(1,4)", "R4 V1 D(1,1)")
+    gathered = FEW_STEPS.launch + 8 * 16 * 4 / 4 * 3
+    assert row.runner_up.more == pytest.approx(gathered, abs=1)
+
+
 def test_leaves_of_stacked_layers_are_those_of_the_loop() -> None:
     def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
         def loss(params: dict[str, jax.Array]) -> jax.Array:

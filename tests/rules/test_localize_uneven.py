@@ -24,6 +24,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "batched dot": (lambda x, w: jnp.einsum("abc,acd->abd", x, w), (x.reshape(3, 2, 4), rng.normal(size=(3, 4, 5)))),
     "sum and max": (lambda x: (x.sum(0), x.max(0), x.min(1)), (x,)),
     "any and all": (lambda b: (b.any(0), b.all(1)), (x > 0,)),
+    "extremes far from zero": (lambda x: (x.max(0), (-x).min(0), x.max(1), (-x).min(1)), (-1 - x**2,)),
+    "all of all": (lambda b: (b.all(0), b.all(1)), (np.ones((4, 6), bool),)),
     "largest of integers": (lambda i: (i.max(0), i.min(0), i.sum(1)), (np.arange(-12, 12, dtype=np.int32).reshape(4, 6),)),
     "mean of logs and quotients": (lambda x, y: (jnp.log(jnp.abs(x)) / y).mean(0), (x, y)),
     "norm": (lambda x: jnp.sqrt((x**2).sum(0)), (x,)),

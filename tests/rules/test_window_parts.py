@@ -11,6 +11,8 @@ import pytest
 from jax import lax
 from parts import check, check_both, check_splits, fragment
 
+from jscaler.ir import Halo
+
 rng = np.random.default_rng(5)
 LINE = ("NHC", "HIO", "NHC")
 POOL: dict[str, Any] = {
@@ -98,6 +100,14 @@ def test_rows_and_columns_at_once() -> None:
     made = fragment(net, *args)
     (rows, *_), (columns, *_) = made.rule.operands[0][1:3]
     check_splits(made, args, [{rows: 2, columns: 3}, {rows: 4, columns: 2}])
+
+
+@pytest.mark.parametrize("taps", [(3, 5), (5, 3)], ids=str)
+def test_an_operand_that_two_windows_read_has_the_rows_of_both(taps: tuple[int, int]) -> None:
+    made = check_both(lambda x: pool("avg", taps[0], 1)(x) * pool("max", taps[1], 1)(x), real(1, 8, 2))
+    (index,) = made.rule.operands[0][1]
+    assert index in made.open
+    assert made.rule.halos[index, 0, 1] == Halo(2, 2)
 
 
 GRADIENT = (lambda x, dy: jax.vjp(pool("max", 3, 2), x)[1](dy)[0], (real(1, 8, 2), real(1, 4, 2)))

@@ -77,6 +77,25 @@ def test_another_form_of_call_is_not_taken_for_the_last() -> None:
         jax.jit(step)(state, batch)
 
 
+def test_a_leaf_that_lies_elsewhere_is_moved_though_all_else_is_known() -> None:
+    step, batch = step_of(), np.ones(4, np.float32)
+    state, _ = step(leaves(), batch)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    elsewhere = {**state, "leaf_0": jax.device_put(state["leaf_0"], jax.devices()[5])}
+    made, _ = step(elsewhere, batch)
+    np.testing.assert_array_equal(made["leaf_0"], [4.0, 4.0])
+    assert made["leaf_0"].sharding == state["leaf_0"].sharding
+
+
+def test_an_array_of_weak_type_is_another_form_of_call() -> None:
+    step, half = jscaler.parallelize(all_whole, devices=2)(lambda a, b: a * b), jnp.ones(2, jnp.float16)
+    weak, strong = jnp.asarray(2.0), jnp.float32(2)
+    assert (weak.weak_type, strong.weak_type) == (True, False)
+    for _ in range(2):
+        assert [step(half, two).dtype.name for two in (weak, strong, 2.0)] == ["float16", "float32", "float16"]
+
+
 def test_arguments_in_any_order_reach_their_inputs() -> None:
     @jscaler.parallelize(all_whole, devices=2)
     def step(z: jax.Array, a: jax.Array, *rest: jax.Array, m: jax.Array) -> jax.Array:
@@ -161,6 +180,18 @@ def test_an_array_of_numpy_may_be_written_to_after_every_call() -> None:
     assert [float(r[0, 0]) for r in results] == [0.0, 1.0, 2.0]
 
 
+def test_an_array_of_numpy_that_jax_reads_in_place_may_be_written_to_as_well() -> None:
+    buffer = np.zeros(64 + 4 * 8 * 4, np.uint8)
+    start = -buffer.ctypes.data % 64  # as JAX wants it, to copy nothing
+    mine = buffer[start : start + 4 * 8 * 4].view(np.float32).reshape(4, 8)
+    in_place = jax.device_put(mine)
+    step = jscaler.parallelize("single", devices=1)(train)
+    kept = step({"head": jnp.ones((8, 2))}, {"base": mine}, np.ones((4, 4), np.float32))[1]["base"]
+    mine[:] = 9
+    assert float(in_place[0, 0]) == 9.0
+    assert float(kept[0, 0]) == 0.0
+
+
 def test_what_comes_back_twice_is_two_arrays_that_can_both_be_donated() -> None:
     twice = jscaler.parallelize(all_whole, devices=2)(lambda params: {"params": params, "ema": params, "sum": params.sum()})
     update = jscaler.parallelize(all_whole, devices=2, donate_argnames="state")(
@@ -169,6 +200,7 @@ def test_what_comes_back_twice_is_two_arrays_that_can_both_be_donated() -> None:
     params = twice(jnp.arange(4.0))["params"]
     state = twice(params)
     assert state["params"] is params or state["ema"] is params
+    assert state["params"] is not state["ema"]
     state = update(state)
     np.testing.assert_array_equal(state["params"] - state["ema"], [1.0, 0.0, -1.0, -2.0])
 

@@ -207,6 +207,10 @@ FAULTS = {
         r"cond at .*: devices \[0, 1\] wait in psum over x0 at .* for devices \[2, 3\], which end their branch without it",
     ),
     "another dtype": (lambda x: lax.psum(x, "x0").astype(jnp.bfloat16), SHARED, WHOLE, "makes bfloat16 of float32"),
+    "the first element in the last one's place": (
+        lambda x: gather("x0")(x).at[7, 7].set(gather("x0")(x)[0, 0]), ROWS, WHOLE,
+        r"device 0 holds element \(0, 0\) where element \(7, 7\) belongs",
+    ),
     "a transpose": (lambda x: x.T, ROWS, COLUMNS, r"device 0 holds element \(1, 0\) where element \(0, 1\) belongs"),
     "no data": (lambda x: jnp.zeros((8, 8)), WHOLE, WHOLE, r"device 0 lacks element \(0, 0\): nothing \(neutral for add\)"),
 }  # fmt: skip

@@ -138,19 +138,32 @@ def without_the_last(task: Task) -> Task:
 
 
 def twice(task: Task) -> Task:
-    """The summand is added once more behind."""
+    """The summand is added once more, to what it was added to."""
+    return _joined_again(task, behind=True)
+
+
+def read_again(task: Task) -> Task:
+    """Something else is made of what was there before the summand."""
+    return _joined_again(task, behind=False)
+
+
+def _joined_again(task: Task, behind: bool) -> Task:
     if not (isinstance(task, Repeat) and any(c.is_sum for c in task.loop.carries)):
         return task
     (index,) = (i for i, t in enumerate(task.tasks) if isinstance(t, Compute) and t.op.path.endswith("@more"))
     join = task.tasks[index]
     assert isinstance(join, Compute)
     made = dataclasses.replace(join.op.outputs[0], name="once more")
-    op = dataclasses.replace(join.op, path="more", inputs=(join.op.outputs[0], join.op.inputs[1]), outputs=(made,))
-    again = dataclasses.replace(join, op=op, inputs=(join.outputs[0], join.inputs[1]), outputs=(9999,))
+    inputs = (join.op.outputs[0], join.op.inputs[1]) if behind else join.op.inputs
+    op = dataclasses.replace(join.op, path="more", inputs=inputs, outputs=(made,))
+    slots = (join.outputs[0], join.inputs[1]) if behind else join.inputs
+    again = dataclasses.replace(join, op=op, inputs=slots, outputs=(9999,))
+    tasks = (*task.tasks[: index + 1], again, *task.tasks[index + 1 :])
+    if not behind:
+        return dataclasses.replace(task, tasks=tasks)
     ((init, inside, _, final),) = task.carries
     (carry,) = task.loop.carries
     loop = dataclasses.replace(task.loop, carries=(dataclasses.replace(carry, out=made),))
-    tasks = (*task.tasks[: index + 1], again, *task.tasks[index + 1 :])
     return dataclasses.replace(task, tasks=tasks, loop=loop, carries=((init, inside, 9999, final),))
 
 
@@ -180,6 +193,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "the last summand alone": (without_adding, "last iteration leaves is not the whole: a summand"),
     "no summand": (without_the_last, "no iteration adds"),
     "a summand twice": (twice, "is joined twice"),
+    "a sum that is read on the way": (read_again, "read 2 times in an iteration"),
     "not from nothing": (rewritten(f"{SUM}@loss/dot@start", lambda *_: jnp.ones((8, 8))), "starts at"),
 }  # fmt: skip
 
