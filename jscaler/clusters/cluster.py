@@ -49,7 +49,7 @@ class Cluster:
     def collective(self, kind: str, groups: np.ndarray) -> Line:
         """Seconds against the bytes that each member sends; all groups run at once and share their hosts' networks.
 
-        A group that spans hosts pays ``between.latency`` for each of its steps.
+        A group that spans hosts pays ``between.latency`` for each of its steps, one inside a host ``inside.latency``.
         """
         steps = COLLECTIVES[kind].steps(groups.shape[1])
         if steps == 0:
@@ -58,7 +58,10 @@ class Cluster:
         if crossing == 0:
             return Line(self.local_step + steps * self.inside.latency, 1 / self.inside.bandwidth)
         slowest = max(1 / self.inside.bandwidth, crossing / self.between.bandwidth)
-        return Line(self.local_step + steps * self.between.latency, slowest)
+        hosts = groups // self.devices_per_host
+        within = bool((hosts == hosts[:, :1]).all(1).any())
+        latency = max(self.between.latency, self.inside.latency if within else 0.0)
+        return Line(self.local_step + steps * latency, slowest)
 
     def crossing(self, kind: str, groups: np.ndarray) -> float:
         """Bytes that leave the busiest host, as a multiple of what each member sends."""

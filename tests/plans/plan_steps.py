@@ -18,6 +18,7 @@ import jscaler
 from jscaler.lower.flat_program import FlatLoop
 from jscaler.lower.program import Adapt
 from jscaler.lower.step_plan import StepPlan
+from jscaler.report.explained import ExplainedPlan
 from jscaler.stages import Captured, lower, transform
 from models.gpt import GPT, GPTConfig
 from models.gpt_nnx import GPT as NnxGPT
@@ -102,7 +103,7 @@ def planned(plan: Any, made: tuple[Step, tuple[Any, Any]], devices: int) -> Step
     step, arguments = made
     if step in CAPTURED:
         known = CAPTURED[step]
-        done = lower(known, transform(known, plan, devices))
+        done = ExplainedPlan.of(lower(known, transform(known, plan, devices)))
         jscaler.verify(done)
         return done
     lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(*arguments)
