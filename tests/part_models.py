@@ -154,6 +154,8 @@ OTHERS: dict[str, Statistic] = {
     "by the mask": lambda x, m: jnp.sum(((x * _wide(x, m)).sum(_over(x)) / (_wide(x, m).sum(_over(x)) + 1)) ** 2),
     "soft maximum": lambda x, m: jnp.mean(jax.nn.logsumexp(x, 0)),
     "by row": lambda x, m: jnp.mean(jax.nn.logsumexp(x, -1) ** 2),
+    "root": lambda x, m: jnp.sqrt(jnp.sum(x.mean(_over(x)) ** 2) + EPS),
+    "variation": lambda x, m: x.mean(_over(x)).var() / (x.mean(_over(x)).mean() ** 2 + 1),
 }
 
 

@@ -18,8 +18,11 @@ import numpy as np
 from jscaler.errors import SplitError
 from jscaler.ir import Factor, Op
 from jscaler.plans.data_parallel import batch_factors
+from jscaler.plans.factors import Factors
+from jscaler.plans.per_microbatch_groups import groups_alone
 from jscaler.plans.single import single
 from jscaler.primitives import Planner, TimeSplit
+from jscaler.primitives.per_microbatch import under
 
 MICROBATCH = "microbatch"
 
@@ -40,7 +43,7 @@ def accumulate(
         accumulate_dtype: of the sums of gradients, where those have fewer bits; by default the gradients' own.
         per_microbatch: ops, or patterns of modules, that run on each micro-batch alone where they need the whole batch:
             ``"BatchNorm*"`` has the statistics of the micro-batch, as in a ``lax.scan`` over micro-batches; an auxiliary
-            loss is the mean over them.
+            loss is the mean over them. What else the module makes of those, not linearly, is fused with such an op.
 
     Raises (when the plan is made):
         UnknownNameError: no input, or no op, is called so.
@@ -57,7 +60,7 @@ def accumulate(
             graph.accumulation(dtype=accumulate_dtype)
         alone: set[str] = set()
         if per_microbatch is not None:
-            graph.per_microbatch(per_microbatch)
+            graph.per_microbatch(_fused(graph, per_microbatch, batch_factors(graph, batch, microbatches)))
             alone = graph.alone
         for op, name in batch_factors(graph, batch, microbatches).items():
             if op.kind != "backward" and _runs_in_turn(graph, op, name, microbatches, op.path in alone):
@@ -66,6 +69,14 @@ def accumulate(
 
     policy.__name__ = "accumulate"
     return policy
+
+
+def _fused(graph: Planner, selection: Any, factors: Factors) -> list[Op]:
+    """The selected ops, of which those are one op that hand each other what each micro-batch has for itself."""
+    paths = dict.fromkeys(under(graph.graph, selection))
+    for group in groups_alone(graph, list(paths), {op.path: name for op, name in factors.items()}):
+        graph.fuse(*group, name=group[0])
+    return [graph.graph[path] for path in paths if path in graph.by_path]
 
 
 def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) -> bool:

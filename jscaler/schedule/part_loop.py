@@ -57,6 +57,7 @@ class _Writer(AxisWriter):
     Attributes:
         alone: ops that run on each part alone.
         handed_on: a result that a part hands to the next -> the state that it takes the place of.
+        found: such a state -> what an iteration finds in its place, which backward ops of another loop read, too.
     """
 
     def __init__(self, graph: Graph, axes: TimeAxes, axis: str, book: RuleBook, bodies: BodyTable, closed: Set[str]):
@@ -65,6 +66,7 @@ class _Writer(AxisWriter):
         self.bodies_of_parts: dict[int, Body] = {}
         super().__init__(graph, axes, axis, book, bodies, closed)
         self.handed_on = handed_on(graph, self.regions.parts)
+        self.found: dict[PTensor, PTensor] = {}
 
     def planned(self) -> dict[str, OpPart]:
         found: dict[str, OpPart] = {}
@@ -177,11 +179,13 @@ class _Region(RegionWriter):
         super().__init__(writer, region, place)
         self.before: list[Item] = []
         self.after: list[Item] = []
+        self.inside = {t: item.loop.name for item in region.items if isinstance(item, Nest) for t in item.tensors()}
         self.taken = {  # state that a part takes over: the input -> what an iteration finds
             state: PTensor(f"{tensor.name}@before", state.aval, state.role)
             for tensor, state in writer.handed_on.items()
-            if tensor in self.made
+            if tensor in self.made and tensor not in self.inside
         }
+        writer.found.update(self.taken)
         self.number_of: PTensor | None = None  # of the part that an iteration runs
         self.xs: list[Stacked] = []
 
@@ -192,10 +196,9 @@ class _Region(RegionWriter):
         for item in self.region.items:
             self._item(item)
         carries, ys = [], []
-        inside = {t: item.loop.name for item in self.region.items if isinstance(item, Nest) for t in item.tensors()}
         for tensor in self.wanted:
-            if tensor in inside:
-                raise TornApartError(inside[tensor])
+            if tensor in self.inside:
+                raise TornApartError(self.inside[tensor])
             form = self.forms.get(tensor)
             if isinstance(form, Sliced):
                 ys.append(self._merged(tensor, form))
@@ -248,9 +251,11 @@ class _Region(RegionWriter):
     def read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
         if tensor in self.taken and form is None:
             return self.taken[tensor]
-        assert form is not None or reader.path not in self.writer.alone or tensor not in self.writer.handed_on.values(), (
-            tensor
-        )
+        source = reader.forward or reader.again
+        if tensor in self.writer.found and source is not None and source.path in self.writer.alone:
+            return self.writer.found[tensor]
+        is_state = tensor in self.writer.handed_on.values() and tensor in self.writer.graph.inputs
+        assert form is not None or reader.path not in self.writer.alone or not is_state, tensor
         return super().read(tensor, form, reader)
 
     def index(self) -> tuple[PTensor, ...]:

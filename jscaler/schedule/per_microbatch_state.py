@@ -160,7 +160,7 @@ def _place(op: Op, name: str, book: RuleBook) -> Place:
 
 
 def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTensor]:
-    """State that goes from part to part: what a part leaves -> the input that the first part takes.
+    """State that goes from part to part: what a part leaves -> the input, or slice of one, that the first part takes.
 
     Raises:
         PlanError: what a part has for itself is read, and is no state.
@@ -182,7 +182,16 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
                 "returns in its place, and what is read for the whole batch alone (an auxiliary loss); compute it from "
                 "these, or fuse the reader with the op (graph.fuse)"
             )
-    return found
+    return found | _of_layers(graph, found)
+
+
+def _of_layers(graph: Graph, states: Mapping[PTensor, PTensor]) -> dict[PTensor, PTensor]:
+    """The same of layers' slices, for a loop over parts that stands inside the loop over layers."""
+    slices: dict[PTensor, PTensor] = {}
+    for loop in graph.loops.values():
+        taken = {x.stack: x.slice for x in loop.xs}
+        slices |= {y.slice: taken[states[y.stack]] for y in loop.ys if y.stack in states and states[y.stack] in taken}
+    return slices | _of_layers(graph, slices) if slices else slices
 
 
 def _states(graph: Graph, own: Mapping[PTensor, Op], flows: Flows) -> dict[PTensor, PTensor]:

@@ -17,7 +17,7 @@ from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, made_by
 from jscaler.ir.mask import Combiner
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.op_parts import Form, OpPart, Piece, names_of, passed_on
+from jscaler.schedule.op_parts import Form, OpPart, Own, Piece, names_of, passed_on
 from jscaler.schedule.time_axes import TimeAxes
 from jscaler.schedule.time_regions import TimeRegion, TimeRegions
 from jscaler.schedule.wide_sums import add_wide, cast, read_wide
@@ -203,7 +203,7 @@ class RegionWriter(ABC):
 
     def read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
         """What a part reads of ``tensor``: what the region makes, a piece that is cut off here, or the whole."""
-        as_made = isinstance(form, Piece) and self.forms.get(tensor) == form
+        as_made = isinstance(form, (Piece, Own)) and self.forms.get(tensor) == form
         handed = tensor in self.made or (as_made and self.writer.in_step(tensor, reader))
         found = self.writer.part_of[tensor, self.number] if handed else tensor
         if not isinstance(form, Piece) or (handed and as_made):

@@ -195,7 +195,23 @@ def masked(x: jax.Array) -> Any:
     return x - (x * mask).sum(0) / jnp.maximum(mask.sum(0), 1), ()
 
 
-@pytest.mark.parametrize("body", [standardized, softmax, squared, masked], ids=lambda f: f.__name__)
+def by_one_count(x: jax.Array) -> Any:
+    """The mask's count is a scalar, made in ops of its own."""
+    mask = x[:, :1] > -0.5
+    return x / (x.std(0) + 1e-3) - (x * mask).sum(0) / jnp.maximum(mask.sum(), 1), ()
+
+
+def scaled_elsewhere(x: jax.Array) -> Any:
+    """Rows read the statistic in an op of their own."""
+    spread = x.std(0)
+    with jax.named_scope("apply"):
+        return x * jax.nn.sigmoid(x @ jnp.eye(4)) / spread, ()
+
+
+BODIES = [standardized, softmax, squared, masked, by_one_count, scaled_elsewhere]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 def test_other_statistics_are_those_of_the_part(body: Callable[..., Any]) -> None:
     """Means by count, by count less one, by a factor, by a mask; and sums that are no means."""
     with jax.enable_x64(True):
@@ -236,3 +252,50 @@ def test_what_it_refuses() -> None:
 
     with pytest.raises(SplitError, match=r"needs the whole factor: .* graph\.per_microbatch\('norm/"):
         lower(standardized, by_user)
+
+
+@pytest.mark.parametrize("layers", [(), (2,)], ids=["one layer", "a scan"])
+@pytest.mark.parametrize("squared", [False, True], ids=["a mean", "squared"])
+def test_rows_and_their_gradients_read_the_state_before(squared: bool, layers: tuple[int, ...]) -> None:
+    """A loss that is squared is whole before the backward pass, which has a loop of its own; and so has each layer then."""
+
+    def rows_of(ws: Any, stats: Any, x: jax.Array) -> Any:
+        def one(x: jax.Array, own: Any) -> Any:
+            w, before = own
+            y = x @ w
+            with jax.named_scope("model"), jax.named_scope("norm"):
+                mean = y.mean(0)
+                return jnp.tanh((y - mean) * before), 0.5 * before + jax.lax.stop_gradient(mean)
+
+        return jax.lax.scan(one, x, (ws, stats)) if layers else one(x, (ws, stats))
+
+    def join(mean: Any) -> Any:
+        return mean + mean**2 if squared else mean
+
+    def step(held: Any, batch: Any) -> Any:
+        def loss_fn(ws: Any) -> Any:
+            y, stats = rows_of(ws, held["stats"], batch["x"])
+            return join(jnp.mean(y**2 * batch["x"])), stats
+
+        (loss, stats), grads = jscaler.value_and_grad(loss_fn, has_aux=True)(held["ws"])
+        return {"ws": held["ws"] - grads, "stats": stats}, loss
+
+    def by_hand(held: Any, batch: Any) -> Any:
+        def loss_fn(ws: Any) -> Any:
+            stats, means = held["stats"], []
+            for x in jnp.split(batch["x"], PARTS):
+                y, stats = rows_of(ws, stats, x)
+                means.append(jnp.mean(y**2 * x))
+            return join(sum(means) / PARTS), stats
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(held["ws"])
+        return {"ws": held["ws"] - grads, "stats": stats}, loss
+
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        held = {"ws": draws.normal(size=(*layers, 4, 4)), "stats": draws.normal(size=(*layers, 4)) + 1}
+        held, batch = jax.tree.map(jnp.asarray, (held, {"x": draws.normal(size=(8, 4))}))
+        plan = plans.accumulate(PARTS, per_microbatch="norm")
+        lowered = jscaler.parallelize(plan, devices=1)(step).lower(held, batch)
+        jscaler.verify(lowered)
+        assert_trees_close(lowered.compile()(held, batch), jax.jit(by_hand)(held, batch))
