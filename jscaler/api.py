@@ -8,8 +8,8 @@ from typing import Any
 from jscaler import plans
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, PlanError
+from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
-from jscaler.lower.flat_passes import flat_passes
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan

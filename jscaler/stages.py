@@ -13,9 +13,9 @@ from jscaler.capture.jaxprs import trace_flat
 from jscaler.capture.trace import trace_step
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
+from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes, PassRun, run_passes
-from jscaler.lower.flat_passes import flat_passes
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.numbering import flatten
 from jscaler.lower.program import make_programs
@@ -95,7 +95,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
 
     Args:
         cost: what its adapters keep low.
-        without: names of passes to leave out, of those for XLA alone (`lower.flat_passes.FOR_XLA`).
+        without: names of passes to leave out, of those for XLA alone (`flat_passes.all_passes.FOR_XLA`).
 
     Raises:
         PlanError: the plan cannot be carried out; or one of ``without`` is no such pass.

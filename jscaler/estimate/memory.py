@@ -7,13 +7,13 @@ from typing import Any, Literal, get_args
 
 from jax.extend import core
 
-from jscaler.estimate.block import Value
-from jscaler.estimate.lifetimes import Moment, lifetimes
-from jscaler.estimate.to_block import Blocks, nbytes
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.segment import Segment
+from jscaler.xla_model.block import Value
+from jscaler.xla_model.lifetimes import Moment, lifetimes
+from jscaler.xla_model.to_block import Blocks, nbytes
 
 ARGUMENTS = ("parameter", "optimizer", "input")
 Held = str  # a TensorKind, or "temporary"

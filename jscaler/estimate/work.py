@@ -11,9 +11,9 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import make_jaxpr
 from jscaler.clusters.device import DeviceKind
-from jscaler.estimate.block import Block, BlockStep, Inner, Value
-from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.to_block import Blocks
+from jscaler.xla_model.block import Block, BlockStep, Inner, Value
+from jscaler.xla_model.kernels import kernels_of
+from jscaler.xla_model.to_block import Blocks
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Primitive:
         fence: whether it orders, and changes no value.
         refilled: whether loops make it anew: what they read of the program around them lies in memory, and in no register.
             A device's counts for random bits, for one, are as large as what is drawn.
-        cost: what becomes of it on a GPU, see ``estimate.block``.
+        cost: what becomes of it on a GPU, see ``xla_model.block``.
         flops: of a product; else every element counts as one.
         changes: whether the result is written over the first operand.
         picks: whether it reads no more than it leaves.

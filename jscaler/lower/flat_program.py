@@ -3,7 +3,7 @@
     Program   slots of tensors    computes, adapters, halos, loops          what the plan implies
     flat      variables           equations, exchanges, loops of these      what XLA gets, when the passes are done
 
-Passes over it (`lower.flat_passes`) look at one level at a time: the items of the program, or those of one loop's body.
+Passes over it (`jscaler.flat_passes`) look at one level at a time: the items of the program, or those of a loop's body.
 """
 
 import dataclasses

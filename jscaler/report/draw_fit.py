@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from jscaler.errors import JscalerError
 from jscaler.estimate.fit_result import stretches
-from jscaler.estimate.lifetimes import Moment
 from jscaler.estimate.memory import Memory
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
 from jscaler.report.draw_memory import GIB
 from jscaler.text.units import readable_bytes
+from jscaler.xla_model.lifetimes import Moment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

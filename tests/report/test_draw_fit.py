@@ -10,9 +10,9 @@ import jscaler
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.estimate.fitting import Fit
-from jscaler.estimate.lifetimes import Moment
 from jscaler.report.draw_fit import MOST_PANELS, draw_fit, fit_figure, phases
 from jscaler.report.draw_memory import GIB
+from jscaler.xla_model.lifetimes import Moment
 
 pytest.importorskip("matplotlib")
 

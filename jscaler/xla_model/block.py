@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jscaler.estimate.flops import NONE, Flops
 from jscaler.lax_primitives import named
 from jscaler.lax_primitives.primitive import Cost
+from jscaler.xla_model.flops import NONE, Flops
 
 TURN = "turn"  # the name of a matrix's transpose, which a dot reads for free
 Kind = Cost | Literal["loop"]

@@ -8,9 +8,9 @@ its carries and the stacks that it writes while it runs, and the most that one i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jscaler.estimate.block import Aliases, Block, Inner, Kernel, Value
-from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.schedule import ordered, siblings_together
+from jscaler.xla_model.block import Aliases, Block, Inner, Kernel, Value
+from jscaler.xla_model.kernel_order import ordered, siblings_together
+from jscaler.xla_model.kernels import kernels_of
 
 WORKSPACE = 4 << 20  # bytes that a matrix product of XLA on GPUs has beside its operands and its result
 SCRATCH = "temporary"  # the kind of a workspace, and of a buffer of which nobody says more

@@ -3,15 +3,15 @@
 from collections.abc import Sequence, Set
 
 from jscaler.errors import PlanError
+from jscaler.flat_passes.before_loops import products_before_loops
+from jscaler.flat_passes.cast_at_use import casts_at_use
+from jscaler.flat_passes.casts import adapters_across_casts
+from jscaler.flat_passes.conditions import merged_conditions
+from jscaler.flat_passes.live import live
+from jscaler.flat_passes.pairs import pairs_together
+from jscaler.flat_passes.swaps import swapped_dots
 from jscaler.ir.passes import Pass, name_of
-from jscaler.lower.before_loops import products_before_loops
-from jscaler.lower.cast_at_use import casts_at_use
-from jscaler.lower.casts import adapters_across_casts
-from jscaler.lower.conditions import merged_conditions
 from jscaler.lower.flat_program import FlatProgram
-from jscaler.lower.live import live
-from jscaler.lower.pairs import pairs_together
-from jscaler.lower.swaps import swapped_dots
 
 FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
     swapped_dots,

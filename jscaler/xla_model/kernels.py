@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jscaler.estimate.block import TURN, Aliases, Block, BlockStep, Kernel, Value
 from jscaler.lax_primitives import named
+from jscaler.xla_model.block import TURN, Aliases, Block, BlockStep, Kernel, Value
 
 FUSED = frozenset({"fused", "drawn"})
 MANY = 8  # readers beyond which no more are told apart

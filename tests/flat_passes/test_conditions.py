@@ -12,7 +12,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, open_jaxpr, trace_flat
 from jscaler.capture.split_conditions import split_cond
-from jscaler.lower.conditions import merge_conditions
+from jscaler.flat_passes.conditions import merge_conditions
 
 x, y = np.arange(6.0, dtype=np.float32), np.ones((2, 3), np.float32)
 

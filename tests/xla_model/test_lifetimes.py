@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jscaler.estimate.block import Block, BlockStep, Inner, Value
-from jscaler.estimate.lifetimes import WORKSPACE, lifetimes
+from jscaler.xla_model.block import Block, BlockStep, Inner, Value
+from jscaler.xla_model.lifetimes import WORKSPACE, lifetimes
 
 SIZES = (10, 20, 40)
 

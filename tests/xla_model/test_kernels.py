@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 
 from jscaler.capture.jaxprs import trace_flat
-from jscaler.estimate.block import Block, BlockStep, Kernel, Value
-from jscaler.estimate.kernels import kernels_of
-from jscaler.estimate.to_block import Blocks
+from jscaler.xla_model.block import Block, BlockStep, Kernel, Value
+from jscaler.xla_model.kernels import kernels_of
+from jscaler.xla_model.to_block import Blocks
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import jscaler
 from jscaler import PlanError, UnknownNameError
 from jscaler.cli import app
+from jscaler.flat_passes.all_passes import FLAT_PASSES, FOR_XLA, flat_passes
 from jscaler.ir.passes import name_of
-from jscaler.lower.flat_passes import FLAT_PASSES, FOR_XLA, flat_passes
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.schedule import GRAPH_PASSES
 

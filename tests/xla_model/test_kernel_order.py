@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jscaler.estimate.block import BlockStep, Kernel, Kind, Value
-from jscaler.estimate.schedule import ordered, siblings_together
+from jscaler.xla_model.block import BlockStep, Kernel, Kind, Value
+from jscaler.xla_model.kernel_order import ordered, siblings_together
 
 
 def kernel(name: str, reads: list[Value], size: int = 1 << 20, kind: Kind = "call") -> Kernel:

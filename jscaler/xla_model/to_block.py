@@ -10,13 +10,13 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, inner_jaxpr, shape
 from jscaler.clusters.transition_kinds import sends
-from jscaler.estimate.block import TURN, Block, BlockStep, Inner, Kind, Value
-from jscaler.estimate.flops import NONE, flops_of
 from jscaler.lax_primitives import known
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item
 from jscaler.lower.program import Extend
 from jscaler.materialize import Layout
 from jscaler.rules.nested import loop_of, programs
+from jscaler.xla_model.block import TURN, Block, BlockStep, Inner, Kind, Value
+from jscaler.xla_model.flops import NONE, flops_of
 
 
 def nbytes(atom: Any) -> int:

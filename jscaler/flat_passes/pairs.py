@@ -17,7 +17,7 @@ from typing import TypeGuard
 
 from jax.extend import core
 
-from jscaler.lower.before_loops import fence, nbytes, needed, renamed
+from jscaler.flat_passes.before_loops import fence, nbytes, needed, renamed
 from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads, results
 
 

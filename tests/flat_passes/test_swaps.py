@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, trace_flat
-from jscaler.lower.swaps import swap_dots
+from jscaler.flat_passes.swaps import swap_dots
 
 A, B = np.random.default_rng(0).normal(size=(2, 3, 4, 5)), np.random.default_rng(1).normal(size=(2, 4, 6, 3))
 PLAIN, BATCHED = (((1, 2), (3, 1)), ((), ())), (((1,), (3,)), ((0,), (0,)))  # leave 2·5 and 2·6; batch 2, 4·5 and 4·6

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jscaler.clusters.transition_kinds import sends
-from jscaler.estimate.block import BlockStep, Kernel, Value
 from jscaler.ir.walk import dependents, operands_first
+from jscaler.xla_model.block import BlockStep, Kernel, Value
 
 SMALL = 1 << 16  # bytes
 

@@ -1,0 +1,1 @@
+"""Passes over the flat program, some for XLA alone."""
