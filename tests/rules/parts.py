@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.errors import divisors
-from jscaler.verification.whole_against_parts import FragmentInParts, Split, compare_splits
+from jscaler.verification.whole_against_parts import FragmentInParts, PartsComparison, Split, compare_all, compare_splits
 
 fragment = FragmentInParts.traced
 
@@ -62,14 +62,18 @@ def _is_real(x: Any) -> bool:
 
 def check(fun: Callable[..., Any], *args: Any, exact: bool = False, most: int = 9) -> FragmentInParts:
     """Assert that whole and parts agree for every open factor and every number of parts (the ``most`` smallest)."""
-    made = fragment(fun, *args)
-    check_splits(made, args, [{name: n} for name, size in made.open.items() for n in divisors(size)[1 : most + 1]], exact)
-    return made
+    comparison = _every_split(fragment(fun, *args), args, most)
+    compare_all([comparison], exact)
+    return comparison.made
 
 
 def check_both(fun: Callable[..., Any], *args: Any) -> FragmentInParts:
-    """`check` the function, and its backward if it has one (in the fewest parts)."""
-    made = check(fun, *args)
-    if pair := backward(fun, *args):
-        check(pair[0], *pair[1], most=1)
-    return made
+    """`check` the function, and its backward if it has one (in the fewest parts), in one compilation."""
+    comparison, pair = _every_split(fragment(fun, *args), args), backward(fun, *args)
+    compare_all([comparison, *([_every_split(fragment(pair[0], *pair[1]), pair[1], most=1)] if pair else [])])
+    return comparison.made
+
+
+def _every_split(made: FragmentInParts, args: Sequence[Any], most: int = 9) -> PartsComparison:
+    splits: list[Split] = [{name: n} for name, size in made.open.items() for n in divisors(size)[1 : most + 1]]
+    return PartsComparison(made, args, splits, [made.local(split) for split in splits])
