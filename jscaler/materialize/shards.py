@@ -135,14 +135,11 @@ def _made_cotangents(graph: Graph, plan: Plan, cuts: Mapping[PTensor, ShardCut])
 def _summands(graph: Graph, gradients: Mapping[PTensor, ShardCut], accumulating: frozenset[str]) -> dict[PTensor, ShardCut]:
     """What loops over micro-batches add up to ``gradients``, and the sums: they are scattered as they are made."""
     known = dict(gradients)
-    for op in reversed(graph.ops):  # what is joined to a gradient behind the loop, and slices of a stack of gradients
+    for op in reversed(graph.ops):  # what is joined to a gradient behind the loop
         if op.kind == "backward" and op.forward is None and not op.anywhere and len(op.outputs) == 1:
             (made,) = op.outputs
             if made in known and all(t.shape == made.shape for t in op.inputs):
                 known.update({t: known[made] for t in op.inputs if t not in known})
-    for loop in graph.loops.values():
-        inner = {y.slice: known[y.stack] for y in loop.ys if y.stack in known and known[y.stack].dim > 0}
-        known.update({t: dataclasses.replace(cut, dim=cut.dim - 1) for t, cut in inner.items() if t not in known})
     found: dict[PTensor, ShardCut] = {}
     for name in accumulating:
         for carry in graph.loops[name].carries:
