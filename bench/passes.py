@@ -1,8 +1,9 @@
 """What are the passes worth that exist for XLA alone? Each left out, one by one, of a step that it is for.
 
-``swapped_dots``: seconds of a step on a CPU device, without it and with it, run in turn. ``products_before_loops`` and
-``pairs_together``: peak bytes of a device, estimated without XLA, or with ``--target`` as XLA lays them out on described
-GPUs (``pip install "jscaler[aot]"``). ``ratio`` is without / with: above 1 the pass is worth its place.
+``swapped_dots``: seconds of a step on a CPU device, without it and with it, run in turn. ``products_before_loops``,
+``stacks_with_carries`` and ``pairs_together``: peak bytes of a device, estimated without XLA, or with ``--target`` as XLA
+lays them out on described GPUs (``pip install "jscaler[aot]"``). ``ratio`` is without / with: above 1 the pass is worth its
+place.
 """
 
 import dataclasses
@@ -35,8 +36,9 @@ def rows(quick: bool, target: str | None) -> Iterator[Row]:
 TABLE = {"size": "125m", "layers": 6, "dtype": "bfloat16", "remat": True}
 SCORES = {"size": "nano", "sequence": 1024, "hidden": 256, "heads": 8, "dropout": 0.0}
 MEMORY = (
-    ("products_before_loops", "data_parallel", 4, {**TABLE, "stacked": True}),
+    ("products_before_loops", "vocab_parallel", 4, {**TABLE, "stacked": True}),
     ("products_before_loops", "data_parallel", 4, TABLE),
+    ("stacks_with_carries", "megatron(dp=2, tp=4, zero=1)", 8, {**TABLE, "stacked": True}),
     ("pairs_together", "co_shard(4)", 1, SCORES),
 )
 

@@ -9,6 +9,7 @@ from jscaler.flat_passes.casts import adapters_across_casts
 from jscaler.flat_passes.conditions import merged_conditions
 from jscaler.flat_passes.live import live
 from jscaler.flat_passes.pairs import pairs_together
+from jscaler.flat_passes.stacks_with_carries import stacks_with_carries
 from jscaler.flat_passes.swaps import swapped_dots
 from jscaler.ir.passes import Pass, name_of
 from jscaler.lower.flat_program import FlatProgram
@@ -18,12 +19,13 @@ FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
     adapters_across_casts,
     pairs_together,
     products_before_loops,
+    stacks_with_carries,
     merged_conditions,
     casts_at_use,
     live,
 )
 # What only moves XLA's scheduler or code generation: the numbers are the same without, memory or time is not.
-FOR_XLA: tuple[Pass[FlatProgram], ...] = (swapped_dots, pairs_together, products_before_loops)
+FOR_XLA: tuple[Pass[FlatProgram], ...] = (swapped_dots, pairs_together, products_before_loops, stacks_with_carries)
 
 
 def flat_passes(without: Set[str] | Sequence[str] = ()) -> tuple[Pass[FlatProgram], ...]:

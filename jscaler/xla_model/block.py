@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jscaler.lax_primitives import named
 from jscaler.lax_primitives.primitive import Cost
+from jscaler.lower.flat_program import Item
 from jscaler.xla_model.flops import NONE, Flops
 
 TURN = "turn"  # the name of a matrix's transpose, which a dot reads for free
@@ -70,6 +71,7 @@ class BlockStep:
         inner: of a loop what it runs; of a ``cond`` its branches, of which one runs.
         op: path of the op that it belongs to; "" for what belongs to none.
         flops: what it computes.
+        item: of the flat program, that it comes from.
     """
 
     kind: Kind
@@ -80,6 +82,7 @@ class BlockStep:
     inner: tuple[Inner, ...] = ()
     op: str = ""
     flops: Flops = NONE
+    item: Item | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_fence(self) -> bool:

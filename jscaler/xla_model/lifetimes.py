@@ -8,6 +8,7 @@ its carries and the stacks that it writes while it runs, and the most that one i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jscaler.lower.flat_program import Item
 from jscaler.xla_model.block import Aliases, Block, Inner, Kernel, Value
 from jscaler.xla_model.kernel_order import ordered, siblings_together
 from jscaler.xla_model.kernels import kernels_of
@@ -26,12 +27,14 @@ class Moment:
         name, op: its primitive, and the path of its op.
         nbytes: of all buffers that live while it runs; what the block was given is not counted.
         kinds: the same by the kind of buffer.
+        item: of the flat program, that it comes from.
     """
 
     name: str
     op: str
     nbytes: int
     kinds: Mapping[str, int] = field(default_factory=dict)
+    item: Item | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,19 @@ class Lifetimes:
 
 
 def lifetimes(
-    block: Block, over: Mapping[Value, Value] | None = None, kind_of: KindOf = lambda value: SCRATCH
+    block: Block,
+    over: Mapping[Value, Value] | None = None,
+    kind_of: KindOf = lambda value: SCRATCH,
+    as_written: bool = False,
 ) -> Lifetimes:
     """Follow the buffers of ``block``.
 
     Args:
         over: output -> the input whose buffer it may take, once nobody reads that any more (a donated argument).
         kind_of: the kind that a buffer is counted with in the timeline.
+        as_written: whether kernels run in the order of the program, although XLA may have another.
     """
-    fenced = any(step.is_fence for step in block.steps)
+    fenced = as_written or any(step.is_fence for step in block.steps)
     order = ordered(kernels_of(block), _outputs(block), fenced)
     kernels = _slices_late(block, siblings_together(order, block.steps))
     last = last_reads(block, kernels)
@@ -78,15 +85,15 @@ def lifetimes(
                 live.hold(operand, 0)  # its buffer is the result's
         scratch = WORKSPACE if kernel.step.is_product else 0
         here, kinds = live.total + scratch, _added(live.kinds, {SCRATCH: scratch})
-        inner = (_iteration(one, kind_of) for one in kernel.step.inner)
+        inner = (_iteration(one, kind_of, as_written) for one in kernel.step.inner)
         inside = max(inner, key=lambda found: found.peak, default=None)
         reached, at, more = here, len(timeline), {}
         if inside is not None and inside.timeline:
-            timeline += [Moment(m.name, m.op, here + m.nbytes, _added(kinds, m.kinds)) for m in inside.timeline]
+            timeline += [Moment(m.name, m.op, here + m.nbytes, _added(kinds, m.kinds), m.item) for m in inside.timeline]
             reached, at = here + inside.peak, at + inside.moment
             more = {v: v.nbytes for v in inside.live}
         else:
-            timeline.append(Moment(kernel.step.name, kernel.step.op, here, kinds))
+            timeline.append(Moment(kernel.step.name, kernel.step.op, here, kinds, kernel.step.item))
         if reached > peak:
             peak, moment, worst = reached, at, live.bytes | more
         for value in (*dying, *kernel.writes):
@@ -140,10 +147,10 @@ def _outputs(block: Block) -> tuple[Value, ...]:
     return aliases.all(block.outputs)
 
 
-def _iteration(inner: Inner, kind_of: KindOf) -> Lifetimes:
+def _iteration(inner: Inner, kind_of: KindOf, as_written: bool) -> Lifetimes:
     """What an iteration needs beside the carries and the stacks: what a carry becomes may be written over what it was."""
     over = {out: inside for _, inside, out, _ in inner.carries if out is not None}
-    return lifetimes(inner.block, over, kind_of)
+    return lifetimes(inner.block, over, kind_of, as_written)
 
 
 def _slices_late(block: Block, kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -31,6 +31,7 @@ class Blocks:
     ops: Mapping[core.Var, str] = field(default_factory=dict)
     values: dict[core.Var, Value] = field(default_factory=dict)
     steps: list[BlockStep] = field(default_factory=list)
+    item: Item | None = None  # that is being translated
 
     def program(self, flat: FlatProgram) -> Block:
         """The block of a whole program; its inputs are the program's, and the part indices."""
@@ -58,6 +59,7 @@ class Blocks:
 
     def _flat(self, items: Iterable[Item]) -> None:
         for item in items:
+            self.item = item
             if isinstance(item, core.JaxprEqn):
                 self._equations([item])
             elif isinstance(item, Exchange):
@@ -91,7 +93,7 @@ class Blocks:
         self._add(kind, name, reads, writes, over=over, op=op, flops=flops)
 
     def _add(self, kind: Kind, name: str, reads: Sequence[Value], writes: Sequence[Value], **rest: Any) -> None:
-        self.steps.append(BlockStep(kind, name, tuple(reads), tuple(writes), **rest))
+        self.steps.append(BlockStep(kind, name, tuple(reads), tuple(writes), item=self.item, **rest))
 
     def _call(self, eqn: core.JaxprEqn) -> None:
         """A call as its equations."""
@@ -107,7 +109,7 @@ class Blocks:
     def _child(self, inside: Sequence[core.Var], operands: Sequence[Atom]) -> "Blocks":
         """For a program of its own, whose variables may be those of another use of it; its inputs are ``operands``."""
         values = ((var, self._atom(atom)) for var, atom in zip(inside, operands, strict=True))
-        return Blocks(self.ops, {var: value for var, value in values if value is not None})
+        return Blocks(self.ops, {var: value for var, value in values if value is not None}, item=self.item)
 
     def _exchange(self, exchange: Exchange) -> None:
         """One step per collective; a point-to-point exchange is one."""
@@ -145,7 +147,7 @@ class Blocks:
     def _loop(self, loop: FlatLoop) -> None:
         outside, self.steps = self.steps, []
         self._flat(loop.items)
-        steps, self.steps = self.steps, outside
+        steps, self.steps, self.item = self.steps, outside, loop
         carries = tuple((self._atom(a), self.value(b), self._atom(c), self.value(d)) for a, b, c, d in loop.carries)
         xs = tuple((self.value(stack), self.value(piece)) for stack, piece in loop.xs if isinstance(stack, core.Var))
         ys = tuple((self._atom(piece), self.value(stack)) for piece, stack in loop.ys)

@@ -1,0 +1,62 @@
+"""``Occupancy``: bytes that a device holds while each item of a flat program runs, by estimate, and if some wait."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jax.extend import core
+
+from jscaler.lower.flat_program import FlatProgram, Item, all_items, results
+from jscaler.xla_model.block import Value
+from jscaler.xla_model.lifetimes import lifetimes
+from jscaler.xla_model.to_block import Blocks
+
+
+@dataclass(frozen=True)
+class Late:
+    """Products made at ``until`` instead of at ``place``: they do not lie there until then, and what they read does.
+
+    Attributes:
+        place, until: of items of one level.
+        nbytes: what more is held in between.
+    """
+
+    place: int
+    until: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """What a device holds while ``program`` runs in the order in which it is written; its arguments are not counted."""
+
+    program: FlatProgram
+
+    @functools.cached_property
+    def _by_result(self) -> dict[core.Var, int]:
+        """By the results of an item: the most bytes that are held while it runs. Passes keep results, and rewrite items."""
+        block = Blocks().program(self.program)
+        over = dict.fromkeys(block.outputs, Value(0))  # state's next version lies where the last one did
+        found: dict[core.Var, int] = {}
+        for moment in lifetimes(block, over, as_written=True).timeline:
+            for v in results(moment.item) if moment.item is not None else ():
+                found[v] = max(found.get(v, 0), moment.nbytes)
+        return found
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """The most bytes at any moment."""
+        return max(self._by_result.values(), default=0)
+
+    def most(self, items: Iterable[Item]) -> int:
+        """The most bytes that are held while any of ``items``, or of the loops among them, runs."""
+        return max((self._by_result.get(v, 0) for one in all_items(items) for v in results(one)), default=0)
+
+    def fits(self, items: Sequence[Item], late: Sequence[Late]) -> bool:
+        """Whether the peak stays although ``late`` products of a level wait, of which the last is in question."""
+        here = late[-1]
+        for place in range(here.place, here.until):
+            more = sum(one.nbytes for one in late if one.place <= place < one.until)
+            if self.most([items[place]]) + more > self.peak:
+                return False
+        return True
