@@ -16,7 +16,6 @@ from jscaler.errors import DeviceError
 from jscaler.estimate.query import cost
 
 TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
-DEVICES_HELP = "number of devices; by default those of a saved plan, or of the target"
 PIPED = 200  # columns where the output is no terminal: explain is wide
 
 

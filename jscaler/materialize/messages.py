@@ -8,7 +8,7 @@ Three kinds of value reach a consumer:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from jscaler.errors import PlanError
 from jscaler.ir.mask import Combiner
@@ -18,7 +18,6 @@ from jscaler.materialize.mask_boxes import BoxSide, MaskBox, Shares
 
 Offset = tuple[int, ...]
 Join = Literal["set", "add", "max", "min"]
-Key = TypeVar("Key")
 
 
 class Target(NamedTuple):

@@ -97,11 +97,6 @@ class RuleBook:
             self._analyses[body, finer] = analysis
         return self._analyses[body, finer], finer
 
-    def names_from_forward(self, op: Op) -> FactorNames:
-        """The names that the factors of a backward op have from its forward op, which is to be forgotten."""
-        assert op.forward is not None
-        return _names_from_forward(self.rule(op.forward), op)
-
     def _given(self, op: Op) -> FactorNames | None:
         """The names that the factors of ``op`` have from elsewhere."""
         if op.named is None and op.forward is not None:

@@ -111,23 +111,6 @@ class PartsComparison:
     what: str = ""
 
 
-def compare_splits(
-    made: FragmentInParts,
-    args: Any,
-    splits: Sequence[Split],
-    exact: bool = False,
-    one_by_one: bool = False,
-    part: Callable[[Split], core.Jaxpr] | None = None,
-) -> list[float]:
-    """Whole against parts for each of ``splits``; see `compare_all`.
-
-    Args:
-        part: makes the program of one part; by default ``made.local``.
-    """
-    programs = [(part or made.local)(split) for split in splits]
-    return compare_all([PartsComparison(made, args, splits, programs)], exact, one_by_one)[0]
-
-
 def compare_all(comparisons: Sequence[PartsComparison], exact: bool = False, one_by_one: bool = False) -> list[list[float]]:
     """Whole against parts, in one program for all: what takes time here is compiling.
 

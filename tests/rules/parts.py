@@ -6,16 +6,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jscaler.errors import divisors
-from jscaler.verification.whole_against_parts import FragmentInParts, PartsComparison, Split, compare_all, compare_splits
+from jscaler.verification.whole_against_parts import FragmentInParts, PartsComparison, Split, compare_all
 
 fragment = FragmentInParts.traced
 
 
-def check_splits(made: FragmentInParts, args: Any, splits: Sequence[Split], exact: bool = False) -> None:
-    """Assert that whole and parts agree for each of ``splits``: factor -> number of parts, or their sizes."""
-    compare_splits(made, args, splits, exact)
+def check_splits(
+    made: FragmentInParts,
+    args: Any,
+    splits: Sequence[Split],
+    exact: bool = False,
+    one_by_one: bool = False,
+    part: Callable[[Split], core.Jaxpr] | None = None,
+) -> None:
+    """Assert that whole and parts agree for each of ``splits``: factor -> number of parts, or their sizes.
+
+    Args:
+        part: makes the program of one part; by default ``made.local``.
+    """
+    programs = [(part or made.local)(split) for split in splits]
+    compare_all([PartsComparison(made, args, splits, programs)], exact, one_by_one)
 
 
 def check_uneven(fun: Callable[..., Any], *args: Any, exact: bool = False) -> FragmentInParts:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
-from parts import backward, fragment
+from parts import backward, check_splits, fragment
 
 from jscaler.errors import divisors
 from jscaler.rules.chunk import Chunks
-from jscaler.verification.whole_against_parts import FragmentInParts, Split, compare_splits
+from jscaler.verification.whole_against_parts import FragmentInParts, Split
 
 rng = np.random.default_rng(3)
 x = rng.normal(size=(4, 6))
@@ -46,7 +46,7 @@ def check_chunks(fun: Callable[..., Any], args: Any) -> None:
         count = divisors(size)[1]
         nested = [{factor: 2}] if size % (2 * count) == 0 else []
         others = [{other: divisors(n)[1]} for other, n in made.open.items() if other != factor][:1]
-        compare_splits(made, args, [{}, *nested, *others], part=walked(made, factor, count))
+        check_splits(made, args, [{}, *nested, *others], part=walked(made, factor, count))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -63,7 +63,7 @@ def test_the_backward_of_a_cross_entropy_in_chunks() -> None:
 
 def test_chunks_of_unequal_parts_of_another_factor() -> None:
     made = fragment(lambda x, w: x @ w, x, w)
-    compare_splits(made, (x, w), [{"a": (3, 1), "b": (1, 5)}], part=walked(made, "c", 4))
+    check_splits(made, (x, w), [{"a": (3, 1), "b": (1, 5)}], part=walked(made, "c", 4))
 
 
 def test_chunks_of_parts_whose_windows_read_the_neighbours_rows() -> None:
@@ -74,13 +74,13 @@ def test_chunks_of_parts_whose_windows_read_the_neighbours_rows() -> None:
     made = fragment(smooth, *args)
     (batch,) = (name for name, size in made.open.items() if size == 4 and name in made.rule.operands[0][0])
     (rows,) = made.rule.operands[0][1]
-    compare_splits(made, args, [{}, {rows: 2}, {rows: 4}, {rows: 2, batch: 2}], part=walked(made, batch, 2))
+    check_splits(made, args, [{}, {rows: 2}, {rows: 4}, {rows: 2, batch: 2}], part=walked(made, batch, 2))
 
 
 def test_chunks_draw_the_bits_of_the_whole() -> None:
     key = jax.random.key(5)
     made = fragment(lambda k: jax.random.bits(k, (4, 6), "uint32"), key)
-    compare_splits(made, (key,), [{}, {"a": 2}], exact=True, part=walked(made, "b", 3))
+    check_splits(made, (key,), [{}, {"a": 2}], exact=True, part=walked(made, "b", 3))
 
 
 def test_what_is_inside_is_held_for_one_chunk() -> None:

@@ -11,10 +11,9 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.extend import core
 from jax.extend.core import primitives
-from parts import check, check_both, fragment
+from parts import check, check_both, check_splits, fragment
 
 from jscaler.lax_primitives import TABLE
-from jscaler.verification.whole_against_parts import compare_splits
 
 rng = np.random.default_rng(8)
 
@@ -64,9 +63,9 @@ def test_a_ragged_product_splits_as_a_dot_but_for_its_groups() -> None:
     made = fragment(lax.ragged_dot, *args)
     assert str(made.rule) == "a b, c b d, c -> a d"
     assert {n: made.rule.factors[n].kind for n in made.open} == {"b": "reduction", "d": "parallel"}
-    compare_splits(made, args, [{"b": 3}, {"d": 2}, {"d": 4, "b": 3}], one_by_one=True)
+    check_splits(made, args, [{"b": 3}, {"d": 2}, {"d": 4, "b": 3}], one_by_one=True)
     made = fragment(lambda x, y, n, dz: jax.vjp(lambda x, y: lax.ragged_dot(x, y, n), x, y)[1](dz), *backward_args)
-    compare_splits(made, backward_args, [{n: made.open[n]} for n in made.open], one_by_one=True)
+    check_splits(made, backward_args, [{n: made.open[n]} for n in made.open], one_by_one=True)
     assert {*made.open.values()} == {3, 4}
 
 
