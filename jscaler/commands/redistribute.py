@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jscaler.clusters import BYTES, Cluster, CostModel, find_cluster
+from jscaler.commands.crossing_shown import crossing_answer, crossing_record, refuse_drawn, show_crossing
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, find_adapter, parse_layout
@@ -47,10 +48,21 @@ def redistribute(
 ) -> None:
     """Show the cheapest way from one layout to another: steps, bytes, seconds, and what no way can save.
 
+    Layouts on different devices (--from "R4 V1 D(1,1) on 0-3" --to "R1 V1 D(6,1) on 4-9") are crossed from group to group.
+
     Example: jscaler redistribute --shape 1024,1024 --from "R1 V4 D(2,1)" --to "R8 V1 D(1,1)" --cluster v100-nvlink-ib100
     """
     if draw is not None:
         refuse_picture(draw)
+    ends = read_ends(shape, source, target, devices)
+    if isinstance(ends[1], Layout) and set(ends[0].mesh.devices) != set(ends[1].mesh.devices):
+        refuse_drawn(draw)
+        crossed = crossing_answer(ends[0], ends[1], cluster, item_size(dtype))
+        if as_json:
+            typer.echo(json.dumps(crossing_record(crossed)))
+        else:
+            show_crossing(Console() if sys.stdout.isatty() else Console(width=PIPED), crossed)
+        return
     answer = find(shape, source, target, devices, cluster, dtype, runners_up)
     if draw is not None:
         draw_redistribution(draw, *scenes(answer))
@@ -113,20 +125,37 @@ def find(shape: str, source: str, target: str, devices: int | None, cluster: str
         UnknownNameError: no such dtype or cluster.
         DeviceError: the cluster file cannot be read.
     """
-    subdims = parse_shape(shape)
-    if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
-    itemsize = np.dtype(dtype).itemsize
+    itemsize = item_size(dtype)
     priced = None if cluster is None else find_cluster(cluster)
-    before = parse_layout(source, subdims, devices)
-    if isinstance(before, OpenLayout):
-        raise PlanError(f"the layout before, '{source}', must say which device holds what; 'on any' is for the target")
-    after = parse_layout(target, subdims, devices or len(before.mesh.devices))
+    before, after = read_ends(shape, source, target, devices)
     cost = priced or BYTES
-    _refuse_host(before, after)
     adapter = find_adapter(before, after, itemsize, cost)
     others = alternatives(before, after, itemsize, cost, count) if count else []
     return Answer(dtype, itemsize, priced, adapter, others)
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element; raises UnknownNameError."""
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    return np.dtype(dtype).itemsize
+
+
+def read_ends(shape: str, source: str, target: str, devices: int | None) -> tuple[Layout, Layout | OpenLayout]:
+    """The layouts before and after; one that says on which devices it lies may have as many as it likes.
+
+    Raises:
+        PlanError: the shape or a layout does not parse, or they contradict each other or ``devices``.
+    """
+    subdims = parse_shape(shape)
+    before = parse_layout(source, subdims, devices)
+    if isinstance(before, OpenLayout):
+        raise PlanError(f"the layout before, '{source}', must say which device holds what; 'on any' is for the target")
+    after = parse_layout(
+        target, subdims, devices or (None if re.search(r"on\s+[\[\d]", target) else len(before.mesh.devices))
+    )
+    _refuse_host(before, after)
+    return before, after
 
 
 def parse_shape(text: str) -> SubDims:

@@ -43,25 +43,27 @@ def run_regions(
         position = _row(np.argsort(places).astype(np.int32).tolist(), position)
     buffers = [local.reshape(regions.views[0]), *(jnp.zeros(view, local.dtype) for view in regions.views[1:])]
     for fill in regions.fills:
-        _write(buffers, fill.write, _filled(fill, local.dtype), position)
+        write_piece(buffers, fill.write, filled(fill, local.dtype), position)
     for move in (*regions.copies, *regions.rounds):
-        piece = _read(buffers[move.source], move, position)
+        piece = read_piece(buffers[move.source], move, position)
         if move.pairs:
             piece = lax.ppermute(piece, axis_names, [(places[a], places[b]) for a, b in move.pairs])
         for write in move.writes:
-            _write(buffers, write, piece, position)
+            write_piece(buffers, write, piece, position)
     return tuple(b.reshape(shape) for b, shape in zip(buffers[1:], regions.shapes[1:], strict=True))
 
 
-def _filled(fill: Fill, dtype: Any) -> Array:
+def filled(fill: Fill, dtype: Any) -> Array:
+    """What a fill writes."""
     return jnp.full(fill.shape, neutral(fill.combiner, dtype), dtype)
 
 
-def _read(buffer: Array, move: BoxMove, position: Array) -> Array:
+def read_piece(buffer: Array, move: BoxMove, position: Array) -> Array:
+    """This device's piece of ``move``, out of the buffer that it reads."""
     return lax.dynamic_slice(buffer, _start(move.starts, position), move.shape)
 
 
-def _write(buffers: list[Array], write: Write, piece: Array, position: Array) -> None:
+def write_piece(buffers: list[Array], write: Write, piece: Array, position: Array) -> None:
     """Write a piece where the device has a part in it."""
     start = _start(write.starts, position)
     buffer = buffers[write.buffer]

@@ -20,9 +20,9 @@ from jscaler.materialize.canonical import canonical
 from jscaler.materialize.layout import Layout, Uneven, Values, counts_text
 from jscaler.materialize.mesh import DeviceMesh
 
-FORM = "R<replicas> V<value shares> D(<parts of each dim>) [on [<devices>] | on any] [@host]"
+FORM = "R<replicas> V<value shares> D(<parts of each dim>) [on [<devices>] | on <devices> | on any] [@host]"
 _LAYOUT = re.compile(
-    r"\s*R(?P<r>\d+)\s+V(?P<v>[\w·*]+)\s+D\((?P<d>[\d,·*+\s]*)\)(?:\s+on\s+(?P<on>\[[^\]]*\]|any))?(?:\s*@(?P<memory>\w+))?\s*"
+    r"\s*R(?P<r>\d+)\s+V(?P<v>[\w·*]+)\s+D\((?P<d>[\d,·*+\s]*)\)(?:\s+on\s+(?P<on>\[[^\]]*\]|any|\d[\d\s,-]*?))?(?:\s*@(?P<memory>\w+))?\s*"
 )
 _PARTS = re.compile(r"\d+(\+\d+)*")
 _SHARE = re.compile(r"(\d+)(add|max|min)?")

@@ -204,15 +204,25 @@ def moves(before: Layout, after: Layout) -> np.ndarray:
     return np.stack([numbers[senders], numbers[receivers]], axis=1)
 
 
+def union_of(before: Layout, after: Layout) -> tuple[int, ...]:
+    """The devices of both layouts: those of ``before`` in its order, then the others."""
+    return tuple(dict.fromkeys((*before.mesh.devices, *after.mesh.devices)))
+
+
 @lru_cache(maxsize=1024)
 def regions_between(before: Layout, after: Layout) -> PointToPoint:
-    """The messages of a point-to-point exchange between two layouts of one group; positions are those of ``before``.
+    """The messages of a point-to-point exchange between two layouts; positions are those of ``union_of`` both.
 
-    Layouts over the same sub-dims are exchanged sub-dim by sub-dim, so that each may be padded for itself.
+    Layouts over the same sub-dims are exchanged sub-dim by sub-dim, so that each may be padded for itself. What a device of
+    both holds, no device of ``before`` alone sends.
     """
     flat = before.subdims == after.subdims
-    position = {d: i for i, d in enumerate(before.mesh.devices)}
-    held = [Holding(i, _flat(before.mask(i), flat)) for i in range(len(position))]
+    position = {d: i for i, d in enumerate(union_of(before, after))}
+    held = [Holding(i, _flat(before.mask(i), flat)) for i in range(len(before.mesh.devices))]
+    inside = {device in after.mesh.devices for device in before.mesh.devices}
+    if len(inside) > 1:
+        near = {h.mask for h, device in zip(held, before.mesh.devices, strict=True) if device in after.mesh.devices}
+        held = [h for h in held if h.mask not in near or before.mesh.devices[h.position] in after.mesh.devices]
     wanted = [Holding(position[d], _flat(after.mask(i), flat)) for i, d in enumerate(after.mesh.devices)]
     return plan_regions(before.sizes if flat else before.shape, held, [wanted], len(position))
 

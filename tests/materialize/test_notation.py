@@ -84,11 +84,16 @@ def test_parts_of_refined_dims() -> None:
     assert parse_layout("R1 V1 D(2, 1*2)", (4, (3, 4))) == layout
 
 
+@pytest.mark.parametrize("listed", ["0-2 5", "0, 1, 2, 5", "[0 1 2 5]"])
+def test_devices_with_and_without_brackets(listed: str) -> None:
+    assert str(parse_layout(f"R2 V1 D(2,1) on {listed}", (4, 4))) == "R2 V1 D(2,1) on [0 1 2 5]"
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("two copies", r"layout 'two copies' does not parse; write R<replicas> V<value shares> D\(<parts of each dim>\)"),
-        ("R2 V1 D(2,1) on 0 1 2 3", r"does not parse.*like 'R2 V1 D\(4,1\) on \[0 1 2 3 4 5 6 7\]'"),
+        ("R2 V1 D(2,1) on some", r"does not parse.*like 'R2 V1 D\(4,1\) on \[0 1 2 3 4 5 6 7\]'"),
         ("R2 V1 D(4,1)", "is for 8 devices, R · V · D; there are 4"),
         ("R0 V1 D(4,1)", "is for 0 devices"),
         ("R2 V1 D(2)", "cuts 1 dims; the tensor has 2"),

@@ -1,0 +1,203 @@
+"""``Crossing``: the way of a tensor from the layout of one device group to that of another, of any size, apart or not.
+
+    producers' group          between the groups            consumers' group
+    source ─► leaving   ──    one round of equal blocks  ──►  arriving ─► target
+            (adapter)         or a few, of pieces           (adapter)
+
+Between groups links are slow. So value shares are joined before they leave, and replicas are made behind the hop: each
+consumer receives a part of its own, and what all want is gathered among them. What a device holds that is in both groups
+does not move. The hop is planned as regions over the union of both groups (`point_to_point`): of equal layouts that is one
+round of whole blocks, between groups of other sizes a few rounds of pieces.
+
+The search tries, at either end, every way to let axes that replicate or carry value shares cut dims, cheapest ends first,
+until no pair of ends can cost less than what was found. ``tests/materialize/test_crossing.py`` tries all layouts.
+"""
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from jscaler.clusters import BYTES, CostModel
+from jscaler.clusters.cost_model import Bytes
+from jscaler.errors import PlanError
+from jscaler.materialize.adapter import Adapter, find_adapter
+from jscaler.materialize.layout import Layout
+from jscaler.materialize.mesh import Axes, DeviceMesh
+from jscaler.materialize.notation import opened
+from jscaler.materialize.point_to_point import BoxMove, PointToPoint
+from jscaler.materialize.transitions import regions_between, union_of
+
+SLOW = 10.0  # where no cluster says how slow: a byte between groups counts for this many inside of one
+MOST_ALIKE = 8  # ends that the other group takes on, too
+MOST_TRIED = 256  # pairs of ends whose hop is planned
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The communication that brings a tensor from one device group to another.
+
+    Attributes:
+        leave: within the producers' group, up to what is sent.
+        arrive: within the consumers' group, from what is received.
+        cost: in the cost model's unit, of all three steps.
+    """
+
+    leave: Adapter
+    arrive: Adapter
+    cost: float
+
+    @property
+    def source(self) -> Layout:
+        return self.leave.source
+
+    @property
+    def target(self) -> Layout:
+        return self.arrive.target
+
+    @property
+    def hop(self) -> PointToPoint:
+        """The messages between the groups; positions are those of ``devices``."""
+        return regions_between(self.leave.target, self.arrive.source)
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The devices of both groups: the producers' in their order, then the others."""
+        return union_of(self.leave.target, self.arrive.source)
+
+    @property
+    def moves(self) -> tuple[BoxMove, ...]:
+        """What goes from the producers' group to the consumers': copies on devices of both, and rounds."""
+        return tuple(move for move in (*self.hop.copies, *self.hop.rounds) if move.source == 0)
+
+    @property
+    def relays(self) -> tuple[BoxMove, ...]:
+        """What consumers then hand on to one another."""
+        return tuple(move for move in self.hop.rounds if move.source)
+
+    @property
+    def sent(self) -> int:
+        """Elements that go from device to device between the groups, in all messages."""
+        return sum(move.size * len(move.pairs) for move in self.moves)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the hop is one round of whole blocks: ``jax.device_put`` from mesh to mesh does it."""
+        moves = (*self.hop.copies, *self.hop.rounds)
+        views = self.hop.views
+        return len(self.hop.rounds) <= 1 and all(m.shape == views[0] == views[1] for m in moves)
+
+    def __str__(self) -> str:
+        hop = f"{len(self.hop.rounds)} round{'s' if len(self.hop.rounds) != 1 else ''} between the groups"
+        return "; ".join([*map(str, self.leave.steps), hop, *map(str, self.arrive.steps)])
+
+
+@lru_cache(maxsize=4096)
+def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel = BYTES) -> Crossing:
+    """The cheapest crossing from ``source`` to ``target``, which lie on any two device groups. There always is one.
+
+    Raises:
+        PlanError: the layouts are of different shapes.
+    """
+    if source.shape != target.shape:
+        raise PlanError(
+            f"'{source}' is of shape {source.shape} and '{target}' of shape {target.shape}; a layout changes no shape"
+        )
+    leaving, arriving = _leaving(source, itemsize, cost), _arriving(target, itemsize, cost)
+    if len(source.mesh.devices) == len(target.mesh.devices) and source.subdims == target.subdims:
+        alike = [_as_wanted(source, adapter.source, itemsize, cost) for adapter in arriving[:MOST_ALIKE]]
+        arriving = _sorted([*arriving, *(_as_held(a.target, target, itemsize, cost) for a in leaving[:MOST_ALIKE])])
+        leaving = _sorted([*leaving, *alike])
+    best: Crossing | None = None
+    for leave, arrive in itertools.islice(_cheapest_pairs(leaving, arriving), MOST_TRIED):
+        if best is not None and leave.cost + arrive.cost >= best.cost:
+            break
+        total = leave.cost + arrive.cost + hop_price(leave.target, arrive.source, itemsize, cost)
+        if best is None or total < best.cost:
+            best = Crossing(leave, arrive, total)
+    assert best is not None
+    return best
+
+
+def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
+    """What the messages between the groups cost; those inside of one device cost nothing."""
+    numbers, senders = np.array(union_of(leaving, arriving)), len(leaving.mesh.devices)
+    rounds = [(numbers[np.array(r.pairs)], r.size * itemsize) for r in regions_between(leaving, arriving).rounds]
+    total = sum(cost.messages(pairs, nbytes, senders) for pairs, nbytes in rounds)
+    if isinstance(cost, Bytes):  # it knows no links
+        ends = arriving.mesh.numbers, leaving.mesh.numbers
+        slow = sum(nbytes * int((~np.isin(p[:, 0], ends[0]) & ~np.isin(p[:, 1], ends[1])).sum()) for p, nbytes in rounds)
+        total += (SLOW - 1) * slow / senders
+    return total
+
+
+def _cheapest_pairs(leaving: Sequence[Adapter], arriving: Sequence[Adapter]) -> Iterator[tuple[Adapter, Adapter]]:
+    """All pairs, cheapest sum first; both are sorted."""
+    heap = [(leaving[0].cost + arriving[0].cost, 0, 0)]
+    seen = {(0, 0)}
+    while heap:
+        _, i, j = heapq.heappop(heap)
+        yield leaving[i], arriving[j]
+        for a, b in ((i + 1, j), (i, j + 1)):
+            if a < len(leaving) and b < len(arriving) and (a, b) not in seen:
+                seen.add((a, b))
+                heapq.heappush(heap, (leaving[a].cost + arriving[b].cost, a, b))
+
+
+def _sorted(adapters: Iterable[Adapter]) -> list[Adapter]:
+    """Without those between the same layouts, cheapest first."""
+    return sorted({(a.source, a.target): a for a in adapters}.values(), key=lambda a: a.cost)
+
+
+def _as_wanted(source: Layout, wanted: Layout, itemsize: int, cost: CostModel) -> Adapter:
+    """To the layout of the other group's devices, in the order that is cheapest here: the hop is one of equal blocks."""
+    return find_adapter(source, opened(wanted), itemsize, cost)
+
+
+def _as_held(held: Layout, target: Layout, itemsize: int, cost: CostModel) -> Adapter:
+    """From the layout of the other group's devices."""
+    mesh = DeviceMesh(target.mesh.devices, held.mesh.axes)
+    return find_adapter(dataclasses.replace(held, mesh=mesh), target, itemsize, cost)
+
+
+def _leaving(source: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
+    """Ways to what may be sent: as it lies; with shares joined, each device with a part of its own; gathered, if small."""
+    bare = dataclasses.replace(source, values=())
+    shared = tuple(a for a, _ in source.values)
+    ends = (source, *_gathered(bare), *_cut_by(bare, shared), *_cut_by(bare, (*shared, *source.free)))
+    return _sorted(find_adapter(source, end, itemsize, cost) for end in dict.fromkeys(ends))
+
+
+def _arriving(target: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
+    """Ways from what may be received: as it is wanted; in parts for those who want the same, or by one of them."""
+    bare = dataclasses.replace(target, values=())
+    ends = (target, *_cut_by(bare, bare.free), *_cut_by(target, target.free))
+    if not target.values:
+        ends = (*ends, dataclasses.replace(target, values=tuple((axis, "add") for axis in target.free)))
+    return _sorted(find_adapter(end, target, itemsize, cost) for end in dict.fromkeys(ends))
+
+
+def _gathered(layout: Layout) -> Iterator[Layout]:
+    """``layout`` with some of its cut sub-dims whole."""
+    cut = [i for i, axes in enumerate(layout.cuts) if axes]
+    for count in range(1, len(cut) + 1):
+        for some in itertools.combinations(cut, count):
+            cuts = tuple(() if i in some else axes for i, axes in enumerate(layout.cuts))
+            yield dataclasses.replace(layout, cuts=cuts, uneven=tuple(u for u in layout.uneven if u[0] not in some))
+
+
+def _cut_by(layout: Layout, axes: Axes) -> Iterator[Layout]:
+    """``layout`` with each of ``axes`` cutting a sub-dim besides, or none; where blocks are too few for it, not so."""
+    own = dict(layout.uneven)
+    dims = [None, *(i for i in range(len(layout.cuts)) if i not in own)]
+    for choice in itertools.product(dims, repeat=len(axes)):
+        cuts = list(layout.cuts)
+        for axis, dim in zip(axes, choice, strict=True):
+            if dim is not None:
+                cuts[dim] = (*cuts[dim], axis)
+        if all(layout.mesh.size(c) <= size for c, size in zip(cuts, layout.sizes, strict=True)):
+            yield dataclasses.replace(layout, cuts=tuple(cuts))
