@@ -33,7 +33,8 @@ COLUMNS = ("mutant", "what", "caught_by", "test", "seconds", "old")
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "bench/mutants/mutants.toml"
 OWN_TEST = "tests/bench/test_mutants.py"  # it reads the very texts that are replaced
-MORE_TESTS = {"lax_primitives": ("rules",)}  # records are tested by the rules that are made of them
+# Records are tested by the rules that are made of them, the passes by what they leave of a step.
+MORE_TESTS = {"lax_primitives": ("rules",), "lower": ("flat_passes",), "flat_passes": ("lower",)}
 NOTHING, NO_TEXT = "NOTHING", "no such text"
 SURVIVORS = 0.05  # the share that may go unnoticed
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
