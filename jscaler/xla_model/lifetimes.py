@@ -166,4 +166,4 @@ def _slices_late(block: Block, kernels: Sequence[Kernel]) -> list[Kernel]:
             if value in waiting:
                 found.append(waiting.pop(value))
         found.append(kernel)
-    return found + list(dict.fromkeys(waiting.values()))
+    return found + list({id(kernel): kernel for kernel in waiting.values()}.values())  # what nobody reads here

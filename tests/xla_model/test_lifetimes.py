@@ -130,3 +130,10 @@ def test_a_carry_that_is_read_later_cannot_be_written_over() -> None:
 def test_a_product_has_a_workspace() -> None:
     x, y = Value(100, "x"), Value(100, "y")
     assert lifetimes(Block((x,), (BlockStep("call", "dot_general", (x,), (y,)),), (y,))).peak == 100 + WORKSPACE
+
+
+def test_a_slice_that_is_only_handed_on_is_held_once() -> None:
+    """A carry that becomes a slice: no kernel of the iteration reads it."""
+    stack, piece = Value(4000, "stack"), Value(400, "piece")
+    block = Block((stack,), (BlockStep("fused", "dynamic_slice", (stack,), (piece,)),), (piece,))
+    assert lifetimes(block).peak == 400
