@@ -109,7 +109,7 @@ def measure(case: str, layers: int, rounds: int) -> Iterator[Row]:
 
 def rows(quick: bool) -> Iterator[Row]:
     for case, rounds in ROUNDS.items():
-        yield from measure(case, 4 if quick else 48, 3 if quick else rounds)
+        yield from measure(case, 4 if quick else 48, 5 if quick else rounds)
 
 
 if __name__ == "__main__":

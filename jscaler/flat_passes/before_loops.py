@@ -32,7 +32,7 @@ HELD = "held"  # the scope of fences that passes put up
 def products_before_loops(program: FlatProgram) -> FlatProgram:
     """A fence in front of each loop that would keep a product's operands in memory, so that the product is made first."""
     occupied = Occupancy(program)
-    return each_level(program, lambda level: _with_gates(level, occupied))
+    return occupied.kept_in(each_level(program, lambda level: _with_gates(level, occupied)))
 
 
 def _with_gates(level: Level, occupied: Occupancy) -> list[Item]:

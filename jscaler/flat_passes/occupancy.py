@@ -1,7 +1,8 @@
 """``Occupancy``: bytes that a device holds while each item of a flat program runs, by estimate, and if some wait."""
 
+import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.extend import core
@@ -28,13 +29,18 @@ class Late:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What a device holds while ``program`` runs in the order in which it is written; its arguments are not counted."""
+    """What a device holds while ``program`` runs in the order in which it is written; its arguments are not counted.
+
+    Fences keep to that order, so what was estimated in front of a pass that puts some up holds behind it.
+    """
 
     program: FlatProgram
 
     @functools.cached_property
-    def _by_result(self) -> dict[core.Var, int]:
+    def by_result(self) -> Mapping[core.Var, int]:
         """By the results of an item: the most bytes that are held while it runs. Passes keep results, and rewrite items."""
+        if self.program.held is not None:
+            return self.program.held
         block = Blocks().program(self.program)
         over = dict.fromkeys(block.outputs, Value(0))  # state's next version lies where the last one did
         found: dict[core.Var, int] = {}
@@ -43,14 +49,18 @@ class Occupancy:
                 found[v] = max(found.get(v, 0), moment.nbytes)
         return found
 
+    def kept_in(self, program: FlatProgram) -> FlatProgram:
+        """``program`` with the estimate, if anybody has asked for it."""
+        return dataclasses.replace(program, held=self.__dict__.get("by_result"))
+
     @functools.cached_property
     def peak(self) -> int:
         """The most bytes at any moment."""
-        return max(self._by_result.values(), default=0)
+        return max(self.by_result.values(), default=0)
 
     def most(self, items: Iterable[Item]) -> int:
         """The most bytes that are held while any of ``items``, or of the loops among them, runs."""
-        return max((self._by_result.get(v, 0) for one in all_items(items) for v in results(one)), default=0)
+        return max((self.by_result.get(v, 0) for one in all_items(items) for v in results(one)), default=0)
 
     def fits(self, items: Sequence[Item], late: Sequence[Late]) -> bool:
         """Whether the peak stays although ``late`` products of a level wait, of which the last is in question."""

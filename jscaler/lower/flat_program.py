@@ -115,6 +115,7 @@ class FlatProgram:
     Attributes:
         part_indices: the variables that hold this device's index along some mesh axes.
         source: any jaxpr of the step, whose debug info is carried on.
+        held: by the results of an item the most bytes that a device holds while it runs, if a pass has estimated it.
     """
 
     inputs: tuple[core.Var, ...]
@@ -123,6 +124,7 @@ class FlatProgram:
     outputs: tuple[Atom, ...]
     source: core.Jaxpr = field(compare=False, repr=False)
     origins: Origins = field(default_factory=Origins, compare=False, repr=False)
+    held: Mapping[core.Var, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
