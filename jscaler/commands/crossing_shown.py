@@ -1,30 +1,39 @@
 """``jscaler redistribute`` from one device group to another: the crossing, step by step."""
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from jscaler.clusters import BYTES, CostModel, find_cluster
-from jscaler.errors import PlanError
 from jscaler.materialize import Adapter, Layout
-from jscaler.materialize.crossing import Crossing, find_crossing, hop_price
+from jscaler.materialize.crossing import Crossing, cheapest_crossings, hop_price
 from jscaler.materialize.transitions import price_of
 from jscaler.report.step_text import describe, groups_text, layout_text
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
 
 MOST_PAIRS = 8  # of a hop that are written out
+ALIKE = 8  # crossings are found for each that is told: many differ in the order of devices alone
 
 
 class CrossingAnswer(NamedTuple):
-    """A crossing and how it was priced; without ``cluster`` costs are bytes."""
+    """A crossing, the next best ones, and how they were priced; without ``cluster`` costs are bytes."""
 
     crossing: Crossing
+    others: list[Crossing]
     cluster: str | None
     cost: CostModel
     itemsize: int
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.crossing.source.shape) * self.itemsize
+
+    def figures(self, nbytes: float, cost: float) -> list[str]:
+        """Bytes, and seconds where there is a cluster."""
+        return [readable_bytes(nbytes), *([] if self.cluster is None else [readable_seconds(cost)])]
 
 
 class CrossingStep(NamedTuple):
@@ -38,16 +47,14 @@ class CrossingStep(NamedTuple):
     cost: float
 
 
-def crossing_answer(source: Layout, target: Layout, cluster: str | None, itemsize: int) -> CrossingAnswer:
-    """Search; raises UnknownNameError for an unknown cluster."""
+def crossing_answer(source: Layout, target: Layout, cluster: str | None, itemsize: int, count: int) -> CrossingAnswer:
+    """Search, for the cheapest and ``count`` more; raises UnknownNameError for an unknown cluster."""
     cost = BYTES if cluster is None else find_cluster(cluster)
-    return CrossingAnswer(find_crossing(source, target, itemsize, cost), cluster, cost, itemsize)
-
-
-def refuse_drawn(draw: Path | None) -> None:
-    """Raises PlanError where a picture is asked for."""
-    if draw is not None:
-        raise PlanError("a crossing from one device group to another has no picture yet; leave --draw out")
+    found = cheapest_crossings(source, target, itemsize, cost, ALIKE * (1 + count))
+    answers = [CrossingAnswer(one, [], cluster, cost, itemsize) for one in found]
+    told = {tuple(step.words for step in crossing_steps(one)): one.crossing for one in reversed(answers)}
+    others = sorted((one for one in told.values() if one is not found[0]), key=lambda one: one.cost)
+    return answers[0]._replace(others=others[:count])
 
 
 def crossing_steps(answer: CrossingAnswer) -> list[CrossingStep]:
@@ -78,33 +85,78 @@ def crossing_record(answer: CrossingAnswer) -> dict[str, Any]:
     crossing = answer.crossing
     return {
         "shape": crossing.source.shape,
-        "bytes": math.prod(crossing.source.shape) * answer.itemsize,
+        "bytes": answer.whole,
         "cluster": answer.cluster,
         "source": str(crossing.source),
         "target": str(crossing.target),
+        **_steps_record(answer),
+        "runners_up": [_steps_record(other) for other in _beside(answer)],
+    }
+
+
+def _steps_record(answer: CrossingAnswer) -> dict[str, Any]:
+    steps = crossing_steps(answer)
+    seconds = [None if answer.cluster is None else step.cost for step in steps]
+    return {
         "steps": [
-            {
-                "group": step.group, "step": step.words, "layout": str(step.after), "bytes": step.nbytes,
-                "seconds": None if answer.cluster is None else step.cost,
-            }
-            for step in crossing_steps(answer)
+            {"group": s.group, "step": s.words, "layout": str(s.after), "bytes": s.nbytes, "seconds": time}
+            for s, time in zip(steps, seconds, strict=True)
         ],
-    }  # fmt: skip
+        "totals": {
+            "bytes": sum(s.nbytes for s in steps),
+            "seconds": None if answer.cluster is None else sum(s.cost for s in steps),
+        },
+    }
+
+
+def _beside(answer: CrossingAnswer) -> list[CrossingAnswer]:
+    """The runners-up."""
+    return [answer._replace(crossing=other, others=[]) for other in answer.others]
+
+
+def crossing_scenes(answer: CrossingAnswer) -> tuple[str, list[Layout], list[str]]:
+    """For the picture: its title, the layouts first to last, and what stands between them."""
+    steps = crossing_steps(answer)
+    labels = [", ".join([f"{s.words} ({s.who})", *answer.figures(s.nbytes, s.cost)]) for s in steps]
+    total = answer.figures(sum(s.nbytes for s in steps), sum(s.cost for s in steps))
+    return ", ".join([_title(answer), *total]), [answer.crossing.source, *(s.after for s in steps)], labels
+
+
+def _title(answer: CrossingAnswer) -> str:
+    crossing = answer.crossing
+    groups = " to ".join(f"{len(layout.mesh.devices)} devices" for layout in (crossing.source, crossing.target))
+    return f"{list(crossing.source.shape)}, {readable_bytes(answer.whole)}, from {groups}"
 
 
 def show_crossing(console: Console, answer: CrossingAnswer) -> None:
-    """Header and steps."""
-    crossing, timed = answer.crossing, answer.cluster is not None
-    whole = readable_bytes(math.prod(crossing.source.shape) * answer.itemsize)
-    groups = " to ".join(f"{len(layout.mesh.devices)} devices" for layout in (crossing.source, crossing.target))
-    console.print(f"{list(crossing.source.shape)}, {whole}, from {groups}", highlight=False, markup=False)
-    for layout in (crossing.source, crossing.target):
+    """Header, steps, runners-up."""
+    console.print(_title(answer), highlight=False, markup=False)
+    for layout in (answer.crossing.source, answer.crossing.target):
         console.print(f"  {layout}", highlight=False, markup=False)
+    steps = crossing_steps(answer)
+    after = [layout_text(step.after).replace(" on ", "\non ") for step in steps]
     rows = [
-        [step.group, step.words, step.who, layout_text(step.after).replace(" on ", "\non "), readable_bytes(step.nbytes)]
-        + ([readable_seconds(step.cost)] if timed else [])
-        for step in crossing_steps(answer)
+        [step.group, step.words, step.who, layout, *answer.figures(step.nbytes, step.cost)]
+        for step, layout in zip(steps, after, strict=True)
     ]
-    header = ["where", "step", "devices", "layout after", "bytes", *(["seconds"] if timed else [])]
-    console.print(table("the cheapest crossing", header, rows))
+    header = ["where", "step", "devices", "layout after", "bytes", *(["seconds"] if answer.cluster is not None else [])]
+    made = table("the cheapest crossing", header, rows)
+    made.add_section()
+    made.add_row("", "total", "", "", *answer.figures(sum(s.nbytes for s in steps), sum(s.cost for s in steps)))
+    console.print(made)
     console.print("bytes: what all devices send together")
+    if answer.others:
+        console.print("\nrunners-up, beside the best", highlight=False)
+    for other in _beside(answer):
+        ratio = other.crossing.cost / answer.crossing.cost if answer.crossing.cost else math.inf
+        path = crossing_steps(other)
+        figures = answer.figures(sum(s.nbytes for s in path), sum(s.cost for s in path))
+        words = "; ".join(step.words for step in path)
+        console.print(
+            f"{ratio:6.2f}×",
+            *(f"{text:>9}" for text in figures),
+            f" {words}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jscaler.clusters import BYTES, Cluster, CostModel, find_cluster
-from jscaler.commands.crossing_shown import crossing_answer, crossing_record, refuse_drawn, show_crossing
+from jscaler.commands.crossing_shown import crossing_answer, crossing_record, crossing_scenes, show_crossing
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, find_adapter, parse_layout
@@ -56,21 +56,28 @@ def redistribute(
         refuse_picture(draw)
     ends = read_ends(shape, source, target, devices)
     if isinstance(ends[1], Layout) and set(ends[0].mesh.devices) != set(ends[1].mesh.devices):
-        refuse_drawn(draw)
-        crossed = crossing_answer(ends[0], ends[1], cluster, item_size(dtype))
-        if as_json:
-            typer.echo(json.dumps(crossing_record(crossed)))
-        else:
-            show_crossing(Console() if sys.stdout.isatty() else Console(width=PIPED), crossed)
+        crossed = crossing_answer(ends[0], ends[1], cluster, item_size(dtype), runners_up)
+        output(draw, as_json, crossing_record(crossed), crossing_scenes(crossed), lambda c: show_crossing(c, crossed))
         return
     answer = find(shape, source, target, devices, cluster, dtype, runners_up)
+    output(draw, as_json, record(answer), scenes(answer), lambda console: show(console, answer))
+
+
+def output(
+    draw: Path | None,
+    as_json: bool,
+    record: dict[str, Any],
+    scenes: tuple[str, list[Layout], list[str]],
+    show: Callable[[Console], None],
+) -> None:
+    """The picture, if one is asked for; then the record, or what ``show`` prints."""
     if draw is not None:
-        draw_redistribution(draw, *scenes(answer))
+        draw_redistribution(draw, *scenes)
     if as_json:
-        typer.echo(json.dumps({**record(answer), "picture": None if draw is None else str(draw)}))
+        typer.echo(json.dumps({**record, "picture": None if draw is None else str(draw)}))
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    show(console, answer)
+    show(console)
     if draw is not None:
         console.print(f"written: {draw}", highlight=False, markup=False)
 

@@ -29,12 +29,11 @@ def leave(crossing: Crossing, local: Any, mesh: DeviceMesh) -> tuple[Array, ...]
     return tuple(read_piece(held, _of(move, places), position) for move in crossing.moves)
 
 
-def arrive(crossing: Crossing, pieces: Sequence[Any], mesh: DeviceMesh) -> Any:
+def arrive(crossing: Crossing, pieces: Sequence[Any], mesh: DeviceMesh, dtype: Any) -> Any:
     """The part of one device of the consumers' group, in the target's local shape, from the pieces that have come to it."""
     hop, places = crossing.hop, [crossing.devices.index(d) for d in mesh.devices]
     at = {place: i for i, place in enumerate(places)}
     position = lax.axis_index(mesh.names)
-    dtype = pieces[0].dtype
     buffers = [jnp.zeros((), dtype), *(jnp.zeros(view, dtype) for view in hop.views[1:])]
     for fill in hop.fills:
         write_piece(buffers, _written(fill.write, places), filled(fill, dtype), position)

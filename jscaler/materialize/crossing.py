@@ -9,13 +9,15 @@ consumer receives a part of its own, and what all want is gathered among them. W
 does not move. The hop is planned as regions over the union of both groups (`point_to_point`): of equal layouts that is one
 round of whole blocks, between groups of other sizes a few rounds of pieces.
 
-The search tries, at either end, every way to let axes that replicate or carry value shares cut dims, cheapest ends first,
-until no pair of ends can cost less than what was found. ``tests/materialize/test_crossing.py`` tries all layouts.
+The search has, at either end, every way to let axes that replicate or carry value shares cut dims. Pairs of ends are tried
+in the order of what they seem to cost, those that may still be better, up to a number that keeps large groups quick.
+``tests/materialize/test_crossing.py`` tries all layouts.
 """
 
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -26,6 +28,7 @@ from jscaler.clusters import BYTES, CostModel
 from jscaler.clusters.cost_model import Bytes
 from jscaler.errors import PlanError
 from jscaler.materialize.adapter import Adapter, find_adapter
+from jscaler.materialize.canonical import canonical, in_primes
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.notation import opened
@@ -34,7 +37,9 @@ from jscaler.materialize.transitions import regions_between, union_of
 
 SLOW = 10.0  # where no cluster says how slow: a byte between groups counts for this many inside of one
 MOST_ALIKE = 8  # ends that the other group takes on, too
-MOST_TRIED = 256  # pairs of ends whose hop is planned
+MOST_TRIED = 4096  # devices of both groups, times the pairs of ends whose hop is planned
+MOST_PAIRS = 4096  # of ends that are looked at
+MOST_ENDS = 256  # ways for the axes of one layout to cut its dims
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,13 @@ def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel
     Raises:
         PlanError: the layouts are of different shapes.
     """
+    return cheapest_crossings(source, target, itemsize, cost, 1)[0]
+
+
+def cheapest_crossings(
+    source: Layout, target: Layout, itemsize: int, cost: CostModel = BYTES, count: int = 1
+) -> list[Crossing]:
+    """Up to ``count`` crossings that were found, cheapest first; raises as ``find_crossing``."""
     if source.shape != target.shape:
         raise PlanError(
             f"'{source}' is of shape {source.shape} and '{target}' of shape {target.shape}; a layout changes no shape"
@@ -112,14 +124,15 @@ def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel
         alike = [_as_wanted(source, adapter.source, itemsize, cost) for adapter in arriving[:MOST_ALIKE]]
         arriving = _sorted([*arriving, *(_as_held(a.target, target, itemsize, cost) for a in leaving[:MOST_ALIKE])])
         leaving = _sorted([*leaving, *alike])
-    best: Crossing | None = None
-    for leave, arrive in itertools.islice(_cheapest_pairs(leaving, arriving), MOST_TRIED):
-        if best is not None and leave.cost + arrive.cost >= best.cost:
-            break
-        total = leave.cost + arrive.cost + hop_price(leave.target, arrive.source, itemsize, cost)
-        if best is None or total < best.cost:
-            best = Crossing(leave, arrive, total)
-    assert best is not None
+    best: list[Crossing] = []
+    hops = [_hop_about(source, adapter.source, itemsize, cost) for adapter in arriving]
+    left = max(1, MOST_TRIED // (len(source.mesh.devices) + len(target.mesh.devices)))
+    for leave, arrive in itertools.islice(_cheapest_pairs(leaving, arriving, hops), MOST_PAIRS):
+        ends = leave.cost + arrive.cost
+        if left and (len(best) < count or ends < best[-1].cost):
+            total = ends + hop_price(leave.target, arrive.source, itemsize, cost)
+            best = sorted([*best, Crossing(leave, arrive, total)], key=lambda crossing: crossing.cost)[:count]
+            left -= 1
     return best
 
 
@@ -132,20 +145,33 @@ def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel)
         ends = arriving.mesh.numbers, leaving.mesh.numbers
         slow = sum(nbytes * int((~np.isin(p[:, 0], ends[0]) & ~np.isin(p[:, 1], ends[1])).sum()) for p, nbytes in rounds)
         total += (SLOW - 1) * slow / senders
-    return total
+    return float(total)
 
 
-def _cheapest_pairs(leaving: Sequence[Adapter], arriving: Sequence[Adapter]) -> Iterator[tuple[Adapter, Adapter]]:
-    """All pairs, cheapest sum first; both are sorted."""
-    heap = [(leaving[0].cost + arriving[0].cost, 0, 0)]
+def _hop_about(source: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
+    """What the hop to ``arriving`` costs if all producers take an equal share in it, and shares are sent but once."""
+    here = source.mesh.numbers
+    there = arriving.mesh.numbers[:: arriving.mesh.size(tuple(axis for axis, _ in arriving.values))]
+    there = there[~np.isin(there, here)]
+    pairs = np.stack([here[np.arange(len(there)) * len(here) // max(1, len(there))], there], axis=1)
+    price = cost.messages(pairs, math.prod(arriving.local_shape) * itemsize, len(here))
+    return price * (SLOW if isinstance(cost, Bytes) else 1)
+
+
+def _cheapest_pairs(
+    leaving: Sequence[Adapter], arriving: Sequence[Adapter], hops: Sequence[float]
+) -> Iterator[tuple[Adapter, Adapter]]:
+    """All pairs, in the order of what they come to with ``hops``, which each of ``arriving`` adds."""
+    there = sorted(zip((a.cost + hop for a, hop in zip(arriving, hops, strict=True)), range(len(arriving)), strict=True))
+    heap = [(leaving[0].cost + there[0][0], 0, 0)]
     seen = {(0, 0)}
     while heap:
         _, i, j = heapq.heappop(heap)
-        yield leaving[i], arriving[j]
+        yield leaving[i], arriving[there[j][1]]
         for a, b in ((i + 1, j), (i, j + 1)):
-            if a < len(leaving) and b < len(arriving) and (a, b) not in seen:
+            if a < len(leaving) and b < len(there) and (a, b) not in seen:
                 seen.add((a, b))
-                heapq.heappush(heap, (leaving[a].cost + arriving[b].cost, a, b))
+                heapq.heappush(heap, (leaving[a].cost + there[b][0], a, b))
 
 
 def _sorted(adapters: Iterable[Adapter]) -> list[Adapter]:
@@ -166,19 +192,37 @@ def _as_held(held: Layout, target: Layout, itemsize: int, cost: CostModel) -> Ad
 
 def _leaving(source: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
     """Ways to what may be sent: as it lies; with shares joined, each device with a part of its own; gathered, if small."""
-    bare = dataclasses.replace(source, values=())
-    shared = tuple(a for a, _ in source.values)
-    ends = (source, *_gathered(bare), *_cut_by(bare, shared), *_cut_by(bare, (*shared, *source.free)))
-    return _sorted(find_adapter(source, end, itemsize, cost) for end in dict.fromkeys(ends))
+    view = _divisible(canonical(source))
+    bare = dataclasses.replace(view, values=())
+    shared = tuple(a for a, _ in view.values)
+    ends = (source, *_gathered(bare), *_cut_by(bare, shared), *_cut_by(bare, (*shared, *view.free)))
+    return _sorted(find_adapter(source, end, itemsize, cost) for end in _distinct(ends))
 
 
 def _arriving(target: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
     """Ways from what may be received: as it is wanted; in parts for those who want the same, or by one of them."""
-    bare = dataclasses.replace(target, values=())
-    ends = (target, *_cut_by(bare, bare.free), *_cut_by(target, target.free))
+    view = _divisible(canonical(target))
+    bare = dataclasses.replace(view, values=())
+    ends = (target, *_cut_by(bare, bare.free), *_cut_by(view, view.free))
     if not target.values:
-        ends = (*ends, dataclasses.replace(target, values=tuple((axis, "add") for axis in target.free)))
-    return _sorted(find_adapter(end, target, itemsize, cost) for end in dict.fromkeys(ends))
+        ends = (*ends, dataclasses.replace(view, values=tuple((axis, "add") for axis in view.free)))
+    return _sorted(find_adapter(end, target, itemsize, cost) for end in _distinct(ends))
+
+
+def _distinct(layouts: Iterable[Layout]) -> list[Layout]:
+    """The first of each way to lie, however its mesh is written."""
+    found: dict[Layout, Layout] = {}
+    for layout in layouts:
+        found.setdefault(canonical(layout), layout)
+    return list(found.values())
+
+
+def _divisible(layout: Layout) -> Layout:
+    """``layout``, over axes of prime size where one that does not cut yet is too large to cut any sub-dim."""
+    size = layout.mesh.size
+    room = [n // size(axes) for n, axes in zip(layout.sizes, layout.cuts, strict=True)]
+    apart = (*layout.free, *(axis for axis, _ in layout.values))
+    return layout if all(size((axis,)) <= max(room, default=0) for axis in apart) else in_primes(layout)
 
 
 def _gathered(layout: Layout) -> Iterator[Layout]:
@@ -191,10 +235,15 @@ def _gathered(layout: Layout) -> Iterator[Layout]:
 
 
 def _cut_by(layout: Layout, axes: Axes) -> Iterator[Layout]:
-    """``layout`` with each of ``axes`` cutting a sub-dim besides, or none; where blocks are too few for it, not so."""
+    """``layout`` with each of ``axes`` cutting a sub-dim besides, or none; where blocks are too few for it, not so.
+
+    Of very many such ways those are left out in which an axis cuts an earlier sub-dim than the axis before it.
+    """
     own = dict(layout.uneven)
-    dims = [None, *(i for i in range(len(layout.cuts)) if i not in own)]
-    for choice in itertools.product(dims, repeat=len(axes)):
+    dims = [*(i for i in range(len(layout.cuts)) if i not in own), None]
+    every = len(dims) ** len(axes) <= MOST_ENDS
+    ways = itertools.product(dims, repeat=len(axes)) if every else itertools.combinations_with_replacement(dims, len(axes))
+    for choice in itertools.islice(ways, MOST_ENDS):
         cuts = list(layout.cuts)
         for axis, dim in zip(axes, choice, strict=True):
             if dim is not None:

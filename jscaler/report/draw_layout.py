@@ -80,7 +80,7 @@ def redistribution_figure(title: str, layouts: Sequence[Layout], labels: Sequenc
         A figure whose rectangles have ids: ``stage0-device3`` is the whole tensor, ``stage0-device3-box0`` what device
         3 holds of it in the layout that is drawn first.
     """
-    drawing = _Drawing(layouts[0])
+    drawing = _Drawing(layouts)
     drawing.text(title, 11, weight="bold")
     drawing.top += 0.06
     rows = _rows(layouts)
@@ -104,7 +104,7 @@ def _rows(layouts: Sequence[Layout]) -> list[tuple[int, Layout]]:
 
 
 def _caption(layouts: Sequence[Layout]) -> Iterator[str]:
-    shape, devices = layouts[0].shape, len(layouts[0].mesh.devices)
+    shape, devices = layouts[0].shape, max(len(layout.mesh.devices) for layout in layouts)
     sides = [f"dim {dim} ({size}) {way}" for dim, (size, way) in enumerate(zip(shape, _ways(shape), strict=False))]
     scale = "" if _ratio(shape)[1] else "; not to scale"
     yield (
@@ -117,6 +117,11 @@ def _caption(layouts: Sequence[Layout]) -> Iterator[str]:
         yield f"Only dims 0 and 1 of {len(shape)} are drawn; the others' ranges stand below the panels."
     if devices > MOST_DEVICES:
         yield f"The first {MOST_DEVICES} of {devices} devices are drawn."
+
+
+def _drawn(layout: Layout) -> list[int]:
+    """The devices that have a panel."""
+    return sorted(layout.mesh.devices)[:MOST_DEVICES]
 
 
 def _ways(shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -135,12 +140,12 @@ def _ratio(shape: tuple[int, ...]) -> tuple[float, bool]:
 class _Drawing:
     """A figure in the making, in inches from its top left corner; ``top`` is where the next thing goes."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layouts: Sequence[Layout]):
         from matplotlib.figure import Figure
 
-        self.shape = layout.shape
-        self.devices = sorted(layout.mesh.devices)[:MOST_DEVICES]
-        self.columns = min(len(self.devices), PER_LINE)
+        self.shape = layouts[0].shape
+        self.devices = sorted({device for layout in layouts for device in _drawn(layout)})
+        self.columns = min(max(len(_drawn(layout)) for layout in layouts), PER_LINE)
         self.wide = self.columns <= NARROW
         self.panel, gap = (1.15, 0.3) if self.wide else (0.74, 0.16)
         self.pitch = self.panel + gap
@@ -178,14 +183,16 @@ class _Drawing:
         self.text(name, 10)
         width = self.panel * scale
         height = width * _ratio(self.shape)[0]
-        for start in range(0, len(self.devices), self.columns):
-            line = self.devices[start : start + self.columns]
+        devices = _drawn(layout)
+        for start in range(0, len(devices), self.columns):
+            line = devices[start : start + self.columns]
             masks = [layout.mask(layout.mesh.devices.index(device)) for device in line]
             notes = [_notes(mask, self.shape, self.wide) for mask in masks]
             for i, (device, mask) in enumerate(zip(line, masks, strict=True)):
                 left = 0.2 + i * self.pitch + (self.pitch - width) / 2
                 self._label(left + width / 2, self.top + 0.08, f"device {device}", 8.5 if scale == 1 else 7.5)
-                self._panel(f"stage{number}-device{device}", start + i, mask, (left, self.top + 0.24, width, height))
+                color = self.devices.index(device)
+                self._panel(f"stage{number}-device{device}", color, mask, (left, self.top + 0.24, width, height))
                 for j, note in enumerate(notes[i]):
                     self._label(left + width / 2, self.top + 0.34 + height + 0.14 * j, note, 7.5)
             self.top += 0.36 + height + 0.14 * max(map(len, notes))

@@ -29,7 +29,7 @@ class CrossingRun:
         pieces = [jax.ShapeDtypeStruct((len(there.devices), *m.shape), dtype, sharding=self._to) for m in crossing.moves]
         row = jax.ShapeDtypeStruct((len(here.devices), *crossing.source.local_shape), dtype, sharding=self._from)
         self._leave = _program(lambda x: leave(crossing, x[0], here), self._from, row)
-        self._arrive = _program(lambda *xs: (arrive(crossing, [x[0] for x in xs], there),), self._to, *pieces)
+        self._arrive = _program(lambda *xs: (arrive(crossing, [x[0] for x in xs], there, dtype),), self._to, *pieces)
         self._zeros = [self._nothing(m, dtype) for m in crossing.moves]
 
     def __call__(self, parts: jax.Array) -> jax.Array:

@@ -121,10 +121,18 @@ def test_a_crossing_to_another_group_as_json() -> None:
     assert [(step["group"], step["bytes"]) for step in found["steps"]] == [("producers", 768), ("hop", 256)]
     assert all(step["seconds"] > 0 for step in found["steps"])
     assert found["target"] == "R1 V1 D(4,1) on [8 9 10 11]"
+    assert found["totals"]["bytes"] == 1024
+    assert [other["totals"]["seconds"] for other in found["runners_up"]] >= [found["totals"]["seconds"]] * 3
 
 
-def test_a_crossing_in_words() -> None:
-    shown = run("--shape", "1024,1024", "--from", "R4 V1 D(1,1) on 0-3", "--to", "R6 V1 D(1,1) on 4-9")
+def test_a_crossing_in_words_and_drawn(tmp_path: Path) -> None:
+    ends = "--from", "R4 V1 D(1,1) on 0-3", "--to", "R6 V1 D(1,1) on 4-9"
+    shown = run("--shape", "1024,1024", *ends, "--draw", str(tmp_path / "a.svg"))
+    drawn = (tmp_path / "a.svg").read_text()
+    assert all(f'id="stage0-device{n}"' in drawn for n in range(4))
+    assert 'id="stage0-device4"' not in drawn
+    assert re.findall(r'id="stage\d+-device9"', drawn)
+    assert "runners-up, beside the best" in shown
     assert "from 4 devices to 6 devices" in shown
     assert "send pieces" in shown
     assert re.search(r"consumers │ (all_gather|point_to_point)", shown)
@@ -195,7 +203,6 @@ def test_the_picture_is_written(tmp_path: Path, name: str) -> None:
     [
         ({"--devices": "16"}, PlanError, "is for 8 devices, R · V · D; there are 16"),
         ({"--to": "R4 V1 D(1,1)"}, PlanError, "is for 4 devices, R · V · D; there are 8"),
-        ({"--to": "R8 V1 D(1,1) on [8-15]", "--draw": "picture.png"}, PlanError, "no picture yet; leave --draw out"),
         ({"--to": "R8 V1 D(1,1) on [8-14]"}, PlanError, "needs 8 different devices; it lists 7"),
         ({"--dtype": "float3"}, UnknownNameError, "no dtype named 'float3'; did you mean 'float32'"),
         ({"--cluster": "v100-nvlink"}, UnknownNameError, "did you mean 'v100-nvlink-ib100'"),

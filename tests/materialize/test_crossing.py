@@ -1,5 +1,6 @@
 """Crossings between device groups: against all layouts at either end, and numerically, also where groups overlap."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,7 +14,7 @@ from materialize.layouts import assert_lies_as, every_layout, make_parts, mesh_o
 from jscaler.clusters import BYTES, CostModel, find_cluster
 from jscaler.errors import PlanError
 from jscaler.materialize import Layout, find_adapter, parse_layout
-from jscaler.materialize.crossing import Crossing, find_crossing, hop_price
+from jscaler.materialize.crossing import Crossing, cheapest_crossings, find_crossing, hop_price
 from jscaler.runtime.crossings import CrossingRun
 
 V100 = find_cluster("v100-nvlink-ib100")  # hosts of eight
@@ -88,6 +89,46 @@ def test_it_delivers(source: str, target: str) -> None:
     assert isinstance(before, Layout)
     assert isinstance(after, Layout)
     crossed(find_crossing(before, after, SMALL))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1)])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("R2 V1 D(1,1) on [0 1]", "R1 V3 D(1,1) on [1-3]"), ("R2 V1 D(1,1) on [0 1]", "R2 V1 D(1,1) on [1 0]")],
+)
+def test_it_delivers_next_to_nothing(shape: Sequence[int], source: str, target: str) -> None:
+    before, after = (parse_layout(text, shape) for text in (source, target))
+    crossed(find_crossing(before, after, SMALL))  # type: ignore[arg-type]
+
+
+def test_a_scalar_crosses() -> None:
+    before, after = (Layout(mesh_of(2, devices=range(at, at + 2)), (), (), (), ()) for at in (0, 3))
+    crossed(find_crossing(dataclasses.replace(before, values=(("x0", "add"),)), after, SMALL))
+
+
+@pytest.mark.parametrize("cost", [BYTES, V100])
+def test_how_finely_a_mesh_is_written_is_no_matter(cost: CostModel) -> None:
+    """Sixteen devices with sixteen replicas are one axis of 16, or four of 2: the same ends are tried, and not 3^4."""
+    ends = [
+        [Layout(mesh_of(*sizes, devices=range(at, at + 16)), ((32,), (64,)), ((), ())) for at in (0, 16)]
+        for sizes in ((16,), (2, 2, 2, 2))
+    ]
+    coarse, fine = (find_crossing(*pair, SMALL, cost) for pair in ends)
+    assert coarse.cost == fine.cost
+
+
+def test_dims_smaller_than_the_group_are_cut_together() -> None:
+    before, after = (Layout(mesh_of(16, devices=range(at, at + 16)), ((8,), (4,)), ((), ())) for at in (0, 16))
+    assert find_crossing(before, after, SMALL).sent == 32
+    assert find_crossing(before, after, LARGE, V100).sent == 64  # twice, but gathered inside of hosts
+
+
+def test_runners_up_are_other_crossings_in_the_order_of_their_cost() -> None:
+    before, after = (parse_layout(text, (12, 12)) for text in ("R1 V2 D(2,1) on [0-3]", "R3 V1 D(1,1) on [4-6]"))
+    found = cheapest_crossings(before, after, SMALL, V100, 4)  # type: ignore[arg-type]
+    assert found[0] == find_crossing(before, after, SMALL, V100)  # type: ignore[arg-type]
+    assert len({(c.leave.target, c.arrive.source) for c in found}) == 4
+    assert [c.cost for c in found] == sorted(c.cost for c in found)
 
 
 def test_replicas_are_made_behind_the_hop() -> None:
