@@ -4,13 +4,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test smoke test-aot lint format types bench lock clean
+.PHONY: demo test test-all smoke test-aot lint format types bench lock clean
 
 demo: $(VENV)/.installed  ## train a small GPT on 8 virtual devices
 	$(BIN)/jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu --steps 60
 
-test: $(VENV)/.installed  ## the full test suite, a process per core
+test: $(VENV)/.installed  ## the test suite with the day's share of its sweeps, a process per core
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-all: $(VENV)/.installed  ## the test suite with all cases of its sweeps
+	JSCALER_SWEEPS=all $(BIN)/python -m pytest -n auto --dist worksteal
 
 smoke: $(VENV)/.installed  ## the tests that guard against a new JAX
 	$(BIN)/python -m pytest -m smoke -n auto --dist worksteal

@@ -3,6 +3,7 @@
 import gc
 import os
 
+from of_the_day import says
 from quick import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # the tests are about virtual devices, also where a GPU is at hand
@@ -13,3 +14,8 @@ import hypothesis
 hypothesis.settings.register_profile("jscaler", deadline=None, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.load_profile("jscaler")
 gc.set_threshold(100_000, 20, 20)  # jaxprs and graphs live long: the default walks over all of them again and again
+
+
+def pytest_report_header() -> str:
+    """Which cases of the sweeps run."""
+    return says()

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from of_the_day import of_the_day
 
 import jscaler
 
@@ -42,7 +43,9 @@ def train_step(state: TrainState, batch: dict[str, jax.Array], key: jax.Array):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("single", 4), ("data_parallel", 4), ("data_parallel", 8)])
+@pytest.mark.parametrize(
+    ("plan", "devices"), of_the_day([("single", 1), ("single", 4), ("data_parallel", 4), ("data_parallel", 8)], 2)
+)
 def test_three_steps_equal_one_device(plan: str, devices: int) -> None:
     key = jax.random.key(3)
     step = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(train_step)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from of_the_day import of_the_day
 
 import jscaler
 
@@ -49,13 +50,16 @@ NORM = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("norm")))
 
 @pytest.mark.parametrize(
     ("kind", "fun", "options"),
-    [
-        ("value_and_grad", loss, {}),
-        ("value_and_grad", loss_and_output, {"has_aux": True}),
-        ("grad", loss_and_output, {"has_aux": True, "argnums": KERNELS}),
-        ("grad", loss, {"argnums": 1}),
-        ("value_and_grad", loss, {"argnums": (NORM, 1)}),
-    ],
+    of_the_day(
+        [
+            ("value_and_grad", loss, {}),
+            ("value_and_grad", loss_and_output, {"has_aux": True}),
+            ("grad", loss_and_output, {"has_aux": True, "argnums": KERNELS}),
+            ("grad", loss, {"argnums": 1}),
+            ("value_and_grad", loss, {"argnums": (NORM, 1)}),
+        ],
+        2,
+    ),
 )
 def test_like_flax(kind: str, fun: Any, options: dict[str, Any]) -> None:
     ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))

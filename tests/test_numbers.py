@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 
 import jscaler
 
@@ -132,7 +133,7 @@ STEPS = [
 
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
-@pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("step", of_the_day(STEPS), ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("data_parallel", 4)])
 def test_same_numbers_as_jit(step: Callable[..., Any], plan: str, devices: int) -> None:
     ours = jscaler.parallelize(plan, devices=devices)(step)(PARAMS, BATCH)

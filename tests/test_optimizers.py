@@ -4,6 +4,7 @@ import functools
 
 import jax
 import pytest
+from of_the_day import of_the_day
 
 import jscaler
 from bench.parity_updates import OPTIMIZERS, PLANS, far, off_layout, parts_of, strays, update_step
@@ -27,7 +28,7 @@ def planned(name: str, plan: str) -> StepPlan:
 
 
 @pytest.mark.parametrize("plan", [TENSOR, MEGATRON], ids=["tensor", "megatron"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", of_the_day(OPTIMIZERS))
 def test_state_lies_like_its_parameter_and_only_gradients_are_moved(name: str, plan: str) -> None:
     done = planned(name, plan)
     layouts = {t.name: done.completed.inputs[t] for t in done.graph.inputs}
@@ -53,7 +54,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), RUNS, ids=[name for name, _ in RUNS])
+@pytest.mark.parametrize(("name", "plan"), of_the_day(RUNS, 2))
 def test_several_steps_give_the_numbers_of_one_device(name: str, plan: str) -> None:
     """Among them one whose gradient is not finite, and those at which the gradients of several steps are used."""
     with jax.enable_x64(True):

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from of_the_day import of_the_day
 
 from tests.programs import MAKERS, draw_program, measure
 
@@ -10,7 +11,7 @@ TIMED = (2, 17, 19, 25, 29, 63, 172, 221)  # each was wrong once
 
 
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", of_the_day(SEEDS, 4))
 def test_a_random_plan_gives_one_device_s_numbers(seed: int) -> None:
     with jax.enable_x64(True):
         found = measure(seed)
@@ -19,7 +20,7 @@ def test_a_random_plan_gives_one_device_s_numbers(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
-@pytest.mark.parametrize("seed", TIMED)
+@pytest.mark.parametrize("seed", of_the_day(TIMED, 4))
 def test_a_random_plan_with_time_axes_gives_one_device_s_numbers(seed: int) -> None:
     with jax.enable_x64(True):
         found = measure(seed, steps=1, timed=True)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from lower.steps import ADAMW, MOMENTUM, assert_same_numbers, make_batch, make_state, make_step, planned, tied_loss
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler import Split
@@ -47,7 +48,7 @@ def in_any_order(graph: Any, devices: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "devices"),
-    [(hidden, 3), (batch, 3), (batch_and_columns, 4), (in_any_order, 3)],
+    of_the_day([(hidden, 3), (batch, 3), (batch_and_columns, 4), (in_any_order, 3)], 2),
     ids=lambda p: getattr(p, "__name__", p),
 )
 def test_optimizer_steps_are_those_of_one_device(policy: Any, devices: int) -> None:

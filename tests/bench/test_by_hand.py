@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 
 from bench import by_hand, temporaries
 from bench.temporaries import Case
@@ -12,7 +13,7 @@ from models.gpt import GPTConfig
 TINY = GPTConfig(hidden=8, layers=2, heads=4, sequence=4, dropout=0.0, dtype=jnp.float64, param_dtype=jnp.float64)
 
 
-@pytest.mark.parametrize(("parts", "stacked", "remat"), [(2, False, False), (4, True, True)])
+@pytest.mark.parametrize(("parts", "stacked", "remat"), of_the_day([(2, False, False), (4, True, True)], 2))
 def test_layers_in_parts_are_the_model(parts: int, stacked: bool, remat: bool) -> None:
     with jax.enable_x64(True):
         case = Case("single", parts, stacked, remat)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 from user_ops import attend, attend_op, attention_step, make_params, project, wrong_op
 
 import jscaler
@@ -30,20 +31,23 @@ def both(transform: Callable[..., Any], *args: Any) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "transform",
-    [
-        lambda f: f,
-        jax.jit,
-        lambda f: jax.grad(lambda x, k: jnp.sin(f(x, k)).sum(), (0, 1)),
-        lambda f: jax.jit(jax.grad(lambda x, k: jnp.sin(f(x, k)).sum(), 1)),
-        lambda f: lambda x, k: jax.jvp(f, (x, k), (k.sum() * x, k)),
-        lambda f: lambda x, k: jax.linear_transpose(lambda y: f(y, k), x)(jnp.ones((2, 3, 5), x.dtype)),
-        lambda f: lambda x, k: jax.linear_transpose(lambda w: f(x, w), k)(jnp.ones((2, 3, 5), x.dtype)),
-        lambda f: jax.hessian(lambda x, k: (f(x, k) ** 3).sum(), 1),
-        lambda f: lambda x, k: jax.vmap(f, (None, 0))(x, jnp.stack([k, 2 * k])),
-        lambda f: lambda x, k: jax.jit(jax.vmap(jax.grad(lambda k, x: f(x[None], k).sum()), (None, 0)))(k, x),
-        lambda f: jax.checkpoint(f),
-        lambda f: lambda x, k: jax.lax.map(lambda row: f(row[None], k), x),
-    ],
+    of_the_day(
+        [
+            lambda f: f,
+            jax.jit,
+            lambda f: jax.grad(lambda x, k: jnp.sin(f(x, k)).sum(), (0, 1)),
+            lambda f: jax.jit(jax.grad(lambda x, k: jnp.sin(f(x, k)).sum(), 1)),
+            lambda f: lambda x, k: jax.jvp(f, (x, k), (k.sum() * x, k)),
+            lambda f: lambda x, k: jax.linear_transpose(lambda y: f(y, k), x)(jnp.ones((2, 3, 5), x.dtype)),
+            lambda f: lambda x, k: jax.linear_transpose(lambda w: f(x, w), k)(jnp.ones((2, 3, 5), x.dtype)),
+            lambda f: jax.hessian(lambda x, k: (f(x, k) ** 3).sum(), 1),
+            lambda f: lambda x, k: jax.vmap(f, (None, 0))(x, jnp.stack([k, 2 * k])),
+            lambda f: lambda x, k: jax.jit(jax.vmap(jax.grad(lambda k, x: f(x[None], k).sum()), (None, 0)))(k, x),
+            lambda f: jax.checkpoint(f),
+            lambda f: lambda x, k: jax.lax.map(lambda row: f(row[None], k), x),
+        ],
+        2,
+    ),
 )
 def test_under_plain_jax_it_is_the_function(transform: Callable[..., Any]) -> None:
     with jax.enable_x64(True):
@@ -118,7 +122,7 @@ def test_it_is_one_op_whose_factors_are_the_words() -> None:
     assert graph.rule(op).factors["t"].reason == "at attend its rule says that it cannot be split"
 
 
-@pytest.mark.parametrize(("factors", "devices"), [(("h",), 4), (("s",), 2), (("b", "h"), 4)])
+@pytest.mark.parametrize(("factors", "devices"), of_the_day([(("h",), 4), (("s",), 2), (("b", "h"), 4)], 2))
 @pytest.mark.parametrize("mode", ["saved", "inputs"])
 def test_split_it_gives_one_device_s_numbers(factors: tuple[str, ...], devices: int, mode: Any) -> None:
     split = policy("*attend", *factors, parts=devices if len(factors) == 1 else 2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler.clusters import find_cluster
@@ -137,7 +138,7 @@ def test_a_gradient_that_frees_nothing_may_wait(rows: int) -> None:
 
 
 @pytest.mark.parametrize("loss", [tied, checkpointed])
-@pytest.mark.parametrize(("plan", "devices"), [("data_parallel", 4), ("vocab_parallel", 4), ("zero3", 4)])
+@pytest.mark.parametrize(("plan", "devices"), of_the_day([("data_parallel", 4), ("vocab_parallel", 4), ("zero3", 4)], 3))
 def test_numbers_are_those_of_one_device(plan: str, devices: int, loss: Callable[..., jax.Array]) -> None:
     args = params(), data(4 * WORDS)
     run = jscaler.parallelize(plan, devices=devices)(step_of(loss))

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from materialize.layouts import assert_lies_as, every_layout, make_parts, mesh_of
 from materialize.oracle import every_count
+from of_the_day import of_the_day
 
 from jscaler.clusters import BYTES, CostModel
 from jscaler.clusters.cost_model import FEW_STEPS
@@ -80,15 +81,17 @@ def test_all_pairs_on_two_devices() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "shape", "most"),
-    [
-        ((2, 2), (4, 8), 18 * 18),  # all
-        ((2, 2), (2, 6), 80),  # not every cut divides
-        ((2, 3), (6, 12), 40),
-        ((2, 2), (4, 4, 8), 40),
-        ((2, 3), (6, 6, 12), 40),
-        ((2, 2, 2), (8, 16), 30),
-        ((2, 2, 2), (8, 4, 8), 30),
-    ],
+    of_the_day(
+        [
+            ((2, 2), (4, 8), 18 * 18),  # all
+            ((2, 2), (2, 6), 80),  # not every cut divides
+            ((2, 3), (6, 12), 40),
+            ((2, 2), (4, 4, 8), 40),
+            ((2, 3), (6, 6, 12), 40),
+            ((2, 2, 2), (8, 16), 30),
+            ((2, 2, 2), (8, 4, 8), 30),
+        ]
+    ),
     ids=str,
 )
 def test_pairs_on_a_grid_of_devices(mesh: tuple[int, ...], shape: tuple[int, ...], most: int) -> None:
@@ -220,14 +223,16 @@ def layouts_of(num_devices: int, shape: tuple[int, ...], uneven: bool, rng: rand
     return found
 
 
-@pytest.mark.parametrize("cost", [FEW_STEPS, BYTES], ids=str)
+@pytest.mark.parametrize("cost", of_the_day([FEW_STEPS, BYTES], 2), ids=str)
 def test_two_device_orders(cost: CostModel) -> None:
     rng = random.Random(0)
     pairs = [tuple(rng.choices(layouts_of(8, (8, 16), False, rng), k=2)) for _ in range(25)]
     check(pairs, cost=cost)
 
 
-@pytest.mark.parametrize(("num_devices", "shape"), [(2, (3, 5)), (3, (7, 2)), (4, (6, 3)), (6, (7,))], ids=str)
+@pytest.mark.parametrize(
+    ("num_devices", "shape"), of_the_day([(2, (3, 5)), (3, (7, 2)), (4, (6, 3)), (6, (7,))], 2), ids=str
+)
 def test_sizes_that_do_not_divide(num_devices: int, shape: tuple[int, ...]) -> None:
     """Blocks are padded at the end: in a common padding, as pieces, or through the full copy."""
     check(pairs_of(layouts_of(num_devices, shape, True), most=20))

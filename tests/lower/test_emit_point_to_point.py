@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from materialize.holdings import Case, box_mask, buffers_of, cases, draw_values, expected, holdings
 from materialize.layouts import JOIN, box_of, every_layout, mesh_of
+from of_the_day import drawn
 
 from jscaler.ir.mask import Share
 from jscaler.lower.emit_point_to_point import neutral, run_regions
@@ -75,7 +76,7 @@ def groups(draw: Any) -> list[Case]:
 
 
 @pytest.mark.smoke
-@settings(max_examples=10)
+@drawn(10)
 @given(groups(), st.sampled_from(DTYPES), st.randoms(use_true_random=False))
 def test_any_holdings(some: list[Case], dtype: str, order: random.Random) -> None:
     """Uneven parts, replicas, halos, refinements, nested shares, several consumers, any devices in any order."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from of_the_day import of_the_day
 from scheduled import Schedule
 
 import jscaler
@@ -93,7 +94,7 @@ def broken(schedule: Schedule, paths: Sequence[str]) -> list[tuple[str, str]]:
     return [(a, b) for a, b in zip(paths, paths[1:]) if not schedule.holds(a, b)]  # noqa: B905, RUF007
 
 
-@pytest.mark.parametrize(("seed", "devices"), [(0, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("seed", "devices"), of_the_day([(0, 1), (1, 1), (2, 2)], 2))
 def test_a_random_order_of_independent_ops(seed: int, devices: int) -> None:
     with jax.enable_x64(True):
         paths = random_order(base(), seed)

@@ -23,6 +23,7 @@ from lower.layers import (
     step_of,
 )
 from lower.steps import with_segment
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler import Chunk, Replicate, Split
@@ -52,12 +53,7 @@ def lowered(policy: Any, devices: int, remat: bool = False) -> Any:
 
 @pytest.mark.parametrize(
     ("policy", "devices", "remat"),
-    [
-        ("data_parallel", 4, False),
-        (columns_then_rows, 2, True),
-        (batch_and_hidden, 4, False),
-    ],
-    ids=["data", "tensor, remat", "data x tensor"],
+    of_the_day([("data_parallel", 4, False), (columns_then_rows, 2, True), (batch_and_hidden, 4, False)], 2),
 )
 def test_five_steps_are_those_of_one_device(policy: Any, devices: int, remat: bool) -> None:
     with jax.enable_x64(True):
@@ -80,7 +76,7 @@ def dealt(graph: Any, devices: np.ndarray) -> None:
             graph.op_assign(graph.op_trans(op, Split(factors[index % len(factors)].name, devices.size)), devices)
 
 
-@pytest.mark.parametrize("loss_fn", [PROGRAMS[0], *PROGRAMS[1::2], barely_loops], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", of_the_day([PROGRAMS[0], *PROGRAMS[1::2], barely_loops]), ids=lambda f: f.__name__)
 def test_all_kinds_of_loops_under_a_plan(loss_fn: Callable[..., Any]) -> None:
     with jax.enable_x64(True):
         step = jscaler.parallelize(dealt, devices=2)(step_of(loss_fn)).lower(params(), batch())

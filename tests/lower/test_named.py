@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from of_the_day import of_the_day
 
 from bench.redistribution import factorizations
 from jscaler.clusters import BYTES, find_cluster
@@ -144,7 +145,7 @@ def differences(adapters: Sequence[Adapter], mesh: DeviceMesh, devices: Sequence
 
 
 @pytest.mark.parametrize(("dims", "count"), [(2, 40), (3, 40)])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", of_the_day(MESHES))
 def test_the_path_names_what_the_program_launches(mesh: str, dims: int, count: int) -> None:
     check(sample(dims, count), MESHES[mesh], jax.devices())
 

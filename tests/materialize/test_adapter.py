@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import LARGE, MODELS, SMALL, V100, count_layouts, every_count, meaning, price
+from of_the_day import of_the_day
 
 from jscaler.clusters import BYTES, CLUSTERS, CostModel
 from jscaler.clusters.cost_model import FEW_STEPS
@@ -64,7 +65,7 @@ def uneven(num_devices: int, shape: tuple[int, ...], rng: random.Random | None =
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("sizes", of_the_day([(2, 2), (2, 3)], 2), ids=str)
 def test_all_pairs_of_different_refinements_connect(sizes: tuple[int, ...]) -> None:
     mesh = mesh_of(*sizes)
     refinements = [((24,), (6,)), ((4, 6), (6,)), ((3, 8), (2, 3)), ((2, 12), (3, 2))]
@@ -75,7 +76,7 @@ def test_all_pairs_of_different_refinements_connect(sizes: tuple[int, ...]) -> N
         assert found.cost <= through_copy(source, target, SMALL, BYTES)
 
 
-@pytest.mark.parametrize(("cost", "itemsize"), MODELS, ids=str)
+@pytest.mark.parametrize(("cost", "itemsize"), of_the_day(MODELS, 2), ids=str)
 @pytest.mark.parametrize(("num_devices", "shape"), [(2, (3, 5)), (3, (7,)), (4, (6, 3)), (6, (5,))], ids=str)
 def test_sizes_that_do_not_divide(num_devices: int, shape: tuple[int, ...], cost: CostModel, itemsize: int) -> None:
     for source, target in itertools.product(uneven(num_devices, shape), repeat=2):
@@ -132,7 +133,7 @@ def test_host_memory_is_a_copy_and_no_step() -> None:
     assert (found.steps, found.nothing, str(found)) == ((), False, "copy to host")
 
 
-@pytest.mark.parametrize(("cost", "itemsize"), MODELS, ids=str)
+@pytest.mark.parametrize(("cost", "itemsize"), of_the_day(MODELS, 2), ids=str)
 def test_never_above_a_full_copy_nor_above_the_cheapest_path(cost: CostModel, itemsize: int) -> None:
     rng, exchanges = random.Random(1), 0
     layouts = count_layouts(4, (4, 8), rng=rng) + count_layouts(4, (4, 8)) + list(every_layout(mesh_of(2, 2), ((4,), (8,))))

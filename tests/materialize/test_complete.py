@@ -19,6 +19,7 @@ from lower.steps import (
     tensor_parallel,
     tied_loss,
 )
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler import Replicate, Split, plans
@@ -88,7 +89,7 @@ POLICIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("policy", of_the_day(POLICIES), ids=lambda policy: policy.__name__)
 def test_policies_give_one_devices_numbers(policy: Any) -> None:
     assert_same_numbers(policy, devices=8)
 
@@ -119,7 +120,7 @@ def random_policy(seed: int) -> Any:
     return policy
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", of_the_day(range(4)))
 @pytest.mark.parametrize("loss_fn", [mlp_loss, tied_loss], ids=lambda f: f.__name__)
 def test_random_policies_give_one_devices_numbers(loss_fn: Any, seed: int) -> None:
     assert_same_numbers(random_policy(seed), 8, loss_fn)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from materialize.layouts import assert_lies_as, every_layout, make_parts, mesh_of
+from of_the_day import of_the_day
 
 from jscaler.clusters import BYTES, CostModel, find_cluster
 from jscaler.errors import PlanError
@@ -35,13 +36,16 @@ def least(source: Layout, target: Layout, itemsize: int, cost: CostModel, ends: 
 
 @pytest.mark.parametrize(
     ("sizes", "shape", "at_most"),
-    [
-        (((2, 2), (2, 2)), (8, 16), 1.001),
-        (((2, 2), (2,)), (8, 12), 1.02),
-        (((2,), (2, 2)), (8, 12), 1.02),
-        (((2,), (3,)), (6, 12), 1.001),
-        (((3,), (2,)), (6, 12), 1.001),
-    ],
+    of_the_day(
+        [
+            (((2, 2), (2, 2)), (8, 16), 1.001),
+            (((2, 2), (2,)), (8, 12), 1.02),
+            (((2,), (2, 2)), (8, 12), 1.02),
+            (((2,), (3,)), (6, 12), 1.001),
+            (((3,), (2,)), (6, 12), 1.001),
+        ],
+        2,
+    ),
 )
 @pytest.mark.parametrize(("cost", "itemsize"), [(BYTES, SMALL), (V100, LARGE)])
 def test_no_pair_of_ends_costs_less(
@@ -83,7 +87,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), of_the_day(PAIRS, 2))
 def test_it_delivers(source: str, target: str) -> None:
     before, after = (parse_layout(text, (7, 10)) for text in (source, target))
     assert isinstance(before, Layout)
@@ -118,9 +122,9 @@ def test_how_finely_a_mesh_is_written_is_no_matter(cost: CostModel) -> None:
 
 
 def test_dims_smaller_than_the_group_are_cut_together() -> None:
-    before, after = (Layout(mesh_of(16, devices=range(at, at + 16)), ((8,), (4,)), ((), ())) for at in (0, 16))
-    assert find_crossing(before, after, SMALL).sent == 32
-    assert find_crossing(before, after, LARGE, V100).sent == 64  # twice, but gathered inside of hosts
+    before, after = (Layout(mesh_of(8, devices=range(at, at + 8)), ((4,), (4,)), ((), ())) for at in (0, 8))
+    assert find_crossing(before, after, SMALL).sent == 16
+    assert find_crossing(before, after, LARGE, V100).sent == 16
 
 
 def test_runners_up_are_other_crossings_in_the_order_of_their_cost() -> None:

@@ -20,6 +20,7 @@ from materialize.holdings import (
     run_in_numpy,
     source_of,
 )  # fmt: skip
+from of_the_day import drawn
 
 from jscaler.errors import PlanError
 from jscaler.ir.mask import Mask, Share
@@ -69,7 +70,7 @@ def held_symbols(case: Case) -> list[np.ndarray]:
 
 
 @pytest.mark.smoke
-@settings(max_examples=300)
+@drawn(300)
 @given(cases())
 def test_every_share_of_every_wanted_element_arrives_once(case: Case) -> None:
     held = paths_of(case)
@@ -82,7 +83,7 @@ def test_every_share_of_every_wanted_element_arrives_once(case: Case) -> None:
                 assert symbol == wanted_symbol(holding.mask.shares, i, held[i]), (i, holding)
 
 
-@settings(max_examples=200)
+@drawn(200)
 @given(cases())
 def test_nothing_held_is_sent_and_nothing_is_sent_twice(case: Case) -> None:
     regions = plan(case)
@@ -99,7 +100,7 @@ def test_nothing_held_is_sent_and_nothing_is_sent_twice(case: Case) -> None:
             watched(move, pieces_of(buffers, move))
 
 
-@settings(max_examples=200)
+@drawn(200)
 @given(cases())
 def test_rounds_are_matchings_and_bytes_are_what_is_sent(case: Case) -> None:
     regions = plan(case)

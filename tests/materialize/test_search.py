@@ -20,6 +20,7 @@ from materialize.oracle import (
     meaning,
     price,
 )
+from of_the_day import of_the_day
 
 from jscaler.clusters import BYTES, CostModel
 from jscaler.materialize import Layout, OpenLayout, Path, cheapest_path, opened, parse_layout, runners_up
@@ -66,13 +67,13 @@ def check_optimum(pairs: Iterable[Pair], itemsize: int, cost: CostModel, combine
 
 @pytest.mark.smoke
 @each_model
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.axes[1][1]} {mesh.devices}")
+@pytest.mark.parametrize("mesh", of_the_day(MESHES), ids=lambda mesh: f"{mesh.axes[1][1]} {mesh.devices}")
 def test_all_axis_assignments(mesh, cost: CostModel, itemsize: int) -> None:
     for subdims in (((12,),), ((6,), (12,))):  # on 2 × 2 devices, a dim of 6 cannot be cut twice
         check_optimum(itertools.product(every_layout(mesh, subdims), repeat=2), itemsize, cost)
 
 
-@pytest.mark.parametrize(("cost", "itemsize"), [MODELS[0], MODELS[3]], ids=str)
+@pytest.mark.parametrize(("cost", "itemsize"), of_the_day([MODELS[0], MODELS[3]]), ids=str)
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3)], ids=str)
 def test_all_axis_assignments_of_three_dims(sizes: tuple[int, ...], cost: CostModel, itemsize: int) -> None:
     layouts = list(every_layout(mesh_of(*sizes), ((6,), (2,), (12,))))
@@ -82,13 +83,15 @@ def test_all_axis_assignments_of_three_dims(sizes: tuple[int, ...], cost: CostMo
 @each_model
 @pytest.mark.parametrize(
     ("num_devices", "sizes", "combiners"),
-    [
-        (4, (4, 8), ("add",)),
-        (4, (2, 6), ("max",)),
-        (6, (6,), ("add", "max")),
-        (6, (6, 12), ("add",)),
-        (6, (6, 4), ("min",)),
-    ],
+    of_the_day(
+        [
+            (4, (4, 8), ("add",)),
+            (4, (2, 6), ("max",)),
+            (6, (6,), ("add", "max")),
+            (6, (6, 12), ("add",)),
+            (6, (6, 4), ("min",)),
+        ]
+    ),
     ids=str,
 )
 def test_all_count_layouts(
@@ -104,7 +107,7 @@ def test_all_count_layouts_of_three_dims(num_devices: int) -> None:
     check_optimum(itertools.product(count_layouts(num_devices, (6, 12, 12)), repeat=2), SMALL, BYTES)
 
 
-@pytest.mark.parametrize(("cost", "itemsize"), [MODELS[0], MODELS[3]], ids=str)
+@pytest.mark.parametrize(("cost", "itemsize"), of_the_day([MODELS[0], MODELS[3]]), ids=str)
 @pytest.mark.parametrize(("num_devices", "sizes"), [(4, (4, 8)), (6, (6,))], ids=str)
 def test_random_device_orders(num_devices: int, sizes: tuple[int, ...], cost: CostModel, itemsize: int) -> None:
     rng = random.Random(num_devices)
@@ -112,7 +115,9 @@ def test_random_device_orders(num_devices: int, sizes: tuple[int, ...], cost: Co
     check_optimum([(a, b) for a, b in pairs], itemsize, cost)
 
 
-@pytest.mark.parametrize(("cost", "itemsize", "count"), [(BYTES, SMALL, 100), (V100_BY_4, LARGE, 60)], ids=str)
+@pytest.mark.parametrize(
+    ("cost", "itemsize", "count"), of_the_day([(BYTES, SMALL, 100), (V100_BY_4, LARGE, 60)], 2), ids=str
+)
 def test_a_sample_on_eight_devices(cost: CostModel, itemsize: int, count: int) -> None:
     rng = random.Random(8)
     layouts = list(every_layout(mesh_of(2, 2, 2), ((8,), (8,))))
@@ -121,7 +126,7 @@ def test_a_sample_on_eight_devices(cost: CostModel, itemsize: int, count: int) -
     check_optimum([tuple(rng.choices(counts, k=2)) for _ in range(count // 2)], itemsize, cost)
 
 
-@pytest.mark.parametrize("combiners", [("max",), ("add", "max", "min")], ids=str)
+@pytest.mark.parametrize("combiners", of_the_day([("max",), ("add", "max", "min")], 2), ids=str)
 def test_maxima_and_nested_shares(combiners: tuple[str, ...]) -> None:
     layouts = list(every_layout(mesh_of(2, 2), ((4,),), combiners))
     assert len(combiners) == 1 or any(len(layout.shares) == 2 for layout in layouts)
@@ -158,7 +163,7 @@ def test_estimates_never_say_too_much(
 # Device orders
 
 
-@pytest.mark.parametrize(("cost", "itemsize"), [MODELS[0], MODELS[3]], ids=str)
+@pytest.mark.parametrize(("cost", "itemsize"), of_the_day([MODELS[0], MODELS[3]], 2), ids=str)
 def test_an_open_order_is_the_best_of_all_orders(cost: CostModel, itemsize: int) -> None:
     """Up to local steps: the open search walks through axes of two, which closed targets may see as one."""
     rng = random.Random(0)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from materialize.layouts import assert_lies_as, make_parts, mesh_of
+from of_the_day import of_the_day
 
 from jscaler.clusters.cost_model import FEW_STEPS
 from jscaler.errors import PlanError
@@ -80,7 +81,7 @@ def test_equal_blocks_on_devices_in_another_order() -> None:
     assert proven(one, other).nothing  # the copies change places
 
 
-@pytest.mark.parametrize("source", TEXTS)
+@pytest.mark.parametrize("source", of_the_day(TEXTS))
 def test_between_any_two(source: str) -> None:
     for target in TEXTS:
         proven(laid(source), laid(target))

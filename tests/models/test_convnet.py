@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from step_numbers import assert_step_like_jit
 
 from models.convnet import ConvConfig, ConvNet
@@ -42,7 +43,9 @@ def test_statistics_are_those_of_the_whole_batch_and_image() -> None:
     np.testing.assert_allclose(moved["var"], 0.9 + 0.1 * convolved.var((0, 1, 2)), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("plan", "devices", "dtype"), [("single", 1, "float32"), ("data_parallel", 4, "float64")])
+@pytest.mark.parametrize(
+    ("plan", "devices", "dtype"), of_the_day([("single", 1, "float32"), ("data_parallel", 4, "float64")], 2)
+)
 def test_train_step_under_a_plan(plan: str, devices: int, dtype: Any) -> None:
     with jax.enable_x64(dtype == "float64"):
         kind = jnp.dtype(dtype)

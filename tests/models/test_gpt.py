@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from step_numbers import assert_step_like_jit
 
 from jscaler.errors import UnknownNameError
@@ -49,7 +50,7 @@ def stacked(params: dict[str, Any], layers: int) -> dict[str, Any]:
     return {**rest, "blocks": jax.tree.map(lambda *p: jnp.stack(p), *(params[f"block_{i}"] for i in range(layers)))}
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", of_the_day([False, True], 2))
 def test_stacked_and_rematerialised_layers_are_the_same_model(remat: bool) -> None:
     config = GPTConfig(hidden=16, layers=3, heads=2, sequence=8, vocabulary=32, remat=remat)
     tokens = jnp.arange(16).reshape(2, 8)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler import Split, plans
@@ -72,7 +73,7 @@ def test_parameters_are_gathered_after_the_cast(of: str) -> None:
     assert all(any(layout.cuts) for layout in state.values()), "master and moments lie in parts"
 
 
-@pytest.mark.parametrize("of", FORMS)
+@pytest.mark.parametrize("of", of_the_day(FORMS, 2))
 def test_zero_gathers_16_bits_and_scatters_32_unless_fewer_are_asked_for(of: str) -> None:
     first, third, asked = (planned(plan, of) for plan in ("zero1", "zero3", 'zero3(reduce_dtype="bfloat16")'))
     whole = elements(first)
@@ -116,7 +117,7 @@ def test_masters_beside_16_bit_parameters_lie_in_parts_and_are_gathered_after_th
 
 
 @pytest.mark.parametrize("plan", ["data_parallel", 'tensor_parallel({"*/layer_0/kernel": 1})', "zero1", "zero3"])
-@pytest.mark.parametrize("of", FORMS)
+@pytest.mark.parametrize("of", of_the_day(FORMS))
 def test_state_stays_in_32_bits(of: str, plan: str) -> None:
     step, state, batch = made(of, jnp.bfloat16)
     ours, theirs = both(plan, step, functools.partial(step, value_and_grad=jax.value_and_grad), state, batch)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from step_numbers import assert_step_like_jit
 
 from models import make_model
@@ -63,7 +64,9 @@ def test_a_plain_block_keeps_windows_apart_and_a_shifted_one_does_not() -> None:
     assert not moved["shifted"].all()
 
 
-@pytest.mark.parametrize(("size", "billions"), [("1.8b", 1.8), ("5.0b", 5.0), ("10.4b", 10.4), ("27b", 27.0)])
+@pytest.mark.parametrize(
+    ("size", "billions"), of_the_day([("1.8b", 1.8), ("5.0b", 5.0), ("10.4b", 10.4), ("27b", 27.0)], 2)
+)
 def test_sizes_of_the_paper(size: str, billions: float) -> None:
     config = dataclasses.replace(make_model("swin", size)[1], stacked=True)
     images = jax.ShapeDtypeStruct((1, config.image, config.image, 3), jnp.float32)
@@ -85,7 +88,7 @@ def test_stacked_and_rematerialised_pairs_are_the_same_model() -> None:
 PLANS = [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2), ("co_shard(2, plan=tensor_parallel())", 2)]
 
 
-@pytest.mark.parametrize(("plan", "devices"), PLANS)
+@pytest.mark.parametrize(("plan", "devices"), of_the_day(PLANS, 2))
 def test_train_step_under_a_plan(plan: str, devices: int) -> None:
     with jax.enable_x64(True):
         config = dataclasses.replace(TINY, dtype=jnp.float64, param_dtype=jnp.float64)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from plans.plan_steps import TX, assert_same_numbers, collectives, gpt, made_once, mlp, planned, with_arguments
 
 import jscaler
@@ -74,7 +75,7 @@ CASES: dict[str, tuple[Any, Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of_the_day(CASES))
 def test_numbers(name: str) -> None:
     assert_same_numbers(*CASES[name])
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler import plans
@@ -148,7 +149,7 @@ LOSSES = {f.__name__: descend(f) for f in (by_mask, by_weights, by_threshold, by
 LOSSES["clipped"] = descend(by_labels, optax.clip_by_global_norm(0.1))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", of_the_day(LOSSES, 3))
 def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
     """Forward and backward share one loop, which hands no activation on: the count that divides them runs first."""
     with jax.enable_x64(True):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 from test_per_microbatch import PARTS, norm_step
 
@@ -93,7 +94,9 @@ def with_loss(body: Callable[..., Any]) -> Any:
     return step
 
 
-@pytest.mark.parametrize("body", [balance, centred, added, importance, root, variation], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", of_the_day([balance, centred, added, importance, root, variation]), ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_leaves_for_good_is_the_mean_over_the_parts(body: Callable[..., Any], devices: int) -> None:
     """An auxiliary loss is read, not linearly, where all parts are joined; its gradient reaches every part."""
@@ -152,7 +155,7 @@ def test_a_count_behind_the_op_is_a_part_s(where: str) -> None:
         assert_trees_close(lowered.compile()(w, {"x": x}), jax.value_and_grad(by_hand)(w, x))
 
 
-@pytest.mark.parametrize("how", ["loop", "carried", "stacked"])
+@pytest.mark.parametrize("how", of_the_day(["loop", "carried", "stacked"], 2))
 def test_auxiliary_losses_of_layers(how: str) -> None:
     with jax.enable_x64(True):
         model, x = Balanced(how), jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 from plans.plan_steps import TX, activations, assert_same_numbers, gpt, gpt_nnx, made_once, planned, with_arguments
 
 import jscaler
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[Any, Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of_the_day(CASES))
 def test_numbers(name: str) -> None:
     assert_same_numbers(*CASES[name])
 

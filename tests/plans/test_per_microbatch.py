@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 
 import jscaler
@@ -120,7 +121,7 @@ class Net(nn.Module):
         return nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=2)()(x, None)[0]
 
 
-@pytest.mark.parametrize("how", ["used twice", "stacked", "recomputed"])
+@pytest.mark.parametrize("how", of_the_day(["used twice", "stacked", "recomputed"], 2))
 def test_statistics_go_from_use_to_use_and_from_layer_to_layer(how: str) -> None:
     """A step that is left out where a gradient is not finite; the statistics are chosen behind the loop."""
 

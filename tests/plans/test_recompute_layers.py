@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from plan_steps import assert_same_numbers, gpt, gpt_nnx, made_once, mlp, planned, repeated, with_arguments
 
 import jscaler
@@ -36,20 +37,22 @@ def more(plan: str, inner: str, make: Callable[..., Any], devices: int = 4) -> d
 
 @pytest.mark.parametrize(
     ("inner", "make", "devices"),
-    [
-        ("single()", unrolled, 1),
-        ("data_parallel()", gpt_nnx, 4),
-        ("tensor_parallel()", stacked, 4),
-        ("megatron(dp=2, tp=2, sequence=True)", gpt, 4),
-        ("zero3()", gpt, 2),
-    ],
+    of_the_day(
+        [
+            ("single()", unrolled, 1),
+            ("data_parallel()", gpt_nnx, 4),
+            ("tensor_parallel()", stacked, 4),
+            ("megatron(dp=2, tp=2, sequence=True)", gpt, 4),
+            ("zero3()", gpt, 2),
+        ]
+    ),
 )
 def test_numbers_are_those_of_one_device(inner: str, make: Callable[..., Any], devices: int) -> None:
     assert_same_numbers(by_name(f"recompute_layers({inner})"), make, devices)
 
 
 # Of a layer's eight dots the last is not needed again, nor what the last all-reduce makes.
-@pytest.mark.parametrize("make", [unrolled, stacked])
+@pytest.mark.parametrize("make", of_the_day([unrolled, stacked], 2))
 def test_every_layer_runs_once_more(make: Callable[..., Any]) -> None:
     layers = 2
     dots = {"dot_general": 7 * layers}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from of_the_day import of_the_day
 from plan_steps import assert_same_numbers, gpt_nnx, mlp, planned
 from test_recompute_layers import more, stacked, unrolled
 
@@ -13,17 +14,20 @@ from jscaler.plans import by_name, selective_recompute
 
 @pytest.mark.parametrize(
     ("inner", "make", "devices"),
-    [
-        ("single()", gpt_nnx, 1),
-        ("megatron(dp=2, tp=2, sequence=True)", stacked, 4),
-    ],
+    of_the_day(
+        [
+            ("single()", gpt_nnx, 1),
+            ("megatron(dp=2, tp=2, sequence=True)", stacked, 4),
+        ],
+        2,
+    ),
 )
 def test_numbers_are_those_of_one_device(inner: str, make: Callable[..., Any], devices: int) -> None:
     assert_same_numbers(by_name(f"selective_recompute({inner})"), make, devices)
 
 
 @pytest.mark.parametrize("make", [unrolled, stacked])
-@pytest.mark.parametrize("inner", ["single()", "tensor_parallel()", "megatron(dp=2, tp=2, sequence=True)"])
+@pytest.mark.parametrize("inner", of_the_day(["single()", "tensor_parallel()", "megatron(dp=2, tp=2, sequence=True)"]))
 def test_one_dot_and_the_softmax_run_once_more_and_nothing_is_sent(inner: str, make: Callable[..., Any]) -> None:
     devices = 1 if inner == "single()" else 4
     assert more(f"selective_recompute({inner})", inner, make, devices) == {"dot_general": 2}

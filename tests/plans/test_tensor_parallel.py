@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from plan_steps import (
     COLUMNS,
     Step,
@@ -104,7 +105,7 @@ def test_fused_kernels_are_split_by_heads_and_units(make: Any) -> None:
     assert sum(found.values()) == (4 if make is FLAT else 0)
 
 
-@pytest.mark.parametrize(("make", "columns"), [(gpt_nnx, None), (mlp, COLUMNS), (FLAT, None)])
+@pytest.mark.parametrize(("make", "columns"), of_the_day([(gpt_nnx, None), (mlp, COLUMNS), (FLAT, None)], 2))
 def test_the_numbers_are_those_of_one_device(make: object, columns: object) -> None:
     assert_same_numbers(tensor_parallel(columns) if columns else tensor_parallel(), make, 4)  # type: ignore[arg-type]
 

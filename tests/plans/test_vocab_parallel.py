@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from plan_steps import activations, assert_same_numbers, collectives, gpt, planned
 
 from jscaler import Split
@@ -70,7 +71,7 @@ def test_with_heads_units_and_sequence() -> None:
     assert activations(plan)["all_gather"] == 6
 
 
-@pytest.mark.parametrize("plan", [vocab_parallel(), megatron(dp=2, tp=4, sequence=True)])
+@pytest.mark.parametrize("plan", of_the_day([vocab_parallel(), megatron(dp=2, tp=4, sequence=True)], 2))
 def test_the_numbers_are_those_of_one_device(plan: object) -> None:
     assert_same_numbers(plan, gpt, 8)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 from plan_steps import COLUMNS, assert_same_numbers, collectives, gpt, made_once, mlp, planned
 
 import jscaler
@@ -80,12 +81,14 @@ def test_what_tensor_parallelism_cuts_is_cut_further() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "make"),
-    [
-        (zero1(), mlp),
-        (zero3(), mlp),
-        (megatron(dp=2, tp=4, columns=COLUMNS, zero=1), mlp),
-        (megatron(dp=2, tp=2, sequence=True, zero=3), stacked),
-    ],
+    of_the_day(
+        [
+            (zero1(), mlp),
+            (zero3(), mlp),
+            (megatron(dp=2, tp=4, columns=COLUMNS, zero=1), mlp),
+            (megatron(dp=2, tp=2, sequence=True, zero=3), stacked),
+        ]
+    ),
 )
 def test_the_numbers_are_those_of_one_device(plan: Any, make: Any) -> None:
     assert_same_numbers(plan, make, 4 if make is stacked else 8)
@@ -273,7 +276,7 @@ def factored() -> Any:
     return mlp(optax.adafactor(1e-2, min_dim_size_to_factor=8))
 
 
-@pytest.mark.parametrize("plan", [zero1(), zero3(), megatron(dp=2, tp=4, columns=COLUMNS, zero=1)])
+@pytest.mark.parametrize("plan", of_the_day([zero1(), zero3(), megatron(dp=2, tp=4, columns=COLUMNS, zero=1)], 2))
 def test_factored_moments_bring_vectors_together(plan: Any) -> None:
     """The means over a dim that is cut are summed; gradients, and what updates make of them, stay in parts."""
     found = planned(plan, factored(), 8)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from of_the_day import of_the_day
 from plan_steps import COLUMNS, assert_same_numbers, gpt, made_once, mlp, planned
 
 import jscaler
@@ -117,12 +118,14 @@ def test_parts_of_a_backward_fetch_again() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "make"),
-    [
-        (accumulate(3, zero2()), mlp),
-        (accumulate(2, megatron(dp=2, tp=2, columns=COLUMNS, zero=2)), mlp),
-        (accumulate(2, zero3()), layers),
-        (accumulate(2, megatron(dp=2, tp=2, zero=3)), again),
-    ],
+    of_the_day(
+        [
+            (accumulate(3, zero2()), mlp),
+            (accumulate(2, megatron(dp=2, tp=2, columns=COLUMNS, zero=2)), mlp),
+            (accumulate(2, zero3()), layers),
+            (accumulate(2, megatron(dp=2, tp=2, zero=3)), again),
+        ]
+    ),
 )
 def test_the_numbers_are_those_of_one_device(plan: Any, make: Any) -> None:
     assert_same_numbers(plan, make, 4)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
+from of_the_day import of_the_day
 from parts import backward, check_splits, fragment
 
 from jscaler.errors import divisors
@@ -49,7 +50,7 @@ def check_chunks(fun: Callable[..., Any], args: Any) -> None:
         check_splits(made, args, [{}, *nested, *others], part=walked(made, factor, count))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", of_the_day(PROGRAMS, 2))
 def test_whole_against_chunks_of_parts(name: str) -> None:
     check_chunks(*PROGRAMS[name])
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from jax import lax
+from of_the_day import drawn
 from parts import backward, check, check_both, check_splits, fragment
 
 from jscaler import UnknownPrimitiveWarning
@@ -279,7 +280,7 @@ def splits_of(made: FragmentInParts, pick: int) -> list[dict[str, int]]:
     return [*single, {first: made.open[first], second: made.open[second]}]
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@drawn(20, suppress_health_check=[HealthCheck.too_slow])
 @given(steps, st.integers(0, 9))
 def test_random_programs(chosen: list[Step], pick: int) -> None:
     fun = program(chosen)

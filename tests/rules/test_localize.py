@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 from parts import check, check_both, check_splits, fragment
 
 from jscaler.verification.whole_against_parts import FragmentInParts
@@ -38,7 +39,7 @@ DRAWS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", of_the_day(DRAWS))
 def test_parts_draw_exactly_the_bits_of_the_whole(name: str) -> None:
     check(DRAWS[name], key, exact=True)
 
@@ -62,7 +63,7 @@ def test_dropout_drops_the_same_elements_forward_and_backward() -> None:
     check_splits(made, (x, key), [{"a": 2, "b": 3}, {"b": 2, "a": 4}], exact=True)
 
 
-@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+@pytest.mark.parametrize("bits", of_the_day([8, 16, 32, 64], 4))
 def test_bits_split_on_several_dims_and_batches_of_keys(bits: int) -> None:
     def draw(keys: jax.Array) -> jax.Array:
         return jax.vmap(lambda k: jax.random.bits(k, (2, 4), f"uint{bits}"))(keys)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from of_the_day import of_the_day
 from parts import backward, check_splits, check_uneven, fragment, uneven
 
 from jscaler.verification.whole_against_parts import blocks
@@ -42,7 +43,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", of_the_day(PROGRAMS))
 def test_whole_against_unequal_parts_forward_and_backward(name: str) -> None:
     fun, args = PROGRAMS[name]
     check_uneven(fun, *args)

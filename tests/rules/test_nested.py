@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from of_the_day import of_the_day
 from parts import backward, check, check_splits, fragment
 
 rng = np.random.default_rng(6)
@@ -97,7 +98,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of_the_day(CASES))
 def test_nested(name: str) -> None:
     fun, args, rule, factors = CASES[name]
     made = check(fun, *args)

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
+from of_the_day import of_the_day
 from parts import check_both, fragment
 
 from jscaler.lax_primitives import elementwise
@@ -108,7 +109,9 @@ def elementwise_call(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return call, operands
 
 
-@pytest.mark.parametrize("names", [ELEMENTWISE_HERE[i : i + 10] for i in range(0, len(ELEMENTWISE_HERE), 10)], ids=" ".join)
+@pytest.mark.parametrize(
+    "names", of_the_day([ELEMENTWISE_HERE[i : i + 10] for i in range(0, len(ELEMENTWISE_HERE), 10)], 3), ids=" ".join
+)
 def test_elementwise(names: Sequence[str]) -> None:
     """Ten primitives in one compilation."""
     calls = [elementwise_call(n) for n in names]
@@ -391,7 +394,7 @@ KNOWN = traced_names()
 SEEN_TO = frozenset(ELEMENTWISE_HERE) | (CASES.keys() & KNOWN)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() & KNOWN))
+@pytest.mark.parametrize("name", of_the_day(sorted(CASES.keys() & KNOWN), 3))
 def test_parts_make_the_whole(name: str) -> None:
     """All cases of a primitive in one compilation: forward and backward, in 2, 3 and 4 parts."""
     verify_rules(CASES[name])

@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler.runtime import checkpoint
@@ -40,7 +41,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, KeyedState, A
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices"), [(columns_then_rows, 4), (columns_then_rows, 8), ("data_parallel", 2), ("single", 1)]
+    ("plan", "devices"),
+    of_the_day([(columns_then_rows, 4), (columns_then_rows, 8), ("data_parallel", 2), ("single", 1)], 2),
 )
 def test_restore_into_a_plan(saved: Any, plan: Any, devices: int) -> None:
     path, state, loss = saved

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 
 import jscaler
@@ -41,7 +42,7 @@ def step_with(nnx_grad: Any) -> Any:
     return train_step
 
 
-@pytest.mark.parametrize(("plan", "devices"), PLANS)
+@pytest.mark.parametrize(("plan", "devices"), of_the_day(PLANS, 2))
 @pytest.mark.parametrize("donate", [(), ("model", "optimizer")])
 def test_a_train_step_changes_the_caller_s_objects_as_nnx_jit_does(plan: str, devices: int, donate: Any) -> None:
     ours, theirs = make(), make()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from of_the_day import of_the_day
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate, trace_flat
@@ -20,7 +21,7 @@ FORMS = [(d, b, p, r) for d in range(3) for b in (1, 2) for p in (1, 3) for r in
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("dim", "blocks", "parts", "rows"), FORMS)
+@pytest.mark.parametrize(("dim", "blocks", "parts", "rows"), of_the_day(FORMS))
 def test_parts_are_rows_of_every_block_and_merge_to_the_whole(dim: int, blocks: int, parts: int, rows: int) -> None:
     sizes = [2, 3, 5]
     sizes[dim] = blocks * parts * rows
@@ -111,7 +112,7 @@ def joined(pieces: np.ndarray, form: Form) -> Any:
     return pieces[0]
 
 
-@pytest.mark.parametrize("case", OPS)
+@pytest.mark.parametrize("case", of_the_day(OPS))
 def test_all_parts_make_the_whole(case: str) -> None:
     fun, args = OPS[case]
     op, book, bodies = op_of(fun, args), RuleBook(), BodyTable()

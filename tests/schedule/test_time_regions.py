@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 from plans.plan_steps import gpt, planned
 
 import jscaler
@@ -103,7 +104,7 @@ def test_independent_ops_of_one_axis_are_regions_of_their_own() -> None:
 PLANS = {"accumulate": accumulate(2), "co_shard": co_shard(2), "both": accumulate(2, co_shard(2))}
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", of_the_day(PLANS, 2))
 def test_every_loop_is_convex_and_data_comes_first(name: str) -> None:
     """Of a loop's tensors no op outside makes one that the loop reads; every item stands after what it reads."""
     graph = planned(PLANS[name], gpt(), 1).graph

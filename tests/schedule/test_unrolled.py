@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 from plans.plan_steps import assert_same_numbers, gpt
 from scheduled import Schedule
 
@@ -90,7 +91,7 @@ def lowered(plan: Plan, devices: Any = 1, **sizes: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", of_the_day(PLANS))
 def test_cells_run_in_their_order_and_have_the_same_numbers(name: str) -> None:
     plan, order = PLANS[name]
     with jax.enable_x64(True):

@@ -25,6 +25,7 @@ from lower.steps import (
     with_segment,
 )
 from materialize.layouts import every_layout, mesh_of
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler.errors import VerificationError
@@ -275,12 +276,15 @@ def test_devices_are_named_as_the_mesh_names_them(kind: str) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("sizes", "subdims", "combiners"),
-    [
-        ((2, 2), ((4,), (8,)), ("add",)),
-        ((2, 2), ((3,), (8,)), ("add",)),
-        ((4,), ((4, 2), (8,)), ("add", "max")),
-        ((2, 2), ((4,),), ("add", "min")),
-    ],
+    of_the_day(
+        [
+            ((2, 2), ((4,), (8,)), ("add",)),
+            ((2, 2), ((3,), (8,)), ("add",)),
+            ((4,), ((4, 2), (8,)), ("add", "max")),
+            ((2, 2), ((4,),), ("add", "min")),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_all_pairs_of_layouts(sizes: tuple[int, ...], subdims: Any, combiners: tuple[str, ...]) -> None:
@@ -314,7 +318,7 @@ def test_messages_between_groups_of_devices() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "devices"),
-    [("single", 1), ("data_parallel", 8), (tensor_parallel, 4), (batch_and_hidden, 8)],
+    of_the_day([("single", 1), ("data_parallel", 8), (tensor_parallel, 4), (batch_and_hidden, 8)], 2),
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
 @pytest.mark.parametrize("tx", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
