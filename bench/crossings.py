@@ -129,6 +129,7 @@ def delivers(crossing: Any, seed: int) -> bool:
     from jax.sharding import PartitionSpec as P
 
     from jscaler.errors import VerificationError
+    from jscaler.lower.emit import stacked
     from jscaler.runtime.crossings import CrossingRun
     from jscaler.verification.numeric import check_parts, deal
 
@@ -137,11 +138,13 @@ def delivers(crossing: Any, seed: int) -> bool:
     parts = np.stack(deal(crossing.source, whole, rng)).astype(np.int32)
     devices = jax.devices()
     here = [devices[d] for d in crossing.source.mesh.devices]
-    rows = [jax.device_put(part[None], d) for part, d in zip(parts, here, strict=True)]
+    rows = [jax.device_put(part, d) for part, d in zip(parts, here, strict=True)]
     sharding = NamedSharding(Mesh(np.array(here), ("x",)), P("x"))
-    given = jax.make_array_from_single_device_arrays(parts.shape, sharding, rows)
+    given = jax.make_array_from_single_device_arrays(stacked(len(parts), parts.shape[1:]), sharding, rows)
+    came = np.asarray(CrossingRun(crossing, np.int32, devices)(given))
+    came = came.reshape(len(crossing.target.mesh.devices), *crossing.target.local_shape)
     try:
-        check_parts(crossing.target, list(np.asarray(CrossingRun(crossing, np.int32, devices)(given))), whole)
+        check_parts(crossing.target, list(came), whole)
     except VerificationError:
         return False
     return True

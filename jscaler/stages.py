@@ -16,9 +16,9 @@ from jscaler.errors import DeviceError
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes, PassRun, run_passes
+from jscaler.lower.blocks import make_programs
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.numbering import flatten
-from jscaler.lower.program import make_programs
 from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import complete
@@ -113,11 +113,12 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     completed = complete(graph, at.plan, captured.rules, cost, at.pieces)
     runs: list[PassRun[Any]] = [*first, *rest]
     segments: list[Segment] = []
-    for program in make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype):
+    programs, transfers = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
+    for program in programs:
         flat, flattened = run_passes(flatten(program, captured.source), passes, _num_items)
         segments.append(Segment(program, flat))
         runs += flattened
-    return StepPlan(source.graph, graph, plan, completed, tuple(segments), Passes(tuple(runs)), cost)
+    return StepPlan(source.graph, graph, plan, completed, tuple(segments), Passes(tuple(runs)), cost, transfers)
 
 
 def _num_ops(at: Planned) -> int:

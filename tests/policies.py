@@ -29,6 +29,32 @@ def draw_policy(seed: int, num_devices: int, share: float = 0.7) -> Callable[[An
     return policy
 
 
+def draw_groups_policy(seed: int, num_devices: int, share: float = 0.8) -> Callable[[Any, np.ndarray], None]:
+    """A policy that places most ops on one of two or three device groups, apart, nested or overlapping, split at random.
+
+    The ops of a loop lie on one group.
+    """
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rng = np.random.default_rng([seed, 2])
+        counts = rng.integers(1, num_devices + 1, int(rng.integers(2, 4)))
+        chosen = (rng.permutation(devices)[:count].reshape(_primes(int(count))) for count in counts)
+        bases = list({frozenset(base.ravel().tolist()): base for base in chosen}.values())
+        of_loop: dict[str, int] = {}
+        for op in graph.ops:
+            if op.kind == "backward" and (op.forward is None or op.loop or rng.random() > 0.1):
+                continue
+            number = int(rng.integers(len(bases)))
+            if op.loop:
+                number = of_loop.setdefault(op.loop, number)
+            elif rng.random() > share:
+                continue
+            _split_at_random(graph, op, bases[number], rng)
+
+    policy.__name__ = f"groups_{seed}"
+    return policy
+
+
 def draw_timed_policy(seed: int, num_devices: int, share: float = 0.7) -> Callable[[Any, np.ndarray], None]:
     """A policy with time axes: one or two, each along a dim of the input from op to op, or along whatever an op has.
 

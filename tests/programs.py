@@ -16,7 +16,7 @@ import numpy as np
 
 import jscaler
 from jscaler.errors import PlanError, divisors
-from tests.policies import draw_counts_policy, draw_policy, draw_timed_policy
+from tests.policies import draw_counts_policy, draw_groups_policy, draw_policy, draw_timed_policy
 
 Array = Any
 StepFn = Callable[[dict[str, Array], Array], Array]
@@ -316,28 +316,29 @@ def devices_of(seed: int, timed: bool = False) -> int:
     return ((1, 2, 1, 4) if timed else (2, 4, 8, 6))[seed % 4]
 
 
-def lowered_case(seed: int, timed: bool = False, counts: bool = False) -> tuple[Program, Any]:
+def lowered_case(seed: int, timed: bool = False, counts: bool = False, groups: bool = False) -> tuple[Program, Any]:
     """The program of ``seed``, and its step lowered under the plan of ``seed``."""
     program, devices = draw_program(seed), devices_of(seed, timed)
-    draw = draw_counts_policy if counts else draw_timed_policy if timed else draw_policy
+    draw = draw_groups_policy if groups else draw_counts_policy if counts else draw_timed_policy if timed else draw_policy
     policy = draw(seed, devices)
     step = jscaler.parallelize(policy, devices=devices)(program.train_step)
     return program, step.lower(program.params, program.batch)
 
 
-def measure(seed: int, steps: int = 2, timed: bool = False, counts: bool = False) -> Outcome:
+def measure(seed: int, steps: int = 2, timed: bool = False, counts: bool = False, groups: bool = False) -> Outcome:
     """Run the program of ``seed`` under the plan of ``seed`` and under ``jax.jit``, in float64, for some steps.
 
     Args:
         timed: whether the plan has time axes.
         counts: whether these have names and counts that need not go together; such a plan may be refused.
+        groups: whether the plan places ops on several device groups; one with a loop over groups is refused.
 
     Losses, gradients and parameters are compared; and the program's redistribution is proven.
     """
     try:
-        program, lowered = lowered_case(seed, timed, counts)
+        program, lowered = lowered_case(seed, timed, counts, groups)
     except PlanError as error:
-        if not counts:
+        if not (counts or groups):
             raise
         return Outcome(draw_program(seed), devices_of(seed, timed), 0, 0.0, "", str(error))
     jscaler.verify(lowered)

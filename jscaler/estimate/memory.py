@@ -1,6 +1,7 @@
 """``Memory``: what one device holds while a step runs, by what it is for; and what of it an estimate sees."""
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -116,18 +117,22 @@ def estimated_memory(graph: Graph, segments: Sequence[Segment], donated: bool = 
         donated: whether state is updated in place: the next version of a leaf takes its buffer.
         capacity: what a device has; 0 where that is not known.
     """
-    every = (_of_group(graph, segment, donated, capacity) for segment in segments)
+    every = (_of_segment(graph, segment, segments, donated, capacity) for segment in segments)
     return max(every, key=lambda found: found.memory.peak)
 
 
-def _of_group(graph: Graph, segment: Segment, donated: bool, capacity: int) -> MemoryEstimate:
+def _of_segment(
+    graph: Graph, segment: Segment, segments: Sequence[Segment], donated: bool, capacity: int
+) -> MemoryEstimate:
+    """The memory while one segment runs: its own, the arguments of its group, and what waits there for later segments."""
     kinds, flat = tensor_kinds(graph), segment.flat
     blocks = Blocks(flat.origins.op)
     block = blocks.program(flat)
     held: dict[Held, int] = dict.fromkeys(ARGUMENTS, 0)
-    for tensor, var in zip(segment.program.tensors, flat.inputs, strict=True):
+    for tensor, var in _arguments(segment, segments).items():
         held[kinds[tensor]] += nbytes(var)
-    arguments = sum(held.values())
+    waiting = _waiting(segment, segments)
+    arguments = sum(held.values()) + waiting
     over = _in_place(graph, segment, blocks) if donated else {}
     variables = {value: var for var, value in blocks.values.items()}
 
@@ -141,16 +146,35 @@ def _of_group(graph: Graph, segment: Segment, donated: bool, capacity: int) -> M
     timeline = tuple(Moment(m.name, m.op, arguments + m.nbytes, {**held, **m.kinds}) for m in found.timeline)
     memory = Memory(
         held["parameter"], gradients, held["optimizer"], held["input"],
-        activations, found.peak - gradients - activations,
+        activations, found.peak + waiting - gradients - activations,
         capacity=capacity, at=_op_near(timeline, found.moment),
     )  # fmt: skip
     return MemoryEstimate(memory, live, timeline)
 
 
+def _arguments(segment: Segment, segments: Sequence[Segment]) -> dict[PTensor, core.Var]:
+    """All arguments and constants that lie on the group of ``segment``."""
+    group = segment.program.group
+    ends = [zip(s.program.tensors, s.flat.inputs, strict=True) for s in segments if s.program.group == group]
+    counts = [len(s.flat.inputs) - len(s.program.imports) for s in segments if s.program.group == group]
+    return {t: var for pairs, count in zip(ends, counts, strict=True) for t, var in itertools.islice(pairs, count)}
+
+
+def _waiting(segment: Segment, segments: Sequence[Segment]) -> int:
+    """Bytes of the values of other segments that ``segment`` takes, and of those that lie on its group for later ones."""
+    at = segments.index(segment)
+    own = [(n, s) for n, s in enumerate(segments) if s.program.group == segment.program.group]
+    later = {v for n, s in own if n > at for v in s.program.imports}
+    taken = zip(reversed(segment.program.imports), reversed(segment.flat.inputs), strict=False)
+    left = (zip(reversed(s.program.exports), reversed(s.flat.outputs), strict=False) for n, s in own if n < at)
+    kept = [pair for pairs in left for pair in pairs if pair[0] in later]
+    return sum(nbytes(var) for var in dict([*taken, *kept]).values() if isinstance(var, core.Var))
+
+
 def _in_place(graph: Graph, segment: Segment, blocks: Blocks) -> dict[Value, Value]:
     """Output -> the argument whose next version it is."""
     inputs = dict(zip(segment.program.tensors, segment.flat.inputs, strict=True))
-    outputs = dict(zip(segment.program.results, segment.flat.outputs, strict=True))
+    outputs = dict(zip(segment.program.results, segment.flat.outputs, strict=False))  # then values for others
     versions = ((o, graph.inputs[i]) for o, i in graph.next_version.items())
     pairs = [(outputs[o], inputs[t]) for o, t in versions if o in outputs and t in inputs]
     return {blocks.value(new): blocks.value(old) for new, old in pairs if isinstance(new, core.Var)}

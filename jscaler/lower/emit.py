@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jscaler.capture.jaxprs import evaluate, make_jaxpr
 from jscaler.lower.emit_collectives import exchange
@@ -38,6 +38,25 @@ def sharding(layout: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
+def boundary_shardings(
+    ends: Sequence[tuple[int, Layout]], values: int, mesh: Mesh | AbstractMesh
+) -> tuple[NamedSharding, ...]:
+    """Of a program's inputs, or outputs; the last ``values`` go from block to block: all devices' parts in a row."""
+    own = [sharding(layout, mesh) for _, layout in ends[: len(ends) - values]]
+    in_a_row = [PartitionSpec(mesh.axis_names) if layout.sizes else PartitionSpec() for _, layout in ends[len(own) :]]
+    return (*own, *(NamedSharding(mesh, spec) for spec in in_a_row))
+
+
+def value_shape(layout: Layout) -> tuple[int, ...]:
+    """The shape of a value between blocks that lies in ``layout``."""
+    return stacked(len(layout.mesh.devices), layout.local_shape) if layout.sizes else ()
+
+
+def stacked(count: int, local: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of ``count`` parts in a row."""
+    return (count * local[0], *local[1:]) if local else (count,)
+
+
 def emit(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
     """A function of the segment's inputs (whole arrays, to be jitted) that returns its outputs."""
     program, flat = segment.program, segment.flat
@@ -51,8 +70,8 @@ def emit(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]
 
     if not program.group.axes:
         return local  # one device: nothing to shard
-    in_specs = tuple(layout.partition_spec() for _, layout in program.inputs)
-    out_specs = [layout.partition_spec() for _, layout in program.outputs]
+    in_specs = tuple(s.spec for s in boundary_shardings(program.inputs, len(program.imports), mesh))
+    out_specs = [s.spec for s in boundary_shardings(program.outputs, len(program.exports), mesh)]
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

@@ -48,6 +48,16 @@ def arrive(crossing: Crossing, pieces: Sequence[Any], mesh: DeviceMesh, dtype: A
     return exchange(crossing.arrive, buffers[1].reshape(crossing.arrive.source.local_shape), mesh)
 
 
+def in_one_program(crossing: Crossing, local: Any, mesh: DeviceMesh) -> Any:
+    """A crossing on a mesh of ``crossing.devices``, messages and all: what the verifier interprets."""
+    pieces = leave(crossing, local, mesh)
+    sent = [
+        lax.ppermute(piece, mesh.names, move.pairs) if move.pairs else piece
+        for move, piece in zip(crossing.moves, pieces, strict=True)
+    ]
+    return arrive(crossing, sent, mesh, local.dtype)
+
+
 def _of(move: BoxMove, places: Sequence[int]) -> BoxMove:
     """``move`` as the devices at ``places`` see it."""
     return BoxMove(move.shape, move.source, tuple(move.starts[p] for p in places), move.pairs, move.writes)

@@ -4,7 +4,7 @@ A slot holds one local array: a PTensor in one layout. The program is the same f
 differs per device are the part indices, which come from its place in the mesh.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -12,10 +12,9 @@ from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import trace_flat
-from jscaler.clusters import FEW_STEPS, CostModel
-from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
+from jscaler.clusters import CostModel
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, chain_of
-from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
 from jscaler.rules.rule_book import RuleBook
@@ -115,11 +114,14 @@ def walk(tasks: Iterable[Task], times: int = 1) -> Iterator[tuple[Compute | Adap
 
 @dataclass(frozen=True)
 class Program:
-    """What a step does on one device group.
+    """What a device group does between crossings; of a step on one group, all of it.
 
     Attributes:
-        inputs: a slot and a layout for each of ``tensors``: inputs of the step that lie on the group, then constants.
-        outputs: a slot and a layout for each of ``results``: the numbers of those of the step's that lie on the group.
+        inputs: a slot and a layout for each of ``tensors``: inputs of the step, constants, then values of other blocks.
+        outputs: a slot and a layout for each of ``results``, the numbers of those of the step's that are left here; then
+            for each of ``exports``.
+        level: how many crossings stand before it.
+        imports, exports: the numbers of the values that it takes from other blocks, and of those that it leaves them.
     """
 
     group: DeviceMesh
@@ -128,6 +130,9 @@ class Program:
     outputs: tuple[tuple[Slot, Layout], ...]
     tensors: tuple[PTensor, ...]
     results: tuple[int, ...]
+    level: int = 0
+    imports: tuple[int, ...] = ()
+    exports: tuple[int, ...] = ()
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:
@@ -140,61 +145,31 @@ class Program:
         return tuple(t for t, _ in walk(self.tasks) if isinstance(t, Extend))
 
 
-def make_programs(
-    graph: Graph,
-    order: Sequence[Op],
-    completed: Completed,
-    book: RuleBook,
-    after: Mapping[str, Sequence[str]],
-    cost: CostModel = FEW_STEPS,
-    reduce_dtype: str | None = None,
-) -> tuple[Program, ...]:
-    """Lay the ops of each group out in ``order``, with an adapter wherever a reader wants another layout than is at hand.
-
-    Args:
-        after: op path -> paths of ops that ``op_order`` puts before it.
-        cost: what adapters cost.
-        reduce_dtype: the dtype in which gradients are added between devices; see `lower.sums` for the default.
-    """
-    dtypes = summing_dtypes(graph, order, reduce_dtype)
-    programs = []
-    for group in completed.groups:
-        ops = [op for op in order if completed.ops[op.path].placement.group == group]
-        writer = _Writer(graph, completed, book, cost, dtypes, after)
-        given = {t: layout for t, layout in completed.inputs.items() if layout.mesh == group}
-        held = [(t, given[t]) for t in graph.inputs if t in given]
-        held += [(t, Layout.replicated(group, t.shape)) for t in _constants_of(graph, ops, group, completed)]
-        inputs = tuple((writer.define(t, layout), layout) for t, layout in held)
-        writer.write(nested(ops, graph.loops))
-        results = tuple(i for i, layout in enumerate(completed.outputs) if layout.mesh == group)
-        left = [(graph.outputs[i], completed.outputs[i]) for i in results]
-        outputs = tuple((writer.read(t, layout), layout) for t, layout in left)
-        programs.append(Program(group, tuple(writer.tasks), inputs, outputs, tuple(t for t, _ in held), results))
-    return tuple(programs)
-
-
-def _constants_of(graph: Graph, ops: Sequence[Op], group: DeviceMesh, completed: Completed) -> list[PTensor]:
-    """The constants that lie on ``group``: its own copies of those that it reads; on the first group all."""
-    read = {t for op in ops for t in op.inputs}
-    read.update(t for loop in graph.loops.values() for t in loop.operands)
-    first = group == completed.groups[0]
-    return [t for t, _ in graph.constants if t in read or first]
-
-
 @dataclass
-class _Writer:
+class Writer:
+    """Writes the tasks of one block.
+
+    Attributes:
+        bring: called with ``block``, a tensor that it does not have, and a layout; defines it, in that or another layout.
+    """
+
     graph: Graph
     completed: Completed
     book: RuleBook
     cost: CostModel
     reduce_dtypes: Mapping[PTensor, str]
     after: Mapping[str, Sequence[str]]
+    bring: Callable[[tuple[int, int], PTensor, Layout], None]
+    block: tuple[int, int] = (0, 0)
     tasks: list[Task] = field(default_factory=list)  # of the loop that is being written, or of the program
     home: dict[PTensor, list[Task]] = field(default_factory=dict)  # where a tensor is defined, and so adapted
     slots: dict[PTensor, list[tuple[Layout, Slot]]] = field(default_factory=dict)
     results: dict[str, tuple[Slot, ...]] = field(default_factory=dict)  # of ops, and of loops by name
     extended: dict[tuple[Slot, tuple[Edge, ...]], Slot] = field(default_factory=dict)
     count: int = 0
+
+    def __post_init__(self) -> None:
+        self.outermost = self.tasks
 
     def define(self, tensor: PTensor, layout: Layout) -> Slot:
         self.home.setdefault(tensor, self.tasks)
@@ -208,6 +183,10 @@ class _Writer:
 
         What comes from outside a loop is adapted once, before it.
         """
+        if tensor not in self.slots:
+            inside, self.tasks = self.tasks, self.outermost
+            self.bring(self.block, tensor, layout)
+            self.tasks = inside
         held = self.slots[tensor]
         for known, slot in held:
             if known == layout:
@@ -222,6 +201,13 @@ class _Writer:
         output = self.define(tensor, layout)
         self.home[tensor].append(Adapt(tensor, adapter, slot, output, self.reduce_dtypes.get(tensor)))
         return output
+
+    def nearest(self, tensor: PTensor, layout: Layout) -> Layout:
+        """Of the layouts in which ``tensor`` is at hand the cheapest to adapt to ``layout``; of a scalar itself."""
+        held = [known for known, _ in self.slots[tensor]]
+        if not layout.sizes or layout in held:
+            return layout
+        return min(held, key=lambda known: find_adapter(known, layout, tensor.itemsize, self.cost).cost)
 
     def extend(self, tensor: PTensor, layout: Layout, edges: tuple[Edge, ...]) -> Slot:
         """The slot that holds ``tensor`` in ``layout`` with the rows of ``edges``."""
@@ -285,7 +271,7 @@ class _Writer:
         for other in self.after.get(path, ()):
             first = (*chain_of(self.graph[other].loop, self.graph.loops), other)
             level = next(i for i, (a, b) in enumerate(zip(first, own, strict=False)) if a != b)
-            if own[level] == item:
+            if own[level] == item and first[level] in self.results:  # one of another block has run
                 found += self.results[first[level]]
         return tuple(found)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
+from jscaler.lower.blocks import Transfer
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Program
 from jscaler.lower.segment import Segment
@@ -23,8 +24,9 @@ class StepPlan:
     Attributes:
         source: the graph as the policy saw it, with backward bodies.
         graph: the same with the ops cut that the plan re-opens.
-        segments: what runs, one for each device group.
+        segments: what runs, in order: one for each device group, or for each of its blocks.
         passes: what was done in between, and to the flat programs.
+        transfers: what crosses from group to group, behind the segments of its level.
     """
 
     source: Graph
@@ -34,6 +36,7 @@ class StepPlan:
     segments: tuple[Segment, ...]
     passes: Passes = field(repr=False, compare=False)
     cost: CostModel = FEW_STEPS
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def name(self) -> str:

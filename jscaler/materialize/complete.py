@@ -60,10 +60,10 @@ def complete(
         pieces: path of an op that was cut -> paths of the ops that stand for it.
 
     Raises:
-        PlanError: incomplete or contradictory decisions, or device groups that differ.
+        PlanError: incomplete or contradictory decisions.
     """
     decided = decided_placements(graph, plan)
-    check_devices(decided, plan.num_devices)
+    check_devices(decided)
     return complete_on_groups(graph, plan, decided, book, cost, pieces or {})
 
 
@@ -75,7 +75,10 @@ def complete_on_groups(
     cost: CostModel,
     pieces: Mapping[str, tuple[str, ...]],
 ) -> Completed:
-    """`complete` for ops that are ``decided`` to lie on any device groups. What goes from group to group is not adapted."""
+    """`complete` for ops that are ``decided`` to lie on any device groups.
+
+    A reader on another group than its operand's finds it there in the layout that it reads: `lower.blocks` crosses.
+    """
     grids = placed_grids(decided)
     groups = find_groups(plan, decided)
     given = {p: placement_of(d, groups.of[p], groups.covered[grids[p]]) for p, d in decided.items() if not d.any_order}

@@ -56,6 +56,11 @@ class Crossing:
     arrive: Adapter
     cost: float
 
+    @staticmethod
+    def bare(leaving: Layout, arriving: Layout) -> "Crossing":
+        """The hop alone, from one layout to the other."""
+        return Crossing(Adapter(leaving, leaving, (), 0.0), Adapter(arriving, arriving, (), 0.0), 0.0)
+
     @property
     def source(self) -> Layout:
         return self.leave.source
@@ -91,10 +96,12 @@ class Crossing:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the hop is one round of whole blocks: ``jax.device_put`` from mesh to mesh does it."""
-        moves = (*self.hop.copies, *self.hop.rounds)
-        views = self.hop.views
-        return len(self.hop.rounds) <= 1 and all(m.shape == views[0] == views[1] for m in moves)
+        """Whether the hop is one round of whole blocks, one for each consumer: ``jax.device_put`` does it."""
+        hop = self.hop
+        whole = all(m.source == 0 and m.shape == hop.views[0] == hop.views[1] for m in (*hop.copies, *hop.rounds))
+        served = [p for m in (*hop.copies, *hop.rounds) for write in m.writes for p, on in enumerate(write.active) if on]
+        once = len(served) == len(set(served)) == len(self.target.mesh.devices)  # shares may be zeros, made there
+        return whole and once and len(hop.rounds) <= 1 and not hop.fills
 
     def __str__(self) -> str:
         hop = f"{len(self.hop.rounds)} round{'s' if len(self.hop.rounds) != 1 else ''} between the groups"

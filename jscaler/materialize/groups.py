@@ -4,7 +4,7 @@ Grids on the same set of devices share a group, whatever their order: its mesh h
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.ir import Graph, Op
@@ -64,6 +64,8 @@ def _mesh_of(
 def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, DeviceMesh]:
     """The group of every op. One that the plan does not place runs where its forward op does, or else its operands lie.
 
+    What reads nothing that an op made (a key, a count, a literal) runs where it is read.
+
     Args:
         pieces: path of an op that was cut -> paths of the ops that stand for it.
     """
@@ -74,13 +76,13 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
     def like(op: Op | None) -> DeviceMesh | None:
         return None if op is None else next((found[p] for p in pieces.get(op.path, (op.path,)) if p in found), None)
 
-    for op in graph.ops:
-        if op.path not in found:
-            makers = [graph.producer.get(t) for t in op.inputs]
-            known = (like(op.forward), like(op.again), *map(like, makers), *(like(r) for r in _readers(graph, op)))
-            found[op.path] = next((mesh for mesh in known if mesh is not None), groups.meshes[0])
-    return found
+    def settle(ops: Iterable[Op], neighbours: Callable[[Op], Iterable[Op | None]]) -> None:
+        for op in ops:
+            known = next(filter(None, map(like, neighbours(op))), None) if op.path not in found else None
+            if known is not None:
+                found[op.path] = known
 
-
-def _readers(graph: Graph, op: Op) -> list[Op]:
-    return [reader for t in op.outputs for reader in graph.consumers.get(t, ())]
+    settle(graph.ops, lambda op: (op.forward, op.again))
+    settle(graph.ops, lambda op: (graph.producer.get(t) for t in op.inputs))
+    settle(reversed(graph.ops), lambda op: (reader for t in op.outputs for reader in graph.consumers.get(t, ())))
+    return {op.path: found.get(op.path, groups.meshes[0]) for op in graph.ops}

@@ -215,11 +215,11 @@ def _cells(index: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
     return found
 
 
-def check_devices(table: Mapping[str, Decided], num_devices: int) -> None:
-    """One executable runs on one device group: every op has one cell on every device.
+def check_devices(table: Mapping[str, Decided]) -> None:
+    """Every op has one cell on each device of its group.
 
     Raises:
-        PlanError: an op leaves devices out (a crossing between groups), or stacks cells on one device (a time axis).
+        PlanError: an op stacks cells on one device (a time axis), or runs in host memory.
     """
     for path, decided in _by_places(table).values():
         hosted = [str(p) for p in decided.places if p.space != "device"]
@@ -231,12 +231,6 @@ def check_devices(table: Mapping[str, Decided], num_devices: int) -> None:
             raise PlanError(
                 f"'{path}' has {len(decided.devices)} cells on {len(set(decided.devices))} devices: cells that share a "
                 "device run one after another (a time axis), which jscaler cannot lower yet; give each cell its own device"
-            )
-        if len(decided.devices) < num_devices:
-            raise PlanError(
-                f"'{path}' runs on {len(decided.devices)} of the plan's {num_devices} devices {sorted(decided.devices)}: "
-                "crossings between different device groups cannot be lowered yet; place every op on all devices "
-                "(Replicate what is not split)"
             )
 
 

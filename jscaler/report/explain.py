@@ -8,6 +8,7 @@ from jscaler.materialize.placement import RunnerUp
 from jscaler.report.leaves import LeafRow, together
 from jscaler.report.moved_tensors import MovedTensor, moved_text, summed
 from jscaler.report.step_report import OpRow, StepReport, grouped_moves
+from jscaler.report.step_text import devices_text
 from jscaler.text.folding import braced, merged
 from jscaler.text.tables import aligned
 from jscaler.text.units import readable_bytes
@@ -53,10 +54,23 @@ def _ops(report: StepReport) -> list[str]:
     hidden = sum(row.count for row in report.ops if row.idle)
     lines += [f"{hidden} ops are copied on every device, as all that they read is"] if hidden else []
     lines += report.recomputed
+    lines += _crossings(report)
     if report.results:
         moved = summed([move.moved for move in report.results])
         lines += [f"results: {moved_text(moved)}", *_details(report.results)]
     return lines
+
+
+def _crossings(report: StepReport) -> list[str]:
+    """What goes from group to group, a line for each tensor."""
+    if not report.crossings:
+        return []
+    table = [("crosses", "from", "to", "leaves", "arrives", "bytes of all devices")]
+    for one in report.crossings:
+        before, after = (text.split(" on ")[0] for text in (one.before, one.after))
+        groups = devices_text(one.source), devices_text(one.target)
+        table.append((one.tensor, *groups, before, after, readable_bytes(one.nbytes)))
+    return aligned(table)
 
 
 def _merged_updates(rows: Sequence[OpRow]) -> list[OpRow]:

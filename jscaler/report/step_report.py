@@ -12,6 +12,7 @@ from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import OpKind
+from jscaler.lower.blocks import Transfer
 from jscaler.lower.segment import Segment
 from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
@@ -20,6 +21,7 @@ from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
 from jscaler.report.moved_tensors import Moved, MovedTensor, moves_by_reader, summed
 from jscaler.report.recomputed import recomputed_lines
 from jscaler.report.replicated import replicated_lines
+from jscaler.report.step_text import layout_text
 from jscaler.text.folding import folded
 
 # ops that a loop over parts is made of, beside those of the program (`schedule.part_loop`)
@@ -75,6 +77,24 @@ class KindBytes:
 
 
 @dataclass(frozen=True)
+class CrossedTensor:
+    """A tensor that goes from one device group to another.
+
+    Attributes:
+        source, target: the devices of both groups.
+        before, after: the layouts in which it leaves and arrives.
+        nbytes: what all devices send between the groups.
+    """
+
+    tensor: str
+    source: list[int]
+    target: list[int]
+    before: str
+    after: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What a plan makes of a step.
 
@@ -90,6 +110,7 @@ class StepReport:
         not_sharded: what lies whole along the axes of the plan's shards, a line each, and why.
         unit: of the runners-up: ``bytes`` (a launch counts as some, too) or ``seconds``.
         recomputed: what is computed again for the backward pass, a line per group of like regions, and what is kept.
+        crossings: what goes from device group to device group, in the order of the program.
     """
 
     plan: str
@@ -105,6 +126,7 @@ class StepReport:
     not_sharded: tuple[str, ...] = ()
     unit: str = "bytes"
     recomputed: tuple[str, ...] = ()
+    crossings: tuple[CrossedTensor, ...] = ()
 
     @property
     def total(self) -> Moved:
@@ -129,7 +151,14 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def step_report(graph: Graph, plan: Plan, completed: Completed, segments: Sequence[Segment], cost: CostModel) -> StepReport:
+def step_report(
+    graph: Graph,
+    plan: Plan,
+    completed: Completed,
+    segments: Sequence[Segment],
+    cost: CostModel,
+    transfers: Sequence[Transfer] = (),
+) -> StepReport:
     """Gather the report of a planned step."""
     moves = moves_by_reader(segments)
     return StepReport(
@@ -146,7 +175,15 @@ def step_report(graph: Graph, plan: Plan, completed: Completed, segments: Sequen
         tuple(replicated_lines(graph, plan, completed)),
         "bytes" if isinstance(cost, Bytes) else "seconds",
         tuple(recomputed_lines(graph)),
+        tuple(_crossed(transfer) for transfer in transfers),
     )
+
+
+def _crossed(transfer: Transfer) -> CrossedTensor:
+    before, after = transfer.crossing.source, transfer.crossing.target
+    devices = list(before.mesh.devices), list(after.mesh.devices)
+    sent = transfer.crossing.sent * transfer.tensor.itemsize
+    return CrossedTensor(transfer.tensor.name, *devices, layout_text(before), layout_text(after), sent)
 
 
 def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[MovedTensor]]) -> tuple[OpRow, ...]:

@@ -1,40 +1,78 @@
-"""A crossing as it runs: the producers' executable, a ``jax.device_put`` of its pieces, the consumers' executable."""
+"""A hop between device groups as it runs: whole parts by ``jax.device_put``; or pieces, cut here and joined there.
 
-from collections.abc import Sequence
+A value that crosses is one array of its devices' parts in a row (`lower.emit.stacked`): so any layout has one, value
+shares and uneven blocks too. What else a crossing does is done inside of the groups.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jscaler.lower.emit import stacked
 from jscaler.lower.emit_crossing import arrive, leave
 from jscaler.materialize.crossing import Crossing
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.point_to_point import BoxMove
 
+Hop = Callable[[jax.Array], jax.Array]
+
+
+def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: Any) -> Hop:
+    """From the one end of ``crossing`` to the other, where the value lies as ``arriving`` says; what is given is kept."""
+    if not crossing.source.sizes:
+        return lambda value: jax.device_put(value, arriving)
+    if crossing.is_equal:
+        return _WholeParts(crossing, devices, arriving)
+    run = CrossingRun(crossing, dtype, devices)
+    return lambda value: rewrapped(run(value), arriving)
+
+
+class _WholeParts:
+    """Every device of the consumers' group gets the part of one of the producers'."""
+
+    def __init__(self, crossing: Crossing, devices: Sequence[Any], arriving: Any) -> None:
+        source = {there: here for move in crossing.moves for here, there in ends_of(crossing, move, devices)}
+        self._arriving = arriving
+        self._to = members(arriving)
+        self._from = [source[device] for device in self._to]
+        self._shape = stacked(len(self._to), crossing.target.local_shape)
+
+    def __call__(self, value: jax.Array) -> jax.Array:
+        parts = {shard.device: shard.data for shard in value.addressable_shards}
+        sent = jax.device_put([parts[device] for device in self._from], self._to)
+        return jax.make_array_from_single_device_arrays(self._shape, self._arriving, sent)
+
 
 class CrossingRun:
-    """``run(parts) -> parts``: from the producers' devices to the consumers'.
+    """``run(parts) -> parts``: from the producers' devices to the consumers', by pieces, with all that a crossing does.
 
-    The parts of a group are one array, (devices, *local shape), with a row on each device: so any layout has one, value
-    shares and uneven blocks too. Those that come are in the order of the target's mesh.
+    The parts that come are in the order of the target's mesh.
     """
 
     def __init__(self, crossing: Crossing, dtype: Any, devices: Sequence[Any]) -> None:
-        self.crossing = crossing
+        self.crossing, self._devices = crossing, devices
         here = _flat(crossing.devices[: len(crossing.source.mesh.devices)])
         there = _flat(crossing.target.mesh.devices)
         self._from, self._to = (_sharding(mesh, devices) for mesh in (here, there))
-        pieces = [jax.ShapeDtypeStruct((len(there.devices), *m.shape), dtype, sharding=self._to) for m in crossing.moves]
-        row = jax.ShapeDtypeStruct((len(here.devices), *crossing.source.local_shape), dtype, sharding=self._from)
-        self._leave = _program(lambda x: leave(crossing, x[0], here), self._from, row)
-        self._arrive = _program(lambda *xs: (arrive(crossing, [x[0] for x in xs], there, dtype),), self._to, *pieces)
+        pieces = [self._struct(there, m.shape, dtype, self._to) for m in crossing.moves]
+        part = self._struct(here, crossing.source.local_shape, dtype, self._from)
+        self._leave = _program(lambda x: leave(crossing, x, here), self._from, [crossing.source.local_shape], [part])
+        shapes = [m.shape for m in crossing.moves]
+        self._arrive = _program(lambda *xs: (arrive(crossing, xs, there, dtype),), self._to, shapes, pieces)
         self._zeros = [self._nothing(m, dtype) for m in crossing.moves]
+
+    @staticmethod
+    def _struct(mesh: DeviceMesh, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(stacked(len(mesh.devices), shape), dtype, sharding=sharding)
 
     def __call__(self, parts: jax.Array) -> jax.Array:
         """Cross; ``parts`` are kept."""
-        (made,) = self._arrive(*self._hop(self._leave(_rewrapped(parts, self._from))))
+        (made,) = self._arrive(*self._hop(self._leave(rewrapped(parts, self._from))))
         return made
 
     def _hop(self, pieces: Sequence[jax.Array]) -> list[jax.Array]:
@@ -42,24 +80,36 @@ class CrossingRun:
         found = []
         for move, piece, zeros in zip(self.crossing.moves, pieces, self._zeros, strict=True):
             rows = {shard.device: shard.data for shard in piece.addressable_shards}
-            came = {receiver: rows[sender] for sender, receiver in self._pairs(move)}
+            came = {receiver: rows[sender] for sender, receiver in ends_of(self.crossing, move, self._devices)}
             sent = jax.device_put(list(came.values()), list(came))
             whole = zeros | dict(zip(came, sent, strict=True))
-            shape = (len(whole), *move.shape)
+            shape = stacked(len(whole), move.shape)
             found.append(jax.make_array_from_single_device_arrays(shape, self._to, list(whole.values())))
         return found
 
-    def _pairs(self, move: BoxMove) -> list[tuple[Any, Any]]:
-        """Sender and receiver; of copies they are the same."""
-        here = _members(self._from)
-        there = dict(zip(self.crossing.target.mesh.devices, _members(self._to), strict=True))
-        devices = self.crossing.devices
-        pairs = move.pairs or [(p, p) for p in range(len(devices)) if any(write.active[p] for write in move.writes)]
-        return [(here[a], there[devices[b]]) for a, b in pairs]
-
     def _nothing(self, move: BoxMove, dtype: Any) -> dict[Any, jax.Array]:
-        row = np.zeros((1, *move.shape), dtype)
-        return {device: jax.device_put(row, device) for device in _members(self._to)}
+        part = np.zeros(move.shape or (1,), dtype)
+        return {device: jax.device_put(part, device) for device in members(self._to)}
+
+
+def ends_of(crossing: Crossing, move: BoxMove, devices: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Sender and receiver of each message; of copies they are the same."""
+    numbers = crossing.devices
+    pairs = move.pairs or [(p, p) for p in range(len(numbers)) if any(write.active[p] for write in move.writes)]
+    return [(devices[numbers[a]], devices[numbers[b]]) for a, b in pairs]
+
+
+def members(sharding: Any) -> list[Any]:
+    """The devices of a sharding, in the order of its mesh."""
+    if not isinstance(sharding, NamedSharding):
+        return list(sharding.device_set)
+    return list(np.ravel(sharding.mesh.devices))  # type: ignore[arg-type]
+
+
+def rewrapped(parts: jax.Array, sharding: Any) -> jax.Array:
+    """The parts, where they lie, in the order of ``sharding``."""
+    held = {shard.device: shard.data for shard in parts.addressable_shards}
+    return jax.make_array_from_single_device_arrays(parts.shape, sharding, [held[d] for d in members(sharding)])
 
 
 def _flat(devices: Sequence[int]) -> DeviceMesh:
@@ -70,21 +120,12 @@ def _sharding(mesh: DeviceMesh, devices: Sequence[Any]) -> NamedSharding:
     return NamedSharding(Mesh(np.array([devices[d] for d in mesh.devices]), ("x",)), P("x"))
 
 
-def _members(sharding: NamedSharding) -> list[Any]:
-    return list(np.ravel(sharding.mesh.devices))  # type: ignore[arg-type]
-
-
-def _rewrapped(parts: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The rows of ``parts``, where they lie, in the order of ``sharding``."""
-    rows = {shard.device: shard.data for shard in parts.addressable_shards}
-    return jax.make_array_from_single_device_arrays(parts.shape, sharding, [rows[d] for d in _members(sharding)])
-
-
-def _program(run: Any, sharding: NamedSharding, *rows: Any) -> Any:
-    """``run`` on each device's rows, compiled."""
+def _program(run: Any, sharding: NamedSharding, shapes: Sequence[tuple[int, ...]], structs: Sequence[Any]) -> Any:
+    """``run`` on each device's parts, of ``shapes``, compiled."""
 
     def local(*xs: Any) -> Any:
-        return tuple(x[None] for x in run(*xs))
+        made = run(*(x.reshape(shape) for x, shape in zip(xs, shapes, strict=True)))
+        return tuple(jnp.reshape(x, x.shape or (1,)) for x in made)
 
     mapped = jax.shard_map(local, mesh=sharding.mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    return jax.jit(mapped).lower(*rows).compile()
+    return jax.jit(mapped).lower(*structs).compile()

@@ -11,6 +11,7 @@ The proof has five parts:
 It looks at jaxprs, the mesh and masks, never at transitions or how they were found.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from jscaler.capture.jaxprs import fingerprint, shape_struct
 from jscaler.capture.jaxprs import shape as shape_of
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask
-from jscaler.lower.emit import emit
+from jscaler.lower.emit import emit, value_shape
+from jscaler.lower.emit_crossing import in_one_program
 from jscaler.lower.flat_program import numbered_exchanges
 from jscaler.lower.program import Program
 from jscaler.lower.segment import Segment
@@ -38,6 +40,7 @@ from jscaler.verification.flow import SlotFlow, emitted_exchange, max_carries, p
 from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.local_programs import Local, abstract_mesh, open_shard_map, trace_local
+from jscaler.verification.segments import check_values, hop_masks
 from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.time_loops import check_time_loops
 from jscaler.verification.values import content_key, numbered
@@ -146,11 +149,26 @@ class _StepCheck:
     def run(self) -> Report:
         collectives: Counter[str] = Counter()
         devices, elements, count, reads, time_loops = set[Any](), 0, 0, 0, 0
+        values = check_values(self.step)
+        for transfer in self.step.transfers:
+            crossing, tensor = transfer.crossing, transfer.tensor
+            mesh, masks = hop_masks(crossing)
+            crossed = verify_exchange(
+                functools.partial(in_one_program, crossing, mesh=mesh), mesh, tensor.shape, tensor.dtype, *masks,
+                where=f"crossing of '{tensor.name}'",
+            )  # fmt: skip
+            devices.update(transfer.crossing.devices)
+            collectives.update(crossed.collectives)
+            elements, count = elements + crossed.elements, count + 1
         for segment in self.step.segments:
-            sizes, names = _axes_of(segment.program.group)
-            structs = [shape_struct(t.aval) for t in segment.program.tensors]
+            program = segment.program
+            sizes, names = _axes_of(program.group)
+            own = len(program.tensors) - len(program.imports)
+            structs = [shape_struct(t.aval) for t in program.tensors[:own]]
+            brought = zip(program.tensors[own:], program.inputs[own:], strict=True)
+            structs += [jax.ShapeDtypeStruct(value_shape(layout), t.dtype) for t, (_, layout) in brought]
             emitted = open_shard_map(emit(segment, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
-            flow = SlotFlow(self.step, segment.program, names)
+            flow = SlotFlow(self.step, program, names, values)
             flow.walk(emitted)
             moved, proven, number = self._exchanges(segment, flow, sizes, names)
             self._same_values(segment.program, emitted, flow, sizes)
@@ -196,9 +214,9 @@ class _StepCheck:
             structs.append(shape_struct(held.tensor.aval.update(shape=Frame(held.masks).shape)))
         plain = trace_local(plain_program(program), sizes, structs)
         numbers = numbered((emitted, plain), len(structs), 2 * max_carries(program.tasks) + 1)
-        for index, ours, theirs in zip(program.results, *numbers, strict=True):
+        for index, ours, theirs in zip((*program.results, *program.exports), *numbers, strict=True):
             if ours != theirs:
-                name = self.step.graph.outputs[index].name
+                name = flow.values[index].name if index in flow.values else self.step.graph.outputs[index].name
                 raise VerificationError(
                     f"output {index} '{name}': the emitted program computes another value than the step's ops and "
                     "exchanges one after another"
@@ -211,9 +229,9 @@ class _StepCheck:
         graph, made = self.step.graph, self.lowered.executable
         devices = [self.lowered.devices[d] for d in program.group.devices]
         number = {t: i for i, t in enumerate(graph.inputs)}
-        taken = zip(program.tensors, emitted.in_specs, strict=True)
+        taken = zip(program.tensors[: len(program.tensors) - len(program.imports)], emitted.in_specs, strict=False)
         inputs = [(t, made.in_shardings[number[t]], spec) for t, spec in taken if t in number]
-        left = zip(program.results, emitted.out_specs, strict=True)
+        left = zip(program.results, emitted.out_specs, strict=False)
         outputs = [(graph.outputs[i], made.out_shardings[i], spec) for i, spec in left]
         for role, tensors in (("input", inputs), ("output", outputs)):
             for tensor, sharding, spec in tensors:

@@ -107,6 +107,7 @@ class SlotFlow:
     """Walks the tasks of a group's program. What an exchange leaves is taken at its word here, and proven apart from it.
 
     Attributes:
+        values: what goes from segment to segment, by number.
         exchanges: for each exchange what lies in its input slot, and what its readers are promised.
         num_reads: the VTensors checked so far, each on all devices.
     """
@@ -114,6 +115,7 @@ class SlotFlow:
     step: StepPlan
     program: Program
     names: Sequence[Any]
+    values: Mapping[int, PTensor] = field(default_factory=dict)
     slots: dict[int, HeldSlot] = field(default_factory=dict)
     exchanges: dict[int, tuple[HeldSlot, HeldSlot]] = field(default_factory=dict)
     num_reads: int = 0
@@ -128,15 +130,27 @@ class SlotFlow:
         """
         program = self.program
         sizes = dict(program.group.axes)
-        for tensor, (slot, _), spec in zip(program.tensors, program.inputs, local.in_specs, strict=True):
+        own = len(program.inputs) - len(program.imports)
+        ends = list(zip(program.tensors, program.inputs, local.in_specs, strict=True))
+        for tensor, (slot, _), spec in ends[:own]:
             self.slots[slot] = HeldSlot(tensor, spec_masks(spec, sizes, tensor.shape))
+        for tensor, (slot, layout), _ in ends[own:]:  # what other segments leave is looked at where they leave it
+            self.slots[slot] = HeldSlot(tensor, self._all(layout))
         wanted = self._first_readers()
         self._tasks(program.tasks, wanted)
-        outputs = zip(program.results, program.outputs, local.out_specs, strict=True)
+        outputs = zip(program.results, program.outputs, local.out_specs, strict=False)
         for index, (slot, _), spec in outputs:
             tensor = self.step.graph.outputs[index]
             promised = HeldSlot(tensor, spec_masks(spec, sizes, tensor.shape))
             self._check(self.slots[slot], promised, lambda index=index, tensor=tensor: f"output {index} '{tensor.name}'")
+        for value, (slot, layout) in self._exports():
+            tensor = self.values[value]
+            promised = HeldSlot(tensor, self._all(layout))
+            self._check(self.slots[slot], promised, lambda tensor=tensor: f"'{tensor.name}', which leaves its segment")
+
+    def _exports(self) -> list[tuple[int, tuple[int, Layout]]]:
+        program = self.program
+        return list(zip(program.exports, program.outputs[len(program.results) :], strict=True))
 
     def _tasks(self, tasks: Sequence[Task], wanted: Mapping[int, HeldSlot]) -> None:
         for task in tasks:
@@ -200,8 +214,10 @@ class SlotFlow:
         program = self.program
         found: dict[int, HeldSlot] = {}
         self._find_readers(program.tasks, found)
-        for (slot, _), index in zip(program.outputs, program.results, strict=True):
+        for (slot, _), index in zip(program.outputs, program.results, strict=False):
             found.setdefault(slot, HeldSlot(self.step.graph.outputs[index], self._all(self.step.completed.outputs[index])))
+        for value, (slot, layout) in self._exports():
+            found.setdefault(slot, HeldSlot(self.values[value], self._all(layout)))
         return found
 
     def _find_readers(self, tasks: Sequence[Task], found: dict[int, HeldSlot]) -> None:

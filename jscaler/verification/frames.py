@@ -38,7 +38,7 @@ class Frame:
         mask = self.mask(position)
         if self.packed:
             return local[tuple(map(slice, part_shape(mask)))].reshape(extents(mask))
-        return local.reshape(self._sizes)[tuple(map(slice, extents(mask)))]
+        return local.reshape(self._sizes)[(*map(slice, extents(mask)), ...)]  # a view, of a scalar too
 
     def put(self, local: np.ndarray, position: int, values: np.ndarray) -> None:
         """Write a part."""

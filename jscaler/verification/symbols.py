@@ -126,8 +126,8 @@ class Patterns:
         pattern = np.full(element.shape, self.padding, np.int32)
         for position, mask in enumerate(masks):
             if mask is not None:
-                frame.put(element[position], position, cells_of(mask, ids))
-                frame.put(pattern[position], position, leaves[position])
+                frame.put(element[position, ...], position, cells_of(mask, ids))
+                frame.put(pattern[position, ...], position, leaves[position])
         return Symbolic(element, np.broadcast_to(leaves.reshape(row), element.shape) if frame.full else pattern)
 
     def _leaf(self, mask: Mask | None) -> int:

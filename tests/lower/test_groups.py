@@ -1,8 +1,4 @@
-"""Two towers on two device groups, equal but for their devices: no cache hit, merge or constant goes across.
-
-Ops on part of the devices are refused where a user asks for them, since what goes from group to group is not lowered yet;
-so what stands behind that check is called here by itself.
-"""
+"""Two towers on two device groups, equal but for their devices: no cache hit, merge or constant goes across."""
 
 from typing import Any
 
@@ -13,11 +9,12 @@ import pytest
 from jax.extend import core
 
 import jscaler
-from jscaler import PlanError, Split
+from jscaler import Split
 from jscaler.clusters import FEW_STEPS
+from jscaler.lower.blocks import make_programs
 from jscaler.lower.flat_program import FlatProgram, results
 from jscaler.lower.numbering import flatten
-from jscaler.lower.program import Compute, Program, make_programs
+from jscaler.lower.program import Compute, Program
 from jscaler.materialize.complete import complete_on_groups
 from jscaler.materialize.completed import Completed
 from jscaler.materialize.groups import find_groups, homes
@@ -58,7 +55,8 @@ def lowered() -> tuple[Captured, Completed, tuple[Program, ...], list[FlatProgra
     plan = make_plan(by_tower, captured.graph, 4, captured.bodies, ())
     graph, rules = captured.graph, captured.rules
     completed = complete_on_groups(graph, plan, decided_placements(graph, plan), rules, FEW_STEPS, {})
-    programs = make_programs(graph, graph.ops, completed, rules, {}, FEW_STEPS)
+    programs, transfers = make_programs(graph, graph.ops, completed, rules, {}, FEW_STEPS)
+    assert not transfers
     return captured, completed, programs, [flatten(program, captured.source) for program in programs]
 
 
@@ -132,9 +130,3 @@ def test_value_numbering_merges_nothing_across_groups(lowered: Any) -> None:
     assert defined[0].isdisjoint(defined[1])
     for flat, own in zip(flats, defined, strict=True):
         assert all(v in own for eqn in flat.equations for v in eqn.invars if isinstance(v, core.Var))
-
-
-def test_a_user_gets_a_clear_error() -> None:
-    one = {"x": jnp.ones((8, 4)), "w": jnp.ones((4, 4))}
-    with pytest.raises(PlanError, match=r"'left/mix/\w+' runs on 2 of the plan's 4 devices \[0, 2\]: crossings"):
-        jscaler.parallelize(by_tower, devices=4)(towers).lower(one, one)

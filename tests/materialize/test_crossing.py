@@ -14,6 +14,7 @@ from of_the_day import of_the_day
 
 from jscaler.clusters import BYTES, CostModel, find_cluster
 from jscaler.errors import PlanError
+from jscaler.lower.emit import stacked
 from jscaler.materialize import Layout, find_adapter, parse_layout
 from jscaler.materialize.crossing import Crossing, cheapest_crossings, find_crossing, hop_price
 from jscaler.runtime.crossings import CrossingRun
@@ -65,12 +66,15 @@ def crossed(crossing: Crossing) -> None:
     parts = np.stack(make_parts(crossing.source, whole, rng))
     devices = jax.devices()
     here = [devices[d] for d in crossing.source.mesh.devices]
-    rows = jax.make_array_from_single_device_arrays(
-        parts.shape,
+    local = parts.shape[1:] or (1,)
+    given = jax.make_array_from_single_device_arrays(
+        stacked(len(parts), parts.shape[1:]),
         jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(here), ("x",)), jax.sharding.PartitionSpec("x")),
-        [jax.device_put(part[None], d) for part, d in zip(parts, here, strict=True)],
+        [jax.device_put(part.reshape(local), d) for part, d in zip(parts, here, strict=True)],
     )
-    assert_lies_as(crossing.target, list(np.asarray(CrossingRun(crossing, parts.dtype, devices)(rows))), whole)
+    came = np.asarray(CrossingRun(crossing, parts.dtype, devices)(given))
+    shape = len(crossing.target.mesh.devices), *crossing.target.local_shape
+    assert_lies_as(crossing.target, list(came.reshape(shape)), whole)
 
 
 PAIRS = [
