@@ -8,6 +8,7 @@ ops at random: nested, along several factors, on the devices in a random order. 
 case gives axes of few names any counts, on forward and on backward ops, which is right or refused.
 ``--alone``: models with statistics of rows, auxiliary losses and running state, under
 ``accumulate(…, per_microbatch=…)``, against a loop by hand over the step traced on the part.
+``--groups``: plans that place ops on two or three device groups, apart, nested or overlapping, backward ops too.
 """
 
 import functools
@@ -25,10 +26,11 @@ OPTIONS = {
     "workers": {"type": int, "default": 2, "help": "processes"},
     "timed": {"action": "store_true", "help": "plans with time axes"},
     "alone": {"action": "store_true", "help": "models that run on each micro-batch alone"},
+    "groups": {"action": "store_true", "help": "plans that place ops on several device groups"},
 }
 
 
-def chunk(seeds: range, timed: bool, alone: bool = False) -> Row:
+def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool = False) -> Row:
     """Measure some cases; a case that fails or raises is named."""
     import jax
 
@@ -44,7 +46,7 @@ def chunk(seeds: range, timed: bool, alone: bool = False) -> Row:
     for seed in seeds:
         try:
             counts = timed and seed % 3 == 0
-            found.append(measure_model(seed) if alone else measure(seed, timed=timed, counts=counts))
+            found.append(measure_model(seed) if alone else measure(seed, timed=timed, counts=counts, groups=groups))
         except Exception as error:
             failed.append(f"{seed} {_steps(seed, alone)}: {type(error).__name__}: {str(error)[:300]}")
             continue
@@ -76,15 +78,15 @@ def _steps(seed: int, alone: bool) -> object:
         return f"(not drawn: {error})"
 
 
-def rows(quick: bool, cases: int, first: int, workers: int, timed: bool, alone: bool) -> Iterator[Row]:
+def rows(quick: bool, cases: int, first: int, workers: int, timed: bool, alone: bool, groups: bool) -> Iterator[Row]:
     if quick:
-        yield chunk(range(first, first + 8), timed, alone)
+        yield chunk(range(first, first + 8), timed, alone, groups)
         return
     seeds = range(first, first + cases)
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     # fresh processes now and then: XLA keeps what it compiled
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=5) as pool:
-        yield from pool.imap(functools.partial(chunk, timed=timed, alone=alone), chunks)
+        yield from pool.imap(functools.partial(chunk, timed=timed, alone=alone, groups=groups), chunks)
 
 
 if __name__ == "__main__":

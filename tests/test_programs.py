@@ -27,6 +27,15 @@ def test_a_random_plan_with_time_axes_gives_one_device_s_numbers(seed: int) -> N
     assert found.worst <= 1, f"{found.program.steps} on {found.devices} devices: {found.where} is {found.worst:.3g} off"
 
 
+@pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
+@pytest.mark.parametrize("seed", of_the_day(range(24), 4))
+def test_a_random_plan_on_several_device_groups_gives_one_device_s_numbers(seed: int) -> None:
+    with jax.enable_x64(True):
+        found = measure(seed, steps=1, groups=True)
+    assert not found.refused
+    assert found.worst <= 1, f"{found.program.steps} on {found.devices} devices: {found.where} is {found.worst:.3g} off"
+
+
 def test_the_slice_draws_most_kinds_of_steps() -> None:
     with jax.enable_x64(True):
         drawn = {name for seed in SEEDS for name in draw_program(seed).steps}

@@ -34,10 +34,16 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     meshes = [" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in report.groups]
     head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {'; '.join(meshes)}"
     lines = [f"{head}, {report.num_decisions} decisions"]
+    if report.idle:
+        lines.append(f"devices {devices_text(report.idle)} run nothing and hold nothing")
     lines += _ops(report) if "ops" in chosen else []
     lines += _leaves(report) if "leaves" in chosen else []
     lines += _memory(report) if "memory" in chosen else []
-    return "\n".join([*lines, f"total: {moved_text(report.total) or 'no communication'}"])
+    total = [moved_text(report.total)] if report.total else []
+    if report.crossings:
+        crossed = readable_bytes(sum(one.nbytes for one in report.crossings))
+        total.append(f"{len(report.crossings)}× crossing {crossed} (of all devices)")
+    return "\n".join([*lines, f"total: {', '.join(total) or 'no communication'}"])
 
 
 def _ops(report: StepReport) -> list[str]:

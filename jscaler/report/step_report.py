@@ -111,6 +111,7 @@ class StepReport:
         unit: of the runners-up: ``bytes`` (a launch counts as some, too) or ``seconds``.
         recomputed: what is computed again for the backward pass, a line per group of like regions, and what is kept.
         crossings: what goes from device group to device group, in the order of the program.
+        idle: devices of the plan that no op and no leaf lies on.
     """
 
     plan: str
@@ -127,6 +128,7 @@ class StepReport:
     unit: str = "bytes"
     recomputed: tuple[str, ...] = ()
     crossings: tuple[CrossedTensor, ...] = ()
+    idle: tuple[int, ...] = ()
 
     @property
     def total(self) -> Moved:
@@ -176,6 +178,7 @@ def step_report(
         "bytes" if isinstance(cost, Bytes) else "seconds",
         tuple(recomputed_lines(graph)),
         tuple(_crossed(transfer) for transfer in transfers),
+        tuple(sorted({*range(plan.num_devices)} - {d for group in completed.groups for d in group.devices})),
     )
 
 
