@@ -63,6 +63,14 @@ def test_the_blocks_on_plans_run_one_after_another() -> None:
     assert "of size 66 into 4 parts" in differences[2]
 
 
+def test_the_blocks_on_pipelines_run() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/pipelines.md")))
+    (quoted,) = blocks("text", "docs/pipelines.md")
+    assert quoted in output
+    assert "verified on 6 devices" in output
+    assert output.endswith("[[0, 1], [2, 3, 4, 5]]\n")
+
+
 def test_the_blocks_on_fitting_run() -> None:
     lines = run("-c", "\n".join(blocks("python", "docs/fit.md"))).splitlines()
     assert any(line.split("│")[1].strip() == "data_parallel" and "does not fit" in line for line in lines if "│" in line)
