@@ -13,6 +13,8 @@ and uneven blocks, in the order in which the group's mesh has its devices.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax
+
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Nest, Op, PTensor, nested
@@ -202,8 +204,9 @@ class _Blocks:
 
     def _ends(self, tensor: PTensor, held: Iterable[Layout], wanted: Layout) -> tuple[Layout, Layout]:
         """How a tensor that is ``held`` leaves its group, and how it arrives where it is ``wanted``."""
-        if not wanted.sizes:
-            return _between(next(iter(held))), _between(wanted)
+        if not wanted.sizes or jax.dtypes.issubdtype(tensor.dtype, jax.dtypes.extended):  # a key is not cut into pieces
+            origin = next(iter(held)).mesh
+            return Layout.replicated(origin, tensor.shape), Layout.replicated(wanted.mesh, tensor.shape)
         crossings = (find_crossing(known, wanted, tensor.itemsize, self.cost) for known in dict.fromkeys(held))
         best = min(crossings, key=lambda found: found.cost)
         return best.leave.target, best.arrive.source

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jscaler.lower.emit import stacked
 from jscaler.lower.emit_crossing import arrive, leave
+from jscaler.materialize.canonical import orderless
 from jscaler.materialize.crossing import Crossing
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.point_to_point import BoxMove
@@ -26,7 +27,7 @@ def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: A
     """From the one end of ``crossing`` to the other, where the value lies as ``arriving`` says; what is given is kept."""
     if not crossing.source.sizes:
         return lambda value: jax.device_put(value, arriving)
-    if crossing.is_equal:
+    if crossing.is_equal or _all_whole(crossing):
         return _WholeParts(crossing, devices, arriving)
     run = CrossingRun(crossing, dtype, devices)
     return lambda value: rewrapped(run(value), arriving)
@@ -36,7 +37,11 @@ class _WholeParts:
     """Every device of the consumers' group gets the part of one of the producers'."""
 
     def __init__(self, crossing: Crossing, devices: Sequence[Any], arriving: Any) -> None:
-        source = {there: here for move in crossing.moves for here, there in ends_of(crossing, move, devices)}
+        source = (
+            _copies(crossing, devices)
+            if _all_whole(crossing)
+            else {there: here for move in crossing.moves for here, there in ends_of(crossing, move, devices)}
+        )
         self._arriving = arriving
         self._to = members(arriving)
         self._from = [source[device] for device in self._to]
@@ -46,6 +51,18 @@ class _WholeParts:
         parts = {shard.device: shard.data for shard in value.addressable_shards}
         sent = jax.device_put([parts[device] for device in self._from], self._to)
         return jax.make_array_from_single_device_arrays(self._shape, self._arriving, sent)
+
+
+def _all_whole(crossing: Crossing) -> bool:
+    """Whether every device at either end has all of it."""
+    return orderless(crossing.source) and orderless(crossing.target)
+
+
+def _copies(crossing: Crossing, devices: Sequence[Any]) -> dict[Any, Any]:
+    """For each consumer the producer whose copy it takes: itself, or each in turn."""
+    held = [devices[d] for d in crossing.source.mesh.devices]
+    wanted = [devices[d] for d in crossing.target.mesh.devices]
+    return {there: there if there in held else held[i % len(held)] for i, there in enumerate(wanted)}
 
 
 class CrossingRun:

@@ -40,7 +40,7 @@ from jscaler.verification.flow import SlotFlow, emitted_exchange, max_carries, p
 from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.local_programs import Local, abstract_mesh, open_shard_map, trace_local
-from jscaler.verification.segments import check_values, hop_masks
+from jscaler.verification.segments import check_values, hop_masks, number_like
 from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.time_loops import check_time_loops
 from jscaler.verification.values import content_key, numbered
@@ -154,8 +154,8 @@ class _StepCheck:
             crossing, tensor = transfer.crossing, transfer.tensor
             mesh, masks = hop_masks(crossing)
             crossed = verify_exchange(
-                functools.partial(in_one_program, crossing, mesh=mesh), mesh, tensor.shape, tensor.dtype, *masks,
-                where=f"crossing of '{tensor.name}'",
+                functools.partial(in_one_program, crossing, mesh=mesh), mesh, tensor.shape, number_like(tensor.dtype),
+                *masks, where=f"crossing of '{tensor.name}'",
             )  # fmt: skip
             devices.update(transfer.crossing.devices)
             collectives.update(crossed.collectives)

@@ -1,7 +1,10 @@
 """What goes from segment to segment is taken as it was left, and crosses from the one layout to the other."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
 
 from jscaler.errors import VerificationError
 from jscaler.ir import PTensor
@@ -50,3 +53,8 @@ def hop_masks(crossing: Crossing) -> tuple[DeviceMesh, tuple[list[Mask | None], 
         return [layout.mask(at[device]) if device in at else None for device in mesh.devices]
 
     return mesh, (masks(crossing.source), masks(crossing.target))
+
+
+def number_like(dtype: Any) -> Any:
+    """``dtype``; for keys one that has zeros: only where elements go is looked at."""
+    return jnp.dtype("uint32") if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype

@@ -128,6 +128,27 @@ def test_a_stage_hands_on_its_result_and_nothing_else() -> None:
     assert len(lowered.plan.report.as_json()["crossings"]) == 4
 
 
+def test_keys_cross_whole() -> None:
+    """An array of keys is cut on the one group, and wanted by three devices of the other; a mask is one device's."""
+
+    def draw(keys: jax.Array) -> jax.Array:
+        with jax.named_scope("fold"):
+            keys = jax.vmap(lambda key: jax.random.fold_in(key, 3))(keys)
+        with jax.named_scope("draw"):
+            return jax.vmap(lambda key: jax.random.normal(key, (6,)))(keys)
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        for scope, group in (("fold", [0, 1]), ("draw", [2, 3, 4])):
+            for op in graph.select(f"{scope}/*"):
+                graph.op_assign(graph.op_trans(op, Replicate(len(group))), [int(devices[i]) for i in group])
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    lowered = jscaler.parallelize(policy, devices=5)(draw).lower(keys)
+    assert [jnp.issubdtype(t.tensor.dtype, jax.dtypes.prng_key) for t in lowered.plan.transfers] == [True]
+    jscaler.verify(lowered)
+    np.testing.assert_array_equal(lowered.compile()(keys), jax.jit(draw)(keys))
+
+
 def test_order_across_groups() -> None:
     def two(x: jax.Array) -> list[jax.Array]:
         with jax.named_scope("a"):
