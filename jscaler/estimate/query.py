@@ -12,6 +12,7 @@ from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader
 from jscaler.estimate.work import Work, work_of
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
+from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
@@ -52,6 +53,7 @@ def cost(
     """
     on = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
     step = _step(graph, plan, on, devices)
+    only(step.segments, "the estimate of seconds")
     moved = traffic_by_reader(step.segments, on)
     return Cost(step.name, on, step, _by_op(step, moved, on), sum_of(moved.values()), donated)
 

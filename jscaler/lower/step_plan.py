@@ -10,7 +10,7 @@ from jscaler.ir.passes import Passes
 from jscaler.lower.blocks import Transfer
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Program
-from jscaler.lower.segment import Segment
+from jscaler.lower.segment import Segment, only
 from jscaler.materialize import Completed, Layout
 from jscaler.primitives import Plan
 from jscaler.primitives.shard_checks import stored_leaves
@@ -49,14 +49,12 @@ class StepPlan:
     @property
     def program(self) -> Program:
         """The program of a step that runs on one group."""
-        (segment,) = self.segments
-        return segment.program
+        return only(self.segments, "its program").program
 
     @property
     def flat(self) -> FlatProgram:
         """The flat program of a step that runs on one group."""
-        (segment,) = self.segments
-        return segment.flat
+        return only(self.segments, "its flat program").flat
 
     @property
     def layouts(self) -> dict[PTensor, Layout]:

@@ -97,11 +97,7 @@ class Crossing:
     @property
     def is_equal(self) -> bool:
         """Whether the hop is one round of whole blocks, one for each consumer: ``jax.device_put`` does it."""
-        hop = self.hop
-        whole = all(m.source == 0 and m.shape == hop.views[0] == hop.views[1] for m in (*hop.copies, *hop.rounds))
-        served = [p for m in (*hop.copies, *hop.rounds) for write in m.writes for p, on in enumerate(write.active) if on]
-        once = len(served) == len(set(served)) == len(self.target.mesh.devices)  # shares may be zeros, made there
-        return whole and once and len(hop.rounds) <= 1 and not hop.fills
+        return _in_whole_parts(self.hop, len(self.target.mesh.devices))
 
     def __str__(self) -> str:
         hop = f"{len(self.hop.rounds)} round{'s' if len(self.hop.rounds) != 1 else ''} between the groups"
@@ -144,15 +140,26 @@ def cheapest_crossings(
 
 
 def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
-    """What the messages between the groups cost; those inside of one device cost nothing."""
+    """What the messages between the groups cost: inside of one device nothing; to cut and join pieces a bit."""
     numbers, senders = np.array(union_of(leaving, arriving)), len(leaving.mesh.devices)
-    rounds = [(numbers[np.array(r.pairs)], r.size * itemsize) for r in regions_between(leaving, arriving).rounds]
-    total = sum(cost.messages(pairs, nbytes, senders) for pairs, nbytes in rounds)
+    hop = regions_between(leaving, arriving)
+    rounds = [(numbers[np.array(r.pairs)], r.size * itemsize) for r in hop.rounds]
+    total = 0.0 if _in_whole_parts(hop, len(arriving.mesh.devices)) else 2 * cost.local_step
+    total += sum(cost.messages(pairs, nbytes, senders) for pairs, nbytes in rounds)
     if isinstance(cost, Bytes):  # it knows no links
         ends = arriving.mesh.numbers, leaving.mesh.numbers
         slow = sum(nbytes * int((~np.isin(p[:, 0], ends[0]) & ~np.isin(p[:, 1], ends[1])).sum()) for p, nbytes in rounds)
         total += (SLOW - 1) * slow / senders
     return float(total)
+
+
+def _in_whole_parts(hop: PointToPoint, receivers: int) -> bool:
+    """Whether every consumer gets the whole part of one producer, in one round."""
+    moves = (*hop.copies, *hop.rounds)
+    served = [p for m in moves for write in m.writes for p, on in enumerate(write.active) if on]
+    once = len(served) == len(set(served)) == receivers  # shares may be zeros, made there
+    whole = all(m.source == 0 and m.shape == hop.views[0] == hop.views[1] for m in moves)
+    return whole and once and len(hop.rounds) <= 1 and not hop.fills
 
 
 def _hop_about(source: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:

@@ -10,6 +10,7 @@ from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import CaptureError
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes
+from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.target_report import Inspectable, TargetReport
@@ -89,8 +90,7 @@ class Lowered:
     @property
     def lowered(self) -> Any:
         """What JAX lowered, of a step that runs on one group."""
-        (one,) = self.segments
-        return one
+        return only(self.segments, "what JAX lowered")
 
     def as_text(self) -> str:
         return "\n".join(one.as_text() for one in self.segments)
@@ -121,8 +121,7 @@ class Compiled(Inspectable):
     @property
     def compiled(self) -> Any:
         """What XLA compiled, of a step that runs on one group."""
-        (one,) = self.segments
-        return one
+        return only(self.segments, "what XLA compiled")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         placed = self.known.placed(args, kwargs)

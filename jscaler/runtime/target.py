@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import DeviceError
+from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.buffers import dump_options, read_dump
 from jscaler.report.target_report import TargetReport, collective_rows, xla_bytes
@@ -82,6 +83,7 @@ def compile_for(
             f"the plan '{step.name}' is for {step.plan.num_devices} devices and the target '{cluster.name}' has "
             f"{cluster.num_devices}; plan for {cluster.num_devices}: parallelize(..., devices={cluster.num_devices})"
         )
+    only(step.segments, "the report on a target")
     progress("describing the devices")
     devices = described_devices(cluster)
     started = time.perf_counter()

@@ -183,6 +183,14 @@ def test_a_loop_over_groups_is_refused() -> None:
         jscaler.parallelize(on({"up": [0], "down": [1]}), devices=2)(loop).lower(jnp.ones((2, 4)), jnp.ones((3, 4, 4)))
 
 
+def test_what_is_of_one_group_alone_says_so() -> None:
+    groups, devices = CASES["stages"]
+    lowered = jscaler.parallelize(on(groups), devices=devices)(step).lower(*arguments())
+    for ask in (lambda: lowered.lowered, lambda: lowered.plan.program, lambda: jscaler.cost(lowered, None, "h100")):
+        with pytest.raises(PlanError, match=r"on several device groups, as \d+ executables: .* is of a step on one"):
+            ask()
+
+
 def test_a_value_that_is_taken_otherwise_than_it_was_left_is_noticed() -> None:
     groups, devices = CASES["stages in parts"]
     plan = jscaler.parallelize(on(groups), devices=devices)(step).lower(*arguments()).plan
