@@ -151,7 +151,7 @@ class _Blocks:
     held: dict[tuple[PTensor, int], Key] = field(default_factory=dict)  # tensor, group -> the first block that holds it
     inputs: dict[Key, list[tuple[PTensor, Slot, Layout]]] = field(default_factory=dict)
     imports: dict[Key, list[tuple[PTensor, Slot, Layout, int]]] = field(default_factory=dict)
-    exports: dict[Key, dict[Slot, tuple[Layout, int]]] = field(default_factory=dict)
+    exports: dict[Key, dict[tuple[Slot, Layout], int]] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
     count: int = 0  # values between blocks
 
@@ -166,8 +166,9 @@ class _Blocks:
             for tensor in self.graph.inputs:
                 if tensor in self.completed.inputs and self.completed.inputs[tensor].mesh == group:
                     self._take(key, tensor, self.completed.inputs[tensor])
+            read = self._read_on(key[1]) if len(self.writers) > 1 else self.levels.everywhere
             for tensor, _ in self.graph.constants:
-                if key == min(self.writers) or tensor in self._read_on(key[1]):
+                if tensor in read:
                     self._take(key, tensor, Layout.replicated(group, tensor.shape))
 
     def _read_on(self, group: int) -> set[PTensor]:
@@ -216,10 +217,10 @@ class _Blocks:
         self.held.setdefault((tensor, key[1]), key)
 
     def _export(self, holder: Writer, tensor: PTensor, layout: Layout) -> int:
-        slot, found = holder.read(tensor, layout), self.exports[holder.block]
-        if slot not in found:
-            found[slot] = (layout, self._new())
-        return found[slot][1]
+        end, found = (holder.read(tensor, layout), layout), self.exports[holder.block]
+        if end not in found:
+            found[end] = self._new()
+        return found[end]
 
     def _new(self) -> int:
         self.count += 1
@@ -235,7 +236,7 @@ class _Blocks:
         for key, writer in sorted(self.writers.items(), key=lambda pair: pair[0]):
             taken = sorted(self.inputs[key], key=lambda one: one[0] in self.levels.everywhere)  # constants last
             brought = self.imports[key]
-            left = [*results[key], *((slot, layout, value) for slot, (layout, value) in self.exports[key].items())]
+            left = [*results[key], *((slot, layout, value) for (slot, layout), value in self.exports[key].items())]
             made.append(
                 Program(
                     self.completed.groups[key[1]],
@@ -246,7 +247,7 @@ class _Blocks:
                     tuple(number for *_, number in results[key]),
                     key[0],
                     tuple(value for *_, value in brought),
-                    tuple(value for _, value in self.exports[key].values()),
+                    tuple(self.exports[key].values()),
                 )
             )
         return tuple(made)

@@ -137,8 +137,8 @@ def _function(
     computed = [place for place, i in enumerate(program.results) if i not in returned]
     computed += range(len(program.results), len(program.outputs))
 
-    def run(*given: Any) -> list[Any]:
-        results = fun(*given[: len(takes)], *values, *given[len(takes) :])
+    def run(*leaves: Any) -> list[Any]:  # in XLA's text arguments go by this name
+        results = fun(*leaves[: len(takes)], *values, *leaves[len(takes) :])
         return [results[place] for place in computed]
 
     numbers = (*program.results, *program.exports)
