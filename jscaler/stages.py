@@ -17,11 +17,14 @@ from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes, PassRun, run_passes
 from jscaler.lower.blocks import make_programs
+from jscaler.lower.cut import cut
 from jscaler.lower.flat_program import FlatProgram, all_items
+from jscaler.lower.instructions import instructions
 from jscaler.lower.numbering import flatten
 from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import complete
+from jscaler.materialize.group_passes import GROUP_PASSES
 from jscaler.primitives import Order, Plan, Store, make_plan
 from jscaler.primitives.plan_matches import check_fits
 from jscaler.rules.rule_book import RuleBook
@@ -103,7 +106,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     passes = flat_passes(without)
     at = Planned(captured.graph, plan, captured.rules, captured.bodies)
     source, first = run_passes(at, TO_SOURCE, _num_ops)
-    at, rest = run_passes(source, TO_LAYOUTS, _num_ops)
+    at, rest = run_passes(source, (*TO_LAYOUTS, *GROUP_PASSES), _num_ops)
     graph = at.graph
     orders = [d for d in at.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
@@ -113,12 +116,27 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     completed = complete(graph, at.plan, captured.rules, cost, at.pieces)
     runs: list[PassRun[Any]] = [*first, *rest]
     segments: list[Segment] = []
-    programs, transfers = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
-    for program in programs:
+    made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
+    values = made.values
+    for program in made.programs:
         flat, flattened = run_passes(flatten(program, captured.source), passes, _num_items)
-        segments.append(Segment(program, flat))
+        blocks, values = cut(program, flat, values)
+        segments.append(Segment(program, flat, blocks))
         runs += flattened
-    return StepPlan(source.graph, graph, plan, completed, tuple(segments), Passes(tuple(runs)), cost, transfers)
+    every = [block for segment in segments for block in segment.blocks]
+    steps = instructions(graph, every, made.transfers, made.spanning, len(graph.outputs), plan.table)
+    return StepPlan(
+        source.graph,
+        graph,
+        plan,
+        completed,
+        tuple(segments),
+        Passes(tuple(runs)),
+        cost,
+        made.transfers,
+        made.spanning,
+        steps,
+    )
 
 
 def _num_ops(at: Planned) -> int:

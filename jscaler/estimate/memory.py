@@ -1,7 +1,6 @@
 """``Memory``: what one device holds while a step runs, by what it is for; and what of it an estimate sees."""
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,7 +10,7 @@ from jax.extend import core
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.lower.flat_program import FlatProgram
-from jscaler.lower.segment import Segment
+from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.xla_model.block import Value
 from jscaler.xla_model.lifetimes import Moment, lifetimes
 from jscaler.xla_model.to_block import Blocks, nbytes
@@ -117,23 +116,22 @@ def estimated_memory(graph: Graph, segments: Sequence[Segment], donated: bool = 
         donated: whether state is updated in place: the next version of a leaf takes its buffer.
         capacity: what a device has; 0 where that is not known.
     """
-    every = (_of_segment(graph, segment, segments, donated, capacity) for segment in segments)
+    blocks = [block for segment in segments for block in segment.blocks]
+    every = (_of_block(graph, block, blocks, donated, capacity) for block in blocks)
     return max(every, key=lambda found: found.memory.peak)
 
 
-def _of_segment(
-    graph: Graph, segment: Segment, segments: Sequence[Segment], donated: bool, capacity: int
-) -> MemoryEstimate:
-    """The memory while one segment runs: its own, the arguments of its group, and what waits there for later segments."""
-    kinds, flat = tensor_kinds(graph), segment.flat
+def _of_block(graph: Graph, at: PlacedBlock, every: Sequence[PlacedBlock], donated: bool, capacity: int) -> MemoryEstimate:
+    """The memory while one block runs: its own, the arguments of its group, and what waits there for later blocks."""
+    kinds, flat = tensor_kinds(graph), at.flat
     blocks = Blocks(flat.origins.op)
     block = blocks.program(flat)
     held: dict[Held, int] = dict.fromkeys(ARGUMENTS, 0)
-    for tensor, var in _arguments(segment, segments).items():
+    for tensor, var in _arguments(at, every).items():
         held[kinds[tensor]] += nbytes(var)
-    waiting = _waiting(segment, segments)
+    waiting = _waiting(at, every)
     arguments = sum(held.values()) + waiting
-    over = _in_place(graph, segment, blocks) if donated else {}
+    over = _in_place(graph, at, blocks) if donated else {}
     variables = {value: var for var, value in blocks.values.items()}
 
     @functools.cache
@@ -152,29 +150,28 @@ def _of_segment(
     return MemoryEstimate(memory, live, timeline)
 
 
-def _arguments(segment: Segment, segments: Sequence[Segment]) -> dict[PTensor, core.Var]:
-    """All arguments and constants that lie on the group of ``segment``."""
-    group = segment.program.group
-    ends = [zip(s.program.tensors, s.flat.inputs, strict=True) for s in segments if s.program.group == group]
-    counts = [len(s.flat.inputs) - len(s.program.imports) for s in segments if s.program.group == group]
-    return {t: var for pairs, count in zip(ends, counts, strict=True) for t, var in itertools.islice(pairs, count)}
+def _arguments(at: PlacedBlock, every: Sequence[PlacedBlock]) -> dict[PTensor, core.Var]:
+    """All arguments and constants that lie on the group of a block."""
+    return {
+        t: v for block in every if block.group == at.group for t, v in zip(block.takes, block.flat.inputs, strict=False)
+    }
 
 
-def _waiting(segment: Segment, segments: Sequence[Segment]) -> int:
-    """Bytes of the values of other segments that ``segment`` takes, and of those that lie on its group for later ones."""
-    at = segments.index(segment)
-    own = [(n, s) for n, s in enumerate(segments) if s.program.group == segment.program.group]
-    later = {v for n, s in own if n > at for v in s.program.imports}
-    taken = zip(reversed(segment.program.imports), reversed(segment.flat.inputs), strict=False)
-    left = (zip(reversed(s.program.exports), reversed(s.flat.outputs), strict=False) for n, s in own if n < at)
+def _waiting(at: PlacedBlock, every: Sequence[PlacedBlock]) -> int:
+    """Bytes of the values of other blocks that ``at`` takes, and of those that lie on its group for later ones."""
+    place = every.index(at)
+    own = [(n, block) for n, block in enumerate(every) if block.group == at.group]
+    later = {v for n, block in own if n > place for v in block.imports}
+    taken = zip(at.imports, at.flat.inputs[len(at.takes) :], strict=True)
+    left = (zip(b.exports, b.flat.outputs[len(b.results) :], strict=True) for n, b in own if n < place)
     kept = [pair for pairs in left for pair in pairs if pair[0] in later]
     return sum(nbytes(var) for var in dict([*taken, *kept]).values() if isinstance(var, core.Var))
 
 
-def _in_place(graph: Graph, segment: Segment, blocks: Blocks) -> dict[Value, Value]:
+def _in_place(graph: Graph, at: PlacedBlock, blocks: Blocks) -> dict[Value, Value]:
     """Output -> the argument whose next version it is."""
-    inputs = dict(zip(segment.program.tensors, segment.flat.inputs, strict=True))
-    outputs = dict(zip(segment.program.results, segment.flat.outputs, strict=False))  # then values for others
+    inputs = dict(zip(at.takes, at.flat.inputs, strict=False))
+    outputs = dict(zip(at.results, at.flat.outputs, strict=False))  # then values for others
     versions = ((o, graph.inputs[i]) for o, i in graph.next_version.items())
     pairs = [(outputs[o], inputs[t]) for o, t in versions if o in outputs and t in inputs]
     return {blocks.value(new): blocks.value(old) for new, old in pairs if isinstance(new, core.Var)}

@@ -9,7 +9,6 @@ from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError
 from jscaler.estimate.cost import Cost, OpCost
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader
-from jscaler.estimate.work import Work, work_of
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
 from jscaler.lower.segment import only
@@ -17,6 +16,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
 from jscaler.stages import Captured, lower, transform
+from jscaler.xla_model.work import Work, work_of
 
 
 def cost(

@@ -1,36 +1,40 @@
-"""Blocks: what device groups run between crossings, each a program; and what goes from block to block.
+"""What runs on which device group, and what goes from group to group: a program for each group and region of a step.
 
-An op's *level* is the number of crossings on the longest way to it. Ops of one group and one level are a block, which
-runs when all blocks of lower levels have::
+A *region* is a stretch of the step: all of it; or, where the ops of a loop over micro-batches lie on several groups, what
+stands in front of that loop, its body, and what stands behind. Within a region an op's *level* is the number of crossings
+on the longest way to it::
 
-    group 0   │ level 0 ├──────────────────┤ level 2 │      a value that a later block of the same group reads
+    group 0   │ level 0 ├──────────────────┤ level 2 │      a value that a later level of the same group reads
     group 1             └──► level 1 ──────┘                stays where it is; one that another group reads crosses
 
-Between blocks a value is an array of its devices' parts, one behind the other: so any layout can cross, also value shares
-and uneven blocks, in the order in which the group's mesh has its devices.
+`lower.cut` cuts each program by these levels. A value that goes from program to program is an array of its devices' parts,
+one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh has
+its devices.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
 
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Nest, Op, PTensor, nested
-from jscaler.ir.loop import Item
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
+from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.walk import closure
 from jscaler.lower.program import Program, Slot, Writer
 from jscaler.lower.sums import summing_dtypes
-from jscaler.materialize import Completed, Layout
+from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.materialize.crossing import Crossing, find_crossing
 from jscaler.rules.rule_book import RuleBook
 
-Key = tuple[int, int]  # level, number of the group: blocks run in this order
+Key = tuple[int, int]  # number of a region, number of a group: a program
+FRONT = -1  # the level of what is there before the first block of a region, or of an iteration, runs
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that crosses from group to group, behind the blocks of its level.
+    """A value that crosses from group to group, behind the blocks of ``level`` of ``region``.
 
     Attributes:
         source, target: the numbers of the value that leaves, and of the one that arrives.
@@ -41,6 +45,59 @@ class Transfer:
     source: int
     target: int
     crossing: Crossing
+    region: int = 0
+    level: int = 0
+
+
+@dataclass(frozen=True)
+class CarriedValue:
+    """The numbers of a carry's values: in front of the loop, taken and left by an iteration, and behind the last."""
+
+    init: int
+    inside: int
+    out: int
+    final: int
+    is_sum: bool
+
+
+@dataclass(frozen=True)
+class StackedValue:
+    """The numbers of what iterations leave, and of the stack of all of these."""
+
+    piece: int
+    stack: int
+
+
+@dataclass(frozen=True)
+class SpanningLoop:
+    """A loop whose body lies on several groups.
+
+    Attributes:
+        region: that of its body.
+        indices: the numbers of the values that are the iteration's number, on each group that reads it.
+    """
+
+    loop: Loop
+    region: int
+    carries: tuple[CarriedValue, ...]
+    stacks: tuple[StackedValue, ...]
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A step on device groups.
+
+    Attributes:
+        programs: by region, then by group.
+        spanning: the loop over groups, if there is one.
+        values: how many numbers of values are taken; results have the first ones.
+    """
+
+    programs: tuple[Program, ...]
+    transfers: tuple[Transfer, ...]
+    spanning: SpanningLoop | None
+    values: int
 
 
 def make_programs(
@@ -51,8 +108,8 @@ def make_programs(
     after: Mapping[str, Sequence[str]],
     cost: CostModel = FEW_STEPS,
     reduce_dtype: str | None = None,
-) -> tuple[tuple[Program, ...], tuple[Transfer, ...]]:
-    """Lay the ops of each block out in ``order``, with an adapter wherever a reader wants another layout than is at hand.
+) -> Programs:
+    """Lay ops out in ``order``, on each group, with an adapter wherever a reader wants another layout than is at hand.
 
     Args:
         after: op path -> paths of ops that ``op_order`` puts before it.
@@ -60,19 +117,75 @@ def make_programs(
         reduce_dtype: the dtype in which gradients are added between devices; see `lower.sums` for the default.
 
     Raises:
-        PlanError: the ops of a loop lie on several groups.
+        PlanError: a loop lies on several groups which cannot be lowered so.
     """
-    levels = _Levels(graph, completed, after)
-    items = nested(order, graph.loops)
-    for item in items:
-        levels.add(item)
+    regions = _regions(graph, nested(order, graph.loops), completed, after)
     dtypes = summing_dtypes(graph, order, reduce_dtype)
-    blocks = _Blocks(graph, completed, cost, levels)
-    for key in levels.blocks():
-        blocks.open(key, Writer(graph, completed, book, cost, dtypes, after, blocks.bring))
-    for item in sorted(items, key=lambda item: levels.of_item[_name(item)][0]):  # the first block that reads it brings it
-        blocks.writers[levels.of_item[_name(item)]].write([item])
-    return blocks.programs(), tuple(blocks.transfers)
+    made = _Blocks(graph, completed, cost, regions, _Levels(graph, completed, after))
+
+    def writer(key: Key) -> Writer:
+        return Writer(graph, completed, book, cost, dtypes, after, made.bring, key)
+
+    made.new_writer = writer
+    made.run()
+    return Programs(made.programs(), tuple(made.transfers), made.spanning, made.count)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of the step: ``items`` in order; of a loop over groups those of its body."""
+
+    items: tuple[Item, ...]
+    loop: Loop | None = None
+
+
+def _regions(graph: Graph, items: Sequence[Item], completed: Completed, after: Mapping[str, Sequence[str]]) -> list[Region]:
+    """One region; or three, where a loop lies on several groups: what it needs runs in front of it."""
+    spanning = [item for item in items if isinstance(item, Nest) and len(_groups(item, completed)) > 1]
+    if not spanning:
+        return [Region(tuple(items))]
+    nest = _checked(spanning, completed)
+    maker = {t: item for item in items for t in made_by(item)}
+    of_op = {op.path: item for item in items for op in _ops(item)}
+
+    def needs(item: Item) -> list[Item]:
+        found = [maker[t] for t in reads_of(item) if t in maker]
+        found += [of_op[p] for op in _ops(item) for p in after.get(op.path, ()) if p in of_op]
+        return [other for other in found if other is not item]
+
+    needed = {id(item) for item in closure([nest], needs)}
+    before = tuple(item for item in items if id(item) in needed and item is not nest)
+    behind = tuple(item for item in items if id(item) not in needed)
+    return [Region(before), Region(nest.items, nest.loop), Region(behind)]
+
+
+def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
+    """The one loop over groups that there may be.
+
+    Raises:
+        PlanError: there are two; it is the model's own; a loop in it is on several groups, too.
+    """
+    nest, *others = spanning
+    if others:
+        raise PlanError(
+            f"two loops have ops on several device groups, '{nest.loop.name}' and '{others[0].loop.name}': one loop over "
+            "micro-batches may; give the ops of both one time axis, or place those of one on a single group"
+        )
+    inner = next((i for i in nest.items if isinstance(i, Nest) and len(_groups(i, completed)) > 1), None)
+    own = inner if inner is not None else nest
+    if inner is not None or not nest.loop.time:
+        (one, first), (other, second), *_ = _groups(own, completed).items()
+        raise PlanError(
+            f"the loop '{own.loop.name}' has ops on several device groups, '{first.path}' on {list(one.devices)} and "
+            f"'{second.path}' on {list(other.devices)}: only the loop over micro-batches may, outermost; place all ops of "
+            "this one on one group, or write its layers as a Python loop"
+        )
+    return nest
+
+
+def _groups(item: Item, completed: Completed) -> dict[DeviceMesh, Op]:
+    """The groups of an item, each with an op that lies there."""
+    return {completed.ops[op.path].placement.group: op for op in _ops(item)}
 
 
 def _name(item: Item) -> str:
@@ -85,169 +198,312 @@ def _ops(item: Item) -> list[Op]:
 
 @dataclass
 class _Levels:
+    """The level of every op of a region, and of what it makes."""
+
     graph: Graph
     completed: Completed
     after: Mapping[str, Sequence[str]]
-    of_item: dict[str, Key] = field(default_factory=dict)  # by path, or the loop's name
-    of_op: dict[str, Key] = field(default_factory=dict)
-    of_tensor: dict[PTensor, Key] = field(default_factory=dict)
+    of_op: dict[str, tuple[int, int]] = field(default_factory=dict)  # path -> level, group; of this region
+    of_tensor: dict[PTensor, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbers = {group: number for number, group in enumerate(self.completed.groups)}
-        self.number = numbers
-        self.of_tensor.update({t: (0, numbers[layout.mesh]) for t, layout in self.completed.inputs.items()})
-        self.everywhere = {t for t, _ in self.graph.constants}
+        self.number = {group: number for number, group in enumerate(self.completed.groups)}
 
-    def add(self, item: Item) -> None:
-        """Give ``item`` its level; what it reads and waits for has one."""
+    def start(self, carried: Mapping[PTensor, int], in_loop: bool) -> None:
+        """A new region, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
+
+        Arguments of the step leave their group behind the first level; a loop finds them there.
+        """
+        inputs = {} if in_loop else self.completed.inputs
+        self.of_op, self.of_tensor = {}, {t: (0, self.number[layout.mesh]) for t, layout in inputs.items()}
+        self.of_tensor.update({t: (0, group) for t, group in carried.items()})
+
+    def add(self, item: Item) -> int:
+        """Give ``item`` its level; what it reads and waits for has one. Returns its group."""
         ops = _ops(item)
-        groups = {self.completed.ops[op.path].placement.group: op for op in ops}
-        if len(groups) > 1:
-            assert isinstance(item, Nest)
-            (one, first), (other, second), *_ = groups.items()
-            raise PlanError(
-                f"the loop '{item.loop.name}' has ops on several device groups, '{first.path}' on {list(one.devices)} and "
-                f"'{second.path}' on {list(other.devices)}: it cannot be lowered yet; place all ops of a loop on one group"
-            )
-        group = self.number[next(iter(groups))]
-        own = {op.path for op in ops}
+        group = self.number[next(iter(_groups(item, self.completed)))]
         operands = [t for op in ops for t in op.inputs]
-        if isinstance(item, Nest):
-            operands += item.loop.operands
-        before = [self.of_tensor[t] for t in operands if t in self.of_tensor and t not in self.everywhere]
-        before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p not in own and p in self.of_op]
-        key = self._behind(before, group)
-        self.of_item[_name(item)] = key
-        self.of_op.update(dict.fromkeys(own, key))
+        operands += item.loop.operands if isinstance(item, Nest) else []
+        before = [self.of_tensor[t] for t in operands if t in self.of_tensor]
+        before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
+        key = max((level + (other != group) for level, other in before), default=0), group
+        self.of_op.update(dict.fromkeys((op.path for op in ops), key))
         made = [t for op in ops for t in op.outputs]
         made += item.loop.results if isinstance(item, Nest) else []
         self.of_tensor.update(dict.fromkeys(made, key))
-
-    def _behind(self, before: Iterable[Key], group: int) -> Key:
-        return max((level + (number != group) for level, number in before), default=0), group
-
-    def of_output(self, number: int) -> Key:
-        """The block that leaves a result of the step as it is to lie: the one that makes it, or one behind the crossing."""
-        tensor, layout = self.graph.outputs[number], self.completed.outputs[number]
-        group = self.number[layout.mesh]
-        if tensor in self.everywhere or tensor not in self.of_tensor:
-            return 0, group
-        return self._behind([self.of_tensor[tensor]], group)
-
-    def blocks(self) -> list[Key]:
-        """All blocks in the order in which they run; of a group that holds an argument, the first is of level 0."""
-        found = {*self.of_item.values(), *map(self.of_output, range(len(self.graph.outputs)))}
-        found |= {(0, self.number[layout.mesh]) for layout in self.completed.inputs.values()}
-        return sorted(found or {(0, 0)})
+        return group
 
 
 @dataclass
 class _Blocks:
+    """Writes the programs of all regions.
+
+    Attributes:
+        held: tensor, group -> the program of that group that has it, or in which it arrives.
+        given: of a program, its slots that are not its own: the argument, or the number of the value.
+        finals: what a loop over groups leaves -> the number of the value, and its layout.
+    """
+
     graph: Graph
     completed: Completed
     cost: CostModel
+    regions: Sequence[Region]
     levels: _Levels
+    new_writer: Callable[[Key], Writer] = field(init=False)
     writers: dict[Key, Writer] = field(default_factory=dict)
-    held: dict[tuple[PTensor, int], Key] = field(default_factory=dict)  # tensor, group -> the first block that holds it
+    held: dict[tuple[PTensor, int], Key] = field(default_factory=dict)
+    given: dict[Key, dict[Slot, PTensor | int]] = field(default_factory=dict)
     inputs: dict[Key, list[tuple[PTensor, Slot, Layout]]] = field(default_factory=dict)
-    imports: dict[Key, list[tuple[PTensor, Slot, Layout, int]]] = field(default_factory=dict)
-    exports: dict[Key, dict[tuple[Slot, Layout], int]] = field(default_factory=dict)
+    imports: dict[Key, list[tuple[PTensor, Slot, Layout, int, int]]] = field(default_factory=dict)  # value, level
+    exports: dict[Key, list[tuple[Slot, Layout, int, int | None]]] = field(default_factory=dict)  # value, level
+    left: dict[tuple[Key, Slot, Layout, int | None], int] = field(default_factory=dict)
+    own_levels: dict[Key, int] = field(default_factory=dict)
+    pinned: dict[Key, dict[str, int]] = field(default_factory=dict)
+    finals: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
+    inside: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
+    indices: dict[int, int] = field(default_factory=dict)  # group -> number of the value
+    slices: set[PTensor] = field(default_factory=set)  # the iteration's number, in the loop's words
+    made: dict[PTensor, tuple[Key, int]] = field(default_factory=dict)  # the program that makes it, and its level
     transfers: list[Transfer] = field(default_factory=list)
-    count: int = 0  # values between blocks
+    spanning: SpanningLoop | None = None
+    region: int = 0
 
-    def open(self, key: Key, writer: Writer) -> None:
-        """The next block; the first of a group takes all arguments that lie there, and the constants that it reads."""
-        first = all(other[1] != key[1] for other in self.writers)
-        self.writers[key] = writer
-        self.inputs[key], self.imports[key], self.exports[key] = [], [], {}
-        writer.block = key
-        if first:
-            group = self.completed.groups[key[1]]
-            for tensor in self.graph.inputs:
-                if tensor in self.completed.inputs and self.completed.inputs[tensor].mesh == group:
-                    self._take(key, tensor, self.completed.inputs[tensor])
-            read = self._read_on(key[1]) if len(self.writers) > 1 else self.levels.everywhere
-            for tensor, _ in self.graph.constants:
-                if tensor in read:
-                    self._take(key, tensor, Layout.replicated(group, tensor.shape))
+    def __post_init__(self) -> None:
+        self.count = len(self.graph.outputs)  # numbers of values, behind those of results
+        self.everywhere = {t for t, _ in self.graph.constants}
+        waits = {p for others in self.levels.after.values() for p in others}
+        self.ordered = waits | self.levels.after.keys()
 
-    def _read_on(self, group: int) -> set[PTensor]:
-        ops = [op for op in self.graph.ops if self.levels.of_op[op.path][1] == group]
-        return {t for op in ops for t in (*op.inputs, *self._operands(op))}
+    def run(self) -> None:
+        """Write all regions; the results are left where they are made, or else in the last."""
+        if len(self.completed.groups) == 1:
+            self._open((0, 0))
+        for number, region in enumerate(self.regions):
+            self.region = number
+            if region.loop is None:
+                self.levels.start({t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False)
+                self._write(region.items)
+            else:
+                self._repeat(region.loop, region.items)
+        self.results: dict[Key, list[tuple[Slot, Layout, int]]] = {}
+        for number, (tensor, layout) in enumerate(zip(self.graph.outputs, self.completed.outputs, strict=True)):
+            key = self._home_of_result(tensor, self.levels.number[layout.mesh])
+            slot = self._open(key).read(tensor, layout)
+            self.results.setdefault(key, []).append((slot, layout, number))
 
-    def _operands(self, op: Op) -> Iterator[PTensor]:
-        for name in filter(None, [op.loop]):
-            yield from self.graph.loops[name].operands
+    def _home_of_result(self, tensor: PTensor, group: int) -> Key:
+        found = self.held.get((tensor, group))
+        return found if found is not None and self.regions[found[0]].loop is None else (self.region, group)
 
-    def _take(self, key: Key, tensor: PTensor, layout: Layout) -> Slot:
-        slot = self.writers[key].define(tensor, layout)
+    def _write(self, items: Iterable[Item]) -> None:
+        for item in items:
+            group = self.levels.add(item)
+            key = self.region, group
+            self._open(key).write([item])
+            level = self.levels.of_op[_ops(item)[0].path][0]
+            self.own_levels[key] = max(self.own_levels[key], level)
+            self.pinned[key].update((op.path, level) for op in _ops(item) if op.path in self.ordered)
+            made = (*_ops(item), item) if isinstance(item, Nest) else (item,)
+            for tensor in (t for one in made for t in (one.outputs if isinstance(one, Op) else one.loop.results)):
+                self.held[tensor, group] = key
+                self.made[tensor] = key, level
+
+    def _repeat(self, loop: Loop, items: Iterable[Item]) -> None:
+        """The body of a loop over groups, once for all iterations."""
+        laid = self.completed.loops[loop.name]
+        number = self.levels.number
+        carried = []
+        for carry, layout in zip(loop.carries, laid.carries, strict=True):
+            front = self._open((self.region - 1, number[layout.mesh]))
+            init = self._leave(front, front.read(carry.init, layout), layout, None, fresh=True)
+            values = CarriedValue(init, self._new(), self._new(), self._new(), carry.is_sum)
+            self.inside[carry.inside] = values.inside, layout
+            carried.append(values)
+        self.levels.start({c.inside: number[y.mesh] for c, y in zip(loop.carries, laid.carries, strict=True)}, True)
+        for x in loop.xs:
+            self._check_counts(loop, x.stack)
+        self.slices = {x.slice for x in loop.xs}
+        self._write(items)
+        exits = []
+        for values, carry, layout in zip(carried, loop.carries, laid.carries, strict=True):
+            writer = self._open((self.region, number[layout.mesh]))
+            self._leave(writer, writer.read(carry.out, layout), layout, None, values.out)
+            self.finals[carry.final] = values.final, layout
+        for y, layout in zip(loop.ys, laid.ys, strict=True):
+            writer = self._open((self.region, number[layout.mesh]))
+            piece, stack = self._leave(writer, writer.read(y.slice, layout), layout, None, fresh=True), self._new()
+            exits.append(StackedValue(piece, stack))
+            self.finals[y.stack] = stack, layout.stacked(loop.length)
+        self.spanning = SpanningLoop(loop, self.region, tuple(carried), tuple(exits), tuple(self.indices.values()))
+
+    def _check_counts(self, loop: Loop, stack: PTensor) -> None:
+        maker = self.graph.producer.get(stack)
+        if maker is None or maker.inputs or len(stack.shape) != 1:
+            raise PlanError(
+                f"the loop '{loop.name}' has ops on several device groups and takes slices of '{stack.name}', which "
+                "another loop leaves: give the ops of both loops one time axis"
+            )
+
+    # -- programs
+
+    def _open(self, key: Key) -> Writer:
+        """The program ``key``; of a step on one group it takes all arguments and constants, else those that it reads."""
+        if key not in self.writers:
+            self.writers[key] = self.new_writer(key)
+            self.inputs[key], self.imports[key], self.exports[key] = [], [], []
+            self.given[key], self.own_levels[key], self.pinned[key] = {}, 0, {}
+            if len(self.completed.groups) == 1:
+                for tensor in self.graph.inputs:
+                    self._take(key, tensor)
+                for tensor, _ in self.graph.constants:
+                    self._take(key, tensor)
+        return self.writers[key]
+
+    def _take(self, key: Key, tensor: PTensor) -> None:
+        group = self.completed.groups[key[1]]
+        constant = tensor in self.everywhere
+        layout = Layout.replicated(group, tensor.shape) if constant else self.completed.inputs[tensor]
+        slot = self._defined(key, tensor, layout)
         self.inputs[key].append((tensor, slot, layout))
+        self.given[key][slot] = tensor
+
+    def _import(self, key: Key, tensor: PTensor, layout: Layout, value: int, level: int = 0) -> None:
+        slot = self._defined(key, tensor, layout)
+        self.imports[key].append((tensor, slot, layout, value, level))
+        self.given[key][slot] = value
+
+    def _defined(self, key: Key, tensor: PTensor, layout: Layout) -> Slot:
+        writer = self.writers[key]
+        inside, writer.tasks = writer.tasks, writer.outermost
+        slot = writer.define(tensor, layout)
+        writer.tasks = inside
         return slot
 
-    def bring(self, key: Key, tensor: PTensor, layout: Layout) -> None:
-        """Define ``tensor``, which another block holds, in the block ``key``: in ``layout``, or close to it."""
-        group = self.completed.groups[key[1]]
-        constant = tensor in self.levels.everywhere
-        if constant or (tensor in self.completed.inputs and self.completed.inputs[tensor].mesh == group):
-            self._take(key, tensor, Layout.replicated(group, tensor.shape) if constant else self.completed.inputs[tensor])
-            return
-        origin = self.levels.of_tensor[tensor]
-        if origin[1] == key[1] or (tensor, key[1]) in self.held:
-            holder = self.writers[self.held.get((tensor, key[1]), origin)]
-            known = holder.nearest(tensor, _between(layout))
-            self._import(key, tensor, known, self._export(holder, tensor, known))
-            return
-        holder = self.writers[origin]
-        leaving, arriving = self._ends(tensor, [known for known, _ in holder.slots[tensor]], layout)
-        source, target = self._export(holder, tensor, leaving), self._new()
-        self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving)))
-        self._import(key, tensor, arriving, target)
+    def _leave(
+        self, writer: Writer, slot: Slot, layout: Layout, level: int | None, value: int | None = None, fresh: bool = False
+    ) -> int:
+        """The number of the value that ``writer`` leaves behind ``level``; None for the end of its region."""
+        end = (writer.key, slot, layout, level)
+        if value is None and not fresh and end in self.left:
+            return self.left[end]
+        number = self._new() if value is None else value
+        self.exports[writer.key].append((slot, layout, number, level))
+        if value is None and not fresh:
+            self.left[end] = number
+        return number
 
-    def _ends(self, tensor: PTensor, held: Iterable[Layout], wanted: Layout) -> tuple[Layout, Layout]:
+    def _new(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    # -- from program to program
+
+    def bring(self, key: Key, tensor: PTensor, layout: Layout) -> None:
+        """Define ``tensor``, which another program has, in the program ``key``: in ``layout``, or close to it."""
+        region, number = key
+        group = self.completed.groups[number]
+        in_loop = self.regions[region].loop is not None
+        if tensor in self.everywhere or (self._lies(tensor, group) and not in_loop):
+            self._take(key, tensor)
+        elif in_loop and not self._in_body(tensor):
+            self._hand_on(key, tensor, layout)
+        elif in_loop and tensor in self.slices:
+            if number not in self.indices:
+                self.indices[number] = self._new()
+            self._import(key, tensor, Layout.replicated(group, ()), self.indices[number])
+        elif in_loop and tensor in self.inside and self.inside[tensor][1].mesh == group:
+            value, carried = self.inside[tensor]
+            self._import(key, tensor, carried, value)
+        elif tensor in self.finals and self.finals[tensor][1].mesh == group:
+            value, final = self.finals[tensor]
+            self._import(key, tensor, final, value)
+        elif (tensor, number) in self.held:
+            front = self.writers[self.held[tensor, number]]
+            known = front.nearest(tensor, _between(layout))
+            self._pass_on(front, tensor, known, key)
+        else:
+            self._cross(key, tensor, layout)
+        self.held.setdefault((tensor, number), key)
+
+    def _lies(self, tensor: PTensor, group: DeviceMesh) -> bool:
+        return tensor in self.completed.inputs and self.completed.inputs[tensor].mesh == group
+
+    def _in_body(self, tensor: PTensor) -> bool:
+        return tensor in self.levels.of_tensor or tensor in self.slices
+
+    def _hand_on(self, key: Key, tensor: PTensor, layout: Layout) -> None:
+        """What all iterations read of the program around them is brought to its layout once, in front of the loop."""
+        group = self.completed.groups[key[1]]
+        if self._lies(tensor, group) and self.completed.inputs[tensor] == layout:
+            self._take(key, tensor)
+        else:
+            self._pass_on(self._open((key[0] - 1, key[1])), tensor, _between(layout), key)
+
+    def _pass_on(self, front: Writer, tensor: PTensor, layout: Layout, key: Key) -> None:
+        """From an earlier program of the same group; what that has only been given is taken from where it comes from."""
+        slot = front.read(tensor, layout)
+        origin = self.given[front.key].get(slot)
+        if isinstance(origin, PTensor):
+            self._take(key, tensor)
+        elif origin is not None:
+            own = next(one for one in self.imports[front.key] if one[1] == slot)
+            self._import(key, tensor, own[2], origin)
+        else:
+            self._import(key, tensor, layout, self._leave(front, slot, layout, None))
+
+    def _cross(self, key: Key, tensor: PTensor, layout: Layout) -> None:
+        """From another group: out of the program that makes it, or that has been given it."""
+        origin, level = self.made[tensor] if tensor in self.made else ((key[0], self._group_of(tensor)), 0)
+        holder = self._open(origin)
+        if tensor not in holder.slots:
+            self.bring(origin, tensor, layout)
+        leaving, arriving = self._ends(tensor, [known for known, _ in holder.slots[tensor]], layout)
+        slot, target = holder.read(tensor, leaving), self._new()
+        source = self.given[origin].get(slot)
+        if isinstance(source, int):
+            level = FRONT  # given to it from in front of its region
+        else:
+            source = self._leave(holder, slot, leaving, level)
+        self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
+        self._import(key, tensor, arriving, target, level + 1 if origin[0] == key[0] else 0)
+
+    def _group_of(self, tensor: PTensor) -> int:
+        """Where an argument lies, or what a loop over groups finds and leaves."""
+        ends = self.inside if tensor in self.inside else self.finals
+        layout = ends[tensor][1] if tensor in ends else self.completed.inputs[tensor]
+        return self.levels.number[layout.mesh]
+
+    def _ends(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> tuple[Layout, Layout]:
         """How a tensor that is ``held`` leaves its group, and how it arrives where it is ``wanted``."""
         if not wanted.sizes or jax.dtypes.issubdtype(tensor.dtype, jax.dtypes.extended):  # a key is not cut into pieces
-            origin = next(iter(held)).mesh
-            return Layout.replicated(origin, tensor.shape), Layout.replicated(wanted.mesh, tensor.shape)
+            return Layout.replicated(held[0].mesh, tensor.shape), Layout.replicated(wanted.mesh, tensor.shape)
         crossings = (find_crossing(known, wanted, tensor.itemsize, self.cost) for known in dict.fromkeys(held))
         best = min(crossings, key=lambda found: found.cost)
         return best.leave.target, best.arrive.source
 
-    def _import(self, key: Key, tensor: PTensor, layout: Layout, value: int) -> None:
-        self.imports[key].append((tensor, self.writers[key].define(tensor, layout), layout, value))
-        self.held.setdefault((tensor, key[1]), key)
-
-    def _export(self, holder: Writer, tensor: PTensor, layout: Layout) -> int:
-        end, found = (holder.read(tensor, layout), layout), self.exports[holder.block]
-        if end not in found:
-            found[end] = self._new()
-        return found[end]
-
-    def _new(self) -> int:
-        self.count += 1
-        return len(self.graph.outputs) + self.count - 1
-
     def programs(self) -> tuple[Program, ...]:
-        """All blocks, in the order in which they run."""
-        results: dict[Key, list[tuple[Slot, Layout, int]]] = {key: [] for key in self.writers}
-        for number, (tensor, layout) in enumerate(zip(self.graph.outputs, self.completed.outputs, strict=True)):
-            key = self.levels.of_output(number)
-            results[key].append((self.writers[key].read(tensor, layout), layout, number))
+        """All programs, by region and by group."""
         made = []
         for key, writer in sorted(self.writers.items(), key=lambda pair: pair[0]):
-            taken = sorted(self.inputs[key], key=lambda one: one[0] in self.levels.everywhere)  # constants last
-            brought = self.imports[key]
-            left = [*results[key], *((slot, layout, value) for (slot, layout), value in self.exports[key].items())]
+            taken = sorted(self.inputs[key], key=lambda one: one[0] in self.everywhere)  # constants last
+            brought, left, results = self.imports[key], self.exports[key], self.results.get(key, [])
+            loop = self.regions[key[0]].loop
             made.append(
                 Program(
                     self.completed.groups[key[1]],
                     tuple(writer.tasks),
                     tuple((slot, layout) for _, slot, layout, *_ in (*taken, *brought)),
-                    tuple((slot, layout) for slot, layout, _ in left),
+                    tuple((slot, layout) for slot, layout, *_ in (*results, *left)),
                     tuple(tensor for tensor, *_ in (*taken, *brought)),
-                    tuple(number for *_, number in results[key]),
+                    tuple(number for *_, number in results),
                     key[0],
-                    tuple(value for *_, value in brought),
-                    tuple(self.exports[key].values()),
+                    tuple(value for *_, value, _ in brought),
+                    tuple(value for *_, value, _ in left),
+                    tuple(level for *_, level in brought),
+                    tuple(level for *_, level in left),
+                    self.own_levels[key],
+                    self.pinned[key],
+                    loop.length if loop is not None else 1,
                 )
             )
         return tuple(made)

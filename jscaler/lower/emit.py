@@ -11,14 +11,14 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jscaler.capture.jaxprs import evaluate, make_jaxpr
+from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape
 from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.flat_program import Exchange, FlatLoop, Item
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
 from jscaler.lower.program import Extend
 from jscaler.lower.scopes import adapter_scope
-from jscaler.lower.segment import Segment
+from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.materialize import DeviceMesh, Layout
 
 
@@ -38,18 +38,21 @@ def sharding(layout: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def boundary_shardings(
-    ends: Sequence[tuple[int, Layout]], values: int, mesh: Mesh | AbstractMesh
-) -> tuple[NamedSharding, ...]:
-    """Of a program's inputs, or outputs; the last ``values`` go from block to block: all devices' parts in a row."""
-    own = [sharding(layout, mesh) for _, layout in ends[: len(ends) - values]]
-    in_a_row = [PartitionSpec(mesh.axis_names) if layout.sizes else PartitionSpec() for _, layout in ends[len(own) :]]
+def boundary_shardings(ends: Sequence[Layout | None], values: int, mesh: Mesh | AbstractMesh) -> tuple[NamedSharding, ...]:
+    """Of a block's inputs, or outputs; the last ``values`` go from block to block: all devices' parts in a row."""
+    own = [sharding(layout, mesh) for layout in ends[: len(ends) - values] if layout is not None]
+    in_a_row = [PartitionSpec(mesh.axis_names) if in_row(layout) else PartitionSpec() for layout in ends[len(own) :]]
     return (*own, *(NamedSharding(mesh, spec) for spec in in_a_row))
 
 
-def value_shape(layout: Layout) -> tuple[int, ...]:
-    """The shape of a value between blocks that lies in ``layout``."""
-    return stacked(len(layout.mesh.devices), layout.local_shape) if layout.sizes else ()
+def in_row(layout: Layout | None) -> bool:
+    """Whether a value between blocks is its devices' parts in a row: all but scalars that go from program to program."""
+    return layout is None or bool(layout.sizes)
+
+
+def value_shape(layout: Layout | None, group: DeviceMesh, local: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a value between blocks of which each device of ``group`` has ``local``."""
+    return stacked(len(group.devices), local) if in_row(layout) else ()
 
 
 def stacked(count: int, local: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,21 +60,50 @@ def stacked(count: int, local: tuple[int, ...]) -> tuple[int, ...]:
     return (count * local[0], *local[1:]) if local else (count,)
 
 
-def emit(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
-    """A function of the segment's inputs (whole arrays, to be jitted) that returns its outputs."""
-    program, flat = segment.program, segment.flat
+def emit(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
+    """A function of the block's inputs (whole arrays, to be jitted) that returns its outputs."""
+    kept_in = [not shape(v) and layout is None for v, layout in zip(block.flat.inputs, block.inputs, strict=True)]
+    kept_out = [layout is None for layout in block.outputs]
 
     def local(*args: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
-        for axes, var in flat.part_indices:
-            env[var] = lax.axis_index(axis_names(axes))
-        _run(flat.items, env, program.group, flat.source)
-        return [_value(env, v) for v in flat.outputs]
+        made = run_block(block, [x.reshape(()) if kept else x for x, kept in zip(args, kept_in, strict=True)])
+        return [jnp.reshape(x, (1,)) if kept and not jnp.shape(x) else x for x, kept in zip(made, kept_out, strict=True)]
+
+    if not block.group.axes:
+        return local  # one device: nothing to shard
+    in_specs = tuple(s.spec for s in boundary_shardings(block.inputs, len(block.imports), mesh))
+    out_specs = [s.spec for s in boundary_shardings(block.outputs, len(block.exports), mesh)]
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def run_block(block: PlacedBlock, args: Sequence[Any]) -> list[Any]:
+    """What one device computes, of its parts."""
+    flat = block.flat
+    env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
+    for axes, var in flat.part_indices:
+        env[var] = lax.axis_index(axis_names(axes))
+    _run(flat.items, env, block.group, flat.source)
+    return [_value(env, v) for v in flat.outputs]
+
+
+def emit_in_turn(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
+    """All blocks of a segment as one function of its program's inputs, one after another: what the verifier looks at."""
+    program = segment.program
+    (layouts_in, layouts_out) = ([layout for _, layout in ends] for ends in (program.inputs, program.outputs))
+
+    def local(*args: Any) -> list[Any]:
+        own = len(program.tensors) - len(program.imports)
+        leaves = dict(zip(program.tensors[:own], args, strict=False))
+        values: dict[int, Any] = dict(zip(program.imports, args[own:], strict=True))
+        for block in segment.blocks:
+            made = run_block(block, [*(leaves[t] for t in block.takes), *(values[v] for v in block.imports)])
+            values.update(zip((*block.results, *block.exports), made, strict=True))
+        return [values[number] for number in (*program.results, *program.exports)]
 
     if not program.group.axes:
-        return local  # one device: nothing to shard
-    in_specs = tuple(s.spec for s in boundary_shardings(program.inputs, len(program.imports), mesh))
-    out_specs = [s.spec for s in boundary_shardings(program.outputs, len(program.exports), mesh)]
+        return local
+    in_specs = tuple(s.spec for s in boundary_shardings(layouts_in, len(program.imports), mesh))
+    out_specs = [s.spec for s in boundary_shardings(layouts_out, len(program.exports), mesh)]
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

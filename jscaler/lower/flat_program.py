@@ -79,6 +79,25 @@ def reads(item: Item) -> list[core.Var]:
     return [a for a in atoms if isinstance(a, core.Var)]
 
 
+def with_reads(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
+    """``item``, which reads other variables of the program around it."""
+
+    def new(atom: Atom) -> Atom:
+        return table.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    if isinstance(item, Exchange):
+        return dataclasses.replace(item, input=new(item.input))
+    if isinstance(item, core.JaxprEqn):
+        return item.replace(invars=[new(a) for a in item.invars])
+    return dataclasses.replace(
+        item,
+        items=tuple(with_reads(inner, table) for inner in item.items),
+        carries=tuple((new(init), inside, new(out), final) for init, inside, out, final in item.carries),
+        xs=tuple((new(stack), piece) for stack, piece in item.xs),
+        ys=tuple((new(piece), stack) for piece, stack in item.ys),
+    )
+
+
 def results(item: Item) -> list[core.Var]:
     """What an item defines."""
     if isinstance(item, Exchange):

@@ -114,14 +114,18 @@ def walk(tasks: Iterable[Task], times: int = 1) -> Iterator[tuple[Compute | Adap
 
 @dataclass(frozen=True)
 class Program:
-    """What a device group does between crossings; of a step on one group, all of it.
+    """What a device group does in one region of the step; of a step on one group, all of it.
 
     Attributes:
-        inputs: a slot and a layout for each of ``tensors``: inputs of the step, constants, then values of other blocks.
+        inputs: a slot and a layout for each of ``tensors``: inputs of the step, constants, then values of other programs.
         outputs: a slot and a layout for each of ``results``, the numbers of those of the step's that are left here; then
             for each of ``exports``.
-        level: how many crossings stand before it.
-        imports, exports: the numbers of the values that it takes from other blocks, and of those that it leaves them.
+        region: see `lower.blocks`.
+        imports, exports: the numbers of the values that it takes from other programs, and of those that it leaves them.
+        import_levels, export_levels: behind how many crossings they arrive, and leave; None: when they are made.
+        last_level: of its ops.
+        pinned: path -> the level of an op that must run there, as ``op_order`` says.
+        times: how often it runs.
     """
 
     group: DeviceMesh
@@ -130,9 +134,14 @@ class Program:
     outputs: tuple[tuple[Slot, Layout], ...]
     tensors: tuple[PTensor, ...]
     results: tuple[int, ...]
-    level: int = 0
+    region: int = 0
     imports: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()
+    import_levels: tuple[int, ...] = ()
+    export_levels: tuple[int | None, ...] = ()
+    last_level: int = 0
+    pinned: Mapping[str, int] = field(default_factory=dict)
+    times: int = 1
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:
@@ -147,10 +156,11 @@ class Program:
 
 @dataclass
 class Writer:
-    """Writes the tasks of one block.
+    """Writes the tasks of one program.
 
     Attributes:
-        bring: called with ``block``, a tensor that it does not have, and a layout; defines it, in that or another layout.
+        bring: called with ``key``, that of the program, a tensor that it does not have, and a layout; defines it,
+            in that or another layout.
     """
 
     graph: Graph
@@ -160,7 +170,7 @@ class Writer:
     reduce_dtypes: Mapping[PTensor, str]
     after: Mapping[str, Sequence[str]]
     bring: Callable[[tuple[int, int], PTensor, Layout], None]
-    block: tuple[int, int] = (0, 0)
+    key: tuple[int, int]
     tasks: list[Task] = field(default_factory=list)  # of the loop that is being written, or of the program
     home: dict[PTensor, list[Task]] = field(default_factory=dict)  # where a tensor is defined, and so adapted
     slots: dict[PTensor, list[tuple[Layout, Slot]]] = field(default_factory=dict)
@@ -185,7 +195,7 @@ class Writer:
         """
         if tensor not in self.slots:
             inside, self.tasks = self.tasks, self.outermost
-            self.bring(self.block, tensor, layout)
+            self.bring(self.key, tensor, layout)
             self.tasks = inside
         held = self.slots[tensor]
         for known, slot in held:

@@ -1,22 +1,50 @@
-"""``Segment``: what one device group runs between crossings, as it is compiled: one executable."""
+"""``Segment``: a group's program in one region, with slots and without; and its blocks, each of which is one executable."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from jscaler.errors import PlanError
+from jscaler.ir import PTensor
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Program
+from jscaler.materialize import DeviceMesh, Layout
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class PlacedBlock:
+    """What a group runs between crossings: one executable, in a loop the same for all iterations.
+
+    Attributes:
+        level: how many crossings of its region stand before it.
+        flat: takes ``takes`` and then ``imports``, and leaves ``results`` and then ``exports``.
+        takes: inputs of the step, and constants.
+        imports, exports: the numbers of values that come from other blocks, and of those that go to them.
+        results: the numbers of the step's results.
+        inputs, outputs: how each of these lies; None for what only blocks of this group hand on: what each device has.
+    """
+
+    group: DeviceMesh
+    region: int
+    level: int
+    flat: FlatProgram
+    takes: tuple[PTensor, ...]
+    imports: tuple[int, ...]
+    results: tuple[int, ...]
+    exports: tuple[int, ...]
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True)
 class Segment:
-    """A group's program, with slots and without."""
+    """A group's program in one region of the step, with slots and without, and the blocks that it runs as."""
 
     program: Program
     flat: FlatProgram
+    blocks: tuple[PlacedBlock, ...]
 
 
 def only(segments: Sequence[T], what: str) -> T:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
-from jscaler.lower.blocks import Transfer
+from jscaler.lower.blocks import SpanningLoop, Transfer
 from jscaler.lower.flat_program import FlatProgram
+from jscaler.lower.instructions import Instructions
 from jscaler.lower.program import Program
-from jscaler.lower.segment import Segment, only
+from jscaler.lower.segment import PlacedBlock, Segment, only
 from jscaler.materialize import Completed, Layout
 from jscaler.primitives import Plan
 from jscaler.primitives.shard_checks import stored_leaves
@@ -24,9 +25,11 @@ class StepPlan:
     Attributes:
         source: the graph as the policy saw it, with backward bodies.
         graph: the same with the ops cut that the plan re-opens.
-        segments: what runs, in order: one for each device group, or for each of its blocks.
+        segments: what runs: one for each device group and region.
         passes: what was done in between, and to the flat programs.
-        transfers: what crosses from group to group, behind the segments of its level.
+        transfers: what crosses from group to group.
+        spanning: the loop whose ops lie on several groups, if there is one.
+        instructions: in which order the blocks of the segments run, and what is sent.
     """
 
     source: Graph
@@ -37,6 +40,13 @@ class StepPlan:
     passes: Passes = field(repr=False, compare=False)
     cost: CostModel = FEW_STEPS
     transfers: tuple[Transfer, ...] = ()
+    spanning: SpanningLoop | None = None
+    instructions: Instructions = field(repr=False, default_factory=lambda: Instructions((), 0, {}))
+
+    @property
+    def blocks(self) -> tuple[PlacedBlock, ...]:
+        """What runs, each an executable; a step on one group is one."""
+        return tuple(block for segment in self.segments for block in segment.blocks)
 
     @property
     def name(self) -> str:

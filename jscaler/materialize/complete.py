@@ -18,13 +18,13 @@ from typing import Any
 
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Loop, Nest, Op, PTensor, Rule
+from jscaler.ir import Graph, Nest, Op, PTensor, Rule
 from jscaler.ir.loop import Item, chain_of
 from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.groups import find_groups, homes
+from jscaler.materialize.groups import ThroughLoops, find_groups, homes
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
@@ -109,6 +109,7 @@ class _Completer:
         self.graph = graph
         self.groups = groups
         self.home = home  # op path -> the group that it runs on
+        self.through = ThroughLoops(graph)
         self.given = given
         self.unordered = unordered
         self.book = book
@@ -144,7 +145,7 @@ class _Completer:
         for path, op in self.fetches.items():
             for tensor in op.outputs:
                 self._read(tensor, self._whole(tensor, self.home[path]))
-            layouts = tuple(self.at_hand[t][0] for t in op.inputs)
+            layouts = tuple(self._first_held(t, self.home[path]) for t in op.inputs)
             self.ops[path] = OpLayouts(Placement(self.home[path], origin="filled"), layouts, layouts)
         for tensor in self.graph.inputs:
             self.inputs.setdefault(tensor, self._whole(tensor, self.groups[0]))
@@ -176,6 +177,10 @@ class _Completer:
         """The layouts in which ``tensor`` is at hand on ``group``."""
         held = self.at_hand.get(tensor, [])
         return held if len(self.groups) == 1 else [layout for layout in held if layout.mesh == group]
+
+    def _first_held(self, tensor: PTensor, group: DeviceMesh) -> Layout:
+        """How ``tensor`` lies on ``group``; whole, where it lies on another."""
+        return next(iter(self._held(tensor, group)), self._whole(tensor, group))
 
     def _settle(self, op: Op, placement: Placement) -> None:
         """Fix the placement of ``op``; what it reads of waiting ops settles them."""
@@ -436,7 +441,7 @@ class _Completer:
     def visit_loop(self, nest: Nest) -> None:
         """Place what stands in a loop, and the loop's carries and stacks."""
         start = self._state()
-        arriving = [self._arriving(c.init, self._group(nest)) for c in nest.loop.carries]
+        arriving = [self._arriving(c.init, self._group(nest, c.out)) for c in nest.loop.carries]
         taken, left = self._pass(nest, arriving)
         if taken != left:
             self._restore(start)
@@ -444,20 +449,24 @@ class _Completer:
             if again != kept:  # each iteration brings its carries back
                 self._restore(start)
                 self._pass(nest, taken)
-        self._leave(nest.loop, self._group(nest))
+        self._leave(nest)
 
-    def _group(self, nest: Nest) -> DeviceMesh:
-        """The group on which a loop runs, whose ops all lie there."""
-        return self.home[next(iter(nest.ops())).path]
+    def _group(self, nest: Nest, tensor: PTensor) -> DeviceMesh:
+        """The group on which a loop leaves ``tensor``, or finds it: where it is made, or else read."""
+        if len(self.groups) == 1:
+            return self.groups[0]
+        readers = self.graph.consumers.get(tensor, ())
+        op = self.through.maker(tensor) or next(iter(readers), None)
+        return self.home[op.path if op is not None else next(iter(nest.ops())).path]
 
     def _pass(self, nest: Nest, carried: Sequence[Layout | None]) -> tuple[list[Layout], list[Layout]]:
         """Place the body for carries that come in these layouts; returns how it took them and how it leaves them."""
-        loop, group = nest.loop, self._group(nest)
+        loop = nest.loop
         for carry, layout in zip(loop.carries, carried, strict=True):
             if layout is not None and not carry.is_sum:
                 self.at_hand[carry.inside] = [layout]
         for x in loop.xs:
-            options = [layout.sliced() for layout in self._options(x.stack, group)]
+            options = [layout.sliced() for layout in self._options(x.stack, self._group(nest, x.slice))]
             if options:
                 self.at_hand[x.slice] = sorted(dict.fromkeys(options), key=lambda layout: bool(layout.values))
             if len(options) > 1:
@@ -471,14 +480,16 @@ class _Completer:
             self._settle_whole(tensor)
         taken, left = [], []
         for carry in loop.carries:
+            group = self._group(nest, carry.out)
             leaves = self._arriving(carry.out, group) or self._whole(carry.out, group)
             takes = self.at_hand.setdefault(carry.inside, [leaves])[0]
             taken.append(takes)
             left.append(takes if takes in self.at_hand.get(carry.out, ()) or carry.is_sum else leaves)
         return taken, left
 
-    def _leave(self, loop: Loop, group: DeviceMesh) -> None:
+    def _leave(self, nest: Nest) -> None:
         """Fix what the loop takes from outside, and say how its results lie."""
+        loop = nest.loop
         for carry in loop.carries:
             layout = self.at_hand[carry.inside][0]
             self._want(carry.out, layout)
@@ -487,14 +498,14 @@ class _Completer:
         for x in loop.xs:
             if x.slice in self.undecided:
                 self.decide(x.slice, self.at_hand[x.slice][0])
-            layout = self.at_hand.setdefault(x.slice, [self._whole(x.slice, group)])[0]
+            layout = self.at_hand.setdefault(x.slice, [self._whole(x.slice, self._group(nest, x.slice))])[0]
             if x.stack not in self.at_hand and x.stack in self.saved:
                 self.at_hand[x.stack] = [layout.stacked(loop.length)]
             self._want(x.stack, layout.stacked(loop.length))
         for y in loop.ys:
             if not y.saved:
                 if y.slice not in self.at_hand:
-                    self._want(y.slice, self._whole(y.slice, group))
+                    self._want(y.slice, self._whole(y.slice, self._group(nest, y.slice)))
                 held = self.at_hand[y.slice]
                 joined = held if loop.forward is not None else [h for h in held if not h.values] or held
                 layout = joined[0].stacked(loop.length)

@@ -4,15 +4,16 @@ Grids on the same set of devices share a group, whatever their order: its mesh h
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jscaler.ir import Graph, Op
+from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.walk import closure
 from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid, common_mesh, find_common_mesh
 from jscaler.materialize.placement import Decided, placed_grids
 from jscaler.materialize.shards import shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs
-from jscaler.primitives import Plan
+from jscaler.primitives import OnDevices, Plan
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,19 @@ def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
     ordered += map(shard_grid, plan.shards.values())
     ordered += map(stored_grid, stored_inputs(plan))
     free = [g for p, g in grids.items() if decided[p].any_order]
-    sets = {devices: frozenset(devices) for devices in dict.fromkeys(g.devices for g in (*ordered, *free))}
+    open_ = [d for d in plan.decisions if isinstance(d, OnDevices)]
+    named = dict.fromkeys((*(g.devices for g in (*ordered, *free)), *(d.devices for d in open_)))
+    sets = {devices: frozenset(devices) for devices in named}
     names = dict.fromkeys(sets.values()) or {frozenset(range(plan.num_devices)): None}
     covered: dict[PlacedGrid, tuple[Axes, ...]] = {}
     meshes: dict[frozenset[int], DeviceMesh] = {}
     for devices in names:
-        own, open_ = ([g for g in which if sets[g.devices] == devices] for which in (ordered, free))
-        meshes[devices], found = _mesh_of(own, open_, tuple(sorted(devices)))
+        own, any_order = ([g for g in which if sets[g.devices] == devices] for which in (ordered, free))
+        meshes[devices], found = _mesh_of(own, any_order, tuple(sorted(devices)))
         covered |= found
-    return Groups(tuple(meshes.values()), covered, {path: meshes[sets[grid.devices]] for path, grid in grids.items()})
+    of = {path: meshes[sets[d.devices]] for d in open_ for path in d.ops}
+    of |= {path: meshes[sets[grid.devices]] for path, grid in grids.items()}
+    return Groups(tuple(meshes.values()), covered, of)
 
 
 def _mesh_of(
@@ -64,7 +69,7 @@ def _mesh_of(
 def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, DeviceMesh]:
     """The group of every op. One that the plan does not place runs where its forward op does, or else its operands lie.
 
-    What reads nothing that an op made (a key, a count, a literal) runs where it is read.
+    A fence runs where what comes out of it is read, and so does what reads nothing that an op made (a key, a count).
 
     Args:
         pieces: path of an op that was cut -> paths of the ops that stand for it.
@@ -83,6 +88,41 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
                 found[op.path] = known
 
     settle(graph.ops, lambda op: (op.forward, op.again))
-    settle(graph.ops, lambda op: (graph.producer.get(t) for t in op.inputs))
-    settle(reversed(graph.ops), lambda op: (reader for t in op.outputs for reader in graph.consumers.get(t, ())))
+    through = ThroughLoops(graph)
+    fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
+    settle(fences, lambda op: (reader for t in op.outputs for reader in through.readers(t)))
+    settle(graph.ops, lambda op: map(through.maker, op.inputs))
+    settle(reversed(graph.ops), lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     return {op.path: found.get(op.path, groups.meshes[0]) for op in graph.ops}
+
+
+class ThroughLoops:
+    """Who makes and who reads a tensor, seen through the loops that hand it on."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._sources: dict[PTensor, tuple[PTensor, ...]] = {}
+        self._targets: dict[PTensor, tuple[PTensor, ...]] = {}
+        self._next = {c.init: c.out for loop in graph.loops.values() for c in loop.carries}
+        for loop in graph.loops.values():
+            pairs = [*((y.slice, y.stack) for y in loop.ys), *((x.stack, x.slice) for x in loop.xs)]
+            pairs += [pair for c in loop.carries for pair in ((c.out, c.final), (c.inside, c.final), (c.init, c.inside))]
+            for source, target in pairs:
+                self._sources[target] = (*self._sources.get(target, ()), source)
+                self._targets[source] = (*self._targets.get(source, ()), target)
+
+    def maker(self, tensor: PTensor) -> Op | None:
+        """The op that makes ``tensor``; of what a loop leaves, or finds, the op inside, or in front of it."""
+        found = closure([tensor], lambda t: self._sources.get(t, ()))
+        return next((self._graph.producer[t] for t in found if t in self._graph.producer), None)
+
+    def readers(self, tensor: PTensor) -> Iterator[Op]:
+        """The ops that read ``tensor``; of what a loop takes, or hands on, those that read it inside, or behind it.
+
+        What a carry starts as that nobody reads inside is for who makes its next value.
+        """
+        for linked in closure([tensor], lambda t: self._targets.get(t, ())):
+            yield from self._graph.consumers.get(linked, ())
+        maker = self.maker(self._next[tensor]) if tensor in self._next else None
+        if maker is not None:
+            yield maker

@@ -13,6 +13,7 @@ from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.expert_parallel import expert_parallel
 from jscaler.plans.megatron import megatron
 from jscaler.plans.parse import PlanCall, parse_call
+from jscaler.plans.pipeline import pipeline
 from jscaler.plans.recompute_layers import recompute_layers
 from jscaler.plans.selective_recompute import selective_recompute
 from jscaler.plans.sequence_parallel import sequence_parallel
@@ -37,6 +38,7 @@ PLANS: dict[str, Factory] = {
     "zero2": zero2,
     "zero3": zero3,
     "accumulate": accumulate,
+    "pipeline": pipeline,
     "co_shard": co_shard,
     "recompute_layers": recompute_layers,
     "selective_recompute": selective_recompute,
@@ -94,7 +96,7 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "megatron", "recompute_layers",
-    "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel", "vocab_parallel", "zero1", "zero2",
-    "zero3",
+    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "megatron", "pipeline",
+    "recompute_layers", "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel",
+    "vocab_parallel", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -12,6 +12,8 @@ et al. 2022.)
 Activations are reduced within a row (see `tensor_parallel`, `sequence_parallel`, `vocab_parallel`), gradients within a
 column, where all of them combine into one all-reduce. Neighbours share a row, the faster links of a cluster.
 
+With ``pp`` there are as many such grids as stages, through which micro-batches follow each other (see `pipeline`).
+
 With ``zero``, what a column holds copies of is split over it, on top of the cuts of ``tp`` (see `zero`): optimizer state,
 sums of gradients over micro-batches, or parameters too.
 """
@@ -24,6 +26,7 @@ import numpy as np
 from jscaler.errors import PlanError
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Dims, Factors, by_dim, device_grid, reached, required, select, split
+from jscaler.plans.pipeline import pipeline
 from jscaler.plans.sequence_parallel import SEQUENCE
 from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
@@ -39,6 +42,9 @@ def megatron(
     zero: Literal[0, 1, 2, 3] = 0,
     batch: str = "batch",
     columns: Dims | Sequence[str] = COLUMNS,
+    pp: int = 1,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
 ) -> Callable[..., None]:
     """The batch over ``dp`` rows of the devices; heads, hidden units and vocabulary over their ``tp`` columns.
 
@@ -54,6 +60,8 @@ def megatron(
             micro-batches, 3 the parameters too.
         batch: as for `data_parallel`.
         columns: as for `tensor_parallel`.
+        pp: how many stages, each on a grid of its own, see `pipeline`.
+        microbatches, schedule: as for `pipeline`; needed where ``pp`` is more than 1.
 
     Raises (when the plan is made):
         PlanError: dp × tp is not the number of devices, or there is no such stage of ZeRO.
@@ -91,5 +99,11 @@ def megatron(
 
     if zero not in (0, 1, 2, 3):
         raise PlanError(f"megatron: zero is 0, 1, 2 or 3, not {zero!r}")
+    if pp != 1 and microbatches is None:
+        raise PlanError(f"megatron: pp={pp} stages need micro-batches that follow each other; give microbatches=")
     policy.__name__ = "megatron"
-    return policy
+    if microbatches is None:
+        return policy
+    staged = pipeline(pp, microbatches, schedule, policy, batch=batch)
+    staged.__name__ = "megatron"
+    return staged

@@ -3,11 +3,13 @@
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, Split, TimeSplit
 from jscaler.primitives.grid import Grid
 from jscaler.primitives.make_plan import fused, make_plan
-from jscaler.primitives.plan import Assign, Decision, Fuse, Order, Plan, Shard, Store, Trans
+from jscaler.primitives.plan import Assign, Decision, Fuse, OnDevices, Order, Plan, Shard, Store, Trans
 from jscaler.primitives.planner import Planner, Policy
 from jscaler.primitives.prefix import Prefix
+from jscaler.primitives.table import SCHEDULES, Table, TableCell, gpipe, one_f_one_b
 
 __all__ = [
-    "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "Order", "Plan", "Planner", "Policy", "Prefix",
-    "Replicate", "Shard", "Split", "Store", "TimeSplit", "Trans", "fused", "make_plan",
+    "SCHEDULES", "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "OnDevices", "Order", "Plan",
+    "Planner", "Policy", "Prefix", "Replicate", "Shard", "Split", "Store", "Table", "TableCell", "TimeSplit", "Trans",
+    "fused", "gpipe", "make_plan", "one_f_one_b",
 ]  # fmt: skip

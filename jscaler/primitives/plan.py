@@ -1,7 +1,7 @@
 """``Plan``: the list of decisions that a policy's primitives append. Everything after it is a pure function."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from jscaler.ir.op import Residuals
 from jscaler.primitives import plan_file
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.made_for import MadeFor
+from jscaler.primitives.table import SCHEDULES, Table
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
 
@@ -120,6 +121,27 @@ class PerMicrobatch:
 
 
 @dataclass(frozen=True)
+class OnDevices:
+    """Forward ops run on these devices, in whatever parts are cheapest there if nothing else says how they are split."""
+
+    ops: tuple[str, ...]
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"on        [{' '.join(map(str, self.devices))}] {' + '.join(self.ops)}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """In which order device groups run their blocks: the text of a table, or the name of one in ``SCHEDULES``."""
+
+    table: str
+
+    def __str__(self) -> str:
+        return f"schedule  {' / '.join(self.table.splitlines())}"
+
+
+@dataclass(frozen=True)
 class SaveResiduals:
     """The backward of an op reads its ``inputs``, or residuals that its forward has ``saved``."""
 
@@ -192,7 +214,19 @@ class Store:
 
 
 Decision = (
-    Trans | Assign | Order | ReduceDtype | SaveResiduals | Fuse | Recompute | Shard | Store | Accumulation | PerMicrobatch
+    Trans
+    | Assign
+    | Order
+    | ReduceDtype
+    | SaveResiduals
+    | Fuse
+    | Recompute
+    | Shard
+    | Store
+    | Accumulation
+    | PerMicrobatch
+    | OnDevices
+    | Schedule
 )
 KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keeps these names for good
     "op_trans": Trans,
@@ -206,6 +240,8 @@ KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keep
     "store": Store,
     "accumulation": Accumulation,
     "per_microbatch": PerMicrobatch,
+    "on_devices": OnDevices,
+    "schedule": Schedule,
 }
 
 
@@ -213,7 +249,7 @@ def named_ops(decision: Decision) -> tuple[str, ...]:
     """The ops that a decision names; those that it fuses are no more."""
     if isinstance(decision, Order):
         return decision.before, decision.after
-    if isinstance(decision, (Recompute, PerMicrobatch)):
+    if isinstance(decision, (Recompute, PerMicrobatch, OnDevices)):
         return decision.ops
     path = decision.path if isinstance(decision, Fuse) else getattr(decision, "op", None)
     return () if path is None else (path,)
@@ -250,6 +286,13 @@ class Plan:
     def accumulation(self) -> Accumulation:
         """How gradients add up over parts in time."""
         return next((d for d in reversed(self.decisions) if isinstance(d, Accumulation)), Accumulation())
+
+    @property
+    def table(self) -> Table | Callable[[int, int], Table] | None:
+        """In which order device groups run the micro-batches of a loop over groups, or a table for so many stages and
+        micro-batches; None where the plan says nothing."""
+        text = next((d.table for d in reversed(self.decisions) if isinstance(d, Schedule)), None)
+        return None if text is None else SCHEDULES.get(text) or Table.parse(text)
 
     @property
     def alone(self) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """The three primitives. A policy gets a ``Planner``: the graph to read, and a pen."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,12 +23,14 @@ from jscaler.primitives.plan import (
     Assign,
     Decision,
     Fuse,
+    OnDevices,
     Order,
     PerMicrobatch,
     Plan,
     Recompute,
     ReduceDtype,
     SaveResiduals,
+    Schedule,
     Shard,
     Store,
     Trans,
@@ -35,6 +38,7 @@ from jscaler.primitives.plan import (
 )
 from jscaler.primitives.recompute_regions import named, selected, with_region
 from jscaler.primitives.shard_checks import check_shard
+from jscaler.primitives.table import SCHEDULES, Table
 
 
 class Policy(Protocol):
@@ -61,6 +65,7 @@ class Planner(GraphView):
         self.source = graph  # before any op was fused
         self.graph = graph
         self.num_devices = num_devices
+        self._whole = num_devices  # devices that the running policy was given
         self._bodies = bodies if bodies is not None else BodyTable()
         self.stored = frozenset(s.leaf for s in stores)  # inputs whose layout is given: that of a step that is followed
         self._decisions: list[Decision] = list(stores)
@@ -229,6 +234,56 @@ class Planner(GraphView):
         self._decisions.append(decision)
         return self.graph[decision.path]
 
+    def on_devices(self, ops: Sequence[Op | str], devices: Any) -> None:
+        """Run forward ops on a group of devices, split there as else is said, or else as is cheapest.
+
+        Raises:
+            PlanError: there is no such device, or one is named twice.
+        """
+        group = np.ravel(np.asarray(devices)).tolist()
+        wrong = [d for d in group if not 0 <= d < self.num_devices or group.count(d) > 1]
+        if wrong:
+            raise PlanError(
+                f"ops are to run on devices {group}, of which {wrong} are named twice or are not there; there are "
+                f"{self.num_devices}: 0 to {self.num_devices - 1}"
+            )
+        self._decisions.append(OnDevices(tuple(op if isinstance(op, str) else op.path for op in ops), tuple(group)))
+
+    def on_stages(self, policy: Policy, stage_of: Mapping[str, int], devices: np.ndarray) -> None:
+        """Run a policy that is written for the devices of one stage, and carry out what it says on those of each op's.
+
+        Args:
+            stage_of: path of an op, or of an input -> its stage; other ops have none, and are left open.
+            devices: stages × devices of each.
+        """
+        first = len(self._decisions)
+        self._whole = devices.shape[1]
+        policy(self, np.arange(self._whole))
+        self._whole = self.num_devices
+        said = self._decisions[first:]
+        open_ops = {d.op for d in said if isinstance(d, Assign) and d.op not in stage_of}
+        kept = [d for d in said if not (isinstance(d, Trans | Assign) and d.op in open_ops)]
+        self._decisions[first:] = [_moved(decision, stage_of, devices) for decision in kept]
+
+    def schedule(self, table: Table | str) -> None:
+        """Say in which order device groups run the micro-batches of a loop whose ops lie on several.
+
+        Args:
+            table: a table, its text, or the name of one: ``"1f1b"``, ``"gpipe"``.
+
+        Raises:
+            PlanError: neither a table nor a name.
+
+        Example:
+            >>> graph.schedule("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1".replace(" / ", chr(10)))  # doctest: +SKIP
+        """
+        text = str(table)
+        if text not in SCHEDULES:
+            if text.isidentifier():
+                raise PlanError(f"there is no schedule '{text}'; known: {', '.join(SCHEDULES)}; or give a table")
+            text = str(Table.parse(text))
+        self._decisions.append(Schedule(text))
+
     def reduce_dtype(self, dtype: Any) -> None:
         """Add gradients between devices in ``dtype``: fewer bits send less and lose digits, more bits the reverse.
 
@@ -300,7 +355,7 @@ class Planner(GraphView):
             raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
         parts = array.shape[0] if array.ndim else 0
         decision = Shard(tensor.name, dim, parts, tuple(map(int, array.ravel().tolist())), stored)
-        check_shard(self.graph, decision, self.num_devices, self._kinds)
+        check_shard(self.graph, decision, self._whole, self._kinds)
         self._sharded.add(tensor.name)
         self._decisions.append(decision)
 
@@ -384,3 +439,15 @@ def _place(device: Any) -> Place:
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(s for s in shape if s != 1)
+
+
+def _moved(decision: Decision, stage_of: Mapping[str, int], devices: np.ndarray) -> Decision:
+    """``decision`` for the devices of the stage that what it names is of."""
+    if isinstance(decision, Assign):
+        own = devices[stage_of[decision.op]]
+        places = tuple(dataclasses.replace(p, device=int(own[p.device])) for p in decision.places)
+        return dataclasses.replace(decision, places=places)
+    if isinstance(decision, Shard | Store):
+        own = devices[stage_of[decision.leaf]]
+        return dataclasses.replace(decision, devices=tuple(int(own[d]) for d in decision.devices))
+    return decision

@@ -5,27 +5,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
-from jscaler.ir import PTensor
-from jscaler.lower.blocks import Transfer
+from jscaler.capture.jaxprs import dtype, shape
 from jscaler.lower.emit import boundary_shardings, emit, physical_mesh, sharding, value_shape
-from jscaler.lower.segment import Segment
+from jscaler.lower.instructions import Gather, Instructions, Run, Send
+from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
 from jscaler.runtime.crossings import Hop, find_hop
 
-MOST_STARTED = 8  # segments that run at once: XLA's CPU backend aborts at some number of programs of several devices
+MOST_STARTED = 8  # programs of several devices that run at once: XLA's CPU backend aborts at some number of these
 
 
 @dataclass(frozen=True)
-class Send:
-    """Bring a value to another device group: ``source`` and ``target`` are its numbers before and after."""
+class BlockFunction:
+    """What one device group computes between crossings.
 
-    source: int
-    target: int
-    hop: Hop
+    Attributes:
+        takes: the numbers of the step's leaves that it takes; behind them come its imports.
+        computed: the places of its results and exports that are not leaves as they came.
+        values: what its imports are.
+        watched: the place of a result that nobody donates, where it runs on several devices of the CPU backend.
+    """
+
+    jitted: Any
+    takes: tuple[int, ...]
+    computed: tuple[int, ...]
+    values: tuple[jax.ShapeDtypeStruct, ...] = ()
+    watched: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,57 +45,53 @@ class Executable:
     """A step as jitted functions of flat leaves, with the shardings of its arguments and results.
 
     Attributes:
-        segments: in the order in which they run; each returns results of the step, and values for others.
-        sends: for each segment what is sent when it has been started, behind the others of its level.
+        blocks: each returns results of the step, and values for others.
+        instructions: how they run.
+        hops: of every transfer.
+        gathers: by the number of a stack of what iterations leave: what makes it.
+        counts: slots that hold the numbers of micro-batches.
         out_shardings: of all results.
         donated: positions of the arguments whose buffers the step may reuse.
         returned: result -> the argument that it is, untouched: of a frozen layer nothing is copied.
-        last: for each segment the values that nobody reads behind it.
     """
 
-    segments: tuple["SegmentFunction", ...]
-    sends: tuple[tuple[Send, ...], ...]
+    blocks: tuple[BlockFunction, ...]
+    instructions: Instructions
+    hops: tuple[Hop, ...]
+    gathers: Mapping[int, Callable[..., Any]]
+    counts: Mapping[int, Any]
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
     donated: tuple[int, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
-    last: tuple[tuple[int, ...], ...] = ()
 
     def run(self, compiled: Sequence[Callable[..., Sequence[Any]]], leaves: Sequence[Any]) -> Sequence[Any]:
-        """All results, of ``leaves``, by the segments' executables; of what is returned untouched the leaf itself."""
+        """All results, of ``leaves``, by the blocks' executables; of what is returned untouched the leaf itself."""
         if len(compiled) == 1 and not self.returned:
             return compiled[0](*leaves)
-        values: dict[int, Any] = {}  # results, and what goes from block to block
+        slots: list[Any] = [None] * self.instructions.slots
+        for slot, number in self.counts.items():
+            slots[slot] = number
         started: list[Any] = []
-        for segment, function, sends, last in zip(self.segments, compiled, self.sends, self.last, strict=True):
-            made = function(*(leaves[i] for i in segment.takes), *(values[i] for i in segment.imports))
-            values.update(zip(segment.gives, made, strict=True))
-            for send in sends:
-                values[send.target] = send.hop(values[send.source])
-            for value in last:
-                del values[value]
-            started.append(made)
-            if len(started) > MOST_STARTED:
-                jax.block_until_ready(started.pop(0))
-        values.update({index: leaves[leaf] for index, leaf in self.returned.items()})
-        return [values[index] for index in range(len(self.out_shardings))]
-
-
-@dataclass(frozen=True)
-class SegmentFunction:
-    """What one device group computes between crossings.
-
-    Attributes:
-        takes, imports: the numbers of the step's leaves, and of the values of other segments.
-        gives: those of the step's results and of the values that it leaves.
-        values: what ``imports`` are.
-    """
-
-    jitted: Any
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
-    imports: tuple[int, ...] = ()
-    values: tuple[jax.ShapeDtypeStruct, ...] = ()
+        for step in self.instructions.steps:
+            if isinstance(step, Run):
+                block = self.blocks[step.block]
+                made = compiled[step.block](*[leaves[i] for i in block.takes], *[slots[i] for i in step.reads])
+                for place, value in zip(block.computed, made, strict=True):
+                    slots[step.writes[place]] = value
+                if block.watched is not None:
+                    started.append(made[block.watched])
+                    if len(started) > MOST_STARTED:
+                        jax.block_until_ready(started.pop(0))
+            elif isinstance(step, Send):
+                slots[step.target] = self.hops[step.transfer](slots[step.source])
+            else:
+                slots[step.target] = self.gathers[step.value](*(slots[i] for i in step.pieces))
+            for slot in step.freed:
+                slots[slot] = None
+        for result, leaf in self.returned.items():
+            slots[result] = leaves[leaf]
+        return slots[: len(self.out_shardings)]
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
@@ -92,32 +100,43 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     On no devices, where as many as the plan has are not at hand, it can be lowered and not compiled.
     """
     ins, outs = shardings(step, devices)
-    returned = {i: at for segment in step.segments for i, at in _returned(step, segment, ins, outs, donate).items()}
-    functions = tuple(_function(step, n, devices, donate, returned, ins, outs) for n in range(len(step.segments)))
-    arriving = {v: s.sharding for one in functions for v, s in zip(one.imports, one.values, strict=True)}
-    sends = tuple(
-        tuple(Send(t.source, t.target, find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target])) for t in here)
-        for here in (_sent_behind(step, n) if devices else () for n in range(len(step.segments)))
+    returned = {i: at for block in step.blocks for i, at in _returned(step, block, ins, outs, donate).items()}
+    functions = tuple(_function(step, n, devices, donate, returned, ins, outs) for n in range(len(step.blocks)))
+    pairs = list(zip(step.blocks, functions, strict=True))
+    arriving = {v: s.sharding for block, one in pairs for v, s in zip(block.imports, one.values, strict=True)}
+    hops = tuple(
+        find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target]) for t in (step.transfers if devices else ())
     )
-    return Executable(functions, sends, ins, outs, tuple(donate), returned, _last_reads(step, sends))
+    told = {
+        slot: jax.device_put(np.int32(number), arriving[value])
+        for slot, (value, number) in step.instructions.counts.items()
+        if devices
+    }
+    gathers = _gathers(step, arriving) if devices else {}
+    return Executable(functions, step.instructions, hops, gathers, told, ins, outs, tuple(donate), returned)
 
 
-def _sent_behind(step: StepPlan, number: int) -> list[Transfer]:
-    """What is sent behind the segment ``number``: behind the last of a level all that this level makes."""
-    programs = [segment.program for segment in step.segments]
-    level = programs[number].level
-    if number + 1 < len(programs) and programs[number + 1].level == level:
-        return []
-    made = {value for program in programs if program.level == level for value in program.exports}
-    return [transfer for transfer in step.transfers if transfer.source in made]
+def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[..., Any]]:
+    """What puts the parts that iterations have left behind each other, on every device its own."""
+    found: dict[int, Callable[..., Any]] = {}
+    shapes = {v: shape(x) for b in step.blocks for v, x in zip(b.imports, b.flat.inputs[len(b.takes) :], strict=True)}
+    for made in (one for one in step.instructions.steps if isinstance(one, Gather)):
+        if made.value not in arriving:
+            continue  # nobody reads it
+        kept = shapes[made.value]
 
+        def stack(*parts: Any, kept: tuple[int, ...] = kept) -> Any:
+            return jnp.stack([part.reshape(kept[1:]) for part in parts])
 
-def _last_reads(step: StepPlan, sends: Sequence[Sequence[Send]]) -> tuple[tuple[int, ...], ...]:
-    """For each segment the values between segments that it, or a send behind it, reads as the last."""
-    last: dict[int, int] = {}
-    for number, (segment, here) in enumerate(zip(step.segments, sends, strict=True)):
-        last.update(dict.fromkeys((*segment.program.imports, *(send.source for send in here)), number))
-    return tuple(tuple(v for v, n in last.items() if n == number) for number in range(len(step.segments)))
+        place = arriving[made.value]
+        if isinstance(place, NamedSharding):
+            one = P(place.mesh.axis_names) if kept[1:] else P()
+            specs = tuple(one for _ in made.pieces)
+            run = jax.shard_map(stack, mesh=place.mesh, in_specs=specs, out_specs=place.spec, check_vma=False)
+        else:
+            run = stack
+        found[made.value] = jax.jit(run)
+    return found
 
 
 def _function(
@@ -128,79 +147,98 @@ def _function(
     returned: Mapping[int, int],
     ins: Sequence[Any],
     outs: Sequence[Any],
-) -> SegmentFunction:
-    segment = step.segments[number]
-    mesh, program = physical_mesh(segment.program.group, devices), segment.program
-    fun, takes = emit(segment, mesh), _takes(step, segment)
+) -> BlockFunction:
+    block = step.blocks[number]
+    mesh = physical_mesh(block.group, devices)
+    fun, takes = emit(block, mesh), _takes(step, block)
     constants = dict(step.graph.constants)
-    values = [constants[t] for t in program.tensors[len(takes) : len(program.tensors) - len(program.imports)]]
-    computed = [place for place, i in enumerate(program.results) if i not in returned]
-    computed += range(len(program.results), len(program.outputs))
+    values = [constants[t] for t in block.takes[len(takes) :]]
+    computed = [place for place, i in enumerate(block.results) if i not in returned]
+    computed += range(len(block.results), len(block.outputs))
 
     def run(*leaves: Any) -> list[Any]:  # in XLA's text arguments go by this name
         results = fun(*leaves[: len(takes)], *values, *leaves[len(takes) :])
         return [results[place] for place in computed]
 
-    numbers = (*program.results, *program.exports)
-    gives = tuple(numbers[place] for place in computed)
-    later = {i for other in step.segments[number + 1 :] for i in _takes(step, other)}
-    donated = tuple(place for place, i in enumerate(takes) if i in donate and i not in later)
-    imports = _values(program.inputs, program.tensors, len(program.imports), mesh)
-    exports = _shardings(program.outputs, len(program.exports), mesh)
+    later = {i for other in step.blocks[number + 1 :] for i in _takes(step, other)}
+    repeated = step.spanning is not None and block.region == step.spanning.region
+    donated = [place for place, i in enumerate(takes) if i in donate and i not in later and not repeated]
+    donated += [len(takes) + place for place in _carried(step, block)]
+    imports = _values(block, mesh)
+    exports = _shardings(block.outputs, len(block.exports), mesh)
     own = (*(ins[i] for i in takes), *(struct.sharding for struct in imports))
-    made = [*(outs[i] for i in gives[: len(gives) - len(exports)]), *exports]
-    jitted = jax.jit(run, in_shardings=own, out_shardings=made, donate_argnums=donated)
-    return SegmentFunction(jitted, takes, gives, program.imports, tuple(imports))
+    made = [*(outs[i] for i in block.results if i not in returned), *exports]
+    jitted = jax.jit(run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated))
+    return BlockFunction(jitted, takes, tuple(computed), tuple(imports), _watched(step, block, devices, computed))
 
 
-def _values(
-    ends: Sequence[tuple[int, Layout]], tensors: Sequence[PTensor], count: int, mesh: Mesh | AbstractMesh
-) -> list[jax.ShapeDtypeStruct]:
-    """The last ``count`` inputs of a program, values of others."""
-    first = len(ends) - count
-    rows = zip(ends[first:], tensors[first:], _shardings(ends, count, mesh), strict=True)
-    return [jax.ShapeDtypeStruct(value_shape(layout), tensor.dtype, sharding=place) for (_, layout), tensor, place in rows]
+def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], computed: Sequence[int]) -> int | None:
+    """The place of what tells that a block has run; only XLA's CPU backend wants few at once."""
+    if not block.group.axes or not devices or devices[0].platform != "cpu":
+        return None
+    carried = {v for c in step.spanning.carries for v in (c.init, c.out)} if step.spanning is not None else set()
+    numbers = (*block.results, *block.exports)
+    return next((at for at, place in enumerate(computed) if numbers[place] not in carried), None)
 
 
-def _shardings(ends: Sequence[tuple[int, Layout]], count: int, mesh: Mesh | AbstractMesh) -> list[Any]:
-    """Those of the last ``count`` inputs or outputs of a program, which are values between segments."""
+def _carried(step: StepPlan, block: PlacedBlock) -> list[int]:
+    """The places of imports that a block takes, adds to, and leaves, and that nobody else reads: sums of gradients."""
+    carries = step.spanning.carries if step.spanning is not None else ()
+    others = [v for other in step.blocks if other is not block for v in other.imports]
+    others += [transfer.source for transfer in step.transfers]
+    own = {c.inside for c in carries if c.is_sum and c.out in block.exports and c.inside not in others}
+    return [place for place, value in enumerate(block.imports) if value in own]
+
+
+def _values(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtypeStruct]:
+    """The imports of a block, values of others."""
+    variables = block.flat.inputs[len(block.takes) :]
+    layouts = block.inputs[len(block.takes) :]
+    rows = zip(variables, layouts, _shardings(block.inputs, len(block.imports), mesh), strict=True)
+    return [
+        jax.ShapeDtypeStruct(value_shape(layout, block.group, shape(v)), dtype(v), sharding=place)
+        for v, layout, place in rows
+    ]
+
+
+def _shardings(ends: Sequence[Layout | None], count: int, mesh: Mesh | AbstractMesh) -> list[Any]:
+    """Those of the last ``count`` inputs or outputs of a block, which are values between blocks."""
     if not mesh.axis_names:
         assert isinstance(mesh, Mesh), "one device is always at hand"
         return [SingleDeviceSharding(mesh.devices.flat[0])] * count
     return list(boundary_shardings(ends, count, mesh)[len(ends) - count :])
 
 
-def _takes(step: StepPlan, segment: Segment) -> tuple[int, ...]:
-    """The numbers of the step's inputs that a segment takes."""
+def _takes(step: StepPlan, block: PlacedBlock) -> tuple[int, ...]:
+    """The numbers of the step's inputs that a block takes."""
     number = {t: i for i, t in enumerate(step.graph.inputs)}
-    tensors = segment.program.tensors
-    return tuple(number[t] for t in tensors[: len(tensors) - len(segment.program.imports)] if t in number)
+    return tuple(number[t] for t in block.takes if t in number)
 
 
 def _returned(
-    step: StepPlan, segment: Segment, ins: Sequence[Any], outs: Sequence[Any], donate: Sequence[int]
+    step: StepPlan, block: PlacedBlock, ins: Sequence[Any], outs: Sequence[Any], donate: Sequence[int]
 ) -> dict[int, int]:
     """Which results are arguments as they came, in the same layout; XLA would copy each.
 
     Not the donated ones: their results take their buffers. An argument that is returned twice is copied once, since two
     leaves of one state that are the same array could not both be donated to the next step.
     """
-    takes = _takes(step, segment)
-    at = {var: i for var, i in zip(segment.flat.inputs, takes, strict=False) if i not in donate}
+    takes = _takes(step, block)
+    at = {var: i for var, i in zip(block.flat.inputs, takes, strict=False) if i not in donate}
     found: dict[int, int] = {}
-    for i, value in zip(segment.program.results, segment.flat.outputs, strict=False):
+    for i, value in zip(block.results, block.flat.outputs, strict=False):
         if isinstance(value, core.Var) and value in at and ins[at[value]] == outs[i]:
             found[i] = at.pop(value)
     return found
 
 
 def lowered(step: StepPlan, made: Executable) -> tuple[Any, ...]:
-    """``made`` as StableHLO, a ``jax.stages.Lowered`` for each segment; of absent devices for the default backend."""
+    """``made`` as StableHLO, a ``jax.stages.Lowered`` for each block; of absent devices for the default backend."""
     structs = input_structs(step, made.in_shardings)
     absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.in_shardings, *made.out_shardings))
     platforms = {"lowering_platforms": (jax.default_backend(),)} if absent else {}
-    given = ((*(structs[i] for i in one.takes), *one.values) for one in made.segments)
-    return tuple(one.jitted.trace(*s).lower(**platforms) for one, s in zip(made.segments, given, strict=True))
+    given = ((*(structs[i] for i in one.takes), *one.values) for one in made.blocks)
+    return tuple(one.jitted.trace(*s).lower(**platforms) for one, s in zip(made.blocks, given, strict=True))
 
 
 def input_structs(step: StepPlan, in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

@@ -94,9 +94,13 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     known = {path: _cuts(path, axes) for path, axes in grids.items() if any(a.time for a in axes)}
     _check_counts(known)
     blocks = {name: max(c[name].blocks for c in known.values() if name in c) for name in names}
-    assigned = {d.op for d in plan.decisions if isinstance(d, Assign)}
-    for path in known.keys() - assigned:  # where it runs is open: it will lie as its neighbours do
-        known[path] = {n: dataclasses.replace(c, blocks=blocks[n]) for n, c in known[path].items()}
+    places = {d.op: frozenset(d.devices) for d in plan.decisions if isinstance(d, Assign)}
+    free = known.keys() - places.keys()  # where it runs is open: it will lie as its neighbours do
+    if len({places[path] for path in known.keys() & places.keys()}) > 1:
+        blocks |= _common_blocks(graph, known)
+        free = known.keys()
+    for path in free:
+        known[path] = {n: dataclasses.replace(c, blocks=blocks.get(n, c.blocks)) for n, c in known[path].items()}
     cuts: dict[str, Mapping[str, TimeCut]] = {}
     for op in graph.ops:
         source = op.path
@@ -108,6 +112,19 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
             cuts[op.path] = known[source]
     _check_rows(cuts, plan.alone)
     return TimeAxes(names, cuts, _in_space(plan, grids), orders)
+
+
+def _common_blocks(graph: Graph, known: Mapping[str, Mapping[str, TimeCut]]) -> dict[str, int]:
+    """Blocks for all ops of an axis whose ops lie on device groups of several sizes, so that they hand parts to each other."""
+    found: dict[str, int] = {}
+    for name in dict.fromkeys(name for own in known.values() for name in own):
+        cuts = {path: own[name] for path, own in known.items() if name in own}
+        blocks = math.lcm(*(cut.blocks for cut in cuts.values()))
+        sizes = [graph.rule(graph[path]).factors[cut.factor].size for path, cut in cuts.items() if path in graph.by_path]
+        parts = next(iter(cuts.values())).parts
+        if all(size % (blocks * parts) == 0 for size in sizes):
+            found[name] = blocks
+    return found
 
 
 def _cell_orders(plan: Plan, grids: Mapping[str, tuple[GridAxis, ...]]) -> tuple[tuple[CellOrder, ...], Plan]:

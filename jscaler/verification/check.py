@@ -25,7 +25,7 @@ from jscaler.capture.jaxprs import fingerprint, shape_struct
 from jscaler.capture.jaxprs import shape as shape_of
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask
-from jscaler.lower.emit import emit, value_shape
+from jscaler.lower.emit import emit_in_turn, value_shape
 from jscaler.lower.emit_crossing import in_one_program
 from jscaler.lower.flat_program import numbered_exchanges
 from jscaler.lower.program import Program
@@ -148,7 +148,7 @@ class _StepCheck:
 
     def run(self) -> Report:
         collectives: Counter[str] = Counter()
-        devices, elements, count, reads, time_loops = set[Any](), 0, 0, 0, 0
+        devices, elements, count, reads = set[Any](), 0, 0, 0
         values = check_values(self.step)
         for transfer in self.step.transfers:
             crossing, tensor = transfer.crossing, transfer.tensor
@@ -166,17 +166,20 @@ class _StepCheck:
             own = len(program.tensors) - len(program.imports)
             structs = [shape_struct(t.aval) for t in program.tensors[:own]]
             brought = zip(program.tensors[own:], program.inputs[own:], strict=True)
-            structs += [jax.ShapeDtypeStruct(value_shape(layout), t.dtype) for t, (_, layout) in brought]
-            emitted = open_shard_map(emit(segment, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
+            structs += [
+                jax.ShapeDtypeStruct(value_shape(layout, program.group, layout.local_shape), t.dtype)
+                for t, (_, layout) in brought
+            ]
+            emitted = open_shard_map(emit_in_turn(segment, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
             flow = SlotFlow(self.step, program, names, values)
             flow.walk(emitted)
             moved, proven, number = self._exchanges(segment, flow, sizes, names)
             self._same_values(segment.program, emitted, flow, sizes)
-            time_loops += check_time_loops(self.step, segment.program)
             self._shardings(segment.program, emitted, sizes)
             collectives.update(moved)
             devices.update(names)
             elements, count, reads = elements + proven, count + number, reads + flow.num_reads
+        time_loops = check_time_loops(self.step)
         return Report(len(devices), count, len(self.proven), collectives, elements, reads, time_loops)
 
     def _exchanges(
@@ -185,7 +188,7 @@ class _StepCheck:
         """Every exchange of the flat program: equal code between equal masks is interpreted once."""
         collectives: Counter[str] = Counter()
         elements = count = 0
-        for number, item in numbered_exchanges(segment.flat.items):
+        for number, item in numbered_exchanges([item for block in segment.blocks for item in block.flat.items]):
             held, wanted = flow.exchanges[item.adapt.output]
             struct = jax.ShapeDtypeStruct(shape_of(item.input), dtype_of(item.input))
             where = f"step {number}, exchange of '{held.tensor.name}'"

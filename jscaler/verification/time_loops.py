@@ -83,13 +83,49 @@ WHOLE, INDEX, UNKNOWN, OPEN = Whole(), Index(), Unknown(), Open()
 States = dict[PTensor, State]
 
 
-def check_time_loops(step: StepPlan, program: Program) -> int:
-    """Prove all loops over parts of ``program``, one of ``step``'s; how many there are.
+def check_time_loops(step: StepPlan) -> int:
+    """Prove all loops over parts of ``step``; how many there are.
 
     Raises:
         VerificationError: a part is left out or visited twice, or a summand is left out or added twice.
     """
-    return _Level(step, program, program.tasks, ()).check()
+    stacks, writers, around = States(), dict[PTensor, Loop](), dict[int, tuple[Loop, ...]]()
+    if step.spanning is not None:
+        loop = step.spanning.loop
+        stacks = _over_groups(step).run()
+        writers.update((y.stack, loop) for y in loop.ys)
+        around[step.spanning.region] = (loop,)
+    programs = [segment.program for segment in step.segments]
+    levels = [_Level(step, p, p.tasks, around.get(p.region, ()), stacks, writers) for p in programs]
+    return (step.spanning is not None) + sum(level.check() for level in levels)
+
+
+def _over_groups(step: StepPlan) -> "_TimeLoop":
+    """The proof of the loop over groups: its body is what all of them run, in the order of the graph."""
+    assert step.spanning is not None
+    loop, region = step.spanning.loop, step.spanning.region
+    place = step.graph.position
+    body = [(p, t) for p in (s.program for s in step.segments) if p.region == region for t in p.tasks]
+    body.sort(key=lambda pair: min((place[op.path] for op in _ops_of(pair[1])), default=-1))
+    before = [t for s in step.segments if s.program.region < region for t in s.program.tasks if isinstance(t, Compute)]
+    makers = {t: task for task in before for t in task.op.outputs}
+    for x in loop.xs:  # the number of the micro-batch is told to the blocks
+        op = step.graph.producer[x.stack]
+        makers[x.stack] = Compute(op, _body(op), (), ())
+    task = Repeat(loop, tuple(task for _, task in body), (), (), ())
+    of_task = {id(t): program for program, task in body for t in _tasks_of(task)}
+    return _TimeLoop(step, of_task, task, (), makers, {})
+
+
+def _tasks_of(task: Task) -> list[Task]:
+    """``task``, and what stands in it."""
+    return [task, *(t for inner in task.tasks for t in _tasks_of(inner))] if isinstance(task, Repeat) else [task]
+
+
+def _ops_of(task: Task) -> list[Op]:
+    if isinstance(task, Repeat):
+        return [op for inner in task.tasks for op in _ops_of(inner)]
+    return [task.op] if isinstance(task, Compute) else []
 
 
 @dataclass
@@ -112,7 +148,8 @@ class _Level:
             elif isinstance(task, Repeat):
                 inner = self.around
                 if task.loop.time and task.loop.length > 1:
-                    proof = _TimeLoop(self.step, self.program, task, self.around, makers, self.stacks)
+                    inside = {id(t): self.program for t in _tasks_of(task)}
+                    proof = _TimeLoop(self.step, inside, task, self.around, makers, self.stacks)
                     self.stacks.update(proof.run())
                     self.writers.update((y.stack, task.loop) for y in task.loop.ys)
                     inner = (*self.around, task.loop)
@@ -144,13 +181,14 @@ class _TimeLoop:
     """The proof of one loop.
 
     Attributes:
+        programs: in which program a task runs, by its identity.
         makers: what stands beside the loop, by what it makes.
         stacks: of loops before it, with what their slices are.
         joins: the carries that an iteration has joined something to, or read for another reason.
     """
 
     step: StepPlan
-    program: Program
+    programs: Mapping[int, Program]
     task: Repeat
     around: tuple[Loop, ...]
     makers: Mapping[PTensor, Compute]
@@ -323,7 +361,7 @@ class _TimeLoop:
         if isinstance(rest[0], VisitedPart | Sum | SoFar):
             raise VerificationError(f"{where}: a part is cut off {_text(rest[0])}")
         args = [np.arange(count, dtype=np.int32)] * len(op.inputs)
-        for jaxpr, places in ((task.jaxpr, _places(self.program, task)), (_body(op), [])):
+        for jaxpr, places in ((task.jaxpr, _places(self.programs[id(task)], task)), (_body(op), [])):
             args[number] = ids(shape(jaxpr.invars[number]))
             found = each_once(jaxpr, args, count, places, where)
         whole = op.inputs[number].shape

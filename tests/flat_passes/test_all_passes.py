@@ -16,9 +16,11 @@ from jscaler.cli import app
 from jscaler.flat_passes.all_passes import FLAT_PASSES, FOR_XLA, flat_passes
 from jscaler.ir.passes import name_of
 from jscaler.lower.flat_program import FlatProgram
+from jscaler.materialize.group_passes import GROUP_PASSES
 from jscaler.schedule import GRAPH_PASSES
 
-EVERY = (*GRAPH_PASSES, *FLAT_PASSES)
+GRAPH = (*GRAPH_PASSES, *GROUP_PASSES)
+EVERY = (*GRAPH, *FLAT_PASSES)
 
 
 def test_every_pass_has_a_name_of_its_own_one_argument_and_says_why_it_exists() -> None:
@@ -33,7 +35,7 @@ def test_a_lowered_step_lists_what_each_pass_did() -> None:
     passes = step.lower(make_state(MOMENTUM), make_batch()).passes
     assert [run.name for run in passes.runs] == [name_of(one) for one in EVERY]
     counts = [(run.before, run.after) for run in passes.runs]
-    graph, flat = counts[: len(GRAPH_PASSES)], counts[len(GRAPH_PASSES) :]
+    graph, flat = counts[: len(GRAPH)], counts[len(GRAPH) :]
     for chain in (graph, flat):
         assert all(after == before for (_, after), (before, _) in itertools.pairwise(chain))
     assert all(run.seconds >= 0 for run in passes.runs)

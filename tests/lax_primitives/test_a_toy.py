@@ -14,7 +14,6 @@ import jscaler
 from jscaler import Split, UnknownPrimitiveWarning
 from jscaler.capture.names import function_name
 from jscaler.errors import VerificationError
-from jscaler.estimate.work import work_of
 from jscaler.ir.mask import Mask
 from jscaler.lax_primitives import REGISTRY, Primitive
 from jscaler.lax_primitives.reductions import reduce
@@ -25,6 +24,7 @@ from jscaler.verification.interpret import Interpreter
 from jscaler.verification.local_programs import trace_local
 from jscaler.verification.symbols import Patterns
 from jscaler.verification.whole_against_parts import FragmentInParts
+from jscaler.xla_model.work import work_of
 
 rng = np.random.default_rng(5)
 

@@ -12,6 +12,7 @@ import optax
 
 import jscaler
 from jscaler import Split
+from jscaler.lower.cut import uncut
 from jscaler.lower.step_plan import StepPlan
 
 LEARNING_RATE = 0.1
@@ -152,4 +153,5 @@ def _assert_close(name: str, ours: jax.Array, theirs: jax.Array) -> None:
 def with_segment(plan: StepPlan, **changes: Any) -> StepPlan:
     """``plan``, with another ``program`` or ``flat`` of its only group."""
     (segment,) = plan.segments
-    return dataclasses.replace(plan, segments=(dataclasses.replace(segment, **changes),))
+    made = dataclasses.replace(segment, **changes)
+    return dataclasses.replace(plan, segments=(dataclasses.replace(made, blocks=(uncut(made.program, made.flat),)),))

@@ -55,8 +55,9 @@ def lowered() -> tuple[Captured, Completed, tuple[Program, ...], list[FlatProgra
     plan = make_plan(by_tower, captured.graph, 4, captured.bodies, ())
     graph, rules = captured.graph, captured.rules
     completed = complete_on_groups(graph, plan, decided_placements(graph, plan), rules, FEW_STEPS, {})
-    programs, transfers = make_programs(graph, graph.ops, completed, rules, {}, FEW_STEPS)
-    assert not transfers
+    made = make_programs(graph, graph.ops, completed, rules, {}, FEW_STEPS)
+    programs = made.programs
+    assert not made.transfers
     return captured, completed, programs, [flatten(program, captured.source) for program in programs]
 
 

@@ -20,7 +20,7 @@ from of_the_day import of_the_day
 import jscaler
 from jscaler import Plan, PlanFileError, Prefix
 from jscaler.ir import Place
-from jscaler.primitives import Assign, Fuse, GridAxis, Order, Trans
+from jscaler.primitives import Assign, Fuse, GridAxis, OnDevices, Order, Trans
 from jscaler.primitives.made_for import MadeFor, OpRecord, RuleRecord
 from jscaler.primitives.plan import (
     KINDS,
@@ -30,6 +30,7 @@ from jscaler.primitives.plan import (
     Recompute,
     ReduceDtype,
     SaveResiduals,
+    Schedule,
     Shard,
     Store,
 )
@@ -61,6 +62,8 @@ PLAN = Plan(
         Shard("state/params/up/kernel", 0, 2, (0, 2, 1, 3), stored=True),
         Shard("state/params/up/bias", 0, 4, (0, 2, 1, 3)),
         Store("state/params/down/kernel", (2, 2), (0, 2, 1, 3), ((1, 0), ())),
+        OnDevices(("up/dot", "down/dot"), (0, 2)),
+        Schedule("0F0 0B0\n1F0 1B0"),
     ),
     MadeFor((OpRecord("up/dot", RULE), OpRecord("down/dot", RULE), OpRecord("loss"))),
 )
@@ -122,6 +125,8 @@ strategies: dict[type, st.SearchStrategy[Any]] = {
     Recompute: st.builds(Recompute, st.lists(names).map(tuple), st.lists(names).map(tuple)),
     Accumulation: st.builds(Accumulation, st.none() | names, st.booleans()),
     PerMicrobatch: st.builds(PerMicrobatch, st.lists(names).map(tuple)),
+    OnDevices: st.builds(OnDevices, st.lists(names).map(tuple), numbers),
+    Schedule: st.builds(Schedule, names),
     Store: st.builds(Store, names, numbers, numbers, st.lists(numbers, max_size=3).map(tuple)),
 }
 decisions = st.one_of(*strategies.values())

@@ -96,7 +96,7 @@ def test_what_explain_counts_is_what_the_program_sends(
 ) -> None:
     args = arguments()
     lowered = jscaler.parallelize(policy, devices=2)(step).lower(*args)
-    jitted = lowered.executable.segments[0].jitted.lower(*jax.tree.leaves(args))
+    jitted = lowered.executable.blocks[0].jitted.lower(*jax.tree.leaves(args))
     found = collectives(jitted.compile(compiler_options=AS_WRITTEN).as_text())
     assert {c.kind for c in found} == {"all-reduce"}
     assert max(c.times for c in found) > 2

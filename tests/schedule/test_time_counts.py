@@ -89,7 +89,7 @@ def test_two_axes_of_any_counts_are_right(devices: int) -> None:
             jscaler.verify(one)
         runs = [executable(one.plan, jax.devices()[:devices], ()) for one in made]
         leaves = jax.tree.leaves((PARAMS, X))
-        results = jax.jit(lambda *xs: [run.segments[0].jitted(*xs) for run in runs])(*leaves)
+        results = jax.jit(lambda *xs: [run.blocks[0].jitted(*xs) for run in runs])(*leaves)
         expected = jax.tree.leaves(jax.jit(step)(PARAMS, X))
         for result in results:
             assert_trees_close(result, expected)

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jscaler.capture.jaxprs import trace_flat
-from jscaler.estimate.work import work_of
 from jscaler.xla_model.flops import Flops, flops_of
+from jscaler.xla_model.work import work_of
 
 
 def ours(fun, *args) -> float:

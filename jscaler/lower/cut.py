@@ -1,0 +1,175 @@
+"""A flat program cut into blocks, by the crossings that its items wait for.
+
+An item runs as late as its readers allow: what a crossing waits for runs before it, and all else in the block that reads
+it. So what the forward block of a stage does for its backward alone is done there; and what both need, value numbering has
+found to be one. What a block hands to a later one of its group stays on each device as it is; `lower.saved` chooses it.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from jax.extend import core
+
+from jscaler.capture.jaxprs import Atom
+from jscaler.lower.flat_program import FlatProgram, Item, has_effects, reads, results
+from jscaler.lower.program import Program
+from jscaler.lower.saved import Cuttable, saved_or_again
+from jscaler.lower.segment import PlacedBlock
+from jscaler.materialize import Layout
+
+End = tuple[int, Atom, Layout | None, int]  # number, what it is, how it lies, behind which level it leaves
+
+
+def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBlock, ...], int]:
+    """The blocks of ``program``, in the order in which they run, and how many numbers of values are taken then.
+
+    Args:
+        count: how many are taken.
+    """
+    arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
+    ends = _ends(program, flat)
+    last = max(program.last_level, *program.import_levels, 0)
+    own = sorted({last, *program.pinned.values(), *(level for *_, level in ends if level is not None)})
+    if len(own) == 1 and program.times == 1 and not program.import_levels and not program.exports:
+        return (uncut(program, flat),), count
+    at = _latest(program, flat, ends, own)
+    made = {v: at[id(item)] for item in flat.items for v in results(item)}
+    places = [(number, atom, layout, _place(atom, level, made, own)) for number, atom, layout, level in ends]
+    parts = [[item for item in flat.items if at[id(item)] == level] for level in own]
+    left = [[atom for _, atom, _, place in places if place == level] for level in own]
+    free = {*(v for v in flat.inputs if not arrived.get(v, 0)), *(v for _, v in flat.part_indices)}
+    arrive = {v: bisect.bisect_left(own, level) for v, level in arrived.items() if level}
+    whole = [Cuttable(tuple(items), tuple(out)) for items, out in zip(parts, left, strict=True)]
+    parts, originals = saved_or_again(whole, arrive, free)
+    return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
+
+
+def _with_origins(flat: FlatProgram, originals: Mapping[core.Var, core.Var]) -> FlatProgram:
+    """What is made again has the origins of what it was first."""
+    op, tensor = dict(flat.origins.op), dict(flat.origins.tensor)
+    for table in (op, tensor):
+        table.update((new, table[old]) for new, old in originals.items() if old in table)  # type: ignore[misc]
+    return dataclasses.replace(flat, origins=dataclasses.replace(flat.origins, op=op, tensor=tensor))
+
+
+def uncut(program: Program, flat: FlatProgram) -> PlacedBlock:
+    """All of a program that nothing leaves or comes to: that of a step on one group."""
+    layouts = tuple(layout for _, layout in program.inputs), tuple(layout for _, layout in program.outputs)
+    return PlacedBlock(program.group, program.region, 0, flat, program.tensors, (), program.results, (), *layouts)
+
+
+def _ends(program: Program, flat: FlatProgram) -> list[tuple[int, Atom, Layout | None, int | None]]:
+    numbers = (*program.results, *program.exports)
+    levels = (*itertools.repeat(None, len(program.results)), *program.export_levels)
+    layouts = [layout for _, layout in program.outputs]
+    return list(zip(numbers, flat.outputs, layouts, levels, strict=True))
+
+
+def _latest(
+    program: Program, flat: FlatProgram, ends: Sequence[tuple[int, Atom, Layout | None, int | None]], own: Sequence[int]
+) -> dict[int, int]:
+    """The level at which each item runs, by its identity: one of ``own``."""
+    last = own[-1]
+    latest: dict[core.Var, int] = {}
+    for _, atom, _, level in ends:
+        if isinstance(atom, core.Var) and level is not None:
+            latest[atom] = min(latest.get(atom, last), level)
+    arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
+    first = _first(flat, arrived)
+    at: dict[int, int] = {}
+    for item in reversed(flat.items):
+        level = min((latest.get(v, last) for v in results(item)), default=last)
+        level = min([level, *(program.pinned.get(flat.origins.op.get(v, ""), level) for v in results(item))])
+        if has_effects(item):
+            level = first[id(item)]
+        level = max((x for x in own if x <= level), default=own[0])
+        assert level >= first[id(item)], "an item would run before what it reads arrives"
+        at[id(item)] = level
+        for v in reads(item):
+            latest[v] = min(latest.get(v, last), level)
+    return at
+
+
+def _first(flat: FlatProgram, arrived: Mapping[core.Var, int]) -> dict[int, int]:
+    """The level at which each item could run first, by its identity."""
+    known = dict(arrived)
+    found = {}
+    for item in flat.items:
+        level = max((known.get(v, 0) for v in reads(item)), default=0)
+        found[id(item)] = level
+        known.update(dict.fromkeys(results(item), level))
+    return found
+
+
+def _place(atom: Atom, level: int | None, made: Mapping[core.Var, int], own: Sequence[int]) -> int:
+    """The level of the block that leaves ``atom``: the one that is asked for, or the one that makes it."""
+    if level is not None:
+        return level
+    return made.get(atom, own[-1]) if isinstance(atom, core.Var) else own[-1]
+
+
+def _blocks(
+    program: Program,
+    flat: FlatProgram,
+    own: Sequence[int],
+    parts: Sequence[Sequence[Item]],
+    places: Sequence[End],
+    count: int,
+) -> tuple[tuple[PlacedBlock, ...], int]:
+    own_inputs = len(flat.inputs) - len(program.imports)
+    takes = dict(zip(flat.inputs[:own_inputs], zip(program.tensors, program.inputs, strict=False), strict=False))
+    taken = zip(program.imports, program.inputs[own_inputs:], strict=True)
+    values = {v: (number, layout) for v, (number, (_, layout)) in zip(flat.inputs[own_inputs:], taken, strict=True)}
+    indices = {v: (axes, v) for axes, v in flat.part_indices}
+    numbers = itertools.count(count)
+    saved: dict[core.Var, int] = {}
+    needed = [set(_needed(items, [e for e in places if e[3] == level])) for level, items in zip(own, parts, strict=True)]
+    made: list[PlacedBlock] = []
+    for at, (level, items) in enumerate(zip(own, parts, strict=True)):
+        ends = sorted((end for end in places if end[3] == level), key=lambda end: end[0] not in program.results)
+        if not items and not ends:
+            continue
+        later = set().union(*needed[at + 1 :])
+        left = [number for number, *_ in ends if number in program.results]
+        gone = {
+            v: number for number, v, layout, _ in ends[len(left) :] if isinstance(v, core.Var) and layout and layout.sizes
+        }
+        own_values = [v for item in items for v in results(item) if v in later]
+        kept = [v for v in own_values if v not in gone]
+        given = [v for v in takes if v in needed[at]]
+        brought = [v for v in (*values, *saved) if v in needed[at]]
+        block = dataclasses.replace(
+            flat,
+            inputs=(*given, *brought),
+            part_indices=tuple(pair for v, pair in indices.items() if v in needed[at]),
+            items=tuple(items),
+            outputs=(*(atom for _, atom, *_ in ends), *kept),
+            held=None,
+        )
+        handed = {v: next(numbers) for v in kept}
+        made.append(
+            PlacedBlock(
+                program.group,
+                program.region,
+                level,
+                block,
+                tuple(takes[v][0] for v in given),
+                tuple(values[v][0] if v in values else saved[v] for v in brought),
+                tuple(left),
+                (*(number for number, *_ in ends[len(left) :]), *handed.values()),
+                (*(takes[v][1][1] for v in given), *(values[v][1] if v in values else None for v in brought)),
+                (*(layout for _, _, layout, _ in ends), *(None for _ in kept)),
+            )
+        )
+        saved |= handed | {v: gone[v] for v in own_values if v in gone}
+    return tuple(made), next(numbers)
+
+
+def _needed(items: Sequence[Item], ends: Sequence[End]) -> Iterator[core.Var]:
+    """What a block reads that it does not make."""
+    own = {v for item in items for v in results(item)}
+    for item in items:
+        yield from (v for v in reads(item) if v not in own)
+    yield from (atom for _, atom, *_ in ends if isinstance(atom, core.Var) and atom not in own)

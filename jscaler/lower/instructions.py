@@ -1,0 +1,394 @@
+"""Instructions: what a step on several device groups does, one thing after another, over numbered slots.
+
+The blocks of a region without a loop run level by level. Those of a loop over groups run as a *table* says, in one order
+for all groups: round by round each group runs its next block if what it waits for was made in rounds before; what the
+blocks of a round, or of a level, send goes behind them. A slot is assigned once in a step, and freed behind its last
+reader.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from jscaler.errors import OrderError, PlanError, listing
+from jscaler.ir import Graph
+from jscaler.lower.blocks import FRONT, CarriedValue, SpanningLoop, Transfer
+from jscaler.lower.flat_program import results as results_of
+from jscaler.lower.segment import PlacedBlock
+from jscaler.primitives.table import BlockKind, Table, TableCell
+
+Slot = int
+Cell = tuple[int, int]  # number of a block, micro-batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run a block: ``reads`` are the slots of its imports, ``writes`` those of its results and exports."""
+
+    block: int
+    reads: tuple[Slot, ...]
+    writes: tuple[Slot, ...]
+    freed: tuple[Slot, ...] = ()
+
+
+@dataclass(frozen=True)
+class Send:
+    """Bring a value to another device group by transfer number ``transfer``."""
+
+    transfer: int
+    source: Slot
+    target: Slot
+    freed: tuple[Slot, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Put what iterations have left behind each other, along a new dim in front."""
+
+    pieces: tuple[Slot, ...]
+    target: Slot
+    value: int
+    freed: tuple[Slot, ...] = ()
+
+
+Instruction = Run | Send | Gather
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """What a step does.
+
+    Attributes:
+        slots: how many there are; the first are those of the results.
+        counts: slots that hold the number of a micro-batch on the group of a value: slot -> (value, number).
+        table: of the loop over groups, if there is one.
+    """
+
+    steps: tuple[Instruction, ...]
+    slots: int
+    counts: Mapping[Slot, tuple[int, int]]
+    table: Table | None = None
+
+
+def instructions(
+    graph: Graph,
+    blocks: Sequence[PlacedBlock],
+    transfers: Sequence[Transfer],
+    spanning: SpanningLoop | None,
+    results: int,
+    plan: Callable[[int, int], Table] | Table | None = None,
+    before: Iterable[tuple[tuple[str, int], tuple[str, int]]] = (),
+) -> Instructions:
+    """All instructions of a step with ``blocks``, in the order of regions and levels.
+
+    Args:
+        results: how many results the step has.
+        plan: a table for the loop over groups, or one for as many stages as there are; None for one forward, one backward.
+        before: (op, micro-batch) pairs of which the first runs before the second, as ``op_order`` says.
+
+    Raises:
+        OrderError: blocks would wait for each other.
+        PlanError: the table does not go with the blocks.
+    """
+    writer = _Writer(blocks, transfers, spanning, results)
+    table = None
+    for region in range(max((block.region for block in blocks), default=0) + 1):
+        if spanning is not None and spanning.region == region:
+            rounds = Rounds(graph, blocks, transfers, spanning, list(before))
+            table = rounds.table(plan)
+            for cells in rounds.order(table):
+                writer.round(cells)
+            writer.end()
+        else:
+            writer.straight(region)
+    return Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts, table)
+
+
+def _freed(steps: Sequence[Instruction], results: int) -> list[Instruction]:
+    """``steps``, each with the slots that nobody reads behind it."""
+    later: set[Slot] = set(range(results))
+    found: list[Instruction] = []
+    for step in reversed(steps):
+        reads = step.reads if isinstance(step, Run) else (step.source,) if isinstance(step, Send) else step.pieces
+        writes = step.writes if isinstance(step, Run) else (step.target,)
+        last = tuple(s for s in dict.fromkeys((*reads, *writes)) if s not in later)
+        later.update(reads)
+        made = {"freed": last}
+        if isinstance(step, Run):
+            found.append(Run(step.block, step.reads, step.writes, **made))
+        elif isinstance(step, Send):
+            found.append(Send(step.transfer, step.source, step.target, **made))
+        else:
+            found.append(Gather(step.pieces, step.target, step.value, **made))
+    return found[::-1]
+
+
+class _Writer:
+    """Writes instructions; values of iterations have a slot for each micro-batch."""
+
+    def __init__(
+        self, blocks: Sequence[PlacedBlock], transfers: Sequence[Transfer], spanning: SpanningLoop | None, results: int
+    ):
+        self.blocks, self.transfers, self.spanning = blocks, transfers, spanning
+        self.steps: list[Instruction] = []
+        self.slots: dict[tuple[int, int | None], Slot] = {(number, None): number for number in range(results)}
+        self.count = results
+        self.counts: dict[Slot, tuple[int, int]] = {}
+        self.carries: dict[int, CarriedValue] = {}
+        self.repeated: set[int] = set()  # values that each micro-batch has for itself
+        if spanning is not None:
+            body = [block for block in blocks if block.region == spanning.region]
+            self.repeated = {v for block in body for v in block.exports} | set(spanning.indices)
+            self.repeated |= {t.target for t in transfers if t.region == spanning.region}
+            self.carries = {c.inside: c for c in spanning.carries}
+            self.outs = {c.out for c in spanning.carries}
+        self.sofar: dict[int, list[Slot]] = {}  # carry by its ``inside`` -> its slots, oldest first
+
+    def _slot(self, value: int, microbatch: int | None = None) -> Slot:
+        key = value, microbatch if value in self.repeated else None
+        if key not in self.slots:
+            self.slots[key] = self.count
+            if self.spanning is not None and value in self.spanning.indices:
+                assert microbatch is not None
+                self.counts[self.count] = value, microbatch
+            self.count += 1
+        return self.slots[key]
+
+    def straight(self, region: int) -> None:
+        """The blocks of a region, level by level."""
+        self._sent(region, FRONT)
+        here = [(number, block) for number, block in enumerate(self.blocks) if block.region == region]
+        for level, blocks in itertools.groupby(
+            sorted(here, key=lambda pair: pair[1].level), key=lambda pair: pair[1].level
+        ):
+            for number, block in blocks:
+                writes = tuple(self._slot(v) for v in (*block.results, *block.exports))
+                self.steps.append(Run(number, tuple(self._slot(v) for v in block.imports), writes))
+            self._sent(region, level)
+
+    def _sent(self, region: int, level: int, microbatch: int | None = None, left: Sequence[int] | None = None) -> None:
+        """What crosses behind ``level``; of a block what it has ``left``."""
+        for number, transfer in enumerate(self.transfers):
+            here = transfer.region == region and transfer.level == level
+            if here and (left is None or transfer.source in left):
+                source = self._inside(transfer.source, microbatch)
+                self.steps.append(Send(number, source, self._slot(transfer.target, microbatch)))
+
+    def round(self, cells: Sequence[Cell]) -> None:
+        """Blocks that run at once, each for a micro-batch; then what they send."""
+        assert self.spanning is not None
+        for number, microbatch in cells:
+            block = self.blocks[number]
+            if not any(key[1] == microbatch for key in self.slots):
+                self._sent(block.region, FRONT, microbatch)
+            reads = tuple(self._inside(v, microbatch) for v in block.imports)
+            writes = tuple(self._slot(v, microbatch) for v in (*block.results, *block.exports))
+            self.steps.append(Run(number, reads, writes))
+            for carry in self.carries.values():
+                if carry.out in block.exports:
+                    self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, microbatch))
+        for number, microbatch in cells:
+            block = self.blocks[number]
+            self._sent(block.region, block.level, microbatch, block.exports)
+
+    def _inside(self, value: int, microbatch: int | None) -> Slot:
+        """The slot of what is read; of a sum what there is so far, of a state what the micro-batch before has left."""
+        carry = self.carries.get(value)
+        if carry is None:
+            return self._slot(value, microbatch)
+        left = self.sofar.get(value, [])
+        if carry.is_sum:
+            return left[-1] if left else self._slot(carry.init)
+        assert microbatch is not None
+        return self._slot(carry.out, microbatch - 1) if microbatch else self._slot(carry.init)
+
+    def end(self) -> None:
+        """Behind the last micro-batch: what it has left, and stacks of what all have."""
+        assert self.spanning is not None
+        for carry in self.spanning.carries:
+            self.slots[carry.final, None] = self.sofar[carry.inside][-1]
+        for stacked in self.spanning.stacks:
+            pieces = tuple(self._slot(stacked.piece, i) for i in range(self.spanning.loop.length))
+            self.steps.append(Gather(pieces, self._slot(stacked.stack), stacked.stack))
+
+
+class Rounds:
+    """The blocks of a loop over groups in time.
+
+    Attributes:
+        own: the numbers of its blocks.
+        names: block -> the cells of a table that it stands for: forward and backward of a last stage are one block.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        blocks: Sequence[PlacedBlock],
+        transfers: Sequence[Transfer],
+        spanning: SpanningLoop,
+        before: Sequence[tuple[tuple[str, int], tuple[str, int]]] = (),
+    ):
+        self.graph, self.blocks = graph, blocks
+        self.microbatches = spanning.loop.length
+        self.own = [number for number, block in enumerate(blocks) if block.region == spanning.region]
+        self.rows: dict[object, list[int]] = {}
+        for number in sorted(self.own, key=lambda n: blocks[n].level):
+            self.rows.setdefault(blocks[number].group, []).append(number)
+        self._wait(transfers, spanning)
+        self._name(transfers)
+        self._ordered(before)
+
+    def _wait(self, transfers: Sequence[Transfer], spanning: SpanningLoop) -> None:
+        """What each block waits for: blocks of its micro-batch, and of the one before that leave a state."""
+        maker = {v: n for n in self.own for v in self.blocks[n].exports}
+        for transfer in transfers:
+            if transfer.source in maker:
+                maker[transfer.target] = maker[transfer.source]
+        states = {c.inside: maker[c.out] for c in spanning.carries if not c.is_sum and c.out in maker}
+        for transfer in transfers:
+            if transfer.source in states:
+                states[transfer.target] = states[transfer.source]
+        self.waits: dict[Cell, set[Cell]] = {}
+        for number in self.own:
+            imports = self.blocks[number].imports
+            now = {maker[v] for v in imports if v in maker}
+            last = {states[v] for v in imports if v in states}
+            for i in range(self.microbatches):
+                self.waits[number, i] = {(n, i) for n in now} | ({(n, i - 1) for n in last} if i else set())
+
+    def _name(self, transfers: Sequence[Transfer]) -> None:
+        """Forward stages are numbered from the first level on, backward ones from the last on."""
+        backward = [n for n in self.own if any(map(self._is_backward, self._ops(n)))]
+        arrive = {t.target: t for t in transfers}
+        forward = [n for n in self.own if n not in backward or self._goes_forward(n, arrive)]
+        self.names: dict[int, list[tuple[int, BlockKind]]] = {n: [] for n in self.own}
+        for stage, number in enumerate(sorted(forward, key=lambda n: (self.blocks[n].level, n))):
+            self.names[number].append((stage, "F"))
+        for stage, number in enumerate(sorted(backward, key=lambda n: (-self.blocks[n].level, n))):
+            self.names[number].append((stage, "B"))
+
+    def _is_backward(self, path: str) -> bool:
+        """Whether an op is of the backward pass; what is computed again is."""
+        op = self.graph.by_path.get(path)
+        return op is not None and (op.kind == "backward" or op.again is not None)
+
+    def _goes_forward(self, number: int, arrive: Mapping[int, Transfer]) -> bool:
+        """Whether a block of the backward pass takes an activation on, too: it is its group's first, or waits for one."""
+        block = self.blocks[number]
+        if self.rows[block.group][0] == number:
+            return True
+        came = [arrive[v] for v in block.imports if v in arrive]
+        makers = [self.graph.producer.get(t.tensor) for t in came if t.level + 1 == block.level]
+        return any(maker is not None and maker.kind == "forward" for maker in makers)
+
+    def _ordered(self, before: Sequence[tuple[tuple[str, int], tuple[str, int]]]) -> None:
+        of_op = {path: n for n in self.own for path in self._ops(n)}
+        for (first, i), (second, j) in before:
+            for path in (first, second):
+                if path not in of_op:
+                    raise OrderError(
+                        f"'{path}' runs in no block of the loop over micro-batches, and cannot be put in order there"
+                    )
+            if (of_op[first], i) != (of_op[second], j):
+                self.waits[of_op[second], j].add((of_op[first], i))
+
+    def _ops(self, number: int) -> list[str]:
+        flat = self.blocks[number].flat
+        made = (v for item in flat.items for v in results_of(item))
+        return list(dict.fromkeys(flat.origins.op[v] for v in made if v in flat.origins.op))
+
+    # -- tables
+
+    def table(self, plan: Callable[[int, int], Table] | Table | None) -> Table:
+        """The table that is asked for, if it goes with the blocks; by default one forward, one backward.
+
+        Raises:
+            PlanError: a block is missing, stands twice, or stands in another group's row.
+        """
+        if plan is None:
+            return self._as_table(self._one_forward_one_backward())
+        stages = max(stage for names in self.names.values() for stage, _ in names) + 1
+        table = plan if isinstance(plan, Table) else plan(stages, self.microbatches)
+        rows = list(self.rows.values())
+        if len(table.rows) != len(rows):
+            raise PlanError(f"the table has {len(table.rows)} rows, and the loop's ops lie on {len(rows)} device groups")
+        for at, (cells, own) in enumerate(zip(table.rows, rows, strict=True)):
+            wanted = [
+                TableCell(stage, kind, i) for n in own for stage, kind in self.names[n] for i in range(self.microbatches)
+            ]
+            missing = [str(c) for c in wanted if c not in cells]
+            more = [str(c) for c in dict.fromkeys(cells) if c not in wanted or cells.count(c) > 1]
+            if missing or more:
+                problems = [f"lacks {listing(missing)}"] if missing else []
+                problems += [f"has {listing(more)}, twice or where it does not run"] if more else []
+                devices = list(self.blocks[own[0]].group.devices)
+                blocks = listing([f"{stage}{kind}" for n in own for stage, kind in self.names[n]])
+                raise PlanError(
+                    f"row {at} of the table, that of devices {devices}, {' and '.join(problems)}; it runs {blocks} for "
+                    f"micro-batches 0 to {self.microbatches - 1}"
+                )
+        return table
+
+    def _as_table(self, rows: Sequence[Sequence[Cell]]) -> Table:
+        return Table(tuple(tuple(TableCell(s, k, i) for n, i in row for s, k in self.names[n]) for row in rows))
+
+    def order(self, table: Table) -> list[list[Cell]]:
+        """The blocks round by round, in the order of ``table``.
+
+        Raises:
+            OrderError: they would wait for each other.
+        """
+        of_name = {name: n for n, names in self.names.items() for name in names}
+        rows = [list(dict.fromkeys((of_name[c.stage, c.kind], c.microbatch) for c in row)) for row in table.rows]
+        at, done, found = [0] * len(rows), set[Cell](), list[list[Cell]]()
+        while any(i < len(row) for i, row in zip(at, rows, strict=True)):
+            heads = [(g, row[at[g]]) for g, row in enumerate(rows) if at[g] < len(row)]
+            ready = [(g, cell) for g, cell in heads if self.waits[cell] <= done]
+            if not ready:
+                raise OrderError(f"blocks wait for each other: {self._stuck([cell for _, cell in heads], done)}")
+            for g, _ in ready:
+                at[g] += 1
+            done |= {cell for _, cell in ready}
+            found.append([cell for _, cell in ready])
+        return found
+
+    def _stuck(self, heads: Sequence[Cell], done: Set[Cell]) -> str:
+        lines = []
+        for cell in heads:
+            missing = sorted(self.waits[cell] - done)
+            waits = ", ".join(self._text(other) for other in missing)
+            lines.append(f"{self._text(cell)} ({listing(self._ops(cell[0])[:3])}) is next on devices "
+                         f"{list(self.blocks[cell[0]].group.devices)} and waits for {waits}")  # fmt: skip
+        return "; ".join(lines)
+
+    def _text(self, cell: Cell) -> str:
+        return "+".join(str(TableCell(s, k, cell[1])) for s, k in self.names[cell[0]])
+
+    def _one_forward_one_backward(self) -> list[list[Cell]]:
+        """On a chain of stages `one_f_one_b`; else the same idea: as few micro-batches at once as keep all groups busy."""
+        rows = list(self.rows.values())
+        most = [(self.blocks[own[-1]].level - self.blocks[own[0]].level) // 2 + 1 for own in rows]
+        at = [dict.fromkeys(own, 0) for own in rows]
+        done, found = set[Cell](), [list[Cell]() for _ in rows]
+        while any(i < self.microbatches for counts in at for i in counts.values()):
+            ready = [self._next(counts, done, most[g]) for g, counts in enumerate(at)]
+            if not any(ready):
+                ready = [self._next(counts, done, self.microbatches) for counts in at]
+            if not any(ready):
+                heads = [(n, i) for counts in at for n, i in counts.items() if i < self.microbatches]
+                raise OrderError(f"blocks wait for each other: {self._stuck(heads[:4], done)}")
+            for g, cell in enumerate(ready):
+                if cell is not None:
+                    found[g].append(cell)
+                    at[g][cell[0]] += 1
+            done |= {cell for cell in ready if cell is not None}
+        return found
+
+    def _next(self, counts: Mapping[int, int], done: Set[Cell], most: int) -> Cell | None:
+        """A new micro-batch if not too many are under way, else what has come furthest."""
+        first, last = next(iter(counts)), next(reversed(counts))
+        ready = [n for n, i in counts.items() if i < self.microbatches and self.waits[n, i] <= done]
+        if first in ready and first != last and counts[first] - counts[last] >= most:
+            ready.remove(first)
+        number = first if first in ready else next(reversed(ready), None)
+        return None if number is None else (number, counts[number])

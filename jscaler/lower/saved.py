@@ -1,0 +1,178 @@
+"""What a block keeps for later blocks of its group, and what those make again: a minimum cut.
+
+What a forward block has computed and its backward block reads is kept, or made again of what is kept by equations that
+cost next to nothing (elementwise ones, casts, masks, reshapes). Kept bytes are least over the graph of values: a value that
+cannot be made again is a source, what the later blocks read are the sinks, and a value's capacity is its bytes.
+
+    x ──► dot ──► z ──► tanh ──► h ──► dot          kept: h (or z), not both
+                  └───► 1 − tanh² ──► backward      made again of h
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from jax.extend import core
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from jscaler.capture.jaxprs import Atom, fresh, inner_jaxpr, shape
+from jscaler.lax_primitives import known
+from jscaler.lower.flat_program import Item, has_effects, reads, results, with_reads
+
+A_VALUE = 256  # bytes that are as dear as one more value: each costs some microseconds to hand on
+MOST_FLOW = 2**28  # capacities are 32 bits wide
+
+
+@dataclass(frozen=True)
+class Cuttable:
+    """The items of one block, and what leaves it for somewhere else."""
+
+    items: tuple[Item, ...]
+    outputs: tuple[Atom, ...]
+
+
+def saved_or_again(
+    blocks: Sequence[Cuttable], arrive: Mapping[core.Var, int], free: Set[core.Var]
+) -> tuple[list[list[Item]], dict[core.Var, core.Var]]:
+    """The items of each block, with those that it makes again of what is kept; and for what these make the original.
+
+    Args:
+        blocks: of one group and region, in order.
+        arrive: what comes from other groups, and the first of ``blocks`` in which it is there.
+        free: what all blocks have without its being kept.
+    """
+    parts = [list(block.items) for block in blocks]
+    originals: dict[core.Var, core.Var] = {}
+    for at in range(1, len(blocks)):
+        before = [item for items in parts[:at] for item in items]
+        late = {v for block in blocks[at:] for v in block.outputs if isinstance(v, core.Var)}
+        needed = {v for items in parts[at:] for item in items for v in reads(item)}
+        chosen = _again(before, needed, late, {v for v, place in arrive.items() if place < at}, free)
+        _make_again(parts, at, [item for item in before if not chosen.isdisjoint(results(item))], originals)
+    return parts, originals
+
+
+def _make_again(parts: list[list[Item]], at: int, items: Sequence[Item], originals: dict[core.Var, core.Var]) -> None:
+    """Clones of ``items`` in the blocks from ``at`` on, in front of the first that reads them; its readers read them."""
+    table: dict[core.Var, core.Var] = {}
+    clones: list[Item] = []
+    for item in items:
+        assert isinstance(item, core.JaxprEqn)
+        clone = with_reads(item, table)
+        assert isinstance(clone, core.JaxprEqn)
+        made = [fresh(v) for v in item.outvars]
+        table.update(zip(item.outvars, made, strict=True))
+        originals.update((new, originals.get(old, old)) for old, new in zip(item.outvars, made, strict=True))
+        clones.append(clone.replace(outvars=made))
+    for place in range(at, len(parts)):
+        read = {v for item in parts[place] for v in reads(item)}
+        parts[place] = [
+            with_reads(item, table) if not table.keys().isdisjoint(reads(item)) else item for item in parts[place]
+        ]
+        if clones and not read.isdisjoint(table):
+            parts[place] = [*clones, *parts[place]]
+            clones = []
+
+
+def _again(
+    before: Sequence[Item], needed: Set[core.Var], late: Set[core.Var], arrived: Set[core.Var], free: Set[core.Var]
+) -> set[core.Var]:
+    """Of what the items ``before`` make and later blocks need: what these make again.
+
+    Args:
+        needed, late: what later blocks read, and what of it they leave as it is.
+    """
+    maker = {v: item for item in before for v in results(item)}
+    found = _Network()
+    waiting = [v for v in dict.fromkeys((*needed, *late)) if v in maker or v in arrived]
+    for v in waiting:
+        found.sink(v)
+    known = set(waiting)
+    while waiting:
+        v = waiting.pop()
+        item = maker.get(v)
+        if item is None or v in late or not _is_cheap(item):
+            found.source(v)
+            continue
+        for operand in reads(item):
+            if operand in free:
+                continue
+            found.edge(operand, v)
+            if operand not in known:
+                known.add(operand)
+                waiting.append(operand)
+    return found.behind_cut()
+
+
+def _is_cheap(item: Item) -> bool:
+    return isinstance(item, core.JaxprEqn) and not has_effects(item) and _cheap(item)
+
+
+def _cheap(eqn: core.JaxprEqn) -> bool:
+    one = known(eqn.primitive)
+    if one.fence:
+        return False
+    if one.opened:
+        return all(map(_cheap, inner_jaxpr(eqn)[0].eqns))
+    return one.cost in ("fused", "alias")
+
+
+class _Network:
+    """Every value is an edge of its bytes, from where it is taken in to where it is read."""
+
+    def __init__(self) -> None:
+        self._number: dict[core.Var, int] = {}
+        self._edges: list[tuple[int, int]] = []
+        self._ends = ([], [])
+
+    def _of(self, v: core.Var) -> int:
+        return self._number.setdefault(v, len(self._number))
+
+    def source(self, v: core.Var) -> None:
+        self._ends[0].append(self._of(v))
+
+    def sink(self, v: core.Var) -> None:
+        self._ends[1].append(self._of(v))
+
+    def edge(self, v: core.Var, reader: core.Var) -> None:
+        self._edges.append((self._of(v), self._of(reader)))
+
+    def behind_cut(self) -> set[core.Var]:
+        """The values behind the cheapest cut, of several the last: those that are made again."""
+        count = len(self._number)
+        if not count or not self._edges:
+            return set()
+        start, end = 2 * count, 2 * count + 1
+        sizes = np.array([_nbytes(v) + A_VALUE for v in self._number], float)
+        sizes = np.maximum(1, np.ceil(sizes * min(1.0, MOST_FLOW / sizes.sum()))).astype(np.int64)
+        most = int(sizes.sum()) + 1
+        rows = [*range(count), *(count + a for a, _ in self._edges), *(start for _ in self._ends[0])]
+        rows += [count + v for v in self._ends[1]]
+        columns = [*range(count, 2 * count), *(b for _, b in self._edges), *self._ends[0], *(end for _ in self._ends[1])]
+        room = np.array([*sizes, *[most] * (len(rows) - count)], np.int32)
+        network = csr_array((room, (np.array(rows), np.array(columns))), shape=(end + 1, end + 1))
+        network.sum_duplicates()
+        network.data = np.minimum(network.data, most).astype(np.int32)
+        left = network - maximum_flow(network, start, end).flow
+        behind = _reaching(left, end)
+        return {v for v, n in self._number.items() if n in behind}
+
+
+def _reaching(residual: csr_array, end: int) -> set[int]:
+    """The nodes from which ``end`` can be reached where there is room left."""
+    incoming = residual.T.tocsr()
+    found, waiting = {end}, [end]
+    while waiting:
+        node = waiting.pop()
+        row = slice(incoming.indptr[node], incoming.indptr[node + 1])
+        for other, room in zip(incoming.indices[row], incoming.data[row], strict=True):
+            if room > 0 and int(other) not in found:
+                found.add(int(other))
+                waiting.append(int(other))
+    return found
+
+
+def _nbytes(v: core.Var) -> int:
+    return math.prod(shape(v)) * getattr(v.aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]

@@ -1,0 +1,361 @@
+"""The passes over a graph whose ops lie on several device groups, so that no more crosses than has to.
+
+fences_apart           a fence in front of ops on several groups becomes one on each
+made_where_read        what depends on inputs, literals or the micro-batch's number alone is made by every group that reads
+joined_behind_loops    gradients of a parameter that several groups use add up on each, and are joined once, behind the loop
+summed_per_group       scalars of all leaves (a global norm) cross as one per group
+one_of_equals          of equal results of an update one crosses
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.extend import core
+
+from jscaler.capture.jaxprs import evaluate, literal_key, make_jaxpr, params_key
+from jscaler.capture.recompute import with_fence_body
+from jscaler.ir import Carry, Graph, Loop, Op, Place, PTensor
+from jscaler.ir.loop import chain_of
+from jscaler.ir.passes import Pass
+from jscaler.lax_primitives import known, may_merge
+from jscaler.materialize.groups import ThroughLoops, find_groups, homes
+from jscaler.materialize.mesh import DeviceMesh
+from jscaler.materialize.placement import check_devices, decided_placements
+from jscaler.primitives import Assign, OnDevices, Shard, Store
+from jscaler.schedule.graph_passes import Planned
+
+
+def fences_apart(at: Planned) -> Planned:
+    """A fence in front of ops on several groups (it fetches sharded parameters) becomes one on each. It moves nothing."""
+    home, _ = _homes(at)
+    if home is None:
+        return at
+    through, found, renamed = ThroughLoops(at.graph), list[Op](), dict[tuple[PTensor, DeviceMesh], PTensor]()
+    for op in at.graph.ops:
+        found += _fence_by_group(op, home, through, at, renamed) if op.anywhere == "fence" else [op]
+    ops = (dataclasses.replace(op, inputs=tuple(renamed.get((t, home.get(op.path)), t) for t in op.inputs)) for op in found)  # type: ignore[arg-type]
+    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(ops)))
+
+
+def _fence_by_group(
+    op: Op,
+    home: Mapping[str, DeviceMesh],
+    through: ThroughLoops,
+    at: Planned,
+    renamed: dict[tuple[PTensor, DeviceMesh], PTensor],
+) -> list[Op]:
+    """A fence for each group whose ops read what comes out; ``renamed`` says what a group reads in the place of what."""
+    pairs = list(zip(op.inputs, op.outputs, strict=True))
+    by_group: dict[DeviceMesh, list[tuple[PTensor, PTensor]]] = {}
+    unread = []
+    for source, made in pairs:
+        groups = list(dict.fromkeys(home[reader.path] for reader in through.readers(made)))
+        unread += [] if groups else [(source, made)]
+        for group in groups:
+            by_group.setdefault(group, []).append((source, made))
+    if len(by_group) < 2:
+        return [op]
+    found = []
+    for number, (group, own) in enumerate(by_group.items()):
+        taken = [*own, *unread]
+        outputs = tuple(made if not number else dataclasses.replace(made, name=made.name + _on(group)) for _, made in taken)
+        renamed.update({(made, group): new for (_, made), new in zip(taken, outputs, strict=True) if new is not made})
+        path = op.path if not number else op.path + _on(group)
+        fence = dataclasses.replace(op, path=path, inputs=tuple(source for source, _ in taken), outputs=outputs)
+        found.append(with_fence_body(fence, at.bodies))
+    return found
+
+
+def made_where_read(at: Planned) -> Planned:
+    """What inputs, literals and the micro-batch's number are enough for is made where it is read. It is not sent."""
+    home, placed = _homes(at)
+    if home is None:
+        return at
+    return dataclasses.replace(at, graph=_Copies(at.graph, home, placed).graph())
+
+
+def joined_behind_loops(at: Planned) -> Planned:
+    """Gradients of what several groups use (a tied table) add up on each group. Behind the loop one joins them once."""
+    home, _ = _homes(at)
+    if home is None:
+        return at
+    graph = at.graph
+    for loop in [loop for loop in graph.loops.values() if loop.time and loop.parent is None]:
+        graph = _Apart(graph, home, loop, at).graph()
+    return dataclasses.replace(at, graph=graph)
+
+
+def summed_per_group(at: Planned) -> Planned:
+    """Scalars that are added up (a global norm over all leaves) are added on their group first. One per group crosses."""
+    home, placed = _homes(at)
+    if home is None:
+        return at
+    through, found = ThroughLoops(at.graph), list[Op]()
+    for op in at.graph.ops:
+        parts = _scalar_sum(op) if op.path not in placed and op.kind == "update" else None
+        found += [op] if parts is None else _by_group(op, *parts, home, through, at)
+    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(found)))
+
+
+def one_of_equals(at: Planned) -> Planned:
+    """Of equal results of an update (a step's size, made for each leaf) readers read the first. So one crosses."""
+    home, _ = _homes(at)
+    if home is None:
+        return at
+    same: dict[PTensor, PTensor] = {}
+    for op in at.graph.ops:
+        if op.kind == "update" and op.body is not None and len(op.outputs) > 1:
+            first: dict[object, PTensor] = {}
+            for tensor, number in zip(op.outputs, _numbers(op.body.jaxpr), strict=True):
+                same[tensor] = first.setdefault(number, tensor)
+    ops = (
+        dataclasses.replace(op, inputs=tuple(same.get(t, t) for t in op.inputs)) if op.kind == "update" else op
+        for op in at.graph.ops
+    )
+    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(ops)))
+
+
+def _numbers(jaxpr: core.Jaxpr) -> list[object]:
+    """For each result a key; of equal keys the results are equal."""
+    known_as: dict[object, object] = {}
+    number: dict[core.Var, object] = {}
+
+    def key(atom: core.Var | core.Literal) -> object:
+        return literal_key(atom) if isinstance(atom, core.Literal) else number.get(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        same = (eqn.primitive, params_key(eqn.params), tuple(map(key, eqn.invars))) if may_merge(eqn) else None
+        for place, var in enumerate(eqn.outvars):
+            number[var] = known_as.setdefault((same, place), var) if same is not None else var
+    return [key(atom) for atom in jaxpr.outvars]
+
+
+GROUP_PASSES: tuple[Pass[Planned], ...] = (
+    fences_apart,
+    made_where_read,
+    joined_behind_loops,
+    summed_per_group,
+    one_of_equals,
+)
+
+
+def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]:
+    """The group of every op, and the ops that the plan itself places; None where there is one group."""
+    named = {
+        d.places if isinstance(d, Assign) else d.devices
+        for d in at.plan.decisions
+        if isinstance(d, Assign | OnDevices | Shard | Store)
+    }
+    if len({frozenset(p.device if isinstance(p, Place) else p for p in places) for places in named}) < 2:
+        return None, ()
+    decided = decided_placements(at.graph, at.plan)
+    check_devices(decided)
+    groups = find_groups(at.plan, decided)
+    if len(groups.meshes) == 1:
+        return None, ()
+    return homes(at.graph, groups, at.pieces), groups.of.keys()
+
+
+def _on(group: DeviceMesh) -> str:
+    return "@" + "-".join(map(str, group.devices))
+
+
+class _Copies:
+    """A graph with copies of cheap ops of what all groups know, one for each group that reads them."""
+
+    def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], placed: Iterable[str]):
+        self._graph, self._home = graph, home
+        self._free = self._known(set(placed))
+        self._of: dict[str, list[DeviceMesh]] = {}  # of an op that is copied: the groups that read it
+
+    def _known(self, placed: set[str]) -> set[str]:
+        """The ops that every group can run by itself: paths."""
+        graph = self._graph
+        trained = {t for call in graph.calls for t in call.wrt}
+        tensors = {t for t, _ in graph.constants} | {t for t in graph.inputs if t not in trained}
+        slices = {x.stack: x.slice for loop in graph.loops.values() for x in loop.xs}
+        ops: set[str] = set()
+        for op in graph.ops:
+            cheap = op.kind == "forward" and op.path not in placed and op.body is not None and op.again is None
+            if cheap and all(t in tensors for t in op.inputs) and not op.body.jaxpr.effects and not _contracts(op):  # type: ignore[union-attr]
+                ops.add(op.path)
+                tensors.update(op.outputs)
+                tensors.update(slices[t] for t in op.outputs if t in slices)
+        return ops
+
+    def _groups(self, op: Op) -> list[DeviceMesh]:
+        """The groups that read what ``op`` makes."""
+        readers = [r for t in op.outputs for r in self._graph.consumers.get(t, ())]
+        found = [g for r in readers for g in (self._of[r.path] if r.path in self._of else [self._home[r.path]])]
+        linked = any(t in self._graph.linked for t in op.outputs) or any(t in self._graph.outputs for t in op.outputs)
+        return list(dict.fromkeys([*found, *([self._home[op.path]] if linked or not found else [])]))
+
+    def graph(self) -> Graph:
+        for op in reversed(self._graph.ops):
+            if op.path in self._free:
+                self._of[op.path] = self._groups(op)
+        copies: dict[tuple[PTensor, DeviceMesh], PTensor] = {}
+        made: list[Op] = []
+        for op in self._graph.ops:
+            for number, group in enumerate(self._of.get(op.path, [self._home[op.path]])):
+                inputs = tuple(copies.get((t, group), t) for t in op.inputs)
+                if number == 0:
+                    made.append(dataclasses.replace(op, inputs=inputs) if inputs != op.inputs else op)
+                    continue
+                outputs = tuple(dataclasses.replace(t, name=t.name + _on(group)) for t in op.outputs)
+                copies.update({(old, group): new for old, new in zip(op.outputs, outputs, strict=True)})
+                made.append(
+                    dataclasses.replace(op, path=op.path + _on(group), inputs=inputs, outputs=outputs, backward=None)
+                )
+        return dataclasses.replace(self._graph, ops=tuple(made)) if copies else self._graph
+
+
+def _contracts(op: Op) -> bool:
+    assert op.body is not None
+    return any(known(e.primitive).role in ("contracts", "alone") for e in op.body.jaxpr.eqns)
+
+
+class _Apart:
+    """A graph whose loop over groups carries a sum for each group that adds to it, where it had one for all."""
+
+    def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], loop: Loop, at: Planned):
+        self._graph, self._home, self._loop, self._bodies = graph, home, loop, at.bodies
+        self._through = ThroughLoops(graph)
+        self._gone: set[str] = set()
+        self._inside: list[Op] = []
+        self._before: list[Op] = []
+        self._behind: list[Op] = []
+
+    def graph(self) -> Graph:
+        carries = [new for carry in self._loop.carries for new in self._carries(carry)]
+        if not self._gone:
+            return self._graph
+        loops = {**self._graph.loops, self._loop.name: dataclasses.replace(self._loop, carries=tuple(carries))}
+        ops = [op for op in self._graph.ops if op.path not in self._gone]
+        body = [i for i, op in enumerate(ops) if self._loop.name in chain_of(op.loop, self._graph.loops)]
+        first, last = body[0], body[-1] + 1
+        ordered = (*ops[:first], *self._before, *ops[first:last], *self._inside, *self._behind, *ops[last:])
+        return dataclasses.replace(self._graph, ops=ordered, loops=loops)
+
+    def _carries(self, carry: Carry) -> list[Carry]:
+        graph = self._graph
+        more = graph.producer.get(carry.out)
+        join = graph.producer.get(more.inputs[1]) if more is not None and more.anywhere == "sum" else None
+        start = graph.producer.get(carry.init)
+        if more is None or join is None or start is None or not _is_join(join) or len(graph.consumers[join.outputs[0]]) > 1:
+            return [carry]
+        if carry.out in graph.consumers or carry.inside not in more.inputs or len(graph.consumers[carry.inside]) > 1:
+            return [carry]
+        by_group: dict[DeviceMesh, list[PTensor]] = {}
+        for tensor in sorted(join.inputs, key=self._first_use):
+            by_group.setdefault(self._home[self._maker(tensor).path], []).append(tensor)
+        if len(by_group) == 1:
+            return [carry]
+        self._gone |= {more.path, join.path, start.path}
+        found = [self._one(carry, more, join, start, group, parts) for group, parts in by_group.items()]
+        finals = tuple(c.final for c in found)
+        body = self._bodies.join(carry.final.aval, len(finals))
+        behind = dataclasses.replace(
+            join, path=f"{join.path}@behind", inputs=finals, outputs=(carry.final,), body=body, loop=None
+        )
+        self._behind.append(behind)
+        return found
+
+    def _maker(self, gradient: PTensor) -> Op:
+        maker = self._through.maker(gradient)
+        assert maker is not None
+        return maker
+
+    def _first_use(self, gradient: PTensor) -> int:
+        """The place of the forward op whose backward makes it: where the parameter is read first it lies."""
+        maker = self._maker(gradient)
+        return self._graph.position.get((maker.forward or maker).path, len(self._graph.ops))
+
+    def _one(self, carry: Carry, more: Op, join: Op, start: Op, group: DeviceMesh, parts: Sequence[PTensor]) -> Carry:
+        """The sum of what one group makes."""
+        mark = _on(group)
+        init, inside, out, final = (dataclasses.replace(t, name=t.name + mark) for t in carry.tensors)
+        part = parts[0]
+        if len(parts) > 1:
+            part = dataclasses.replace(join.outputs[0], name=join.outputs[0].name + mark)
+            body = self._bodies.join(part.aval, len(parts))
+            self._inside.append(
+                dataclasses.replace(join, path=join.path + mark, inputs=tuple(parts), outputs=(part,), body=body)
+            )
+        self._before.append(dataclasses.replace(start, path=start.path + mark, outputs=(init,)))
+        self._inside.append(dataclasses.replace(more, path=more.path + mark, inputs=(inside, part), outputs=(out,)))
+        return Carry(init, inside, out, final, carry.is_sum)
+
+
+def _is_join(op: Op) -> bool:
+    """Whether ``op`` adds up cotangents, as autodiff has it do."""
+    if op.kind != "backward" or op.forward is not None or op.again is not None or op.body is None or op.anywhere:
+        return False
+    names = [known(e.primitive).name for e in op.body.jaxpr.eqns]
+    return len(op.inputs) > 1 and len(op.outputs) == 1 and bool(names) and set(names) <= {"add", "add_any"}
+
+
+def _scalar_sum(op: Op) -> tuple[core.Var, list[core.Var], list[core.JaxprEqn]] | None:
+    """The sum of scalar operands with which ``op`` begins: its variable, its summands, and the additions."""
+    if op.body is None:
+        return None
+    jaxpr = op.body.jaxpr
+    often: dict[core.Var, int] = {}
+    for atom in (*(a for e in jaxpr.eqns for a in e.invars), *jaxpr.outvars):
+        if isinstance(atom, core.Var):
+            often[atom] = often.get(atom, 0) + 1
+    scalars = {v for v, t in zip(jaxpr.invars, op.inputs, strict=True) if not t.shape and often.get(v) == 1}
+    sums: dict[core.Var, tuple[list[core.Var], list[core.JaxprEqn]]] = {v: ([v], []) for v in scalars}
+    for eqn in jaxpr.eqns:
+        operands = [a for a in eqn.invars if isinstance(a, core.Var)]
+        zero = [a for a in eqn.invars if isinstance(a, core.Literal)]
+        if (
+            known(eqn.primitive).name != "add"
+            or any(a not in sums or often[a] > 1 for a in operands)
+            or any(a.val != 0 for a in zero)
+        ):
+            continue
+        parts = [sums.pop(a) for a in operands]
+        sums[eqn.outvars[0]] = [v for own, _ in parts for v in own], [*(e for _, own in parts for e in own), eqn]
+    best = max(sums.items(), key=lambda pair: len(pair[1][0]), default=None)
+    return None if best is None or len(best[1][0]) < 3 else (best[0], *best[1])
+
+
+def _by_group(
+    op: Op,
+    total: core.Var,
+    summands: Sequence[core.Var],
+    additions: Sequence[core.JaxprEqn],
+    home: Mapping[str, DeviceMesh],
+    through: ThroughLoops,
+    at: Planned,
+) -> list[Op]:
+    """``op`` behind one that adds up the summands of each group."""
+    assert op.body is not None
+    jaxpr, tensors = op.body.jaxpr, dict(zip(op.body.jaxpr.invars, op.inputs, strict=True))
+    by_group: dict[DeviceMesh, list[PTensor]] = {}
+    for v in summands:
+        maker = through.maker(tensors[v])
+        by_group.setdefault(home[maker.path if maker is not None else op.path], []).append(tensors[v])
+    if len(by_group) == 1 or len(by_group) == len(summands):
+        return [op]
+    found, sums = list[Op](), list[PTensor]()
+    for group, parts in by_group.items():
+        made = PTensor(f"{op.path}@sum{_on(group)}", parts[0].aval, parts[0].role)
+        sums.append(made if len(parts) > 1 else parts[0])
+        if len(parts) > 1:
+            body = at.bodies.join(made.aval, len(parts))
+            found.append(Op(made.name, op.kind, tuple(parts), (made,), body, call=op.call, loop=op.loop))
+    rest = [e for e in jaxpr.eqns if e not in additions]
+    kept = [v for v in jaxpr.invars if v not in summands]
+    inner = make_jaxpr(rest, [total, *kept], jaxpr.outvars, jaxpr)
+
+    def body_of(*xs: object) -> list[object]:
+        whole = xs[0]
+        for x in xs[1 : len(sums)]:
+            whole = whole + x  # type: ignore[operator]
+        return list(evaluate(inner, [whole, *xs[len(sums) :]]))
+
+    inputs = (*sums, *(tensors[v] for v in kept))
+    found.append(dataclasses.replace(op, inputs=inputs, body=at.bodies.traced(body_of, [t.aval for t in inputs])))
+    return found
