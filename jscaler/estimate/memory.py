@@ -11,6 +11,7 @@ from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.segment import PlacedBlock, Segment
+from jscaler.materialize import DeviceMesh
 from jscaler.xla_model.block import Value
 from jscaler.xla_model.lifetimes import Moment, lifetimes
 from jscaler.xla_model.to_block import Blocks, nbytes
@@ -108,20 +109,34 @@ class MemoryEstimate:
     timeline: tuple[Moment, ...]
 
 
-def estimated_memory(graph: Graph, segments: Sequence[Segment], donated: bool = True, capacity: int = 0) -> MemoryEstimate:
+def estimated_memory(
+    graph: Graph,
+    segments: Sequence[Segment],
+    donated: bool = True,
+    capacity: int = 0,
+    under_way: Mapping[DeviceMesh, int] | None = None,
+) -> MemoryEstimate:
     """Predict the memory of a device of the group whose devices hold most, as XLA will allocate it on a GPU.
 
     Args:
         graph: the graph that the groups' programs run, which says what its tensors are.
         donated: whether state is updated in place: the next version of a leaf takes its buffer.
         capacity: what a device has; 0 where that is not known.
+        under_way: how many micro-batches are under way at most on each group of a loop over groups.
     """
     blocks = [block for segment in segments for block in segment.blocks]
-    every = (_of_block(graph, block, blocks, donated, capacity) for block in blocks)
+    every = (_of_block(graph, block, blocks, donated, capacity, under_way or {}) for block in blocks)
     return max(every, key=lambda found: found.memory.peak)
 
 
-def _of_block(graph: Graph, at: PlacedBlock, every: Sequence[PlacedBlock], donated: bool, capacity: int) -> MemoryEstimate:
+def _of_block(
+    graph: Graph,
+    at: PlacedBlock,
+    every: Sequence[PlacedBlock],
+    donated: bool,
+    capacity: int,
+    under_way: Mapping[DeviceMesh, int],
+) -> MemoryEstimate:
     """The memory while one block runs: its own, the arguments of its group, and what waits there for later blocks."""
     kinds, flat = tensor_kinds(graph), at.flat
     blocks = Blocks(flat.origins.op)
@@ -129,7 +144,7 @@ def _of_block(graph: Graph, at: PlacedBlock, every: Sequence[PlacedBlock], donat
     held: dict[Held, int] = dict.fromkeys(ARGUMENTS, 0)
     for tensor, var in _arguments(at, every).items():
         held[kinds[tensor]] += nbytes(var)
-    waiting = _waiting(at, every)
+    waiting = _waiting(at, every) + (under_way.get(at.group, 1) - 1) * _of_a_microbatch(at, every)
     arguments = sum(held.values()) + waiting
     over = _in_place(graph, at, blocks) if donated else {}
     variables = {value: var for var, value in blocks.values.items()}
@@ -166,6 +181,14 @@ def _waiting(at: PlacedBlock, every: Sequence[PlacedBlock]) -> int:
     left = (zip(b.exports, b.flat.outputs[len(b.results) :], strict=True) for n, b in own if n < place)
     kept = [pair for pairs in left for pair in pairs if pair[0] in later]
     return sum(nbytes(var) for var in dict([*taken, *kept]).values() if isinstance(var, core.Var))
+
+
+def _of_a_microbatch(at: PlacedBlock, every: Sequence[PlacedBlock]) -> int:
+    """Bytes that the blocks of a loop over groups keep of one micro-batch, from one block of a group to its next."""
+    own = [block for block in every if (block.group, block.phase) == (at.group, at.phase)]
+    kept = {v for block in own for v in block.exports} & {v for block in own for v in block.imports}
+    exports = {v: x for b in own for v, x in zip(b.exports, b.flat.outputs[len(b.results) :], strict=True)}
+    return sum(nbytes(exports[v]) for v in kept if isinstance(exports[v], core.Var))
 
 
 def _in_place(graph: Graph, at: PlacedBlock, blocks: Blocks) -> dict[Value, Value]:

@@ -83,7 +83,7 @@ def _step(graph: Any, plan: Any, cluster: Cluster, devices: int | None) -> StepP
 def _by_op(step: StepPlan, moved: Mapping[str, Traffic], cluster: Cluster) -> dict[str, OpCost]:
     table: dict[str, OpCost] = {}
     none = Traffic()
-    every = ((one.flat, task, times) for one in step.segments for task, times in walk(one.program.tasks))
+    every = ((one.flat, task, times) for one in step.segments for task, times in walk(one.program.tasks, one.program.times))
     for flat, task, times in every:
         if not isinstance(task, Compute):
             continue

@@ -76,7 +76,7 @@ def _in_segment(program: Program, flat: FlatProgram, cluster: Cluster) -> dict[s
     itemsizes = {e.adapt.output: getattr(e.input.aval.dtype, "itemsize", 8) for e in flat.exchanges}  # type: ignore[attr-defined]
     table: dict[str, list[Traffic]] = {}
     waiting: list[Traffic] = []
-    for task, times in walk(program.tasks):
+    for task, times in walk(program.tasks, program.times):
         if isinstance(task, Compute):
             table.setdefault(task.op.path, []).extend(waiting)
             waiting = []

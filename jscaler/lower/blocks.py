@@ -1,7 +1,7 @@
-"""What runs on which device group, and what goes from group to group: a program for each group and region of a step.
+"""What runs on which device group, and what goes from group to group: a program for each group and phase of a step.
 
-A *region* is a stretch of the step: all of it; or, where the ops of a loop over micro-batches lie on several groups, what
-stands in front of that loop, its body, and what stands behind. Within a region an op's *level* is the number of crossings
+A *phase* is a stretch of the step: all of it; or, where the ops of a loop over micro-batches lie on several groups, what
+stands in front of that loop, its body, and what stands behind. Within a phase an op's *level* is the number of crossings
 on the longest way to it::
 
     group 0   │ level 0 ├──────────────────┤ level 2 │      a value that a later level of the same group reads
@@ -28,13 +28,13 @@ from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.materialize.crossing import Crossing, find_crossing
 from jscaler.rules.rule_book import RuleBook
 
-Key = tuple[int, int]  # number of a region, number of a group: a program
-FRONT = -1  # the level of what is there before the first block of a region, or of an iteration, runs
+Key = tuple[int, int]  # number of a phase, number of a group: a program
+FRONT = -1  # the level of what is there before the first block of a phase, or of an iteration, runs
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that crosses from group to group, behind the blocks of ``level`` of ``region``.
+    """A value that crosses from group to group, behind the blocks of ``level`` of ``phase``.
 
     Attributes:
         source, target: the numbers of the value that leaves, and of the one that arrives.
@@ -45,7 +45,7 @@ class Transfer:
     source: int
     target: int
     crossing: Crossing
-    region: int = 0
+    phase: int = 0
     level: int = 0
 
 
@@ -73,12 +73,12 @@ class SpanningLoop:
     """A loop whose body lies on several groups.
 
     Attributes:
-        region: that of its body.
+        phase: that of its body.
         indices: the numbers of the values that are the iteration's number, on each group that reads it.
     """
 
     loop: Loop
-    region: int
+    phase: int
     carries: tuple[CarriedValue, ...]
     stacks: tuple[StackedValue, ...]
     indices: tuple[int, ...]
@@ -89,7 +89,7 @@ class Programs:
     """A step on device groups.
 
     Attributes:
-        programs: by region, then by group.
+        programs: by phase, then by group.
         spanning: the loop over groups, if there is one.
         values: how many numbers of values are taken; results have the first ones.
     """
@@ -119,9 +119,9 @@ def make_programs(
     Raises:
         PlanError: a loop lies on several groups which cannot be lowered so.
     """
-    regions = _regions(graph, nested(order, graph.loops), completed, after)
+    phases = _phases(graph, nested(order, graph.loops), completed, after)
     dtypes = summing_dtypes(graph, order, reduce_dtype)
-    made = _Blocks(graph, completed, cost, regions, _Levels(graph, completed, after))
+    made = _Blocks(graph, completed, cost, phases, _Levels(graph, completed, after))
 
     def writer(key: Key) -> Writer:
         return Writer(graph, completed, book, cost, dtypes, after, made.bring, key)
@@ -132,18 +132,18 @@ def make_programs(
 
 
 @dataclass(frozen=True)
-class Region:
+class Phase:
     """A stretch of the step: ``items`` in order; of a loop over groups those of its body."""
 
     items: tuple[Item, ...]
     loop: Loop | None = None
 
 
-def _regions(graph: Graph, items: Sequence[Item], completed: Completed, after: Mapping[str, Sequence[str]]) -> list[Region]:
-    """One region; or three, where a loop lies on several groups: what it needs runs in front of it."""
+def _phases(graph: Graph, items: Sequence[Item], completed: Completed, after: Mapping[str, Sequence[str]]) -> list[Phase]:
+    """One phase; or three, where a loop lies on several groups: what it needs runs in front of it."""
     spanning = [item for item in items if isinstance(item, Nest) and len(_groups(item, completed)) > 1]
     if not spanning:
-        return [Region(tuple(items))]
+        return [Phase(tuple(items))]
     nest = _checked(spanning, completed)
     maker = {t: item for item in items for t in made_by(item)}
     of_op = {op.path: item for item in items for op in _ops(item)}
@@ -156,7 +156,7 @@ def _regions(graph: Graph, items: Sequence[Item], completed: Completed, after: M
     needed = {id(item) for item in closure([nest], needs)}
     before = tuple(item for item in items if id(item) in needed and item is not nest)
     behind = tuple(item for item in items if id(item) not in needed)
-    return [Region(before), Region(nest.items, nest.loop), Region(behind)]
+    return [Phase(before), Phase(nest.items, nest.loop), Phase(behind)]
 
 
 def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
@@ -198,19 +198,19 @@ def _ops(item: Item) -> list[Op]:
 
 @dataclass
 class _Levels:
-    """The level of every op of a region, and of what it makes."""
+    """The level of every op of a phase, and of what it makes."""
 
     graph: Graph
     completed: Completed
     after: Mapping[str, Sequence[str]]
-    of_op: dict[str, tuple[int, int]] = field(default_factory=dict)  # path -> level, group; of this region
+    of_op: dict[str, tuple[int, int]] = field(default_factory=dict)  # path -> level, group; of this phase
     of_tensor: dict[PTensor, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.number = {group: number for number, group in enumerate(self.completed.groups)}
 
     def start(self, carried: Mapping[PTensor, int], in_loop: bool) -> None:
-        """A new region, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
+        """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
 
         Arguments of the step leave their group behind the first level; a loop finds them there.
         """
@@ -236,7 +236,7 @@ class _Levels:
 
 @dataclass
 class _Blocks:
-    """Writes the programs of all regions.
+    """Writes the programs of all phases.
 
     Attributes:
         held: tensor, group -> the program of that group that has it, or in which it arrives.
@@ -247,7 +247,7 @@ class _Blocks:
     graph: Graph
     completed: Completed
     cost: CostModel
-    regions: Sequence[Region]
+    phases: Sequence[Phase]
     levels: _Levels
     new_writer: Callable[[Key], Writer] = field(init=False)
     writers: dict[Key, Writer] = field(default_factory=dict)
@@ -266,7 +266,7 @@ class _Blocks:
     made: dict[PTensor, tuple[Key, int]] = field(default_factory=dict)  # the program that makes it, and its level
     transfers: list[Transfer] = field(default_factory=list)
     spanning: SpanningLoop | None = None
-    region: int = 0
+    phase: int = 0
 
     def __post_init__(self) -> None:
         self.count = len(self.graph.outputs)  # numbers of values, behind those of results
@@ -275,16 +275,16 @@ class _Blocks:
         self.ordered = waits | self.levels.after.keys()
 
     def run(self) -> None:
-        """Write all regions; the results are left where they are made, or else in the last."""
+        """Write all phases; the results are left where they are made, or else in the last."""
         if len(self.completed.groups) == 1:
             self._open((0, 0))
-        for number, region in enumerate(self.regions):
-            self.region = number
-            if region.loop is None:
+        for number, phase in enumerate(self.phases):
+            self.phase = number
+            if phase.loop is None:
                 self.levels.start({t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False)
-                self._write(region.items)
+                self._write(phase.items)
             else:
-                self._repeat(region.loop, region.items)
+                self._repeat(phase.loop, phase.items)
         self.results: dict[Key, list[tuple[Slot, Layout, int]]] = {}
         for number, (tensor, layout) in enumerate(zip(self.graph.outputs, self.completed.outputs, strict=True)):
             key = self._home_of_result(tensor, self.levels.number[layout.mesh])
@@ -293,12 +293,12 @@ class _Blocks:
 
     def _home_of_result(self, tensor: PTensor, group: int) -> Key:
         found = self.held.get((tensor, group))
-        return found if found is not None and self.regions[found[0]].loop is None else (self.region, group)
+        return found if found is not None and self.phases[found[0]].loop is None else (self.phase, group)
 
     def _write(self, items: Iterable[Item]) -> None:
         for item in items:
             group = self.levels.add(item)
-            key = self.region, group
+            key = self.phase, group
             self._open(key).write([item])
             level = self.levels.of_op[_ops(item)[0].path][0]
             self.own_levels[key] = max(self.own_levels[key], level)
@@ -314,7 +314,7 @@ class _Blocks:
         number = self.levels.number
         carried = []
         for carry, layout in zip(loop.carries, laid.carries, strict=True):
-            front = self._open((self.region - 1, number[layout.mesh]))
+            front = self._open((self.phase - 1, number[layout.mesh]))
             init = self._leave(front, front.read(carry.init, layout), layout, None, fresh=True)
             values = CarriedValue(init, self._new(), self._new(), self._new(), carry.is_sum)
             self.inside[carry.inside] = values.inside, layout
@@ -326,15 +326,15 @@ class _Blocks:
         self._write(items)
         exits = []
         for values, carry, layout in zip(carried, loop.carries, laid.carries, strict=True):
-            writer = self._open((self.region, number[layout.mesh]))
+            writer = self._open((self.phase, number[layout.mesh]))
             self._leave(writer, writer.read(carry.out, layout), layout, None, values.out)
             self.finals[carry.final] = values.final, layout
         for y, layout in zip(loop.ys, laid.ys, strict=True):
-            writer = self._open((self.region, number[layout.mesh]))
+            writer = self._open((self.phase, number[layout.mesh]))
             piece, stack = self._leave(writer, writer.read(y.slice, layout), layout, None, fresh=True), self._new()
             exits.append(StackedValue(piece, stack))
             self.finals[y.stack] = stack, layout.stacked(loop.length)
-        self.spanning = SpanningLoop(loop, self.region, tuple(carried), tuple(exits), tuple(self.indices.values()))
+        self.spanning = SpanningLoop(loop, self.phase, tuple(carried), tuple(exits), tuple(self.indices.values()))
 
     def _check_counts(self, loop: Loop, stack: PTensor) -> None:
         maker = self.graph.producer.get(stack)
@@ -382,7 +382,7 @@ class _Blocks:
     def _leave(
         self, writer: Writer, slot: Slot, layout: Layout, level: int | None, value: int | None = None, fresh: bool = False
     ) -> int:
-        """The number of the value that ``writer`` leaves behind ``level``; None for the end of its region."""
+        """The number of the value that ``writer`` leaves behind ``level``; None for the end of its phase."""
         end = (writer.key, slot, layout, level)
         if value is None and not fresh and end in self.left:
             return self.left[end]
@@ -400,9 +400,9 @@ class _Blocks:
 
     def bring(self, key: Key, tensor: PTensor, layout: Layout) -> None:
         """Define ``tensor``, which another program has, in the program ``key``: in ``layout``, or close to it."""
-        region, number = key
+        phase, number = key
         group = self.completed.groups[number]
-        in_loop = self.regions[region].loop is not None
+        in_loop = self.phases[phase].loop is not None
         if tensor in self.everywhere or (self._lies(tensor, group) and not in_loop):
             self._take(key, tensor)
         elif in_loop and not self._in_body(tensor):
@@ -461,7 +461,7 @@ class _Blocks:
         slot, target = holder.read(tensor, leaving), self._new()
         source = self.given[origin].get(slot)
         if isinstance(source, int):
-            level = FRONT  # given to it from in front of its region
+            level = FRONT  # given to it from in front of its phase
         else:
             source = self._leave(holder, slot, leaving, level)
         self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
@@ -482,12 +482,12 @@ class _Blocks:
         return best.leave.target, best.arrive.source
 
     def programs(self) -> tuple[Program, ...]:
-        """All programs, by region and by group."""
+        """All programs, by phase and by group."""
         made = []
         for key, writer in sorted(self.writers.items(), key=lambda pair: pair[0]):
             taken = sorted(self.inputs[key], key=lambda one: one[0] in self.everywhere)  # constants last
             brought, left, results = self.imports[key], self.exports[key], self.results.get(key, [])
-            loop = self.regions[key[0]].loop
+            loop = self.phases[key[0]].loop
             made.append(
                 Program(
                     self.completed.groups[key[1]],

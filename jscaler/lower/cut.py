@@ -57,7 +57,7 @@ def _with_origins(flat: FlatProgram, originals: Mapping[core.Var, core.Var]) -> 
 def uncut(program: Program, flat: FlatProgram) -> PlacedBlock:
     """All of a program that nothing leaves or comes to: that of a step on one group."""
     layouts = tuple(layout for _, layout in program.inputs), tuple(layout for _, layout in program.outputs)
-    return PlacedBlock(program.group, program.region, 0, flat, program.tensors, (), program.results, (), *layouts)
+    return PlacedBlock(program.group, program.phase, 0, flat, program.tensors, (), program.results, (), *layouts)
 
 
 def _ends(program: Program, flat: FlatProgram) -> list[tuple[int, Atom, Layout | None, int | None]]:
@@ -152,7 +152,7 @@ def _blocks(
         made.append(
             PlacedBlock(
                 program.group,
-                program.region,
+                program.phase,
                 level,
                 block,
                 tuple(takes[v][0] for v in given),

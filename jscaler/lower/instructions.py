@@ -1,6 +1,6 @@
 """Instructions: what a step on several device groups does, one thing after another, over numbered slots.
 
-The blocks of a region without a loop run level by level. Those of a loop over groups run as a *table* says, in one order
+The blocks of a phase without a loop run level by level. Those of a loop over groups run as a *table* says, in one order
 for all groups: round by round each group runs its next block if what it waits for was made in rounds before; what the
 blocks of a round, or of a level, send goes behind them. A slot is assigned once in a step, and freed behind its last
 reader.
@@ -79,7 +79,7 @@ def instructions(
     plan: Callable[[int, int], Table] | Table | None = None,
     before: Iterable[tuple[tuple[str, int], tuple[str, int]]] = (),
 ) -> Instructions:
-    """All instructions of a step with ``blocks``, in the order of regions and levels.
+    """All instructions of a step with ``blocks``, in the order of phases and levels.
 
     Args:
         results: how many results the step has.
@@ -92,15 +92,15 @@ def instructions(
     """
     writer = _Writer(blocks, transfers, spanning, results)
     table = None
-    for region in range(max((block.region for block in blocks), default=0) + 1):
-        if spanning is not None and spanning.region == region:
+    for phase in range(max((block.phase for block in blocks), default=0) + 1):
+        if spanning is not None and spanning.phase == phase:
             rounds = Rounds(graph, blocks, transfers, spanning, list(before))
             table = rounds.table(plan)
             for cells in rounds.order(table):
                 writer.round(cells)
             writer.end()
         else:
-            writer.straight(region)
+            writer.straight(phase)
     return Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts, table)
 
 
@@ -137,9 +137,9 @@ class _Writer:
         self.carries: dict[int, CarriedValue] = {}
         self.repeated: set[int] = set()  # values that each micro-batch has for itself
         if spanning is not None:
-            body = [block for block in blocks if block.region == spanning.region]
+            body = [block for block in blocks if block.phase == spanning.phase]
             self.repeated = {v for block in body for v in block.exports} | set(spanning.indices)
-            self.repeated |= {t.target for t in transfers if t.region == spanning.region}
+            self.repeated |= {t.target for t in transfers if t.phase == spanning.phase}
             self.carries = {c.inside: c for c in spanning.carries}
             self.outs = {c.out for c in spanning.carries}
         self.sofar: dict[int, list[Slot]] = {}  # carry by its ``inside`` -> its slots, oldest first
@@ -154,22 +154,22 @@ class _Writer:
             self.count += 1
         return self.slots[key]
 
-    def straight(self, region: int) -> None:
-        """The blocks of a region, level by level."""
-        self._sent(region, FRONT)
-        here = [(number, block) for number, block in enumerate(self.blocks) if block.region == region]
+    def straight(self, phase: int) -> None:
+        """The blocks of a phase, level by level."""
+        self._sent(phase, FRONT)
+        here = [(number, block) for number, block in enumerate(self.blocks) if block.phase == phase]
         for level, blocks in itertools.groupby(
             sorted(here, key=lambda pair: pair[1].level), key=lambda pair: pair[1].level
         ):
             for number, block in blocks:
                 writes = tuple(self._slot(v) for v in (*block.results, *block.exports))
                 self.steps.append(Run(number, tuple(self._slot(v) for v in block.imports), writes))
-            self._sent(region, level)
+            self._sent(phase, level)
 
-    def _sent(self, region: int, level: int, microbatch: int | None = None, left: Sequence[int] | None = None) -> None:
+    def _sent(self, phase: int, level: int, microbatch: int | None = None, left: Sequence[int] | None = None) -> None:
         """What crosses behind ``level``; of a block what it has ``left``."""
         for number, transfer in enumerate(self.transfers):
-            here = transfer.region == region and transfer.level == level
+            here = transfer.phase == phase and transfer.level == level
             if here and (left is None or transfer.source in left):
                 source = self._inside(transfer.source, microbatch)
                 self.steps.append(Send(number, source, self._slot(transfer.target, microbatch)))
@@ -180,7 +180,7 @@ class _Writer:
         for number, microbatch in cells:
             block = self.blocks[number]
             if not any(key[1] == microbatch for key in self.slots):
-                self._sent(block.region, FRONT, microbatch)
+                self._sent(block.phase, FRONT, microbatch)
             reads = tuple(self._inside(v, microbatch) for v in block.imports)
             writes = tuple(self._slot(v, microbatch) for v in (*block.results, *block.exports))
             self.steps.append(Run(number, reads, writes))
@@ -189,7 +189,7 @@ class _Writer:
                     self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, microbatch))
         for number, microbatch in cells:
             block = self.blocks[number]
-            self._sent(block.region, block.level, microbatch, block.exports)
+            self._sent(block.phase, block.level, microbatch, block.exports)
 
     def _inside(self, value: int, microbatch: int | None) -> Slot:
         """The slot of what is read; of a sum what there is so far, of a state what the micro-batch before has left."""
@@ -230,7 +230,7 @@ class Rounds:
     ):
         self.graph, self.blocks = graph, blocks
         self.microbatches = spanning.loop.length
-        self.own = [number for number, block in enumerate(blocks) if block.region == spanning.region]
+        self.own = [number for number, block in enumerate(blocks) if block.phase == spanning.phase]
         self.rows: dict[object, list[int]] = {}
         for number in sorted(self.own, key=lambda n: blocks[n].level):
             self.rows.setdefault(blocks[number].group, []).append(number)

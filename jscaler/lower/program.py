@@ -114,13 +114,13 @@ def walk(tasks: Iterable[Task], times: int = 1) -> Iterator[tuple[Compute | Adap
 
 @dataclass(frozen=True)
 class Program:
-    """What a device group does in one region of the step; of a step on one group, all of it.
+    """What a device group does in one phase of the step; of a step on one group, all of it.
 
     Attributes:
         inputs: a slot and a layout for each of ``tensors``: inputs of the step, constants, then values of other programs.
         outputs: a slot and a layout for each of ``results``, the numbers of those of the step's that are left here; then
             for each of ``exports``.
-        region: see `lower.blocks`.
+        phase: see `lower.blocks`.
         imports, exports: the numbers of the values that it takes from other programs, and of those that it leaves them.
         import_levels, export_levels: behind how many crossings they arrive, and leave; None: when they are made.
         last_level: of its ops.
@@ -134,7 +134,7 @@ class Program:
     outputs: tuple[tuple[Slot, Layout], ...]
     tensors: tuple[PTensor, ...]
     results: tuple[int, ...]
-    region: int = 0
+    phase: int = 0
     imports: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()
     import_levels: tuple[int, ...] = ()

@@ -39,7 +39,7 @@ def saved_or_again(
     """The items of each block, with those that it makes again of what is kept; and for what these make the original.
 
     Args:
-        blocks: of one group and region, in order.
+        blocks: of one group and phase, in order.
         arrive: what comes from other groups, and the first of ``blocks`` in which it is there.
         free: what all blocks have without its being kept.
     """

@@ -1,4 +1,4 @@
-"""``Segment``: a group's program in one region, with slots and without; and its blocks, each of which is one executable."""
+"""``Segment``: a group's program in one phase, with slots and without; and its blocks, each of which is one executable."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class PlacedBlock:
     """What a group runs between crossings: one executable, in a loop the same for all iterations.
 
     Attributes:
-        level: how many crossings of its region stand before it.
+        level: how many crossings of its phase stand before it.
         flat: takes ``takes`` and then ``imports``, and leaves ``results`` and then ``exports``.
         takes: inputs of the step, and constants.
         imports, exports: the numbers of values that come from other blocks, and of those that go to them.
@@ -27,7 +27,7 @@ class PlacedBlock:
     """
 
     group: DeviceMesh
-    region: int
+    phase: int
     level: int
     flat: FlatProgram
     takes: tuple[PTensor, ...]
@@ -40,7 +40,7 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class Segment:
-    """A group's program in one region of the step, with slots and without, and the blocks that it runs as."""
+    """A group's program in one phase of the step, with slots and without, and the blocks that it runs as."""
 
     program: Program
     flat: FlatProgram

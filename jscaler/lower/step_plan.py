@@ -12,9 +12,10 @@ from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.instructions import Instructions
 from jscaler.lower.program import Program
 from jscaler.lower.segment import PlacedBlock, Segment, only
-from jscaler.materialize import Completed, Layout
+from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.primitives import Plan
 from jscaler.primitives.shard_checks import stored_leaves
+from jscaler.primitives.table import most_live
 from jscaler.rules.made_of import made_of
 
 
@@ -25,7 +26,7 @@ class StepPlan:
     Attributes:
         source: the graph as the policy saw it, with backward bodies.
         graph: the same with the ops cut that the plan re-opens.
-        segments: what runs: one for each device group and region.
+        segments: what runs: one for each device group and phase.
         passes: what was done in between, and to the flat programs.
         transfers: what crosses from group to group.
         spanning: the loop whose ops lie on several groups, if there is one.
@@ -47,6 +48,17 @@ class StepPlan:
     def blocks(self) -> tuple[PlacedBlock, ...]:
         """What runs, each an executable; a step on one group is one."""
         return tuple(block for segment in self.segments for block in segment.blocks)
+
+    @property
+    def under_way(self) -> dict[DeviceMesh, int]:
+        """How many micro-batches are under way at most on each group of a loop over groups."""
+        table = self.instructions.table
+        if self.spanning is None or table is None:
+            return {}
+        own = sorted((b for b in self.blocks if b.phase == self.spanning.phase), key=lambda block: block.level)
+        groups = [block.group for block in own]
+        rows = zip(dict.fromkeys(groups), table.rows, strict=True)
+        return {group: most_live(row) if groups.count(group) > 1 else 1 for group, row in rows}
 
     @property
     def name(self) -> str:

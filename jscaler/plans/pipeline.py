@@ -64,7 +64,7 @@ def pipeline(
     inner = plan or single()
     if not isinstance(stages, int) or stages < 1:
         raise PlanError(f"pipeline: stages is a positive whole number, not {stages!r}")
-    if schedule.isidentifier() and schedule not in SCHEDULES:
+    if len(schedule.split()) < 2 and schedule not in SCHEDULES:
         raise UnknownNameError("schedule", schedule, SCHEDULES)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

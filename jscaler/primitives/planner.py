@@ -279,7 +279,7 @@ class Planner(GraphView):
         """
         text = str(table)
         if text not in SCHEDULES:
-            if text.isidentifier():
+            if len(text.split()) < 2:
                 raise PlanError(f"there is no schedule '{text}'; known: {', '.join(SCHEDULES)}; or give a table")
             text = str(Table.parse(text))
         self._decisions.append(Schedule(text))

@@ -7,7 +7,7 @@ A row stands for a device group, in the order of their first stages; a cell is s
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -52,6 +52,19 @@ class Table:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def most_live(row: Sequence[TableCell]) -> int:
+    """The most micro-batches of which a group has run something, and not all."""
+    cells: dict[int, int] = {}
+    for cell in row:
+        cells[cell.microbatch] = cells.get(cell.microbatch, 0) + 1
+    done: dict[int, int] = {}
+    most = 0
+    for cell in row:
+        done[cell.microbatch] = done.get(cell.microbatch, 0) + 1
+        most = max(most, sum(0 < n < cells[i] for i, n in done.items()), 1)
+    return most
 
 
 def _cell(text: str) -> TableCell:

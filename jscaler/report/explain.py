@@ -16,6 +16,7 @@ from jscaler.text.units import readable_bytes
 Section = Literal["ops", "leaves", "memory"]
 SECTIONS: tuple[Section, ...] = ("ops", "leaves", "memory")
 MOST_LISTED = 8  # leaves that are named of those that stay whole
+MOST_CELLS = 24  # of a row of a table
 
 
 def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
@@ -42,7 +43,8 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     total = [moved_text(report.total)] if report.total else []
     if report.crossings:
         crossed = readable_bytes(sum(one.nbytes for one in report.crossings))
-        total.append(f"{len(report.crossings)}× crossing {crossed} (of all devices)")
+        count = sum(one.times for one in report.crossings)
+        total.append(f"{count}× crossing {crossed} (of all devices)")
     return "\n".join([*lines, f"total: {', '.join(total) or 'no communication'}"])
 
 
@@ -71,11 +73,23 @@ def _crossings(report: StepReport) -> list[str]:
     """What goes from group to group, a line for each tensor."""
     if not report.crossings:
         return []
-    table = [("crosses", "from", "to", "leaves", "arrives", "bytes of all devices")]
+    table = [("crosses", "n", "from", "to", "leaves", "arrives", "bytes of all devices")]
     for one in report.crossings:
         before, after = (text.split(" on ")[0] for text in (one.before, one.after))
         groups = devices_text(one.source), devices_text(one.target)
-        table.append((one.tensor, *groups, before, after, readable_bytes(one.nbytes)))
+        table.append((one.tensor, str(one.times), *groups, before, after, readable_bytes(one.nbytes)))
+    return [*aligned(table), *_schedule(report)]
+
+
+def _schedule(report: StepReport) -> list[str]:
+    """What each group runs, one block after another: stage, kind, micro-batch."""
+    if not report.schedule:
+        return []
+    table = [("devices", "run, in order")]
+    for devices, row in report.schedule:
+        cells = row.split()
+        more = [f"… ({len(cells)} in all)"] if len(cells) > MOST_CELLS else []
+        table.append((devices_text(devices), " ".join([*cells[:MOST_CELLS], *more])))
     return aligned(table)
 
 

@@ -21,7 +21,7 @@ class ExplainedPlan(StepPlan):
     @cached_property
     def report(self) -> StepReport:
         """What the plan makes of every group of ops and of state leaves, as data; ``report.as_json()`` for programs."""
-        return step_report(self.graph, self.plan, self.completed, self.segments, self.cost, self.transfers)
+        return step_report(self)
 
     def explain(self, sections: Iterable[Section] = SECTIONS) -> str:
         """Tables: how every group of ops is split, who decided, and which collectives with how many bytes follow; how the

@@ -151,12 +151,13 @@ def _runner_up(
         update: op and output that make the next version.
     """
     layout = completed.inputs[tensor]
-    wanted = list(dict.fromkeys(reader.layout for reader in readers))
+    wanted = list(dict.fromkeys(reader.layout for reader in readers if reader.layout.mesh == layout.mesh))
     whole = Layout.replicated(layout.mesh, tensor.shape)
     others = [x for x in dict.fromkeys([*wanted, whole]) if x != layout and storable(x)]
     if not others or not layout.mesh.axes or not wanted:
         return None
     made = [completed.ops[update[0]].outputs[update[1]]] if update is not None else []
+    made = [x for x in made if x.mesh == layout.mesh]
 
     def price(stored: Layout) -> float:
         ways = [*((stored, x) for x in wanted), *((x, stored) for x in made)]

@@ -43,7 +43,7 @@ def _in_segment(program: Program, flat: FlatProgram) -> dict[str, list[MovedTens
     kept = {e.adapt.output for e in flat.exchanges}  # equal ones are made once
     table: dict[str, list[MovedTensor]] = {}
     waiting: list[MovedTensor] = []
-    for task, times in walk(program.tasks):
+    for task, times in walk(program.tasks, program.times):
         if isinstance(task, Adapt | Extend):
             waiting += [_move(task, times, itemsizes[task.output])] if task.output in kept else []
         else:

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jscaler.clusters import Bytes, CostModel
+from jscaler.clusters import Bytes
 from jscaler.estimate.memory import Memory, estimated_memory
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import OpKind
 from jscaler.lower.blocks import Transfer
-from jscaler.lower.segment import Segment
+from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
-from jscaler.primitives import Plan
 from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
 from jscaler.report.moved_tensors import Moved, MovedTensor, moves_by_reader, summed
 from jscaler.report.recomputed import recomputed_lines
@@ -83,7 +82,8 @@ class CrossedTensor:
     Attributes:
         source, target: the devices of both groups.
         before, after: the layouts in which it leaves and arrives.
-        nbytes: what all devices send between the groups.
+        nbytes: what all devices send between the groups, over all micro-batches.
+        times: how often, in a step.
     """
 
     tensor: str
@@ -92,6 +92,7 @@ class CrossedTensor:
     before: str
     after: str
     nbytes: int
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class StepReport:
         recomputed: what is computed again for the backward pass, a line per group of like regions, and what is kept.
         crossings: what goes from device group to device group, in the order of the program.
         idle: devices of the plan that no op and no leaf lies on.
+        schedule: for each group of a loop over groups its devices, and its row of the table.
     """
 
     plan: str
@@ -129,6 +131,7 @@ class StepReport:
     recomputed: tuple[str, ...] = ()
     crossings: tuple[CrossedTensor, ...] = ()
     idle: tuple[int, ...] = ()
+    schedule: tuple[tuple[list[int], str], ...] = ()
 
     @property
     def total(self) -> Moved:
@@ -153,16 +156,11 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def step_report(
-    graph: Graph,
-    plan: Plan,
-    completed: Completed,
-    segments: Sequence[Segment],
-    cost: CostModel,
-    transfers: Sequence[Transfer] = (),
-) -> StepReport:
+def step_report(step: StepPlan) -> StepReport:
     """Gather the report of a planned step."""
-    moves = moves_by_reader(segments)
+    graph, plan, completed, cost = step.graph, step.plan, step.completed, step.cost
+    moves = moves_by_reader(step.segments)
+    table, spanning = step.instructions.table, step.spanning
     return StepReport(
         plan.name,
         plan.digest,
@@ -172,21 +170,27 @@ def step_report(
         _op_rows(graph, completed, moves),
         leaf_rows(graph, plan, completed, cost),
         _memory(graph, completed),
-        estimated_memory(graph, segments).memory,
+        estimated_memory(graph, step.segments, under_way=step.under_way).memory,
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),
         "bytes" if isinstance(cost, Bytes) else "seconds",
         tuple(recomputed_lines(graph)),
-        tuple(_crossed(transfer) for transfer in transfers),
+        tuple(
+            _crossed(transfer, spanning.loop.length if spanning and transfer.phase == spanning.phase else 1)
+            for transfer in step.transfers
+        ),
         tuple(sorted({*range(plan.num_devices)} - {d for group in completed.groups for d in group.devices})),
+        tuple(zip(([*g.devices] for g in step.under_way), str(table).splitlines(), strict=True))
+        if table is not None
+        else (),
     )
 
 
-def _crossed(transfer: Transfer) -> CrossedTensor:
+def _crossed(transfer: Transfer, times: int) -> CrossedTensor:
     before, after = transfer.crossing.source, transfer.crossing.target
     devices = list(before.mesh.devices), list(after.mesh.devices)
-    sent = transfer.crossing.sent * transfer.tensor.itemsize
-    return CrossedTensor(transfer.tensor.name, *devices, layout_text(before), layout_text(after), sent)
+    sent = times * transfer.crossing.sent * transfer.tensor.itemsize
+    return CrossedTensor(transfer.tensor.name, *devices, layout_text(before), layout_text(after), sent, times)
 
 
 def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[MovedTensor]]) -> tuple[OpRow, ...]:

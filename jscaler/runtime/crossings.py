@@ -25,7 +25,8 @@ Hop = Callable[[jax.Array], jax.Array]
 
 def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: Any) -> Hop:
     """From the one end of ``crossing`` to the other, where the value lies as ``arriving`` says; what is given is kept."""
-    if not crossing.source.sizes:
+    alone = len(crossing.source.mesh.devices) == len(crossing.target.mesh.devices) == 1
+    if not crossing.source.sizes or alone:
         return lambda value: jax.device_put(value, arriving)
     if crossing.is_equal or _all_whole(crossing):
         return _WholeParts(crossing, devices, arriving)

@@ -1,5 +1,6 @@
 """``Executable``: a planned step as jitted functions of flat leaves, one for each device group."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jscaler.capture.jaxprs import dtype, shape
 from jscaler.lower.emit import boundary_shardings, emit, physical_mesh, sharding, value_shape
-from jscaler.lower.instructions import Gather, Instructions, Run, Send
+from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, Send
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
@@ -73,25 +74,45 @@ class Executable:
         for slot, number in self.counts.items():
             slots[slot] = number
         started: list[Any] = []
-        for step in self.instructions.steps:
-            if isinstance(step, Run):
-                block = self.blocks[step.block]
-                made = compiled[step.block](*[leaves[i] for i in block.takes], *[slots[i] for i in step.reads])
-                for place, value in zip(block.computed, made, strict=True):
-                    slots[step.writes[place]] = value
-                if block.watched is not None:
-                    started.append(made[block.watched])
+        for block, hop, takes, reads, writes, watched, freed in self.steps:
+            if hop is None:
+                made = compiled[block](*[leaves[i] for i in takes], *[slots[i] for i in reads])
+                for slot, value in zip(writes, made):  # noqa: B905  # (runs hundreds of times a step)
+                    slots[slot] = value
+                if watched is not None:
+                    started.append(made[watched])
                     if len(started) > MOST_STARTED:
                         jax.block_until_ready(started.pop(0))
-            elif isinstance(step, Send):
-                slots[step.target] = self.hops[step.transfer](slots[step.source])
             else:
-                slots[step.target] = self.gathers[step.value](*(slots[i] for i in step.pieces))
-            for slot in step.freed:
+                slots[writes[0]] = hop(*[slots[i] for i in reads])
+            for slot in freed:
                 slots[slot] = None
         for result, leaf in self.returned.items():
             slots[result] = leaves[leaf]
         return slots[: len(self.out_shardings)]
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[Any, ...], ...]:
+        """The instructions as tuples: block, way, leaves, slots read and written, what to wait on, slots freed."""
+        return tuple(map(self._prepared, self.instructions.steps))
+
+    def _prepared(self, step: Instruction) -> tuple[Any, ...]:
+        if isinstance(step, Run):
+            block = self.blocks[step.block]
+            writes = tuple(step.writes[place] for place in block.computed)
+            return step.block, None, block.takes, step.reads, writes, block.watched, step.freed
+        if isinstance(step, Send):
+            return -1, self.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed
+        unread = step.value not in self.gathers
+        return (
+            -1,
+            (lambda *_: None) if unread else self.gathers[step.value],
+            (),
+            step.pieces,
+            (step.target,),
+            None,
+            step.freed,
+        )
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
@@ -161,8 +182,9 @@ def _function(
         return [results[place] for place in computed]
 
     later = {i for other in step.blocks[number + 1 :] for i in _takes(step, other)}
-    repeated = step.spanning is not None and block.region == step.spanning.region
-    donated = [place for place, i in enumerate(takes) if i in donate and i not in later and not repeated]
+    repeated = step.spanning is not None and block.phase == step.spanning.phase
+    given = {i for i in donate if i not in later} & _renewed(step, block, donate) if not repeated else set()
+    donated = [place for place, i in enumerate(takes) if i in given]
     donated += [len(takes) + place for place in _carried(step, block)]
     imports = _values(block, mesh)
     exports = _shardings(block.outputs, len(block.exports), mesh)
@@ -170,6 +192,12 @@ def _function(
     made = [*(outs[i] for i in block.results if i not in returned), *exports]
     jitted = jax.jit(run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated))
     return BlockFunction(jitted, takes, tuple(computed), tuple(imports), _watched(step, block, devices, computed))
+
+
+def _renewed(step: StepPlan, block: PlacedBlock, donate: Sequence[int]) -> set[int]:
+    """The arguments whose next version a block leaves, in their place; and those that have none."""
+    versions = step.graph.next_version
+    return set(donate) - set(versions.values()) | {versions[i] for i in block.results if i in versions}
 
 
 def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], computed: Sequence[int]) -> int | None:

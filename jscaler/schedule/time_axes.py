@@ -115,7 +115,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
 
 
 def _common_blocks(graph: Graph, known: Mapping[str, Mapping[str, TimeCut]]) -> dict[str, int]:
-    """Blocks for all ops of an axis whose ops lie on device groups of several sizes, so that they hand parts to each other."""
+    """Blocks for all ops of an axis that lie on groups of several sizes, so that they hand parts to each other."""
     found: dict[str, int] = {}
     for name in dict.fromkeys(name for own in known.values() for name in own):
         cuts = {path: own[name] for path, own in known.items() if name in own}

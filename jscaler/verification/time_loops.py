@@ -94,20 +94,20 @@ def check_time_loops(step: StepPlan) -> int:
         loop = step.spanning.loop
         stacks = _over_groups(step).run()
         writers.update((y.stack, loop) for y in loop.ys)
-        around[step.spanning.region] = (loop,)
+        around[step.spanning.phase] = (loop,)
     programs = [segment.program for segment in step.segments]
-    levels = [_Level(step, p, p.tasks, around.get(p.region, ()), stacks, writers) for p in programs]
+    levels = [_Level(step, p, p.tasks, around.get(p.phase, ()), stacks, writers) for p in programs]
     return (step.spanning is not None) + sum(level.check() for level in levels)
 
 
 def _over_groups(step: StepPlan) -> "_TimeLoop":
     """The proof of the loop over groups: its body is what all of them run, in the order of the graph."""
     assert step.spanning is not None
-    loop, region = step.spanning.loop, step.spanning.region
+    loop, phase = step.spanning.loop, step.spanning.phase
     place = step.graph.position
-    body = [(p, t) for p in (s.program for s in step.segments) if p.region == region for t in p.tasks]
+    body = [(p, t) for p in (s.program for s in step.segments) if p.phase == phase for t in p.tasks]
     body.sort(key=lambda pair: min((place[op.path] for op in _ops_of(pair[1])), default=-1))
-    before = [t for s in step.segments if s.program.region < region for t in s.program.tasks if isinstance(t, Compute)]
+    before = [t for s in step.segments if s.program.phase < phase for t in s.program.tasks if isinstance(t, Compute)]
     makers = {t: task for task in before for t in task.op.outputs}
     for x in loop.xs:  # the number of the micro-batch is told to the blocks
         op = step.graph.producer[x.stack]

@@ -31,8 +31,8 @@ def test_nothing_is_evaluated(text: str) -> None:
 def test_names_that_nothing_carries() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'megatron'"):
         by_name("megatrn(dp=2)")
-    with pytest.raises(UnknownNameError, match=r"no argument named 'dpp' of plan 'megatron'; did you mean 'dp'\?"):
-        by_name("megatron(dpp=2)")
+    with pytest.raises(UnknownNameError, match=r"no argument named 'dpx' of plan 'megatron'; did you mean 'dp'\?"):
+        by_name("megatron(dpx=2)")
     with pytest.raises(PlanError, match="too many positional arguments; its arguments are none"):
         by_name("single(1)")
 

@@ -1,0 +1,225 @@
+"""`pipeline` and ``megatron(pp=)``: numbers, cuts, and mistakes."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from of_the_day import of_the_day
+
+import jscaler
+from jscaler import PlanError, SplitError, UnknownNameError, plans
+from jscaler.plans.pipeline import _bottleneck
+from models.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(hidden=16, layers=2, heads=2, sequence=6, vocabulary=20, param_dtype=jnp.float64, dtype=jnp.float64)
+OPTIMIZER = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)), 3)
+
+
+def gpt_step(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    params, moments, key = state
+
+    def loss_of(params: Any) -> jax.Array:
+        logits = GPT(CONFIG).apply({"params": params}, batch["tokens"], train=True, rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    loss, grads = value_and_grad(loss_of)(params)
+    updates, moments = OPTIMIZER.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments, jax.random.fold_in(key, 1)), loss
+
+
+def gpt_arguments() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    batch = {name: jnp.asarray(rng.integers(0, 20, (8, 6)), jnp.int32) for name in ("tokens", "labels")}
+    params = GPT(CONFIG).init(jax.random.key(0), batch["tokens"], train=False)["params"]
+    return (params, OPTIMIZER.init(params), jax.random.key(1)), batch
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Any:
+    """Three steps of `jax.jit`."""
+    with jax.enable_x64(True):
+        (state, batch), losses = gpt_arguments(), []
+        plain = jax.jit(lambda *args: gpt_step(*args, value_and_grad=jax.value_and_grad))
+        for _ in range(3):
+            state, loss = plain(state, batch)
+            losses.append(float(loss))
+        return jax.device_get(state[:2]), losses
+
+
+CASES = {
+    "pipeline(2, 4)": 2,
+    "pipeline(2, 2, 'gpipe', plan=tensor_parallel())": 4,
+    "pipeline(2, 2, plan=data_parallel())": 4,
+    "pipeline(2, 2, plan=zero1())": 4,
+    "pipeline(2, 2, plan=zero3())": 4,
+    "pipeline(2, 2, plan=recompute_layers())": 2,
+    "pipeline(2, 2, plan=co_shard(2))": 2,
+    "megatron(dp=2, tp=2, pp=2, microbatches=2)": 8,
+    "megatron(tp=2, pp=2, microbatches=4, sequence=True, schedule='gpipe')": 4,
+}
+
+
+@pytest.mark.parametrize("name", of_the_day(CASES, 3))
+def test_optimizer_steps_are_those_of_one_device(name: str, one_device: Any) -> None:
+    wanted, losses = one_device
+    with jax.enable_x64(True):
+        state, batch = gpt_arguments()
+        train = jscaler.parallelize(plans.by_name(name), devices=CASES[name])(gpt_step)
+        jscaler.verify(train.lower(state, batch))
+        for true in losses:
+            state, loss = train(state, batch)
+            assert abs(float(loss) - true) < 1e-10
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10), jax.device_get(state[:2]), wanted
+        )
+
+
+def test_what_is_not_finite_on_one_stage_stops_every_stage_s_update() -> None:
+    """And two stages of two micro-batches that accumulate over two steps (`optax.MultiSteps`)."""
+    optimizer = optax.apply_if_finite(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), 3)
+
+    def step(state: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        params, moments = state
+
+        def loss_of(params: Any) -> jax.Array:
+            with jax.named_scope("first"):
+                h = jnp.tanh(x @ params["a"])
+            with jax.named_scope("second"):
+                return jnp.mean(jnp.log(h @ params["b"]) ** 2)
+
+        loss, grads = value_and_grad(loss_of)(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    with jax.enable_x64(True):
+        params = {"a": jnp.full((4, 6), 0.2), "b": jnp.full((6, 2), 0.3)}
+        ours = theirs = params, optimizer.init(params)
+        train = jscaler.parallelize(plans.pipeline(2, 2, at=["second"], batch="x"), devices=2)(step)
+        plain = jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))
+        good, bad = jnp.ones((4, 4)), jnp.ones((4, 4)).at[0].set(-1.0)  # the log of a negative number
+        for x in (good, bad, good, good, good):
+            (ours, mine), (theirs, true) = train(ours, x), plain(theirs, x)
+            np.testing.assert_allclose(mine, true, rtol=1e-10)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), ours, theirs)
+
+
+def test_batch_norm_on_each_micro_batch_keeps_running_state_in_order() -> None:
+    """As `accumulate` has it on one device: statistics of each micro-batch, and the running ones after the last."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, running = state
+
+        def loss_of(params: Any) -> Any:
+            with jax.named_scope("first"):
+                h = x @ params["a"]
+            with jax.named_scope("norm"):
+                mean = h.mean(0)
+                new = 0.9 * running + 0.1 * mean
+                h = jnp.tanh(h - mean)
+            with jax.named_scope("second"):
+                return jnp.mean((h @ params["b"]) ** 2), new
+
+        (loss, running), grads = jscaler.value_and_grad(loss_of, has_aux=True)(params)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), running), loss
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(1)
+        params = {"a": jnp.asarray(rng.normal(size=(4, 6))), "b": jnp.asarray(rng.normal(size=(6, 3)))}
+        ours = theirs = params, jnp.zeros(6)
+        x = jnp.asarray(rng.normal(size=(8, 4)))
+        with pytest.raises(SplitError, match=r"it needs the whole batch: .*accumulate\(…, per_microbatch='norm'\)"):
+            jscaler.parallelize(plans.pipeline(2, 4, at=["second"], batch="x"), devices=2)(step).lower(ours, x)
+        staged = plans.pipeline(2, 4, at=["second"], batch="x", per_microbatch="norm")
+        train = jscaler.parallelize(staged, devices=2)(step)
+        plain = jscaler.parallelize(plans.accumulate(4, batch="x", per_microbatch="norm"), devices=1)(step)
+        jscaler.verify(train.lower(ours, x))
+        for _ in range(2):
+            (ours, mine), (theirs, true) = train(ours, x), plain(theirs, x)
+            np.testing.assert_allclose(mine, true, rtol=1e-12)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), ours, theirs)
+
+
+def stack_of(widths: list[int]) -> tuple[Callable[..., Any], Any, jax.Array]:
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            h = x
+            for i, w in enumerate(params):
+                with jax.named_scope(f"layer_{i}"):
+                    h = jnp.tanh(h @ w)
+            with jax.named_scope("loss"):
+                return jnp.mean(h**2)
+
+        loss, grads = jscaler.value_and_grad(loss_of)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
+
+    params = [jax.ShapeDtypeStruct(pair, "float32") for pair in itertools.pairwise(widths)]
+    return step, params, jax.ShapeDtypeStruct((512, widths[0]), "float32")  # type: ignore[return-value]
+
+
+def stages_of(lowered: Any) -> dict[str, int]:
+    groups = [group.devices for group in lowered.plan.completed.groups]
+    ops = lowered.plan.completed.ops
+    return {
+        path: groups.index(laid.placement.group.devices)
+        for path, laid in ops.items()
+        if path.endswith("/dot") and "@" not in path
+    }
+
+
+def test_stages_are_balanced_or_begin_where_they_are_told() -> None:
+    for widths, wanted in (([512] * 7, [0, 0, 0, 1, 1, 1]), ([8192, *[512] * 5], [0, 1, 1, 1, 1])):
+        step, params, x = stack_of(widths)
+        balanced = jscaler.parallelize(plans.pipeline(2, 2, batch="x"), devices=2)(step).lower(params, x)
+        assert list(stages_of(balanced).values()) == wanted
+    step, params, x = stack_of([512] * 7)
+    told = jscaler.parallelize(plans.pipeline(3, 2, at=["layer_1", "layer_3"], batch="x"), devices=3)(step).lower(params, x)
+    assert list(stages_of(told).values()) == [0, 1, 1, 2, 2, 2]
+
+
+def test_the_cuts_are_the_best_of_all() -> None:
+    """Against every choice of places."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        seconds, stages = rng.integers(0, 5, 7), int(rng.integers(2, 5))
+        sums, nbytes = np.concatenate([[0], np.cumsum(seconds)]).astype(float), [0] * 7
+        places = sorted(rng.choice(range(1, 7), int(rng.integers(1, 7)), replace=False).tolist())
+        found = _bottleneck(sums, places, nbytes, stages)
+
+        def slowest(cuts: tuple[int, ...], sums: np.ndarray = sums) -> float:
+            bounds = [0, *cuts, len(sums) - 1]
+            shares = [sums[b] - sums[a] for a, b in itertools.pairwise(bounds)]
+            return max(shares) if min(shares[1:]) > 0 else np.inf
+
+        best = min((slowest(c) for c in itertools.combinations(places, stages - 1)), default=np.inf)
+        assert (found is None) == (best == np.inf)
+        assert found is None or slowest(tuple(found)) == best
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "error", "match"),
+    [
+        (
+            lambda: plans.pipeline(3, 2, batch="x"),
+            4,
+            PlanError,
+            r"4 devices do not divide into 3 stages; legal: \[1, 2, 4\]",
+        ),
+        (lambda: plans.pipeline(2, 3, batch="x"), 2, SplitError, "of size 512 into 3 parts"),
+        (lambda: plans.pipeline(0, 2), 2, PlanError, "stages is a positive whole number, not 0"),
+        (lambda: plans.pipeline(2, 2, "2f2b"), 2, UnknownNameError, "no schedule named '2f2b'"),
+        (lambda: plans.pipeline(2, 2, batch="x", at=["layer_9"]), 2, UnknownNameError, "no module named 'layer_9'"),
+        (lambda: plans.pipeline(3, 2, batch="x", at=["layer_1"]), 3, PlanError, "begin at 2 modules behind the first"),
+        (lambda: plans.pipeline(3, 2, batch="x", at=["layer_1", "layer_1"]), 3, PlanError, "a stage is empty"),
+        (lambda: plans.pipeline(12, 2, batch="x"), 12, PlanError, "too few for 12 stages"),
+        (lambda: plans.megatron(pp=2), 4, PlanError, "give microbatches="),
+    ],
+)
+def test_mistakes(plan: Callable[[], Any], devices: int, error: type[Exception], match: str) -> None:
+    step, params, x = stack_of([512, 512, 512, 512])
+    with pytest.raises(error, match=match):
+        jscaler.parallelize(plan(), devices=devices)(step).lower(params, x)
