@@ -24,7 +24,7 @@ import optax
 import jscaler
 from bench import parity_updates
 from bench.harness import Row, main
-from bench.parity_cases import CASES, DTYPES, STEPS, Case
+from bench.parity_cases import CASES, DTYPES, PIPELINES, STEPS, Case
 
 COLUMNS = ("model", "plan", "dtype", "devices", "measure", "value", "bound")
 LEARNING_RATE = 1e-2
@@ -130,7 +130,11 @@ def rows(quick: bool, model: str, plan: str) -> Iterator[Row]:
 def model_rows(quick: bool, holds: str, plan_holds: str) -> Iterator[Row]:
     """Every model under every plan, with both optimizers, in every type."""
     for model, (make, runs) in CASES.items():
-        chosen = [one for one in runs if (one.quick or not quick) and holds in model and plan_holds in one.name]
+        chosen = [
+            one
+            for one in (*runs, *PIPELINES.get(model, ()))
+            if (one.quick or not quick) and holds in model and plan_holds in one.name
+        ]
         for optimizer, chain in OPTIMIZERS.items():
             if not chosen or (quick and optimizer == "clip+adamw"):
                 continue

@@ -299,3 +299,31 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
         ],
     ),
 }
+
+# Steps on several device groups: as many executables, so no rows of `bench.same_programs`.
+PIPELINES: dict[str, list[Run]] = {
+    "mlp": [
+        Run("pipeline(2, 4)", 2, quick=True),
+        Run("pipeline(4, 2, 'gpipe', plan=data_parallel())", 8),
+        Run("pipeline(2, 2, plan=zero1())", 4),
+        Run("pipeline(4, 4, plan=zero3())", 8),
+    ],
+    "linen GPT": [
+        Run("pipeline(2, 2, 'gpipe')", 2),
+        Run("pipeline(2, 2, plan=tensor_parallel())", 4),
+        Run("pipeline(4, 2, plan=data_parallel())", 8),
+        Run("pipeline(2, 2, 'gpipe', plan=zero1())", 4),
+        Run("pipeline(2, 2, plan=zero3())", 4),
+        Run("pipeline(2, 2, plan=recompute_layers())", 2),
+        Run("pipeline(2, 2, 'gpipe', plan=co_shard(2))", 2),
+        Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8),
+        Run("megatron(tp=4, pp=2, microbatches=2, schedule='gpipe')", 8),
+    ],
+    "GPT, masked loss": [Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8), Run("pipeline(2, 4, 'gpipe')", 2)],
+    "nnx GPT": [
+        Run("pipeline(2, 2)", 2),
+        Run("pipeline(2, 2, 'gpipe', plan=zero3())", 4),
+        Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8),
+    ],
+    "MoE": [Run("pipeline(2, 2)", 2), Run("pipeline(2, 2, 'gpipe', plan=expert_parallel())", 4)],
+}
