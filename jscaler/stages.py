@@ -30,6 +30,7 @@ from jscaler.primitives.plan_matches import check_fits
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
 from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
+from jscaler.schedule.time_axes import orders_on_groups
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         segments.append(Segment(program, flat, blocks))
         runs += flattened
     every = [block for segment in segments for block in segment.blocks]
-    steps = instructions(graph, every, made.transfers, made.spanning, len(graph.outputs), plan.table)
+    between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
+    steps = instructions(graph, every, made.transfers, made.spanning, len(graph.outputs), plan.table, between)
     return StepPlan(
         source.graph,
         graph,

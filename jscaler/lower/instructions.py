@@ -141,7 +141,8 @@ class _Writer:
             self.repeated = {v for block in body for v in block.exports} | set(spanning.indices)
             self.repeated |= {t.target for t in transfers if t.phase == spanning.phase}
             self.carries = {c.inside: c for c in spanning.carries}
-            self.outs = {c.out for c in spanning.carries}
+            own = ((n, t) for n, t in enumerate(transfers) if t.phase == spanning.phase and t.level == FRONT)
+            self.handed = {t.target: n for n, t in own}
         self.sofar: dict[int, list[Slot]] = {}  # carry by its ``inside`` -> its slots, oldest first
 
     def _slot(self, value: int, microbatch: int | None = None) -> Slot:
@@ -179,8 +180,10 @@ class _Writer:
         assert self.spanning is not None
         for number, microbatch in cells:
             block = self.blocks[number]
-            if not any(key[1] == microbatch for key in self.slots):
-                self._sent(block.phase, FRONT, microbatch)
+            for value in block.imports:  # a state that another group has left, to its first reader
+                if value in self.handed and (value, microbatch) not in self.slots:
+                    source = self._inside(self.transfers[self.handed[value]].source, microbatch)
+                    self.steps.append(Send(self.handed[value], source, self._slot(value, microbatch)))
             reads = tuple(self._inside(v, microbatch) for v in block.imports)
             writes = tuple(self._slot(v, microbatch) for v in (*block.results, *block.exports))
             self.steps.append(Run(number, reads, writes))
@@ -308,7 +311,7 @@ class Rounds:
         if plan is None:
             return self._as_table(self._one_forward_one_backward())
         stages = max(stage for names in self.names.values() for stage, _ in names) + 1
-        table = plan if isinstance(plan, Table) else plan(stages, self.microbatches)
+        table = plan if isinstance(plan, Table) else self._of_own(plan(stages, self.microbatches))
         rows = list(self.rows.values())
         if len(table.rows) != len(rows):
             raise PlanError(f"the table has {len(table.rows)} rows, and the loop's ops lie on {len(rows)} device groups")
@@ -328,6 +331,11 @@ class Rounds:
                     f"micro-batches 0 to {self.microbatches - 1}"
                 )
         return table
+
+    def _of_own(self, table: Table) -> Table:
+        """A published table without what this step lacks: an evaluation goes forward alone."""
+        known = {name for names in self.names.values() for name in names}
+        return Table(tuple(tuple(cell for cell in row if (cell.stage, cell.kind) in known) for row in table.rows))
 
     def _as_table(self, rows: Sequence[Sequence[Cell]]) -> Table:
         return Table(tuple(tuple(TableCell(s, k, i) for n, i in row for s, k in self.names[n]) for row in rows))
@@ -368,27 +376,28 @@ class Rounds:
         """On a chain of stages `one_f_one_b`; else the same idea: as few micro-batches at once as keep all groups busy."""
         rows = list(self.rows.values())
         most = [(self.blocks[own[-1]].level - self.blocks[own[0]].level) // 2 + 1 for own in rows]
-        at = [dict.fromkeys(own, 0) for own in rows]
+        left = [{n: list(range(self.microbatches)) for n in own} for own in rows]
         done, found = set[Cell](), [list[Cell]() for _ in rows]
-        while any(i < self.microbatches for counts in at for i in counts.values()):
-            ready = [self._next(counts, done, most[g]) for g, counts in enumerate(at)]
+        while any(cells for own in left for cells in own.values()):
+            ready = [self._next(own, done, most[g]) for g, own in enumerate(left)]
             if not any(ready):
-                ready = [self._next(counts, done, self.microbatches) for counts in at]
+                ready = [self._next(own, done, self.microbatches) for own in left]
             if not any(ready):
-                heads = [(n, i) for counts in at for n, i in counts.items() if i < self.microbatches]
+                heads = [(n, cells[0]) for own in left for n, cells in own.items() if cells]
                 raise OrderError(f"blocks wait for each other: {self._stuck(heads[:4], done)}")
             for g, cell in enumerate(ready):
                 if cell is not None:
                     found[g].append(cell)
-                    at[g][cell[0]] += 1
+                    left[g][cell[0]].remove(cell[1])
             done |= {cell for cell in ready if cell is not None}
         return found
 
-    def _next(self, counts: Mapping[int, int], done: Set[Cell], most: int) -> Cell | None:
+    def _next(self, left: Mapping[int, list[int]], done: Set[Cell], most: int) -> Cell | None:
         """A new micro-batch if not too many are under way, else what has come furthest."""
-        first, last = next(iter(counts)), next(reversed(counts))
-        ready = [n for n, i in counts.items() if i < self.microbatches and self.waits[n, i] <= done]
-        if first in ready and first != last and counts[first] - counts[last] >= most:
-            ready.remove(first)
-        number = first if first in ready else next(reversed(ready), None)
-        return None if number is None else (number, counts[number])
+        first, last = next(iter(left)), next(reversed(left))
+        ready = {n: next((i for i in cells if self.waits[n, i] <= done), None) for n, cells in left.items()}
+        if first != last and len(left[last]) - len(left[first]) >= most:
+            ready[first] = None
+        number = first if ready[first] is not None else next((n for n in reversed(ready) if ready[n] is not None), first)
+        place = ready[number]
+        return None if place is None else (number, place)

@@ -23,6 +23,7 @@ from jscaler.primitives.plan import (
     Assign,
     Decision,
     Fuse,
+    Index,
     OnDevices,
     Order,
     PerMicrobatch,
@@ -39,6 +40,8 @@ from jscaler.primitives.plan import (
 from jscaler.primitives.recompute_regions import named, selected, with_region
 from jscaler.primitives.shard_checks import check_shard
 from jscaler.primitives.table import SCHEDULES, Table
+
+OpPart = tuple[Op | str, int]  # an op, and the number of its part along its time axis
 
 
 class Policy(Protocol):
@@ -184,20 +187,37 @@ class Planner(GraphView):
             )
         return places if array.dtype == object else self._arrays.setdefault(key, places)
 
-    def op_order(self, before: Op | Grid | str, after: Op | Grid | str) -> None:
+    def op_order(self, before: Op | Grid | str | OpPart, after: Op | Grid | str | OpPart) -> None:
         """Run ``before`` before ``after``: ops, or cells along a time axis, which are then pinned one by one.
 
+        A pair of an op and a number is that part along the op's time axis, of a backward op that of its forward op. Where
+        the axis spans device groups, blocks run so; else the parts leave their loop.
+
         Raises:
-            PlanError: a part of a grid is a part in space.
+            PlanError: a part of a grid is a part in space; an op has no time axis, or fewer parts.
 
         Example:
             >>> parts = graph.op_trans(op, TimeSplit("b", 2))  # doctest: +SKIP
             >>> graph.op_order(parts[1], parts[0])  # doctest: +SKIP
         """
-        named = [self.graph[x] if isinstance(x, str) else x for x in (before, after)]
-        first, second = (x.op if isinstance(x, Grid) else x for x in named)
-        cells = [x.index if isinstance(x, Grid) and not x.is_whole else None for x in named]
-        self._decisions.append(Order(first.path, second.path, *cells))
+        (first, cells), (second, others) = map(self._ordered, (before, after))
+        self._decisions.append(Order(first, second, cells, others))
+
+    def _ordered(self, end: Op | Grid | str | OpPart) -> tuple[str, Index | None]:
+        """The path of an op, and which of its cells are meant; None for all."""
+        if isinstance(end, Grid):
+            return end.op.path, None if end.is_whole else end.index
+        if not isinstance(end, tuple):
+            return (self.graph[end] if isinstance(end, str) else end).path, None
+        op = self.graph[end[0]] if isinstance(end[0], str) else end[0]
+        grid = self._grids.get(op.path) or (self._grids.get(op.forward.path) if op.forward is not None else None)
+        times = [i for i, axis in enumerate(grid.axes) if axis.time] if grid is not None else []
+        if grid is None or len(times) != 1 or not 0 <= end[1] < grid.axes[times[0]].parts:
+            what = f"is {grid}" if grid is not None else "was not split"
+            raise PlanError(
+                f"part {end[1]} of '{op.path}' is to be ordered, and it {what}: give it one time axis with that part"
+            )
+        return op.path, tuple((end[1], end[1] + 1) if i in times else (0, a.parts) for i, a in enumerate(grid.axes))
 
     def fuse(self, *ops: Op | str, name: str | None = None) -> Op:
         """Make one op of neighbouring forward ops; their backward becomes one, which computes again what lies between.

@@ -66,17 +66,21 @@ class TimeAxes:
         cuts: op path -> its cuts by name.
         plan: what is left: the decisions in space.
         orders: which cells in time run before which others.
+        spanning: of the names those whose ops the plan places on several device groups.
     """
 
     names: tuple[str, ...]
     cuts: Mapping[str, Mapping[str, TimeCut]]
     plan: Plan
     orders: tuple[CellOrder, ...] = ()
+    spanning: frozenset[str] = frozenset()
 
     def in_loops(self, name: str) -> bool:
-        """Whether the parts of an axis are equal, and run in their own order."""
+        """Whether the parts of an axis are equal, and run in their own order, or as a table of device groups says."""
         named = any(c is not None and c.axis == name for order in self.orders for c in (order.before, order.after))
-        return not named and all(own[name].sizes is None for own in self.cuts.values() if name in own)
+        return (not named or name in self.spanning) and all(
+            own[name].sizes is None for own in self.cuts.values() if name in own
+        )
 
 
 def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
@@ -88,7 +92,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     plan = _assigned_at_once(plan)
     grids = _grids(plan)
     names = tuple(dict.fromkeys(a.time for d in plan.decisions if isinstance(d, Trans) for a in grids[d.op] if a.time))
-    orders, plan = _cell_orders(plan, grids)
+    orders, plan = _cell_orders(graph, plan, grids)
     if not names:
         return TimeAxes((), {}, plan)
     known = {path: _cuts(path, axes) for path, axes in grids.items() if any(a.time for a in axes)}
@@ -111,7 +115,30 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
         if source in known:
             cuts[op.path] = known[source]
     _check_rows(cuts, plan.alone)
-    return TimeAxes(names, cuts, _in_space(plan, grids), orders)
+    spanning = frozenset(
+        name for name in names if len({places[p] for p, own in known.items() if name in own and p in places}) > 1
+    )
+    return TimeAxes(names, cuts, _in_space(plan, grids), orders, spanning)
+
+
+def orders_on_groups(graph: Graph, plan: Plan) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Pairs of (op, part) of which the first runs before the second, of time axes that span device groups.
+
+    Raises:
+        PlanError: a whole op is ordered against a part of one.
+    """
+    if not any(isinstance(d, Order) and (d.before_cells or d.after_cells) for d in plan.decisions):
+        return []
+    axes = time_axes(graph, plan)
+    found = []
+    for order in axes.orders:
+        ends = order.before, order.after
+        if not any(end is not None and end.axis in axes.spanning for end in ends):
+            continue
+        if order.before is None or order.after is None:
+            raise PlanError(f"'{order.decision}': the parts run on several device groups; name a part of both ops")
+        found += [((order.before.op, i), (order.after.op, j)) for i in order.before.numbers for j in order.after.numbers]
+    return found
 
 
 def _common_blocks(graph: Graph, known: Mapping[str, Mapping[str, TimeCut]]) -> dict[str, int]:
@@ -127,21 +154,23 @@ def _common_blocks(graph: Graph, known: Mapping[str, Mapping[str, TimeCut]]) -> 
     return found
 
 
-def _cell_orders(plan: Plan, grids: Mapping[str, tuple[GridAxis, ...]]) -> tuple[tuple[CellOrder, ...], Plan]:
+def _cell_orders(graph: Graph, plan: Plan, grids: Mapping[str, tuple[GridAxis, ...]]) -> tuple[tuple[CellOrder, ...], Plan]:
     """The orders of single cells, and the plan without them."""
     found = [d for d in plan.decisions if isinstance(d, Order) and (d.before_cells or d.after_cells)]
     if not found:
         return (), plan
     orders = tuple(
-        CellOrder(_cells(d.before, d.before_cells, grids), _cells(d.after, d.after_cells, grids), d) for d in found
+        CellOrder(_cells(graph, d.before, d.before_cells, grids), _cells(graph, d.after, d.after_cells, grids), d)
+        for d in found
     )
     return orders, dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if d not in found))
 
 
-def _cells(path: str, index: Index | None, grids: Mapping[str, tuple[GridAxis, ...]]) -> Cells | None:
+def _cells(graph: Graph, path: str, index: Index | None, grids: Mapping[str, tuple[GridAxis, ...]]) -> Cells | None:
     if index is None:
         return None
-    axes = grids.get(path, ())
+    forward = graph[path].forward if path in graph.by_path else None
+    axes = grids.get(path) or grids.get(forward.path if forward is not None else "", ())
     parts = [(axis, range(*box)) for axis, box in zip(axes, index, strict=True) if box != (0, axis.parts)]
     if len(parts) != 1 or not parts[0][0].time:
         inside = ", ".join(str(axis) for axis, _ in parts)

@@ -203,6 +203,34 @@ def test_orders_that_cannot_be() -> None:
     assert planned(chain_of(2), 2, backwards).instructions.table == Table.parse(backwards)
 
 
+def test_orders_of_single_parts() -> None:
+    """(op, micro-batch) pairs: the second micro-batch first, forward and backward, and what cannot be."""
+
+    def with_orders(*pairs: Any) -> StepPlan:
+        def policy(graph: Any, devices: np.ndarray) -> None:
+            on(chain_of(2), 2)(graph, devices)
+            for before, after in pairs:
+                graph.op_order(before, after)
+
+        return jscaler.parallelize(policy, devices=2)(make_step(2)).lower(*arguments(2)).plan
+
+    forward, backward = "layer_0/dot", "layer_0/dot@backward"
+    table = with_orders(((forward, 1), (forward, 0))).instructions.table
+    assert table is not None
+    cells = [str(cell) for cell in table.rows[0]]
+    assert cells.index("0F1") < cells.index("0F0")
+    table = with_orders(((backward, 1), (backward, 0))).instructions.table
+    assert table is not None
+    cells = [str(cell) for cell in table.rows[0]]
+    assert cells.index("0B1") < cells.index("0B0")
+    with pytest.raises(OrderError, match="blocks wait for each other"):
+        with_orders(((backward, 0), (forward, 0)))
+    with pytest.raises(PlanError, match=r"part 2 of 'layer_0/dot' is to be ordered"):
+        with_orders(((forward, 2), (forward, 0)))
+    with pytest.raises(PlanError, match="name a part of both ops"):
+        with_orders(((forward, 1), "layer_1/dot"))
+
+
 def test_two_loops_over_groups() -> None:
     def policy(graph: Any, devices: np.ndarray) -> None:
         del devices

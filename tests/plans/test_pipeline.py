@@ -108,6 +108,34 @@ def test_what_is_not_finite_on_one_stage_stops_every_stage_s_update() -> None:
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), ours, theirs)
 
 
+def test_results_of_every_row_and_an_evaluation_that_follows() -> None:
+    """What micro-batches leave row by row is put together; `follow` runs the forward stages alone, where the state lies."""
+
+    def loss_of(params: Any, x: jax.Array) -> Any:
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x**2), x
+
+    def step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        (loss, out), grads = value_and_grad(lambda p: loss_of(p, x), has_aux=True)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], {"loss": loss, "out": out, "max": out.max()}
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(2)
+        params = [jnp.asarray(rng.normal(size=(6, 6))) for _ in range(4)]
+        x = jnp.asarray(rng.normal(size=(16, 6)))
+        train = jscaler.parallelize(plans.pipeline(2, 4, plan=plans.data_parallel("x"), batch="x"), devices=4)(step)
+        jscaler.verify(train.lower(params, x))
+        ours, theirs = train(params, x), jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))(params, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), ours, theirs)
+        evaluate = train.follow(lambda params, x: loss_of(params, x)[0])
+        np.testing.assert_allclose(evaluate(ours[0], x), loss_of(theirs[0], x)[0], rtol=1e-11)
+        lowered = evaluate.lower(ours[0], x)
+        assert str(lowered.plan.instructions.table) == "0F0 0F1 0F2 0F3\n1F0 1F1 1F2 1F3"
+        assert lowered.executable.in_shardings[:4] == tuple(p.sharding for p in ours[0])
+
+
 def test_batch_norm_on_each_micro_batch_keeps_running_state_in_order() -> None:
     """As `accumulate` has it on one device: statistics of each micro-batch, and the running ones after the last."""
 
