@@ -135,12 +135,16 @@ class _Writer:
         self.count = results
         self.counts: dict[Slot, tuple[int, int]] = {}
         self.carries: dict[int, CarriedValue] = {}
+        self.behind: dict[int, list[int]] = {}  # what leaves a block of the loop -> what crosses then
         self.repeated: set[int] = set()  # values that each micro-batch has for itself
         if spanning is not None:
             body = [block for block in blocks if block.phase == spanning.phase]
             self.repeated = {v for block in body for v in block.exports} | set(spanning.indices)
             self.repeated |= {t.target for t in transfers if t.phase == spanning.phase}
             self.carries = {c.inside: c for c in spanning.carries}
+            for number, transfer in enumerate(transfers):
+                if transfer.phase == spanning.phase and transfer.level != FRONT:
+                    self.behind.setdefault(transfer.source, []).append(number)
             own = ((n, t) for n, t in enumerate(transfers) if t.phase == spanning.phase and t.level == FRONT)
             self.handed = {t.target: n for n, t in own}
         self.sofar: dict[int, list[Slot]] = {}  # carry by its ``inside`` -> its slots, oldest first
@@ -167,13 +171,16 @@ class _Writer:
                 self.steps.append(Run(number, tuple(self._slot(v) for v in block.imports), writes))
             self._sent(phase, level)
 
-    def _sent(self, phase: int, level: int, microbatch: int | None = None, left: Sequence[int] | None = None) -> None:
-        """What crosses behind ``level``; of a block what it has ``left``."""
+    def _sent(self, phase: int, level: int) -> None:
+        """What crosses behind ``level``."""
         for number, transfer in enumerate(self.transfers):
-            here = transfer.phase == phase and transfer.level == level
-            if here and (left is None or transfer.source in left):
-                source = self._inside(transfer.source, microbatch)
-                self.steps.append(Send(number, source, self._slot(transfer.target, microbatch)))
+            if transfer.phase == phase and transfer.level == level:
+                self._send(number)
+
+    def _send(self, number: int, microbatch: int | None = None) -> None:
+        transfer = self.transfers[number]
+        source = self._inside(transfer.source, microbatch)
+        self.steps.append(Send(number, source, self._slot(transfer.target, microbatch)))
 
     def round(self, cells: Sequence[Cell]) -> None:
         """Blocks that run at once, each for a micro-batch; then what they send."""
@@ -182,8 +189,7 @@ class _Writer:
             block = self.blocks[number]
             for value in block.imports:  # a state that another group has left, to its first reader
                 if value in self.handed and (value, microbatch) not in self.slots:
-                    source = self._inside(self.transfers[self.handed[value]].source, microbatch)
-                    self.steps.append(Send(self.handed[value], source, self._slot(value, microbatch)))
+                    self._send(self.handed[value], microbatch)
             reads = tuple(self._inside(v, microbatch) for v in block.imports)
             writes = tuple(self._slot(v, microbatch) for v in (*block.results, *block.exports))
             self.steps.append(Run(number, reads, writes))
@@ -191,8 +197,9 @@ class _Writer:
                 if carry.out in block.exports:
                     self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, microbatch))
         for number, microbatch in cells:
-            block = self.blocks[number]
-            self._sent(block.phase, block.level, microbatch, block.exports)
+            for value in self.blocks[number].exports:
+                for transfer in self.behind.get(value, ()):
+                    self._send(transfer, microbatch)
 
     def _inside(self, value: int, microbatch: int | None) -> Slot:
         """The slot of what is read; of a sum what there is so far, of a state what the micro-batch before has left."""
