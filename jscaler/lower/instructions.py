@@ -399,7 +399,7 @@ class Rounds:
             done |= {cell for cell in ready if cell is not None}
         return found
 
-    def _next(self, left: Mapping[int, list[int]], done: Set[Cell], most: int) -> Cell | None:
+    def _next(self, left: dict[int, list[int]], done: Set[Cell], most: int) -> Cell | None:
         """A new micro-batch if not too many are under way, else what has come furthest."""
         first, last = next(iter(left)), next(reversed(left))
         ready = {n: next((i for i in cells if self.waits[n, i] <= done), None) for n, cells in left.items()}
