@@ -13,7 +13,9 @@ from of_the_day import of_the_day
 
 import jscaler
 from jscaler import PlanError, SplitError, UnknownNameError, plans
+from jscaler.errors import OrderError
 from jscaler.plans.pipeline import _bottleneck
+from jscaler.primitives import gpipe
 from models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(hidden=16, layers=2, heads=2, sequence=6, vocabulary=20, param_dtype=jnp.float64, dtype=jnp.float64)
@@ -162,6 +164,10 @@ def test_batch_norm_on_each_micro_batch_keeps_running_state_in_order() -> None:
         x = jnp.asarray(rng.normal(size=(8, 4)))
         with pytest.raises(SplitError, match=r"it needs the whole batch: .*accumulate\(…, per_microbatch='norm'\)"):
             jscaler.parallelize(plans.pipeline(2, 4, at=["second"], batch="x"), devices=2)(step).lower(ours, x)
+        turned = str(gpipe(2, 4)).replace("0F0 0F1", "0F1 0F0")
+        staged = plans.pipeline(2, 4, turned, at=["second"], batch="x", per_microbatch="norm")
+        with pytest.raises(OrderError, match=r"0F1 \(.*is next on devices \[0\] and waits for 0F0"):
+            jscaler.parallelize(staged, devices=2)(step).lower(ours, x)
         staged = plans.pipeline(2, 4, at=["second"], batch="x", per_microbatch="norm")
         train = jscaler.parallelize(staged, devices=2)(step)
         plain = jscaler.parallelize(plans.accumulate(4, batch="x", per_microbatch="norm"), devices=1)(step)
