@@ -13,6 +13,8 @@ start at most half a unit in the last place elsewhere; its measure says so.
 
 import dataclasses
 import functools
+import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +26,7 @@ import optax
 import jscaler
 from bench import parity_updates
 from bench.harness import Row, main
-from bench.parity_cases import CASES, DTYPES, PIPELINES, STEPS, Case
+from bench.parity_cases import CASES, DTYPES, PIPELINES, STEPS, Case, Run
 
 COLUMNS = ("model", "plan", "dtype", "devices", "measure", "value", "bound")
 LEARNING_RATE = 1e-2
@@ -117,45 +119,76 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "only models whose name holds this; 'updates': optimizers and masters",
     },
     "plan": {"default": "", "metavar": "TEXT", "help": "only plans whose name holds this"},
+    "workers": {"type": int, "default": 2, "help": "processes"},
 }
 
 
-def rows(quick: bool, model: str, plan: str) -> Iterator[Row]:
+def rows(quick: bool, model: str, plan: str, workers: int) -> Iterator[Row]:
     jax.config.update("jax_enable_x64", True)  # so that every dtype draws the same dropout masks
-    yield from model_rows(quick, model, plan)
+    if quick or workers == 1:
+        for task in tasks(quick, model, plan):
+            yield from task_rows(task)
+    else:
+        with multiprocessing.get_context("spawn").Pool(workers, _start, maxtasksperchild=2) as pool:
+            yield from itertools.chain.from_iterable(pool.imap(task_rows, tasks(quick, model, plan)))
     if model in parity_updates.NAME and not plan:
         yield from parity_updates.rows(quick)
 
 
-def model_rows(quick: bool, holds: str, plan_holds: str) -> Iterator[Row]:
-    """Every model under every plan, with both optimizers, in every type."""
-    for model, (make, runs) in CASES.items():
-        chosen = [
-            one
-            for one in (*runs, *PIPELINES.get(model, ()))
-            if (one.quick or not quick) and holds in model and plan_holds in one.name
-        ]
-        for optimizer, chain in OPTIMIZERS.items():
-            if not chosen or (quick and optimizer == "clip+adamw"):
-                continue
-            exact = run(make(DTYPES["float64"]), chain(), jax.jit, jax.value_and_grad)
-            for dtype, kind in DTYPES.items():
-                if quick and dtype != "float64":
-                    continue
-                case = make(kind)
-                jit = exact if dtype == "float64" else run(case, chain(), jax.jit, jax.value_and_grad)
+def _start() -> None:
+    """A worker is as this process: CPU devices, and 64 bits."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_x64", True)
 
-                @functools.cache
-                def others(case: Case = case, chain: Any = chain, kind: Any = kind) -> list[Any]:
-                    starts = (shaken(case, kind, seed) for seed in range(SHAKEN))
-                    return [run(start, chain(), jax.jit, jax.value_and_grad) for start in starts]
 
-                for one in chosen:
-                    plan = jscaler.parallelize(one.plan, devices=one.devices)
-                    ours = run(case, chain(), plan, jscaler.value_and_grad)
-                    where = {"model": model, "plan": one.name, "dtype": dtype, "devices": one.devices}
-                    for row in measures(dtype, ours, jit, exact, others):
-                        yield {**where, **row, "measure": f"{optimizer}: {row['measure']}"}
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model with one optimizer in one type, and which of its plans are run."""
+
+    model: str
+    optimizer: str
+    dtype: str
+    quick: bool
+    plan: str
+
+    @property
+    def chosen(self) -> list[Run]:
+        every = (*CASES[self.model][1], *PIPELINES.get(self.model, ()))
+        return [one for one in every if (one.quick or not self.quick) and self.plan in one.name]
+
+
+def tasks(quick: bool, holds: str, plan_holds: str) -> list[Task]:
+    """Every model, with both optimizers, in every type."""
+    optimizers, dtypes = (["momentum"], ["float64"]) if quick else (OPTIMIZERS, DTYPES)
+    found = (Task(*one, quick, plan_holds) for one in itertools.product(CASES, optimizers, dtypes))
+    return [task for task in found if holds in task.model and task.chosen]
+
+
+def task_rows(task: Task) -> list[Row]:
+    """A model under its plans."""
+    make, chain = CASES[task.model][0], OPTIMIZERS[task.optimizer]
+    kind, case = DTYPES[task.dtype], make(DTYPES[task.dtype])
+    exact = run(_plain(make(DTYPES["float64"])), chain(), jax.jit, jax.value_and_grad)
+    jit = exact if task.dtype == "float64" else run(_plain(case), chain(), jax.jit, jax.value_and_grad)
+
+    @functools.cache
+    def others() -> list[Any]:
+        starts = (shaken(_plain(case), kind, seed) for seed in range(SHAKEN))
+        return [run(start, chain(), jax.jit, jax.value_and_grad) for start in starts]
+
+    found = []
+    for one in task.chosen:
+        ours = run(case, chain(), jscaler.parallelize(one.plan, devices=one.devices), jscaler.value_and_grad)
+        where = {"model": task.model, "plan": one.name, "dtype": task.dtype, "devices": one.devices}
+        for row in measures(task.dtype, ours, jit, exact, others):
+            found.append({**where, **row, "measure": f"{task.optimizer}: {row['measure']}"})
+    return found
+
+
+def _plain(case: Case) -> Case:
+    """What one device computes."""
+    return case if case.alone is None else dataclasses.replace(case, loss=case.alone)
 
 
 if __name__ == "__main__":

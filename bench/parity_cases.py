@@ -1,5 +1,6 @@
 """What `bench.parity` compares: small models with their losses and batches, and the plans that apply to each."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ class Case:
         loss: ``loss(params, rest, batch, key) -> (loss, rest)``; ``rest`` is state that is not trained.
         params, rest: at the start.
         batches: one per step.
+        alone: the loss of one device where plans run micro-batches alone, if it is another.
     """
 
     loss: Callable[[Any, Any, Any, jax.Array], Any]
     params: Any
     batches: list[Any]
     rest: Any = ()
+    alone: Callable[[Any, Any, Any, jax.Array], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,21 @@ def convnet(dtype: Any) -> Case:
         return cross_entropy(logits, batch["labels"]), moved["batch_stats"]
 
     return Case(loss, cast(variables["params"], dtype), batches, cast(variables["batch_stats"], dtype))
+
+
+def convnet_alone(dtype: Any, microbatches: int = 2) -> Case:
+    """The same, whose plans normalise each micro-batch alone; running statistics go from one to the next."""
+    case = convnet(dtype)
+
+    def alone(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        total = 0.0
+        for i in range(microbatches):
+            part = jax.tree.map(lambda x, i=i: jnp.split(x, microbatches)[i], batch)
+            loss, rest = case.loss(params, rest, part, key)
+            total += loss
+        return total / microbatches, rest
+
+    return dataclasses.replace(case, alone=alone)
 
 
 def mlp(dtype: Any) -> Case:
@@ -285,6 +303,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("zero3", 8),
         ],
     ),
+    "conv + BatchNorm, alone": (convnet_alone, [Run("accumulate(2, data_parallel(), per_microbatch='BatchNorm*')", 2)]),
     "MoE": (
         moe,
         [
@@ -300,30 +319,41 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
     ),
 }
 
+
+def pipelines(first: int, inner: dict[str, int], more: str = "") -> list[Run]:
+    """Stages of each inner plan, of so many devices: all pairs of model, schedule, stages and inner plan are in some row.
+
+    Args:
+        first: which row has which schedule and stages; another number for each model.
+        more: arguments.
+    """
+    found = []
+    for number, (plan, devices) in enumerate(inner.items(), first):
+        schedule, stages = ("1f1b", "gpipe")[number % 2], (2, 4)[number // 2 % 2]
+        if plan.startswith("dp="):
+            name = f"megatron({plan}, pp=2, microbatches=2, schedule='{schedule}'{more})"
+            found.append(Run(name, 2 * devices))
+        else:
+            inside = f", plan={plan}" if plan else ""
+            found.append(Run(f"pipeline({stages}, 2, '{schedule}'{inside}{more})", stages * devices))
+    return found
+
+
+INNER = {
+    "": 1, "tensor_parallel()": 2, "data_parallel()": 2, "zero1()": 2, "zero3()": 2, "recompute_layers()": 1,
+    "co_shard(2)": 1, "dp=2, tp=2": 4, "dp=1, tp=4": 4,
+}  # fmt: skip
+OF_MLP = {
+    "": 1, f"tensor_parallel({FIRST})": 2, "data_parallel()": 2, "zero1()": 2, "zero3()": 2, "recompute_layers()": 1,
+    f"co_shard(2, on={FIRST}, loss=False)": 1, f"dp=2, tp=2, columns={FIRST}": 4, f"dp=1, tp=4, columns={FIRST}": 4,
+}  # fmt: skip
+ALONE = ", per_microbatch='BatchNorm*'"
 # Steps on several device groups: as many executables, so no rows of `bench.same_programs`.
 PIPELINES: dict[str, list[Run]] = {
-    "mlp": [
-        Run("pipeline(2, 4)", 2, quick=True),
-        Run("pipeline(4, 2, 'gpipe', plan=data_parallel())", 8),
-        Run("pipeline(2, 2, plan=zero1())", 4),
-        Run("pipeline(4, 4, plan=zero3())", 8),
-    ],
-    "linen GPT": [
-        Run("pipeline(2, 2, 'gpipe')", 2),
-        Run("pipeline(2, 2, plan=tensor_parallel())", 4),
-        Run("pipeline(4, 2, plan=data_parallel())", 8),
-        Run("pipeline(2, 2, 'gpipe', plan=zero1())", 4),
-        Run("pipeline(2, 2, plan=zero3())", 4),
-        Run("pipeline(2, 2, plan=recompute_layers())", 2),
-        Run("pipeline(2, 2, 'gpipe', plan=co_shard(2))", 2),
-        Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8),
-        Run("megatron(tp=4, pp=2, microbatches=2, schedule='gpipe')", 8),
-    ],
+    "mlp": [Run("pipeline(2, 4)", 2, quick=True), *pipelines(0, OF_MLP)],
+    "linen GPT": pipelines(1, INNER),
     "GPT, masked loss": [Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8), Run("pipeline(2, 4, 'gpipe')", 2)],
-    "nnx GPT": [
-        Run("pipeline(2, 2)", 2),
-        Run("pipeline(2, 2, 'gpipe', plan=zero3())", 4),
-        Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8),
-    ],
-    "MoE": [Run("pipeline(2, 2)", 2), Run("pipeline(2, 2, 'gpipe', plan=expert_parallel())", 4)],
+    "nnx GPT": pipelines(2, INNER),
+    "conv + BatchNorm, alone": pipelines(3, INNER, ALONE),
+    "MoE": [*pipelines(0, INNER), Run("pipeline(2, 2, 'gpipe', plan=expert_parallel())", 4)],
 }

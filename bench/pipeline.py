@@ -92,7 +92,7 @@ def times(width: int, rounds: int, steps: int) -> tuple[float, float]:
 
 def body_blocks(plan: StepPlan) -> list[PlacedBlock]:
     assert plan.spanning is not None
-    return sorted((b for b in plan.blocks if b.phase == plan.spanning.phase), key=lambda block: block.level)
+    return sorted((b for b in plan.blocks if b.phase in plan.spanning.phases), key=lambda block: block.level)
 
 
 def kept_bytes(forward: PlacedBlock, backward: PlacedBlock) -> int:
@@ -188,7 +188,7 @@ def size_rows() -> Iterator[Row]:
             over = max(n - m for n, m in zip(plan.under_way.values(), most, strict=True))
             case = f"{schedule}, {microbatches} micro-batches"
             yield {"case": case, "measure": "micro-batches under way beyond the schedule's", "value": over, "bound": 0}
-            sent = sum(t.phase == plan.spanning.phase for t in plan.transfers)  # type: ignore[union-attr]
+            sent = sum(t.phase in plan.spanning.phases for t in plan.sent)  # type: ignore[union-attr]
             yield {"case": case, "measure": "sends of a micro-batch", "value": sent, "bound": 2 * (STAGES - 1)}
     yield {
         "case": "8, 32, 128 micro-batches",

@@ -63,6 +63,7 @@ class Loop:
         unroll: how many iterations ``lax.scan`` writes out.
         forward: on a backward loop, the loop that it differentiates.
         time: on a loop over parts of ops, the name of the time axis.
+        turns: how many of these parts an iteration runs, one after another.
     """
 
     name: str
@@ -75,6 +76,12 @@ class Loop:
     unroll: int | bool = 1
     forward: str | None = None
     time: str = ""
+    turns: int = 1
+
+    @property
+    def parts(self) -> int:
+        """How many parts of ops a loop over these runs."""
+        return self.length * self.turns
 
     @property
     def inner(self) -> tuple[PTensor, ...]:

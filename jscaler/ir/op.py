@@ -27,6 +27,11 @@ def user_line(source_info: Any) -> str:
     return source_info_util.summarize(source_info).split(" (")[0].rsplit(":", 1)[0]
 
 
+def turn_mark(turn: int) -> str:
+    """What follows the names of what a loop does for its parts after the first of an iteration."""
+    return f"~{turn}" if turn else ""
+
+
 @dataclass(frozen=True, eq=False)
 class Body:
     """What an op computes: a jaxpr without constants. Equal ops (equal layers) hold the *same* Body object.
@@ -85,6 +90,7 @@ class Op:
         saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.
         anywhere: whether it is right on whatever part lies there: ``fence``, or the ``sum`` of a loop's gradients.
         added: on an op that each part in time runs alone, the results that leave it as the sum over all parts.
+        turn: on an op of a loop that takes several parts in time in an iteration: which of them it is for.
     """
 
     path: str
@@ -108,6 +114,7 @@ class Op:
     saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False, repr=False)
     anywhere: Literal["", "fence", "sum"] = field(default="", compare=False, repr=False)
     added: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    turn: int = 0
 
     def renamed(self, table: Mapping[PTensor, PTensor]) -> "Op":
         """It reads other tensors, which stand for those that it read."""
@@ -123,6 +130,11 @@ class Op:
     def source(self) -> str:
         """``file:line`` of the user's own code that made the op; empty for ops of our own making."""
         return user_line(self.source_info) if self.source_info is not None else ""
+
+    @property
+    def whole(self) -> str:
+        """Its path in the graph whose loops take one part in an iteration."""
+        return self.path.removesuffix(turn_mark(self.turn))
 
     @property
     def name(self) -> str:

@@ -1,7 +1,8 @@
 """What runs on which device group, and what goes from group to group: a program for each group and phase of a step.
 
 A *phase* is a stretch of the step: all of it; or, where the ops of a loop over micro-batches lie on several groups, what
-stands in front of that loop, its body, and what stands behind. Within a phase an op's *level* is the number of crossings
+stands in front of that loop, its body (of one that takes several micro-batches in an iteration, which take turns on the
+groups: what it does for each), and what stands behind. Within a phase an op's *level* is the number of crossings
 on the longest way to it::
 
     group 0   │ level 0 ├──────────────────┤ level 2 │      a value that a later level of the same group reads
@@ -73,15 +74,20 @@ class SpanningLoop:
     """A loop whose body lies on several groups.
 
     Attributes:
-        phase: that of its body.
-        indices: the numbers of the values that are the iteration's number, on each group that reads it.
+        phases: those of its body, one for each turn of an iteration.
+        indices: the numbers of the values that are the micro-batch's number, on each group that reads it, and whose turn
+            it is.
     """
 
     loop: Loop
-    phase: int
+    phases: range
     carries: tuple[CarriedValue, ...]
     stacks: tuple[StackedValue, ...]
-    indices: tuple[int, ...]
+    indices: Mapping[int, int]
+
+    def microbatch(self, phase: int, iteration: int) -> int:
+        """The number of the micro-batch that an iteration's ``phase`` is for."""
+        return iteration * len(self.phases) + phase - self.phases.start
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,8 @@ def make_programs(
     Raises:
         PlanError: a loop lies on several groups which cannot be lowered so.
     """
+    read = _read(graph) if len(completed.groups) > 1 else graph.by_path
+    order = [op for op in order if op.path in read]
     phases = _phases(graph, nested(order, graph.loops), completed, after)
     dtypes = summing_dtypes(graph, order, reduce_dtype)
     made = _Blocks(graph, completed, cost, phases, _Levels(graph, completed, after))
@@ -131,16 +139,25 @@ def make_programs(
     return Programs(made.programs(), tuple(made.transfers), made.spanning, made.count)
 
 
+def _read(graph: Graph) -> set[str]:
+    """The ops whose results are read, or that do more; a loss of which the gradient alone is wanted is none."""
+    ends = [t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)]
+    found = [graph.producer[t] for t in (*graph.outputs, *ends) if t in graph.producer]
+    found += [op for op in graph.ops if op.body is not None and op.body.jaxpr.effects]
+    return {op.path for op in closure(found, lambda op: (graph.producer[t] for t in op.inputs if t in graph.producer))}
+
+
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the step: ``items`` in order; of a loop over groups those of its body."""
+    """A stretch of the step: ``items`` in order; of a loop over groups those of its body, at one of its turns."""
 
     items: tuple[Item, ...]
     loop: Loop | None = None
+    first: int = 0  # of the phases of its loop
 
 
 def _phases(graph: Graph, items: Sequence[Item], completed: Completed, after: Mapping[str, Sequence[str]]) -> list[Phase]:
-    """One phase; or three, where a loop lies on several groups: what it needs runs in front of it."""
+    """One phase; or more, where a loop lies on several groups: what it needs runs in front of it."""
     spanning = [item for item in items if isinstance(item, Nest) and len(_groups(item, completed)) > 1]
     if not spanning:
         return [Phase(tuple(items))]
@@ -156,7 +173,8 @@ def _phases(graph: Graph, items: Sequence[Item], completed: Completed, after: Ma
     needed = {id(item) for item in closure([nest], needs)}
     before = tuple(item for item in items if id(item) in needed and item is not nest)
     behind = tuple(item for item in items if id(item) not in needed)
-    return [Phase(before), Phase(nest.items, nest.loop), Phase(behind)]
+    turns = (tuple(i for i in nest.items if _ops(i)[0].turn == turn) for turn in range(nest.loop.turns))
+    return [Phase(before), *(Phase(own, nest.loop, 1) for own in turns), Phase(behind)]
 
 
 def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
@@ -261,8 +279,8 @@ class _Blocks:
     pinned: dict[Key, dict[str, int]] = field(default_factory=dict)
     finals: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
     inside: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
-    indices: dict[int, int] = field(default_factory=dict)  # group -> number of the value
-    slices: set[PTensor] = field(default_factory=set)  # the iteration's number, in the loop's words
+    indices: dict[Key, int] = field(default_factory=dict)  # number of the value
+    slices: set[PTensor] = field(default_factory=set)  # the micro-batch's number, in the loop's words
     made: dict[PTensor, tuple[Key, int]] = field(default_factory=dict)  # the program that makes it, and its level
     transfers: list[Transfer] = field(default_factory=list)
     spanning: SpanningLoop | None = None
@@ -283,8 +301,8 @@ class _Blocks:
             if phase.loop is None:
                 self.levels.start({t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False)
                 self._write(phase.items)
-            else:
-                self._repeat(phase.loop, phase.items)
+            elif phase.first == number:
+                self._repeat(phase.loop, range(number, number + phase.loop.turns))
         self.results: dict[Key, list[tuple[Slot, Layout, int]]] = {}
         for number, (tensor, layout) in enumerate(zip(self.graph.outputs, self.completed.outputs, strict=True)):
             key = self._home_of_result(tensor, self.levels.number[layout.mesh])
@@ -308,7 +326,7 @@ class _Blocks:
                 self.held[tensor, group] = key
                 self.made[tensor] = key, level
 
-    def _repeat(self, loop: Loop, items: Iterable[Item]) -> None:
+    def _repeat(self, loop: Loop, phases: range) -> None:
         """The body of a loop over groups, once for all iterations."""
         laid = self.completed.loops[loop.name]
         number = self.levels.number
@@ -319,22 +337,30 @@ class _Blocks:
             values = CarriedValue(init, self._new(), self._new(), self._new(), carry.is_sum)
             self.inside[carry.inside] = values.inside, layout
             carried.append(values)
-        self.levels.start({c.inside: number[y.mesh] for c, y in zip(loop.carries, laid.carries, strict=True)}, True)
         for x in loop.xs:
             self._check_counts(loop, x.stack)
         self.slices = {x.slice for x in loop.xs}
-        self._write(items)
+        for self.phase in phases:
+            there = {c.inside: number[y.mesh] for c, y in zip(loop.carries, laid.carries, strict=True)}
+            self.levels.start(there, True)
+            self._write(self.phases[self.phase].items)
+
+        def writer_of(tensor: PTensor, layout: Layout) -> Writer:
+            phase = self.made[tensor][0][0] if tensor in self.made else phases.start
+            return self._open((max(phase, phases.start), number[layout.mesh]))
+
         exits = []
         for values, carry, layout in zip(carried, loop.carries, laid.carries, strict=True):
-            writer = self._open((self.phase, number[layout.mesh]))
+            writer = writer_of(carry.out, layout)
             self._leave(writer, writer.read(carry.out, layout), layout, None, values.out)
             self.finals[carry.final] = values.final, layout
         for y, layout in zip(loop.ys, laid.ys, strict=True):
-            writer = self._open((self.phase, number[layout.mesh]))
+            writer = writer_of(y.slice, layout)
             piece, stack = self._leave(writer, writer.read(y.slice, layout), layout, None, fresh=True), self._new()
             exits.append(StackedValue(piece, stack))
             self.finals[y.stack] = stack, layout.stacked(loop.length)
-        self.spanning = SpanningLoop(loop, self.phase, tuple(carried), tuple(exits), tuple(self.indices.values()))
+        indices = {value: phase - phases.start for (phase, _), value in self.indices.items()}
+        self.spanning = SpanningLoop(loop, phases, tuple(carried), tuple(exits), indices)
 
     def _check_counts(self, loop: Loop, stack: PTensor) -> None:
         maker = self.graph.producer.get(stack)
@@ -408,9 +434,9 @@ class _Blocks:
         elif in_loop and not self._in_body(tensor):
             self._hand_on(key, tensor, layout)
         elif in_loop and tensor in self.slices:
-            if number not in self.indices:
-                self.indices[number] = self._new()
-            self._import(key, tensor, Layout.replicated(group, ()), self.indices[number])
+            if key not in self.indices:
+                self.indices[key] = self._new()
+            self._import(key, tensor, Layout.replicated(group, ()), self.indices[key])
         elif in_loop and tensor in self.inside and self.inside[tensor][1].mesh == group:
             value, carried = self.inside[tensor]
             self._import(key, tensor, carried, value)
@@ -429,7 +455,8 @@ class _Blocks:
         return tensor in self.completed.inputs and self.completed.inputs[tensor].mesh == group
 
     def _in_body(self, tensor: PTensor) -> bool:
-        return tensor in self.levels.of_tensor or tensor in self.slices
+        earlier = tensor in self.made and self.phases[self.made[tensor][0][0]].loop is not None  # at an earlier turn
+        return earlier or tensor in self.levels.of_tensor or tensor in self.slices
 
     def _hand_on(self, key: Key, tensor: PTensor, layout: Layout) -> None:
         """What all iterations read of the program around them is brought to its layout once, in front of the loop."""
@@ -437,7 +464,7 @@ class _Blocks:
         if self._lies(tensor, group) and self.completed.inputs[tensor] == layout:
             self._take(key, tensor)
         else:
-            self._pass_on(self._open((key[0] - 1, key[1])), tensor, _between(layout), key)
+            self._pass_on(self._open((self.phases[key[0]].first - 1, key[1])), tensor, _between(layout), key)
 
     def _pass_on(self, front: Writer, tensor: PTensor, layout: Layout, key: Key) -> None:
         """From an earlier program of the same group; what that has only been given is taken from where it comes from."""

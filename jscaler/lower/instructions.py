@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from jscaler.errors import OrderError, PlanError, listing
 from jscaler.ir import Graph
+from jscaler.ir.op import turn_mark
 from jscaler.lower.blocks import FRONT, CarriedValue, SpanningLoop, Transfer
 from jscaler.lower.flat_program import results as results_of
 from jscaler.lower.segment import PlacedBlock
 from jscaler.primitives.table import BlockKind, Table, TableCell
 
 Slot = int
-Cell = tuple[int, int]  # number of a block, micro-batch
+Cell = tuple[int, int]  # number of a block, iteration
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ def instructions(
     writer = _Writer(blocks, transfers, spanning, results)
     table = None
     for phase in range(max((block.phase for block in blocks), default=0) + 1):
-        if spanning is not None and spanning.phase == phase:
+        if spanning is not None and phase == spanning.phases.start:
             rounds = Rounds(graph, blocks, transfers, spanning, list(before))
             table = rounds.table(plan)
             for cells in rounds.order(table):
                 writer.round(cells)
             writer.end()
-        else:
+        elif spanning is None or phase not in spanning.phases:
             writer.straight(phase)
     return Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts, table)
 
@@ -123,39 +124,49 @@ def _freed(steps: Sequence[Instruction], results: int) -> list[Instruction]:
     return found[::-1]
 
 
+def _sums(body: Sequence[PlacedBlock], spanning: SpanningLoop) -> set[int]:
+    """The carries to which blocks add in any order: what a block takes it leaves. Others go from iteration to iteration."""
+    readers = {c.inside: [block for block in body if c.inside in block.imports] for c in spanning.carries}
+    return {c.inside for c in spanning.carries if c.is_sum and all(c.out in block.exports for block in readers[c.inside])}
+
+
 class _Writer:
-    """Writes instructions; values of iterations have a slot for each micro-batch."""
+    """Writes instructions; values of iterations have a slot for each iteration."""
 
     def __init__(
         self, blocks: Sequence[PlacedBlock], transfers: Sequence[Transfer], spanning: SpanningLoop | None, results: int
     ):
         self.blocks, self.transfers, self.spanning = blocks, transfers, spanning
+        self.read = {v for block in blocks for v in block.imports}  # an op's body may not read all that the op does
+        for transfer in reversed(transfers):
+            self.read |= {transfer.source} if transfer.target in self.read else set()
         self.steps: list[Instruction] = []
         self.slots: dict[tuple[int, int | None], Slot] = {(number, None): number for number in range(results)}
         self.count = results
         self.counts: dict[Slot, tuple[int, int]] = {}
         self.carries: dict[int, CarriedValue] = {}
         self.behind: dict[int, list[int]] = {}  # what leaves a block of the loop -> what crosses then
-        self.repeated: set[int] = set()  # values that each micro-batch has for itself
+        self.repeated: set[int] = set()  # values that each iteration has for itself
         if spanning is not None:
-            body = [block for block in blocks if block.phase == spanning.phase]
-            self.repeated = {v for block in body for v in block.exports} | set(spanning.indices)
-            self.repeated |= {t.target for t in transfers if t.phase == spanning.phase}
+            body = [block for block in blocks if block.phase in spanning.phases]
+            self.repeated = {v for block in body for v in block.exports} | spanning.indices.keys()
+            self.repeated |= {t.target for t in transfers if t.phase in spanning.phases}
             self.carries = {c.inside: c for c in spanning.carries}
+            self.sums = _sums(body, spanning)
             for number, transfer in enumerate(transfers):
-                if transfer.phase == spanning.phase and transfer.level != FRONT:
+                if transfer.phase in spanning.phases and transfer.level != FRONT:
                     self.behind.setdefault(transfer.source, []).append(number)
-            own = ((n, t) for n, t in enumerate(transfers) if t.phase == spanning.phase and t.level == FRONT)
+            own = ((n, t) for n, t in enumerate(transfers) if t.phase in spanning.phases and t.level == FRONT)
             self.handed = {t.target: n for n, t in own}
         self.sofar: dict[int, list[Slot]] = {}  # carry by its ``inside`` -> its slots, oldest first
 
-    def _slot(self, value: int, microbatch: int | None = None) -> Slot:
-        key = value, microbatch if value in self.repeated else None
+    def _slot(self, value: int, iteration: int | None = None) -> Slot:
+        key = value, iteration if value in self.repeated else None
         if key not in self.slots:
             self.slots[key] = self.count
             if self.spanning is not None and value in self.spanning.indices:
-                assert microbatch is not None
-                self.counts[self.count] = value, microbatch
+                assert iteration is not None
+                self.counts[self.count] = value, iteration * len(self.spanning.phases) + self.spanning.indices[value]
             self.count += 1
         return self.slots[key]
 
@@ -177,43 +188,45 @@ class _Writer:
             if transfer.phase == phase and transfer.level == level:
                 self._send(number)
 
-    def _send(self, number: int, microbatch: int | None = None) -> None:
+    def _send(self, number: int, iteration: int | None = None) -> None:
         transfer = self.transfers[number]
-        source = self._inside(transfer.source, microbatch)
-        self.steps.append(Send(number, source, self._slot(transfer.target, microbatch)))
+        if transfer.target not in self.read:
+            return
+        source = self._inside(transfer.source, iteration)
+        self.steps.append(Send(number, source, self._slot(transfer.target, iteration)))
 
     def round(self, cells: Sequence[Cell]) -> None:
-        """Blocks that run at once, each for a micro-batch; then what they send."""
+        """Blocks that run at once, each for an iteration; then what they send."""
         assert self.spanning is not None
-        for number, microbatch in cells:
+        for number, iteration in cells:
             block = self.blocks[number]
             for value in block.imports:  # a state that another group has left, to its first reader
-                if value in self.handed and (value, microbatch) not in self.slots:
-                    self._send(self.handed[value], microbatch)
-            reads = tuple(self._inside(v, microbatch) for v in block.imports)
-            writes = tuple(self._slot(v, microbatch) for v in (*block.results, *block.exports))
+                if value in self.handed and (value, iteration) not in self.slots:
+                    self._send(self.handed[value], iteration)
+            reads = tuple(self._inside(v, iteration) for v in block.imports)
+            writes = tuple(self._slot(v, iteration) for v in (*block.results, *block.exports))
             self.steps.append(Run(number, reads, writes))
             for carry in self.carries.values():
                 if carry.out in block.exports:
-                    self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, microbatch))
-        for number, microbatch in cells:
+                    self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, iteration))
+        for number, iteration in cells:
             for value in self.blocks[number].exports:
                 for transfer in self.behind.get(value, ()):
-                    self._send(transfer, microbatch)
+                    self._send(transfer, iteration)
 
-    def _inside(self, value: int, microbatch: int | None) -> Slot:
-        """The slot of what is read; of a sum what there is so far, of a state what the micro-batch before has left."""
+    def _inside(self, value: int, iteration: int | None) -> Slot:
+        """The slot of what is read; of a sum what there is so far, of a state what the iteration before has left."""
         carry = self.carries.get(value)
         if carry is None:
-            return self._slot(value, microbatch)
+            return self._slot(value, iteration)
         left = self.sofar.get(value, [])
-        if carry.is_sum:
+        if value in self.sums:
             return left[-1] if left else self._slot(carry.init)
-        assert microbatch is not None
-        return self._slot(carry.out, microbatch - 1) if microbatch else self._slot(carry.init)
+        assert iteration is not None
+        return self._slot(carry.out, iteration - 1) if iteration else self._slot(carry.init)
 
     def end(self) -> None:
-        """Behind the last micro-batch: what it has left, and stacks of what all have."""
+        """Behind the last iteration: what it has left, and stacks of what all have."""
         assert self.spanning is not None
         for carry in self.spanning.carries:
             self.slots[carry.final, None] = self.sofar[carry.inside][-1]
@@ -239,22 +252,23 @@ class Rounds:
         before: Sequence[tuple[tuple[str, int], tuple[str, int]]] = (),
     ):
         self.graph, self.blocks = graph, blocks
-        self.microbatches = spanning.loop.length
-        self.own = [number for number, block in enumerate(blocks) if block.phase == spanning.phase]
+        self.spanning, self.iterations, self.turns = spanning, spanning.loop.length, len(spanning.phases)
+        self.own = [number for number, block in enumerate(blocks) if block.phase in spanning.phases]
         self.rows: dict[object, list[int]] = {}
-        for number in sorted(self.own, key=lambda n: blocks[n].level):
+        for number in sorted(self.own, key=lambda n: (blocks[n].phase, blocks[n].level)):
             self.rows.setdefault(blocks[number].group, []).append(number)
         self._wait(transfers, spanning)
         self._name(transfers)
         self._ordered(before)
 
     def _wait(self, transfers: Sequence[Transfer], spanning: SpanningLoop) -> None:
-        """What each block waits for: blocks of its micro-batch, and of the one before that leave a state."""
+        """What each block waits for: blocks of its iteration, and of the one before that leave a state."""
         maker = {v: n for n in self.own for v in self.blocks[n].exports}
         for transfer in transfers:
             if transfer.source in maker:
                 maker[transfer.target] = maker[transfer.source]
-        states = {c.inside: maker[c.out] for c in spanning.carries if not c.is_sum and c.out in maker}
+        sums = _sums([self.blocks[n] for n in self.own], spanning)
+        states = {c.inside: maker[c.out] for c in spanning.carries if c.inside not in sums and c.out in maker}
         for transfer in transfers:
             if transfer.source in states:
                 states[transfer.target] = states[transfer.source]
@@ -263,7 +277,7 @@ class Rounds:
             imports = self.blocks[number].imports
             now = {maker[v] for v in imports if v in maker}
             last = {states[v] for v in imports if v in states}
-            for i in range(self.microbatches):
+            for i in range(self.iterations):
                 self.waits[number, i] = {(n, i) for n in now} | ({(n, i - 1) for n in last} if i else set())
 
     def _name(self, transfers: Sequence[Transfer]) -> None:
@@ -272,10 +286,13 @@ class Rounds:
         arrive = {t.target: t for t in transfers}
         forward = [n for n in self.own if n not in backward or self._goes_forward(n, arrive)]
         self.names: dict[int, list[tuple[int, BlockKind]]] = {n: [] for n in self.own}
-        for stage, number in enumerate(sorted(forward, key=lambda n: (self.blocks[n].level, n))):
-            self.names[number].append((stage, "F"))
-        for stage, number in enumerate(sorted(backward, key=lambda n: (-self.blocks[n].level, n))):
-            self.names[number].append((stage, "B"))
+        for phase in self.spanning.phases:
+            ahead = sorted((n for n in forward if self.blocks[n].phase == phase), key=lambda n: (self.blocks[n].level, n))
+            back = sorted((n for n in backward if self.blocks[n].phase == phase), key=lambda n: (-self.blocks[n].level, n))
+            for stage, number in enumerate(ahead):
+                self.names[number].append((stage, "F"))
+            for stage, number in enumerate(back):
+                self.names[number].append((stage, "B"))
 
     def _is_backward(self, path: str) -> bool:
         """Whether an op is of the backward pass; what is computed again is."""
@@ -293,14 +310,19 @@ class Rounds:
 
     def _ordered(self, before: Sequence[tuple[tuple[str, int], tuple[str, int]]]) -> None:
         of_op = {path: n for n in self.own for path in self._ops(n)}
-        for (first, i), (second, j) in before:
-            for path in (first, second):
-                if path not in of_op:
-                    raise OrderError(
-                        f"'{path}' runs in no block of the loop over micro-batches, and cannot be put in order there"
-                    )
-            if (of_op[first], i) != (of_op[second], j):
-                self.waits[of_op[second], j].add((of_op[first], i))
+
+        def cell(path: str, microbatch: int) -> Cell:
+            iteration, turn = divmod(microbatch, self.turns)
+            if path + turn_mark(turn) not in of_op:
+                raise OrderError(
+                    f"'{path}' runs in no block of the loop over micro-batches, and cannot be put in order there"
+                )
+            return of_op[path + turn_mark(turn)], iteration
+
+        for first, second in before:
+            one, other = cell(*first), cell(*second)
+            if one != other:
+                self.waits[other].add(one)
 
     def _ops(self, number: int) -> list[str]:
         flat = self.blocks[number].flat
@@ -317,25 +339,27 @@ class Rounds:
         """
         if plan is None:
             return self._as_table(self._one_forward_one_backward())
+        if not isinstance(plan, Table) and self.turns > 1:
+            raise PlanError(
+                f"'{getattr(plan, '__name__', plan)}' has a row for each stage, and stages of {self.turns} turns lie on "
+                "other devices: give a table (its text, say), or none"
+            )
         stages = max(stage for names in self.names.values() for stage, _ in names) + 1
-        table = plan if isinstance(plan, Table) else self._of_own(plan(stages, self.microbatches))
+        table = plan if isinstance(plan, Table) else self._of_own(plan(stages, self.spanning.loop.parts))
         rows = list(self.rows.values())
         if len(table.rows) != len(rows):
             raise PlanError(f"the table has {len(table.rows)} rows, and the loop's ops lie on {len(rows)} device groups")
         for at, (cells, own) in enumerate(zip(table.rows, rows, strict=True)):
-            wanted = [
-                TableCell(stage, kind, i) for n in own for stage, kind in self.names[n] for i in range(self.microbatches)
-            ]
+            wanted = [cell for n in own for i in range(self.iterations) for cell in self._cells((n, i))]
             missing = [str(c) for c in wanted if c not in cells]
             more = [str(c) for c in dict.fromkeys(cells) if c not in wanted or cells.count(c) > 1]
             if missing or more:
                 problems = [f"lacks {listing(missing)}"] if missing else []
                 problems += [f"has {listing(more)}, twice or where it does not run"] if more else []
                 devices = list(self.blocks[own[0]].group.devices)
-                blocks = listing([f"{stage}{kind}" for n in own for stage, kind in self.names[n]])
                 raise PlanError(
-                    f"row {at} of the table, that of devices {devices}, {' and '.join(problems)}; it runs {blocks} for "
-                    f"micro-batches 0 to {self.microbatches - 1}"
+                    f"row {at} of the table, that of devices {devices}, {' and '.join(problems)}; it runs "
+                    f"{listing(list(map(self._runs, own)))}"
                 )
         return table
 
@@ -345,7 +369,18 @@ class Rounds:
         return Table(tuple(tuple(cell for cell in row if (cell.stage, cell.kind) in known) for row in table.rows))
 
     def _as_table(self, rows: Sequence[Sequence[Cell]]) -> Table:
-        return Table(tuple(tuple(TableCell(s, k, i) for n, i in row for s, k in self.names[n]) for row in rows))
+        return Table(tuple(tuple(found for cell in row for found in self._cells(cell)) for row in rows))
+
+    def _cells(self, cell: Cell) -> list[TableCell]:
+        number, iteration = cell
+        microbatch = self.spanning.microbatch(self.blocks[number].phase, iteration)
+        return [TableCell(stage, kind, microbatch) for stage, kind in self.names[number]]
+
+    def _runs(self, number: int) -> str:
+        """Which cells a block stands for."""
+        which = ", ".join(f"{stage}{kind}" for stage, kind in self.names[number])
+        first, last = (self.spanning.microbatch(self.blocks[number].phase, i) for i in (0, self.iterations - 1))
+        return f"{which} for micro-batches {first} to {last}" + (f", one in {self.turns}" if self.turns > 1 else "")
 
     def order(self, table: Table) -> list[list[Cell]]:
         """The blocks round by round, in the order of ``table``.
@@ -353,8 +388,8 @@ class Rounds:
         Raises:
             OrderError: they would wait for each other.
         """
-        of_name = {name: n for n, names in self.names.items() for name in names}
-        rows = [list(dict.fromkeys((of_name[c.stage, c.kind], c.microbatch) for c in row)) for row in table.rows]
+        of_cell = {cell: (n, i) for n in self.own for i in range(self.iterations) for cell in self._cells((n, i))}
+        rows = [list(dict.fromkeys(of_cell[cell] for cell in row)) for row in table.rows]
         at, done, found = [0] * len(rows), set[Cell](), list[list[Cell]]()
         while any(i < len(row) for i, row in zip(at, rows, strict=True)):
             heads = [(g, row[at[g]]) for g, row in enumerate(rows) if at[g] < len(row)]
@@ -377,27 +412,44 @@ class Rounds:
         return "; ".join(lines)
 
     def _text(self, cell: Cell) -> str:
-        return "+".join(str(TableCell(s, k, cell[1])) for s, k in self.names[cell[0]])
+        return "+".join(map(str, self._cells(cell)))
 
     def _one_forward_one_backward(self) -> list[list[Cell]]:
-        """On a chain of stages `one_f_one_b`; else the same idea: as few micro-batches at once as keep all groups busy."""
-        rows = list(self.rows.values())
-        most = [(self.blocks[own[-1]].level - self.blocks[own[0]].level) // 2 + 1 for own in rows]
-        left = [{n: list(range(self.microbatches)) for n in own} for own in rows]
+        """On a chain of stages `one_f_one_b`; else the same idea: as few micro-batches at once as keep all groups busy.
+
+        Where micro-batches take turns, each turn is a chain of its own, and a group runs the oldest that is ready.
+        """
+        rows = [self._by_turn(own) for own in self.rows.values()]
         done, found = set[Cell](), [list[Cell]() for _ in rows]
-        while any(cells for own in left for cells in own.values()):
-            ready = [self._next(own, done, most[g]) for g, own in enumerate(left)]
+        while any(cells for turns in rows for left in turns for cells in left.values()):
+            ready = [self._oldest(turns, done, self._enough) for turns in rows]
             if not any(ready):
-                ready = [self._next(own, done, self.microbatches) for own in left]
+                ready = [self._oldest(turns, done, lambda _: self.iterations) for turns in rows]
             if not any(ready):
-                heads = [(n, cells[0]) for own in left for n, cells in own.items() if cells]
+                heads = [(n, cells[0]) for turns in rows for left in turns for n, cells in left.items() if cells]
                 raise OrderError(f"blocks wait for each other: {self._stuck(heads[:4], done)}")
             for g, cell in enumerate(ready):
                 if cell is not None:
                     found[g].append(cell)
-                    left[g][cell[0]].remove(cell[1])
+                    next(left for left in rows[g] if cell[0] in left)[cell[0]].remove(cell[1])
             done |= {cell for cell in ready if cell is not None}
         return found
+
+    def _by_turn(self, own: Sequence[int]) -> list[dict[int, list[int]]]:
+        """For each turn the blocks of a group, each with the iterations that are left."""
+        turns = itertools.groupby(own, key=lambda n: self.blocks[n].phase)
+        return [{n: list(range(self.iterations)) for n in blocks} for _, blocks in turns]
+
+    def _enough(self, blocks: Iterable[int]) -> int:
+        """How many micro-batches under way keep a group busy at one turn."""
+        levels = [self.blocks[n].level for n in blocks]
+        return (levels[-1] - levels[0]) // 2 + 1
+
+    def _oldest(
+        self, turns: Sequence[dict[int, list[int]]], done: Set[Cell], most: Callable[[Iterable[int]], int]
+    ) -> Cell | None:
+        ready = [cell for left in turns if (cell := self._next(left, done, most(left))) is not None]
+        return min(ready, key=lambda cell: (cell[1], -self.blocks[cell[0]].level), default=None)
 
     def _next(self, left: dict[int, list[int]], done: Set[Cell], most: int) -> Cell | None:
         """A new micro-batch if not too many are under way, else what has come furthest."""

@@ -9,7 +9,7 @@ from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
 from jscaler.lower.blocks import SpanningLoop, Transfer
 from jscaler.lower.flat_program import FlatProgram
-from jscaler.lower.instructions import Instructions
+from jscaler.lower.instructions import Instructions, Send
 from jscaler.lower.program import Program
 from jscaler.lower.segment import PlacedBlock, Segment, only
 from jscaler.materialize import Completed, DeviceMesh, Layout
@@ -50,12 +50,19 @@ class StepPlan:
         return tuple(block for segment in self.segments for block in segment.blocks)
 
     @property
+    def sent(self) -> tuple[Transfer, ...]:
+        """What crosses between groups; the others' targets nobody reads in the end."""
+        numbers = {step.transfer for step in self.instructions.steps if isinstance(step, Send)}
+        return tuple(transfer for number, transfer in enumerate(self.transfers) if number in numbers)
+
+    @property
     def under_way(self) -> dict[DeviceMesh, int]:
         """How many micro-batches are under way at most on each group of a loop over groups."""
         table = self.instructions.table
         if self.spanning is None or table is None:
             return {}
-        own = sorted((b for b in self.blocks if b.phase == self.spanning.phase), key=lambda block: block.level)
+        own = [block for block in self.blocks if block.phase in self.spanning.phases]
+        own.sort(key=lambda block: (block.phase, block.level))
         groups = [block.group for block in own]
         rows = zip(dict.fromkeys(groups), table.rows, strict=True)
         return {group: most_live(row) if groups.count(group) > 1 else 1 for group, row in rows}

@@ -24,7 +24,7 @@ from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.groups import ThroughLoops, find_groups, homes
+from jscaler.materialize.groups import Home, ThroughLoops, find_groups, homes
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
@@ -81,10 +81,10 @@ def complete_on_groups(
     """
     grids = placed_grids(decided)
     groups = find_groups(plan, decided)
-    given = {p: placement_of(d, groups.of[p], groups.covered[grids[p]]) for p, d in decided.items() if not d.any_order}
+    given = {p: placement_of(d, *groups.grids[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: d for p, d in decided.items() if d.any_order}
-    shards = find_shards(graph, plan, groups.covered, groups.meshes)
-    stored = stored_layouts(graph, plan, groups.covered, groups.meshes)
+    shards = find_shards(graph, plan, groups.grids)
+    stored = stored_layouts(graph, plan, groups.grids)
     home = homes(graph, groups, pieces)
     return _Completer(
         graph, groups.meshes, home, given, unordered, book, cost, pieces, chunked_ops(plan), shards, stored
@@ -96,7 +96,7 @@ class _Completer:
         self,
         graph: Graph,
         groups: tuple[DeviceMesh, ...],
-        home: Mapping[str, DeviceMesh],
+        home: Mapping[str, Home],
         given: Mapping[str, Placement],
         unordered: Mapping[str, Decided],
         book: RuleBook,
@@ -108,7 +108,8 @@ class _Completer:
     ):
         self.graph = graph
         self.groups = groups
-        self.home = home  # op path -> the group that it runs on
+        self.homes = home
+        self.home = {path: one.group for path, one in home.items()}  # op path -> the group that it runs on
         self.through = ThroughLoops(graph)
         self.given = given
         self.unordered = unordered
@@ -151,7 +152,8 @@ class _Completer:
             self.inputs.setdefault(tensor, self._whole(tensor, self.groups[0]))
         outputs = tuple(self._output(i, t) for i, t in enumerate(self.graph.outputs))
         gradients = {t: self.at_hand[t][0] for t in self.shards.gradients if t in self.at_hand}
-        return Completed(self.groups, self.ops, self.inputs, outputs, self.loop_layouts(), gradients, self.shards.axes)
+        laid = self.inputs, outputs, self.loop_layouts(), gradients
+        return Completed(self.groups, self.ops, *laid, self.shards.axes, self.homes)
 
     def visit_all(self, items: Sequence[Item]) -> None:
         for item in items:

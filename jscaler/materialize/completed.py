@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from jscaler.ir import Op, PTensor, VTensor
 from jscaler.materialize.edges import Edge, extended_mask
+from jscaler.materialize.groups import Home
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import Placement
@@ -48,6 +49,7 @@ class Completed:
 
     Attributes:
         groups: the device groups, each a mesh; every placement and every layout is on one of them.
+        homes: op path -> the group that it runs on, and why.
     """
 
     groups: tuple[DeviceMesh, ...]
@@ -57,3 +59,4 @@ class Completed:
     loops: Mapping[str, LoopLayouts] = field(default_factory=dict)
     gradients: Mapping[PTensor, Layout] = field(default_factory=dict)  # those of sharded parameters, as updates get them
     shards: Mapping[PTensor, Axes] = field(default_factory=dict)  # the axes that sharded parameters are cut by, if stored
+    homes: Mapping[str, Home] = field(default_factory=dict)

@@ -8,20 +8,20 @@ one_of_equals          of equal results of an update one crosses
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, literal_key, make_jaxpr, params_key
 from jscaler.capture.recompute import with_fence_body
-from jscaler.ir import Carry, Graph, Loop, Op, Place, PTensor
+from jscaler.ir import Carry, Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
+from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.lax_primitives import known, may_merge
-from jscaler.materialize.groups import ThroughLoops, find_groups, homes
+from jscaler.materialize.groups import ThroughLoops, find_groups, homes, on_one_group
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.placement import check_devices, decided_placements
-from jscaler.primitives import Assign, OnDevices, Shard, Store
 from jscaler.schedule.graph_passes import Planned
 
 
@@ -71,7 +71,7 @@ def made_where_read(at: Planned) -> Planned:
     home, placed = _homes(at)
     if home is None:
         return at
-    return dataclasses.replace(at, graph=_Copies(at.graph, home, placed).graph())
+    return dataclasses.replace(at, graph=_Copies(at.graph, home, frozenset(placed)).graph())
 
 
 def joined_behind_loops(at: Planned) -> Planned:
@@ -141,19 +141,14 @@ GROUP_PASSES: tuple[Pass[Planned], ...] = (
 
 def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]:
     """The group of every op, and the ops that the plan itself places; None where there is one group."""
-    named = {
-        d.places if isinstance(d, Assign) else d.devices
-        for d in at.plan.decisions
-        if isinstance(d, Assign | OnDevices | Shard | Store)
-    }
-    if len({frozenset(p.device if isinstance(p, Place) else p for p in places) for places in named}) < 2:
+    if on_one_group(at.plan):
         return None, ()
     decided = decided_placements(at.graph, at.plan)
     check_devices(decided)
     groups = find_groups(at.plan, decided)
     if len(groups.meshes) == 1:
         return None, ()
-    return homes(at.graph, groups, at.pieces), groups.of.keys()
+    return {path: home.group for path, home in homes(at.graph, groups, at.pieces).items()}, groups.of.keys()
 
 
 def _on(group: DeviceMesh) -> str:
@@ -163,12 +158,12 @@ def _on(group: DeviceMesh) -> str:
 class _Copies:
     """A graph with copies of cheap ops of what all groups know, one for each group that reads them."""
 
-    def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], placed: Iterable[str]):
-        self._graph, self._home = graph, home
-        self._free = self._known(set(placed))
+    def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], placed: Set[str]):
+        self._graph, self._home, self._placed = graph, home, placed
+        self._free = self._known()
         self._of: dict[str, list[DeviceMesh]] = {}  # of an op that is copied: the groups that read it
 
-    def _known(self, placed: set[str]) -> set[str]:
+    def _known(self) -> set[str]:
         """The ops that every group can run by itself: paths."""
         graph = self._graph
         trained = {t for call in graph.calls for t in call.wrt}
@@ -176,7 +171,7 @@ class _Copies:
         slices = {x.stack: x.slice for loop in graph.loops.values() for x in loop.xs}
         ops: set[str] = set()
         for op in graph.ops:
-            cheap = op.kind == "forward" and op.path not in placed and op.body is not None and op.again is None
+            cheap = op.kind != "update" and op.body is not None and op.again is None
             if cheap and all(t in tensors for t in op.inputs) and not op.body.jaxpr.effects and not _contracts(op):  # type: ignore[union-attr]
                 ops.add(op.path)
                 tensors.update(op.outputs)
@@ -184,11 +179,13 @@ class _Copies:
         return ops
 
     def _groups(self, op: Op) -> list[DeviceMesh]:
-        """The groups that read what ``op`` makes."""
+        """The groups that read what ``op`` makes: its own first, if the plan says where it runs."""
         readers = [r for t in op.outputs for r in self._graph.consumers.get(t, ())]
         found = [g for r in readers for g in (self._of[r.path] if r.path in self._of else [self._home[r.path]])]
         linked = any(t in self._graph.linked for t in op.outputs) or any(t in self._graph.outputs for t in op.outputs)
-        return list(dict.fromkeys([*found, *([self._home[op.path]] if linked or not found else [])]))
+        own = [self._home[op.path]]
+        first, last = (own if op.path in self._placed else [], own if linked or not found else [])
+        return list(dict.fromkeys([*first, *found, *last]))
 
     def graph(self) -> Graph:
         for op in reversed(self._graph.ops):
@@ -198,15 +195,13 @@ class _Copies:
         made: list[Op] = []
         for op in self._graph.ops:
             for number, group in enumerate(self._of.get(op.path, [self._home[op.path]])):
-                inputs = tuple(copies.get((t, group), t) for t in op.inputs)
+                here = op.renamed({t: copies[t, group] for t in op.inputs if (t, group) in copies})
                 if number == 0:
-                    made.append(dataclasses.replace(op, inputs=inputs) if inputs != op.inputs else op)
+                    made.append(here)
                     continue
                 outputs = tuple(dataclasses.replace(t, name=t.name + _on(group)) for t in op.outputs)
                 copies.update({(old, group): new for old, new in zip(op.outputs, outputs, strict=True)})
-                made.append(
-                    dataclasses.replace(op, path=op.path + _on(group), inputs=inputs, outputs=outputs, backward=None)
-                )
+                made.append(dataclasses.replace(here, path=op.path + _on(group), outputs=outputs, backward=None))
         return dataclasses.replace(self._graph, ops=tuple(made)) if copies else self._graph
 
 
@@ -216,7 +211,7 @@ def _contracts(op: Op) -> bool:
 
 
 class _Apart:
-    """A graph whose loop over groups carries a sum for each group that adds to it, where it had one for all."""
+    """A graph whose loop over groups carries a sum for each group, and turn, that adds to it, where it had one for all."""
 
     def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], loop: Loop, at: Planned):
         self._graph, self._home, self._loop, self._bodies = graph, home, loop, at.bodies
@@ -238,28 +233,45 @@ class _Apart:
         return dataclasses.replace(self._graph, ops=ordered, loops=loops)
 
     def _carries(self, carry: Carry) -> list[Carry]:
-        graph = self._graph
-        more = graph.producer.get(carry.out)
-        join = graph.producer.get(more.inputs[1]) if more is not None and more.anywhere == "sum" else None
-        start = graph.producer.get(carry.init)
-        if more is None or join is None or start is None or not _is_join(join) or len(graph.consumers[join.outputs[0]]) > 1:
+        start = self._graph.producer.get(carry.init)
+        added = self._added(carry)
+        by_place: dict[tuple[DeviceMesh, Op], list[PTensor]] = {}
+        summands = [(tensor, more) for more in added for tensor in self._summands(more)]
+        for tensor, more in sorted(summands, key=lambda pair: self._first_use(pair[0])):
+            by_place.setdefault((self._home[self._maker(tensor).path], more), []).append(tensor)
+        if start is None or len(by_place) < 2:
             return [carry]
-        if carry.out in graph.consumers or carry.inside not in more.inputs or len(graph.consumers[carry.inside]) > 1:
-            return [carry]
-        by_group: dict[DeviceMesh, list[PTensor]] = {}
-        for tensor in sorted(join.inputs, key=self._first_use):
-            by_group.setdefault(self._home[self._maker(tensor).path], []).append(tensor)
-        if len(by_group) == 1:
-            return [carry]
-        self._gone |= {more.path, join.path, start.path}
-        found = [self._one(carry, more, join, start, group, parts) for group, parts in by_group.items()]
+        joins = {more: join for more in added if (join := self._join(more)) is not None}
+        self._gone |= {start.path, *(op.path for op in (*added, *joins.values()))}
+        found = [self._one(carry, more, joins.get(more), start, group, parts) for (group, more), parts in by_place.items()]
         finals = tuple(c.final for c in found)
         body = self._bodies.join(carry.final.aval, len(finals))
-        behind = dataclasses.replace(
-            join, path=f"{join.path}@behind", inputs=finals, outputs=(carry.final,), body=body, loop=None
+        like = next(iter(joins.values()), added[0])
+        self._behind.append(
+            Op(f"{like.path}@behind", like.kind, finals, (carry.final,), body, call=like.call, loop=self._loop.parent)
         )
-        self._behind.append(behind)
         return found
+
+    def _added(self, carry: Carry) -> list[Op]:
+        """The ops that add to ``carry``, one for each turn of an iteration, first ones first; none if it is read else."""
+        found: list[Op] = []
+        tensor = carry.out
+        while tensor != carry.inside:
+            more = self._graph.producer.get(tensor)
+            if more is None or more.anywhere != "sum" or len(self._graph.consumers.get(tensor, ())) > bool(found):
+                return []
+            found.append(more)
+            tensor = more.inputs[0]
+        return found[::-1] if len(self._graph.consumers.get(tensor, ())) == 1 else []
+
+    def _join(self, more: Op) -> Op | None:
+        """The join of cotangents whose result alone ``more`` adds."""
+        join = self._graph.producer.get(more.inputs[1])
+        return join if join is not None and _is_join(join) and len(self._graph.consumers[join.outputs[0]]) == 1 else None
+
+    def _summands(self, more: Op) -> tuple[PTensor, ...]:
+        join = self._join(more)
+        return more.inputs[1:] if join is None else join.inputs
 
     def _maker(self, gradient: PTensor) -> Op:
         maker = self._through.maker(gradient)
@@ -271,19 +283,22 @@ class _Apart:
         maker = self._maker(gradient)
         return self._graph.position.get((maker.forward or maker).path, len(self._graph.ops))
 
-    def _one(self, carry: Carry, more: Op, join: Op, start: Op, group: DeviceMesh, parts: Sequence[PTensor]) -> Carry:
-        """The sum of what one group makes."""
-        mark = _on(group)
+    def _one(
+        self, carry: Carry, more: Op, join: Op | None, start: Op, group: DeviceMesh, parts: Sequence[PTensor]
+    ) -> Carry:
+        """The sum of what one group makes at one turn."""
+        on, mark = _on(group), turn_mark(more.turn) + _on(group)
         init, inside, out, final = (dataclasses.replace(t, name=t.name + mark) for t in carry.tensors)
         part = parts[0]
         if len(parts) > 1:
-            part = dataclasses.replace(join.outputs[0], name=join.outputs[0].name + mark)
+            assert join is not None
+            part = dataclasses.replace(join.outputs[0], name=join.outputs[0].name + on)
             body = self._bodies.join(part.aval, len(parts))
             self._inside.append(
-                dataclasses.replace(join, path=join.path + mark, inputs=tuple(parts), outputs=(part,), body=body)
+                dataclasses.replace(join, path=join.path + on, inputs=tuple(parts), outputs=(part,), body=body)
             )
         self._before.append(dataclasses.replace(start, path=start.path + mark, outputs=(init,)))
-        self._inside.append(dataclasses.replace(more, path=more.path + mark, inputs=(inside, part), outputs=(out,)))
+        self._inside.append(dataclasses.replace(more, path=more.path + on, inputs=(inside, part), outputs=(out,)))
         return Carry(init, inside, out, final, carry.is_sum)
 
 

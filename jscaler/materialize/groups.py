@@ -1,19 +1,21 @@
 """Device groups: the devices that ops lie on, each group with a mesh of its own; and which group every op runs on.
 
-Grids on the same set of devices share a group, whatever their order: its mesh has axes fine enough for all of them.
+Grids on the same set of devices share a group, in whatever order, if one mesh has axes fine enough for all of them.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
-from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid, common_mesh, find_common_mesh
+from jscaler.materialize.mesh import Axes, DeviceMesh, OnMesh, PlacedGrid, common_mesh, find_common_mesh
 from jscaler.materialize.placement import Decided, placed_grids
 from jscaler.materialize.shards import shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs
-from jscaler.primitives import OnDevices, Plan
+from jscaler.primitives import Assign, OnDevices, Plan, Trans
 
 
 @dataclass(frozen=True)
@@ -22,39 +24,67 @@ class Groups:
 
     Attributes:
         meshes: a mesh for each, in the order in which the plan names them; of a plan that names none, that of all devices.
-        covered: for each grid of the plan, the mesh axes that each of its axes covers.
+        grids: where each grid of the plan lies.
         of: op path -> the group that the plan gives it.
     """
 
     meshes: tuple[DeviceMesh, ...]
-    covered: Mapping[PlacedGrid, tuple[Axes, ...]]
+    grids: Mapping[PlacedGrid, OnMesh]
     of: Mapping[str, DeviceMesh]
 
 
 def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
-    """The groups on which ``plan`` places ops, and lays state.
-
-    Raises:
-        PlanError: device orders of one group that no common mesh can express.
-    """
+    """The groups on which ``plan`` places ops, and lays state."""
     grids = placed_grids(decided)
-    ordered = [g for p, g in grids.items() if not decided[p].any_order]
-    ordered += map(shard_grid, plan.shards.values())
-    ordered += map(stored_grid, stored_inputs(plan))
+    ordered = [*map(shard_grid, plan.shards.values()), *map(stored_grid, stored_inputs(plan))]
+    ordered += [g for p, g in grids.items() if not decided[p].any_order]
     free = [g for p, g in grids.items() if decided[p].any_order]
     open_ = [d for d in plan.decisions if isinstance(d, OnDevices)]
     named = dict.fromkeys((*(g.devices for g in (*ordered, *free)), *(d.devices for d in open_)))
     sets = {devices: frozenset(devices) for devices in named}
     names = dict.fromkeys(sets.values()) or {frozenset(range(plan.num_devices)): None}
-    covered: dict[PlacedGrid, tuple[Axes, ...]] = {}
-    meshes: dict[frozenset[int], DeviceMesh] = {}
+    found: dict[PlacedGrid, OnMesh] = {}
+    meshes: dict[frozenset[int], list[DeviceMesh]] = {}
     for devices in names:
         own, any_order = ([g for g in which if sets[g.devices] == devices] for which in (ordered, free))
-        meshes[devices], found = _mesh_of(own, any_order, tuple(sorted(devices)))
-        covered |= found
-    of = {path: meshes[sets[d.devices]] for d in open_ for path in d.ops}
-    of |= {path: meshes[sets[grid.devices]] for path, grid in grids.items()}
-    return Groups(tuple(meshes.values()), covered, of)
+        for regular in _regular(list(dict.fromkeys(own)), tuple(sorted(devices))):
+            mesh, covered = _mesh_of(regular, any_order, tuple(sorted(devices)))
+            any_order = []
+            meshes.setdefault(devices, []).append(mesh)
+            found.update({grid: OnMesh(mesh, axes) for grid, axes in covered.items()})
+    of = {path: meshes[sets[d.devices]][0] for d in open_ for path in d.ops}
+    of |= {path: found[grid].mesh if grid in found else meshes[sets[grid.devices]][0] for path, grid in grids.items()}
+    return Groups(tuple(mesh for own in meshes.values() for mesh in own), found, of)
+
+
+def _regular(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> list[list[PlacedGrid]]:
+    """``grids`` over one set of devices, by meshes: orders that no common mesh can express are groups of their own."""
+    if find_common_mesh(grids, devices) is not None:
+        return [list(grids)]
+    found: list[list[PlacedGrid]] = []
+    for grid in grids:
+        fits = next((own for own in found if find_common_mesh([*own, grid], devices) is not None), None)
+        if fits is None:
+            found.append([grid])
+        else:
+            fits.append(grid)
+    return found
+
+
+def on_one_group(plan: Plan) -> bool:
+    """Whether all that ``plan`` places lies in one group; what is assigned cell by cell is not looked at."""
+    axes = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
+    grids = {*map(shard_grid, plan.shards.values()), *map(stored_grid, stored_inputs(plan))}
+    sets = {frozenset(d.devices) for d in plan.decisions if isinstance(d, OnDevices)} | {
+        frozenset(g.devices) for g in grids
+    }
+    for decision in (d for d in plan.decisions if isinstance(d, Assign)):
+        shape = tuple(a.parts for a in axes.get(decision.op, ()))
+        sets.add(frozenset(decision.devices))
+        if not math.prod(shape) == len(decision.places) == len(set(decision.devices)):
+            return False
+        grids |= {PlacedGrid("", shape, decision.devices)} if not decision.any_order else set()
+    return len(sets) < 2 and (not sets or find_common_mesh(list(grids), tuple(sorted(next(iter(sets))))) is not None)
 
 
 def _mesh_of(
@@ -66,34 +96,62 @@ def _mesh_of(
     return find_common_mesh([*ordered, *as_ordered], mesh.devices) or (mesh, covered)
 
 
-def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, DeviceMesh]:
-    """The group of every op. One that the plan does not place runs where its forward op does, or else its operands lie.
+@dataclass(frozen=True)
+class Home:
+    """The group that an op runs on, and why: empty where the plan says so."""
+
+    group: DeviceMesh
+    why: str = ""
+
+
+def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, Home]:
+    """The group of every op. One that the plan does not place runs where its forward op does, or else where the fewest
+    bytes of what it reads, and of what it makes for ops that have a group, come from or go to another.
 
     A fence runs where what comes out of it is read, and so does what reads nothing that an op made (a key, a count).
 
     Args:
         pieces: path of an op that was cut -> paths of the ops that stand for it.
     """
+    found = {path: Home(group) for path, group in groups.of.items()}
     if len(groups.meshes) == 1:
-        return dict.fromkeys(graph.by_path, groups.meshes[0])
-    found = dict(groups.of)
+        return {path: found.get(path, Home(groups.meshes[0])) for path in graph.by_path}
 
-    def like(op: Op | None) -> DeviceMesh | None:
+    def like(op: Op | None) -> Home | None:
         return None if op is None else next((found[p] for p in pieces.get(op.path, (op.path,)) if p in found), None)
 
-    def settle(ops: Iterable[Op], neighbours: Callable[[Op], Iterable[Op | None]]) -> None:
+    def settle(ops: Iterable[Op], why: str, neighbours: Callable[[Op], Iterable[Op | None]]) -> None:
         for op in ops:
             known = next(filter(None, map(like, neighbours(op))), None) if op.path not in found else None
             if known is not None:
-                found[op.path] = known
+                found[op.path] = Home(known.group, why)
 
-    settle(graph.ops, lambda op: (op.forward, op.again))
+    def nbytes(tensor: PTensor) -> int:
+        """Of all iterations that make it."""
+        around = chain_of(graph.homes.get(tensor), graph.loops)
+        return tensor.nbytes * math.prod(graph.loops[name].length for name in around)
+
+    def cheapest(op: Op) -> Home | None:
+        read = [(t, home.group) for t in op.inputs if (home := like(through.maker(t))) is not None]
+        made = [(t, home.group) for t in op.outputs for reader in through.readers(t) if (home := like(reader)) is not None]
+        sent = {pair: nbytes(pair[0]) for pair in (*read, *made)}  # once to each group
+        total = {group: sum(n for (_, other), n in sent.items() if other != group) for _, group in sent}
+        if not read:
+            return None
+        near = {group for t, group in read if graph.homes.get(t) == op.loop}
+        here = min(total, key=lambda group: (total[group], group not in dict(made).values(), group not in near))
+        return Home(here, "by its operands" if here in dict(read).values() else "by its readers")
+
+    settle(graph.ops, "as its forward", lambda op: (op.forward, op.again))
     through = ThroughLoops(graph)
     fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
-    settle(fences, lambda op: (reader for t in op.outputs for reader in through.readers(t)))
-    settle(graph.ops, lambda op: map(through.maker, op.inputs))
-    settle(reversed(graph.ops), lambda op: (reader for t in op.outputs for reader in through.readers(t)))
-    return {op.path: found.get(op.path, groups.meshes[0]) for op in graph.ops}
+    settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
+    for op in graph.ops:
+        home = cheapest(op) if op.path not in found else None
+        found.update({} if home is None else {op.path: home})
+    readers = reversed(graph.ops)
+    settle(readers, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
+    return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
 
 
 class ThroughLoops:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,6 +97,13 @@ class PlacedGrid:
 
 
 Covered = dict[PlacedGrid, tuple[Axes, ...]]
+
+
+class OnMesh(NamedTuple):
+    """Where a grid lies: the mesh of its group, and the mesh axes that each of its axes covers."""
+
+    mesh: DeviceMesh
+    axes: tuple[Axes, ...]
 
 
 def common_mesh(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> tuple[DeviceMesh, Covered]:

@@ -6,14 +6,14 @@ a gradient, as it is made        R1 V2 D(4,1)      value shares of the rows: one
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jscaler.capture.accumulating import accumulating_loops
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.kinds import origins
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
+from jscaler.materialize.mesh import Axes, DeviceMesh, OnMesh, PlacedGrid
 from jscaler.primitives import Plan, Shard
 from jscaler.primitives.shard_checks import stored_leaves
 from jscaler.rules.made_of import MadeOf, made_of
@@ -91,16 +91,13 @@ def shard_grid(shard: Shard) -> PlacedGrid:
     return PlacedGrid("shards", (shard.parts, len(shard.devices) // shard.parts), shard.devices)
 
 
-def find_shards(
-    graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axes, ...]], meshes: Sequence[DeviceMesh]
-) -> Shards:
-    """What ``plan`` shards of ``graph``; ``covered`` gives the mesh axes of its grids, ``meshes`` its groups."""
+def find_shards(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh]) -> Shards:
+    """What ``plan`` shards of ``graph``; ``grids`` says where its grids lie."""
     if not plan.shards:
         return Shards()
-    by_set = {frozenset(mesh.devices): mesh for mesh in meshes}
+    on_mesh = {leaf: grids[shard_grid(s)] for leaf, s in plan.shards.items()}
     cuts = {
-        graph.input(leaf): ShardCut(s.dim, covered[shard_grid(s)][0], by_set[frozenset(s.devices)])
-        for leaf, s in plan.shards.items()
+        graph.input(leaf): ShardCut(s.dim, on_mesh[leaf].axes[0], on_mesh[leaf].mesh) for leaf, s in plan.shards.items()
     }
     made = made_of(graph, stored_leaves(graph, plan))
     stored = {t: dataclasses.replace(cuts[leaf], dim=dim) for t, (leaf, dim) in made.dims.items()}

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Graph, PTensor
 from jscaler.materialize.layout import Layout, without_values
-from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
+from jscaler.materialize.mesh import OnMesh, PlacedGrid
 from jscaler.primitives import Plan, Store
 
 
@@ -21,26 +21,23 @@ def stored_inputs(plan: Plan) -> list[Store]:
     return [d for d in plan.decisions if isinstance(d, Store)]
 
 
-def stored_layouts(
-    graph: Graph, plan: Plan, covered: Mapping[PlacedGrid, tuple[Axes, ...]], meshes: Sequence[DeviceMesh]
-) -> dict[PTensor, Layout]:
-    """The layout of every input that the plan stores; ``covered`` gives the mesh axes of its grids, ``meshes`` its groups.
+def stored_layouts(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh]) -> dict[PTensor, Layout]:
+    """The layout of every input that the plan stores; ``grids`` says where its grids lie.
 
     Raises:
         UnknownNameError: the graph has no such input.
         PlanError: its dims are not those that are cut, or do not divide.
     """
     inputs = {t.name: t for t in graph.inputs}
-    by_set = {frozenset(mesh.devices): mesh for mesh in meshes}
     found: dict[PTensor, Layout] = {}
     for store in stored_inputs(plan):
         if store.leaf not in inputs:
             raise UnknownNameError("input", store.leaf, inputs, " (the plan stores it)")
-        tensor, axes = inputs[store.leaf], covered[stored_grid(store)]
+        tensor, (mesh, axes) = inputs[store.leaf], grids[stored_grid(store)]
         cuts = tuple(tuple(a for i in cut for a in axes[i]) for cut in store.cuts)
         if len(cuts) != len(tensor.shape):
             raise PlanError(f"'{store.leaf}' of shape {tensor.shape} is stored as a tensor of {len(cuts)} dims: {store}")
-        layout = dataclasses.replace(Layout.replicated(by_set[frozenset(store.devices)], tensor.shape), cuts=cuts)
+        layout = dataclasses.replace(Layout.replicated(mesh, tensor.shape), cuts=cuts)
         if not layout.even:
             raise PlanError(f"'{store.leaf}' of shape {tensor.shape} does not divide into the parts of {store}")
         found[tensor] = layout

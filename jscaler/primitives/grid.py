@@ -77,25 +77,11 @@ class Grid:
 
 
 def one_in_time(cells: Grid, devices: np.ndarray) -> np.ndarray:
-    """``devices`` with one entry for the cells along a time axis, which all run on one device.
-
-    Raises:
-        PlanError: they name different devices, or only some of the cells along a time axis are assigned.
-    """
-    parted = [a for a, n in zip(cells.axes, cells.shape, strict=True) if a.time and n != a.parts]
-    if parted:
-        raise PlanError(
-            f"{cells} takes a part of {parted[0]}: all cells along a time axis run on one device; assign them as one"
-        )
+    """``devices`` with one entry for the cells along time axes, where these all run on one device."""
     if devices.size != int(np.prod(cells.shape, dtype=int)) or cells.shape == cells.space_shape:
         return devices
     array = devices.reshape(cells.shape)
     for i, axis in enumerate(cells.axes):
-        if axis.time:
-            first = array.take([0], i)
-            if not (array == first).all():
-                raise PlanError(
-                    f"{cells}: the cells along {axis} run one after another on one device, not on {devices.tolist()}"
-                )
-            array = first
-    return array
+        array = array.take([0], i) if axis.time and (array == array.take([0], i)).all() else array
+    whole = all(n == 1 for n, axis in zip(array.shape, cells.axes, strict=True) if axis.time)
+    return array if whole else devices.reshape(cells.shape)

@@ -164,7 +164,8 @@ def _check_assign(decision: Assign, grids: dict[str, tuple[GridAxis, ...]], num_
             f"the cells {list(map(list, decision.index))} of '{decision.op}' are none of its grid {list(shape)}"
         )
     cells = math.prod(stop - start for (start, stop), axis in zip(decision.index, axes, strict=True) if not axis.time)
-    if len(decision.places) != cells:
+    all_cells = math.prod(stop - start for start, stop in decision.index)  # counted so where they take turns on devices
+    if len(decision.places) not in (cells, all_cells):
         raise PlanError(f"{cells} cells of '{decision.op}' are assigned to {len(decision.places)} places")
     wrong = sorted({p.device for p in decision.places if not 0 <= p.device < num_devices})
     if wrong:

@@ -146,9 +146,10 @@ class Planner(GraphView):
 
         Args:
             cells: an op, a grid, a sub-grid or a cell.
-            devices: one device (a number or a `Place`), or an array with as many devices as there are cells; cells along a
-                time axis share a device, and may be counted once. Cells of a plain `Split` that share a device make its
-                axis one in time, too.
+            devices: one device (a number or a `Place`), or an array with as many devices as there are cells. Cells along a
+                time axis share a device, and may be counted once; or they take turns on devices, each on its own (micro-
+                batch 0 on one group, 1 on another, and so on): the more turns, the more is planned and compiled. Cells of
+                a plain `Split` that share a device make its axis one in time, too.
             any_order: leave open which cell gets which of the devices: the order is taken that makes the op's inputs
                 cheapest to bring. For a whole grid only.
 
@@ -162,15 +163,18 @@ class Planner(GraphView):
                 raise PlanError(f"'{cells.path}' is {self._grids[cells.path]}: assign that grid or its cells, once each")
             cells = self.op_trans(cells, Replicate(array.size)) if array.size > 1 else self.op_trans(cells)
         array = one_in_time(cells, array)
-        shape = cells.space_shape
+        shape = cells.shape if array.size == int(np.prod(cells.shape, dtype=int)) else cells.space_shape
         count = int(np.prod(shape, dtype=int))
         if array.size != count:
             raise PlanError(f"{cells} has {count} cells and is assigned to {array.size} devices: {array.tolist()}")
         if array.size > 1 and array.ndim > 1 and _squeezed(array.shape) != _squeezed(shape):
             raise PlanError(f"{cells} has shape {shape} and its devices have shape {array.shape}")
         places = self._places(cells, array)
-        if any_order and not cells.is_whole:
-            raise PlanError(f"{cells} is part of a grid, which cannot be assigned in any order; assign the whole grid")
+        if any_order and not (cells.is_whole and shape == cells.space_shape):
+            raise PlanError(
+                f"{cells} is part of a grid, or takes turns on devices, and cannot be assigned in any order; assign the "
+                "whole grid, to as many devices as it has cells in space"
+            )
         self._decisions.append(Assign(cells.op.path, cells.index, places, any_order))
 
     def _places(self, cells: Grid, array: np.ndarray) -> tuple[Place, ...]:

@@ -23,10 +23,10 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     """A report as text.
 
     ``ops``: one line per group of like ops (layer numbers folded), and below it one per tensor that is moved for it. A
-    group's line: its split, who decided and why, the collectives in front of it with the bytes that each device sends,
-    how it leaves its (first) result, and the runner-up of what was filled in. Of kind ``again`` are clones of forward ops
-    that the backward pass computes once more; below the table stands what is kept instead. Layouts are ``R<replicas>
-    V<value shares> D<parts of each dim>``.
+    group's line: where it runs and why, if there are several device groups; its split, who decided and why, the
+    collectives in front of it with the bytes that each device sends, how it leaves its (first) result, and the runner-up
+    of what was filled in. Of kind ``again`` are clones of forward ops that the backward pass computes once more; below
+    the table stands what is kept instead. Layouts are ``R<replicas> V<value shares> D<parts of each dim>``.
 
     ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
     others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
@@ -50,23 +50,37 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
 
 def _ops(report: StepReport) -> list[str]:
     rows = [row for row in report.ops if not row.idle]
-    table = [("kind", "ops", "n", "split", "decided", "collectives in front (bytes per device)", "leaves", "runner-up")]
+    several = len(report.groups) > 1
+    on = ("runs on",) if several else ()
+    table = [
+        ("kind", "ops", "n", *on, "split", "decided", "collectives in front (bytes per device)", "leaves", "runner-up")
+    ]
     below: list[Sequence[str]] = [[]]
     for row in _merged_updates(rows):
         runner_up = _runners_up(row.runners_up, report)
         kind = "again" if row.again else row.kind
         split = f"{row.split} in time {row.in_time}" if row.in_time else row.split
-        table.append((kind, row.path, str(row.count), split, row.decided, moved_text(row.moved), row.layout, runner_up))
+        on = (_runs_on(row),) if several else ()
+        what = kind, row.path, str(row.count), *on
+        table.append((*what, split, row.decided, moved_text(row.moved), row.layout, runner_up))
         below.append(_details(row.moves))
     lines = aligned(table, below) if rows else []
-    hidden = sum(row.count for row in report.ops if row.idle)
-    lines += [f"{hidden} ops are copied on every device, as all that they read is"] if hidden else []
+    hidden: dict[str, int] = {}
+    for row in (row for row in report.ops if row.idle):
+        where = f" on {_runs_on(row)}" if several else ""
+        hidden[where] = hidden.get(where, 0) + row.count
+    lines += [f"{n} ops{where} are copied on every device, as all that they read is" for where, n in hidden.items()]
     lines += report.recomputed
     lines += _crossings(report)
     if report.results:
         moved = summed([move.moved for move in report.results])
         lines += [f"results: {moved_text(moved)}", *_details(report.results)]
     return lines
+
+
+def _runs_on(row: OpRow) -> str:
+    """The devices of its group, and why it is on these."""
+    return f"{devices_text(row.devices)} {row.home}".rstrip()
 
 
 def _crossings(report: StepReport) -> list[str]:
@@ -101,7 +115,7 @@ def _merged_updates(rows: Sequence[OpRow]) -> list[OpRow]:
         return dataclasses.replace(found[0], path=path, count=sum(row.count for row in found), moves=moves)
 
     def rest(row: OpRow) -> tuple[object, ...]:
-        return row.split, row.decided, row.layout, row.runners_up, bool(row.moves)
+        return row.split, row.decided, row.layout, row.runners_up, bool(row.moves), row.devices, row.home
 
     updates = merged([row for row in rows if row.kind == "update"], lambda row: row.path, rest, join, keep_last=True)
     return [*(row for row in rows if row.kind != "update"), *updates]

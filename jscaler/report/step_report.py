@@ -44,6 +44,8 @@ class OpRow:
         idle: copied because all that they read is copied: nothing was to be decided, and nothing is sent.
         again: forward ops that run once more, for the backward pass.
         in_time: the time axes whose parts they run for, outermost first: ``microbatch:8 co_shard:4``.
+        devices: of the group that they run on.
+        home: why they run there, where the policy does not say so.
     """
 
     kind: OpKind
@@ -58,6 +60,8 @@ class OpRow:
     idle: bool = False
     again: bool = False
     in_time: str = ""
+    devices: tuple[int, ...] = ()
+    home: str = ""
 
     @property
     def moved(self) -> Moved:
@@ -176,8 +180,8 @@ def step_report(step: StepPlan) -> StepReport:
         "bytes" if isinstance(cost, Bytes) else "seconds",
         tuple(recomputed_lines(graph)),
         tuple(
-            _crossed(transfer, spanning.loop.length if spanning and transfer.phase == spanning.phase else 1)
-            for transfer in step.transfers
+            _crossed(transfer, spanning.loop.length if spanning and transfer.phase in spanning.phases else 1)
+            for transfer in step.sent
         ),
         tuple(sorted({*range(plan.num_devices)} - {d for group in completed.groups for d in group.devices})),
         tuple(zip(([*g.devices] for g in step.under_way), str(table).splitlines(), strict=True))
@@ -199,10 +203,21 @@ def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Mo
         laid = completed.ops[op.path]
         place, left = laid.placement, laid.outputs[0].counts if laid.outputs else ""
         split = place.describe()
-        key = (op.kind, folded(op.path), split, place.origin, why(place), left, place.runners_up, _in_time(graph, op))
+        home = place.group.devices, completed.homes[op.path].why
+        key = (
+            op.kind,
+            folded(op.path),
+            split,
+            place.origin,
+            why(place),
+            left,
+            place.runners_up,
+            _in_time(graph, op),
+            *home,
+        )
         groups.setdefault(key, []).append(op)
     rows = []
-    for (kind, path, split, origin, decided, left, runners_up, in_time), ops in groups.items():
+    for (kind, path, split, origin, decided, left, runners_up, in_time, *home), ops in groups.items():
         mine = grouped_moves([move for op in ops for move in moves.get(op.path, [])])
         moved = any(m.moved for m in mine)
         if in_time and not moved and any(mark in path for mark in OWN_MARKS):
@@ -210,13 +225,13 @@ def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Mo
         idle = not moved and origin != "policy" and split == "copy" and not runners_up and not in_time
         count = sum(_times(graph, op) for op in ops)
         again = any(op.again is not None for op in ops)
-        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, in_time))
+        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, in_time, *home))
     return tuple(rows)
 
 
 def _in_time(graph: Graph, op: Op) -> str:
     around = [graph.loops[name] for name in chain_of(op.loop, graph.loops)]
-    return " ".join(f"{loop.time}:{loop.length}" for loop in around if loop.time)
+    return " ".join(f"{loop.time}:{loop.parts}" for loop in around if loop.time)
 
 
 def _times(graph: Graph, op: Op) -> int:

@@ -58,7 +58,7 @@ class Executable:
 
     blocks: tuple[BlockFunction, ...]
     instructions: Instructions
-    hops: tuple[Hop, ...]
+    hops: tuple[Hop | None, ...]
     gathers: Mapping[int, Callable[..., Any]]
     counts: Mapping[int, Any]
     in_shardings: tuple[Any, ...]
@@ -124,9 +124,11 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     returned = {i: at for block in step.blocks for i, at in _returned(step, block, ins, outs, donate).items()}
     functions = tuple(_function(step, n, devices, donate, returned, ins, outs) for n in range(len(step.blocks)))
     pairs = list(zip(step.blocks, functions, strict=True))
-    arriving = {v: s.sharding for block, one in pairs for v, s in zip(block.imports, one.values, strict=True)}
+    sent = step.transfers if devices else ()
+    arriving = {t.source: _value_sharding(physical_mesh(t.crossing.source.mesh, devices)) for t in sent}
+    arriving.update((v, s.sharding) for block, one in pairs for v, s in zip(block.imports, one.values, strict=True))
     hops = tuple(
-        find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target]) for t in (step.transfers if devices else ())
+        find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target]) if t.target in arriving else None for t in sent
     )
     told = {
         slot: jax.device_put(np.int32(number), arriving[value])
@@ -140,7 +142,9 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
 def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[..., Any]]:
     """What puts the parts that iterations have left behind each other, on every device its own."""
     found: dict[int, Callable[..., Any]] = {}
-    shapes = {v: shape(x) for b in step.blocks for v, x in zip(b.imports, b.flat.inputs[len(b.takes) :], strict=True)}
+    shapes = {t.source: t.crossing.source.local_shape for t in step.transfers}
+    for block in step.blocks:
+        shapes.update((v, shape(x)) for v, x in zip(block.imports, block.flat.inputs[len(block.takes) :], strict=True))
     for made in (one for one in step.instructions.steps if isinstance(one, Gather)):
         if made.value not in arriving:
             continue  # nobody reads it
@@ -182,7 +186,7 @@ def _function(
         return [results[place] for place in computed]
 
     later = {i for other in step.blocks[number + 1 :] for i in _takes(step, other)}
-    repeated = step.spanning is not None and block.phase == step.spanning.phase
+    repeated = step.spanning is not None and block.phase in step.spanning.phases
     given = {i for i in donate if i not in later} & _renewed(step, block, donate) if not repeated else set()
     donated = [place for place, i in enumerate(takes) if i in given]
     donated += [len(takes) + place for place in _carried(step, block)]
@@ -235,6 +239,11 @@ def _shardings(ends: Sequence[Layout | None], count: int, mesh: Mesh | AbstractM
         assert isinstance(mesh, Mesh), "one device is always at hand"
         return [SingleDeviceSharding(mesh.devices.flat[0])] * count
     return list(boundary_shardings(ends, count, mesh)[len(ends) - count :])
+
+
+def _value_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding:
+    """That of a value which is all devices' parts in a row."""
+    return _shardings((), 1, mesh)[0] if not mesh.axis_names else NamedSharding(mesh, P(mesh.axis_names))
 
 
 def _takes(step: StepPlan, block: PlacedBlock) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ then has one cell of an op on a device.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jscaler.ir import Graph
 from jscaler.primitives import Assign, Decision, GridAxis, Order, Plan, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Index
+from jscaler.schedule.turns import Turns, taken_in_turn
 
 SHARED = "shared"  # what an axis is called that is in time because its cells share devices; of others of its op, numbered
 
@@ -67,6 +68,7 @@ class TimeAxes:
         plan: what is left: the decisions in space.
         orders: which cells in time run before which others.
         spanning: of the names those whose ops the plan places on several device groups.
+        turns: the parts that lie on devices of their own.
     """
 
     names: tuple[str, ...]
@@ -74,6 +76,7 @@ class TimeAxes:
     plan: Plan
     orders: tuple[CellOrder, ...] = ()
     spanning: frozenset[str] = frozenset()
+    turns: Turns = field(default_factory=Turns)
 
     def in_loops(self, name: str) -> bool:
         """Whether the parts of an axis are equal, and run in their own order, or as a table of device groups says."""
@@ -89,6 +92,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     Raises:
         PlanError: an op has two axes of one name, or ops have axes of one name that do not go together.
     """
+    plan, turns = taken_in_turn(plan)
     plan = _assigned_at_once(plan)
     grids = _grids(plan)
     names = tuple(dict.fromkeys(a.time for d in plan.decisions if isinstance(d, Trans) for a in grids[d.op] if a.time))
@@ -98,9 +102,9 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     known = {path: _cuts(path, axes) for path, axes in grids.items() if any(a.time for a in axes)}
     _check_counts(known)
     blocks = {name: max(c[name].blocks for c in known.values() if name in c) for name in names}
-    places = {d.op: frozenset(d.devices) for d in plan.decisions if isinstance(d, Assign)}
+    places = _device_sets(plan, turns)
     free = known.keys() - places.keys()  # where it runs is open: it will lie as its neighbours do
-    if len({places[path] for path in known.keys() & places.keys()}) > 1:
+    if len({own for path in known.keys() & places.keys() for own in places[path]}) > 1:
         blocks |= _common_blocks(graph, known)
         free = known.keys()
     for path in free:
@@ -115,10 +119,17 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
         if source in known:
             cuts[op.path] = known[source]
     _check_rows(cuts, plan.alone)
-    spanning = frozenset(
-        name for name in names if len({places[p] for p, own in known.items() if name in own and p in places}) > 1
-    )
-    return TimeAxes(names, cuts, _in_space(plan, grids), orders, spanning)
+    of_axis = {name: [p for p, own in known.items() if name in own and p in places] for name in names}
+    spanning = frozenset(n for n, paths in of_axis.items() if len({own for p in paths for own in places[p]}) > 1)
+    return TimeAxes(names, cuts, _in_space(plan, grids), orders, spanning, turns)
+
+
+def _device_sets(plan: Plan, turns: Turns) -> dict[str, frozenset[frozenset[int]]]:
+    """Op path -> the device groups that its cells lie on, one for each of its turns."""
+    found = {d.op: frozenset([frozenset(d.devices)]) for d in plan.decisions if isinstance(d, Assign)}
+    for path, own in turns.places.items():
+        found[path] = frozenset(frozenset(p.device for p in places) for places in own)
+    return found
 
 
 def orders_on_groups(graph: Graph, plan: Plan) -> list[tuple[tuple[str, int], tuple[str, int]]]:

@@ -16,6 +16,7 @@ from jscaler.primitives import Decision, Plan, Trans
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.part_loop import in_loops
 from jscaler.schedule.time_axes import time_axes
+from jscaler.schedule.turns import in_turns
 from jscaler.schedule.unrolled import unrolled
 
 
@@ -34,6 +35,8 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
             continue
         around = graph.loops.keys() - of_model  # axes further out, in whose iterations this one stands
         graph = in_loops(graph, axes, name, book, bodies, around)
+        graph, in_space = in_turns(graph, axes.plan, axes.turns, name, bodies)
+        axes = dataclasses.replace(axes, plan=in_space)
     return graph, _of_parts(axes.plan, graph) if axes.names else axes.plan
 
 

@@ -24,6 +24,7 @@ from jscaler.schedule.op_parts import OpPart, Piece, Ranged, Summed, cell_parts
 from jscaler.schedule.pinned_runs import Runs, pins
 from jscaler.schedule.time_axes import CellOrder, Cells, TimeAxes, TimeCut
 from jscaler.schedule.time_regions import TimeRegion
+from jscaler.schedule.turns import Turns
 from jscaler.schedule.wide_sums import cast, wide_sum
 from jscaler.schedule.writer import AxisWriter, RegionWriter
 
@@ -39,7 +40,7 @@ def unrolled(graph: Graph, axes: TimeAxes, number: int, book: RuleBook, bodies: 
     writer = _Writer(graph, axes, name, book, bodies)
     made = writer.run()
     cells = writer.paths
-    dealt = tuple(d for decision in axes.plan.decisions for d in _dealt(decision, cells))
+    dealt = tuple(d for decision in axes.plan.decisions for d in _dealt(decision, cells, axes.turns))
     asked = [
         Order(a, b)
         for order in axes.orders
@@ -70,10 +71,11 @@ def _paths(path: str, named: Cells | None, cells: Mapping[str, Sequence[str]]) -
     return [own[i] for i in named.numbers]
 
 
-def _dealt(decision: Decision, cells: Mapping[str, Sequence[str]]) -> list[Decision]:
+def _dealt(decision: Decision, cells: Mapping[str, Sequence[str]], turns: Turns) -> list[Decision]:
     """``decision`` on each cell of the op that it names."""
     if isinstance(decision, (Trans, Assign)):
-        return [dataclasses.replace(decision, op=path) for path in cells.get(decision.op, (decision.op,))]
+        paths = cells.get(decision.op, (decision.op,))
+        return [dataclasses.replace(turns.of(decision, turn), op=path) for turn, path in enumerate(paths)]
     if isinstance(decision, Order) and (decision.before in cells or decision.after in cells):
         before, after = (cells.get(path, (path,)) for path in (decision.before, decision.after))
         return [Order(a, b) for a in before for b in after]

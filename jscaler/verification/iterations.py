@@ -39,6 +39,14 @@ def joins(jaxpr: core.Jaxpr) -> Combiner | None:
     return known(rest[0].primitive).combiner if joined in ([*jaxpr.invars], [*jaxpr.invars][::-1]) else None
 
 
+def adds_all(jaxpr: core.Jaxpr) -> bool:
+    """Whether ``jaxpr`` adds up its operands, each once, and does nothing else."""
+    read = [v for e in jaxpr.eqns for v in e.invars]
+    made = [v for e in jaxpr.eqns for v in e.outvars]
+    each = sorted(map(id, read)) == sorted(map(id, (*jaxpr.invars, *made[:-1])))
+    return each and all(known(e.primitive).seen == "joins" and known(e.primitive).combiner == "add" for e in jaxpr.eqns)
+
+
 def each_once(
     jaxpr: core.Jaxpr, args: Sequence[np.ndarray], count: int, places: Sequence[int], where: str
 ) -> np.ndarray:  # fmt: skip

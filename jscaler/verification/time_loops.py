@@ -6,8 +6,10 @@ between, the rules of the *whole* ops (of the graph before any was cut) say what
     whole ──► slice of iteration i ──► Part ──► op ──► Part ──► stack ──► merged        each element once, in its place
                                               └──► Sum  ──► added to what was there     started at nothing, added once
 
-An op has a factor of which the loop's length times its own part is the whole, or none of what it reads is a part. What
-pieces of re-opened ops and ops that run on each part alone make for themselves is not followed.
+An op has a factor of which the number of parts times its own part is the whole, or none of what it reads is a part. What
+pieces of re-opened ops and ops that run on each part alone make for themselves is not followed. Where parts take turns in
+an iteration, the ops of each are proven as those of a loop over all parts would be: each slices by its part's number, and
+each turn adds its own summand, to one carry or to several that are joined behind the loop.
 """
 
 import itertools
@@ -27,7 +29,7 @@ from jscaler.lower.program import Compute, Program, Repeat, Task
 from jscaler.rules.neutral import neutral
 from jscaler.rules.rule_book import RuleBook
 from jscaler.stages import StepPlan
-from jscaler.verification.iterations import each_once, ids, joins, only_moves, parts_of
+from jscaler.verification.iterations import adds_all, each_once, ids, joins, only_moves, parts_of
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,11 @@ class Sum:
 
 @dataclass(frozen=True)
 class SoFar:
-    """A carry of the loop as an iteration finds it; ``joined`` is what the iteration has added to it."""
+    """A carry of the loop as an iteration finds it; ``joined`` is what the iteration has added to it, at ``turns``."""
 
     carry: PTensor
     joined: "tuple[Combiner, State] | None" = None
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def check_time_loops(step: StepPlan) -> int:
         loop = step.spanning.loop
         stacks = _over_groups(step).run()
         writers.update((y.stack, loop) for y in loop.ys)
-        around[step.spanning.phase] = (loop,)
+        around.update(dict.fromkeys(step.spanning.phases, (loop,)))
     programs = [segment.program for segment in step.segments]
     levels = [_Level(step, p, p.tasks, around.get(p.phase, ()), stacks, writers) for p in programs]
     return (step.spanning is not None) + sum(level.check() for level in levels)
@@ -103,11 +106,11 @@ def check_time_loops(step: StepPlan) -> int:
 def _over_groups(step: StepPlan) -> "_TimeLoop":
     """The proof of the loop over groups: its body is what all of them run, in the order of the graph."""
     assert step.spanning is not None
-    loop, phase = step.spanning.loop, step.spanning.phase
+    loop, phases = step.spanning.loop, step.spanning.phases
     place = step.graph.position
-    body = [(p, t) for p in (s.program for s in step.segments) if p.phase == phase for t in p.tasks]
+    body = [(p, t) for p in (s.program for s in step.segments) if p.phase in phases for t in p.tasks]
     body.sort(key=lambda pair: min((place[op.path] for op in _ops_of(pair[1])), default=-1))
-    before = [t for s in step.segments if s.program.phase < phase for t in s.program.tasks if isinstance(t, Compute)]
+    before = [t for s in step.segments if s.program.phase < phases.start for t in s.program.tasks if isinstance(t, Compute)]
     makers = {t: task for task in before for t in task.op.outputs}
     for x in loop.xs:  # the number of the micro-batch is told to the blocks
         op = step.graph.producer[x.stack]
@@ -147,7 +150,7 @@ class _Level:
                 self._merge(task)
             elif isinstance(task, Repeat):
                 inner = self.around
-                if task.loop.time and task.loop.length > 1:
+                if task.loop.time and task.loop.parts > 1:
                     inside = {id(t): self.program for t in _tasks_of(task)}
                     proof = _TimeLoop(self.step, inside, task, self.around, makers, self.stacks)
                     self.stacks.update(proof.run())
@@ -160,10 +163,13 @@ class _Level:
     def _merge(self, task: Compute) -> None:
         """What puts a stack together puts each element where it was cut from."""
         op = task.op
-        if len(op.inputs) != 1 or op.inputs[0] not in self.stacks or op.path in self.step.source.by_path:
+        if not op.inputs or any(t not in self.stacks for t in op.inputs) or op.path in self.step.source.by_path:
             return
         stack, loop = op.inputs[0], self.writers[op.inputs[0]]
-        where = f"loop '{loop.name}', '{op.outputs[0].name}' of the parts of all {loop.length} iterations"
+        where = f"loop '{loop.name}', '{op.outputs[0].name}' of all {loop.parts} parts"
+        if len(op.inputs) > 1:
+            self._merge_turns(task, loop, where)
+            return
         for jaxpr, places in ((_body(op), []), (task.jaxpr, _places(self.program, task))):
             each_once(jaxpr, [ids(shape(jaxpr.invars[0]))], 1, places, where)
         state = self.stacks[stack]
@@ -171,9 +177,19 @@ class _Level:
             raise VerificationError(f"{where}: what each iteration leaves is no part: {_text(state)}")
         if isinstance(state, VisitedPart) and state.dim is not None and state.blocks is not None and state.rows is not None:
             found = each_once(_body(op), [ids(stack.shape)], 1, [], where)
-            parts = parts_of(found[0], state.dim, state.blocks, loop.length, state.rows)
+            parts = parts_of(found[0], state.dim, state.blocks, loop.parts, state.rows)
             if parts is None or not np.array_equal(parts, ids(stack.shape)):
                 raise VerificationError(f"{where}: they are put together in another order than they were cut in")
+
+    def _merge_turns(self, task: Compute, loop: Loop, where: str) -> None:
+        """What puts the stacks of several turns together has the parts in their order."""
+        made, states = task.op.outputs[0], {self.stacks[t] for t in task.op.inputs}
+        every = ids((loop.parts, *task.op.inputs[0].shape[1:]))
+        own = [every[turn :: loop.turns] for turn in range(loop.turns)]
+        moved = len(own) == len(task.op.inputs) and evaluate(_body(task.op), own)[0]
+        if not np.array_equal(moved, every) or len(states) > 1:
+            raise VerificationError(f"{where}: those of the {loop.turns} turns are not put together in their order")
+        self.stacks[made], self.writers[made] = states.pop(), loop
 
 
 @dataclass
@@ -194,6 +210,7 @@ class _TimeLoop:
     makers: Mapping[PTensor, Compute]
     stacks: Mapping[PTensor, State]
     read: list[PTensor] = field(default_factory=list)
+    turns: dict[PTensor, tuple[int, ...]] = field(default_factory=dict)  # what a carry leaves -> when something is added
 
     def run(self) -> States:
         """What the slices of the stacks are that the loop leaves."""
@@ -201,25 +218,39 @@ class _TimeLoop:
         states: States = {c.inside: SoFar(c.inside) for c in loop.carries}
         for x in loop.xs:
             states[x.slice] = self._slice(x.stack)
+        self._numbers()
         self._tasks(self.task.tasks, states, (*self.around, loop))
+        ends = {carry.final: states.get(carry.out, WHOLE) for carry in loop.carries}
+        self.turns = {final: state.turns for final, state in ends.items() if isinstance(state, SoFar)}
         for carry in loop.carries:
-            self._carry(carry, states.get(carry.out, WHOLE))
+            self._carry(carry, ends[carry.final])
         return {y.stack: states.get(y.slice, WHOLE) for y in loop.ys}
 
     def _here(self) -> str:
-        return f"loop '{self.task.loop.name}' over {self.task.loop.length} parts"
+        return f"loop '{self.task.loop.name}' over {self.task.loop.parts} parts"
 
     def _slice(self, stack: PTensor) -> State:
-        """What an iteration has of a stack: its number, or what another loop left in the iteration of this number."""
+        """What an iteration has of a stack: a part's number, or what another loop left in the iteration of this number."""
         if stack in self.stacks:
             return self.stacks[stack]
+        return INDEX if self._counted(stack) is not None else UNKNOWN
+
+    def _counted(self, stack: PTensor) -> list[int] | None:
+        """The numbers in a stack; None where it holds something else."""
         maker = self._maker(stack)
-        if maker is None or maker.op.inputs or len(stack.shape) != 1 or stack.dtype.kind != "i":
-            return UNKNOWN
+        if stack in self.stacks or maker is None or maker.op.inputs or len(stack.shape) != 1 or stack.dtype.kind != "i":
+            return None
         (numbers,) = evaluate(maker.jaxpr, [])
-        if sorted(np.asarray(numbers).tolist()) != list(range(self.task.loop.length)):
-            raise VerificationError(f"{self._here()} runs the parts {np.asarray(numbers).tolist()}")
-        return INDEX
+        return np.asarray(numbers).tolist()
+
+    def _numbers(self) -> None:
+        """The iterations and their turns together run each part once, in order."""
+        loop = self.task.loop
+        counted = [numbers for x in loop.xs if (numbers := self._counted(x.stack)) is not None]
+        for at in range(0, len(counted), loop.turns):
+            runs = [i for numbers in zip(*counted[at : at + loop.turns], strict=True) for i in numbers]
+            if runs != list(range(loop.parts)) and runs[::-1] != list(range(loop.parts)):
+                raise VerificationError(f"{self._here()} runs the parts {runs}")
 
     def _maker(self, tensor: PTensor) -> Compute | None:
         """What makes ``tensor`` in front of the loop, behind fences."""
@@ -233,15 +264,26 @@ class _TimeLoop:
         here, reads = f"{self._here()}, '{carry.final.name}'", self.read.count(carry.inside)
         if isinstance(state, SoFar) and state.joined is not None:
             combiner, joined = state.joined
-            if state.carry != carry.inside or reads != 1:
+            if state.carry != carry.inside or reads != len(state.turns):
                 raise VerificationError(f"{here}: what was joined so far is read {reads} times in an iteration")
             if not isinstance(joined, Unknown) and joined != Sum(combiner):
                 raise VerificationError(f"{here}: what each iteration joins by {combiner} is no summand: {_text(joined)}")
             self._check_start(carry, combiner, here)
+            self._check_turns(carry, here)
         elif isinstance(state, VisitedPart | Sum) or (isinstance(state, SoFar) and state.carry != carry.inside):
             raise VerificationError(f"{here}: what the last iteration leaves is not the whole: {_text(state)}")
         elif isinstance(state, SoFar) and carry.is_sum:
             raise VerificationError(f"{here}: no iteration adds anything to it")
+
+    def _check_turns(self, carry: Carry, here: str) -> None:
+        """What is added at each turn arrives in the sum of all, though it may be carried apart, and joined behind."""
+        count, turns = self.task.loop.turns, sorted(self.turns[carry.final])
+        for join in self.step.graph.consumers.get(carry.final, ()) if len(turns) < count else ():
+            if not adds_all(_body(join)):
+                raise VerificationError(f"{here}: '{join.path}' reads what is added at turns {turns} of {count} alone")
+            turns = sorted({turn for t in join.inputs for turn in self.turns.get(t, ())})
+        if turns != list(range(count)):
+            raise VerificationError(f"{here}: only what is added at turns {turns} of {count} is in it")
 
     def _check_start(self, carry: Carry, combiner: Combiner, here: str) -> None:
         maker = self._maker(carry.init)
@@ -276,7 +318,7 @@ class _TimeLoop:
 
     def _source(self, op: Op) -> Op | None:
         """The whole op that ``op`` does a part of; None of pieces, and of what stands between the ops."""
-        found = self.step.source.by_path.get((op.again or op).path)
+        found = self.step.source.by_path.get((op.again or op).whole)
         if found is None or found.body is None or len(found.outputs) != len(op.outputs):
             return None
         return found if len(found.inputs) <= len(op.inputs) else None
@@ -290,7 +332,7 @@ class _TimeLoop:
             tensors = tensors[: len(source.inputs)]
         found: list[Sequence[State]] = []
         for dealt in itertools.product((None, *rule.factors), repeat=len(around)):
-            cut = [(f, loop.length) for f, loop in zip(dealt, around, strict=True) if f is not None]
+            cut = [(f, loop.parts) for f, loop in zip(dealt, around, strict=True) if f is not None]
             if all(_shape(rule, dims, cut, whole) == t.shape for (dims, t), whole in zip(tensors, wholes, strict=False)):
                 factor = dealt[around.index(self.task.loop)]
                 made = self._by_factor(source, rule, factor, given[: len(source.inputs)], len(cut) == 1)
@@ -300,7 +342,7 @@ class _TimeLoop:
         if not found:
             reads = ", ".join(f"'{t.name}' {list(t.shape)} ({_text(s)})" for t, s in zip(op.inputs, given, strict=True))
             raise VerificationError(
-                f"{self._here()}, op '{op.path}': no factor of {rule} has {' x '.join(str(x.length) for x in around)} "
+                f"{self._here()}, op '{op.path}': no factor of {rule} has {' x '.join(str(x.parts) for x in around)} "
                 f"parts of which it takes one in each iteration; it reads {reads}"
             )
         return [states[0] if len(set(states)) == 1 else UNKNOWN for states in zip(*found, strict=True)]
@@ -348,12 +390,12 @@ class _TimeLoop:
                     return VisitedPart(dim)
                 outer = blocks * _outer(rule, names, factor)
                 size = math.prod(rule.factors[n].size for n in names)
-                return VisitedPart(dim, outer, size // (outer * self.task.loop.length))
+                return VisitedPart(dim, outer, size // (outer * self.task.loop.parts))
         return UNKNOWN if rule.factors[factor].kind == "blocked" else WHOLE
 
     def _sliced(self, task: Compute, given: Sequence[State]) -> Sequence[State]:
         """A part that is cut off by the iteration's number: of all iterations together, each element once."""
-        op, count = task.op, self.task.loop.length
+        op, count = task.op, self.task.loop.parts
         rest = [s for s in given if s != INDEX]
         if len(rest) != 1 or not only_moves(_body(op)):
             return [UNKNOWN] * len(op.outputs)
@@ -390,9 +432,9 @@ class _TimeLoop:
         one, other = given
         for a, b in ((one, other), (other, one)):
             if isinstance(a, SoFar):
-                if a.joined is not None or isinstance(b, SoFar):
+                if op.turn in a.turns or isinstance(b, SoFar) or a.joined not in (None, (combiner, b)):
                     raise VerificationError(f"{self._here()}, op '{op.path}': '{a.carry.name}' is joined twice")
-                return SoFar(a.carry, (combiner, b))
+                return SoFar(a.carry, (combiner, b), (*a.turns, op.turn))
         if one == other or OPEN in given:
             return other if one == OPEN else one
         kinds = {type(s) for s in given}
@@ -403,7 +445,7 @@ class _TimeLoop:
     def _repeat(self, task: Repeat, states: States, around: tuple[Loop, ...]) -> None:
         """A loop in the body: what its carries are does not change from iteration to iteration."""
         loop = task.loop
-        inner = (*around, loop) if loop.time and loop.length > 1 else around
+        inner = (*around, loop) if loop.time and loop.parts > 1 else around
         starts = [states.get(c.init, WHOLE) for c in loop.carries]
         self.read += [s.carry for s in starts if isinstance(s, SoFar)]
         starts = [UNKNOWN if isinstance(s, SoFar) else s for s in starts]

@@ -180,7 +180,7 @@ def test_part_of_a_grid_cannot_be_in_any_order() -> None:
         grid = graph.op_trans(op, Split(("batch/x", 0), 4))
         graph.op_assign(grid[:2], devices[:2], any_order=True)
 
-    with pytest.raises(PlanError, match="part of a grid, which cannot be assigned in any order; assign the whole grid"):
+    with pytest.raises(PlanError, match=r"part of a grid, .*cannot be assigned in any order; assign the whole grid"):
         planned(policy, 4)
 
 

@@ -97,7 +97,7 @@ def test_a_backward_op_runs_where_its_forward_op_does() -> None:
     backward = [op for op in captured.graph.ops if op.forward is not None]
     assert {op.path.split("/")[0] for op in backward} == {"left", "right"}
     for op in backward:
-        assert home[op.path].devices == GROUPS[op.path.split("/")[0]], op.path
+        assert home[op.path].group.devices == GROUPS[op.path.split("/")[0]], op.path
 
 
 def test_what_the_plan_left_open_is_filled_in_on_its_own_group(lowered: Any) -> None:

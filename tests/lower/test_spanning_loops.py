@@ -22,7 +22,7 @@ from jscaler.verification.segments import check_values
 
 WORDS = WIDTH = 12
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-Groups = Mapping[str, Sequence[int]]
+Groups = Mapping[str, Sequence[int] | Sequence[Sequence[int]]]  # of a scope its group, or its groups by turns
 
 
 def make_step(layers: int) -> Callable[..., Any]:
@@ -64,11 +64,13 @@ def on(groups: Groups, microbatches: int, table: Any = None) -> Callable[[Any, n
     def policy(graph: Any, devices: np.ndarray) -> None:
         rows = graph.factor_of("batch/x", 0) | graph.factor_of("batch/y", 0)
         for scope, group in groups.items():
+            places = devices[np.atleast_2d(np.array(group))]  # turns, devices
+            turns = places if len(places) == 1 else np.resize(places, (microbatches, places.shape[1]))
             for op in graph.select(f"*{scope}/*", kind="forward"):
                 if op in rows:
                     parts = [TimeSplit(rows[op], microbatches, "mb")]
-                    parts += [Split(rows[op], len(group))] if len(group) > 1 else []
-                    graph.op_assign(graph.op_trans(op, *parts), [int(devices[i]) for i in group])
+                    parts += [Split(rows[op], places.shape[1])] if places.shape[1] > 1 else []
+                    graph.op_assign(graph.op_trans(op, *parts), turns)
         if table is not None:
             graph.schedule(table)
 
@@ -86,6 +88,16 @@ CASES: dict[str, tuple[Groups, int, Any]] = {
     "the table on all": ({"embed": [0, 1, 2, 3], "layer_0": [0, 1], "layer_1": [2, 3], "head": [0, 1, 2, 3]}, 3, None),
     "groups of other sizes": ({"embed": [0], "layer_0": [0, 1], "layer_1": [2, 3, 4, 5], "head": [6]}, 2, None),
     "there and back": ({"embed": [0], **{f"layer_{i}": [i % 2] for i in range(4)}, "head": [1]}, 3, None),
+    "two directions": (
+        {"embed": [[0], [2]], "layer_0": [[0], [2]], "layer_1": [1], "layer_2": [[2], [0]], "head": [[2], [0]]},
+        4,
+        None,
+    ),
+    "two directions, two devices each": (
+        {"embed": [[0, 1], [2, 3]], "layer_0": [[0, 1], [2, 3]], "layer_1": [[2, 3], [0, 1]], "head": [[2, 3], [0, 1]]},
+        2,
+        None,
+    ),
     "nested": ({"embed": [0, 1, 2, 3], "layer_0": [1, 2], "layer_1": [0, 1, 2, 3], "head": [2]}, 2, None),
 }
 
@@ -94,8 +106,12 @@ def layers_in(groups: Groups) -> int:
     return sum(scope.startswith("layer") for scope in groups)
 
 
+def devices_in(groups: Groups) -> int:
+    return int(max(np.max(group) for group in groups.values())) + 1
+
+
 def planned(groups: Groups, microbatches: int, table: Any = None, rows: int = 24) -> StepPlan:
-    layers, devices = layers_in(groups), max(max(group) for group in groups.values()) + 1
+    layers, devices = layers_in(groups), devices_in(groups)
     step = jscaler.parallelize(on(groups, microbatches, table), devices=devices)(make_step(layers))
     return step.lower(*arguments(layers, rows)).plan
 
@@ -103,7 +119,7 @@ def planned(groups: Groups, microbatches: int, table: Any = None, rows: int = 24
 @pytest.mark.parametrize("case", CASES)
 def test_optimizer_steps_are_those_of_one_device(case: str) -> None:
     groups, microbatches, table = CASES[case]
-    layers, devices = layers_in(groups), max(max(group) for group in groups.values()) + 1
+    layers, devices = layers_in(groups), devices_in(groups)
     with jax.enable_x64(True):
         step = make_step(layers)
         train = jscaler.parallelize(on(groups, microbatches, table), devices=devices)(step)
@@ -123,10 +139,10 @@ def test_what_goes_over_the_boundaries() -> None:
     stages = 3
     plan = planned(chain_of(stages), 4)
     assert plan.spanning is not None
-    body = [t for t in plan.transfers if t.phase == plan.spanning.phase]
+    body = [t for t in plan.transfers if t.phase in plan.spanning.phases]
     assert len(body) == 2 * (stages - 1)
     assert {t.tensor.shape for t in body} == {(6, 5, WIDTH)}
-    once = [t.tensor for t in plan.transfers if t.phase != plan.spanning.phase]
+    once = [t.tensor for t in plan.transfers if t.phase not in plan.spanning.phases]
     tables = [t.name for t in once if t.shape == (WORDS, WIDTH)]
     assert sorted(tables) == ["d(state/0/table)@2", "state/0/table"], "the table once, its gradient once, behind the loop"
     assert all(not t.shape for t in once if t.name not in tables)
@@ -152,7 +168,7 @@ def test_few_micro_batches_are_live(table: str, most: Callable[[int], int]) -> N
     plan = planned(chain_of(3), 6, table)
     assert plan.spanning is not None
     for stage, group in enumerate(plan.completed.groups):
-        blocks = [i for i, b in enumerate(plan.blocks) if b.phase == plan.spanning.phase and b.group == group]
+        blocks = [i for i, b in enumerate(plan.blocks) if b.phase in plan.spanning.phases and b.group == group]
         if len(blocks) < 2:
             continue
         first, last = min(blocks, key=lambda i: plan.blocks[i].level), max(blocks, key=lambda i: plan.blocks[i].level)
@@ -181,7 +197,7 @@ def test_a_stage_keeps_what_cannot_be_made_again_cheaply() -> None:
     """Between forward and backward of a stage: its input, of the tanh one tensor, and the mask in one byte."""
     plan = planned(chain_of(3), 4)
     assert plan.spanning is not None
-    body = [b for b in plan.blocks if b.phase == plan.spanning.phase and b.group.devices == (1,)]
+    body = [b for b in plan.blocks if b.phase in plan.spanning.phases and b.group.devices == (1,)]
     forward, backward = sorted(body, key=lambda block: block.level)
     kept = [v.aval for v, layout in zip(forward.flat.outputs, forward.outputs, strict=True) if layout is None]  # type: ignore[union-attr]
     assert sorted(str(a.dtype) for a in kept) == ["bool", "float32"]  # type: ignore[attr-defined]

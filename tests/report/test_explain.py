@@ -136,3 +136,33 @@ def test_time_axes_are_shown_and_what_they_are_cut_and_joined_with_is_not() -> N
     assert any(line.split()[1:3] == ["max", "8"] for line in in_parts), lines  # four micro-batches of two parts
     assert any("microbatch:4 " in line and "co_shard" not in line for line in lines)
     assert not [line for line in lines if "@cut" in line or "@start" in line]
+
+
+def test_where_ops_run_and_why_is_said_if_there_are_several_groups() -> None:
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        def loss(p: dict[str, jax.Array]) -> jax.Array:
+            with jax.named_scope("one"):
+                h = x @ p["a"]
+            with jax.named_scope("two"):
+                y = h @ p["b"]
+            with jax.named_scope("open"):
+                return jnp.sum(h) + jnp.sum(jnp.tanh(y))
+
+        return jax.tree.map(lambda p, g: p - g, params, jscaler.grad(loss)(params))
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        for scope, device in (("one", 0), ("two", 1)):
+            for op in graph.select(f"*{scope}/*"):
+                graph.op_assign(op, device)
+
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 16))}
+    plan = jscaler.parallelize(policy, devices=2)(step).lower(params, jnp.ones((2, 4))).plan
+    homes = {row.path: (row.devices, row.home) for row in plan.report.ops}
+    assert homes["two/dot"] == ((1,), "")
+    assert homes["two/dot@backward"] == ((1,), "as its forward")
+    assert homes["open/tanh"] == ((1,), "by its operands")
+    assert homes["open/reduce_sum"] == ((0,), "by its operands"), "of h, which lies there"
+    assert homes["update/params/b/sub"] == ((1,), "by its operands")
+    text = plan.explain(["ops"])
+    assert "[1] as its forward" in text
+    assert "runs on" not in planned(batch_and_hidden, 4).explain(["ops"])

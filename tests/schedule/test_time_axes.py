@@ -181,7 +181,6 @@ def test_copies_that_share_a_device_are_no_parts(captured: Any) -> None:
 
 ERRORS = {
     "two axes of one name": (dot_on([0], TimeSplit("a", 2), TimeSplit("c", 2)), PlanError, "a name of its own"),
-    "parts on several devices": (dot_on([0, 1], TimeSplit("a", 2)), PlanError, "one after another on one device"),
     "parts that do not divide": (dot_on([0], TimeSplit("a", 3)), SplitError, "legal"),
     "parts of what devices leave": (dot_on([0, 1], Split("a", 2), TimeSplit("a", 8)), SplitError, "legal"),
     "unequal parts in time": (dot_on([0, 1], Split("a", sizes=(3, 5)), TimeSplit("a", 2)), PlanError, "by one split"),
@@ -196,11 +195,11 @@ def test_errors(captured: Any, graph: Graph, case: str) -> None:
     assert "up/dot" in str(found.value)
 
 
-def test_a_part_of_a_time_axis_is_not_assigned_alone(captured: Any, graph: Graph) -> None:
+def test_a_part_of_a_time_axis_needs_the_others(captured: Any, graph: Graph) -> None:
     def policy(graph: Any, _: Any) -> None:
         graph.op_assign(graph.op_trans("up/dot", TimeSplit("a", 2))[0], 0)
 
-    with pytest.raises(PlanError, match="assign them as one"):
+    with pytest.raises(PlanError, match=r"1 of them have no device: '\[1\]'; call op_assign"):
         axes_of(captured, graph, policy)
 
 
