@@ -169,26 +169,34 @@ def task_rows(task: Task) -> list[Row]:
     """A model under its plans."""
     make, chain = CASES[task.model][0], OPTIMIZERS[task.optimizer]
     kind, case = DTYPES[task.dtype], make(DTYPES[task.dtype])
-    exact = run(_plain(make(DTYPES["float64"])), chain(), jax.jit, jax.value_and_grad)
-    jit = exact if task.dtype == "float64" else run(_plain(case), chain(), jax.jit, jax.value_and_grad)
 
     @functools.cache
-    def others() -> list[Any]:
-        starts = (shaken(_plain(case), kind, seed) for seed in range(SHAKEN))
+    def one_device(blocks: int) -> tuple[Any, Any]:
+        """`jax.jit`'s run, and its run in float64."""
+        exact = run(_plain(make(DTYPES["float64"]), blocks), chain(), jax.jit, jax.value_and_grad)
+        if task.dtype == "float64":
+            return exact, exact
+        return run(_plain(case, blocks), chain(), jax.jit, jax.value_and_grad), exact
+
+    @functools.cache
+    def others(blocks: int) -> list[Any]:
+        starts = (shaken(_plain(case, blocks), kind, seed) for seed in range(SHAKEN))
         return [run(start, chain(), jax.jit, jax.value_and_grad) for start in starts]
 
     found = []
     for one in task.chosen:
         ours = run(case, chain(), jscaler.parallelize(one.plan, devices=one.devices), jscaler.value_and_grad)
         where = {"model": task.model, "plan": one.name, "dtype": task.dtype, "devices": one.devices}
-        for row in measures(task.dtype, ours, jit, exact, others):
+        blocks = one.blocks if case.alone is not None else 1
+        for row in measures(task.dtype, ours, *one_device(blocks), functools.partial(others, blocks)):
             found.append({**where, **row, "measure": f"{task.optimizer}: {row['measure']}"})
     return found
 
 
-def _plain(case: Case) -> Case:
+def _plain(case: Case, blocks: int) -> Case:
     """What one device computes."""
-    return case if case.alone is None else dataclasses.replace(case, loss=case.alone)
+    alone = case.alone
+    return case if alone is None else dataclasses.replace(case, loss=lambda *args: alone(*args, blocks))
 
 
 if __name__ == "__main__":

@@ -26,23 +26,25 @@ class Case:
         loss: ``loss(params, rest, batch, key) -> (loss, rest)``; ``rest`` is state that is not trained.
         params, rest: at the start.
         batches: one per step.
-        alone: the loss of one device where plans run micro-batches alone, if it is another.
+        alone: the loss of one device where plans run micro-batches alone, if it is another; its last argument says between
+            how many devices the batch is split, each of which owns a block of it and takes its parts from there.
     """
 
     loss: Callable[[Any, Any, Any, jax.Array], Any]
     params: Any
     batches: list[Any]
     rest: Any = ()
-    alone: Callable[[Any, Any, Any, jax.Array], Any] | None = None
+    alone: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A plan on a number of devices; ``quick`` ones are part of the quick form."""
+    """A plan on a number of devices, of which ``blocks`` split the batch; ``quick`` ones are part of the quick form."""
 
     plan: Any
     devices: int
     quick: bool = False
+    blocks: int = 1
 
     @property
     def name(self) -> str:
@@ -151,10 +153,14 @@ def convnet_alone(dtype: Any, microbatches: int = 2) -> Case:
     """The same, whose plans normalise each micro-batch alone; running statistics go from one to the next."""
     case = convnet(dtype)
 
-    def alone(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+    def alone(params: Any, rest: Any, batch: Any, key: jax.Array, blocks: int) -> Any:
+        def part_of(x: Any, i: int) -> jax.Array:
+            rows = jnp.reshape(x, (blocks, microbatches, -1, *x.shape[1:]))[:, i]
+            return rows.reshape(-1, *x.shape[1:])
+
         total = 0.0
         for i in range(microbatches):
-            part = jax.tree.map(lambda x, i=i: jnp.split(x, microbatches)[i], batch)
+            part = jax.tree.map(functools.partial(part_of, i=i), batch)
             loss, rest = case.loss(params, rest, part, key)
             total += loss
         return total / microbatches, rest
@@ -303,7 +309,10 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("zero3", 8),
         ],
     ),
-    "conv + BatchNorm, alone": (convnet_alone, [Run("accumulate(2, data_parallel(), per_microbatch='BatchNorm*')", 2)]),
+    "conv + BatchNorm, alone": (
+        convnet_alone,
+        [Run("accumulate(2, data_parallel(), per_microbatch='*/norm/*')", 2, blocks=2)],
+    ),
     "MoE": (
         moe,
         [
@@ -320,7 +329,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
 }
 
 
-def pipelines(first: int, inner: dict[str, int], more: str = "") -> list[Run]:
+def pipelines(first: int, inside: dict[str, int], more: str = "") -> list[Run]:
     """Stages of each inner plan, of so many devices: all pairs of model, schedule, stages and inner plan are in some row.
 
     Args:
@@ -328,14 +337,16 @@ def pipelines(first: int, inner: dict[str, int], more: str = "") -> list[Run]:
         more: arguments.
     """
     found = []
-    for number, (plan, devices) in enumerate(inner.items(), first):
+    for number, (plan, devices) in enumerate(inside.items(), first):
         schedule, stages = ("1f1b", "gpipe")[number % 2], (2, 4)[number // 2 % 2]
+        blocks = 2 if plan.startswith(("dp=2", "data_parallel", "zero")) else 1
         if plan.startswith("dp="):
-            name = f"megatron({plan}, pp=2, microbatches=2, schedule='{schedule}'{more})"
-            found.append(Run(name, 2 * devices))
+            name = f"megatron({plan}, pp=2, microbatches=2, schedule='{schedule}')"
+            name = f"pipeline(2, 2, '{schedule}', plan=megatron({plan}){more})" if more else name
+            found.append(Run(name, 2 * devices, blocks=blocks))
         else:
-            inside = f", plan={plan}" if plan else ""
-            found.append(Run(f"pipeline({stages}, 2, '{schedule}'{inside}{more})", stages * devices))
+            own = f", plan={plan}" if plan else ""
+            found.append(Run(f"pipeline({stages}, 2, '{schedule}'{own}{more})", stages * devices, blocks=blocks))
     return found
 
 
@@ -343,17 +354,24 @@ INNER = {
     "": 1, "tensor_parallel()": 2, "data_parallel()": 2, "zero1()": 2, "zero3()": 2, "recompute_layers()": 1,
     "co_shard(2)": 1, "dp=2, tp=2": 4, "dp=1, tp=4": 4,
 }  # fmt: skip
-OF_MLP = {
-    "": 1, f"tensor_parallel({FIRST})": 2, "data_parallel()": 2, "zero1()": 2, "zero3()": 2, "recompute_layers()": 1,
-    f"co_shard(2, on={FIRST}, loss=False)": 1, f"dp=2, tp=2, columns={FIRST}": 4, f"dp=1, tp=4, columns={FIRST}": 4,
-}  # fmt: skip
-ALONE = ", per_microbatch='BatchNorm*'"
+
+
+def inner(columns: str, layers: str) -> dict[str, int]:
+    """The same for a model whose columns and layers have no names that plans know."""
+    return {
+        "": 1, f"tensor_parallel({columns})": 2, "data_parallel()": 2, "zero1()": 2, "zero3()": 2,
+        f"recompute_layers(on='{layers}')": 1, f"co_shard(2, on={columns}, loss=False)": 1,
+        f"dp=2, tp=2, columns={columns}": 4, f"tensor_parallel(columns={columns})": 4,
+    }  # fmt: skip
+
+
+ALONE = ", per_microbatch='*/norm/*'"
 # Steps on several device groups: as many executables, so no rows of `bench.same_programs`.
 PIPELINES: dict[str, list[Run]] = {
-    "mlp": [Run("pipeline(2, 4)", 2, quick=True), *pipelines(0, OF_MLP)],
+    "mlp": [Run("pipeline(2, 4)", 2, quick=True), *pipelines(0, inner(FIRST, "layer_*"))],
     "linen GPT": pipelines(1, INNER),
     "GPT, masked loss": [Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8), Run("pipeline(2, 4, 'gpipe')", 2)],
-    "nnx GPT": pipelines(2, INNER),
-    "conv + BatchNorm, alone": pipelines(3, INNER, ALONE),
+    "nnx GPT": pipelines(2, {plan.replace("layers()", "layers(on='0/blocks/*')"): n for plan, n in INNER.items()}),
+    "conv + BatchNorm, alone": pipelines(3, inner('{"*/same_1/conv/kernel": 3}', "down_*"), ALONE),
     "MoE": [*pipelines(0, INNER), Run("pipeline(2, 2, 'gpipe', plan=expert_parallel())", 4)],
 }

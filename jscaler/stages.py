@@ -13,7 +13,7 @@ from jscaler.capture.jaxprs import trace_flat
 from jscaler.capture.trace import trace_step
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import DeviceError
-from jscaler.flat_passes.all_passes import flat_passes
+from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes, PassRun, run_passes
 from jscaler.lower.blocks import make_programs
@@ -21,7 +21,7 @@ from jscaler.lower.cut import cut
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.instructions import instructions
 from jscaler.lower.numbering import flatten
-from jscaler.lower.segment import Segment
+from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import complete
 from jscaler.materialize.group_passes import GROUP_PASSES
@@ -119,11 +119,15 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     segments: list[Segment] = []
     made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
     values = made.values
+    several = len(completed.groups) > 1
     for program in made.programs:
-        flat, flattened = run_passes(flatten(program, captured.source), passes, _num_items)
+        flat, flattened = run_passes(flatten(program, captured.source), BEFORE_CUT if several else passes, _num_items)
         blocks, values = cut(program, flat, values)
-        segments.append(Segment(program, flat, blocks))
         runs += flattened
+        if several:  # what a pass fences or merges runs at once: it must not wait for another block's
+            placed, each = run_passes(CutProgram(blocks), [in_each_block(one) for one in passes], CutProgram.num_items)
+            blocks, runs = placed.blocks, [*runs, *each]
+        segments.append(Segment(program, flat, blocks))
     every = [block for segment in segments for block in segment.blocks]
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
     steps = instructions(graph, every, made.transfers, made.spanning, len(graph.outputs), plan.table, between)

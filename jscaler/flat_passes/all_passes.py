@@ -24,6 +24,8 @@ FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
     casts_at_use,
     live,
 )
+# What is done before a program of one of several device groups is cut into blocks, too: it says what blocks keep.
+BEFORE_CUT: tuple[Pass[FlatProgram], ...] = (adapters_across_casts, casts_at_use, live)
 # What only moves XLA's scheduler or code generation: the numbers are the same without, memory or time is not.
 FOR_XLA: tuple[Pass[FlatProgram], ...] = (swapped_dots, pairs_together, products_before_loops, stacks_with_carries)
 

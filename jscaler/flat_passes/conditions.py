@@ -8,7 +8,7 @@ the predicate) per stage of an update, and not per leaf::
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from jax.extend import core
@@ -21,19 +21,13 @@ from jscaler.lower.flat_program import FlatProgram, Item, each_level, reads, res
 
 def merged_conditions(program: FlatProgram) -> FlatProgram:
     """Conditions of one predicate as few as their order allows: a launch, and a wait, for each stage of an update."""
-    first = program.first_levels
-    return each_level(program, lambda level: merge_conditions(level.items, first))
+    return each_level(program, lambda level: merge_conditions(level.items))
 
 
-def merge_conditions(items: Sequence[Item], first: Mapping[core.Var, int]) -> list[Item]:
-    """``items`` with conditions of one predicate as few as their order allows; other items keep their order.
-
-    Args:
-        first: what can be there only behind a crossing -> behind which; a condition does not wait for a later one's.
-    """
+def merge_conditions(items: Sequence[Item]) -> list[Item]:
+    """``items`` with conditions of one predicate as few as their order allows; other items keep their order."""
     conditions = {i: item for i, item in enumerate(items) if _is_condition(item)}
-    levels = {i: max((first.get(v, 0) for v in reads(eqn)), default=0) for i, eqn in conditions.items()}
-    predicates = {i: (_key(eqn.invars[0]), levels[i]) for i, eqn in conditions.items()}
+    predicates = {i: _key(eqn.invars[0]) for i, eqn in conditions.items()}
     if len(set(predicates.values())) == len(predicates):
         return list(items)
     sorter = sorter_of(dict(enumerate(_dependencies(items))))
@@ -49,8 +43,8 @@ def merge_conditions(items: Sequence[Item], first: Mapping[core.Var, int]) -> li
         if ready:
             group = [heapq.heappop(ready)]
         else:
-            oldest = predicates[min(late)]
-            group = sorted(i for i in late if predicates[i] == oldest)
+            first = predicates[min(late)]
+            group = sorted(i for i in late if predicates[i] == first)
             late = [i for i in late if i not in group]
         found.append(items[group[0]] if len(group) == 1 else _merged([conditions[i] for i in group]))
         sorter.done(*group)
@@ -96,7 +90,7 @@ def _merged(eqns: Sequence[core.JaxprEqn]) -> core.JaxprEqn:
             outs += inliner.run(body, [], [given[_key(a)] for a in eqn.invars[1:]])
         inner, outs = _once(inliner.eqns, outs)
         invars = [given[key] for key in operands]
-        merged = [item for item in merge_conditions(inner, {}) if isinstance(item, core.JaxprEqn)]
+        merged = [item for item in merge_conditions(inner) if isinstance(item, core.JaxprEqn)]
         branches.append(core.ClosedJaxpr(make_jaxpr(merged, invars, outs, bodies[0]), []))
     return eqns[0].replace(
         params={**eqns[0].params, "branches": tuple(branches)},

@@ -28,6 +28,7 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     Args:
         count: how many are taken.
     """
+    arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
     ends = _ends(program, flat)
     last = max(program.last_level, *program.import_levels, 0)
     own = sorted({last, *program.pinned.values(), *(level for *_, level in ends if level is not None)})
@@ -38,8 +39,8 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     places = [(number, atom, layout, _place(atom, level, made, own)) for number, atom, layout, level in ends]
     parts = [[item for item in flat.items if at[id(item)] == level] for level in own]
     left = [[atom for _, atom, _, place in places if place == level] for level in own]
-    free = {*(v for v in flat.inputs if not flat.arrive.get(v, 0)), *(v for _, v in flat.part_indices)}
-    arrive = {v: bisect.bisect_left(own, level) for v, level in flat.arrive.items() if level}
+    free = {*(v for v in flat.inputs if not arrived.get(v, 0)), *(v for _, v in flat.part_indices)}
+    arrive = {v: bisect.bisect_left(own, level) for v, level in arrived.items() if level}
     whole = [Cuttable(tuple(items), tuple(out)) for items, out in zip(parts, left, strict=True)]
     parts, originals = saved_or_again(whole, arrive, free)
     return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
@@ -75,20 +76,31 @@ def _latest(
     for _, atom, _, level in ends:
         if isinstance(atom, core.Var) and level is not None:
             latest[atom] = min(latest.get(atom, last), level)
-    first = flat.first_levels
+    arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
+    first = _first(flat, arrived)
     at: dict[int, int] = {}
     for item in reversed(flat.items):
         level = min((latest.get(v, last) for v in results(item)), default=last)
         level = min([level, *(program.pinned.get(flat.origins.op.get(v, ""), level) for v in results(item))])
-        earliest = max((first.get(v, 0) for v in reads(item)), default=0)
         if has_effects(item):
-            level = earliest
+            level = first[id(item)]
         level = max((x for x in own if x <= level), default=own[0])
-        assert level >= earliest, "an item would run before what it reads arrives"
+        assert level >= first[id(item)], "an item would run before what it reads arrives"
         at[id(item)] = level
         for v in reads(item):
             latest[v] = min(latest.get(v, last), level)
     return at
+
+
+def _first(flat: FlatProgram, arrived: Mapping[core.Var, int]) -> dict[int, int]:
+    """The level at which each item could run first, by its identity."""
+    known = dict(arrived)
+    found = {}
+    for item in flat.items:
+        level = max((known.get(v, 0) for v in reads(item)), default=0)
+        found[id(item)] = level
+        known.update(dict.fromkeys(results(item), level))
+    return found
 
 
 def _place(atom: Atom, level: int | None, made: Mapping[core.Var, int], own: Sequence[int]) -> int:

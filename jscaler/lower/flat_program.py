@@ -135,7 +135,6 @@ class FlatProgram:
         part_indices: the variables that hold this device's index along some mesh axes.
         source: any jaxpr of the step, whose debug info is carried on.
         held: by the results of an item the most bytes that a device holds while it runs, if a pass has estimated it.
-        arrive: the levels (`lower.blocks`) behind which inputs come from other groups; others are there from the start.
     """
 
     inputs: tuple[core.Var, ...]
@@ -145,16 +144,6 @@ class FlatProgram:
     source: core.Jaxpr = field(compare=False, repr=False)
     origins: Origins = field(default_factory=Origins, compare=False, repr=False)
     held: Mapping[core.Var, int] | None = field(default=None, compare=False, repr=False)
-    arrive: Mapping[core.Var, int] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def first_levels(self) -> dict[core.Var, int]:
-        """The level at which each variable can be there first."""
-        found = dict(self.arrive)
-        for item in self.items:
-            level = max((found.get(v, 0) for v in reads(item)), default=0)
-            found.update(dict.fromkeys(results(item), level))
-        return found
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:

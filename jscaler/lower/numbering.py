@@ -35,8 +35,7 @@ def flatten(program: Program, like: core.Jaxpr) -> FlatProgram:
     outputs = tuple(numbering.slots[slot] for slot, _ in program.outputs)
     origins = Origins(numbering.makers, numbering.tensors, numbering.done)
     indices = tuple(numbering.indices.items())
-    arrive = dict(zip(reversed(inputs), reversed(program.import_levels), strict=False))
-    return FlatProgram(tuple(inputs), indices, tuple(numbering.items), outputs, like, origins, arrive=arrive)
+    return FlatProgram(tuple(inputs), indices, tuple(numbering.items), outputs, like, origins)
 
 
 @dataclass

@@ -1,12 +1,15 @@
 """``Segment``: a group's program in one phase, with slots and without; and its blocks, each of which is one executable."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from jscaler.errors import PlanError
 from jscaler.ir import PTensor
-from jscaler.lower.flat_program import FlatProgram
+from jscaler.ir.passes import Pass
+from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.program import Program
 from jscaler.materialize import DeviceMesh, Layout
 
@@ -45,6 +48,30 @@ class Segment:
     program: Program
     flat: FlatProgram
     blocks: tuple[PlacedBlock, ...]
+
+
+@dataclass(frozen=True)
+class CutProgram:
+    """A program as the blocks that it runs as."""
+
+    blocks: tuple[PlacedBlock, ...]
+
+    def num_items(self) -> int:
+        """Of all blocks, those of loops too."""
+        return sum(1 for block in self.blocks for _ in all_items(block.flat.items))
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(block.flat) for block in self.blocks)
+
+
+def in_each_block(one: Pass[FlatProgram]) -> Pass[CutProgram]:
+    """A pass over a flat program, over each block's."""
+
+    @functools.wraps(one)
+    def in_each(cut: CutProgram) -> CutProgram:
+        return CutProgram(tuple(dataclasses.replace(block, flat=one(block.flat)) for block in cut.blocks))
+
+    return in_each
 
 
 def only(segments: Sequence[T], what: str) -> T:

@@ -50,7 +50,7 @@ def with_region(graph: Graph, decision: Recompute) -> Graph:
         remat = (*(r for r in op.remat if r in around), region, *rest)
         own = op.kept if around else tuple(t for t in op.outputs if t in kept)
         changed[op.path] = dataclasses.replace(op, remat=remat, kept=own)
-    return _with_ops(graph, changed)
+    return with_ops(graph, changed)
 
 
 def _dissolved(graph: Graph, regions: Set[RecomputeRegion]) -> Graph:
@@ -60,10 +60,10 @@ def _dissolved(graph: Graph, regions: Set[RecomputeRegion]) -> Graph:
         if op.forward is None and not regions.isdisjoint(op.remat):
             rest = tuple(r for r in op.remat if r not in regions)
             changed[op.path] = dataclasses.replace(op, remat=rest, kept=op.kept if rest else ())
-    return _with_ops(graph, changed)
+    return with_ops(graph, changed)
 
 
-def _with_ops(graph: Graph, changed: Mapping[str, Op]) -> Graph:
+def with_ops(graph: Graph, changed: Mapping[str, Op]) -> Graph:
     """``graph`` with other forward ops of the same paths."""
     ops = []
     for op in graph.ops:

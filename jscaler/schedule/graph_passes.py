@@ -22,6 +22,7 @@ from jscaler.primitives.shard_checks import stored_leaves
 from jscaler.rules.made_of import made_of
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.per_microbatch_state import with_alone
+from jscaler.schedule.regions_by_group import regions_by_group
 from jscaler.schedule.timed import timed
 
 
@@ -50,8 +51,11 @@ def fused_ops(at: Planned) -> Planned:
 
 
 def recompute_regions(at: Planned) -> Planned:
-    """The plan's regions of recompute are marked on forward ops, as a model's own are. Some take the place of these."""
-    return dataclasses.replace(at, graph=with_regions(at.graph, at.plan))
+    """The plan's regions of recompute are marked on forward ops, as a model's own are. Some take the place of these.
+
+    On several device groups each has its own part of a region. What crosses within would be made and sent twice.
+    """
+    return dataclasses.replace(at, graph=regions_by_group(with_regions(at.graph, at.plan), at.plan))
 
 
 def per_microbatch_ops(at: Planned) -> Planned:

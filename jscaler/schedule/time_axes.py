@@ -16,7 +16,7 @@ from jscaler.ir import Graph
 from jscaler.primitives import Assign, Decision, GridAxis, Order, Plan, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Index
-from jscaler.schedule.turns import Turns, taken_in_turn
+from jscaler.schedule.turns import Devices, Turns, taken_in_turn
 
 SHARED = "shared"  # what an axis is called that is in time because its cells share devices; of others of its op, numbered
 
@@ -124,12 +124,9 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
     return TimeAxes(names, cuts, _in_space(plan, grids), orders, spanning, turns)
 
 
-def _device_sets(plan: Plan, turns: Turns) -> dict[str, frozenset[frozenset[int]]]:
-    """Op path -> the device groups that its cells lie on, one for each of its turns."""
-    found = {d.op: frozenset([frozenset(d.devices)]) for d in plan.decisions if isinstance(d, Assign)}
-    for path, own in turns.places.items():
-        found[path] = frozenset(frozenset(p.device for p in places) for places in own)
-    return found
+def _device_sets(plan: Plan, turns: Turns) -> dict[str, Devices]:
+    """Op path -> the device groups that its cells lie on, at each of its turns."""
+    return {d.op: (frozenset(d.devices),) for d in plan.decisions if isinstance(d, Assign)} | turns.devices
 
 
 def orders_on_groups(graph: Graph, plan: Plan) -> list[tuple[tuple[str, int], tuple[str, int]]]:

@@ -54,6 +54,7 @@ class TimeRegions:
         follow: how an op that no plan splits goes on with the parts that it reads, if it can.
         closed: loops that do not run part by part as a whole.
         forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
+        far: whether what one item makes goes whole to another, since they lie on different device groups.
     """
 
     graph: Graph
@@ -61,6 +62,7 @@ class TimeRegions:
     follow: Callable[[Op, Mapping[PTensor, Form]], OpPart | None]
     closed: Set[str] = frozenset()
     forms: dict[PTensor, Form] = field(default_factory=dict)
+    far: Callable[[Item, Item], bool] = lambda item, other: False
 
     def __post_init__(self) -> None:
         self.planned = frozenset(self.parts)
@@ -145,6 +147,8 @@ class TimeRegions:
 
     def _as_made(self, item: Item, source: Item) -> bool:
         """Whether ``item`` reads what ``source`` makes as it is made: part for part."""
+        if self.far(item, source):
+            return False
         made = set(made_by(source))
         wanted = self.wanted(item)
         return all(wanted.get(t) == self.forms.get(t) for t in reads_of(item) if t in made)

@@ -27,6 +27,7 @@ from jscaler.primitives import Assign, GridAxis, OnDevices, Order, Plan, Trans
 from jscaler.primitives.plan import Decision
 
 Places = tuple[Place, ...]
+Devices = tuple[frozenset[int], ...]  # at each turn
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Turns:
 
     places: Mapping[str, tuple[Places, ...]] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> dict[str, Devices]:
+        """Op path -> its devices at each of its turns."""
+        return {path: tuple(frozenset(p.device for p in places) for places in own) for path, own in self.places.items()}
 
     def of(self, decision: Decision, turn: int) -> Decision:
         """``decision`` as it is at a turn."""
@@ -77,6 +83,26 @@ def taken_in_turn(plan: Plan) -> tuple[Plan, Turns]:
         elif decision is apart[decision.op][-1]:
             decisions.append(first[decision.op])
     return dataclasses.replace(plan, decisions=tuple(decisions)), Turns(places, counts)
+
+
+def devices_by_op(graph: Graph, plan: Plan) -> dict[str, Devices]:
+    """The devices of every op at each of its turns, if ``plan`` knows several groups; open ops go with what they read."""
+    plan, turns = taken_in_turn(plan)
+    said = {path: (frozenset(d.devices),) for d in plan.decisions if isinstance(d, OnDevices) for path in d.ops}
+    said |= {d.op: (frozenset(d.devices),) for d in plan.decisions if isinstance(d, Assign)}
+    said |= turns.devices
+    found: dict[str, Devices] = {}
+    for op in graph.ops if len(set(said.values())) > 1 else ():
+        source = op.forward or op.again
+        makers = (graph.producer[t].path for t in op.inputs if t in graph.producer)
+        own = said.get(op.path) or (found.get(source.path) if source is not None else None)
+        known = own or next((found[path] for path in makers if path in found), None)
+        found.update({op.path: known} if known is not None and op.anywhere != "fence" else {})
+    for op in (op for op in graph.ops if op.anywhere == "fence" and found):
+        readers = {found.get(reader.path) for t in op.outputs for reader in graph.consumers.get(t, ())}
+        own = readers.pop() if len(readers) == 1 else None
+        found.update({op.path: own} if own is not None else {})
+    return found
 
 
 def _names_parts(decision: Assign, axes: Sequence[GridAxis]) -> bool:

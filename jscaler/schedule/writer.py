@@ -20,6 +20,7 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.op_parts import Form, OpPart, Own, Piece, names_of, passed_on
 from jscaler.schedule.time_axes import TimeAxes
 from jscaler.schedule.time_regions import TimeRegion, TimeRegions
+from jscaler.schedule.turns import devices_by_op
 from jscaler.schedule.wide_sums import add_wide, cast, read_wide
 
 JOIN = {"max": lambda a, b: [jnp.maximum(a, b)], "min": lambda a, b: [jnp.minimum(a, b)]}
@@ -49,7 +50,9 @@ class AxisWriter(ABC):
         for loop in graph.loops.values():
             for tensor in (*loop.operands, *loop.returned):
                 self.read_by.setdefault(tensor, set()).add(loop.name)
-        self.regions = TimeRegions(graph, self.planned(), self._follow, closed)
+        # micro-batches, outermost, go from group to group; a loop within lies on one
+        self._groups = devices_by_op(graph, axes.plan) if axes.names[0] != axis else {}
+        self.regions = TimeRegions(graph, self.planned(), self._follow, closed, far=self._far)
 
     def run(self) -> Graph:
         items = self.regions.rewritten(self.graph.tree, None, self.region)
@@ -71,6 +74,18 @@ class AxisWriter(ABC):
     @abstractmethod
     def counterpart(self, op: Op, source: Op) -> Op | None:
         """What stands now for ``source``, the forward op or the original of ``op``."""
+
+    def _far(self, item: Item, other: Item) -> bool:
+        """Whether the plan places two items on different device groups."""
+        if not self._groups:
+            return False
+        mine, its = ({self._groups[op.path] for op in flat([one]) if op.path in self._groups} for one in (item, other))
+        return bool(mine) and bool(its) and mine.isdisjoint(its)
+
+    def handed(self, tensor: PTensor, reader: Op) -> bool:
+        """Whether another region hands the part of ``tensor`` that it makes to ``reader``."""
+        maker = self.graph.producer.get(tensor)
+        return not (maker is not None and self._far(maker, reader)) and self.in_step(tensor, reader)
 
     def in_step(self, tensor: PTensor, reader: Op) -> bool:
         """Whether ``reader`` finds the part of ``tensor`` that another region makes while it runs."""
@@ -128,7 +143,7 @@ class AxisWriter(ABC):
         part, form = self.regions.parts.get(reader.path), self.regions.forms.get(tensor)
         if part is None or form is None or part.inputs[reader.inputs.index(tensor)] != form:
             return False
-        return self.in_step(tensor, reader)
+        return self.handed(tensor, reader)
 
 
 def _fits(op: Op, forms: Mapping[PTensor, Form], part: OpPart) -> bool:
@@ -204,7 +219,7 @@ class RegionWriter(ABC):
     def read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
         """What a part reads of ``tensor``: what the region makes, a piece that is cut off here, or the whole."""
         as_made = isinstance(form, (Piece, Own)) and self.forms.get(tensor) == form
-        handed = tensor in self.made or (as_made and self.writer.in_step(tensor, reader))
+        handed = tensor in self.made or (as_made and self.writer.handed(tensor, reader))
         found = self.writer.part_of[tensor, self.number] if handed else tensor
         if not isinstance(form, Piece) or (handed and as_made):
             return found

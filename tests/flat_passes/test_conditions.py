@@ -54,7 +54,7 @@ def test_cut_and_merged(name: str, flag: bool) -> None:
     fun, cut, merged = CASES[name]
     whole = trace_flat(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(jnp.asarray(a)) for a in (np.bool_(flag), x, y)])
     eqns = [piece for eqn in whole.eqns for piece in split_cond(eqn, staged=True)]
-    once = merge_conditions(eqns, {})
+    once = merge_conditions(eqns)
     after = make_jaxpr(once, whole.invars, whole.outvars, whole)
     for a, b in zip(evaluate(whole, (flag, x, y)), jax.jit(lambda *xs: evaluate(after, xs))(flag, x, y), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -64,4 +64,4 @@ def test_cut_and_merged(name: str, flag: bool) -> None:
 def test_other_items_keep_their_order() -> None:
     structs = [jax.typeof(jnp.bool_(True)), jax.typeof(jnp.asarray(x))]
     jaxpr = trace_flat(lambda p, x: [jnp.sin(x) * 2, lax.cond(p, jnp.sin, jnp.cos, x), jnp.tanh(x)], structs)
-    assert merge_conditions(jaxpr.eqns, {}) == list(jaxpr.eqns)
+    assert merge_conditions(jaxpr.eqns) == list(jaxpr.eqns)
