@@ -8,17 +8,21 @@ ops at random: nested, along several factors, on the devices in a random order. 
 case gives axes of few names any counts, on forward and on backward ops, which is right or refused.
 ``--alone``: models with statistics of rows, auxiliary losses and running state, under
 ``accumulate(…, per_microbatch=…)``, against a loop by hand over the step traced on the part.
-``--groups``: plans that place ops on two or three device groups, apart, nested or overlapping, backward ops too.
+``--groups``: plans that place ops on two or three device groups, apart, nested or overlapping, backward ops too; in every
+tenth case a loop spans them, whose parts may take turns on them (most that are refused have two such loops).
 """
 
+import collections
 import functools
 import multiprocessing
+import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 from bench.harness import Row, main
 
-COLUMNS = ("cases", "devices", "kinds of steps", "ops split", "refused", "worst", "failed")
+COLUMNS = ("cases", "devices", "kinds of steps", "ops split", "refused", "why", "worst", "failed")
 CHUNK = 20
 OPTIONS = {
     "cases": {"type": int, "default": 1000, "help": "how many programs"},
@@ -45,7 +49,7 @@ def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool =
     found, failed = [], []
     for seed in seeds:
         try:
-            counts = timed and seed % 3 == 0
+            counts = seed % (10 if groups else 3) == 0 and (timed or groups)
             found.append(measure_model(seed) if alone else measure(seed, timed=timed, counts=counts, groups=groups))
         except Exception as error:
             failed.append(f"{seed} {_steps(seed, alone)}: {type(error).__name__}: {str(error)[:300]}")
@@ -60,11 +64,17 @@ def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool =
         "kinds of steps": len({name for f in found for name in f.steps}),
         "ops split": sum(f.splits for f in found),
         "refused": sum(bool(f.refused) for f in found),
+        "why": "; ".join(f"{n}× {why}" for why, n in collections.Counter(map(_reason, found)).items() if why),
         "worst": f"{max((f.worst for f in found), default=0.0):.2g}",
         "failed": "; ".join(failed),
         "value": float(len(failed)),
         "bound": 0.0,
     }
+
+
+def _reason(found: Any) -> str:
+    """Why a case was refused, without the names that are its own; empty for others."""
+    return re.sub(r"\d+", "n", re.sub(r"'[^']*'", "'…'", found.refused))[:90]
 
 
 def _steps(seed: int, alone: bool) -> object:

@@ -55,6 +55,34 @@ def draw_groups_policy(seed: int, num_devices: int, share: float = 0.8) -> Calla
     return policy
 
 
+def draw_loops_policy(seed: int, num_devices: int) -> Callable[[Any, np.ndarray], None]:
+    """A policy whose loop over a dim of the input spans two or three device groups of one size, apart or overlapping.
+
+    Ops lie on the groups in their order (a pipeline), or on any of them; in every third plan parts take turns on the
+    groups. What is open, in space and in time, is filled in.
+    """
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rng = np.random.default_rng([seed, 3])
+        count, size = int(rng.integers(2, 4)), int(rng.choice([n for n in (1, 2, 3) if n <= num_devices]))
+        groups = [rng.permutation(devices)[:size] for _ in range(count)]
+        parts = int(rng.choice([2, 4]))
+        found = {op: name for op, name in _along_input(graph, rng).items() if _runs_in_turn(graph, op, name, parts)}
+        in_order, in_turn = rng.random() < 0.7, rng.random() < 0.3
+        for place, (op, name) in enumerate(found.items()):
+            stage = place * count // len(found) if in_order else int(rng.integers(count))
+            algorithms: list[Any] = [TimeSplit(name, parts, "t")]
+            if size > 1:
+                fits = graph.rule(op).factors[name].size // parts % size == 0 and rng.random() < 0.7
+                algorithms.append(Split(name, size) if fits else Replicate(size))
+            there = [groups[stage], groups[-1 - stage]] if in_turn else [groups[stage]]
+            places = np.array([there[part % len(there)] for part in range(parts)])
+            graph.op_assign(graph.op_trans(op, *algorithms), places if size > 1 else places.ravel())
+
+    policy.__name__ = f"loops_{seed}"
+    return policy
+
+
 def draw_timed_policy(seed: int, num_devices: int, share: float = 0.7) -> Callable[[Any, np.ndarray], None]:
     """A policy with time axes: one or two, each along a dim of the input from op to op, or along whatever an op has.
 

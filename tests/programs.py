@@ -16,7 +16,7 @@ import numpy as np
 
 import jscaler
 from jscaler.errors import PlanError, divisors
-from tests.policies import draw_counts_policy, draw_groups_policy, draw_policy, draw_timed_policy
+from tests.policies import draw_counts_policy, draw_groups_policy, draw_loops_policy, draw_policy, draw_timed_policy
 
 Array = Any
 StepFn = Callable[[dict[str, Array], Array], Array]
@@ -319,7 +319,8 @@ def devices_of(seed: int, timed: bool = False) -> int:
 def lowered_case(seed: int, timed: bool = False, counts: bool = False, groups: bool = False) -> tuple[Program, Any]:
     """The program of ``seed``, and its step lowered under the plan of ``seed``."""
     program, devices = draw_program(seed), devices_of(seed, timed)
-    draw = draw_groups_policy if groups else draw_counts_policy if counts else draw_timed_policy if timed else draw_policy
+    drawn = {(False, True): draw_loops_policy, (False, False): draw_groups_policy, (True, True): draw_counts_policy}
+    draw = drawn.get((timed, counts), draw_timed_policy) if groups or timed else draw_policy
     policy = draw(seed, devices)
     step = jscaler.parallelize(policy, devices=devices)(program.train_step)
     return program, step.lower(program.params, program.batch)
@@ -330,8 +331,9 @@ def measure(seed: int, steps: int = 2, timed: bool = False, counts: bool = False
 
     Args:
         timed: whether the plan has time axes.
-        counts: whether these have names and counts that need not go together; such a plan may be refused.
-        groups: whether the plan places ops on several device groups; one with a loop over groups is refused.
+        counts: whether these have names and counts that need not go together; such a plan may be refused. Of device groups,
+            whether a loop spans them.
+        groups: whether the plan places ops on several device groups.
 
     Losses, gradients and parameters are compared; and the program's redistribution is proven.
     """

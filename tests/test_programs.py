@@ -31,8 +31,9 @@ def test_a_random_plan_with_time_axes_gives_one_device_s_numbers(seed: int) -> N
 @pytest.mark.parametrize("seed", of_the_day(range(24), 4))
 def test_a_random_plan_on_several_device_groups_gives_one_device_s_numbers(seed: int) -> None:
     with jax.enable_x64(True):
-        found = measure(seed, steps=1, groups=True)
-    assert not found.refused
+        loops = seed % 2 == 0
+        found = measure(seed, steps=1, groups=True, counts=loops)
+    assert loops or not found.refused
     assert found.worst <= 1, f"{found.program.steps} on {found.devices} devices: {found.where} is {found.worst:.3g} off"
 
 

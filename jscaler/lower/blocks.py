@@ -140,10 +140,10 @@ def make_programs(
 
 
 def _read(graph: Graph) -> set[str]:
-    """The ops whose results are read, or that do more; a loss of which the gradient alone is wanted is none."""
+    """The ops in loops, those whose results are read, and those that do more; an unread loss is none."""
     ends = [t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)]
     found = [graph.producer[t] for t in (*graph.outputs, *ends) if t in graph.producer]
-    found += [op for op in graph.ops if op.body is not None and op.body.jaxpr.effects]
+    found += [op for op in graph.ops if op.loop is not None or (op.body is not None and op.body.jaxpr.effects)]
     return {op.path for op in closure(found, lambda op: (graph.producer[t] for t in op.inputs if t in graph.producer))}
 
 

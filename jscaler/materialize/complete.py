@@ -454,9 +454,12 @@ class _Completer:
         self._leave(nest)
 
     def _group(self, nest: Nest, tensor: PTensor) -> DeviceMesh:
-        """The group on which a loop leaves ``tensor``, or finds it: where it is made, or else read."""
+        """Where a loop leaves ``tensor``, or finds it: on its own group; of several where it is made, or else read."""
         if len(self.groups) == 1:
             return self.groups[0]
+        own = {self.home[op.path] for op in nest.ops()}
+        if len(own) == 1:
+            return own.pop()
         readers = self.graph.consumers.get(tensor, ())
         op = self.through.maker(tensor) or next(iter(readers), None)
         return self.home[op.path if op is not None else next(iter(nest.ops())).path]
