@@ -10,20 +10,24 @@ case gives axes of few names any counts, on forward and on backward ops, which i
 ``accumulate(…, per_microbatch=…)``, against a loop by hand over the step traced on the part.
 ``--groups``: plans that place ops on two or three device groups, apart, nested or overlapping, backward ops too; in every
 tenth case a loop spans them, whose parts may take turns on them (most that are refused have two such loops).
+A case that takes longer than five minutes hangs: it counts as failed, and so do those behind it in its row, not run then.
 """
 
 import collections
 import functools
 import multiprocessing
+import queue
 import re
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.harness import Row, main
 
 COLUMNS = ("cases", "devices", "kinds of steps", "ops split", "refused", "why", "worst", "failed")
 CHUNK = 20
+LIMIT = 300  # seconds of one case: behind that it hangs
 OPTIONS = {
     "cases": {"type": int, "default": 1000, "help": "how many programs"},
     "first": {"type": int, "default": 1000, "help": "the first seed"},
@@ -47,10 +51,17 @@ def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool =
     jax.config.update("jax_enable_x64", True)
     warnings.simplefilter("ignore")
     found, failed = [], []
+
+    def case(seed: int) -> Any:
+        counts = seed % (10 if groups else 3) == 0 and (timed or groups)
+        return measure_model(seed) if alone else measure(seed, timed=timed, counts=counts, groups=groups)
+
     for seed in seeds:
         try:
-            counts = seed % (10 if groups else 3) == 0 and (timed or groups)
-            found.append(measure_model(seed) if alone else measure(seed, timed=timed, counts=counts, groups=groups))
+            found.append(within(LIMIT, functools.partial(case, seed)))
+        except TimeoutError:
+            failed += [f"{seed} {_steps(seed, alone)}: hangs", *(f"{n}: not run" for n in range(seed + 1, seeds.stop))]
+            break
         except Exception as error:
             failed.append(f"{seed} {_steps(seed, alone)}: {type(error).__name__}: {str(error)[:300]}")
             continue
@@ -70,6 +81,26 @@ def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool =
         "value": float(len(failed)),
         "bound": 0.0,
     }
+
+
+def within(seconds: float, measure: Callable[[], Any]) -> Any:
+    """What ``measure`` returns or raises; TimeoutError behind ``seconds``, and its thread is left behind."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((measure(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return answer
 
 
 def _reason(found: Any) -> str:
