@@ -6,11 +6,14 @@ from jscaler.capture.gradient import grad, value_and_grad
 from jscaler.capture.op_rule import OpRule
 from jscaler.capture.user_op import op
 from jscaler.errors import (
+    BlockError,
     CaptureError,
     CaptureWarning,
     DataError,
+    DeletedArgumentError,
     DeviceError,
     JscalerError,
+    NotFiniteError,
     OrderError,
     PlanError,
     PlanFileError,
@@ -18,6 +21,7 @@ from jscaler.errors import (
     PlanWarning,
     RuleError,
     SplitError,
+    StateLostError,
     UnknownNameError,
     UnknownPrimitiveWarning,
     VerificationError,
@@ -32,10 +36,9 @@ from jscaler.verification import verify, verify_rule
 __version__ = "0.1.0"
 
 __all__ = [
-    "CaptureError", "CaptureWarning", "Chunk", "Compiled", "Cost", "DataError", "DeviceError", "Fit", "JscalerError",
-    "Lowered", "OpRule",
-    "OrderError", "Parallelized", "Plan", "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix",
-    "Replicate", "RuleError", "Split", "SplitError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning",
-    "VerificationError", "cost", "fit", "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad",
-    "verify", "verify_rule",
+    "BlockError", "CaptureError", "CaptureWarning", "Chunk", "Compiled", "Cost", "DataError", "DeletedArgumentError",
+    "DeviceError", "Fit", "JscalerError", "Lowered", "NotFiniteError", "OpRule", "OrderError", "Parallelized", "Plan",
+    "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix", "Replicate", "RuleError", "Split", "SplitError",
+    "StateLostError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning", "VerificationError", "cost", "fit",
+    "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad", "verify", "verify_rule",
 ]  # fmt: skip

@@ -46,6 +46,44 @@ class DeviceError(JscalerError):
     """The devices asked for are not the devices at hand."""
 
 
+class BlockError(JscalerError, RuntimeError):
+    """A block of a step has failed while it ran: which one, of which stage, on which devices, for which
+    micro-batch, with its ops and their source lines. The error that XLA, or a host callback, has raised is its cause."""
+
+
+class NotFiniteError(JscalerError, FloatingPointError):
+    """Under ``jax.debug_nans`` or ``jax.debug_infs``: the first op that has made a NaN, or an infinity, and where."""
+
+
+class StateLostError(JscalerError, RuntimeError):
+    """A step has failed after it took donated state: these leaves are gone. The error that it failed with is the cause."""
+
+    def __init__(self, lost: Sequence[str], donated: int, why: str):
+        super().__init__(
+            f"{len(lost)} of {donated} donated leaves are lost, the step failed when it had them: {listing(lost)}; "
+            "go on from the last checkpoint (or a copy), or make the state anew; a step that donates nothing keeps its "
+            f"arguments, at the price of a second state in memory. It failed with: {why}"
+        )
+
+
+class DeletedArgumentError(JscalerError, RuntimeError):
+    """An argument is an array whose memory was given away.
+
+    Example:
+        >>> raise DeletedArgumentError(["state/w"])
+        Traceback (most recent call last):
+        jscaler.errors.DeletedArgumentError: 1 argument has been deleted: 'state/w'; a step that donates its state takes it:
+        give the state that the step has returned, or decorate it without donate_argnames / donate_argnums
+    """
+
+    def __init__(self, names: Sequence[str]):
+        count = "1 argument has" if len(names) == 1 else f"{len(names)} arguments have"
+        super().__init__(
+            f"{count} been deleted: {listing(names)}; a step that donates its state takes it: give the state that the step "
+            "has returned, or decorate it without donate_argnames / donate_argnums"
+        )
+
+
 class DataError(JscalerError):
     """Training data is missing or too short."""
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jscaler.capture.jaxprs import evaluate, make_jaxpr, shape
 from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.flat_program import Exchange, FlatLoop, Item
+from jscaler.lower.flat_program import results as results_of
 from jscaler.lower.halo import extend
 from jscaler.lower.members import axis_names
 from jscaler.lower.program import Extend
@@ -62,7 +64,7 @@ def stacked(count: int, local: tuple[int, ...]) -> tuple[int, ...]:
 
 def emit(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
     """A function of the block's inputs (whole arrays, to be jitted) that returns its outputs."""
-    kept_in = [not shape(v) and layout is None for v, layout in zip(block.flat.inputs, block.inputs, strict=True)]
+    kept_in = _kept_in(block)
     kept_out = [layout is None for layout in block.outputs]
 
     def local(*args: Any) -> list[Any]:
@@ -76,13 +78,46 @@ def emit(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> Callable[..., list[An
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def run_block(block: PlacedBlock, args: Sequence[Any]) -> list[Any]:
+@dataclass
+class Watch:
+    """What becomes of a program's values while it runs.
+
+    Attributes:
+        look: is asked of every value.
+        seen: a variable, the places of its item in the loops around it and in their bodies, outermost first, and what
+            ``look`` has said: in a loop one for each iteration, first ones first.
+    """
+
+    look: Callable[[Any], Any]
+    seen: list[tuple[core.Var, tuple[int, ...], Any]] = field(default_factory=list)
+
+
+def emit_watched(block: PlacedBlock, mesh: Mesh | AbstractMesh, watch: Watch) -> Callable[..., list[Any]]:
+    """A function of the block's inputs that returns what ``watch`` has seen, with a dim of devices in front."""
+
+    def local(*args: Any) -> list[Any]:
+        watch.seen = []
+        run_block(block, [x.reshape(()) if kept else x for x, kept in zip(args, _kept_in(block), strict=True)], watch)
+        return [jnp.expand_dims(said, 0) for *_, said in watch.seen]
+
+    if not block.group.axes:
+        return local
+    in_specs = tuple(s.spec for s in boundary_shardings(block.inputs, len(block.imports), mesh))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
+
+
+def _kept_in(block: PlacedBlock) -> list[bool]:
+    """Which inputs are scalars that each device has for itself."""
+    return [not shape(v) and layout is None for v, layout in zip(block.flat.inputs, block.inputs, strict=True)]
+
+
+def run_block(block: PlacedBlock, args: Sequence[Any], watch: Watch | None = None) -> list[Any]:
     """What one device computes, of its parts."""
     flat = block.flat
     env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
     for axes, var in flat.part_indices:
         env[var] = lax.axis_index(axis_names(axes))
-    _run(flat.items, env, block.group, flat.source)
+    _run(flat.items, env, block.group, flat.source, watch)
     return [_value(env, v) for v in flat.outputs]
 
 
@@ -107,7 +142,17 @@ def emit_in_turn(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., l
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _run(items: Iterable[Item], env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr) -> None:
+def _run(
+    items: Iterable[Item], env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: Watch | None = None
+) -> None:
+    if watch is not None:
+        for place, item in enumerate(items):
+            if isinstance(item, FlatLoop):  # its results are what its iterations leave
+                _repeat(item, env, mesh, like, watch, place)
+            else:
+                _run([item], env, mesh, like)
+                watch.seen += [(v, (place,), watch.look(env[v])) for v in results_of(item)]
+        return
     for kind, group in itertools.groupby(items, key=type):
         if issubclass(kind, core.JaxprEqn):
             _evaluate(list(group), env, like)  # type: ignore[arg-type]
@@ -135,22 +180,31 @@ def _exchanged(item: Exchange, source: Any, mesh: DeviceMesh) -> Any:
         return exchange(task.adapter, source, mesh, task.reduce_dtype)
 
 
-def _repeat(step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr) -> None:
+def _repeat(
+    step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: Watch | None = None, place: int = 0
+) -> None:
     """A loop is a ``lax.scan``, compiled once for all its iterations; collectives and all."""
+    within = Watch(watch.look) if watch is not None else None
 
-    def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         inner = dict(env)
         inner.update(zip((v for _, v, _, _ in step.carries), carries, strict=True))
         inner.update(zip((v for _, v in step.xs), slices, strict=True))
-        _run(step.items, inner, mesh, like)
+        if within is not None:
+            within.seen = []
+        _run(step.items, inner, mesh, like, within)
         outs = [_like(_value(inner, out), v) for _, v, out, _ in step.carries]
-        return outs, [_like(_value(inner, piece), stack) for piece, stack in step.ys]
+        seen = [said for *_, said in within.seen] if within is not None else []
+        return outs, ([_like(_value(inner, piece), stack) for piece, stack in step.ys], seen)
 
     loop = step.loop
     inits = [_like(_value(env, init), v) for init, v, _, _ in step.carries]
     stacks = [_value(env, stack) for stack, _ in step.xs]
-    results = lax.scan(body, inits, stacks, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
-    env.update(zip(step.outvars, (*results[0], *results[1]), strict=True))
+    finals, (written, seen) = lax.scan(body, inits, stacks, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
+    env.update(zip(step.outvars, (*finals, *written), strict=True))
+    if watch is not None and within is not None:
+        for (var, places, _), said in zip(within.seen, seen, strict=True):
+            watch.seen.append((var, (place, *places), jnp.flip(said, 0) if loop.reverse else said))
 
 
 def _like(value: Any, var: core.Var) -> Any:

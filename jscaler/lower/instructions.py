@@ -8,7 +8,7 @@ reader.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from jscaler.errors import OrderError, PlanError, listing
 from jscaler.ir import Graph
@@ -24,11 +24,15 @@ Cell = tuple[int, int]  # number of a block, iteration
 
 @dataclass(frozen=True)
 class Run:
-    """Run a block: ``reads`` are the slots of its imports, ``writes`` those of its results and exports."""
+    """Run a block: ``reads`` are the slots of its imports, ``writes`` those of its results and exports.
+
+    In a loop over groups ``microbatch`` is the number of that which it is for.
+    """
 
     block: int
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
+    microbatch: int | None = None
     freed: tuple[Slot, ...] = ()
 
 
@@ -63,12 +67,14 @@ class Instructions:
         slots: how many there are; the first are those of the results.
         counts: slots that hold the number of a micro-batch on the group of a value: slot -> (value, number).
         table: of the loop over groups, if there is one.
+        names: the number of a block of that loop -> its stage, and what it does, as in the table.
     """
 
     steps: tuple[Instruction, ...]
     slots: int
     counts: Mapping[Slot, tuple[int, int]]
     table: Table | None = None
+    names: Mapping[int, Sequence[tuple[int, BlockKind]]] = field(default_factory=dict)
 
 
 def instructions(
@@ -92,17 +98,17 @@ def instructions(
         PlanError: the table does not go with the blocks.
     """
     writer = _Writer(blocks, transfers, spanning, results)
-    table = None
+    table, names = None, {}
     for phase in range(max((block.phase for block in blocks), default=0) + 1):
         if spanning is not None and phase == spanning.phases.start:
             rounds = Rounds(graph, blocks, transfers, spanning, list(before))
-            table = rounds.table(plan)
+            table, names = rounds.table(plan), rounds.names
             for cells in rounds.order(table):
                 writer.round(cells)
             writer.end()
         elif spanning is None or phase not in spanning.phases:
             writer.straight(phase)
-    return Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts, table)
+    return Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts, table, names)
 
 
 def _freed(steps: Sequence[Instruction], results: int) -> list[Instruction]:
@@ -114,13 +120,7 @@ def _freed(steps: Sequence[Instruction], results: int) -> list[Instruction]:
         writes = step.writes if isinstance(step, Run) else (step.target,)
         last = tuple(s for s in dict.fromkeys((*reads, *writes)) if s not in later)
         later.update(reads)
-        made = {"freed": last}
-        if isinstance(step, Run):
-            found.append(Run(step.block, step.reads, step.writes, **made))
-        elif isinstance(step, Send):
-            found.append(Send(step.transfer, step.source, step.target, **made))
-        else:
-            found.append(Gather(step.pieces, step.target, step.value, **made))
+        found.append(replace(step, freed=last))
     return found[::-1]
 
 
@@ -205,7 +205,7 @@ class _Writer:
                     self._send(self.handed[value], iteration)
             reads = tuple(self._inside(v, iteration) for v in block.imports)
             writes = tuple(self._slot(v, iteration) for v in (*block.results, *block.exports))
-            self.steps.append(Run(number, reads, writes))
+            self.steps.append(Run(number, reads, writes, self.spanning.microbatch(block.phase, iteration)))
             for carry in self.carries.values():
                 if carry.out in block.exports:
                     self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, iteration))

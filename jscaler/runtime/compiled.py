@@ -19,6 +19,7 @@ from jscaler.runtime.arguments import BoundCall, difference
 from jscaler.runtime.devices import Device, resolve_devices
 from jscaler.runtime.dispatch import KnownArguments
 from jscaler.runtime.executable import Executable
+from jscaler.runtime.failures import tell_lost
 from jscaler.runtime.step_capture import NodeChanges
 from jscaler.runtime.target import Target, compile_for, find_target
 from jscaler.stages import Captured
@@ -107,7 +108,11 @@ class Compiled(Inspectable):
     def __post_init__(self) -> None:
         made = self.lowered.executable
         object.__setattr__(
-            self, "known", KnownArguments(made.in_shardings, frozenset(made.returned.values()), made.donated)
+            self,
+            "known",
+            KnownArguments(
+                made.in_shardings, frozenset(made.returned.values()), made.donated, [t.name for t in self.graph.inputs]
+            ),
         )
 
     @property
@@ -158,7 +163,11 @@ class Compiled(Inspectable):
 
     def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
         """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""
-        outputs = self.flat(*placed)
+        try:
+            outputs = self.flat(*placed)
+        except BaseException as error:
+            tell_lost(error, [t.name for t in self.graph.inputs], placed, self.lowered.executable.donated)
+            raise
         tree = self.lowered.out_tree
         if nodes and self.lowered.changes is not None:
             graph_nodes.update(nodes, self.lowered.changes.arrays(given, placed, outputs[tree.num_leaves :]))

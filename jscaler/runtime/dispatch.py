@@ -7,16 +7,18 @@ is not recognised goes the long way: it is bound to the step's signature, and it
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jscaler.errors import DeletedArgumentError
 from jscaler.runtime.arguments import BoundCall, leaf_type
 
-_AVAL, _SHARDING = attrgetter("aval"), attrgetter("sharding")
+_AVAL, _SHARDING, _DELETED = attrgetter("aval"), attrgetter("sharding"), methodcaller("is_deleted")
 
 
 def place(value: Any, sharding: Any, returned: bool = False) -> Any:
@@ -49,6 +51,10 @@ def distinct(leaves: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
     return own
 
 
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+
+
 class KnownArguments:
     """The form of the last call of one executable: enough to know the next one again, and none of its arrays.
 
@@ -57,14 +63,25 @@ class KnownArguments:
     of those that were moved lie as the plan wants them by now, the form is learned again.
     """
 
-    def __init__(self, shardings: Sequence[Any], returned: frozenset[int] = frozenset(), donated: Sequence[int] = ()):
+    def __init__(
+        self, shardings: Sequence[Any], returned: frozenset[int] = frozenset(), donated: Sequence[int] = (),
+        names: Sequence[str] = (),
+    ):  # fmt: skip
         self._shardings = shardings
+        self._names = names
         self._returned = [i in returned for i in range(len(shardings))]
         self._donated = donated
         self._tree: Any = None
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """``leaves`` in the plan's layout."""
+        """``leaves`` in the plan's layout.
+
+        Raises:
+            DeletedArgumentError: one of them has no memory any more; XLA's CPU backend may die of it.
+        """
+        gone = [name for name, leaf in zip(self._names, leaves) if _is_gone(leaf)]  # noqa: B905
+        if gone:
+            raise DeletedArgumentError(gone)
         return list(map(place, distinct(leaves, self._donated), self._shardings, self._returned))
 
     def learn(self, args: Sequence[Any], kwargs: Mapping[str, Any], call: BoundCall, placed: Sequence[Any]) -> None:
@@ -97,6 +114,8 @@ class KnownArguments:
         arrays = self._settled(leaves)
         try:
             avals, held = list(map(_AVAL, arrays)), list(map(_SHARDING, arrays))
+            if any(map(_DELETED, arrays)):
+                return None  # and is named
         except AttributeError:  # not an array any more
             return None
         if avals != self._avals or held != self._held:
@@ -109,7 +128,7 @@ class KnownArguments:
         settled = 0
         for i, wanted, sharding, returned in self._moved:
             leaf = leaves[i]
-            if leaf_type(leaf, "", leaf, 0) != wanted:
+            if leaf_type(leaf, "", leaf, 0) != wanted or _is_gone(leaf):
                 return None
             leaves[i] = place(leaf, sharding, returned)
             settled += leaves[i] is leaf

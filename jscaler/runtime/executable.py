@@ -19,6 +19,7 @@ from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
 from jscaler.runtime.crossings import Hop, find_hop
+from jscaler.runtime.failures import failure
 
 MOST_STARTED = 8  # programs of several devices that run at once: XLA's CPU backend aborts at some number of these
 
@@ -54,6 +55,7 @@ class Executable:
         out_shardings: of all results.
         donated: positions of the arguments whose buffers the step may reuse.
         returned: result -> the argument that it is, untouched: of a frozen layer nothing is copied.
+        failed: what an error is raised as, given the number of the block, its leaves and imports, and its micro-batch.
     """
 
     blocks: tuple[BlockFunction, ...]
@@ -65,18 +67,30 @@ class Executable:
     out_shardings: tuple[Any, ...]
     donated: tuple[int, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
+    failed: Callable[..., Exception] = field(default=lambda error, *_: error, repr=False)
 
     def run(self, compiled: Sequence[Callable[..., Sequence[Any]]], leaves: Sequence[Any]) -> Sequence[Any]:
-        """All results, of ``leaves``, by the blocks' executables; of what is returned untouched the leaf itself."""
+        """All results, of ``leaves``, by the blocks' executables; of what is returned untouched the leaf itself.
+
+        Raises:
+            BlockError, NotFiniteError: a block has failed.
+        """
         if len(compiled) == 1 and not self.returned:
-            return compiled[0](*leaves)
+            try:
+                return compiled[0](*leaves)
+            except Exception as error:
+                raise self.failed(error, 0, leaves, None) from error
         slots: list[Any] = [None] * self.instructions.slots
         for slot, number in self.counts.items():
             slots[slot] = number
         started: list[Any] = []
-        for block, hop, takes, reads, writes, watched, freed in self.steps:
+        for block, hop, takes, reads, writes, watched, freed, microbatch in self.steps:
             if hop is None:
-                made = compiled[block](*[leaves[i] for i in takes], *[slots[i] for i in reads])
+                try:
+                    made = compiled[block](*[leaves[i] for i in takes], *[slots[i] for i in reads])
+                except Exception as error:
+                    given = [leaves[i] for i in takes] + [slots[i] for i in reads]
+                    raise self.failed(error, block, given, microbatch) from error
                 for slot, value in zip(writes, made):  # noqa: B905  # (runs hundreds of times a step)
                     slots[slot] = value
                 if watched is not None:
@@ -93,16 +107,17 @@ class Executable:
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[Any, ...], ...]:
-        """The instructions as tuples: block, way, leaves, slots read and written, what to wait on, slots freed."""
+        """The instructions as tuples: block, way, leaves, slots read and written, what to wait on, slots freed, and the
+        micro-batch."""
         return tuple(map(self._prepared, self.instructions.steps))
 
     def _prepared(self, step: Instruction) -> tuple[Any, ...]:
         if isinstance(step, Run):
             block = self.blocks[step.block]
             writes = tuple(step.writes[place] for place in block.computed)
-            return step.block, None, block.takes, step.reads, writes, block.watched, step.freed
+            return step.block, None, block.takes, step.reads, writes, block.watched, step.freed, step.microbatch
         if isinstance(step, Send):
-            return -1, self.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed
+            return -1, self.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed, None
         unread = step.value not in self.gathers
         return (
             -1,
@@ -112,6 +127,7 @@ class Executable:
             (step.target,),
             None,
             step.freed,
+            None,
         )
 
 
@@ -136,7 +152,8 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
         if devices
     }
     gathers = _gathers(step, arriving) if devices else {}
-    return Executable(functions, step.instructions, hops, gathers, told, ins, outs, tuple(donate), returned)
+    failed = functools.partial(failure, step, devices)
+    return Executable(functions, step.instructions, hops, gathers, told, ins, outs, tuple(donate), returned, failed)
 
 
 def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[..., Any]]:
