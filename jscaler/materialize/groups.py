@@ -106,7 +106,8 @@ class Home:
 
 def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, Home]:
     """The group of every op. One that the plan does not place runs where its forward op does, or else where the fewest
-    bytes of what it reads, and of what it makes for ops that have a group, come from or go to another.
+    bytes of what it reads, and of what it makes for ops that have a group, come from or go to another. In a loop whose ops
+    all lie on one group it runs there, too.
 
     A fence runs where what comes out of it is read, and so does what reads nothing that an op made (a key, a count).
 
@@ -146,9 +147,14 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
     through = ThroughLoops(graph)
     fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
+    of_loop: dict[str | None, set[DeviceMesh]] = {}
     for op in graph.ops:
-        home = cheapest(op) if op.path not in found else None
-        found.update({} if home is None else {op.path: home})
+        of_loop.setdefault(op.loop, set()).update([found[op.path].group] if op.path in found else [])
+    for op in graph.ops:
+        if op.path not in found:
+            own = of_loop[op.loop] if op.loop is not None else ()
+            home = Home(*own, "as its loop") if len(own) == 1 else cheapest(op)
+            found.update({} if home is None else {op.path: home})
     readers = reversed(graph.ops)
     settle(readers, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
