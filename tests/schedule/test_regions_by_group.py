@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler import TimeSplit
+from jscaler import TimeSplit, plans
 from jscaler.ir import Graph
 
 ROWS, WIDTH, MICROBATCHES = 8, 6, 2
@@ -107,3 +107,29 @@ def test_a_loop_within_lies_on_one_group(remat: bool) -> None:
 
 def _groups(graph: Graph, completed: Any, loop: str) -> set[Any]:
     return {completed.ops[op.path].placement.group for op in graph.ops if op.loop == loop}
+
+
+def test_sums_in_more_bits_of_a_loop_run_where_it_lies():
+    """They are unplaced ops; of fewest bytes the next stage, which reads them, is as near as the loop."""
+    sizes = {"a": (6, 8), "b": (8, 6), "c": (6, 6)}
+    params = {name: jnp.asarray(DRAWS.normal(size=size) / 3, jnp.bfloat16) for name, size in sizes.items()}
+    x = jnp.asarray(BATCH["x"], jnp.bfloat16)
+
+    def loss_of(params: Any, x: Any) -> Any:
+        with jax.named_scope("first"):
+            h = jnp.tanh(x @ params["a"]) @ params["b"]
+        with jax.named_scope("second"):
+            return jnp.mean((jnp.tanh(h) @ params["c"]).astype(jnp.float32) ** 2)
+
+    plan = plans.pipeline(2, 2, plan=plans.co_shard(2, on={"*a": 1}, loss=False), at=["second"], batch="x")
+    step = jscaler.parallelize(plan, devices=2)(jscaler.value_and_grad(loss_of))
+    lowered = step.lower(params, x)
+    group = {op: lowered.plan.completed.homes[op.path].group for op in lowered.plan.graph.ops if op.loop is not None}
+    sums = [op for op in group if op.path.endswith(":part@more")]
+    assert sums
+    for op in sums:
+        assert {place for other, place in group.items() if other.loop == op.loop} == {group[op]}
+    expected = jax.jit(jax.value_and_grad(loss_of))(params, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), atol=0.02), step(params, x), expected
+    )
