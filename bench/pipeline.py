@@ -22,6 +22,7 @@ from jscaler import plans
 from jscaler.capture.jaxprs import all_equations
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
+from jscaler.report.blocks import kept_bytes
 from jscaler.xla_model.flops import flops_of
 from models.gpt import Block, GPTConfig
 
@@ -95,17 +96,6 @@ def body_blocks(plan: StepPlan) -> list[PlacedBlock]:
     return sorted((b for b in plan.blocks if b.phase in plan.spanning.phases), key=lambda block: block.level)
 
 
-def kept_bytes(forward: PlacedBlock, backward: PlacedBlock) -> int:
-    """What a stage holds of a micro-batch between its forward and its backward, what has come to it included."""
-    own = set(forward.exports) | set(forward.imports)
-    pairs = zip(backward.imports, backward.flat.inputs[len(backward.takes) :], strict=True)
-    return sum(_nbytes(v) for number, v in pairs if number in own and v.aval.shape)  # type: ignore[attr-defined]
-
-
-def _nbytes(v: core.Var) -> int:
-    return int(np.prod(v.aval.shape)) * v.aval.dtype.itemsize  # type: ignore[attr-defined]
-
-
 def residual_bytes(stage: Callable[..., Any], params: Any, x: jax.Array) -> int:
     """What ``jax.vjp`` of a stage keeps, but for its parameters."""
     own = jax.tree.leaves(params)
@@ -157,7 +147,7 @@ def kept_rows() -> Iterator[Row]:
     for case, plan, stage, params, x in (stages_of_mlp(), stages_of_gpt()):
         own = [b for b in body_blocks(plan) if b.group == plan.completed.groups[min(1, len(plan.completed.groups) - 2)]]
         of_vjp = residual_bytes(stage, params, x)
-        kept = kept_bytes(own[0], own[-1]) + (x.nbytes if own[0].level == 0 else 0)
+        kept = kept_bytes(plan, plan.blocks.index(own[0])) + (x.nbytes if own[0].level == 0 else 0)
         yield {
             "case": case,
             "measure": "bytes kept of a micro-batch / jax.vjp's residuals",

@@ -266,8 +266,8 @@ class Parallelized:
 
     def _plan(self, captured: Captured, call: BoundCall, num_devices: int) -> Plan:
         if self._following is None:
-            return transform(captured, self._policy, num_devices)
-        return self._following.plan(captured, self._policy, call, num_devices, self._name)
+            return transform(captured, self._policy, num_devices, cost=self._cost)
+        return self._following.plan(captured, self._policy, call, num_devices, self._name, self._cost)
 
     def _lower(self, call: BoundCall) -> Lowered:
         count, devices = devices_at_hand(self._devices)

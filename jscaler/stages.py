@@ -11,7 +11,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.jaxprs import trace_flat
 from jscaler.capture.trace import trace_step
-from jscaler.clusters import FEW_STEPS, CostModel
+from jscaler.clusters import FEW_STEPS, Cluster, CostModel
 from jscaler.errors import DeviceError
 from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.ir import Graph
@@ -73,16 +73,24 @@ def capture(
 
 
 def transform(
-    captured: Captured, policy: Callable[..., Any] | Plan, num_devices: int, stores: Sequence[Store] = ()
+    captured: Captured,
+    policy: Callable[..., Any] | Plan,
+    num_devices: int,
+    stores: Sequence[Store] = (),
+    cost: CostModel = FEW_STEPS,
 ) -> Plan:
     """Run the policy, unless a finished plan is given; ``stores`` say where inputs lie, whatever that plan says.
+
+    Args:
+        cost: a cluster may say what its devices are, for policies that balance work.
 
     Raises:
         DeviceError: the finished plan is for another number of devices.
         PlanFitError: it was made for a graph of other ops or rules.
     """
     if not isinstance(policy, Plan):
-        return make_plan(policy, captured.graph, num_devices, captured.bodies, stores)
+        device = cost.device if isinstance(cost, Cluster) else None
+        return make_plan(policy, captured.graph, num_devices, captured.bodies, stores, device)
     if policy.num_devices != num_devices:
         raise DeviceError(
             f"the plan '{policy.name}' is for {policy.num_devices} devices, and {num_devices} are given; give it as many "

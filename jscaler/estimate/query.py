@@ -77,7 +77,7 @@ def _step(graph: Any, plan: Any, cluster: Cluster, devices: int | None) -> StepP
         raise PlanError("a graph costs nothing without a plan: give a policy, a built-in plan's name or a Plan")
     policy = plans.by_name(policy) if isinstance(policy, str) else policy
     count = devices or (policy.num_devices if isinstance(policy, Plan) else cluster.num_devices)
-    return lower(captured, transform(captured, policy, count), cluster)
+    return lower(captured, transform(captured, policy, count, cost=cluster), cluster)
 
 
 def _by_op(step: StepPlan, moved: Mapping[str, Traffic], cluster: Cluster) -> dict[str, OpCost]:

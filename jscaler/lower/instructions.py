@@ -38,11 +38,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Send:
-    """Bring a value to another device group by transfer number ``transfer``."""
+    """Bring a value to another device group by transfer number ``transfer``; in a loop over groups, of a micro-batch."""
 
     transfer: int
     source: Slot
     target: Slot
+    microbatch: int | None = None
     freed: tuple[Slot, ...] = ()
 
 
@@ -193,7 +194,10 @@ class _Writer:
         if transfer.target not in self.read:
             return
         source = self._inside(transfer.source, iteration)
-        self.steps.append(Send(number, source, self._slot(transfer.target, iteration)))
+        microbatch = None
+        if self.spanning is not None and iteration is not None:
+            microbatch = self.spanning.microbatch(transfer.phase, iteration)
+        self.steps.append(Send(number, source, self._slot(transfer.target, iteration), microbatch))
 
     def round(self, cells: Sequence[Cell]) -> None:
         """Blocks that run at once, each for an iteration; then what they send."""

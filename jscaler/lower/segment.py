@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from jscaler.errors import PlanError
-from jscaler.ir import PTensor
+from jscaler.ir import Graph, PTensor
 from jscaler.ir.passes import Pass
-from jscaler.lower.flat_program import FlatProgram, all_items
+from jscaler.lower.flat_program import FlatProgram, all_items, results
 from jscaler.lower.program import Program
 from jscaler.materialize import DeviceMesh, Layout
 
@@ -39,6 +39,13 @@ class PlacedBlock:
     exports: tuple[int, ...]
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
+
+
+def own_ops(graph: Graph, block: PlacedBlock) -> list[str]:
+    """The paths of the ops that a block runs; of those with a source line, where it has any."""
+    of = block.flat.origins.op
+    paths = list(dict.fromkeys(of[v] for item in all_items(block.flat.items) for v in results(item) if v in of))
+    return [path for path in paths if path in graph.by_path and graph[path].source] or paths
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
     for op in graph.ops:
         if op.path not in found:
             own = of_loop[op.loop] if op.loop is not None else ()
-            home = Home(*own, "as its loop") if len(own) == 1 else cheapest(op)
+            home = Home(next(iter(own)), "as its loop") if len(own) == 1 else cheapest(op)
             found.update({} if home is None else {op.path: home})
     readers = reversed(graph.ops)
     settle(readers, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))

@@ -28,7 +28,7 @@ from jscaler.plans.single import single
 from jscaler.primitives import SCHEDULES, Planner
 from jscaler.xla_model.work import work_of
 
-BALANCED_FOR = "H100-80GB"  # shares of stages are taken from the roofline of this device
+BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 
 
 def pipeline(
@@ -49,7 +49,7 @@ def pipeline(
         schedule: ``"1f1b"`` or ``"gpipe"``; any other is a table's text, see `Table`.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
-            balanced.
+            balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
@@ -136,7 +136,7 @@ def _is_in(path: str, pattern: str) -> bool:
 def _balanced(graph: Planner, items: Sequence[Item], stages: int, known: set[PTensor]) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes."""
     across = _across(graph, items, known)
-    device = find_kind(BALANCED_FOR)
+    device = graph.device or find_kind(BALANCED_FOR)
     seconds = [sum(_seconds(op, device) for op in _ops(item)) for item in items]
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     for count in sorted({len(tensors) for tensors in across[1:]}):

@@ -26,11 +26,12 @@ def make_plan(
     num_devices: int,
     bodies: BodyTable | None = None,
     stores: Sequence[Store] = (),
+    device: Any = None,
 ) -> Plan:
     """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``stores`` are decided before.
 
-    ``bodies`` interns the bodies of fused ops.
+    ``bodies`` interns the bodies of fused ops; ``device`` is the kind of the devices, where that is known.
     """
-    planner = Planner(graph, num_devices, bodies, stores)
+    planner = Planner(graph, num_devices, bodies, stores, device)
     policy(planner, np.arange(num_devices))
     return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))

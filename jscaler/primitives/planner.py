@@ -63,11 +63,13 @@ class Planner(GraphView):
     """
 
     def __init__(
-        self, graph: Graph, num_devices: int, bodies: BodyTable | None = None, stores: Sequence[Store] = ()
+        self, graph: Graph, num_devices: int, bodies: BodyTable | None = None, stores: Sequence[Store] = (),
+        device: Any = None,
     ):  # fmt: skip
         self.source = graph  # before any op was fused
         self.graph = graph
         self.num_devices = num_devices
+        self.device = device  # a `DeviceKind`: what the devices of the cluster are, where that was said
         self._whole = num_devices  # devices that the running policy was given
         self._bodies = bodies if bodies is not None else BodyTable()
         self.stored = frozenset(s.leaf for s in stores)  # inputs whose layout is given: that of a step that is followed

@@ -25,7 +25,9 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     ``ops``: one line per group of like ops (layer numbers folded), and below it one per tensor that is moved for it. A
     group's line: where it runs and why, if there are several device groups; its split, who decided and why, the
     collectives in front of it with the bytes that each device sends, how it leaves its (first) result, and the runner-up
-    of what was filled in. Of kind ``again`` are clones of forward ops that the backward pass computes once more; below
+    of what was filled in. Behind these stand, if there are several groups, what crosses between them, the blocks that they
+    run (how often, their ops, what a device keeps of a micro-batch for the backward block of its stage) and the order in
+    which they run them. Of kind ``again`` are clones of forward ops that the backward pass computes once more; below
     the table stands what is kept instead. Layouts are ``R<replicas> V<value shares> D<parts of each dim>``.
 
     ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
@@ -92,7 +94,17 @@ def _crossings(report: StepReport) -> list[str]:
         before, after = (text.split(" on ")[0] for text in (one.before, one.after))
         groups = devices_text(one.source), devices_text(one.target)
         table.append((one.tensor, str(one.times), *groups, before, after, readable_bytes(one.nbytes)))
-    return [*aligned(table), *_schedule(report)]
+    return [*aligned(table), *_blocks(report), *_schedule(report)]
+
+
+def _blocks(report: StepReport) -> list[str]:
+    """What groups run between crossings, each an executable."""
+    table = [("block", "n", "on", "ops", "from", "to", "keeps for its backward", "sends")]
+    for one in report.blocks:
+        kept = readable_bytes(one.kept) if one.kept else ""
+        row = one.name, str(one.times), devices_text(one.devices), str(one.num_ops), one.first, one.last, kept
+        table.append((*row, " ".join(one.sends)))
+    return aligned(table) if report.blocks else []
 
 
 def _schedule(report: StepReport) -> list[str]:

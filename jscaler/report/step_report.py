@@ -16,6 +16,7 @@ from jscaler.lower.blocks import Transfer
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
+from jscaler.report.blocks import BlockRow, block_rows
 from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
 from jscaler.report.moved_tensors import Moved, MovedTensor, moves_by_reader, summed
 from jscaler.report.recomputed import recomputed_lines
@@ -118,6 +119,7 @@ class StepReport:
         crossings: what goes from device group to device group, in the order of the program.
         idle: devices of the plan that no op and no leaf lies on.
         schedule: for each group of a loop over groups its devices, and its row of the table.
+        blocks: what groups run between crossings, in the order of the program; none where one program is all.
     """
 
     plan: str
@@ -136,6 +138,7 @@ class StepReport:
     crossings: tuple[CrossedTensor, ...] = ()
     idle: tuple[int, ...] = ()
     schedule: tuple[tuple[list[int], str], ...] = ()
+    blocks: tuple[BlockRow, ...] = ()
 
     @property
     def total(self) -> Moved:
@@ -187,6 +190,7 @@ def step_report(step: StepPlan) -> StepReport:
         tuple(zip(([*g.devices] for g in step.under_way), str(table).splitlines(), strict=True))
         if table is not None
         else (),
+        block_rows(step) if len(step.blocks) > 1 else (),
     )
 
 

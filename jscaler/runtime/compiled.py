@@ -12,6 +12,7 @@ from jscaler.ir import Graph
 from jscaler.ir.passes import Passes
 from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
+from jscaler.report.blocks import instructions_text
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.target_report import Inspectable, TargetReport
 from jscaler.runtime import graph_nodes
@@ -19,15 +20,15 @@ from jscaler.runtime.arguments import BoundCall, difference
 from jscaler.runtime.devices import Device, resolve_devices
 from jscaler.runtime.dispatch import KnownArguments
 from jscaler.runtime.executable import Executable
-from jscaler.runtime.failures import tell_lost
+from jscaler.runtime.failures import place_of, tell_lost
 from jscaler.runtime.step_capture import NodeChanges
 from jscaler.runtime.target import Target, compile_for, find_target
 from jscaler.stages import Captured
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Lowered:
-    """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``.
+    """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``; prints as the instructions of each device group.
 
     Attributes:
         segments: a ``jax.stages.Lowered`` for each device group.
@@ -93,8 +94,21 @@ class Lowered:
         """What JAX lowered, of a step that runs on one group."""
         return only(self.segments, "what JAX lowered")
 
-    def as_text(self) -> str:
-        return "\n".join(one.as_text() for one in self.segments)
+    def as_text(self, block: int | None = None) -> str:
+        """StableHLO: of all blocks, each behind a line that says which it is, or of the one with a number."""
+        if block is not None:
+            return self.segments[block].as_text()
+        if len(self.segments) == 1:
+            return self.segments[0].as_text()
+        names = (f"// {number}: {place_of(self.plan, number)}" for number in range(len(self.segments)))
+        return "\n".join(f"{name}\n{one.as_text()}" for name, one in zip(names, self.segments, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Lowered({self.plan.name}, {len(self.segments)} block(s) on {self.plan.plan.num_devices} device(s))"
+
+    def __str__(self) -> str:
+        """What each device group does, one instruction after another."""
+        return instructions_text(self.plan)
 
 
 @dataclass(frozen=True)

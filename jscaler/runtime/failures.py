@@ -14,8 +14,8 @@ from jax.extend import core
 
 from jscaler.errors import BlockError, JscalerError, NotFiniteError, StateLostError
 from jscaler.lower.emit import Watch, emit_watched, physical_mesh
-from jscaler.lower.flat_program import FlatLoop, Item, all_items, results
-from jscaler.lower.segment import PlacedBlock
+from jscaler.lower.flat_program import FlatLoop, Item
+from jscaler.lower.segment import PlacedBlock, own_ops
 from jscaler.lower.step_plan import StepPlan
 
 DOES = {"F": "forward", "B": "backward"}
@@ -43,7 +43,7 @@ def failure(
     return BlockError(f"{where} failed ({_ops(step, step.blocks[number])}): {type(error).__name__}: {reason[0]}")
 
 
-def place_of(step: StepPlan, number: int, microbatch: int | None) -> str:
+def place_of(step: StepPlan, number: int, microbatch: int | None = None) -> str:
     """Which block it is, in a sentence: ``the backward block of stage 1 (devices 2 3), micro-batch 5 of 8``."""
     block = step.blocks[number]
     devices = f"device{'s' if len(block.group.devices) > 1 else ''} {' '.join(map(str, block.group.devices))}"
@@ -52,22 +52,19 @@ def place_of(step: StepPlan, number: int, microbatch: int | None) -> str:
     names = step.instructions.names.get(number, ())
     does = " and ".join(dict.fromkeys(DOES.get(kind, kind) for _, kind in names))
     stages = " and ".join(dict.fromkeys(str(stage) for stage, _ in names))
+    what = f"the {does} block of stage {stages}" if names else step.block_name(number)
     if microbatch is None or step.spanning is None:
-        return f"block {number} ({devices})"
-    count = step.spanning.loop.length * len(step.spanning.phases)
-    what = f"the {does} block of stage {stages}" if names else f"block {number}"
-    return f"{what} ({devices}), micro-batch {microbatch} of {count}"
+        return f"{what} ({devices})"
+    return f"{what} ({devices}), micro-batch {microbatch} of {step.spanning.loop.length * len(step.spanning.phases)}"
 
 
 def _ops(step: StepPlan, block: PlacedBlock) -> str:
     """The first and the last op of a block that the user wrote, with their source lines."""
-    of = block.flat.origins.op
-    paths = list(dict.fromkeys(of[v] for item in all_items(block.flat.items) for v in results(item) if v in of))
-    users = [path for path in paths if path in step.graph.by_path and step.graph[path].source] or paths
-    if not users:
+    paths = own_ops(step.graph, block)
+    if not paths:
         return "no ops"
-    shown = " to ".join(dict.fromkeys(_op(step, path) for path in (users[0], users[-1])))
-    return f"{len(users)} op{'s' if len(users) > 1 else ''}, {shown}"
+    shown = " to ".join(dict.fromkeys(_op(step, path) for path in (paths[0], paths[-1])))
+    return f"{len(paths)} op{'s' if len(paths) > 1 else ''}, {shown}"
 
 
 def _op(step: StepPlan, path: str) -> str:

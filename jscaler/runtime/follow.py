@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jscaler.clusters import CostModel
 from jscaler.errors import CaptureError, JscalerError, PlanWarning, UnknownNameError
 from jscaler.ir import Graph, PTensor
 from jscaler.materialize import Layout
@@ -51,20 +52,20 @@ class Following:
     planned: Callable[[], Iterable[Followed]]
     paths: Mapping[str, str] = field(default_factory=dict)
 
-    def plan(self, captured: Captured, policy: Any, call: BoundCall, num_devices: int, step: str) -> Plan:
+    def plan(self, captured: Captured, policy: Any, call: BoundCall, num_devices: int, step: str, cost: CostModel) -> Plan:
         """The plan of ``step`` by its own ``policy``, or by the other's where that fits; the state's layouts are in it."""
         stores = self.stores(call)
         if policy is None:
-            return self._alike(captured, stores, num_devices, step)
-        return transform(captured, policy, num_devices, stores)
+            return self._alike(captured, stores, num_devices, step, cost)
+        return transform(captured, policy, num_devices, stores, cost)
 
-    def _alike(self, captured: Captured, stores: Sequence[Store], num_devices: int, step: str) -> Plan:
+    def _alike(self, captured: Captured, stores: Sequence[Store], num_devices: int, step: str, cost: CostModel) -> Plan:
         """The other step's policy on this step; an open plan, with a warning, where it does not fit."""
         left_open = Plan(f"filled in for {step}", num_devices, tuple(stores))
         if isinstance(self.policy, Plan):
             return left_open  # a finished plan names the ops of its own graph
         try:
-            return transform(captured, self.policy, num_devices, stores)
+            return transform(captured, self.policy, num_devices, stores, cost)
         except JscalerError as error:
             warnings.warn(
                 f"the policy of '{self.name}' does not fit '{step}', whose plan is filled in from the layout of the state; "

@@ -1,5 +1,6 @@
 """`pipeline` and ``megatron(pp=)``: numbers, cuts, and mistakes."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from of_the_day import of_the_day
 
 import jscaler
 from jscaler import PlanError, SplitError, UnknownNameError, plans
+from jscaler.clusters import Peak, find_cluster
+from jscaler.clusters.device import find_kind
 from jscaler.errors import OrderError
 from jscaler.plans.pipeline import _bottleneck
 from jscaler.primitives import gpipe
@@ -257,3 +260,30 @@ def test_mistakes(plan: Callable[[], Any], devices: int, error: type[Exception],
     step, params, x = stack_of([512, 512, 512, 512])
     with pytest.raises(error, match=match):
         jscaler.parallelize(plan(), devices=devices)(step).lower(params, x)
+
+
+def test_stages_are_balanced_for_the_devices_of_the_cluster():
+    """A product, and then arithmetic: on devices of slow products the first is as much as all the rest."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            with jax.named_scope("layer_0"):
+                h = x @ params["w"]
+            for i in range(1, 8):
+                with jax.named_scope(f"layer_{i}"):
+                    h = jnp.sin(h) * params["scale"]
+            return jnp.mean(h)
+
+        return jscaler.value_and_grad(loss_of)(params)
+
+    kind = find_kind("H100-80GB")
+    slow_products = dataclasses.replace(kind, peak=Peak(1e9, 1e9, 1e9, 1e9, 1e9))
+    first_op_of_last_stage = {}
+    for name, device in (("products", slow_products), ("memory", dataclasses.replace(kind, bandwidth=1e6))):
+        cluster = dataclasses.replace(find_cluster("2xH100-80GB"), device=device)
+        parallel = jscaler.parallelize(plans.pipeline(2, 2, batch="x"), devices=2, cluster=cluster)(step)
+        lowered = parallel.lower({"w": jnp.ones((64, 64)), "scale": jnp.ones(64)}, jnp.ones((8, 64)))
+        (last,) = (row for row in lowered.plan.report.blocks if row.name.startswith("1F"))
+        first_op_of_last_stage[name] = last.first
+    assert first_op_of_last_stage["products"].startswith("layer_1/")
+    assert not first_op_of_last_stage["memory"].startswith("layer_1/")
