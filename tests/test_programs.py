@@ -27,6 +27,20 @@ def test_a_random_plan_with_time_axes_gives_one_device_s_numbers(seed: int) -> N
     assert found.worst <= 1, f"{found.program.steps} on {found.devices} devices: {found.where} is {found.worst:.3g} off"
 
 
+# Found by ``python -m bench.programs --groups``: one block that takes few of the leaves (others lie on a group
+# of their own); parts of unequal size that cross
+FOUND = (1439, 1747)
+
+
+@pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_random_plan_on_groups_that_was_wrong_once(seed: int) -> None:
+    with jax.enable_x64(True):
+        found = measure(seed, steps=1, groups=True)
+    assert found.worst <= 1
+    assert not found.refused
+
+
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize("seed", of_the_day(range(24), 4))
 def test_a_random_plan_on_several_device_groups_gives_one_device_s_numbers(seed: int) -> None:

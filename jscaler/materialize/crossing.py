@@ -132,11 +132,31 @@ def cheapest_crossings(
     left = max(1, MOST_TRIED // (len(source.mesh.devices) + len(target.mesh.devices)))
     for leave, arrive in itertools.islice(_cheapest_pairs(leaving, arriving, hops), MOST_PAIRS):
         ends = leave.cost + arrive.cost
+        if not _go_together(leave.target, arrive.source):
+            continue
         if left and (len(best) < count or ends < best[-1].cost):
             total = ends + hop_price(leave.target, arrive.source, itemsize, cost)
             best = sorted([*best, Crossing(leave, arrive, total)], key=lambda crossing: crossing.cost)[:count]
             left -= 1
     return best
+
+
+def _go_together(leaving: Layout, arriving: Layout) -> bool:
+    """Whether pieces of one can be put into the other: over other sub-dims a dim must be padded at its end alone."""
+    return leaving.subdims == arriving.subdims or (_is_padded_behind(leaving) and _is_padded_behind(arriving))
+
+
+def _is_padded_behind(layout: Layout) -> bool:
+    """Whether a device's elements of a dim stand together: a sub-dim in unequal parts is repeated by none before it."""
+    uneven, number = dict(layout.uneven), 0
+    for dim in layout.subdims:
+        repeats = 1
+        for size in dim:
+            if number in uneven and repeats > 1:
+                return False
+            repeats *= -(-size // layout.mesh.size(layout.cuts[number]))
+            number += 1
+    return True
 
 
 def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
@@ -218,6 +238,8 @@ def _arriving(target: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
     view = _divisible(canonical(target))
     bare = dataclasses.replace(view, values=())
     ends = (target, *_cut_by(bare, bare.free), *_cut_by(view, view.free))
+    if not _is_padded_behind(target):
+        ends = (*ends, *_gathered(bare))
     if not target.values:
         ends = (*ends, dataclasses.replace(view, values=tuple((axis, "add") for axis in view.free)))
     return _sorted(find_adapter(end, target, itemsize, cost) for end in _distinct(ends))

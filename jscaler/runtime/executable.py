@@ -75,7 +75,7 @@ class Executable:
         Raises:
             BlockError, NotFiniteError: a block has failed.
         """
-        if len(compiled) == 1 and not self.returned:
+        if self._is_one_program:
             try:
                 return compiled[0](*leaves)
             except Exception as error:
@@ -104,6 +104,12 @@ class Executable:
         for result, leaf in self.returned.items():
             slots[result] = leaves[leaf]
         return slots[: len(self.out_shardings)]
+
+    @functools.cached_property
+    def _is_one_program(self) -> bool:
+        """Whether one block takes the leaves as they are: where another group has leaves alone, it takes a few of them."""
+        alone = len(self.blocks) == 1 and not self.returned
+        return alone and self.blocks[0].takes == tuple(range(len(self.in_shardings)))
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[Any, ...], ...]:

@@ -12,10 +12,10 @@ import pytest
 from materialize.layouts import assert_lies_as, every_layout, make_parts, mesh_of
 from of_the_day import of_the_day
 
-from jscaler.clusters import BYTES, CostModel, find_cluster
+from jscaler.clusters import BYTES, FEW_STEPS, CostModel, find_cluster
 from jscaler.errors import PlanError
 from jscaler.lower.emit import stacked
-from jscaler.materialize import Layout, find_adapter, parse_layout
+from jscaler.materialize import DeviceMesh, Layout, find_adapter, parse_layout
 from jscaler.materialize.crossing import Crossing, cheapest_crossings, find_crossing, hop_price
 from jscaler.runtime.crossings import CrossingRun
 
@@ -165,3 +165,12 @@ def test_another_shape_is_refused() -> None:
     before, after = (parse_layout("R1 V1 D(2,1)", shape) for shape in ((8, 8), (8, 4)))
     with pytest.raises(PlanError, match=r"is of shape \(8, 8\) and .* of shape \(8, 4\); a layout changes no shape"):
         find_crossing(before, after, SMALL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_unequal_parts_of_a_minor_subdim_cross_to_other_subdims(turned: bool) -> None:
+    """Each is padded inside of the dim: rows 0 and 4 of 8 = 2 · 4 stand two apart in a part that has one of four."""
+    mesh = DeviceMesh((5, 0, 2, 1, 3, 4), (("s", 3), ("r", 2)))
+    unequal = Layout(mesh, ((2, 4), (4,), (8,)), ((), ("s",), (), ()), uneven=((1, (2, 1, 1)),))
+    equal = Layout(DeviceMesh((2, 3, 5, 1), (("a", 4),)), ((8,), (4,), (8,)), (("a",), (), ()))
+    crossed(find_crossing(*((equal, unequal) if turned else (unequal, equal)), 8, FEW_STEPS))
