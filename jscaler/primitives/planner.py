@@ -37,7 +37,7 @@ from jscaler.primitives.plan import (
     Trans,
     named_ops,
 )
-from jscaler.primitives.recompute_regions import named, selected, with_region
+from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
 from jscaler.primitives.shard_checks import check_shard
 from jscaler.primitives.table import SCHEDULES, Table
 
@@ -442,10 +442,7 @@ class Planner(GraphView):
     def _marked(self) -> Graph:
         """The graph with the regions so far; ops that are named by a decision are not fused any more."""
         if self._regions is None or self._regions_of is not self.graph:
-            self._regions, self._regions_of = self.graph, self.graph
-            for decision in self._decisions:
-                if isinstance(decision, Recompute):
-                    self._regions = with_region(self._regions, decision)
+            self._regions, self._regions_of = with_regions(self.graph, self._decisions), self.graph
         return self._regions
 
     def plan(self, name: str) -> Plan:

@@ -16,15 +16,15 @@ from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError, listing
 from jscaler.ir import Graph, Nest, Op, PTensor, nested
-from jscaler.ir.loop import Item, chain_of, made_by, reads_of
+from jscaler.ir.loop import Item, chain_of, flat, made_by, reads_of
 from jscaler.ir.op import RecomputeRegion
 from jscaler.ir.walk import between
-from jscaler.primitives.plan import Plan, Recompute
+from jscaler.primitives.plan import Decision, Recompute
 
 
-def with_regions(graph: Graph, plan: Plan) -> Graph:
-    """``graph`` with the ops marked that ``plan`` computes again."""
-    for decision in plan.decisions:
+def with_regions(graph: Graph, decisions: Iterable[Decision]) -> Graph:
+    """``graph`` with the ops marked that some of ``decisions`` compute again."""
+    for decision in decisions:
         if isinstance(decision, Recompute):
             graph = with_region(graph, decision)
     return graph
@@ -88,7 +88,7 @@ def _check(graph: Graph, members: Sequence[Op]) -> str | None:
     items = _items_in(graph, loop)
     own = {op.path for op in members}
     for item in items:
-        inside = [op.path for op in ([item] if isinstance(item, Op) else item.ops())]
+        inside = [op.path for op in flat([item])]
         missing = [path for path in inside if path not in own]
         if missing and len(missing) < len(inside):
             assert isinstance(item, Nest)
@@ -124,7 +124,7 @@ def _items_in(graph: Graph, loop: str | None) -> tuple[Item, ...]:
 
 
 def _first(item: Item) -> Op:
-    return item if isinstance(item, Op) else next(item.ops())
+    return next(flat([item]))
 
 
 def _regions_around(graph: Graph, members: Sequence[Op]) -> set[RecomputeRegion]:

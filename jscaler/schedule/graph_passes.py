@@ -55,7 +55,7 @@ def recompute_regions(at: Planned) -> Planned:
 
     On several device groups each has its own part of a region. What crosses within would be made and sent twice.
     """
-    return dataclasses.replace(at, graph=regions_by_group(with_regions(at.graph, at.plan), at.plan))
+    return dataclasses.replace(at, graph=regions_by_group(with_regions(at.graph, at.plan.decisions), at.plan))
 
 
 def per_microbatch_ops(at: Planned) -> Planned:
