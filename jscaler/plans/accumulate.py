@@ -18,7 +18,7 @@ import numpy as np
 from jscaler.errors import SplitError
 from jscaler.ir import Factor, Op
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Factors
+from jscaler.plans.factors import Factors, can_run_in_turn
 from jscaler.plans.per_microbatch_groups import groups_alone
 from jscaler.plans.single import single
 from jscaler.primitives import Planner, TimeSplit
@@ -81,10 +81,9 @@ def _fused(graph: Planner, selection: Any, factors: Factors) -> list[Op]:
 
 def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) -> bool:
     """Whether ``op`` runs part by part; one that cannot is an error in the pass that is to be held in parts."""
-    factor = graph.rule(op).factors[name]
-    overlaps = any(slid == name for slid, _, _ in graph.rule(op).halos)
-    if (factor.kind != "blocked" or (alone and factor.reopens)) and not overlaps and factor.size % parts == 0:
+    if can_run_in_turn(graph, op, name, parts, alone):
         return True
+    factor = graph.rule(op).factors[name]
     if op.kind == "forward" and op.backward is not None and factor.size > 1:
         why = f"it needs the whole batch: {factor.reason or 'its parts overlap'}; {_remedy(op, factor)}"
         raise SplitError(op.path, name, factor.size, parts, why if factor.size % parts == 0 else "")

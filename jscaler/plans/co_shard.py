@@ -24,7 +24,7 @@ from jscaler.ir import Op, PTensor
 from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
 from jscaler.plans.attention import holds_contraction
-from jscaler.plans.factors import Dims, Factors, by_dim, reached, required, select
+from jscaler.plans.factors import Dims, Factors, by_dim, can_run_in_turn, reached, required, select
 from jscaler.plans.single import single
 from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
@@ -62,7 +62,8 @@ def co_shard(
         ... def train_step(state, batch): ...
     """
     inner = plan or single()
-    _check_parts(parts)
+    if not isinstance(parts, int) or parts < 1:
+        raise PlanError(f"co_shard: parts is a positive whole number, not {parts!r}")
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         leaves = required(graph, by_dim(on), "pass co_shard(on=...)")
@@ -87,13 +88,7 @@ def co_shard(
 
 def _in_turn(graph: Planner, table: Factors, parts: int) -> Factors:
     """The forward ops of ``table`` that can run part by part."""
-    found: Factors = {}
-    for op, name in table.items():
-        factor = graph.rule(op).factors[name]
-        overlaps = any(slid == name for slid, _, _ in graph.rule(op).halos)
-        if op.kind == "forward" and factor.kind != "blocked" and factor.size % parts == 0 and not overlaps:
-            found[op] = name
-    return found
+    return {op: name for op, name in table.items() if op.kind == "forward" and can_run_in_turn(graph, op, name, parts)}
 
 
 def _groups(graph: Planner, ops: Sequence[Op]) -> list[list[Op]]:
@@ -168,8 +163,3 @@ def _from_contraction(graph: Planner, tensor: PTensor) -> bool:
 
     makers = (graph.producer.get(t) for t in closure([tensor], sources))
     return any(maker is not None and holds_contraction(maker) for maker in makers)
-
-
-def _check_parts(parts: int) -> None:
-    if not isinstance(parts, int) or parts < 1:
-        raise PlanError(f"co_shard: parts is a positive whole number, not {parts!r}")

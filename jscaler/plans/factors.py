@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jscaler.errors import PlanError, SplitError, UnknownNameError
-from jscaler.ir import Factor, Op, PTensor
+from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.primitives import Algorithm, Planner, Replicate, Split
 
@@ -20,9 +20,9 @@ Factors = dict[Op, str]
 Dims = Mapping[str, int | None]  # pattern of input leaves -> dim, from the end if negative; None is `column`
 
 
-def by_dim(patterns: Dims | Sequence[str], dim: int | None = None) -> Dims:
-    """``patterns`` as a table; those without a dim get ``dim``."""
-    return patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, dim)
+def by_dim(patterns: Dims | Sequence[str]) -> Dims:
+    """``patterns`` as a table; those without a dim follow `column`."""
+    return patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
 
 
 def select(graph: Planner, patterns: Dims) -> list[tuple[PTensor, int]]:
@@ -118,9 +118,16 @@ def required(graph: Planner, patterns: Dims, remedy: str) -> list[tuple[PTensor,
     return found
 
 
-def can_split(factor: Factor, parts: int) -> bool:
-    """Whether an op may be split there: not blocked for good, and of a size that divides."""
-    return factor.splittable and factor.size % parts == 0
+def can_run_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool = False) -> bool:
+    """Whether parts of ``op`` can run one after another: each needs neither the whole factor nor the others' rows.
+
+    Args:
+        alone: whether the op runs on each part alone, where it needs the whole.
+    """
+    rule = graph.rule(op)
+    factor = rule.factors[name]
+    whole = factor.kind == "blocked" and not (alone and factor.reopens)
+    return not whole and factor.size % parts == 0 and all(slid != name for slid, _, _ in rule.halos)
 
 
 def split(graph: Planner, grid: np.ndarray, *tables: Factors) -> None:
@@ -137,8 +144,9 @@ def split(graph: Planner, grid: np.ndarray, *tables: Factors) -> None:
         parts: dict[str, int] = {}
         for size, table in axes:
             name = table.get(op, "")
-            if name in factors and can_split(factors[name], size * parts.get(name, 1)):
-                parts[name] = size * parts.get(name, 1)
+            count = size * parts.get(name, 1)
+            if name in factors and factors[name].splittable and factors[name].size % count == 0:
+                parts[name] = count
                 algorithms.append(Split(name, size))
             else:
                 algorithms.append(Replicate(size))

@@ -69,18 +69,21 @@ def find_layers(graph: Planner, on: str | Sequence[str] | None = None, every: in
 def _matching(ops: Sequence[Op], patterns: Sequence[str]) -> list[Series]:
     groups: dict[tuple[int | None, str | None], dict[str, list[Op]]] = {}
     for op in ops:
-        parts = op.path.split("/")
-        for count in range(1, len(parts)):
-            path = "/".join(parts[:count])
+        for path in modules_of(op.path):
             if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
                 groups.setdefault((op.call, op.loop), {}).setdefault(path, []).append(op)
                 break
     if not groups:
-        modules = {"/".join(op.path.split("/")[:i]) for op in ops for i in range(1, op.path.count("/") + 1)}
-        raise UnknownNameError("module", " or ".join(patterns), sorted(modules), "; layers are those of on=")
+        modules = sorted({module for op in ops for module in modules_of(op.path)})
+        raise UnknownNameError("module", " or ".join(patterns), modules, "; layers are those of on=")
     return [
         Series(loop or "", tuple(map(tuple, layers.values())), loop is not None) for (_, loop), layers in groups.items()
     ]
+
+
+def modules_of(path: str) -> list[str]:
+    """The modules that hold an op, the outermost first: of ``a/b/dot`` ``a`` and ``a/b``."""
+    return [path[:end] for end, letter in enumerate(path) if letter == "/"]
 
 
 def _found(graph: Planner, ops: Sequence[Op]) -> list[Series]:

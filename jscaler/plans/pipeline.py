@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from jscaler.clusters.device import DeviceKind, find_kind
-from jscaler.errors import PlanError, UnknownNameError
+from jscaler.errors import PlanError, UnknownNameError, divisors
 from jscaler.ir import Nest, Op, PTensor
-from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import accumulate
+from jscaler.plans.layers import modules_of
 from jscaler.plans.single import single
 from jscaler.primitives import SCHEDULES, Planner
 from jscaler.xla_model.work import work_of
@@ -69,7 +70,7 @@ def pipeline(
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         if devices.size % stages:
-            legal = [n for n in range(1, devices.size + 1) if devices.size % n == 0]
+            legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
@@ -96,13 +97,12 @@ def find_stages(graph: Planner, stages: int, at: Sequence[str] | None = None) ->
         UnknownNameError: no module is called so.
     """
     known = _known_everywhere(graph)
-    items = [item for item in graph.tree if _kind(item) == "forward" and not set(made_by(item)) <= known]
+    items = [item for item in graph.tree if next(flat([item])).kind == "forward" and not set(made_by(item)) <= known]
     cuts = _named(items, at, stages) if at is not None else _balanced(graph, items, stages, known)
     bounds = [0, *cuts, len(items)]
     found = {}
     for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
-        for item in items[first:stop]:
-            found.update(dict.fromkeys((op.path for op in _ops(item)), stage))
+        found.update((op.path, stage) for op in flat(items[first:stop]))
     return found
 
 
@@ -114,12 +114,10 @@ def _named(items: Sequence[Item], at: Sequence[str], stages: int) -> list[int]:
         )
     found = []
     for pattern in at:
-        inside = [i for i, item in enumerate(items) if any(_is_in(op.path, pattern) for op in _ops(item))]
+        inside = [i for i, item in enumerate(items) if any(_is_in(op.path, pattern) for op in flat([item]))]
         if not inside:
-            modules = {
-                "/".join(op.path.split("/")[:n]) for i in items for op in _ops(i) for n in range(1, op.path.count("/") + 1)
-            }
-            raise UnknownNameError("module", pattern, sorted(modules), "; stages begin at modules")
+            modules = sorted({module for op in flat(items) for module in modules_of(op.path)})
+            raise UnknownNameError("module", pattern, modules, "; stages begin at modules")
         found.append(inside[0])
     if found != sorted(set(found)) or found[0] == 0:
         raise PlanError(
@@ -129,15 +127,14 @@ def _named(items: Sequence[Item], at: Sequence[str], stages: int) -> list[int]:
 
 
 def _is_in(path: str, pattern: str) -> bool:
-    parts = path.split("/")
-    return any(fnmatch.fnmatchcase("/".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+    return any(fnmatch.fnmatchcase(part, pattern) for part in (*modules_of(path), path))
 
 
 def _balanced(graph: Planner, items: Sequence[Item], stages: int, known: set[PTensor]) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes."""
     across = _across(graph, items, known)
     device = graph.device or find_kind(BALANCED_FOR)
-    seconds = [sum(_seconds(op, device) for op in _ops(item)) for item in items]
+    seconds = [sum(_seconds(op, device) for op in flat([item])) for item in items]
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     for count in sorted({len(tensors) for tensors in across[1:]}):
         places = [i for i in range(1, len(items)) if len(across[i]) <= count and sums[i] > 0]
@@ -201,14 +198,6 @@ def _is_heavy(item: Item) -> bool:
 
 def _seconds(op: Op, device: DeviceKind) -> float:
     return work_of(op.body.jaxpr).seconds(device) if op.body is not None else 0.0
-
-
-def _kind(item: Item) -> str:
-    return item.kind if isinstance(item, Op) else next(iter(item.ops())).kind
-
-
-def _ops(item: Item) -> list[Op]:
-    return [item] if isinstance(item, Op) else list(item.ops())
 
 
 def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
