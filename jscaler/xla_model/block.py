@@ -48,15 +48,11 @@ class Inner:
         block: its inputs are ``inside`` of the carries and the slices; it may also read values of the block around it.
         carries: per carry its value before the first iteration (None for a constant), in an iteration, at its end, and
             after the last.
-        xs: per stack that is read the stack, and a slice.
-        ys: per stack that is written a slice, and the stack.
         length: number of iterations.
     """
 
     block: "Block"
     carries: tuple[tuple[Value | None, Value, Value | None, Value], ...] = ()
-    xs: tuple[tuple[Value | None, Value], ...] = ()
-    ys: tuple[tuple[Value | None, Value], ...] = ()
     length: int = 1
 
 

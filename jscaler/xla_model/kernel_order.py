@@ -82,24 +82,20 @@ def _elementwise(kernel: Kernel) -> bool:
 def _most_read_first(kernels: Sequence[Kernel], outputs: Sequence[Value]) -> list[int]:
     maker = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
     operands = [tuple(dict.fromkeys(maker[v] for v in kernel.reads if v in maker)) for kernel in kernels]
-    users = [0] * len(kernels)
-    for before in operands:
+    readers: list[list[int]] = [[] for _ in kernels]
+    for i, before in enumerate(operands):
         for j in before:
-            users[j] += 1
+            readers[j].append(i)
     extra, sizes = [0] * len(kernels), [0] * len(kernels)  # of a kernel and all that it needs
     for i, before in enumerate(operands):
-        extra[i] = max(0, users[i] - 1) + sum(extra[j] for j in before)
+        extra[i] = max(0, len(readers[i]) - 1) + sum(extra[j] for j in before)
         sizes[i] = sum(v.nbytes for v in kernels[i].writes) + sum(sizes[j] for j in before)
 
     def ranked(some: Sequence[int]) -> list[int]:
         return sorted(some, key=lambda j: (-extra[j], -sizes[j], j))
 
     made = [maker[v] for v in outputs if v in maker]
-    roots = dict.fromkeys([*made, *(i for i, count in enumerate(users) if not count)])
-    readers: list[list[int]] = [[] for _ in kernels]
-    for i, before in enumerate(operands):
-        for j in before:
-            readers[j].append(i)
+    roots = dict.fromkeys([*made, *(i for i, found in enumerate(readers) if not found)])
     early = [_frees(kernel) for kernel in kernels]
     found: dict[int, None] = {}
     for i in operands_first(ranked(list(roots)), lambda i: ranked(operands[i])):

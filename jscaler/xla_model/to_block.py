@@ -199,7 +199,7 @@ class Blocks:
             body += [_written(v) for v in step.writes for _ in writing.get(v, ())]
         given = (*(inside for _, inside, _, _ in carries), *(stack for stack, _ in xs))
         block = Block(given, tuple(body), tuple(out for _, _, out, _ in carries if out is not None))
-        inner = Inner(block, carries, xs, ys, length)
+        inner = Inner(block, carries, length)
         writes = (*(final for *_, final in carries), *(stack for _, stack in ys))
         held = [init for init, *_ in carries]
         operands = tuple(dict.fromkeys([*(v for v in held if v is not None), *reads]))

@@ -91,13 +91,7 @@ def loop(length: int = 5) -> tuple[Block, Inner]:
         BlockStep("call", "dot", (inside, piece), (hidden,)),
         BlockStep("call", "dot", (hidden,), (out,)),
     )
-    inner = Inner(
-        Block((inside, weights), steps, (out,)),
-        ((start, inside, out, final),),
-        ((weights, piece),),
-        ((inside, stack),),
-        length,
-    )
+    inner = Inner(Block((inside, weights), steps, (out,)), ((start, inside, out, final),), length)
     step = BlockStep("loop", "scan", (start, weights), (final, stack), over=((0, 0),), inner=(inner,))
     return Block((start, weights), (step,), (final, stack)), inner
 
@@ -119,9 +113,7 @@ def test_a_loop_holds_its_carry_and_stacks_and_one_iteration() -> None:
 def test_a_carry_that_is_read_later_cannot_be_written_over() -> None:
     block, inner = loop()
     extra = BlockStep("call", "dot", (inner.carries[0][1],), (Value(1, "late"),))
-    longer = Inner(
-        Block(inner.block.inputs, (*inner.block.steps, extra), inner.block.outputs), inner.carries, inner.xs, inner.ys
-    )
+    longer = Inner(Block(inner.block.inputs, (*inner.block.steps, extra), inner.block.outputs), inner.carries)
     step = BlockStep("loop", "scan", block.steps[0].reads, block.steps[0].writes, inner=(longer,))
     timeline = lifetimes(Block(block.inputs, (step,), block.outputs)).timeline
     assert timeline[-1].nbytes == 48 + 8 + 1
