@@ -19,6 +19,7 @@ from jscaler.errors import PlanError
 from jscaler.ir import Body, Graph, Loop, Op, PTensor
 from jscaler.ir.walk import closure
 from jscaler.primitives import Plan
+from jscaler.primitives.recompute_regions import with_ops
 from jscaler.rules.per_microbatch_rules import HiddenCountError, OwnCounts, Place, Undivided, Whole, with_own_counts
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.op_parts import OpPart, Own
@@ -35,12 +36,7 @@ def with_alone(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> G
     alone = plan.alone
     if not alone:
         return graph
-    changed = _Alone(graph, alone & graph.by_path.keys(), time_axes(graph, plan), book, bodies).run()
-    ops = []
-    for op in graph.ops:
-        forward = changed.get(op.forward.path) if op.forward is not None else None
-        ops.append(dataclasses.replace(op, forward=forward) if forward is not None else changed.get(op.path, op))
-    return dataclasses.replace(graph, ops=tuple(ops))
+    return with_ops(graph, _Alone(graph, alone & graph.by_path.keys(), time_axes(graph, plan), book, bodies).run())
 
 
 class _Alone:
