@@ -20,7 +20,6 @@ OVER = "▲"  # in place of a bar that is higher than a device
 WIDTH = 28  # bars for a step
 STATE = 0.5  # of a device: state above this is what does not fit
 ACCURACY = 0.15  # of the estimate
-GB = 1e9
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,9 +230,9 @@ def missing(found: Fit) -> list[str]:
     return lines
 
 
-def as_text(found: Fit, width: int = 160) -> str:
+def as_text(found: Fit) -> str:
     """All of it as plain text."""
-    console = Console(file=io.StringIO(), width=width)
+    console = Console(file=io.StringIO(), width=160)
     console.print(fit_table(found))
     console.print("\n".join([*reasons(found), verdict(found)]), highlight=False, markup=False)
     assert isinstance(console.file, io.StringIO)

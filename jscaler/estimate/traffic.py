@@ -8,13 +8,13 @@ import numpy as np
 
 from jscaler.clusters import Cluster
 from jscaler.clusters.transition_kinds import sends
-from jscaler.lower.flat_program import FlatProgram
-from jscaler.lower.program import Adapt, Compute, Extend, Program, walk
+from jscaler.lower.program import Adapt, Compute, Extend, walk
 from jscaler.lower.segment import Segment
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import halo_cost, messages
 from jscaler.materialize.transitions import Transition, price_of, rounds_of
 
+Moved = Mapping[str, tuple[int, float]]  # kind of collective -> how often, and bytes that each device sends
 RESULTS = ""  # in place of an op's path: what is moved behind the last op
 
 
@@ -27,14 +27,14 @@ class Traffic:
         between: the same of collectives with groups that span hosts.
         leaving: bytes that leave the busiest host.
         seconds: one after the other, by the cluster's links.
-        kinds: kind of collective -> how often, and bytes that each device sends.
+        kinds: of collectives.
     """
 
     inside: float = 0.0
     between: float = 0.0
     leaving: float = 0.0
     seconds: float = 0.0
-    kinds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    kinds: Moved = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -45,18 +45,23 @@ class Traffic:
 def sum_of(parts: Iterable[Traffic]) -> Traffic:
     """All of them."""
     every = list(parts)
-    kinds: dict[str, tuple[int, float]] = {}
-    for part in every:
-        for kind, (count, nbytes) in part.kinds.items():
-            known = kinds.get(kind, (0, 0.0))
-            kinds[kind] = (known[0] + count, known[1] + nbytes)
     return Traffic(
         sum(p.inside for p in every),
         sum(p.between for p in every),
         sum(p.leaving for p in every),
         sum(p.seconds for p in every),
-        kinds,
+        summed(p.kinds for p in every),
     )
+
+
+def summed(parts: Iterable[Moved]) -> Moved:
+    """Counts and bytes of all of ``parts``."""
+    total: dict[str, tuple[int, float]] = {}
+    for part in parts:
+        for kind, (count, sent) in part.items():
+            known = total.get(kind, (0, 0.0))
+            total[kind] = (known[0] + count, known[1] + sent)
+    return total
 
 
 def traffic_by_reader(segments: Iterable[Segment], cluster: Cluster) -> dict[str, Traffic]:
@@ -64,25 +69,24 @@ def traffic_by_reader(segments: Iterable[Segment], cluster: Cluster) -> dict[str
 
     The links of a collective are added up: where several hosts are busy, ``leaving`` is that of the busiest in each.
     """
-    table: dict[str, list[Traffic]] = {}
+    every = moved_by_reader(segments).items()
+    return {path: sum_of(traffic_of(*one, cluster) for one in moved) for path, moved in every if moved}
+
+
+def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt | Extend, int, int]]]:
+    """As `traffic_by_reader`: each adapter and halo exchange with its bytes per element, and how many times it runs."""
+    table: dict[str, list[tuple[Adapt | Extend, int, int]]] = {}
     for segment in segments:
-        for path, parts in _in_segment(segment.program, segment.flat, cluster).items():
-            table.setdefault(path, []).extend(parts)
-    return {path: sum_of(parts) for path, parts in table.items() if parts}
-
-
-def _in_segment(program: Program, flat: FlatProgram, cluster: Cluster) -> dict[str, list[Traffic]]:
-    # adapters that moved across a cast carry its narrow side; equal ones are made once
-    itemsizes = {e.adapt.output: getattr(e.input.aval.dtype, "itemsize", 8) for e in flat.exchanges}  # type: ignore[attr-defined]
-    table: dict[str, list[Traffic]] = {}
-    waiting: list[Traffic] = []
-    for task, times in walk(program.tasks, program.times):
-        if isinstance(task, Compute):
-            table.setdefault(task.op.path, []).extend(waiting)
-            waiting = []
-        elif task.output in itemsizes:
-            waiting.append(traffic_of(task, itemsizes[task.output], times, cluster))
-    table[RESULTS] = waiting
+        # adapters that moved across a cast carry its narrow side; equal ones are made once
+        itemsizes = {e.adapt.output: getattr(e.input.aval.dtype, "itemsize", 8) for e in segment.flat.exchanges}  # type: ignore[attr-defined]
+        waiting: list[tuple[Adapt | Extend, int, int]] = []
+        for task, times in walk(segment.program.tasks, segment.program.times):
+            if isinstance(task, Compute):
+                table.setdefault(task.op.path, []).extend(waiting)
+                waiting = []
+            elif task.output in itemsizes:
+                waiting.append((task, itemsizes[task.output], times))
+        table.setdefault(RESULTS, []).extend(waiting)
     return table
 
 

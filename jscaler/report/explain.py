@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from jscaler.estimate.traffic import summed
 from jscaler.materialize.placement import RunnerUp
 from jscaler.report.leaves import LeafRow, together
-from jscaler.report.moved_tensors import MovedTensor, moved_text, summed
+from jscaler.report.moved_tensors import MovedTensor, moved_text
 from jscaler.report.step_report import OpRow, StepReport, grouped_moves
 from jscaler.report.step_text import devices_text
 from jscaler.text.folding import braced, merged

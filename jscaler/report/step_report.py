@@ -8,6 +8,7 @@ from typing import Any
 
 from jscaler.clusters import Bytes
 from jscaler.estimate.memory import Memory, estimated_memory
+from jscaler.estimate.traffic import Moved, summed
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -18,7 +19,7 @@ from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
 from jscaler.report.blocks import BlockRow, block_rows
 from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
-from jscaler.report.moved_tensors import Moved, MovedTensor, moves_by_reader, summed
+from jscaler.report.moved_tensors import MovedTensor, moves_by_reader
 from jscaler.report.recomputed import recomputed_lines
 from jscaler.report.replicated import replicated_lines
 from jscaler.report.step_text import layout_text
