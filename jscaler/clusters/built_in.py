@@ -1,7 +1,6 @@
 """Clusters by name: built-in ones, those that their text describes (``8xH100-80GB``), and files.
 
-Bandwidths are of public data sheets, one direction: NVLink per device, the network per host (all its devices share it).
-Latencies of the GPU clusters are assumed; ``jscaler bench-comm`` measures both. docs/clusters.md lists the sources.
+The links of GPU clusters are those of `clusters.link`; ``jscaler bench-comm`` measures them.
 """
 
 import re

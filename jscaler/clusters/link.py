@@ -1,6 +1,7 @@
 """``Link``: one class of links of a cluster; and the links that hosts of a kind of GPU usually have.
 
-Bandwidths are of public data sheets, one direction; docs/clusters.md lists the sources. Latencies are assumed.
+Bandwidths are of public data sheets, one direction: NVLink per device, the network per host; docs/clusters.md lists the
+sources. Latencies are assumed.
 """
 
 from dataclasses import dataclass

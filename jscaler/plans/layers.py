@@ -16,10 +16,9 @@ from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of, made_by, reads_of
 from jscaler.ir.walk import between
-from jscaler.plans.attention import holds_contraction
+from jscaler.plans.attention import Ops, holds_contraction
 from jscaler.primitives import Planner
 
-Ops = tuple[Op, ...]
 Modules = tuple[str, ...]
 NUMBERED = re.compile(r"(?P<name>.*?)_?(?P<number>\d+)")
 

@@ -151,21 +151,19 @@ def _bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], 
     """Cuts at ``places`` by dynamic programming; None where there are too few with work in between."""
     end = len(sums) - 1
     best: dict[int, tuple[float, float, list[int]]] = {i: (sums[i], float(nbytes[i]), [i]) for i in places}
+
+    def ways_to(i: int, sent_here: float) -> list[tuple[float, float, list[int]]]:
+        """One stage more, which ends at ``i``."""
+        return [
+            (max(slowest, sums[i] - sums[j]), sent + sent_here, [*cuts, i])
+            for j, (slowest, sent, cuts) in best.items()
+            if j < i and sums[i] > sums[j]
+        ]
+
     for _ in range(stages - 2):
-        later: dict[int, tuple[float, float, list[int]]] = {}
-        for i in places:
-            ways = [
-                (max(slowest, sums[i] - sums[j]), sent + nbytes[i], [*cuts, i])
-                for j, (slowest, sent, cuts) in best.items()
-                if j < i and sums[i] > sums[j]
-            ]
-            if ways:
-                later[i] = min(ways)
-        best = later
-    ways = [
-        (max(slowest, sums[end] - sums[j]), sent, cuts) for j, (slowest, sent, cuts) in best.items() if sums[end] > sums[j]
-    ]
-    return min(ways)[2] if ways else None
+        best = {i: min(ways) for i in places if (ways := ways_to(i, nbytes[i]))}
+    ways = ways_to(end, 0.0)
+    return min(ways)[2][:-1] if ways else None
 
 
 def _across(graph: Planner, items: Sequence[Item], known: set[PTensor]) -> list[list[PTensor]]:

@@ -35,11 +35,7 @@ from jscaler.primitives import Planner
 def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
     """`data_parallel`, with the optimizer's state and the updates split over all devices.
 
-    Args:
-        batch, reduce_dtype: as for `data_parallel`.
-
-    Raises (when the plan is made):
-        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+    Arguments and errors are those of `data_parallel`.
     """
     return _zero("zero1", batch, reduce_dtype, stored=False)
 
@@ -47,11 +43,7 @@ def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
 def zero3(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
     """`zero1`, with the parameters themselves split too: fully sharded data parallelism.
 
-    Args:
-        batch, reduce_dtype: as for `data_parallel`.
-
-    Raises (when the plan is made):
-        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+    Arguments and errors are those of `data_parallel`.
 
     Example:
         >>> @jscaler.parallelize(plans.zero3(), devices=8, donate_argnames="state")
@@ -65,11 +57,7 @@ def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
 
     Without micro-batches that is `zero1`, whose gradients are scattered as they are made.
 
-    Args:
-        batch, reduce_dtype: as for `data_parallel`.
-
-    Raises (when the plan is made):
-        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+    Arguments and errors are those of `data_parallel`.
 
     Example:
         >>> @jscaler.parallelize(plans.accumulate(8, plans.zero2()), devices=8, donate_argnames="state")

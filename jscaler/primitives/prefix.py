@@ -79,8 +79,8 @@ class _Writer:
         self.eqns, self.open = [], None
         completed = [] if begun is None else [begun[0].outvars[0]]
         made = [*completed, *(v for e in eqns for v in e.outvars)]
-        outs = [*self._handed_on(eqns, made, walked), *(v for _, v in self._results(made, within is None))]
-        ends = [i for i, _ in self._results(made, within is None)]
+        handed, results = self._handed_on(eqns, made, walked), self._results(made, within is None)
+        outs = [*handed, *(v for _, v in results)]
         wanted = [*(v for e in eqns for v in e.invars), *outs, *([] if within is None else [walked])]
         reads = list(dict.fromkeys(v for v in wanted if isinstance(v, core.Var) and v not in made))
         body = make_jaxpr(eqns, [*reads, *completed], [*outs, *([] if within is None else [walked])], self.site.jaxpr)
@@ -92,10 +92,9 @@ class _Writer:
             found = evaluate(body, values)
             return found if within is None else [*found[:-1], *within(found[-1])]
 
-        handed = outs[: len(outs) - len(ends)]
         read_names = tuple(self.names[v] for v in reads)
         self.names.update({v: f"value{len(self.names) + i}" for i, v in enumerate(handed)})
-        makes = (*(self.names[v] for v in handed), *ends, *halves)
+        makes = (*(self.names[v] for v in handed), *(i for i, _ in results), *halves)
         self.steps.append(Step(name, run, (*read_names, *(begun[2:] if begun is not None else ())), makes))
 
     def _handed_on(self, eqns: Sequence[core.JaxprEqn], made: Sequence[core.Var], walked: Any) -> list[core.Var]:

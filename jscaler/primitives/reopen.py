@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.jaxprs import make_jaxpr
 from jscaler.capture.names import PathNames
 from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.primitives.algorithms import GridAxis
@@ -103,7 +104,7 @@ def cut_op(op: Op, factors: Sequence[str], book: RuleBook, bodies: BodyTable) ->
             named += [piece.named.tensors[len(piece.jaxpr.invars) + i]] * len(tensors)
             if isinstance(atom, core.Var):
                 known.setdefault(atom, tensors[0])
-        body = bodies.intern(piece.jaxpr.replace(outvars=outvars, debug_info=_info(piece.jaxpr, len(outvars))))
+        body = bodies.intern(make_jaxpr(piece.jaxpr.eqns, piece.jaxpr.invars, outvars, piece.jaxpr))
         whole = dataclasses.replace(piece.named, tensors=tuple(named))
         made.append(
             dataclasses.replace(op, path=path, inputs=inputs, outputs=tuple(outputs), body=body, named=whole, backward=None)
@@ -114,10 +115,6 @@ def cut_op(op: Op, factors: Sequence[str], book: RuleBook, bodies: BodyTable) ->
 
 def _key(atom: core.Var | core.Literal) -> object:
     return atom if isinstance(atom, core.Var) else id(atom)
-
-
-def _info(jaxpr: core.Jaxpr, count: int) -> object:
-    return jaxpr.debug_info._replace(result_paths=("",) * count)
 
 
 def _dealt(decision: Decision, pieces: Mapping[str, tuple[Op, ...]], book: RuleBook) -> list[Decision]:
