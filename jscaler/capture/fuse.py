@@ -9,15 +9,15 @@ runs the op in pieces never holds it whole.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.differentiated import differentiated
 from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError, listing
 from jscaler.ir import Graph, Op, PTensor
-from jscaler.ir.loop import chain_of, made_by, reads_of
+from jscaler.ir.loop import made_by, reads_of
 from jscaler.ir.walk import between, dependents
 
 
@@ -48,7 +48,7 @@ def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Gr
         path, "forward", inputs, outputs, bodies.traced(body, [t.aval for t in inputs]), last.source_info, last.call,
         loop=last.loop, remat=last.remat,
     )  # fmt: skip
-    return _differentiated(dataclasses.replace(graph, ops=_in_order(graph, members, fused)), last.call, bodies)
+    return differentiated(dataclasses.replace(graph, ops=_in_order(graph, members, fused)), last.call, bodies)
 
 
 def _check(graph: Graph, members: Sequence[Op], path: str) -> None:
@@ -93,35 +93,3 @@ def _in_order(graph: Graph, members: Sequence[Op], fused: Op) -> tuple[Op, ...]:
     behind = set(dependents(graph.ops[:end], own, reads_of, made_by))
     before, waiting = ([op for op in graph.ops[:end] if op not in own and (op in behind) == late] for late in (False, True))
     return (*before, fused, *waiting, *graph.ops[end + 1 :])
-
-
-def _differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph:
-    """``graph`` with the backward of gradient call ``index`` made anew for its forward ops; gradients keep their names."""
-    start = next((i for i, op in enumerate(graph.ops) if op.call == index and op.kind == "backward"), None)
-    if index is None or start is None:
-        return graph
-    call = graph.calls[index]
-    forward = [op for op in graph.ops if op.call == index and op.kind == "forward"]
-    mine = [op for op in graph.ops if op.call == index and op.kind == "backward"]
-    gone = {name for op in mine for name in chain_of(op.loop, graph.loops)}
-    loops = {name: loop for name, loop in graph.loops.items() if name not in gone}
-    differentiator = Differentiator(bodies, index, loops)
-    gradients = differentiator.run(forward, call.loss, call.wrt)
-    known = dict(zip(gradients, call.gradients, strict=True))
-    made = [_renamed(op, known) for op in differentiator.ops]
-    handles = {op.forward.path: op for op in made if op.forward is not None}
-    ops: list[Op] = []
-    for i, op in enumerate(graph.ops):
-        ops += made if i == start else []
-        if op.call != index:
-            ops.append(op)
-        elif op.kind == "forward":
-            ops.append(dataclasses.replace(op, backward=handles.get(op.path)))
-    loops |= {n: loop.mapped(lambda t: known.get(t, t)) for n, loop in differentiator.made.items()}
-    return dataclasses.replace(graph, ops=tuple(ops), loops=loops)
-
-
-def _renamed(op: Op, known: Mapping[PTensor, PTensor]) -> Op:
-    inputs, outputs = (tuple(known.get(t, t) for t in tensors) for tensors in (op.inputs, op.outputs))
-    cotangents = tuple((i, known.get(t, t)) for i, t in op.cotangents)
-    return dataclasses.replace(op, inputs=inputs, outputs=outputs, cotangents=cotangents)

@@ -1,6 +1,5 @@
 """``Graph``: the captured program as ops over PTensors, in an order that respects data dependencies. Immutable."""
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +7,7 @@ from typing import Any, Protocol
 
 from jscaler.errors import CaptureError, UnknownNameError
 from jscaler.ir.loop import Item, Loop, nested
-from jscaler.ir.op import Op, OpKind
+from jscaler.ir.op import Op, OpKind, matches
 from jscaler.ir.rule import Rule
 from jscaler.ir.tensor import PTensor
 
@@ -149,7 +148,7 @@ class Graph:
             UnknownNameError: nothing matches.
         """
         ops = [op for op in self.ops if kind in (None, op.kind)]
-        found = tuple(op for op in ops if fnmatch.fnmatchcase(op.path, pattern))
+        found = tuple(op for op in ops if matches(op.path, pattern))
         if not found:
             raise UnknownNameError("op", pattern, [op.path for op in ops])
         return found
@@ -162,11 +161,7 @@ class Graph:
 
     def select_inputs(self, pattern: str) -> tuple[PTensor, ...]:
         """Input leaves whose path is ``pattern``, lies below it, or matches it as a shell pattern."""
-        return tuple(
-            t
-            for t in self.inputs
-            if t.name == pattern or t.name.startswith(pattern + "/") or fnmatch.fnmatchcase(t.name, pattern)
-        )
+        return tuple(t for t in self.inputs if t.name.startswith(pattern + "/") or matches(t.name, pattern))
 
     def rule(self, op: Op) -> Rule:
         """The factors of ``op``."""

@@ -1,7 +1,9 @@
 """``Op``: a fragment of the captured program, and ``VTensor``: an op's own view of a PTensor."""
 
 import dataclasses
+import fnmatch
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from jscaler.ir.tensor import PTensor
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames of jscaler itself are nobody's model
 OpKind = Literal["forward", "backward", "update"]
 Residuals = Literal["inputs", "saved"]
+RANGE = re.compile(r"\[\d+:\d+\]")
 
 
 def user_line(source_info: Any) -> str:
@@ -30,6 +33,21 @@ def user_line(source_info: Any) -> str:
 def turn_mark(turn: int) -> str:
     """What follows the names of what a loop does for its parts after the first of an iteration."""
     return f"~{turn}" if turn else ""
+
+
+def range_mark(bounds: tuple[int, int]) -> str:
+    """What follows the names of what is for the iterations from the first of ``bounds`` to before the second."""
+    return "[{}:{}]".format(*bounds)
+
+
+def without_range(name: str) -> str:
+    """The name of what a thing of a range is a part of: of ``layers/dot[4:8]`` ``layers/dot``."""
+    return RANGE.sub("", name)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the name of an op, or of an input, is a shell pattern's; one of a range is that of the whole, too."""
+    return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in dict.fromkeys((name, without_range(name))))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from jscaler.errors import OrderError, PlanError, listing
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
 from jscaler.lower.blocks import FRONT, CarriedValue, SpanningLoop, Transfer
+from jscaler.lower.flat_program import all_items
 from jscaler.lower.flat_program import results as results_of
 from jscaler.lower.segment import PlacedBlock
 from jscaler.primitives.table import BlockKind, Table, TableCell
@@ -330,7 +331,7 @@ class Rounds:
 
     def _ops(self, number: int) -> list[str]:
         flat = self.blocks[number].flat
-        made = (v for item in flat.items for v in results_of(item))
+        made = (v for item in all_items(flat.items) for v in results_of(item))
         return list(dict.fromkeys(flat.origins.op[v] for v in made if v in flat.origins.op))
 
     # -- tables

@@ -127,21 +127,26 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
             if known is not None:
                 found[op.path] = Home(known.group, why)
 
-    def nbytes(tensor: PTensor) -> int:
-        """Of all iterations that make it."""
-        around = chain_of(graph.homes.get(tensor), graph.loops)
+    def nbytes(tensor: PTensor, reader: Op) -> int:
+        """Of all iterations that make it and read it; what a loop leaves is read once."""
+        around = set(chain_of(reader.loop, graph.loops)).intersection(chain_of(graph.homes.get(tensor), graph.loops))
         return tensor.nbytes * math.prod(graph.loops[name].length for name in around)
 
     def cheapest(op: Op) -> Home | None:
-        read = [(t, home.group) for t in op.inputs if (home := like(through.maker(t))) is not None]
-        made = [(t, home.group) for t in op.outputs for reader in through.readers(t) if (home := like(reader)) is not None]
-        sent = {pair: nbytes(pair[0]) for pair in (*read, *made)}  # once to each group
+        read = {(t, home.group): nbytes(t, op) for t in op.inputs if (home := like(through.maker(t))) is not None}
+        made: dict[tuple[PTensor, DeviceMesh], int] = {}
+        for tensor, reader in ((t, reader) for t in op.outputs for reader in through.readers(t)):
+            home = like(reader)
+            if home is not None:
+                made[tensor, home.group] = max(made.get((tensor, home.group), 0), nbytes(tensor, reader))
+        sent = read | made  # once to each group
         total = {group: sum(n for (_, other), n in sent.items() if other != group) for _, group in sent}
         if not read:
             return None
         near = {group for t, group in read if graph.homes.get(t) == op.loop}
-        here = min(total, key=lambda group: (total[group], group not in dict(made).values(), group not in near))
-        return Home(here, "by its operands" if here in dict(read).values() else "by its readers")
+        readers = {group for _, group in made}
+        here = min(total, key=lambda group: (total[group], group not in readers, group not in near))
+        return Home(here, "by its operands" if here in {group for _, group in read} else "by its readers")
 
     settle(graph.ops, "as its forward", lambda op: (op.forward, op.again))
     through = ThroughLoops(graph)

@@ -86,7 +86,7 @@ def modules_of(path: str) -> list[str]:
 
 
 def _found(graph: Planner, ops: Sequence[Op]) -> list[Series]:
-    stacks = _stacks(graph)
+    stacks = stacks_of(graph)
     loops: dict[str, list[Op]] = {}
     modules: dict[tuple[int | None, Modules], dict[int, list[Op]]] = {}
     for op in ops:
@@ -114,14 +114,20 @@ def _found(graph: Planner, ops: Sequence[Op]) -> list[Series]:
     return found
 
 
-def _stacks(graph: Planner) -> set[str]:
+def stacks_of(graph: Planner) -> set[str]:
     """The outermost loops that take parameters apart."""
+    made = of_parameters(graph)
+    return {n for n, loop in graph.loops.items() if loop.parent is None and any(x.stack in made for x in loop.xs)}
+
+
+def of_parameters(graph: Planner) -> set[PTensor]:
+    """Parameters, and what is made of them alone before a gradient is taken."""
     made = {t for t, kind in tensor_kinds(graph.graph).items() if kind == "parameter"}
     for op in graph.ops:
         large = [t for t in op.inputs if t.shape]
         if op.kind != "backward" and large and all(t in made for t in large):
             made.update(op.outputs)  # a cast, in the loss or before it
-    return {n for n, loop in graph.loops.items() if loop.parent is None and any(x.stack in made for x in loop.xs)}
+    return made
 
 
 def _numbered(path: str) -> tuple[Modules, int] | None:

@@ -13,7 +13,9 @@ of the micro-batches that are under way. Stages are cut where few tensors cross 
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,12 @@ from jscaler.clusters.device import DeviceKind, find_kind
 from jscaler.errors import PlanError, UnknownNameError, divisors
 from jscaler.ir import Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
+from jscaler.ir.op import range_mark
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import accumulate
-from jscaler.plans.layers import modules_of
+from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.plans.single import single
-from jscaler.primitives import SCHEDULES, Planner
+from jscaler.primitives import SCHEDULES, Planner, Replicate, Split
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
@@ -38,6 +41,7 @@ def pipeline(
     schedule: str = "1f1b",
     plan: Callable[..., Any] | None = None,
     at: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
     batch: str = "batch",
     accumulate_dtype: Any = None,
     per_microbatch: Any = None,
@@ -51,6 +55,9 @@ def pipeline(
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
             balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
+        layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
+            many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on
+            all devices, and are brought to their stages once a step.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
@@ -72,41 +79,93 @@ def pipeline(
         if devices.size % stages:
             legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
-        accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
+        found = find_stages(graph, stages, at, layers) if stages > 1 else {}
 
-    def in_stages(graph: Planner, devices: np.ndarray) -> None:
-        grid = devices.reshape(stages, -1)
-        if stages == 1:
-            inner(graph, devices)
-            return
-        found = find_stages(graph, stages, at)
-        for stage, own in enumerate(grid):
-            graph.on_devices([path for path, where in found.items() if where == stage], own)
-        graph.on_stages(inner, _of_all(graph, found), grid)
-        graph.schedule(schedule)
+        def in_stages(graph: Planner, devices: np.ndarray) -> None:
+            grid = devices.reshape(stages, -1)
+            if stages == 1:
+                inner(graph, devices)
+                return
+            here = {path: where for path, where in found.items() if path in graph.by_path}  # others were fused
+            for stage, own in enumerate(grid):
+                graph.on_devices([path for path, where in here.items() if where == stage], own)
+            graph.on_stages(inner, _of_all(graph, here), grid)
+            _spread(graph, devices)
+            graph.schedule(schedule)
+
+        accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
     policy.__name__ = "pipeline"
     return policy
 
 
-def find_stages(graph: Planner, stages: int, at: Sequence[str] | None = None) -> dict[str, int]:
-    """The stage of every forward op that is not made of the batch, keys and literals alone.
+@dataclass(frozen=True)
+class Unit:
+    """What lies in one stage: an op, a loop, or an iteration of a loop over layers."""
+
+    item: Item
+    iteration: int = 0
+    of: int = 1  # iterations that may lie apart
+
+    @property
+    def ops(self) -> Iterator[Op]:
+        return flat([self.item])
+
+
+def find_stages(
+    graph: Planner, stages: int, at: Sequence[str] | None = None, layers: Sequence[int] | None = None
+) -> dict[str, int]:
+    """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
+    lie in several are cut into ranges.
 
     Raises:
         PlanError: there are too few places where the model can be cut.
         UnknownNameError: no module is called so.
     """
     known = _known_everywhere(graph)
-    items = [item for item in graph.tree if next(flat([item])).kind == "forward" and not set(made_by(item)) <= known]
-    cuts = _named(items, at, stages) if at is not None else _balanced(graph, items, stages, known)
-    bounds = [0, *cuts, len(items)]
-    found = {}
-    for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
-        found.update((op.path, stage) for op in flat(items[first:stop]))
+    stacks = stacks_of(graph)
+    units: list[Unit] = []
+    for item in graph.tree:
+        if next(flat([item])).kind == "forward" and not set(made_by(item)) <= known:
+            count = item.loop.length if isinstance(item, Nest) and item.loop.name in stacks else 1
+            units += [Unit(item, i, count) for i in range(count)]
+    if layers is not None:
+        cuts = _between_layers(units, layers, stages, at)
+    else:
+        cuts = _named(units, at, stages) if at is not None else _balanced(graph, units, stages, known)
+    stage_of_unit = [sum(i >= cut for cut in cuts) for i in range(len(units))]
+    found: dict[str, int] = {}
+    for item, own in itertools.groupby(zip(units, stage_of_unit, strict=True), key=lambda pair: pair[0].item):
+        sizes = {stage: len(list(pairs)) for stage, pairs in itertools.groupby(own, key=lambda pair: pair[1])}
+        found.update(_staged(graph, item, sizes))
     return found
 
 
-def _named(items: Sequence[Item], at: Sequence[str], stages: int) -> list[int]:
+def _staged(graph: Planner, item: Item, sizes: Mapping[int, int]) -> dict[str, int]:
+    """The stage of each op of an item, of whose iterations so many lie in each; of a loop in several, of its ranges' ops."""
+    paths = [op.path for op in flat([item])]
+    if len(sizes) == 1:
+        return dict.fromkeys(paths, next(iter(sizes)))
+    assert isinstance(item, Nest)
+    in_order = list(sizes.items())[:: -1 if item.loop.reverse else 1]
+    graph.ranges(item.loop.name, [size for _, size in in_order])
+    bounds = itertools.pairwise(itertools.accumulate((size for _, size in in_order), initial=0))
+    return {path + range_mark(own): stage for (stage, _), own in zip(in_order, bounds, strict=True) for path in paths}
+
+
+def _between_layers(units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None) -> list[int]:
+    """The places between layers of a loop where stages begin that take so many of them."""
+    lengths = {unit.of: i - unit.iteration for i, unit in enumerate(units) if unit.of > 1}
+    if at is not None or len(layers) != stages or min(layers) < 1 or sum(layers) not in lengths:
+        counts = " or ".join(map(str, lengths)) or "no such loop"
+        raise PlanError(
+            f"pipeline: layers={list(layers)} are {sum(layers)} layers of one loop on {len(layers)} stages; there are "
+            f"{stages} stages, and loops over layers with {counts}; each stage has one or more, and at= is not given"
+        )
+    return [lengths[sum(layers)] + own for own in itertools.accumulate(layers[:-1])]
+
+
+def _named(units: Sequence[Unit], at: Sequence[str], stages: int) -> list[int]:
     """The places of the first ops of the modules that begin stages."""
     if len(at) != stages - 1:
         raise PlanError(
@@ -114,9 +173,9 @@ def _named(items: Sequence[Item], at: Sequence[str], stages: int) -> list[int]:
         )
     found = []
     for pattern in at:
-        inside = [i for i, item in enumerate(items) if any(_is_in(op.path, pattern) for op in flat([item]))]
+        inside = [i for i, unit in enumerate(units) if any(_is_in(op.path, pattern) for op in unit.ops)]
         if not inside:
-            modules = sorted({module for op in flat(items) for module in modules_of(op.path)})
+            modules = sorted({module for unit in units for op in unit.ops for module in modules_of(op.path)})
             raise UnknownNameError("module", pattern, modules, "; stages begin at modules")
         found.append(inside[0])
     if found != sorted(set(found)) or found[0] == 0:
@@ -130,21 +189,48 @@ def _is_in(path: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(part, pattern) for part in (*modules_of(path), path))
 
 
-def _balanced(graph: Planner, items: Sequence[Item], stages: int, known: set[PTensor]) -> list[int]:
-    """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes."""
-    across = _across(graph, items, known)
+def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
+    """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
+
+    Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
+    where they are used.
+    """
+    across = _across(graph, units, known)
     device = graph.device or find_kind(BALANCED_FOR)
-    seconds = [sum(_seconds(op, device) for op in flat([item])) for item in items]
+    of_item = {id(unit.item): _seconds(unit.item, device) for unit in units}
+    seconds = [of_item[id(unit.item)] / unit.of for unit in units]
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    nbytes = [sum(t.nbytes for t in tensors) for tensors in across]
+
+    def slowest(cuts: Sequence[int]) -> float:
+        return max(sums[j] - sums[i] for i, j in itertools.pairwise([0, *cuts, len(units)]))
+
     for count in sorted({len(tensors) for tensors in across[1:]}):
-        places = [i for i in range(1, len(items)) if len(across[i]) <= count and sums[i] > 0]
-        best = _bottleneck(sums, places, [sum(t.nbytes for t in tensors) for tensors in across], stages)
-        if best is not None:
-            return best
+        places = [i for i in range(1, len(units)) if len(across[i]) <= count and sums[i] > 0]
+        best = _bottleneck(sums, places, nbytes, stages)
+        if best is None:
+            continue
+        layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
+        for parts in range(stages, 1, -1):
+            even = [i for i in places if units[i].of % parts == 0 and units[i].iteration % (units[i].of // parts) == 0]
+            even = [i for i in places if units[i].of == 1 or i in even]
+            equal = _bottleneck(sums, even, nbytes, stages)
+            if equal is not None and _is_equal(units, equal) and slowest(equal) <= slowest(best) + layer * (1 + 1e-9):
+                return equal
+        return best
     raise PlanError(
-        f"pipeline: the model's forward pass is {len(items)} ops and loops in a row, too few for {stages} stages with "
-        "work in each; layers in one loop (nn.scan, lax.scan) are not cut: write them as a Python loop"
+        f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
+        "with work in each; a loop is cut where it takes a stack of parameters apart, layer by layer (nn.scan, lax.scan)"
     )
+
+
+def _is_equal(units: Sequence[Unit], cuts: Sequence[int]) -> bool:
+    """Whether each loop over layers lies in ranges of one size."""
+    sizes: dict[int, list[int]] = {}
+    for start, stop in itertools.pairwise([0, *cuts, len(units)]):
+        for item, own in itertools.groupby(units[start:stop], key=lambda unit: id(unit.item)):
+            sizes.setdefault(item, []).append(len(list(own)))
+    return all(len(set(own)) == 1 for own in sizes.values())
 
 
 def _bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], stages: int) -> list[int] | None:
@@ -166,17 +252,25 @@ def _bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], 
     return min(ways)[2][:-1] if ways else None
 
 
-def _across(graph: Planner, items: Sequence[Item], known: set[PTensor]) -> list[list[PTensor]]:
-    """In front of each item: what those before it make and those from it on read."""
-    place = {t: i for i, item in enumerate(items) for t in made_by(item)}
+def _across(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> list[list[PTensor]]:
+    """In front of each unit: what those before it make and those from it on read."""
+    start = {id(unit.item): i - unit.iteration for i, unit in enumerate(units)}
+    ends = {item: i + units[i].of - 1 for item, i in start.items()}
+    every = [(unit.item, i) for i, unit in enumerate(units) if unit.iteration == 0]
+    place = {t: ends[id(item)] for item, _ in every for t in made_by(item)}
     last = dict(place)
-    for i, item in enumerate(items):
+    for item, i in every:
+        throughout = set(reads_of(item)) if isinstance(item, Op) else {t for one in item.items for t in reads_of(one)}
         last.update((t, i) for t in reads_of(item) if t in place)
-    across: list[list[PTensor]] = [[] for _ in items]
+        last.update((t, ends[id(item)]) for t in throughout if t in place)
+    across: list[list[PTensor]] = [[] for _ in units]
     for tensor, first in place.items():
         if tensor not in known:
             for i in range(first + 1, last[tensor] + 1):
                 across[i].append(tensor)
+    for i, unit in enumerate(units):
+        if unit.iteration and isinstance(unit.item, Nest):
+            across[i] += [c.inside for c in unit.item.loop.carries if c.inside is not c.out]
     return across
 
 
@@ -194,16 +288,21 @@ def _is_heavy(item: Item) -> bool:
     return isinstance(item, Nest) or (item.backward is not None) or bool(work_of(item.body.jaxpr).flops if item.body else 0)
 
 
-def _seconds(op: Op, device: DeviceKind) -> float:
-    return work_of(op.body.jaxpr).seconds(device) if op.body is not None else 0.0
+def _seconds(item: Item, device: DeviceKind) -> float:
+    """Of all iterations of a loop."""
+    if isinstance(item, Nest):
+        return item.loop.length * sum(_seconds(one, device) for one in item.items)
+    return work_of(item.body.jaxpr).seconds(device) if item.body is not None else 0.0
 
 
 def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of every input and update too: of the first forward op that a leaf reaches; of an update its operands'.
 
-    What is made of the batch, keys and literals alone has none: the stage that reads it makes it.
+    What is made of the batch, keys and literals alone has none: the stage that reads it makes it. Nor have stacks of
+    parameters that lie on all devices, and their updates.
     """
     found = dict(stage_of)
+    apart = {t for op in _taken_apart(graph) for t in op.inputs}
 
     def behind(tensor: PTensor) -> list[PTensor]:
         readers = [op for op in graph.consumers.get(tensor, ()) if op.path not in stage_of and op.kind == "forward"]
@@ -212,10 +311,15 @@ def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
     for leaf in graph.inputs:
         readers = [op for t in closure([leaf], behind) for op in graph.consumers.get(t, ())]
         stages = [stage_of[op.path] for op in readers if op.path in stage_of]
-        found[leaf.name] = min(stages, default=0)
-    of_tensor = {leaf: found[leaf.name] for leaf in graph.inputs}
+        if apart.isdisjoint(closure([leaf], behind)):
+            found[leaf.name] = min(stages, default=0)
+    everywhere = apart | {leaf for leaf in graph.inputs if leaf.name not in found}
+    of_tensor = {leaf: found[leaf.name] for leaf in graph.inputs if leaf not in everywhere}
     for op in graph.ops:
         source = op.forward.path if op.forward is not None else op.path
+        if source not in stage_of and not everywhere.isdisjoint(op.inputs):
+            everywhere.update(t for t in op.outputs if t.shape)
+            continue
         made = [of_tensor[t] for t in op.inputs if t in graph.producer and t in of_tensor]
         stage = stage_of[source] if source in stage_of else next(iter(made), None)
         if stage is None and op.kind == "update":
@@ -225,3 +329,23 @@ def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
             if op.kind == "update":
                 found[op.path] = stage
     return found
+
+
+def _spread(graph: Planner, devices: np.ndarray) -> None:
+    """Lay stacks of parameters whose ranges lie in several stages in parts on all devices."""
+    for op in _taken_apart(graph):
+        sizes = {f.name: f.size for f in graph.rule(op).factors.values() if f.kind == "parallel"}
+        parts = {name: math.gcd(size, devices.size) for name, size in sizes.items()}
+        best = max(parts, key=lambda name: parts[name], default=None)
+        if best is not None and parts[best] > 1:
+            over, copies = parts[best], devices.size // parts[best]
+            graph.op_assign(graph.op_trans(op, Split(best, over), *([Replicate(copies)] if copies > 1 else [])), devices)
+        else:
+            graph.op_assign(op, devices)
+
+
+def _taken_apart(graph: Planner) -> list[Op]:
+    """The ops that take stacks of parameters apart into the ranges of stages."""
+    made = of_parameters(graph)
+    stacks = {t for op in graph.ops for t in op.inputs[:1] if op.path == f"{t.name}@ranges" and t in made}
+    return [graph[f"{t.name}@ranges"] for t in stacks]

@@ -1,22 +1,25 @@
 """A plan from a policy: the policy runs once on a `Planner`, which takes its decisions down."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fuse import fuse
+from jscaler.capture.loop_ranges import with_ranges
 from jscaler.ir import Graph
-from jscaler.primitives.plan import Fuse, Plan, Store
+from jscaler.primitives.plan import Decision, Fuse, LoopRanges, Plan, Store
 from jscaler.primitives.planner import Planner
 
 
-def fused(graph: Graph, plan: Plan, bodies: BodyTable) -> Graph:
-    """``graph`` with the ops fused that ``plan`` fuses."""
-    for decision in plan.decisions:
+def restructured(graph: Graph, decisions: Iterable[Decision], bodies: BodyTable) -> Graph:
+    """``graph`` with the ops fused that ``decisions`` fuse, and the loops in the ranges that they say."""
+    for decision in decisions:
         if isinstance(decision, Fuse):
             graph = fuse(graph, decision.ops, decision.path, bodies)
+        elif isinstance(decision, LoopRanges):
+            graph = with_ranges(graph, decision.loop, decision.sizes, bodies)
     return graph
 
 

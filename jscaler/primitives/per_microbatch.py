@@ -1,11 +1,11 @@
 """Which ops a plan may run on each micro-batch alone: those that an inner reduction keeps from being split."""
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError, listing
 from jscaler.ir import Graph, Op
+from jscaler.ir.op import matches
 
 
 def under(graph: Graph, selection: Any) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def _matches(graph: Graph, selection: Any) -> list[str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
+    return matches(name, pattern) or matches(name, f"{pattern}/*")
 
 
 def _ends(path: str) -> list[str]:

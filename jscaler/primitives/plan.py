@@ -41,6 +41,17 @@ class Fuse:
 
 
 @dataclass(frozen=True)
+class LoopRanges:
+    """Make loops over ranges of ``sizes`` of the loop over layers that is called ``loop``, before autodiff."""
+
+    loop: str
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"ranges    {self.loop} -> {', '.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True)
 class Assign:
     """Put the cells of ``index`` (a box of the grid) on ``places``, listed row-major.
 
@@ -220,6 +231,7 @@ Decision = (
     | ReduceDtype
     | SaveResiduals
     | Fuse
+    | LoopRanges
     | Recompute
     | Shard
     | Store
@@ -235,6 +247,7 @@ KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keep
     "reduce_dtype": ReduceDtype,
     "residuals": SaveResiduals,
     "fuse": Fuse,
+    "ranges": LoopRanges,
     "recompute": Recompute,
     "shard": Shard,
     "store": Store,

@@ -6,13 +6,13 @@ Sizes may differ: a plan for a small model fits a large one wherever its parts d
 import math
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.fuse import fuse
 from jscaler.errors import PlanError, PlanFitError, UnknownNameError, listing, near_names
 from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.primitives.algorithms import Chunk, GridAxis, as_split, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.made_for import OpRecord, RuleRecord
+from jscaler.primitives.make_plan import restructured
 from jscaler.primitives.per_microbatch import needing_the_whole
 from jscaler.primitives.plan import (
     Assign,
@@ -76,7 +76,7 @@ def _fused(plan: Plan, graph: Graph, bodies: BodyTable) -> Graph:
     for decision in plan.decisions:
         if isinstance(decision, Fuse):
             _check_ops(decision.ops, graph, str(decision))
-            graph = fuse(graph, decision.ops, decision.path, bodies)
+        graph = restructured(graph, [decision], bodies)
     return graph
 
 

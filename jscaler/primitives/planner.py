@@ -1,6 +1,7 @@
 """The three primitives. A policy gets a ``Planner``: the graph to read, and a pen."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -8,10 +9,12 @@ import numpy as np
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fuse import fuse
+from jscaler.capture.loop_ranges import with_ranges
 from jscaler.errors import PlanError, SplitError
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import TensorKind, tensor_kinds
-from jscaler.ir.op import Residuals
+from jscaler.ir.loop import chain_of
+from jscaler.ir.op import Residuals, range_mark
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.graph_view import GraphView
@@ -24,6 +27,7 @@ from jscaler.primitives.plan import (
     Decision,
     Fuse,
     Index,
+    LoopRanges,
     OnDevices,
     Order,
     PerMicrobatch,
@@ -260,6 +264,37 @@ class Planner(GraphView):
         self._decisions.append(decision)
         return self.graph[decision.path]
 
+    def ranges(self, loop: str, sizes: Sequence[int]) -> tuple[str, ...]:
+        """Make of a loop over layers (``nn.scan``, ``lax.scan``) one for each range of them, so that stages may take ranges.
+
+        An op of a range is called as that of the whole loop, with its layers behind: ``layers/mlp/up/dot[4:8]``; a pattern
+        without them means the ops of all. Say it before the loop's ops are split.
+
+        Args:
+            loop: its name; ``graph.loops`` has all.
+            sizes: how many layers each range takes, in the order of the layers.
+
+        Returns:
+            The names of the loops, in the order of the layers.
+
+        Raises:
+            UnknownNameError: no such loop.
+            PlanError: the sizes do not add up to its length; it stands in another loop; a decision names one of its ops.
+
+        Example:
+            >>> graph.ranges("layers", [4, 4, 4])  # doctest: +SKIP
+            ('layers[0:4]', 'layers[4:8]', 'layers[8:12]')
+        """
+        named = {path for d in self._decisions for path in named_ops(d)}
+        inside = [op.path for op in self.graph.ops if loop in chain_of(op.loop, self.graph.loops)]
+        for path in inside:
+            if path in named:
+                raise PlanError(f"'{path}' is named by a decision before; cut the loop '{loop}' into ranges first")
+        self.graph = with_ranges(self.graph, loop, sizes, self._bodies)
+        self._decisions.append(LoopRanges(loop, tuple(sizes)))
+        bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        return tuple(loop + range_mark(own) for own in bounds) if len(sizes) > 1 else (loop,)
+
     def on_devices(self, ops: Sequence[Op | str], devices: Any) -> None:
         """Run forward ops on a group of devices, split there as else is said, or else as is cheapest.
 
@@ -288,7 +323,9 @@ class Planner(GraphView):
         self._whole = self.num_devices
         said = self._decisions[first:]
         open_ops = {d.op for d in said if isinstance(d, Assign) and d.op not in stage_of}
+        self._grids = {path: grid for path, grid in self._grids.items() if path not in open_ops}
         kept = [d for d in said if not (isinstance(d, Trans | Assign) and d.op in open_ops)]
+        kept = [d for d in kept if not (isinstance(d, Shard | Store) and d.leaf not in stage_of)]
         self._decisions[first:] = [_moved(decision, stage_of, devices) for decision in kept]
 
     def schedule(self, table: Table | str) -> None:

@@ -15,7 +15,7 @@ from jscaler.capture.residuals import with_backward_bodies
 from jscaler.capture.saved import thread_saved
 from jscaler.ir import Graph
 from jscaler.ir.passes import Pass
-from jscaler.primitives import Plan, fused
+from jscaler.primitives import Plan, restructured
 from jscaler.primitives.recompute_regions import with_regions
 from jscaler.primitives.reopen import reopen
 from jscaler.primitives.shard_checks import stored_leaves
@@ -46,8 +46,9 @@ class Planned:
 
 
 def fused_ops(at: Planned) -> Planned:
-    """Ops that the plan fuses are one before autodiff sees them. So they have one backward, and may run in chunks."""
-    return dataclasses.replace(at, graph=fused(at.graph, at.plan, at.bodies))
+    """Ops that the plan fuses are one before autodiff sees them: they have one backward, and may run in chunks. Loops over
+    layers are cut into the ranges that stages take."""
+    return dataclasses.replace(at, graph=restructured(at.graph, at.plan.decisions, at.bodies))
 
 
 def recompute_regions(at: Planned) -> Planned:

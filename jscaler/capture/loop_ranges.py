@@ -1,0 +1,153 @@
+"""A loop over layers as several, each over a range of them, one behind the other. So stages may take ranges of a stack.
+
+::
+
+    stack [12, …] ─────────────► loop "layers"          x ──► 12 iterations ──► y
+
+    stack ──► split ─┬─► [0:4] ──► loop "layers[0:4]"   x ──► 4 ──┐
+                     ├─► [4:8] ──► loop "layers[4:8]"             └──► 4 ──┐
+                     └─► [8:12] ─► loop "layers[8:12]"                     └──► 4 ──► y
+
+An op of a range is called as in the whole loop, with the range behind it: ``layers/mlp/up/dot[4:8]``. A pattern without a
+range means the ops of all.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jscaler.capture.bodies import BodyTable
+from jscaler.capture.differentiated import differentiated
+from jscaler.errors import PlanError, UnknownNameError
+from jscaler.ir import Carry, Graph, Loop, Nest, Op, PTensor, Stacked
+from jscaler.ir.loop import chain_of
+from jscaler.ir.op import RecomputeRegion, range_mark
+
+Range = tuple[int, int]
+
+
+def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable) -> Graph:
+    """``graph`` with the loop ``name`` as loops over ranges of ``sizes``, and its gradient call differentiated again.
+
+    Raises:
+        UnknownNameError: no such loop.
+        PlanError: it is a backward loop, or stands in another; or the sizes are not those of ranges that make up the whole.
+    """
+    loop = _checked(graph, name, sizes)
+    if len(sizes) == 1:
+        return graph
+    nest = next(item for item in graph.tree if isinstance(item, Nest) and item.loop.name == name)
+    bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+    ranges = [_Range(graph, nest, own) for own in (reversed(bounds) if loop.reverse else bounds)]
+    inits = {c: c.init for c in loop.carries}
+    for one, following in zip(ranges, [*ranges[1:], None], strict=True):
+        inits = one.run(inits, is_last=following is None)
+    loops = {n: known for n, known in graph.loops.items() if name not in chain_of(n, graph.loops)}
+    loops |= {n: made for one in ranges for n, made in one.loops.items()}
+    like, *_, last = nest.ops()
+    first, stop = graph.position[like.path], graph.position[last.path] + 1
+    by_stack = sorted(ranges, key=lambda one: one.bounds)
+    apart = [_apart(x, by_stack, like, bodies) for x in dict.fromkeys(x.stack for x in loop.xs)]
+    joined = [_joined(graph, y, by_stack, like, bodies) for y in loop.ys]
+    inside = [op for one in ranges for op in one.ops]
+    ops = (*graph.ops[:first], *apart, *inside, *(op for op in joined if op is not None), *graph.ops[stop:])
+    return differentiated(dataclasses.replace(graph, ops=ops, loops=loops), like.call, bodies)
+
+
+def _checked(graph: Graph, name: str, sizes: Sequence[int]) -> Loop:
+    loops = {n: loop for n, loop in graph.loops.items() if loop.forward is None}
+    if name not in loops:
+        raise UnknownNameError("loop over layers", name, loops)
+    loop = loops[name]
+    if loop.parent is not None:
+        raise PlanError(f"the loop '{name}' stands in the loop '{loop.parent}': one that stands in none is cut into ranges")
+    if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != loop.length:
+        raise PlanError(
+            f"the loop '{name}' has {loop.length} iterations, and ranges of {list(sizes)} are asked for, {sum(sizes)} in "
+            "all; give sizes of one or more that add up to it"
+        )
+    return loop
+
+
+class _Range:
+    """The loop over iterations ``bounds`` of a nest, and the loops and ops in it."""
+
+    def __init__(self, graph: Graph, nest: Nest, bounds: Range):
+        self.graph, self.nest, self.bounds = graph, nest, bounds
+        self.mark = range_mark(bounds)
+        self.table: dict[PTensor, PTensor] = {t: self._named(t) for t in nest.tensors()}
+        self.ops: list[Op] = []
+        self.loops: dict[str, Loop] = {}
+
+    def run(self, inits: Mapping[Carry, PTensor], is_last: bool) -> dict[Carry, PTensor]:
+        """Make its ops and loops; returns what follows takes of each carry. The last leaves what the whole loop left."""
+        loop = self.nest.loop
+        finals = {c: c.final if is_last else self._named(c.final) for c in loop.carries}
+        carries = tuple(Carry(inits[c], self._own(c.inside), self._own(c.out), finals[c], c.is_sum) for c in loop.carries)
+        xs, ys = (
+            tuple(Stacked(self.part(s.stack), self._own(s.slice), s.saved) for s in found) for found in (loop.xs, loop.ys)
+        )
+        start, stop = self.bounds
+        changed = dataclasses.replace(loop, name=loop.name + self.mark, length=stop - start, carries=carries, xs=xs, ys=ys)
+        self.loops[changed.name] = changed
+        for name in (n for n in self.graph.loops if loop.name in chain_of(n, self.graph.loops)[:-1]):
+            inner = self.graph.loops[name].mapped(self._own)
+            self.loops[name + self.mark] = dataclasses.replace(
+                inner, name=name + self.mark, parent=f"{inner.parent}{self.mark}"
+            )
+        self.ops = [self._op(op) for op in self.nest.ops()]
+        return finals
+
+    def part(self, stack: PTensor) -> PTensor:
+        """The part of a stack that is of these iterations."""
+        start, stop = self.bounds
+        aval = stack.aval.update(shape=(stop - start, *stack.shape[1:]))
+        return PTensor(stack.name + self.mark, aval, stack.role if stack.role != "input" else "activation")
+
+    def _named(self, tensor: PTensor) -> PTensor:
+        return dataclasses.replace(tensor, name=tensor.name + self.mark)
+
+    def _own(self, tensor: PTensor) -> PTensor:
+        return self.table.get(tensor, tensor)
+
+    def _op(self, op: Op) -> Op:
+        inputs, outputs, kept = (tuple(map(self._own, tensors)) for tensors in (op.inputs, op.outputs, op.kept))
+        remat = tuple(self._region(region) for region in op.remat)
+        return dataclasses.replace(
+            op,
+            path=op.path + self.mark,
+            inputs=inputs,
+            outputs=outputs,
+            kept=kept,
+            remat=remat,
+            loop=f"{op.loop}{self.mark}",
+        )
+
+    def _region(self, region: RecomputeRegion) -> RecomputeRegion:
+        """A region inside the loop is one of this range; one around the loop stays what it is."""
+        if region.loop is None:
+            return region
+        return RecomputeRegion(region.name + self.mark, region.loop + self.mark)
+
+
+def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op:
+    """What takes a stack apart into those of the ranges."""
+    sizes = [stop - start for start, stop in (one.bounds for one in ranges)]
+    body = bodies.traced(lambda x: list(jax.lax.split(x, sizes, axis=0)), [stack.aval])
+    made = tuple(one.part(stack) for one in ranges)
+    return Op(f"{stack.name}@ranges", like.kind, (stack,), made, body, like.source_info, like.call)
+
+
+def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op | None:
+    """What makes one stack of those that the ranges leave; nothing, where nobody reads it."""
+    ends = {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)}
+    if not any(reader.kind != "backward" for reader in graph.consumers.get(y.stack, ())) and y.stack not in {
+        *graph.outputs, *ends, *(call.loss for call in graph.calls)
+    }:  # fmt: skip
+        return None
+    parts = tuple(one.part(y.stack) for one in ranges)
+    body = bodies.traced(lambda *xs: [jnp.concatenate(xs)], [t.aval for t in parts])
+    return Op(f"{y.stack.name}@joined", like.kind, parts, (y.stack,), body, like.source_info, like.call)
