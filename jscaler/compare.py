@@ -104,7 +104,7 @@ class _Loop:
 
     def __init__(self, run: Any, lowered: Lowered, leaves: Sequence[Any]):
         self.run = run
-        self.next_version = lowered.graph.next_version
+        self.next_version = lowered.captured.graph.next_version
         self.inputs = _placed(leaves, lowered)
 
     def __call__(self) -> Any:
@@ -132,7 +132,7 @@ def _compile_twin(
     inputs, outputs = shardings(plan, lowered.devices)
     fun = constrained_step(plan.source, plan.layouts, mesh, plan.completed.gradients, plan.refetched)
     jitted = jax.jit(fun, in_shardings=inputs, out_shardings=list(outputs), donate_argnums=tuple(donated))
-    return jitted.lower(*input_structs(plan, inputs)).compile(dict(options or {}))
+    return jitted.lower(*input_structs(plan.graph.inputs, inputs)).compile(dict(options or {}))
 
 
 def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[float, float, float]:

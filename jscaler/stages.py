@@ -25,7 +25,7 @@ from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import complete
 from jscaler.materialize.group_passes import GROUP_PASSES
-from jscaler.primitives import Order, Plan, Store, make_plan
+from jscaler.primitives import Decision, Order, Plan, Store, make_plan
 from jscaler.primitives.plan_matches import check_fits
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
@@ -76,7 +76,7 @@ def transform(
     captured: Captured,
     policy: Callable[..., Any] | Plan,
     num_devices: int,
-    stores: Sequence[Store] = (),
+    stores: Sequence[Decision] = (),
     cost: CostModel = FEW_STEPS,
 ) -> Plan:
     """Run the policy, unless a finished plan is given; ``stores`` say where inputs lie, whatever that plan says.
@@ -97,7 +97,7 @@ def transform(
             f"(devices={policy.num_devices}), or plan again"
         )
     check_fits(policy, captured.graph, captured.bodies)
-    given = {store.leaf for store in stores}
+    given = {store.leaf for store in stores if isinstance(store, Store)}
     rest = [d for d in policy.decisions if not (isinstance(d, Store) and d.leaf in given)]
     return dataclasses.replace(policy, decisions=(*stores, *rest)) if stores else policy
 

@@ -14,7 +14,7 @@ range means the ops of all.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jscaler.capture.differentiated import differentiated
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Carry, Graph, Loop, Nest, Op, PTensor, Stacked
 from jscaler.ir.loop import chain_of
-from jscaler.ir.op import RecomputeRegion, range_mark
+from jscaler.ir.op import JOINED, RANGES, RecomputeRegion, range_mark
 
 Range = tuple[int, int]
 
@@ -50,11 +50,13 @@ def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable
     like, *_, last = nest.ops()
     first, stop = graph.position[like.path], graph.position[last.path] + 1
     by_stack = sorted(ranges, key=lambda one: one.bounds)
-    apart = [_apart(x, by_stack, like, bodies) for x in dict.fromkeys(x.stack for x in loop.xs)]
+    stacks = [x for x in dict.fromkeys(x.stack for x in loop.xs) if not _is_of_parts(graph, x, by_stack)]
+    apart = [_apart(x, by_stack, like, bodies) for x in stacks]
     joined = [_joined(graph, y, by_stack, like, bodies) for y in loop.ys]
     inside = [op for one in ranges for op in one.ops]
     ops = (*graph.ops[:first], *apart, *inside, *(op for op in joined if op is not None), *graph.ops[stop:])
-    return differentiated(dataclasses.replace(graph, ops=ops, loops=loops), like.call, bodies)
+    made = differentiated(dataclasses.replace(graph, ops=ops, loops=loops), like.call, bodies)
+    return _without_unread(made, {x.stack for x in loop.xs}, bodies)
 
 
 def _checked(graph: Graph, name: str, sizes: Sequence[int]) -> Loop:
@@ -133,12 +135,35 @@ class _Range:
         return RecomputeRegion(region.name + self.mark, region.loop + self.mark)
 
 
+def _is_of_parts(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> bool:
+    """Whether a stack is joined of the parts that the ranges take."""
+    maker = graph.producer.get(stack)
+    return maker is not None and maker.path == stack.name + JOINED and maker.inputs == tuple(r.part(stack) for r in ranges)
+
+
+def _without_unread(graph: Graph, stacks: Set[PTensor], bodies: BodyTable) -> Graph:
+    """``graph`` without the ops that join ``stacks`` of parts which nobody reads whole any more."""
+    ends = {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)} | {*graph.outputs}
+    gone = set()
+    for stack in stacks:
+        readers = [op for op in graph.consumers.get(stack, ()) if op.kind != "backward"]
+        if not readers and stack not in ends and graph.producer[stack].path == stack.name + JOINED:
+            gone.add(graph.producer[stack].path)
+    if not gone:
+        return graph
+    calls = {graph[path].call for path in gone}
+    made = dataclasses.replace(graph, ops=tuple(op for op in graph.ops if op.path not in gone))
+    for call in calls:
+        made = differentiated(made, call, bodies)
+    return made
+
+
 def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op:
     """What takes a stack apart into those of the ranges."""
     sizes = [stop - start for start, stop in (one.bounds for one in ranges)]
     body = bodies.traced(lambda x: list(jax.lax.split(x, sizes, axis=0)), [stack.aval])
     made = tuple(one.part(stack) for one in ranges)
-    return Op(f"{stack.name}@ranges", like.kind, (stack,), made, body, like.source_info, like.call)
+    return Op(stack.name + RANGES, like.kind, (stack,), made, body, like.source_info, like.call)
 
 
 def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op | None:
@@ -150,4 +175,4 @@ def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies
         return None
     parts = tuple(one.part(y.stack) for one in ranges)
     body = bodies.traced(lambda *xs: [jnp.concatenate(xs)], [t.aval for t in parts])
-    return Op(f"{y.stack.name}@joined", like.kind, parts, (y.stack,), body, like.source_info, like.call)
+    return Op(y.stack.name + JOINED, like.kind, parts, (y.stack,), body, like.source_info, like.call)

@@ -48,6 +48,8 @@ class Graph:
         opaque_gradients: gradient calls hidden inside another construct (a scan), where no plan can reach them.
         rules: derives the ops' rules.
         loops: the loops that some of the ops stand in, by name.
+        leaf_parts, result_parts: how many consecutive inputs each leaf of the arguments is, and outputs each of the result;
+            empty where each is one.
     """
 
     ops: tuple[Op, ...]
@@ -60,6 +62,8 @@ class Graph:
     rules: RuleSource = field(repr=False)
     opaque_gradients: int = 0
     loops: Mapping[str, Loop] = field(default_factory=dict)
+    leaf_parts: tuple[int, ...] = ()
+    result_parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         made = [*self.inputs, *(t for t, _ in self.constants), *(t for op in self.ops for t in op.outputs)]

@@ -18,6 +18,7 @@ from jscaler.ir.tensor import PTensor
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames of jscaler itself are nobody's model
 OpKind = Literal["forward", "backward", "update"]
 Residuals = Literal["inputs", "saved"]
+RANGES, JOINED = "@ranges", "@joined"  # behind the name of what is taken apart into ranges, or made of them
 RANGE = re.compile(r"\[\d+:\d+\]")
 
 

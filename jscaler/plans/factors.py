@@ -14,6 +14,7 @@ import numpy as np
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
+from jscaler.ir.op import without_range
 from jscaler.primitives import Algorithm, Planner, Replicate, Split
 
 Factors = dict[Op, str]
@@ -46,7 +47,7 @@ def select(graph: Planner, patterns: Dims) -> list[tuple[PTensor, int]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    name = name.removesuffix("/value")  # the array inside a variable of nnx
+    name = without_range(name).removesuffix("/value")  # the array inside a variable of nnx
     return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in (name, "/" + name))
 
 

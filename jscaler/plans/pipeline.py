@@ -24,7 +24,7 @@ from jscaler.clusters.device import DeviceKind, find_kind
 from jscaler.errors import PlanError, UnknownNameError, divisors
 from jscaler.ir import Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
-from jscaler.ir.op import range_mark
+from jscaler.ir.op import RANGES, range_mark
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import accumulate
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
@@ -142,13 +142,13 @@ def find_stages(
 
 
 def _staged(graph: Planner, item: Item, sizes: Mapping[int, int]) -> dict[str, int]:
-    """The stage of each op of an item, of whose iterations so many lie in each; of a loop in several, of its ranges' ops."""
+    """The stage of each op of an item, so many of whose iterations lie in each; of a loop in several, of its ranges."""
     paths = [op.path for op in flat([item])]
     if len(sizes) == 1:
         return dict.fromkeys(paths, next(iter(sizes)))
     assert isinstance(item, Nest)
     in_order = list(sizes.items())[:: -1 if item.loop.reverse else 1]
-    graph.ranges(item.loop.name, [size for _, size in in_order])
+    graph.ranges(item.loop.name, [size for _, size in in_order], apart=len(set(sizes.values())) == 1)
     bounds = itertools.pairwise(itertools.accumulate((size for _, size in in_order), initial=0))
     return {path + range_mark(own): stage for (stage, _), own in zip(in_order, bounds, strict=True) for path in paths}
 
@@ -296,38 +296,48 @@ def _seconds(item: Item, device: DeviceKind) -> float:
 
 
 def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every input and update too: of the first forward op that a leaf reaches; of an update its operands'.
+    """The stage of every input and update too: of the first forward op that a leaf reaches; of an update that of the
+    largest tensor it reads, or else of who reads what it makes; of the optimizer's state that of its readers.
 
     What is made of the batch, keys and literals alone has none: the stage that reads it makes it. Nor have stacks of
     parameters that lie on all devices, and their updates.
     """
-    found = dict(stage_of)
     apart = {t for op in _taken_apart(graph) for t in op.inputs}
+    of_tensor: dict[PTensor, int] = {}
+    everywhere = set(apart)
 
     def behind(tensor: PTensor) -> list[PTensor]:
         readers = [op for op in graph.consumers.get(tensor, ()) if op.path not in stage_of and op.kind == "forward"]
-        return [t for op in readers for t in op.outputs]
+        slices = [other for other, shift in graph.linked.get(tensor, ()) if shift < 0]
+        return [*slices, *(t for op in readers for t in op.outputs)]
 
     for leaf in graph.inputs:
-        readers = [op for t in closure([leaf], behind) for op in graph.consumers.get(t, ())]
-        stages = [stage_of[op.path] for op in readers if op.path in stage_of]
-        if apart.isdisjoint(closure([leaf], behind)):
-            found[leaf.name] = min(stages, default=0)
-    everywhere = apart | {leaf for leaf in graph.inputs if leaf.name not in found}
-    of_tensor = {leaf: found[leaf.name] for leaf in graph.inputs if leaf not in everywhere}
+        reached = list(closure([leaf], behind))
+        stages = [stage_of[op.path] for t in reached for op in graph.consumers.get(t, ()) if op.path in stage_of]
+        if not apart.isdisjoint(reached):
+            everywhere.add(leaf)
+        elif stages:
+            of_tensor[leaf] = min(stages)
+    of_op: dict[str, int] = {}
     for op in graph.ops:
         source = op.forward.path if op.forward is not None else op.path
         if source not in stage_of and not everywhere.isdisjoint(op.inputs):
             everywhere.update(t for t in op.outputs if t.shape)
             continue
-        made = [of_tensor[t] for t in op.inputs if t in graph.producer and t in of_tensor]
-        stage = stage_of[source] if source in stage_of else next(iter(made), None)
-        if stage is None and op.kind == "update":
-            stage = next((of_tensor[t] for t in op.inputs if t in of_tensor), 0)
+        known = max((t for t in op.inputs if t in of_tensor), key=lambda t: t.nbytes, default=None)
+        stage = stage_of[source] if source in stage_of else of_tensor[known] if known is not None else None
         if stage is not None:
-            of_tensor.update(dict.fromkeys(op.outputs, stage))
-            if op.kind == "update":
-                found[op.path] = stage
+            of_op[op.path] = stage
+            made = (*op.outputs, *(graph.loops[op.loop].results if op.loop is not None else ()))
+            of_tensor.update(dict.fromkeys(made, of_op[op.path]))
+    for op in reversed(graph.ops):
+        readers = [of_op[r.path] for t in op.outputs for r in graph.consumers.get(t, ()) if r.path in of_op]
+        if op.kind == "update" and op.path not in of_op and readers:
+            of_op[op.path] = readers[0]
+    found = {**stage_of} | {op.path: of_op[op.path] for op in graph.ops if op.kind == "update" and op.path in of_op}
+    for leaf in (t for t in graph.inputs if t not in everywhere):
+        readers = (found[op.path] for op in graph.consumers.get(leaf, ()) if op.path in found)
+        found[leaf.name] = of_tensor[leaf] if leaf in of_tensor else next(readers, 0)
     return found
 
 
@@ -347,5 +357,5 @@ def _spread(graph: Planner, devices: np.ndarray) -> None:
 def _taken_apart(graph: Planner) -> list[Op]:
     """The ops that take stacks of parameters apart into the ranges of stages."""
     made = of_parameters(graph)
-    stacks = {t for op in graph.ops for t in op.inputs[:1] if op.path == f"{t.name}@ranges" and t in made}
-    return [graph[f"{t.name}@ranges"] for t in stacks]
+    stacks = {t for op in graph.ops for t in op.inputs[:1] if op.path == t.name + RANGES and t in made}
+    return [graph[t.name + RANGES] for t in stacks]

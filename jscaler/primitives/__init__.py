@@ -2,14 +2,15 @@
 
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, Split, TimeSplit
 from jscaler.primitives.grid import Grid
-from jscaler.primitives.make_plan import make_plan, restructured
-from jscaler.primitives.plan import Assign, Decision, Fuse, OnDevices, Order, Plan, Shard, Store, Trans
+from jscaler.primitives.make_plan import make_plan
+from jscaler.primitives.plan import Assign, Decision, Fuse, LeafParts, OnDevices, Order, Plan, Shard, Store, Trans
 from jscaler.primitives.planner import Planner, Policy
 from jscaler.primitives.prefix import Prefix
+from jscaler.primitives.restructured import restructured
 from jscaler.primitives.table import SCHEDULES, Table, TableCell, gpipe, one_f_one_b
 
 __all__ = [
-    "SCHEDULES", "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "OnDevices", "Order", "Plan",
-    "Planner", "Policy", "Prefix", "Replicate", "Shard", "Split", "Store", "Table", "TableCell", "TimeSplit", "Trans",
-    "gpipe", "make_plan", "one_f_one_b", "restructured",
+    "SCHEDULES", "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "LeafParts", "OnDevices", "Order",
+    "Plan", "Planner", "Policy", "Prefix", "Replicate", "Shard", "Split", "Store", "Table", "TableCell", "TimeSplit",
+    "Trans", "gpipe", "make_plan", "one_f_one_b", "restructured",
 ]  # fmt: skip

@@ -52,6 +52,17 @@ class LoopRanges:
 
 
 @dataclass(frozen=True)
+class LeafParts:
+    """Store ``leaves``, and state that is made of them, in parts of ``sizes`` along dim 0, each an input of its own."""
+
+    leaves: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"parts     {' '.join(self.leaves)} -> {', '.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True)
 class Assign:
     """Put the cells of ``index`` (a box of the grid) on ``places``, listed row-major.
 
@@ -232,6 +243,7 @@ Decision = (
     | SaveResiduals
     | Fuse
     | LoopRanges
+    | LeafParts
     | Recompute
     | Shard
     | Store
@@ -248,6 +260,7 @@ KINDS: Mapping[str, type] = {  # what each is called in a plan file; a file keep
     "residuals": SaveResiduals,
     "fuse": Fuse,
     "ranges": LoopRanges,
+    "parts": LeafParts,
     "recompute": Recompute,
     "shard": Shard,
     "store": Store,

@@ -12,7 +12,6 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.primitives.algorithms import Chunk, GridAxis, as_split, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.made_for import OpRecord, RuleRecord
-from jscaler.primitives.make_plan import restructured
 from jscaler.primitives.per_microbatch import needing_the_whole
 from jscaler.primitives.plan import (
     Assign,
@@ -28,6 +27,7 @@ from jscaler.primitives.plan import (
     named_ops,
 )
 from jscaler.primitives.recompute_regions import with_region
+from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
 from jscaler.primitives.stores import check_store
 

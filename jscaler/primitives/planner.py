@@ -19,6 +19,7 @@ from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate,
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.graph_view import GraphView
 from jscaler.primitives.grid import Grid, one_in_time
+from jscaler.primitives.leaf_parts import leaves_in, with_leaf_parts
 from jscaler.primitives.made_for import MadeFor
 from jscaler.primitives.per_microbatch import needing_the_whole, under
 from jscaler.primitives.plan import (
@@ -27,6 +28,7 @@ from jscaler.primitives.plan import (
     Decision,
     Fuse,
     Index,
+    LeafParts,
     LoopRanges,
     OnDevices,
     Order,
@@ -42,6 +44,7 @@ from jscaler.primitives.plan import (
     named_ops,
 )
 from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
+from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
 from jscaler.primitives.table import SCHEDULES, Table
 
@@ -67,16 +70,18 @@ class Planner(GraphView):
     """
 
     def __init__(
-        self, graph: Graph, num_devices: int, bodies: BodyTable | None = None, stores: Sequence[Store] = (),
+        self, graph: Graph, num_devices: int, bodies: BodyTable | None = None, stores: Sequence[Decision] = (),
         device: Any = None,
     ):  # fmt: skip
         self.source = graph  # before any op was fused
-        self.graph = graph
         self.num_devices = num_devices
         self.device = device  # a `DeviceKind`: what the devices of the cluster are, where that was said
         self._whole = num_devices  # devices that the running policy was given
         self._bodies = bodies if bodies is not None else BodyTable()
-        self.stored = frozenset(s.leaf for s in stores)  # inputs whose layout is given: that of a step that is followed
+        self.graph = restructured(graph, stores, self._bodies)
+        self.stored = frozenset(
+            s.leaf for s in stores if isinstance(s, Store)
+        )  # inputs whose layout is given: that of a step that is followed
         self._decisions: list[Decision] = list(stores)
         self._grids: dict[str, Grid] = {}
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
@@ -264,8 +269,8 @@ class Planner(GraphView):
         self._decisions.append(decision)
         return self.graph[decision.path]
 
-    def ranges(self, loop: str, sizes: Sequence[int]) -> tuple[str, ...]:
-        """Make of a loop over layers (``nn.scan``, ``lax.scan``) one for each range of them, so that stages may take ranges.
+    def ranges(self, loop: str, sizes: Sequence[int], apart: bool = False) -> tuple[str, ...]:
+        """Make of a loop over layers (``nn.scan``, ``lax.scan``) one for each range of them: what a stage takes.
 
         An op of a range is called as that of the whole loop, with its layers behind: ``layers/mlp/up/dot[4:8]``; a pattern
         without them means the ops of all. Say it before the loop's ops are split.
@@ -273,6 +278,9 @@ class Planner(GraphView):
         Args:
             loop: its name; ``graph.loops`` has all.
             sizes: how many layers each range takes, in the order of the layers.
+            apart: whether parameters that the loop takes slices of, and their optimizer's state, lie in parts, each where
+                its range reads it. The ranges are of one size then, and lie on different devices: the step's caller has
+                each leaf as one array over all of these.
 
         Returns:
             The names of the loops, in the order of the layers.
@@ -290,8 +298,15 @@ class Planner(GraphView):
         for path in inside:
             if path in named:
                 raise PlanError(f"'{path}' is named by a decision before; cut the loop '{loop}' into ranges first")
+        sizes = tuple(sizes)
+        if apart and len(sizes) > 1 and loop in self.graph.loops and sum(sizes) == self.graph.loops[loop].length:
+            if len(set(sizes)) > 1:
+                raise PlanError(f"the loop '{loop}' is cut into {list(sizes)} layers: parts that lie apart are of one size")
+            leaves = leaves_in(self.graph, [x.stack for x in self.graph.loops[loop].xs], sizes, self._bodies)
+            self.graph = with_leaf_parts(self.graph, leaves, sizes, self._bodies)
+            self._decisions.append(LeafParts(leaves, sizes))
         self.graph = with_ranges(self.graph, loop, sizes, self._bodies)
-        self._decisions.append(LoopRanges(loop, tuple(sizes)))
+        self._decisions.append(LoopRanges(loop, sizes))
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return tuple(loop + range_mark(own) for own in bounds) if len(sizes) > 1 else (loop,)
 

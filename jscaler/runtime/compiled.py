@@ -52,6 +52,11 @@ class Lowered:
         return self.plan.graph
 
     @property
+    def leaf_names(self) -> list[str]:
+        """Of the leaves of its arguments."""
+        return [t.name for t in self.captured.graph.inputs]
+
+    @property
     def passes(self) -> Passes:
         """What was done to the graph, and then to the program of a device, pass by pass; prints as a table.
 
@@ -124,9 +129,7 @@ class Compiled(Inspectable):
         object.__setattr__(
             self,
             "known",
-            KnownArguments(
-                made.in_shardings, frozenset(made.returned.values()), made.donated, [t.name for t in self.graph.inputs]
-            ),
+            KnownArguments(made.in_shardings, made.untouched, made.donated, self.lowered.leaf_names),
         )
 
     @property
@@ -180,7 +183,7 @@ class Compiled(Inspectable):
         try:
             outputs = self.flat(*placed)
         except BaseException as error:
-            tell_lost(error, [t.name for t in self.graph.inputs], placed, self.lowered.executable.donated)
+            tell_lost(error, self.lowered.leaf_names, placed, self.lowered.executable.donated)
             raise
         tree = self.lowered.out_tree
         if nodes and self.lowered.changes is not None:

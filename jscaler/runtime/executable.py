@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jscaler.capture.jaxprs import dtype, shape
+from jscaler.ir import PTensor
 from jscaler.lower.emit import boundary_shardings, emit, physical_mesh, sharding, value_shape
 from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, Send
 from jscaler.lower.segment import PlacedBlock
@@ -20,6 +21,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
 from jscaler.runtime.crossings import Hop, find_hop
 from jscaler.runtime.failures import failure
+from jscaler.runtime.leaf_ends import LeafEnds
 
 MOST_STARTED = 8  # programs of several devices that run at once: XLA's CPU backend aborts at some number of these
 
@@ -52,9 +54,9 @@ class Executable:
         hops: of every transfer.
         gathers: by the number of a stack of what iterations leave: what makes it.
         counts: slots that hold the numbers of micro-batches.
-        out_shardings: of all results.
-        donated: positions of the arguments whose buffers the step may reuse.
-        returned: result -> the argument that it is, untouched: of a frozen layer nothing is copied.
+        ins, outs: the leaves that the step's inputs and outputs are.
+        donated: positions of the leaves whose buffers the step may reuse.
+        returned: output -> the input that it is, untouched: of a frozen layer nothing is copied.
         failed: what an error is raised as, given the number of the block, its leaves and imports, and its micro-batch.
     """
 
@@ -63,11 +65,26 @@ class Executable:
     hops: tuple[Hop | None, ...]
     gathers: Mapping[int, Callable[..., Any]]
     counts: Mapping[int, Any]
-    in_shardings: tuple[Any, ...]
-    out_shardings: tuple[Any, ...]
+    ins: LeafEnds
+    outs: LeafEnds
     donated: tuple[int, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
     failed: Callable[..., Exception] = field(default=lambda error, *_: error, repr=False)
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """Of the leaves of its arguments."""
+        return self.ins.shardings
+
+    @property
+    def out_shardings(self) -> tuple[Any, ...]:
+        """Of the leaves of its result."""
+        return self.outs.shardings
+
+    @functools.cached_property
+    def untouched(self) -> frozenset[int]:
+        """The leaves that are returned as they came."""
+        return frozenset(map(self.ins.leaf_of, self.returned.values()))
 
     def run(self, compiled: Sequence[Callable[..., Sequence[Any]]], leaves: Sequence[Any]) -> Sequence[Any]:
         """All results, of ``leaves``, by the blocks' executables; of what is returned untouched the leaf itself.
@@ -80,6 +97,7 @@ class Executable:
                 return compiled[0](*leaves)
             except Exception as error:
                 raise self.failed(error, 0, leaves, None) from error
+        given, leaves = leaves, self.ins.taken_apart(leaves)
         slots: list[Any] = [None] * self.instructions.slots
         for slot, number in self.counts.items():
             slots[slot] = number
@@ -103,13 +121,16 @@ class Executable:
                 slots[slot] = None
         for result, leaf in self.returned.items():
             slots[result] = leaves[leaf]
-        return slots[: len(self.out_shardings)]
+        for end in self.ins.stacked:
+            if end.number in self.donated:
+                given[end.number].delete()  # its parts have been given away
+        return self.outs.joined(slots[: self.outs.total])
 
     @functools.cached_property
     def _is_one_program(self) -> bool:
         """Whether one block takes the leaves as they are: where another group has leaves alone, it takes a few of them."""
         alone = len(self.blocks) == 1 and not self.returned
-        return alone and self.blocks[0].takes == tuple(range(len(self.in_shardings)))
+        return alone and self.blocks[0].takes == tuple(range(self.ins.total))
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[Any, ...], ...]:
@@ -143,6 +164,9 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     On no devices, where as many as the plan has are not at hand, it can be lowered and not compiled.
     """
     ins, outs = shardings(step, devices)
+    leaves = LeafEnds.of(step.graph.inputs, ins, step.graph.leaf_parts)
+    results = LeafEnds.of(step.graph.outputs, outs, step.graph.result_parts)
+    donated, donate = tuple(donate), leaves.numbers(donate)
     returned = {i: at for block in step.blocks for i, at in _returned(step, block, ins, outs, donate).items()}
     functions = tuple(_function(step, n, devices, donate, returned, ins, outs) for n in range(len(step.blocks)))
     pairs = list(zip(step.blocks, functions, strict=True))
@@ -159,7 +183,7 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     }
     gathers = _gathers(step, arriving) if devices else {}
     failed = functools.partial(failure, step, devices)
-    return Executable(functions, step.instructions, hops, gathers, told, ins, outs, tuple(donate), returned, failed)
+    return Executable(functions, step.instructions, hops, gathers, told, leaves, results, donated, returned, failed)
 
 
 def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[..., Any]]:
@@ -294,18 +318,18 @@ def _returned(
 
 def lowered(step: StepPlan, made: Executable) -> tuple[Any, ...]:
     """``made`` as StableHLO, a ``jax.stages.Lowered`` for each block; of absent devices for the default backend."""
-    structs = input_structs(step, made.in_shardings)
-    absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.in_shardings, *made.out_shardings))
+    structs = input_structs(step.graph.inputs, made.ins.of_parts)
+    absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.ins.of_parts, *made.outs.of_parts))
     platforms = {"lowering_platforms": (jax.default_backend(),)} if absent else {}
     given = ((*(structs[i] for i in one.takes), *one.values) for one in made.blocks)
     return tuple(one.jitted.trace(*s).lower(**platforms) for one, s in zip(made.blocks, given, strict=True))
 
 
-def input_structs(step: StepPlan, in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """What ``jax.jit(...).lower`` takes for the step's inputs."""
+def input_structs(inputs: Sequence[PTensor], in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """What ``jax.jit(...).lower`` takes for a graph's inputs."""
     return [
         jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=s, weak_type=getattr(t.aval, "weak_type", False))
-        for t, s in zip(step.graph.inputs, in_shardings, strict=True)
+        for t, s in zip(inputs, in_shardings, strict=True)
     ]
 
 

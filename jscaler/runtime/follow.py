@@ -4,6 +4,7 @@ An evaluation between train steps reads the very arrays that the train step retu
 plan as decisions (`jscaler.primitives.Store`), before anything else is completed.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from jscaler.errors import CaptureError, JscalerError, PlanWarning, UnknownNameE
 from jscaler.ir import Graph, PTensor
 from jscaler.materialize import Layout
 from jscaler.materialize.stored import store_of
-from jscaler.primitives import Plan, Store
+from jscaler.primitives import Decision, LeafParts, Plan
 from jscaler.runtime.arguments import BoundCall
 from jscaler.stages import Captured, transform
 
@@ -24,16 +25,21 @@ class Followed:
     """The state of a train step that was planned: for each of its leaves the tensor and its layout.
 
     Attributes:
+        leaves: of a leaf that lies in ranges of its dim 0 several.
         owners: the arguments of the step that it updates.
     """
 
-    leaves: Mapping[str, tuple[PTensor, Layout]]
+    leaves: Mapping[str, tuple[tuple[PTensor, Layout], ...]]
     owners: tuple[str, ...]
 
     @staticmethod
     def of(graph: Graph, inputs: Mapping[PTensor, Layout], call: BoundCall) -> "Followed":
-        updated = dict.fromkeys(call.owners[i] for i in sorted(graph.next_version.values()))
-        return Followed({t.name: (t, inputs[t]) for t in graph.inputs}, tuple(updated))
+        each = iter(graph.inputs)
+        counts = graph.leaf_parts or (1,) * len(call.names)
+        leaves = {name: tuple(itertools.islice(each, count)) for name, count in zip(call.names, counts, strict=True)}
+        state = {graph.inputs[i] for i in graph.next_version.values()}
+        updated = dict.fromkeys(o for o, own in zip(call.owners, leaves.values(), strict=True) if not state.isdisjoint(own))
+        return Followed({name: tuple((t, inputs[t]) for t in own) for name, own in leaves.items()}, tuple(updated))
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Following:
             return self._alike(captured, stores, num_devices, step, cost)
         return transform(captured, policy, num_devices, stores, cost)
 
-    def _alike(self, captured: Captured, stores: Sequence[Store], num_devices: int, step: str, cost: CostModel) -> Plan:
+    def _alike(self, captured: Captured, stores: Sequence[Decision], num_devices: int, step: str, cost: CostModel) -> Plan:
         """The other step's policy on this step; an open plan, with a warning, where it does not fit."""
         left_open = Plan(f"filled in for {step}", num_devices, tuple(stores))
         if isinstance(self.policy, Plan):
@@ -75,7 +81,7 @@ class Following:
             )
             return left_open
 
-    def stores(self, call: BoundCall) -> list[Store]:
+    def stores(self, call: BoundCall) -> list[Decision]:
         """The decisions that store the state leaves of ``call``.
 
         Raises:
@@ -98,7 +104,7 @@ class Following:
             raise CaptureError(f"this is not the state of '{self.name}': {differences[0]}")
         return found
 
-    def _stores(self, call: BoundCall, followed: Followed) -> tuple[list[Store], list[str]]:
+    def _stores(self, call: BoundCall, followed: Followed) -> tuple[list[Decision], list[str]]:
         """The decisions, and what tells the leaves from those that are followed."""
         arguments = list(dict.fromkeys(call.owners))
         paths = dict(self.paths) or {name: name for name in followed.owners if name in arguments}
@@ -111,7 +117,8 @@ class Following:
                 f"({', '.join(followed.owners) or 'it updates none'}): say which is what, as in "
                 "follow(eval_step, paths={'params': 'state/params'})"
             )
-        found, differences, matched = [], [], set[str]()
+        found, differences, matched = list[Decision](), list[str](), set[str]()
+        in_parts: dict[tuple[int, ...], list[str]] = {}
         for name, kind, owner in zip(call.names, call.types, call.owners, strict=True):
             if owner not in paths:
                 continue
@@ -119,12 +126,16 @@ class Following:
             if there not in followed.leaves:
                 continue  # not the train step's: it is laid out like any other input
             matched.add(owner)
-            tensor, layout = followed.leaves[there]
-            if (tensor.shape, tensor.dtype) != (kind.shape, kind.dtype):
-                differences.append(f"'{name}' is {kind}, and '{there}' is {tensor.dtype}{list(tensor.shape)}")
+            parts = followed.leaves[there]
+            (tensor, _), sizes = parts[0], tuple(t.shape[0] for t, _ in parts if t.shape)
+            shape = tensor.shape if len(parts) == 1 else (sum(sizes), *tensor.shape[1:])
+            if (shape, tensor.dtype) != (kind.shape, kind.dtype):
+                differences.append(f"'{name}' is {kind}, and '{there}' is {tensor.dtype}{list(shape)}")
                 continue
-            found.append(store_of(name, layout))
+            if len(parts) > 1:
+                in_parts.setdefault(sizes, []).append(name)
+            found += [store_of(name + part.name.removeprefix(there), layout) for part, layout in parts]
         for owner in paths:
             if owner not in matched:
                 raise UnknownNameError("state", paths[owner], followed.leaves, f" (of '{self.name}')")
-        return found, differences
+        return [*(LeafParts(tuple(names), sizes) for sizes, names in in_parts.items()), *found], differences

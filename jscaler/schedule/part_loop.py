@@ -23,8 +23,9 @@ from jscaler.ir.mask import Combiner
 from jscaler.ir.walk import closure
 from jscaler.primitives import Trans
 from jscaler.rules.neutral import neutral
+from jscaler.rules.part_forms import Form, OpPart, Own, Piece, Sliced, Summed
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.op_parts import Form, OpPart, Own, Piece, Sliced, Summed, like_its_forward, op_part
+from jscaler.schedule.op_parts import like_its_forward, op_part
 from jscaler.schedule.per_microbatch_state import handed_on
 from jscaler.schedule.time_axes import TimeAxes, TimeCut
 from jscaler.schedule.time_regions import TimeRegion, shifted

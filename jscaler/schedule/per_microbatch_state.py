@@ -20,9 +20,9 @@ from jscaler.ir import Body, Graph, Loop, Op, PTensor
 from jscaler.ir.walk import closure
 from jscaler.primitives import Plan
 from jscaler.primitives.recompute_regions import with_ops
+from jscaler.rules.part_forms import OpPart, Own
 from jscaler.rules.per_microbatch_rules import HiddenCountError, OwnCounts, Place, Undivided, Whole, with_own_counts
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.op_parts import OpPart, Own
 from jscaler.schedule.tensor_flow import Flows
 from jscaler.schedule.time_axes import TimeAxes, time_axes
 

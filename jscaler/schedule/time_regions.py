@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.walk import Sets, in_order
-from jscaler.schedule.op_parts import Form, OpPart, Sliced, Summed
+from jscaler.rules.part_forms import Form, OpPart, Sliced, Summed
 
 
 @dataclass(frozen=True)

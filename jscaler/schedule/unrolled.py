@@ -19,8 +19,8 @@ from jscaler.ir.loop import Item
 from jscaler.primitives import Assign, Order, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Decision
+from jscaler.rules.part_forms import OpPart, Piece, Ranged, Summed, cell_parts
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.op_parts import OpPart, Piece, Ranged, Summed, cell_parts
 from jscaler.schedule.pinned_runs import Runs, pins
 from jscaler.schedule.time_axes import CellOrder, Cells, TimeAxes, TimeCut
 from jscaler.schedule.time_regions import TimeRegion

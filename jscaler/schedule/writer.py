@@ -16,8 +16,9 @@ from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, made_by
 from jscaler.ir.mask import Combiner
+from jscaler.rules.part_forms import Form, OpPart, Own, Piece
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.op_parts import Form, OpPart, Own, Piece, names_of, passed_on
+from jscaler.schedule.op_parts import names_of, passed_on
 from jscaler.schedule.time_axes import TimeAxes
 from jscaler.schedule.time_regions import TimeRegion, TimeRegions
 from jscaler.schedule.turns import devices_by_op

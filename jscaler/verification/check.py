@@ -233,9 +233,9 @@ class _StepCheck:
         devices = [self.lowered.devices[d] for d in program.group.devices]
         number = {t: i for i, t in enumerate(graph.inputs)}
         taken = zip(program.tensors[: len(program.tensors) - len(program.imports)], emitted.in_specs, strict=False)
-        inputs = [(t, made.in_shardings[number[t]], spec) for t, spec in taken if t in number]
+        inputs = [(t, made.ins.of_parts[number[t]], spec) for t, spec in taken if t in number]
         left = zip(program.results, emitted.out_specs, strict=False)
-        outputs = [(graph.outputs[i], made.out_shardings[i], spec) for i, spec in left]
+        outputs = [(graph.outputs[i], made.outs.of_parts[i], spec) for i, spec in left]
         for role, tensors in (("input", inputs), ("output", outputs)):
             for tensor, sharding, spec in tensors:
                 table = sharding.devices_indices_map(tensor.shape)

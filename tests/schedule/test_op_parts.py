@@ -12,8 +12,9 @@ from of_the_day import of_the_day
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate, trace_flat
 from jscaler.ir import Body, Op, PTensor
+from jscaler.rules.part_forms import Form, OpPart, Sliced, Summed
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.op_parts import Form, OpPart, Sliced, Summed, op_part
+from jscaler.schedule.op_parts import op_part
 from jscaler.schedule.time_axes import TimeCut
 
 JOIN = {"add": np.add, "max": np.maximum, "min": np.minimum}

@@ -337,7 +337,8 @@ def test_a_lowered_step_and_its_report() -> None:
     assert text.startswith("verified on 8 devices\n  exchanges    ")
     assert " psum\n  elements     " in text
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x0",)), P("x0"))
-    ins = lowered.executable.in_shardings
+    ends = lowered.executable.ins
+    ins = ends.of_parts
     other = next(i for i, t in enumerate(lowered.graph.inputs) if t.shape and t.shape[0] % 8 == 0 and ins[i].spec == P())
     wrong = dataclasses.replace(lowered.executable, in_shardings=(*ins[:other], sharding, *ins[other + 1 :]))
     with pytest.raises(VerificationError, match=r"input '.*': .*0 has \[.*\] by its sharding, \[.*\] by the program"):

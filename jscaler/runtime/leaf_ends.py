@@ -1,0 +1,186 @@
+"""Leaves that are several of a step's inputs: one array over all their devices outside, an array for each stage inside.
+
+::
+
+    kernel [12, …], NamedSharding over stages × x0     kernel[0:4] on stage 0, kernel[4:8] on stage 1, …
+
+The memory is the same: parts are taken from the leaf's shards, and put together from theirs, without a copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jscaler.errors import PlanError
+from jscaler.ir import PTensor
+from jscaler.ir.op import without_range
+
+STAGES = "stages"  # the mesh axis over which the ranges lie
+
+
+@dataclass(frozen=True)
+class LeafEnd:
+    """A leaf of the step's arguments, or of its results, that is ``count`` of its inputs, or outputs, from ``start`` on."""
+
+    number: int
+    start: int
+    shape: tuple[int, ...]
+    sharding: Any
+    shapes: tuple[tuple[int, ...], ...]
+    parts: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.parts)
+
+    def taken_apart(self, leaf: Any) -> list[Any]:
+        """The parts of ``leaf``, which lies as it should: the same memory."""
+        held = {shard.device: shard.data for shard in leaf.addressable_shards}
+        return [
+            jax.make_array_from_single_device_arrays(shape, part, [held[d] for d in part.addressable_devices])
+            for shape, part in zip(self.shapes, self.parts, strict=True)
+        ]
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """The leaf of which these are the parts: the same memory."""
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+
+@dataclass(frozen=True)
+class LeafEnds:
+    """The leaves of a step's arguments, or of its results: which are one of its inputs, and which are several.
+
+    Attributes:
+        shardings: of the leaves.
+        of_parts: of the inputs, or outputs.
+        stacked: the leaves that are several.
+        starts: of each leaf, the first of its inputs.
+    """
+
+    shardings: tuple[Any, ...]
+    of_parts: tuple[Any, ...]
+    stacked: tuple[LeafEnd, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """How many inputs, or outputs, there are."""
+        return len(self.of_parts)
+
+    @staticmethod
+    def of(tensors: Sequence[PTensor], shardings: Sequence[Any], counts: Sequence[int]) -> "LeafEnds":
+        """From the inputs of a graph, or its outputs, and how many of them each leaf is; empty where each is one.
+
+        Raises:
+            PlanError: parts of a leaf lie on the same devices, or differently.
+        """
+        if not counts:
+            return LeafEnds(tuple(shardings), tuple(shardings), (), tuple(range(len(tensors))))
+        found, stacked, starts, start = [], [], [], 0
+        for number, count in enumerate(counts):
+            own = slice(start, start + count)
+            if count == 1:
+                found.append(shardings[start])
+            else:
+                shapes = tuple(t.shape for t in tensors[own])
+                whole = stacked_sharding(without_range(tensors[start].name), shapes[0], shardings[own])
+                shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+                stacked.append(LeafEnd(number, start, shape, whole, shapes, tuple(shardings[own])))
+                found.append(whole)
+            starts.append(start)
+            start += count
+        return LeafEnds(tuple(found), tuple(shardings), tuple(stacked), tuple(starts))
+
+    def numbers(self, leaves: Sequence[int]) -> list[int]:
+        """The inputs that these leaves are."""
+        ends = (*self.starts[1:], self.total)
+        return [i for leaf in leaves for i in range(self.starts[leaf], ends[leaf])]
+
+    def leaf_of(self, number: int) -> int:
+        """The leaf that an input is, or is part of."""
+        return int(np.searchsorted(self.starts, number, side="right")) - 1
+
+    def taken_apart(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The inputs that ``leaves`` are."""
+        if not self.stacked:
+            return leaves
+        found: list[Any] = []
+        done = 0
+        for end in self.stacked:
+            found += leaves[done : end.number]
+            found += end.taken_apart(leaves[end.number])
+            done = end.number + 1
+        return [*found, *leaves[done:]]
+
+    def joined(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The leaves that outputs are."""
+        if not self.stacked:
+            return values
+        found: list[Any] = []
+        done = 0
+        for end in self.stacked:
+            found += values[done : end.start]
+            done = end.start + end.count
+            found.append(end.joined(values[end.start : done]))
+        return [*found, *values[done:]]
+
+
+def stacked_sharding(name: str, shape: tuple[int, ...], parts: Sequence[Any]) -> NamedSharding:
+    """How a leaf lies whose parts of ``shape``, along dim 0, lie so.
+
+    Raises:
+        PlanError: parts lie on the same devices, or differently.
+    """
+    first = parts[0]
+    if isinstance(first, SingleDeviceSharding):
+        devices = [next(iter(part.device_set)) for part in parts]
+        _check_apart(name, [{d} for d in devices])
+        return NamedSharding(Mesh(np.array(devices), (STAGES,)), P(STAGES))
+    spec = first.spec
+    front = spec[0] if len(spec) else None
+    names = (front,) if isinstance(front, str) else tuple(front or ())
+    whole = P((STAGES, *names), *spec[1:])
+    if isinstance(first.mesh, AbstractMesh):
+        sizes, axes = (len(parts), *first.mesh.axis_sizes), (STAGES, *first.mesh.axis_names)
+        return NamedSharding(AbstractMesh(sizes, axes), whole)
+    _check_apart(name, [part.device_set for part in parts])
+    assert isinstance(first.mesh, Mesh)
+    rows = [_dealt(name, shape, first, first.mesh, part) for part in parts]
+    devices = np.array(rows).reshape((len(parts), *first.mesh.devices.shape))
+    return NamedSharding(Mesh(devices, (STAGES, *first.mesh.axis_names)), whole)
+
+
+def _check_apart(name: str, sets: Sequence[set[Any]]) -> None:
+    if sum(map(len, sets)) > len(set().union(*sets)):
+        raise PlanError(
+            f"'{name}' lies in parts, {len(sets)} ranges of its layers, some of which are on the same devices; put each on "
+            "devices of its own, or leave the leaf whole: ranges(…, apart=False)"
+        )
+
+
+def _dealt(name: str, shape: tuple[int, ...], first: NamedSharding, mesh: Mesh, part: Any) -> list[Any]:
+    """The devices of ``part``, in the order in which those of ``first`` hold the same."""
+    alike = isinstance(part, NamedSharding) and (part.mesh.shape, part.spec) == (mesh.shape, first.spec)
+    if alike and isinstance(part.mesh, Mesh):
+        return list(part.mesh.devices.flat)
+    held: dict[Any, list[Any]] = {}
+    for device, index in part.devices_indices_map(shape).items():
+        held.setdefault(_key(index, shape), []).append(device)
+    wanted = first.devices_indices_map(shape)
+    keys = [_key(wanted[d], shape) for d in mesh.devices.flat]
+    if any(keys.count(key) != len(held.get(key, ())) for key in set(keys)):
+        raise PlanError(
+            f"the ranges of '{name}' lie differently, {first} and {part}: one array cannot; split the ops of all stages "
+            "alike, or leave the leaf whole: ranges(…, apart=False)"
+        )
+    return [held[key].pop(0) for key in keys]
+
+
+def _key(index: Sequence[slice], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
