@@ -9,9 +9,14 @@ from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import chain_of
 
 
-def differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph:
-    """``graph`` with the backward of gradient call ``index`` made anew for its forward ops; gradients keep their names."""
-    start = next((i for i, op in enumerate(graph.ops) if op.call == index and op.kind == "backward"), None)
+def differentiated(graph: Graph, index: int | None, bodies: BodyTable, start: int | None = None) -> Graph:
+    """``graph`` with the backward of gradient call ``index`` made anew for its forward ops; gradients keep their names.
+
+    Args:
+        start: where its backward ops belong, if it has none; else where the first is.
+    """
+    if start is None:
+        start = next((i for i, op in enumerate(graph.ops) if op.call == index and op.kind == "backward"), None)
     if index is None or start is None:
         return graph
     call = graph.calls[index]
@@ -25,11 +30,11 @@ def differentiated(graph: Graph, index: int | None, bodies: BodyTable) -> Graph:
     made = [_renamed(op, known) for op in differentiator.ops]
     handles = {op.forward.path: op for op in made if op.forward is not None}
     ops: list[Op] = []
-    for i, op in enumerate(graph.ops):
+    for i, op in enumerate((*graph.ops, None)):
         ops += made if i == start else []
-        if op.call != index:
+        if op is not None and op.call != index:
             ops.append(op)
-        elif op.kind == "forward":
+        elif op is not None and op.kind == "forward":
             ops.append(dataclasses.replace(op, backward=handles.get(op.path)))
     loops |= {n: loop.mapped(lambda t: known.get(t, t)) for n, loop in differentiator.made.items()}
     return dataclasses.replace(graph, ops=tuple(ops), loops=loops)

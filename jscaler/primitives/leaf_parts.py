@@ -13,7 +13,7 @@ one behind the other. The step's caller sees the whole leaf, which `runtime.exec
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import jax.numpy as jnp
 
@@ -21,7 +21,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.differentiated import differentiated
 from jscaler.errors import PlanError
 from jscaler.ir import GradientCall, Graph, Op, PTensor
-from jscaler.ir.loop import flat, reads_of
+from jscaler.ir.loop import chain_of, flat, reads_of
 from jscaler.ir.op import JOINED, RANGES, range_mark
 from jscaler.rules.part_forms import CellParts, Ranged, Summed, cell_parts
 from jscaler.rules.rule_book import RuleBook
@@ -47,10 +47,7 @@ def with_leaf_parts(graph: Graph, leaves: Sequence[str], sizes: Sequence[int], b
                 f"'{tensor.name}' is {list(tensor.shape)} and cannot lie in parts of {list(sizes)} layers, "
                 f"{sum(sizes)} in all, along its dim 0"
             )
-    made = _Parts(graph, tuple(sizes), bodies, tensors).graph_in_parts()
-    for index in range(len(made.calls)):
-        made = differentiated(made, index, bodies)
-    return made
+    return _Parts(graph, tuple(sizes), bodies, tensors).graph_in_parts()
 
 
 class _Parts:
@@ -148,14 +145,15 @@ class _Parts:
 
     def graph_in_parts(self) -> Graph:
         """Rewrite it: parts of ops in the place of ops, and what joins and takes apart where that has to be."""
-        graph, self.ops, self.whole = self.graph, list[Op](), set[PTensor]()
+        graph, self.ops, self.whole = self.graph, list[Op](), dict[PTensor, PTensor]()
         self.like = {t: op for op in reversed(graph.ops) for t in (*op.inputs, *op.outputs)}
+        starts: dict[int, int] = {}  # of gradient calls, where their backward belongs
         for tensor in (t for t in graph.inputs if t in self.taken):
             self._take_apart(tensor)
         for item in graph.tree:
             inside = list(flat([item]))
-            if all(op.kind == "backward" for op in inside):
-                self.ops += inside
+            if inside[0].kind == "backward" and inside[0].call is not None:
+                starts.setdefault(inside[0].call, len(self.ops))
                 continue
             cell = self.cells.get(inside[0].path) if item is inside[0] else None
             if cell is not None:
@@ -163,11 +161,14 @@ class _Parts:
                 continue
             for tensor in dict.fromkeys(reads_of(item)):
                 self._make_whole(tensor, inside[0])
-            self.ops += inside
+            self.ops += [op.renamed(self.whole) for op in inside]
             made = item.outputs if isinstance(item, Op) else item.loop.results
             for tensor in (t for t in made if t in self.taken):
                 self._take_apart(tensor)
-        return self._with_ends()
+        made = self._with_ends({n for op in self.ops for n in chain_of(op.loop, graph.loops)})
+        for call, start in sorted(starts.items(), key=lambda pair: -pair[1]):
+            made = differentiated(made, call, self.bodies, start)
+        return made
 
     def parts(self, tensor: PTensor) -> tuple[PTensor, ...]:
         """The parts of a tensor, in order."""
@@ -206,11 +207,13 @@ class _Parts:
     def _make_whole(self, tensor: PTensor, reader: Op) -> None:
         if tensor not in self.forms or tensor in self.whole:
             return
-        self.whole.add(tensor)
         parts = self.parts(tensor)
         body = self.bodies.traced(lambda *xs: [jnp.concatenate(xs)], [t.aval for t in parts])
-        whole = dataclasses.replace(tensor, role="activation")
-        self.ops.append(Op(tensor.name + JOINED, reader.kind, parts, (whole,), body, reader.source_info, reader.call))
+        # the gradient of what is joined is called as that of the leaf was
+        name = tensor.name + (JOINED if any(tensor in call.gradients for call in self.graph.calls) else "")
+        self.whole[tensor] = PTensor(name, tensor.aval)
+        path = tensor.name + JOINED
+        self.ops.append(Op(path, reader.kind, parts, (self.whole[tensor],), body, reader.source_info, reader.call))
 
     def _take_apart(self, tensor: PTensor) -> None:
         form, like = self.taken[tensor], self.like[tensor]
@@ -219,8 +222,8 @@ class _Parts:
         parts = tuple(dataclasses.replace(t, role="activation") for t in self.parts(tensor))
         self.ops.append(Op(tensor.name + RANGES, like.kind, (tensor,), parts, body, like.source_info, like.call))
 
-    def _with_ends(self) -> Graph:
-        """The graph of the parts' inputs, outputs and gradients."""
+    def _with_ends(self, loops: Set[str]) -> Graph:
+        """The graph of the parts' inputs, outputs and gradients, still without a backward pass."""
         graph = self.graph
         place: dict[PTensor, int] = {}
         inputs: list[PTensor] = []
@@ -233,9 +236,9 @@ class _Parts:
         for number, tensor in enumerate(graph.outputs):
             leaf = self._leaf(number, graph.next_version)
             in_parts = leaf in self.forms
-            own = self.parts(tensor) if in_parts else (tensor,)
             if not in_parts and self.ops:
                 self._make_whole(tensor, self.ops[-1])
+            own = self.parts(tensor) if in_parts else (self.whole.get(tensor, tensor),)
             if leaf is not None:
                 versions.update({len(outputs) + i: place[leaf] + i for i in range(len(own))})
             names += [graph.output_names[number] + mark for mark in (self.marks if in_parts else ("",))]
@@ -243,6 +246,7 @@ class _Parts:
         calls = tuple(GradientCall(c.loss, self._expanded(c.wrt), self._expanded(c.gradients)) for c in graph.calls)
         return dataclasses.replace(
             graph, ops=tuple(self.ops), inputs=tuple(inputs), outputs=tuple(outputs), output_names=tuple(names),
+            loops={n: loop.renamed(self.whole, {}) for n, loop in graph.loops.items() if n in loops},
             next_version=versions, calls=calls, leaf_parts=self._counts(graph.inputs, graph.leaf_parts),
             result_parts=self._counts(graph.outputs, graph.result_parts, graph.next_version),
         )  # fmt: skip
