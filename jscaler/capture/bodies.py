@@ -1,5 +1,7 @@
 """Interned op bodies, and their backward bodies. Equal fragments (equal layers) share one Body object."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,9 @@ from jscaler.capture.user_bodies import UserBody, holds_user_op
 from jscaler.capture.user_op import op_p, traced
 from jscaler.capture.user_vjp import reads_of
 from jscaler.ir import Body, Op
+from jscaler.ir.mask import Combiner
+
+JOIN: dict[Combiner, Callable[..., Any]] = {"add": operator.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,11 @@ class BodyTable:
     def traced(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Body:
         return self.intern(trace_flat(fun, avals))
 
-    def join(self, aval: Any, count: int) -> Body:
-        """The n-ary add that joins ``count`` gradients of one tensor."""
-        return self._known("join", aval, count, lambda *parts: [sum(parts[1:], start=parts[0])], [aval] * count)
+    def join(self, aval: Any, count: int, combiner: Combiner = "add") -> Body:
+        """The n-ary add (or maximum, minimum) that joins ``count`` summands, or candidates, of one tensor."""
+        both = JOIN[combiner]
+        name = "join" if combiner == "add" else combiner
+        return self._known(name, aval, count, lambda *parts: [functools.reduce(both, parts)], [aval] * count)
 
     def fill(self, aval: Any, value: float) -> Body:
         """A tensor of one value: the seed of a backward pass, or the gradient of an unused parameter."""

@@ -50,8 +50,8 @@ def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable
     like, *_, last = nest.ops()
     first, stop = graph.position[like.path], graph.position[last.path] + 1
     by_stack = sorted(ranges, key=lambda one: one.bounds)
-    stacks = [x for x in dict.fromkeys(x.stack for x in loop.xs) if not _is_of_parts(graph, x, by_stack)]
-    apart = [_apart(x, by_stack, like, bodies) for x in stacks]
+    stacks = dict.fromkeys(x.stack for x in loop.xs)
+    apart = [_apart(x, by_stack, like, bodies) for x in stacks if not _is_of_parts(graph, x, by_stack)]
     joined = [_joined(graph, y, by_stack, like, bodies) for y in loop.ys]
     inside = [op for one in ranges for op in one.ops]
     ops = (*graph.ops[:first], *apart, *inside, *(op for op in joined if op is not None), *graph.ops[stop:])
@@ -89,9 +89,8 @@ class _Range:
         loop = self.nest.loop
         finals = {c: c.final if is_last else self._named(c.final) for c in loop.carries}
         carries = tuple(Carry(inits[c], self._own(c.inside), self._own(c.out), finals[c], c.is_sum) for c in loop.carries)
-        xs, ys = (
-            tuple(Stacked(self.part(s.stack), self._own(s.slice), s.saved) for s in found) for found in (loop.xs, loop.ys)
-        )
+        xs = tuple(Stacked(self.read(x.stack), self._own(x.slice)) for x in loop.xs)
+        ys = tuple(Stacked(self.part(y.stack), self._own(y.slice), y.saved) for y in loop.ys)
         start, stop = self.bounds
         changed = dataclasses.replace(loop, name=loop.name + self.mark, length=stop - start, carries=carries, xs=xs, ys=ys)
         self.loops[changed.name] = changed
@@ -108,6 +107,14 @@ class _Range:
         start, stop = self.bounds
         aval = stack.aval.update(shape=(stop - start, *stack.shape[1:]))
         return PTensor(stack.name + self.mark, aval, stack.role if stack.role != "input" else "activation")
+
+    def read(self, stack: PTensor) -> PTensor:
+        """The part of a stack that it takes: one that the stack is made of, or what the loop takes it apart into."""
+        part = self.part(stack)
+        maker = self.graph.producer.get(stack)
+        if maker is not None and maker.path == stack.name + JOINED and part in maker.inputs:
+            return part
+        return dataclasses.replace(part, name=f"{stack.name}{RANGES}@{self.nest.loop.name}{self.mark}")
 
     def _named(self, tensor: PTensor) -> PTensor:
         return dataclasses.replace(tensor, name=tensor.name + self.mark)
@@ -138,22 +145,22 @@ class _Range:
 def _is_of_parts(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> bool:
     """Whether a stack is joined of the parts that the ranges take."""
     maker = graph.producer.get(stack)
-    return maker is not None and maker.path == stack.name + JOINED and maker.inputs == tuple(r.part(stack) for r in ranges)
+    return maker is not None and maker.path == stack.name + JOINED and maker.inputs == tuple(r.read(stack) for r in ranges)
+
+
+def _is_read(graph: Graph, stack: PTensor) -> bool:
+    """Whether anything but a backward pass, which is made anew, reads ``stack``."""
+    readers = (op for op in graph.consumers.get(stack, ()) if op.kind != "backward")
+    ends = (t for loop in graph.loops.values() if loop.forward is None for t in (*loop.operands, *loop.returned))
+    return any(True for _ in readers) or stack in {*ends, *graph.outputs, *(call.loss for call in graph.calls)}
 
 
 def _without_unread(graph: Graph, stacks: Set[PTensor], bodies: BodyTable) -> Graph:
     """``graph`` without the ops that join ``stacks`` of parts which nobody reads whole any more."""
-    ends = {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)} | {*graph.outputs}
-    gone = set()
-    for stack in stacks:
-        readers = [op for op in graph.consumers.get(stack, ()) if op.kind != "backward"]
-        if not readers and stack not in ends and graph.producer[stack].path == stack.name + JOINED:
-            gone.add(graph.producer[stack].path)
-    if not gone:
-        return graph
-    calls = {graph[path].call for path in gone}
-    made = dataclasses.replace(graph, ops=tuple(op for op in graph.ops if op.path not in gone))
-    for call in calls:
+    makers = {graph.producer[t] for t in stacks if t in graph.producer and not _is_read(graph, t)}
+    gone = {op.path: op.call for op in makers if op.path.endswith(JOINED)}
+    made = dataclasses.replace(graph, ops=tuple(op for op in graph.ops if op.path not in gone)) if gone else graph
+    for call in dict.fromkeys(gone.values()):
         made = differentiated(made, call, bodies)
     return made
 
@@ -162,16 +169,15 @@ def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable
     """What takes a stack apart into those of the ranges."""
     sizes = [stop - start for start, stop in (one.bounds for one in ranges)]
     body = bodies.traced(lambda x: list(jax.lax.split(x, sizes, axis=0)), [stack.aval])
-    made = tuple(one.part(stack) for one in ranges)
-    return Op(stack.name + RANGES, like.kind, (stack,), made, body, like.source_info, like.call)
+    made = tuple(one.read(stack) for one in ranges)
+    return Op(
+        f"{stack.name}{RANGES}@{ranges[0].nest.loop.name}", like.kind, (stack,), made, body, like.source_info, like.call
+    )
 
 
 def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op | None:
     """What makes one stack of those that the ranges leave; nothing, where nobody reads it."""
-    ends = {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)}
-    if not any(reader.kind != "backward" for reader in graph.consumers.get(y.stack, ())) and y.stack not in {
-        *graph.outputs, *ends, *(call.loss for call in graph.calls)
-    }:  # fmt: skip
+    if not _is_read(graph, y.stack):
         return None
     parts = tuple(one.part(y.stack) for one in ranges)
     body = bodies.traced(lambda *xs: [jnp.concatenate(xs)], [t.aval for t in parts])

@@ -357,5 +357,4 @@ def _spread(graph: Planner, devices: np.ndarray) -> None:
 def _taken_apart(graph: Planner) -> list[Op]:
     """The ops that take stacks of parameters apart into the ranges of stages."""
     made = of_parameters(graph)
-    stacks = {t for op in graph.ops for t in op.inputs[:1] if op.path == t.name + RANGES and t in made}
-    return [graph[t.name + RANGES] for t in stacks]
+    return [op for op in graph.ops if RANGES in op.path and op.inputs and op.inputs[0] in made]

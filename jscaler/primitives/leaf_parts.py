@@ -22,6 +22,7 @@ from jscaler.capture.differentiated import differentiated
 from jscaler.errors import PlanError
 from jscaler.ir import GradientCall, Graph, Op, PTensor
 from jscaler.ir.loop import chain_of, flat, reads_of
+from jscaler.ir.mask import Combiner
 from jscaler.ir.op import JOINED, RANGES, range_mark
 from jscaler.rules.part_forms import CellParts, Ranged, Summed, cell_parts
 from jscaler.rules.rule_book import RuleBook
@@ -135,7 +136,7 @@ class _Parts:
             return None
         for t, own in [*zip(op.inputs, found.inputs, strict=True), *zip(op.outputs, found.outputs, strict=True)]:
             in_front = isinstance(own, Ranged) and own.dim == 0 and own.outer == 1
-            joined = own == Summed("add") and t in op.outputs
+            joined = isinstance(own, Summed) and t in op.outputs
             if not (in_front or joined or own is None) or (t in self.forms and own != self.forms[t]):
                 return None
         return found if any(t == tensor and own == form for t, own in zip((*op.inputs, *op.outputs),
@@ -179,6 +180,7 @@ class _Parts:
     def _write(self, op: Op, cell: CellParts) -> None:
         joins: list[Op] = []
         summands: dict[PTensor, list[PTensor]] = {}
+        combiners: dict[PTensor, Combiner] = {}
         for number, mark in enumerate(self.marks):
             inputs = tuple(
                 self.parts(t)[number] if isinstance(own, Ranged) else t
@@ -194,13 +196,14 @@ class _Parts:
                 )  # fmt: skip
                 if isinstance(own, Summed):
                     summands.setdefault(tensor, []).append(outputs[-1])
+                    combiners[tensor] = own.combiner
             body, named = cell.of(number)
             self.ops.append(
                 dataclasses.replace(op, path=op.path + mark, inputs=inputs, outputs=tuple(outputs), body=body, named=named,
                                     backward=None, kept=())
             )  # fmt: skip
         for tensor, found in summands.items():
-            body = self.bodies.join(tensor.aval, len(found))
+            body = self.bodies.join(tensor.aval, len(found), combiners[tensor])
             joins.append(Op(tensor.name + JOINED, op.kind, tuple(found), (tensor,), body, op.source_info, op.call))
         self.ops += joins
 

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-import jax.numpy as jnp
-
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Graph, Op, PTensor, flat
@@ -23,8 +21,6 @@ from jscaler.schedule.time_axes import TimeAxes
 from jscaler.schedule.time_regions import TimeRegion, TimeRegions
 from jscaler.schedule.turns import devices_by_op
 from jscaler.schedule.wide_sums import add_wide, cast, read_wide
-
-JOIN = {"max": lambda a, b: [jnp.maximum(a, b)], "min": lambda a, b: [jnp.minimum(a, b)]}
 
 
 class AxisWriter(ABC):
@@ -251,7 +247,7 @@ class RegionWriter(ABC):
         """Joins a part to what is there."""
         bodies = self.writer.bodies
         if combiner != "add":
-            return bodies.traced(JOIN[combiner], [part.aval] * 2)
+            return bodies.join(part.aval, 2, combiner)
         return bodies.join(part.aval, 2) if sofar.dtype == part.dtype else add_wide(bodies, sofar.aval, part.aval)
 
     def cast(self, tensor: PTensor, wide: PTensor) -> Op:
