@@ -110,6 +110,7 @@ class _Completer:
         self.groups = groups
         self.homes = home
         self.home = {path: one.group for path, one in home.items()}  # op path -> the group that it runs on
+        self.of_loop = {op.loop: self.home[op.path] for op in reversed(graph.ops)}  # loop -> the group of its first op
         self.through = ThroughLoops(graph)
         self.given = given
         self.unordered = unordered
@@ -505,7 +506,7 @@ class _Completer:
                 self.decide(x.slice, self.at_hand[x.slice][0])
             layout = self.at_hand.setdefault(x.slice, [self._whole(x.slice, self._group(nest, x.slice))])[0]
             if x.stack not in self.at_hand and x.stack in self.saved:
-                self.at_hand[x.stack] = [layout.stacked(loop.length)]
+                self.at_hand[x.stack] = [self._as_saved(x.stack, layout.stacked(loop.length))]
             self._want(x.stack, layout.stacked(loop.length))
         for y in loop.ys:
             if not y.saved:
@@ -519,10 +520,14 @@ class _Completer:
                 layers_cut = any(scattered.by_dim[0])  # whole layers lie apart: no iteration can scatter its own
                 self.left[y.stack] = layout if layers_cut else scattered
 
+    def _as_saved(self, stack: PTensor, wanted: Layout) -> Layout:
+        """How a loop leaves a stack that another wants to read so: thus, or whole where it lies on another group."""
+        group = self.of_loop.get(self.graph.homes[self.saved[stack][0]], wanted.mesh)
+        return wanted if group == wanted.mesh else next(iter(self._options(stack, group)), self._whole(stack, group))
+
     def loop_layouts(self) -> dict[str, LoopLayouts]:
         """The layouts of all loops, once everything is placed."""
         loops = self.graph.loops
-        group = {op.loop: self.home[op.path] for op in reversed(self.graph.ops) if op.loop is not None}
         found = {}
         for name in sorted(loops, key=lambda name: len(chain_of(name, loops))):
             loop = loops[name]
@@ -530,7 +535,7 @@ class _Completer:
             for y in loop.ys:
                 layout = (
                     self.left.get(y.stack)
-                    or self.at_hand.get(y.stack, [self._whole(y.stack, group.get(name, self.groups[0]))])[0]
+                    or self.at_hand.get(y.stack, [self._whole(y.stack, self.of_loop.get(name, self.groups[0]))])[0]
                 )
                 layout = layout.sliced()
                 self.at_hand.setdefault(y.slice, [layout])  # a stack that another loop saves

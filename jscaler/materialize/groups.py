@@ -107,7 +107,7 @@ class Home:
 def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, Home]:
     """The group of every op. One that the plan does not place runs where its forward op does, or else where the fewest
     bytes of what it reads, and of what it makes for ops that have a group, come from or go to another. In a loop whose ops
-    all lie on one group it runs there, too.
+    all lie on one group it runs there, too, and so do all of a loop of which the plan places none.
 
     A fence runs where what comes out of it is read, and so does what reads nothing that an op made (a key, a count).
 
@@ -159,7 +159,9 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
         if op.path not in found:
             own = of_loop[op.loop] if op.loop is not None else ()
             home = Home(next(iter(own)), "as its loop") if len(own) == 1 else cheapest(op)
-            found.update({} if home is None else {op.path: home})
+            if home is not None:
+                found[op.path] = home
+                of_loop[op.loop].update({home.group} if not of_loop[op.loop] else ())
     readers = reversed(graph.ops)
     settle(readers, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}

@@ -21,6 +21,7 @@ from jscaler.capture.jaxprs import all_equations
 from jscaler.capture.user_op import op_p
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
+from jscaler.ir.op import RANGES
 from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
 from jscaler.plans.attention import holds_contraction
@@ -87,8 +88,9 @@ def co_shard(
 
 
 def _in_turn(graph: Planner, table: Factors, parts: int) -> Factors:
-    """The forward ops of ``table`` that can run part by part."""
-    return {op: name for op, name in table.items() if op.kind == "forward" and can_run_in_turn(graph, op, name, parts)}
+    """The forward ops of ``table`` that can run part by part; what takes a stack apart hands out parts of parameters."""
+    forward = {op: name for op, name in table.items() if op.kind == "forward" and RANGES not in op.path}
+    return {op: name for op, name in forward.items() if can_run_in_turn(graph, op, name, parts)}
 
 
 def _groups(graph: Planner, ops: Sequence[Op]) -> list[list[Op]]:

@@ -26,6 +26,8 @@ from jscaler.primitives.plan import (
     KINDS,
     Accumulation,
     Decision,
+    LeafParts,
+    LoopRanges,
     PerMicrobatch,
     Recompute,
     ReduceDtype,
@@ -64,6 +66,8 @@ PLAN = Plan(
         Store("state/params/down/kernel", (2, 2), (0, 2, 1, 3), ((1, 0), ())),
         OnDevices(("up/dot", "down/dot"), (0, 2)),
         Schedule("0F0 0B0\n1F0 1B0"),
+        LeafParts(("params/layers/up", "moments/layers/up"), (2, 2)),
+        LoopRanges("layers", (2, 2)),
     ),
     MadeFor((OpRecord("up/dot", RULE), OpRecord("down/dot", RULE), OpRecord("loss"))),
 )
@@ -127,6 +131,8 @@ strategies: dict[type, st.SearchStrategy[Any]] = {
     PerMicrobatch: st.builds(PerMicrobatch, st.lists(names).map(tuple)),
     OnDevices: st.builds(OnDevices, st.lists(names).map(tuple), numbers),
     Schedule: st.builds(Schedule, names),
+    LoopRanges: st.builds(LoopRanges, names, numbers),
+    LeafParts: st.builds(LeafParts, st.lists(names).map(tuple), numbers),
     Store: st.builds(Store, names, numbers, numbers, st.lists(numbers, max_size=3).map(tuple)),
 }
 decisions = st.one_of(*strategies.values())

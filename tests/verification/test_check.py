@@ -340,7 +340,8 @@ def test_a_lowered_step_and_its_report() -> None:
     ends = lowered.executable.ins
     ins = ends.of_parts
     other = next(i for i, t in enumerate(lowered.graph.inputs) if t.shape and t.shape[0] % 8 == 0 and ins[i].spec == P())
-    wrong = dataclasses.replace(lowered.executable, in_shardings=(*ins[:other], sharding, *ins[other + 1 :]))
+    ends = dataclasses.replace(ends, of_parts=(*ins[:other], sharding, *ins[other + 1 :]))
+    wrong = dataclasses.replace(lowered.executable, ins=ends)
     with pytest.raises(VerificationError, match=r"input '.*': .*0 has \[.*\] by its sharding, \[.*\] by the program"):
         jscaler.verify(dataclasses.replace(lowered, executable=wrong))
 
