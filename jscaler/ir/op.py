@@ -46,6 +46,11 @@ def without_range(name: str) -> str:
     return RANGE.sub("", name)
 
 
+def is_of_ranges(path: str) -> bool:
+    """Whether an op only takes a tensor apart into ranges, or joins it of them."""
+    return RANGES in path or path.endswith(JOINED)
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether the name of an op, or of an input, is a shell pattern's; one of a range is that of the whole, too."""
     return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in dict.fromkeys((name, without_range(name))))

@@ -26,11 +26,13 @@ class Groups:
         meshes: a mesh for each, in the order in which the plan names them; of a plan that names none, that of all devices.
         grids: where each grid of the plan lies.
         of: op path -> the group that the plan gives it.
+        stored: input -> the group that the plan stores it on.
     """
 
     meshes: tuple[DeviceMesh, ...]
     grids: Mapping[PlacedGrid, OnMesh]
     of: Mapping[str, DeviceMesh]
+    stored: Mapping[str, DeviceMesh]
 
 
 def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
@@ -54,7 +56,8 @@ def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
             found.update({grid: OnMesh(mesh, axes) for grid, axes in covered.items()})
     of = {path: meshes[sets[d.devices]][0] for d in open_ for path in d.ops}
     of |= {path: found[grid].mesh if grid in found else meshes[sets[grid.devices]][0] for path, grid in grids.items()}
-    return Groups(tuple(mesh for own in meshes.values() for mesh in own), found, of)
+    stored = {store.leaf: found[stored_grid(store)].mesh for store in stored_inputs(plan)}
+    return Groups(tuple(mesh for own in meshes.values() for mesh in own), found, of, stored)
 
 
 def _regular(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> list[list[PlacedGrid]]:
@@ -134,6 +137,7 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
 
     def cheapest(op: Op) -> Home | None:
         read = {(t, home.group): nbytes(t, op) for t in op.inputs if (home := like(through.maker(t))) is not None}
+        read |= {(t, groups.stored[t.name]): t.nbytes for t in op.inputs if t.name in groups.stored}
         made: dict[tuple[PTensor, DeviceMesh], int] = {}
         for tensor, reader in ((t, reader) for t in op.outputs for reader in through.readers(t)):
             home = like(reader)

@@ -14,7 +14,7 @@ import numpy as np
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
-from jscaler.ir.op import without_range
+from jscaler.ir.op import is_of_ranges, without_range
 from jscaler.primitives import Algorithm, Planner, Replicate, Split
 
 Factors = dict[Op, str]
@@ -70,6 +70,9 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
         fresh: list[tuple[PTensor, int]] = [(other, before - shift) for other, shift in graph.linked.get(tensor, ())]
         for op in graph.consumers.get(tensor, ()):
             if op.kind == "backward":
+                continue
+            if is_of_ranges(op.path):
+                fresh += [(t, before) for t in op.outputs]
                 continue
             rule = graph.rule(op)
             dims = rule.operands[op.inputs.index(tensor)]

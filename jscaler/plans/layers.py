@@ -121,8 +121,9 @@ def stacks_of(graph: Planner) -> set[str]:
 
 
 def of_parameters(graph: Planner) -> set[PTensor]:
-    """Parameters, and what is made of them alone before a gradient is taken."""
+    """Parameters, and what is made of them alone before a gradient is taken; of an evaluation the state that it follows."""
     made = {t for t, kind in tensor_kinds(graph.graph).items() if kind == "parameter"}
+    made.update(t for t in graph.inputs if not graph.calls and t.name in graph.stored)
     for op in graph.ops:
         large = [t for t in op.inputs if t.shape]
         if op.kind != "backward" and large and all(t in made for t in large):

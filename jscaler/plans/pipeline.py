@@ -80,6 +80,8 @@ def pipeline(
             legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
         found = find_stages(graph, stages, at, layers) if stages > 1 else {}
+        if stages > 1 and not found:
+            return  # it only follows state, and goes where that lies
 
         def in_stages(graph: Planner, devices: np.ndarray) -> None:
             grid = devices.reshape(stages, -1)
@@ -116,7 +118,7 @@ def find_stages(
     graph: Planner, stages: int, at: Sequence[str] | None = None, layers: Sequence[int] | None = None
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
-    lie in several are cut into ranges.
+    lie in several are cut into ranges. An average over state that the step follows has none.
 
     Raises:
         PlanError: there are too few places where the model can be cut.
@@ -129,6 +131,8 @@ def find_stages(
         if next(flat([item])).kind == "forward" and not set(made_by(item)) <= known:
             count = item.loop.length if isinstance(item, Nest) and item.loop.name in stacks else 1
             units += [Unit(item, i, count) for i in range(count)]
+    if graph.stored and not graph.calls and not units:
+        return {}
     if layers is not None:
         cuts = _between_layers(units, layers, stages, at)
     else:
@@ -193,7 +197,7 @@ def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTe
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
 
     Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
-    where they are used.
+    where they are used. If they do not divide, the first ranges have one more.
     """
     across = _across(graph, units, known)
     device = graph.device or find_kind(BALANCED_FOR)
@@ -211,17 +215,28 @@ def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTe
         if best is None:
             continue
         layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
-        for parts in range(stages, 1, -1):
-            even = [i for i in places if units[i].of % parts == 0 and units[i].iteration % (units[i].of // parts) == 0]
-            even = [i for i in places if units[i].of == 1 or i in even]
-            equal = _bottleneck(sums, even, nbytes, stages)
-            if equal is not None and _is_equal(units, equal) and slowest(equal) <= slowest(best) + layer * (1 + 1e-9):
-                return equal
-        return best
+        even = (cuts for cuts in _even(units, places, sums, nbytes, stages) if set(cuts) <= set(places))
+        return next((cuts for cuts in even if slowest(cuts) <= slowest(best) + layer * (1 + 1e-9)), best)
     raise PlanError(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
         "with work in each; a loop is cut where it takes a stack of parameters apart, layer by layer (nn.scan, lax.scan)"
     )
+
+
+def _even(
+    units: Sequence[Unit], places: Sequence[int], sums: np.ndarray, nbytes: Sequence[int], stages: int
+) -> Iterator[list[int]]:
+    """Cuts into ranges as equal as can be: of the one loop over layers; or of several, each over some of the stages."""
+    stacks = [i for i, unit in enumerate(units) if unit.of > 1 and unit.iteration == 0]
+    if len(stacks) == 1 and units[stacks[0]].of >= stages:
+        least, more = divmod(units[stacks[0]].of, stages)
+        sizes = [least + (stage < more) for stage in range(stages)]
+        yield [stacks[0] + own for own in itertools.accumulate(sizes[:-1])]
+    for parts in range(stages, 1, -1):
+        even = [i for i in places if units[i].of == 1 or units[i].iteration * parts % units[i].of == 0]
+        found = _bottleneck(sums, even, nbytes, stages)
+        if found is not None and _is_equal(units, found):
+            yield found
 
 
 def _is_equal(units: Sequence[Unit], cuts: Sequence[int]) -> bool:

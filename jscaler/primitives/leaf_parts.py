@@ -30,7 +30,7 @@ from jscaler.rules.rule_book import RuleBook
 
 def leaves_in(graph: Graph, stacks: Iterable[PTensor], sizes: Sequence[int], bodies: BodyTable) -> tuple[str, ...]:
     """The leaves of the state that lie in parts of ``sizes``, if ``stacks`` do; in the order of the step's inputs."""
-    found = _Parts(graph, tuple(sizes), bodies, stacks).forms
+    found = _Parts(graph, tuple(sizes), bodies, stacks=stacks).forms
     return tuple(t.name for t in graph.inputs if t in found)
 
 
@@ -48,11 +48,11 @@ def with_leaf_parts(graph: Graph, leaves: Sequence[str], sizes: Sequence[int], b
                 f"'{tensor.name}' is {list(tensor.shape)} and cannot lie in parts of {list(sizes)} layers, "
                 f"{sum(sizes)} in all, along its dim 0"
             )
-    return _Parts(graph, tuple(sizes), bodies, tensors).graph_in_parts()
+    return _Parts(graph, tuple(sizes), bodies, leaves=tensors).graph_in_parts()
 
 
 class _Parts:
-    """What of a graph is done part by part, if some tensors lie so.
+    """What of a graph is done part by part, if ``leaves`` lie so, and what ``stacks`` are made of.
 
     Attributes:
         forms: how tensors lie in parts that are made, or stored, so.
@@ -60,7 +60,10 @@ class _Parts:
         taken: tensors that are made whole, and taken apart for their readers.
     """
 
-    def __init__(self, graph: Graph, sizes: tuple[int, ...], bodies: BodyTable, seeds: Iterable[PTensor]):
+    def __init__(
+        self, graph: Graph, sizes: tuple[int, ...], bodies: BodyTable, leaves: Iterable[PTensor] = (),
+        stacks: Iterable[PTensor] = (),
+    ):  # fmt: skip
         assert isinstance(graph.rules, RuleBook)
         self.graph, self.sizes, self.bodies, self.book = graph, sizes, bodies, graph.rules
         self.marks = [range_mark(own) for own in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
@@ -78,8 +81,10 @@ class _Parts:
             self.partners.setdefault(parameter, []).append(gradient)
             self.partners.setdefault(gradient, []).append(parameter)
         self.todo: list[PTensor] = []
-        for tensor in seeds:
-            self._need(tensor, Ranged(0, 1, sizes, 1))
+        for leaf in leaves:
+            self._lies(leaf, Ranged(0, 1, sizes, 1))
+        for stack in stacks:
+            self._need(stack, Ranged(0, 1, sizes, 1))
         while self.todo:
             self._spread(self.todo.pop())
 

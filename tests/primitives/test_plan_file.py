@@ -39,7 +39,7 @@ from jscaler.primitives.plan import (
 from tests.lower.steps import MOMENTUM, make_batch, make_state, make_step
 from tests.programs import devices_of, draw_policy, draw_program
 
-GOLDEN = Path(__file__).parent / "golden_plan.json"  # written by `PYTHONPATH=tests python -m tests.primitives.test_plan_file`
+GOLDEN = Path(__file__).parent / "golden_plan.json"  # `PYTHONPATH=tests python -m tests.primitives.test_plan_file`
 FOUR = tuple(map(Place, (0, 2, 1, 3)))
 RULE = RuleRecord("a b, b c -> a c", (("a", 16, "parallel"), ("b", 8, "reduction"), ("c", 6, "blocked")))
 PLAN = Plan(
