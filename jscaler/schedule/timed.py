@@ -11,11 +11,12 @@ that the plan's decisions in space hold for the parts.
 import dataclasses
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.ir import Graph
+from jscaler.ir import Graph, Op
 from jscaler.primitives import Decision, Plan, Trans
+from jscaler.primitives.reopen import cut_op
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.part_loop import in_loops
-from jscaler.schedule.time_axes import time_axes
+from jscaler.schedule.time_axes import TimeAxes, time_axes
 from jscaler.schedule.turns import in_turns
 from jscaler.schedule.unrolled import unrolled
 
@@ -28,6 +29,8 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
         OrderError: cells cannot run in the order that the plan says.
     """
     axes = time_axes(graph, plan)
+    opened = _sums_alone(graph, axes, book, bodies)
+    graph, axes = (opened, time_axes(opened, plan)) if opened is not graph else (graph, axes)
     of_model = set(graph.loops)
     for number, name in enumerate(axes.names):
         if not all(map(axes.in_loops, axes.names[: number + 1])):  # a loop would run over the parts around it
@@ -38,6 +41,25 @@ def timed(graph: Graph, plan: Plan, book: RuleBook, bodies: BodyTable) -> tuple[
         graph, in_space = in_turns(graph, axes.plan, axes.turns, name, bodies)
         axes = dataclasses.replace(axes, plan=in_space)
     return graph, _of_parts(axes.plan, graph) if axes.names else axes.plan
+
+
+def _sums_alone(graph: Graph, axes: TimeAxes, book: RuleBook, bodies: BodyTable) -> Graph:
+    """``graph`` with backward ops cut where what they sum over parts is then cast, say: the sum runs part by part.
+
+    So it does for parameters in 32 bits that ops of 16 bits read through a cast: their gradient is cast back once.
+    """
+    ops: list[Op] = []
+    for op in graph.ops:
+        cuts = (
+            axes.cuts.get(op.path, {}).values() if op.forward is not None and op.forward.path not in axes.plan.alone else ()
+        )
+        factors = book.rule(op).factors if cuts else {}
+        blocked = tuple(
+            dict.fromkeys(c.factor for c in cuts if c.factor in factors and factors[c.factor].kind == "blocked")
+        )
+        held = blocked and all(factors[name].reopens for name in blocked)
+        ops += cut_op(op, blocked, book, bodies) if held else (op,)
+    return dataclasses.replace(graph, ops=tuple(ops)) if len(ops) > len(graph.ops) else graph
 
 
 def _of_parts(plan: Plan, graph: Graph) -> Plan:
