@@ -95,14 +95,15 @@ def gpt(dtype: Any, loss_of: Callable[..., jax.Array] = cross_entropy, **changes
     return Case(loss, cast(params, dtype), batches)
 
 
-def gpt_nnx(dtype: Any) -> Case:
-    """The GPT in nnx; what is not trained are the counters of its dropout."""
+def gpt_nnx(dtype: Any, **changes: Any) -> Case:
+    """The GPT in nnx; what is not trained are the counters of its dropout. ``changes`` may stack its layers."""
     from flax import nnx
 
     from models.gpt import GPTConfig
     from models.gpt_nnx import GPT
 
-    model = GPT(GPTConfig(hidden=32, layers=2, heads=4, sequence=16, **kinds(dtype)), nnx.Rngs(0))
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, **changes}
+    model = GPT(GPTConfig(**sizes, **kinds(dtype)), nnx.Rngs(0))
     model.train()
     graphdef, _, rest = nnx.split(model, nnx.Param, ...)
 
@@ -111,7 +112,7 @@ def gpt_nnx(dtype: Any) -> Case:
         value = cross_entropy(model(batch["tokens"]), batch["labels"])
         return value, nnx.split(model, nnx.Param, ...)[2]
 
-    exact = GPT(GPTConfig(hidden=32, layers=2, heads=4, sequence=16), nnx.Rngs(0))
+    exact = GPT(GPTConfig(**sizes), nnx.Rngs(0))
     return Case(loss, cast(nnx.split(exact, nnx.Param, ...)[1], dtype), text_batches(), rest)
 
 
@@ -326,6 +327,10 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("accumulate(2, expert_parallel())", 4),
         ],
     ),
+    # layers in one loop, of which stages take ranges: equal ones, and those of five layers on two and four stages
+    "stacked GPT, 4 layers": (functools.partial(gpt, stacked=True, layers=4), []),
+    "stacked GPT, 5 layers with remat": (functools.partial(gpt, stacked=True, remat=True, layers=5), []),
+    "stacked nnx GPT": (functools.partial(gpt_nnx, stacked=True, layers=4), []),
 }
 
 
@@ -378,4 +383,7 @@ PIPELINES: dict[str, list[Run]] = {
         *pipelines(0, {plan: n for plan, n in INNER.items() if "recompute" not in plan}),
         Run("pipeline(2, 2, 'gpipe', plan=expert_parallel())", 4),
     ],
+    "stacked GPT, 4 layers": [*pipelines(1, INNER), Run("pipeline(3, 2)", 3)],
+    "stacked GPT, 5 layers with remat": pipelines(2, INNER),
+    "stacked nnx GPT": pipelines(3, {plan.replace("layers()", "layers(on='0/blocks')"): n for plan, n in INNER.items()}),
 }

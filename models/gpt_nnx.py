@@ -56,6 +56,27 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
+def stacked(config: GPTConfig, rngs: nnx.Rngs) -> Block:
+    """All blocks as one, whose variables have the layer as dim 0."""
+
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs)
+
+    return make(rngs)
+
+
+def over_layers(blocks: Any, x: jax.Array) -> jax.Array:  # b s d -> b s d
+    """All blocks, one after another."""
+    if isinstance(blocks, Block):
+        step = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return step(x, blocks)
+    for block in blocks:
+        x = block(x)
+    return x
+
+
 class GPT(nnx.Module):
     """Next-token logits, in float32 at least. Dropout is on after ``model.train()``, off after ``model.eval()``."""
 
@@ -63,21 +84,22 @@ class GPT(nnx.Module):
         self.embed = nnx.Embed(config.vocabulary, config.hidden, **_kinds(config, rngs))
         self.position = nnx.Embed(config.sequence, config.hidden, **_kinds(config, rngs))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.blocks = (
+            stacked(config, rngs) if config.stacked else nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        )
         self.norm = nnx.LayerNorm(config.hidden, **_kinds(config, rngs))
         self.head = self.embed  # tied: one object under two names
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # b s -> b s v
         x = self.dropout(self.embed(tokens) + self.position(jnp.arange(tokens.shape[1])))
-        for block in self.blocks:
-            x = block(x)
+        x = over_layers(self.blocks, x)
         logits = self.head.attend(self.norm(x))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def copy_linen(model: GPT, params: Any) -> None:
     """Give ``model`` the parameters of the linen GPT (layers as a Python loop): ``block_3`` there is ``blocks[3]`` here."""
-    blocks = {i: params[f"block_{i}"] for i in range(len(model.blocks))}
+    blocks = {int(name.removeprefix("block_")): own for name, own in params.items() if name.startswith("block_")}
     rest = {name: leaf for name, leaf in params.items() if not name.startswith("block_")}
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, {**rest, "blocks": blocks})

@@ -54,7 +54,9 @@ def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable
     apart = [_apart(x, by_stack, like, bodies) for x in stacks if not _is_of_parts(graph, x, by_stack)]
     joined = [_joined(graph, y, by_stack, like, bodies) for y in loop.ys]
     inside = [op for one in ranges for op in one.ops]
-    ops = (*graph.ops[:first], *apart, *inside, *(op for op in joined if op is not None), *graph.ops[stop:])
+    handed = {y.stack.name + RANGES for y in loop.ys if _is_taken_apart(graph, y.stack, by_stack)}  # the parts are there
+    behind = (op for op in graph.ops[stop:] if op.path not in handed)
+    ops = (*graph.ops[:first], *apart, *inside, *(op for op in joined if op is not None), *behind)
     made = differentiated(dataclasses.replace(graph, ops=ops, loops=loops), like.call, bodies)
     return _without_unread(made, {x.stack for x in loop.xs}, bodies)
 
@@ -90,7 +92,7 @@ class _Range:
         finals = {c: c.final if is_last else self._named(c.final) for c in loop.carries}
         carries = tuple(Carry(inits[c], self._own(c.inside), self._own(c.out), finals[c], c.is_sum) for c in loop.carries)
         xs = tuple(Stacked(self.read(x.stack), self._own(x.slice)) for x in loop.xs)
-        ys = tuple(Stacked(self.part(y.stack), self._own(y.slice), y.saved) for y in loop.ys)
+        ys = tuple(Stacked(self.written(y.stack), self._own(y.slice), y.saved) for y in loop.ys)
         start, stop = self.bounds
         changed = dataclasses.replace(loop, name=loop.name + self.mark, length=stop - start, carries=carries, xs=xs, ys=ys)
         self.loops[changed.name] = changed
@@ -115,6 +117,14 @@ class _Range:
         if maker is not None and maker.path == stack.name + JOINED and part in maker.inputs:
             return part
         return dataclasses.replace(part, name=f"{stack.name}{RANGES}@{self.nest.loop.name}{self.mark}")
+
+    def written(self, stack: PTensor) -> PTensor:
+        """The part of a stack that it leaves: one that the stack is taken apart into, or what that is joined of."""
+        part = self.part(stack)
+        reader = self.graph.by_path.get(stack.name + RANGES)
+        if reader is not None and part in reader.outputs:
+            return part
+        return dataclasses.replace(part, name=f"{stack.name}{JOINED}{self.mark}")
 
     def _named(self, tensor: PTensor) -> PTensor:
         return dataclasses.replace(tensor, name=tensor.name + self.mark)
@@ -148,9 +158,15 @@ def _is_of_parts(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> bool
     return maker is not None and maker.path == stack.name + JOINED and maker.inputs == tuple(r.read(stack) for r in ranges)
 
 
+def _is_taken_apart(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> bool:
+    """Whether a stack is taken apart into the parts that the ranges leave."""
+    reader = graph.by_path.get(stack.name + RANGES)
+    return reader is not None and reader.outputs == tuple(r.written(stack) for r in ranges)
+
+
 def _is_read(graph: Graph, stack: PTensor) -> bool:
     """Whether anything but a backward pass, which is made anew, reads ``stack``."""
-    readers = (op for op in graph.consumers.get(stack, ()) if op.kind != "backward")
+    readers = (op for op in graph.consumers.get(stack, ()) if op.kind != "backward" and op.path != stack.name + RANGES)
     ends = (t for loop in graph.loops.values() if loop.forward is None for t in (*loop.operands, *loop.returned))
     return any(True for _ in readers) or stack in {*ends, *graph.outputs, *(call.loss for call in graph.calls)}
 
@@ -177,8 +193,9 @@ def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable
 
 def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op | None:
     """What makes one stack of those that the ranges leave; nothing, where nobody reads it."""
-    if not _is_read(graph, y.stack):
+    taken = y.stack.name + RANGES in graph.by_path and not _is_taken_apart(graph, y.stack, ranges)
+    if not _is_read(graph, y.stack) and not taken:
         return None
-    parts = tuple(one.part(y.stack) for one in ranges)
+    parts = tuple(one.written(y.stack) for one in ranges)
     body = bodies.traced(lambda *xs: [jnp.concatenate(xs)], [t.aval for t in parts])
     return Op(y.stack.name + JOINED, like.kind, parts, (y.stack,), body, like.source_info, like.call)

@@ -152,10 +152,9 @@ class _Parts:
     def graph_in_parts(self) -> Graph:
         """Rewrite it: parts of ops in the place of ops, and what joins and takes apart where that has to be."""
         graph, self.ops, self.whole = self.graph, list[Op](), dict[PTensor, PTensor]()
-        self.like = {t: op for op in reversed(graph.ops) for t in (*op.inputs, *op.outputs)}
         starts: dict[int, int] = {}  # of gradient calls, where their backward belongs
         for tensor in (t for t in graph.inputs if t in self.taken):
-            self._take_apart(tensor)
+            self._take_apart(tensor, graph.consumers.get(tensor, graph.ops)[0])
         for item in graph.tree:
             inside = list(flat([item]))
             if inside[0].kind == "backward" and inside[0].call is not None:
@@ -170,7 +169,7 @@ class _Parts:
             self.ops += [op.renamed(self.whole) for op in inside]
             made = item.outputs if isinstance(item, Op) else item.loop.results
             for tensor in (t for t in made if t in self.taken):
-                self._take_apart(tensor)
+                self._take_apart(tensor, inside[0])
         made = self._with_ends({n for op in self.ops for n in chain_of(op.loop, graph.loops)})
         for call, start in sorted(starts.items(), key=lambda pair: -pair[1]):
             made = differentiated(made, call, self.bodies, start)
@@ -223,8 +222,8 @@ class _Parts:
         path = tensor.name + JOINED
         self.ops.append(Op(path, reader.kind, parts, (self.whole[tensor],), body, reader.source_info, reader.call))
 
-    def _take_apart(self, tensor: PTensor) -> None:
-        form, like = self.taken[tensor], self.like[tensor]
+    def _take_apart(self, tensor: PTensor, like: Op) -> None:
+        form = self.taken[tensor]
         count = len(self.sizes)
         body = self.bodies.traced(lambda x: [form.take(x, i) for i in range(count)], [tensor.aval])
         parts = tuple(dataclasses.replace(t, role="activation") for t in self.parts(tensor))

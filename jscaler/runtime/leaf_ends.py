@@ -7,7 +7,7 @@
 The memory is the same: parts are taken from the leaf's shards, and put together from theirs, without a copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,18 @@ class LeafEnd:
     def taken_apart(self, leaf: Any) -> list[Any]:
         """The parts of ``leaf``, which lies as it should: the same memory."""
         held = {shard.device: shard.data for shard in leaf.addressable_shards}
-        return [
-            jax.make_array_from_single_device_arrays(shape, part, [held[d] for d in part.addressable_devices])
-            for shape, part in zip(self.shapes, self.parts, strict=True)
-        ]
+        return [_of_shards(shape, part, held) for shape, part in zip(self.shapes, self.parts, strict=True)]
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """The leaf of which these are the parts: the same memory."""
-        shards = [shard.data for part in parts for shard in part.addressable_shards]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+        held = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
+        return _of_shards(self.shape, self.sharding, held)
+
+
+def _of_shards(shape: tuple[int, ...], sharding: Any, held: Mapping[Any, Any]) -> Any:
+    """The array of what devices hold, in their order (arrays of keys take no other)."""
+    own = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
+    return jax.make_array_from_single_device_arrays(shape, sharding, [held[d] for d in own if d in held])
 
 
 @dataclass(frozen=True)
