@@ -66,7 +66,7 @@ def test_the_blocks_on_plans_run_one_after_another() -> None:
 def test_the_blocks_on_pipelines_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/pipelines.md")))
     quoted = blocks("text", "docs/pipelines.md")
-    assert len(quoted) == 4
+    assert len(quoted) == 5
     assert all(one in output for one in quoted)
     assert "verified on 6 devices" in output
     assert "[[0, 1], [2, 3, 4, 5]]\n" in output

@@ -196,7 +196,7 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
         raise PlanError(
             f"the loop '{own.loop.name}' has ops on several device groups, '{first.path}' on {list(one.devices)} and "
             f"'{second.path}' on {list(other.devices)}: only the loop over micro-batches may, outermost; place all ops of "
-            "this one on one group, or write its layers as a Python loop"
+            "this one on one group, or cut it into ranges, one for each group (graph.ranges)"
         )
     return nest
 

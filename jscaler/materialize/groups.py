@@ -156,16 +156,18 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
     through = ThroughLoops(graph)
     fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
-    of_loop: dict[str | None, set[DeviceMesh]] = {}
+    of_loop: dict[str, set[DeviceMesh]] = {name: set() for name in graph.loops}
     for op in graph.ops:
-        of_loop.setdefault(op.loop, set()).update([found[op.path].group] if op.path in found else [])
+        for name in chain_of(op.loop, graph.loops) if op.path in found else ():
+            of_loop[name].add(found[op.path].group)
     for op in graph.ops:
         if op.path not in found:
             own = of_loop[op.loop] if op.loop is not None else ()
             home = Home(next(iter(own)), "as its loop") if len(own) == 1 else cheapest(op)
             if home is not None:
                 found[op.path] = home
-                of_loop[op.loop].update({home.group} if not of_loop[op.loop] else ())
+                for name in chain_of(op.loop, graph.loops):
+                    of_loop[name].update({home.group} if not of_loop[name] else ())
     readers = reversed(graph.ops)
     settle(readers, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}

@@ -51,7 +51,8 @@ class LeafEnd:
 
 def _of_shards(shape: tuple[int, ...], sharding: Any, held: Mapping[Any, Any]) -> Any:
     """The array of what devices hold, in their order (arrays of keys take no other)."""
-    own = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    own = mesh.devices.flat if isinstance(mesh, Mesh) else sharding.device_set
     return jax.make_array_from_single_device_arrays(shape, sharding, [held[d] for d in own if d in held])
 
 

@@ -181,6 +181,20 @@ def test_layers_of_stages_are_as_asked_for_or_even() -> None:
         jscaler.parallelize(plans.pipeline(16, 2, batch="x"), devices=16)(step).lower(state_of(3), x)
 
 
+def test_a_model_that_is_a_stack_alone_has_two_blocks_for_each_stage_but_the_last() -> None:
+    def alone(w: jax.Array, x: jax.Array) -> Any:
+        def loss_of(w: jax.Array) -> jax.Array:
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+        loss, grads = jscaler.value_and_grad(loss_of)(w)
+        return w - 0.1 * grads, loss
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((6, 4, 4), (8, 4))]
+    lowered = jscaler.parallelize(plans.pipeline(3, 2, batch="x"), devices=3, donate_argnames="w")(alone).lower(*shapes)
+    assert str(lowered.plan.instructions.table) == "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1"
+    assert [t.crossing.source.mesh.devices for t in lowered.plan.transfers] == [(0,), (1,), (2,), (1,)]
+
+
 def gpt_loss(**changes: Any) -> tuple[Callable[..., Any], Any, Any]:
     kinds = {"param_dtype": jnp.float64, "dtype": jnp.float64}
     config = GPTConfig(hidden=16, layers=4, heads=2, sequence=6, vocabulary=20, stacked=True, **kinds, **changes)
