@@ -236,7 +236,7 @@ def _function(
     repeated = step.spanning is not None and block.phase in step.spanning.phases
     given = {i for i in donate if i not in later} & _renewed(step, block, donate) if not repeated else set()
     donated = [place for place, i in enumerate(takes) if i in given]
-    donated += [len(takes) + place for place in _carried(step, block)]
+    donated += [len(takes) + place for place in donated_imports(step, block)]
     imports = _values(block, mesh)
     exports = _shardings(block.outputs, len(block.exports), mesh)
     own = (*(ins[i] for i in takes), *(struct.sharding for struct in imports))
@@ -260,7 +260,7 @@ def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], compute
     return next((at for at, place in enumerate(computed) if numbers[place] not in carried), None)
 
 
-def _carried(step: StepPlan, block: PlacedBlock) -> list[int]:
+def donated_imports(step: StepPlan, block: PlacedBlock) -> list[int]:
     """The places of imports that a block takes, adds to, and leaves, and that nobody else reads: sums of gradients."""
     carries = step.spanning.carries if step.spanning is not None else ()
     others = [v for other in step.blocks if other is not block for v in other.imports]

@@ -1,12 +1,13 @@
 """``verify``: prove, from the emitted program alone, that every consumer gets each element and each summand once.
 
-The proof has five parts:
+The proof has six parts:
 
 1. each exchange, traced as it is emitted and interpreted symbolically, turns its producer's masks into its consumers';
 2. each op's VTensors are what lies in its slots, from the step's inputs to its outputs (``flow``);
 3. the whole emitted function computes the very values of those ops and exchanges one after another (``values``);
 4. loops over parts in time visit each part of each tensor once, and join each summand once (``time_loops``);
-5. the shardings of the compiled step mean the parts that the program takes and leaves.
+5. the shardings of the compiled step mean the parts that the program takes and leaves;
+6. the instructions give each block what it takes, of its micro-batch, neither freed nor donated, and each once (``slots``).
 
 It looks at jaxprs, the mesh and masks, never at transitions or how they were found.
 """
@@ -41,6 +42,7 @@ from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.local_programs import Local, abstract_mesh, open_shard_map, trace_local
 from jscaler.verification.segments import check_values, hop_masks, number_like
+from jscaler.verification.slots import check_instructions
 from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.time_loops import check_time_loops
 from jscaler.verification.values import content_key, numbered
@@ -179,8 +181,28 @@ class _StepCheck:
             collectives.update(moved)
             devices.update(names)
             elements, count, reads = elements + proven, count + number, reads + flow.num_reads
+        self._leaf_ends()
         time_loops = check_time_loops(self.step)
+        reads += check_instructions(self.step)
         return Report(len(devices), count, len(self.proven), collectives, elements, reads, time_loops)
+
+    def _leaf_ends(self) -> None:
+        """A leaf that is several inputs, or outputs, has on each device what the part of it has there."""
+        if self.lowered is None or not self.lowered.devices:
+            return
+        made = self.lowered.executable
+        for role, end in (*(("input", e) for e in made.ins.stacked), *(("output", e) for e in made.outs.stacked)):
+            whole, start = end.sharding.devices_indices_map(end.shape), 0
+            for shape, part in zip(end.shapes, end.parts, strict=True):
+                for device, index in part.devices_indices_map(shape).items():
+                    own = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+                    own[0] = (own[0][0] + start, own[0][1] + start)
+                    found = [s.indices(n)[:2] for s, n in zip(whole[device], end.shape, strict=True)]
+                    if found != own:
+                        raise VerificationError(
+                            f"{role} {end.number}, in parts: device {device.id} has {found} of the leaf, {own} of its part"
+                        )
+                start += shape[0]
 
     def _exchanges(
         self, segment: Segment, flow: SlotFlow, sizes: Mapping[str, int], names: Sequence[Any]

@@ -1,5 +1,6 @@
 """Pipelines of layers that are one loop: stages take ranges of the stack, and of its parameters and their state."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from of_the_day import of_the_day
 
 import jscaler
-from jscaler import PlanError, plans
+from jscaler import PlanError, VerificationError, plans
 from jscaler.errors import DeletedArgumentError
 from models.gpt import GPT, GPTConfig
 
@@ -123,6 +124,10 @@ def test_a_stack_is_one_array_whose_parts_the_stages_have(staged: Any) -> None:
     assert [part.shape for part in parts] == [(2, HIDDEN, 8)] * 2
     for part in (*parts, end.joined(parts)):
         assert all(s.data.unsafe_buffer_pointer() == pointers[s.device] for s in part.addressable_shards)
+    ends = dataclasses.replace(ends, stacked=tuple(dataclasses.replace(e, parts=e.parts[::-1]) for e in ends.stacked))
+    wrong = dataclasses.replace(compiled.lowered.executable, ins=ends)
+    with pytest.raises(VerificationError, match=r"input \d+, in parts: device 2 has .* of the leaf, .* of its part"):
+        jscaler.verify(dataclasses.replace(compiled.lowered, executable=wrong))
     after, _ = train(state, inputs())
     check(after, jax.jit(plain_step)(jax.device_get(first), inputs())[0], 1e-4)
     assert leaf.is_deleted()
