@@ -21,7 +21,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
 from jscaler.runtime.crossings import Hop, find_hop
 from jscaler.runtime.failures import failure
-from jscaler.runtime.leaf_ends import LeafEnds
+from jscaler.runtime.leaf_ends import Joined, LeafEnds
 
 MOST_STARTED = 8  # programs of several devices that run at once: XLA's CPU backend aborts at some number of these
 
@@ -70,6 +70,7 @@ class Executable:
     donated: tuple[int, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
     failed: Callable[..., Exception] = field(default=lambda error, *_: error, repr=False)
+    known: Joined = field(default_factory=Joined, repr=False, compare=False)
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
@@ -97,7 +98,7 @@ class Executable:
                 return compiled[0](*leaves)
             except Exception as error:
                 raise self.failed(error, 0, leaves, None) from error
-        given, leaves = leaves, self.ins.taken_apart(leaves)
+        given, leaves = leaves, self.ins.taken_apart(leaves, self.known)
         slots: list[Any] = [None] * self.instructions.slots
         for slot, number in self.counts.items():
             slots[slot] = number
@@ -124,7 +125,7 @@ class Executable:
         for end in self.ins.stacked:
             if end.number in self.donated:
                 given[end.number].delete()  # its parts have been given away
-        return self.outs.joined(slots[: self.outs.total])
+        return self.outs.joined(slots[: self.outs.total], self.known)
 
     @functools.cached_property
     def _is_one_program(self) -> bool:
@@ -337,6 +338,7 @@ def shardings(step: StepPlan, devices: Sequence[Any]) -> tuple[tuple[Any, ...], 
     """The shardings of the step's inputs and outputs on ``devices``, each on the mesh of its group."""
     meshes = {group: physical_mesh(group, devices) for group in step.completed.groups}
 
+    @functools.cache
     def one(layout: Layout) -> NamedSharding | SingleDeviceSharding:
         mesh = meshes[layout.mesh]
         if layout.mesh.axes:

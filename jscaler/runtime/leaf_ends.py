@@ -7,6 +7,8 @@
 The memory is the same: parts are taken from the leaf's shards, and put together from theirs, without a copy.
 """
 
+import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,22 +40,69 @@ class LeafEnd:
     def count(self) -> int:
         return len(self.parts)
 
-    def taken_apart(self, leaf: Any) -> list[Any]:
-        """The parts of ``leaf``, which lies as it should: the same memory."""
-        held = {shard.device: shard.data for shard in leaf.addressable_shards}
+    @functools.cached_property
+    def _order(self) -> list[tuple[int, int]]:
+        """For each device of this process, in the order of the leaf's sharding, the part that it has, and the how-manieth
+        of that part's devices it is."""
+        held = {d: (number, at) for number, part in enumerate(self.parts) for at, d in enumerate(_own_devices(part))}
+        return [held[d] for d in _own_devices(self.sharding)]
+
+    def taken_apart(self, leaf: Any, joined: "Joined | None" = None) -> Sequence[Any]:
+        """The parts of ``leaf``, which lies as it should: the same memory; what it was joined of, where that is known."""
+        known = joined.parts_of(leaf) if joined is not None else None
+        if known is not None and known[0] == self.parts:
+            return known[1]
+        held = dict(zip(_own_devices(self.sharding), _shards(leaf, self.sharding), strict=True))
         return [_of_shards(shape, part, held) for shape, part in zip(self.shapes, self.parts, strict=True)]
 
-    def joined(self, parts: Sequence[Any]) -> Any:
+    def joined(self, parts: Sequence[Any], joined: "Joined | None" = None) -> Any:
         """The leaf of which these are the parts: the same memory."""
-        held = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
-        return _of_shards(self.shape, self.sharding, held)
+        shards = [_shards(part, sharding) for part, sharding in zip(parts, self.parts, strict=True)]
+        ordered = [shards[number][at] for number, at in self._order]
+        leaf = jax.make_array_from_single_device_arrays(self.shape, self.sharding, ordered)
+        if joined is not None:
+            joined.keep(leaf, self.parts, parts)
+        return leaf
+
+
+class Joined:
+    """The parts of leaves that a step has returned, as long as somebody has these: the next step takes none apart."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, tuple[Any, ...], Sequence[Any]]] = {}
+
+    def keep(self, leaf: Any, shardings: tuple[Any, ...], parts: Sequence[Any]) -> None:
+        """Remember the parts of ``leaf``, as long as somebody has it."""
+        key = id(leaf)
+        self._known[key] = weakref.ref(leaf, lambda _: self._known.pop(key, None)), shardings, parts
+
+    def parts_of(self, leaf: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
+        """How its parts lie, and the parts."""
+        known = self._known.get(id(leaf))
+        return known[1:] if known is not None and known[0]() is leaf else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _own_devices(sharding: Any) -> tuple[Any, ...]:
+    """The devices of this process, in the order of the sharding."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    every = mesh.devices.flat if isinstance(mesh, Mesh) else sharding.device_set
+    return tuple(d for d in every if d in sharding.addressable_devices)
+
+
+def _shards(array: Any, sharding: Any) -> list[Any]:
+    """What the devices hold, in the order of the sharding."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return [array]
+    if array.is_fully_replicated or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):  # the first device's, else
+        held = {shard.device: shard.data for shard in array.addressable_shards}
+        return [held[d] for d in _own_devices(sharding)]
+    return [array.addressable_data(i) for i in range(len(sharding.addressable_devices))]
 
 
 def _of_shards(shape: tuple[int, ...], sharding: Any, held: Mapping[Any, Any]) -> Any:
     """The array of what devices hold, in their order (arrays of keys take no other)."""
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    own = mesh.devices.flat if isinstance(mesh, Mesh) else sharding.device_set
-    return jax.make_array_from_single_device_arrays(shape, sharding, [held[d] for d in own if d in held])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [held[d] for d in _own_devices(sharding)])
 
 
 @dataclass(frozen=True)
@@ -110,7 +159,7 @@ class LeafEnds:
         """The leaf that an input is, or is part of."""
         return int(np.searchsorted(self.starts, number, side="right")) - 1
 
-    def taken_apart(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def taken_apart(self, leaves: Sequence[Any], known: Joined) -> Sequence[Any]:
         """The inputs that ``leaves`` are."""
         if not self.stacked:
             return leaves
@@ -118,11 +167,11 @@ class LeafEnds:
         done = 0
         for end in self.stacked:
             found += leaves[done : end.number]
-            found += end.taken_apart(leaves[end.number])
+            found += end.taken_apart(leaves[end.number], known)
             done = end.number + 1
         return [*found, *leaves[done:]]
 
-    def joined(self, values: Sequence[Any]) -> Sequence[Any]:
+    def joined(self, values: Sequence[Any], known: Joined) -> Sequence[Any]:
         """The leaves that outputs are."""
         if not self.stacked:
             return values
@@ -131,7 +180,7 @@ class LeafEnds:
         for end in self.stacked:
             found += values[done : end.start]
             done = end.start + end.count
-            found.append(end.joined(values[end.start : done]))
+            found.append(end.joined(values[end.start : done], known))
         return [*found, *values[done:]]
 
 
