@@ -111,7 +111,20 @@ def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel
     Raises:
         PlanError: the layouts are of different shapes.
     """
-    return cheapest_crossings(source, target, itemsize, cost, 1)[0]
+    here, there = source.mesh.devices, target.mesh.devices
+    first, second = _on(source, range(len(here))), _on(target, range(len(here), len(here) + len(there)))
+    if not set(here).isdisjoint(there) or not isinstance(cost, Bytes) or (first, second) == (source, target):
+        return cheapest_crossings(source, target, itemsize, cost, 1)[0]
+    alike = find_crossing(first, second, itemsize, cost)  # between any two stages it is the same
+    ends, number = (alike.leave.target, alike.arrive.source), (*here, *there)
+    leaving, arriving = (_on(end, [number[d] for d in end.mesh.devices]) for end in ends)
+    leave, arrive = find_adapter(source, leaving, itemsize, cost), find_adapter(arriving, target, itemsize, cost)
+    return Crossing(leave, arrive, alike.cost)
+
+
+def _on(layout: Layout, devices: Iterable[int]) -> Layout:
+    """``layout`` on other devices, in their order."""
+    return dataclasses.replace(layout, mesh=dataclasses.replace(layout.mesh, devices=tuple(devices)))
 
 
 def cheapest_crossings(
