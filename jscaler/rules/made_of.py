@@ -24,13 +24,16 @@ class MadeOf:
 
 
 def made_of(graph: Graph, leaves: Mapping[PTensor, int]) -> MadeOf:
-    """What the ops outside of backward passes make of ``leaves`` alone, following the dims that are given."""
+    """What the ops outside of backward passes make of ``leaves`` alone, following the dims that are given.
+
+    What is put together for all micro-batches lies whole, and what is made of that does not count.
+    """
     found = MadeOf({t: (t, dim) for t, dim in leaves.items()})
     for tensor in leaves:
         _into_loops(graph, found, tensor)
     for op in graph.ops:
         large = [t for t in op.inputs if t.shape]
-        if op.kind == "backward" or op.again or not large or not all(t in found.dims for t in large):
+        if op.kind == "backward" or op.again or op.joins_shards or not large or not all(t in found.dims for t in large):
             continue
         leaf, dim = found.dims[large[0]]
         rule = graph.rule(op)

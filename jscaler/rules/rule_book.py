@@ -177,8 +177,8 @@ class RuleBook:
             cut = dict.fromkeys(derived.groups[factor], parts)
             localizer = Localizer(derived.analysis, cut, keeps_ops=True)
             made = inline(localizer.run())
-            reads = any(v in made.invars[len(op.inputs) :] for e in made.eqns for v in e.invars if isinstance(v, core.Var))
-            self._locals[key] = _one_index(made, len(op.inputs), reads), localizer.leaves if reads else ()
+            reads = _reads_index(made, len(op.inputs))
+            self._locals[key] = _one_index(made, len(op.inputs), None if reads else 0), localizer.leaves if reads else ()
         jaxpr, leaves = self._locals[key]
         return jaxpr, bool(leaves)
 
@@ -186,11 +186,14 @@ class RuleBook:
         """Part ``number`` of ``op``, whose parts have these sizes and run one after another, to be split further."""
         assert op.body is not None
         derived = self._derived(op)
-        key = ("cell", op.body, derived.finer, derived.groups[factor], sizes, number)
-        if key not in self._locals:
-            made = inline(Cell(derived.analysis, derived.groups[factor], sizes, number).run())
-            self._locals[key] = _one_index(made, len(op.inputs), kept=False), ()
-        return self._locals[key][0]
+        key = ("cell", op.body, derived.finer, derived.groups[factor])
+        anywhere, here = (*key, sizes[number]), (*key, sizes, number)
+        if anywhere not in self._locals and here not in self._locals:
+            part = Cell(derived.analysis, derived.groups[factor], sizes, number)
+            made = inline(part.run())
+            placed = bool(part.located) or _reads_index(made, len(op.inputs))
+            self._locals[here if placed else anywhere] = _one_index(made, len(op.inputs), number), ()
+        return self._locals[here if here in self._locals else anywhere][0]
 
     def cut(self, op: Op, factors: tuple[str, ...]) -> tuple[Piece, ...]:
         """The pieces of ``op`` that let ``factors`` be split."""
@@ -236,13 +239,21 @@ class RuleBook:
         return self._rules[key]
 
 
-def _one_index(jaxpr: core.Jaxpr, num_inputs: int, kept: bool) -> core.Jaxpr:
-    """``jaxpr``, whose last operands are the indices of one part along the leaves of one factor, with one index or none."""
-    avals = [v.aval for v in jaxpr.invars[: num_inputs + kept]]
+def _reads_index(jaxpr: core.Jaxpr, num_inputs: int) -> bool:
+    """Whether a part's body reads its index, which its operands after the first ``num_inputs`` are."""
+    return any(v in jaxpr.invars[num_inputs:] for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var))
+
+
+def _one_index(jaxpr: core.Jaxpr, num_inputs: int, number: int | None) -> core.Jaxpr:
+    """``jaxpr``, whose last operands are the indices of one part along the leaves of one factor, with one operand for all.
+
+    Or with none, where ``number`` says which part it is.
+    """
+    avals = [v.aval for v in jaxpr.invars[: num_inputs + (number is None)]]
     spare = len(jaxpr.invars) - num_inputs
 
     def run(*args: Any) -> list[Any]:
-        index = args[num_inputs:] * spare if kept else [jnp.zeros((), jnp.int32)] * spare
+        index = args[num_inputs:] * spare if number is None else [jnp.asarray(number, jnp.int32)] * spare
         return evaluate(jaxpr, [*args[:num_inputs], *index])
 
     return inline(trace_flat(run, avals))

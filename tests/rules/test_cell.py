@@ -30,7 +30,12 @@ def looked_up(x: jax.Array, key: jax.Array) -> jax.Array:
     return lax.scan(lambda c, column: (jnp.sin(c + column), c), x[:, 0], x.T)[0][:, None] * picked.sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("fun", [places, reduced, looked_up])
+def filled(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rows by number, of which some are not there: one part alone fills those in."""
+    return x.at[jnp.asarray([0, 9, 7, -1, 5, 30])].get(mode="fill", fill_value=7.0)
+
+
+@pytest.mark.parametrize("fun", [places, reduced, looked_up, filled])
 @pytest.mark.parametrize("sizes", [(5, 3), (1, 6, 1)])
 def test_parts_make_the_whole(fun: Any, sizes: tuple[int, ...]) -> None:
     def policy(graph: Any, devices: np.ndarray) -> None:
