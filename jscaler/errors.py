@@ -6,10 +6,18 @@ mistakes raise one of these classes; a broken invariant of our own is an ``asser
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class JscalerError(Exception):
-    """The base class of everything jscaler raises."""
+    """The base class of everything jscaler raises. It goes from process to process, whatever its class is made of."""
+
+    def __reduce__(self) -> Any:
+        return _with_message, (type(self), self.args), self.__dict__ or None
+
+
+def _with_message(kind: type[JscalerError], args: tuple[Any, ...]) -> JscalerError:
+    return kind.__new__(kind, *args)
 
 
 class CaptureError(JscalerError):
