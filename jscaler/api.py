@@ -256,6 +256,18 @@ class Parallelized:
         following = Following(self._name, self._policy, planned, paths or {})
         return Parallelized(fun, policy, self._devices, arguments, self._cost, following=following, without=self._without)
 
+    def under(self, plan: PlanLike) -> "Parallelized":
+        """The same step under another plan, on the same devices."""
+        return Parallelized(
+            self.fun, _policy(plan), self._devices, self._arguments, self._cost, self._updates, self._following,
+            self._without,
+        )  # fmt: skip
+
+    def without_stages(self) -> "Parallelized":
+        """The same step under what its plan does in each stage, on all devices; itself, where the plan has no stages."""
+        inner = getattr(self._policy, "without_stages", None)
+        return self if inner is None else self.under(inner)
+
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The captured graph for these arguments, before any plan."""
         return capture_call(self.fun, self._arguments, self._arguments.bind(args, kwargs), self._updates)[0].graph

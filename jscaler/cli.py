@@ -99,10 +99,13 @@ def compare(
     batch: Batch = 16,
     seq: Sequence = None,
     rounds: Annotated[int, typer.Option(help="timed runs of each side")] = 10,
+    beside: Annotated[str | None, typer.Option(help="the plan whose split GSPMD gets; by default the same")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")] = False,
     seed: Seed = 0,
 ) -> None:
     """Run a plan beside the same split given to jax.jit (GSPMD), in one process, in turn.
+
+    Beside a pipeline stands what it does in each stage, over all devices.
 
     Example: jscaler compare --size nano --plan data_parallel --devices 8 --platform cpu
     """
@@ -113,7 +116,7 @@ def compare(
     use_platform(platform, devices)
     job = Job(model, size, plan, resolve_devices(devices), batch, seq, seed=seed)
     state, batches = job.state(), Batches(job, data)
-    result = run(job.step, lambda i: (state, batches(i)), rounds=rounds)
+    result = run(job.step, lambda i: (state, batches(i)), rounds=rounds, beside=beside)
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:

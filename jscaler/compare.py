@@ -1,4 +1,7 @@
-"""A plan side by side with the same split given to ``jax.jit`` (GSPMD): numbers, time, collectives, memory."""
+"""A plan side by side with the same split given to ``jax.jit`` (GSPMD): numbers, time, collectives, memory.
+
+GSPMD has no stages: beside a pipeline stands the split of one of its stages, over all devices.
+"""
 
 import dataclasses
 import time
@@ -10,16 +13,21 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from jscaler.api import Parallelized
+from jscaler.api import Parallelized, PlanLike
 from jscaler.clusters.timing import interleaved, median_ratio
+from jscaler.estimate.live import LiveTensors
+from jscaler.estimate.memory import held_arguments
+from jscaler.estimate.waiting import Waiting, devices_alike
 from jscaler.lower.emit import physical_mesh
 from jscaler.lower.gspmd import constrained_step
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import Totals, totals
+from jscaler.report.target_report import send_rows
 from jscaler.runtime.compiled import Lowered
 from jscaler.runtime.executable import executable, input_structs, shardings
 from jscaler.runtime.executable import lowered as lowered_segments
 from jscaler.stages import lower
+from jscaler.text.device_list import devices_text
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes
 
@@ -28,12 +36,23 @@ Arguments = Callable[[int], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run the step: collectives and memory of its executable, and what it took to make it."""
+    """One way to run the step: collectives and memory of its executables, and what it took to make them.
 
+    Attributes:
+        plan, digest: whose split it is.
+        collectives: of a step, by the devices that send most.
+        memory: bytes of a device of those that hold most, by what `jax` calls them; ``peak`` is what is held at once.
+        peaks: the devices that hold alike -> the same at their worst moment, where these are several.
+        flops: of a step, on a device of those that compute most.
+    """
+
+    plan: str
+    digest: str
     compile_seconds: float
     step_seconds: float
     collectives: dict[str, Totals]
     memory: dict[str, int]
+    peaks: dict[str, int]
     flops: float
 
 
@@ -60,32 +79,40 @@ class Comparison:
         return {**dataclasses.asdict(self), "compile_ratio": self.compile_ratio}
 
 
-def compare(step: Parallelized, arguments: Arguments, steps: int = 5, rounds: int = 10) -> Comparison:
-    """Run ``step`` and its GSPMD twin in one process, in turn.
+def compare(
+    step: Parallelized, arguments: Arguments, steps: int = 5, rounds: int = 10, beside: PlanLike | None = None
+) -> Comparison:
+    """Run ``step`` and a GSPMD twin in one process, in turn.
 
     Args:
         step: a parallelized step that returns the next version of its state.
         arguments: the arguments of the i-th call; of the state, those of call 0 are used.
         steps: how many optimizer steps the numbers are compared after.
         rounds: how many timed runs of each.
+        beside: the plan whose split GSPMD gets; by default the step's own, of a pipeline what it does in each stage, over
+            all devices.
+
+    Raises:
+        PlanError: ``beside`` has several device groups, which GSPMD has not; or what `parallelize` would raise for it.
     """
     started = time.perf_counter()
     lowered = step.lower(*arguments(0))
     mine = lowered.compile()
     ours_seconds = time.perf_counter() - started
-    plan = lowered.plan
+    other = step.without_stages() if beside is None else step.under(beside)
+    split = lowered if other is step else other.lower(*arguments(0))
     started = time.perf_counter()
-    other = twin(lowered)
+    theirs = twin(split)
     twin_seconds = time.perf_counter() - started
     leaves = [step.leaves(*arguments(i)) for i in range(steps)]
-    numbers = _differences(lowered, leaves)
-    times = race(lowered, (mine.flat, other), leaves[0], rounds)
+    numbers = _differences(lowered, split, leaves)
+    times = interleaved([_Loop(mine.flat, lowered, leaves[0]), _Loop(theirs, split, leaves[0])], rounds)
     return Comparison(
-        plan.name,
-        plan.plan.num_devices,
+        lowered.plan.name,
+        lowered.plan.plan.num_devices,
         steps,
-        _side(mine, ours_seconds, float(np.median(times[0]))),
-        _side(other, twin_seconds, float(np.median(times[1]))),
+        _side(lowered, mine.segments, ours_seconds, float(np.median(times[0]))),
+        _side(split, [theirs], twin_seconds, float(np.median(times[1]))),
         *numbers,
         median_ratio(*times),
     )
@@ -135,25 +162,27 @@ def _compile_twin(
     return jitted.lower(*input_structs(plan.graph.inputs, inputs)).compile(dict(options or {}))
 
 
-def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[float, float, float]:
-    """Largest loss, gradient and parameter difference after as many steps as there are ``leaves``.
+def _differences(lowered: Lowered, split: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[float, float, float]:
+    """Largest loss, gradient and parameter difference after as many steps as there are ``leaves``, under the plan of
+    ``lowered`` and in the GSPMD twin of ``split``.
 
     Both sides run a step that also returns its loss and gradients.
     """
     graph = lowered.captured.graph
     probes = [t for call in graph.calls for t in (call.loss, *call.gradients)]
-    names = tuple(f"probe/{i}" for i in range(len(probes)))
-    probed = dataclasses.replace(graph, outputs=(*graph.outputs, *probes), output_names=(*graph.output_names, *names))
-    both = lower(dataclasses.replace(lowered.captured, graph=probed), lowered.plan.plan, lowered.cost)
-    ours = executable(both, lowered.devices, ())
-    mine = [one.compile() for one in lowered_segments(both, ours)]
-    sides = (lambda *leaves: ours.run(mine, leaves), _compile_twin(both, lowered, ()))
+    ours = _probed(lowered)
+    made = executable(ours, lowered.devices, ())
+    mine = [one.compile() for one in lowered_segments(ours, made)]
+    sides = (
+        (lambda *leaves: made.run(mine, leaves), lowered),
+        (_compile_twin(ours if split is lowered else _probed(split), split, ()), split),
+    )
     results = []
-    for run in sides:
+    for run, one in sides:
         state: dict[int, Any] = {}
         outputs: Sequence[Any] = []
         for given in leaves:
-            outputs = run(*_placed([state.get(i, x) for i, x in enumerate(given)], lowered))
+            outputs = run(*_placed([state.get(i, x) for i, x in enumerate(given)], one))
             state = {i: outputs[o] for o, i in graph.next_version.items()}
         results.append(outputs)
     count = len(graph.outputs)
@@ -166,31 +195,82 @@ def _differences(lowered: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[flo
     )
 
 
+def _probed(lowered: Lowered) -> StepPlan:
+    """The plan of ``lowered`` for the step that returns losses and gradients, too."""
+    graph = lowered.captured.graph
+    probes = [t for call in graph.calls for t in (call.loss, *call.gradients)]
+    names = tuple(f"probe/{i}" for i in range(len(probes)))
+    probed = dataclasses.replace(graph, outputs=(*graph.outputs, *probes), output_names=(*graph.output_names, *names))
+    return lower(dataclasses.replace(lowered.captured, graph=probed), lowered.plan.plan, lowered.cost)
+
+
 def _largest(results: Sequence[Sequence[Any]], indices: Sequence[int]) -> float:
     floating = [i for i in indices if jax.numpy.issubdtype(results[0][i].dtype, jax.numpy.floating)]
     pairs = [(np.asarray(results[0][i], np.float64), np.asarray(results[1][i], np.float64)) for i in floating]
     return max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0)
 
 
-def _side(compiled: Any, compile_seconds: float, step_seconds: float) -> Side:
+def _side(lowered: Lowered, compiled: Sequence[Any], compile_seconds: float, step_seconds: float) -> Side:
+    """The figures of one side, whose blocks were ``compiled``."""
+    step, blocks = lowered.plan, [_sizes(one) for one in compiled]
+    donated = lowered.executable.ins.numbers(lowered.executable.donated)
+    needs = [sizes["output"] - sizes["alias"] + sizes["temp"] for sizes in blocks]
+    if len(blocks) == 1:
+        (sizes,) = blocks
+        memory, peaks = {**sizes, "peak": sizes["argument"] + needs[0]}, dict[str, int]()
+    else:
+        every = [
+            (run.devices, held_arguments(step, run.devices[0]), run.waiting, needs[run.block])
+            for run in Waiting(step, LiveTensors(step.graph), frozenset(donated)).worst(needs).values()
+        ]
+        sums = [(devices, sum(held.values()), sum(waits.values()), own) for devices, held, waits, own in every]
+        peaks = {devices_text(devices): sum(parts) for devices, *parts in sums}
+        fullest = max(sums, key=lambda one: sum(one[1:]))
+        _, arguments, waiting, temporaries = fullest
+        memory = {"argument": arguments, "waiting": waiting, "temp": temporaries, "peak": sum(fullest[1:])}
+    shares = [_share(step, compiled, devices) for devices in devices_alike(step)]
+    collectives = max((found for found, _ in shares), key=lambda found: sum(one.nbytes for one in found.values()))
+    flops = max(flops for _, flops in shares)
+    return Side(step.plan.name, step.digest, compile_seconds, step_seconds, collectives, memory, peaks, flops)
+
+
+def _sizes(compiled: Any) -> dict[str, int]:
     memory = compiled.memory_analysis()
-    fields = ("argument", "output", "temp", "alias")
-    sizes = {f: int(getattr(memory, f"{f}_size_in_bytes", 0)) for f in fields} if memory else {}
-    flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
-    return Side(compile_seconds, step_seconds, totals(compiled.as_text()), sizes, flops)
+    return {f: int(getattr(memory, f"{f}_size_in_bytes", 0)) for f in ("argument", "output", "temp", "alias")}
+
+
+def _share(step: StepPlan, compiled: Sequence[Any], devices: Sequence[int]) -> tuple[dict[str, Totals], float]:
+    """Collectives, and FLOPs, of a step on each of some devices that do alike."""
+    found: dict[str, Totals] = {}
+    flops = 0.0
+    for number, (block, one) in enumerate(zip(step.blocks, compiled, strict=True)):
+        if devices[0] not in block.group.devices:
+            continue
+        runs = step.runs_of(number)
+        flops += runs * float((one.cost_analysis() or {}).get("flops", 0.0))
+        for kind, total in totals(one.as_text()).items():
+            found[kind] = found.get(kind, Totals(0, 0, 0)).plus(total, runs)
+    for row in send_rows(step, step.plan.num_devices):
+        if devices[0] in row.groups[0]:
+            sent = Totals(row.launches, row.launches, round(row.sent))
+            found[row.kind] = found.get(row.kind, Totals(0, 0, 0)).plus(sent)
+    return found, flops
 
 
 def comparison_table(result: Comparison) -> Table:
     """A plan and its GSPMD twin, column by column."""
     title = f"plan {result.plan} on {result.devices} device(s), {result.steps} steps"
     ours, gspmd = result.ours, result.gspmd
+    split = "same split" if gspmd.digest == ours.digest else f"split of {gspmd.plan} over all"
     rows: list[tuple[str, str, str, str]] = [
         _row("step time", ours.step_seconds, gspmd.step_seconds, _milliseconds, result.time_ratio),
         _row("trace to executable", ours.compile_seconds, gspmd.compile_seconds, _milliseconds),
         _row("FLOPs per device", ours.flops, gspmd.flops, lambda f: f"{f:.4g}"),
     ]
-    for name in ("argument", "output", "temp", "alias"):
+    for name in dict.fromkeys((*ours.memory, *gspmd.memory)):
         rows.append(_row(f"memory: {name}", ours.memory.get(name, 0), gspmd.memory.get(name, 0), readable_bytes))
+    for devices, peak in ours.peaks.items():
+        rows.append(_row(f"memory: peak on {devices}", peak, gspmd.memory["peak"], readable_bytes))
     for kind in sorted({*ours.collectives, *gspmd.collectives}):
         mine, theirs = (_collective(side, kind) for side in (ours, gspmd))
         rows.append((f"{kind} (count, bytes)", *mine[:1], *theirs[:1], _ratio(mine[1], theirs[1])))
@@ -200,7 +280,7 @@ def comparison_table(result: Comparison) -> Table:
         ("parameter", result.parameter_difference),
     ):
         rows.append((f"largest {what} difference", f"{value:.3g}", "", ""))
-    return table(title, ("", "jscaler", "jax.jit, same split", "ratio"), rows)
+    return table(title, ("", "jscaler", f"jax.jit, {split}", "ratio"), rows)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jscaler
-from jscaler.compare import compare
+from jscaler.compare import compare, comparison_table
 
 
 @pytest.mark.smoke
@@ -35,3 +35,34 @@ def test_both_sides_agree_after_five_steps() -> None:
     assert result.ours.memory["argument"] == result.gspmd.memory["argument"]
     assert result.time_ratio > 0
     assert result.compile_ratio > 0
+
+
+def test_beside_a_pipeline_stands_what_its_stages_do() -> None:
+    params = {f"layer_{i}": jax.random.normal(jax.random.key(i), (8, 8)) / 3 for i in range(4)}
+
+    @jscaler.parallelize("pipeline(2, 2, plan=data_parallel())", devices=4, donate_argnames="params")
+    def step(params, batch):
+        def loss(p):
+            x = batch
+            for i in range(4):
+                with jax.named_scope(f"layer_{i}"):
+                    x = jnp.tanh(x @ p[f"layer_{i}"])
+            return (x**2).mean()
+
+        value, gradients = jscaler.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    result = compare(step, lambda i: (params, jax.random.normal(jax.random.key(9 + i), (16, 8))), steps=2, rounds=1)
+    assert (result.ours.plan, result.gspmd.plan) == ("pipeline", "data_parallel")
+    for difference in (result.loss_difference, result.gradient_difference, result.parameter_difference):
+        assert difference < 1e-6
+    state = 4 * 8 * 8 * 4
+    assert result.gspmd.memory["argument"] == state + 16 * 8 * 4 // 4
+    assert result.ours.memory["argument"] < result.gspmd.memory["argument"]
+    assert set(result.ours.peaks) == {"[0 1]", "[2 3]"}
+    assert max(result.ours.peaks.values()) == result.ours.memory["peak"]
+    sent = result.ours.collectives["send"]
+    assert sent.count >= 2
+    assert "split of data_parallel over all" in str(comparison_table(result).columns[2].header)
+    other = step.without_stages()
+    assert other.without_stages() is other

@@ -1,15 +1,15 @@
 """``Cost``: what a plan costs on a cluster, as data and as text."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from jscaler.clusters import Cluster
-from jscaler.estimate.memory import Memory, MemoryEstimate, estimated_memory
-from jscaler.estimate.traffic import Traffic
+from jscaler.estimate.memory import Memory, MemoryEstimate, memory_by_devices
+from jscaler.estimate.traffic import Traffic, sum_of
 from jscaler.lower.step_plan import StepPlan
+from jscaler.text.device_list import devices_text
 from jscaler.text.folding import folded
 from jscaler.text.tables import aligned
 from jscaler.text.units import readable_bytes, readable_seconds
@@ -27,8 +27,7 @@ class OpCost:
         flops: of its products (dots, convolutions).
         read, written: bytes of the device's memory, elementwise work fused.
         seconds: of computing; None where the cluster does not say what its devices are.
-        sent: what is moved in front of it: bytes that each device sends.
-        sending: seconds of that.
+        moved: what is moved in front of it.
         launches: kernels.
     """
 
@@ -37,9 +36,31 @@ class OpCost:
     read: int
     written: int
     seconds: float | None
-    sent: float = 0.0
-    sending: float = 0.0
+    moved: Traffic = field(default_factory=Traffic)
     launches: int = 0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends in front of it."""
+        return self.moved.total
+
+    @property
+    def sending(self) -> float:
+        """Seconds of that."""
+        return self.moved.seconds
+
+    def plus(self, other: "OpCost") -> "OpCost":
+        """Of an op that runs on several groups: what each device of either does."""
+        seconds = None if self.seconds is None or other.seconds is None else self.seconds + other.seconds
+        return OpCost(
+            self.kind, self.flops + other.flops, self.read + other.read, self.written + other.written, seconds,
+            sum_of([self.moved, other.moved]), self.launches + other.launches,
+        )  # fmt: skip
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        figures = {name: getattr(self, name) for name in ("kind", "flops", "read", "written", "seconds", "launches")}
+        return figures | {"sent": self.sent, "sending": self.sending}
 
 
 @dataclass(frozen=True)
@@ -49,14 +70,46 @@ class Seconds:
     Attributes:
         compute: every kernel at the device's peak; None where the cluster does not say what its devices are.
         communication: every collective, one after the other.
+        waiting: for other device groups, and for what they send.
     """
 
     compute: float | None
     communication: float
+    waiting: float = 0.0
 
     @property
     def total(self) -> float | None:
-        return None if self.compute is None else self.compute + self.communication
+        return None if self.compute is None else self.compute + self.communication + self.waiting
+
+    @property
+    def idle(self) -> float:
+        """The part of the time that a device waits; 0 where that is not known."""
+        return self.waiting / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each of ``devices`` does in a step.
+
+    Attributes:
+        flops: of all products.
+        compute: seconds of that and of all else it computes; None where the cluster does not say what its devices are.
+        moved: bytes of the device's memory that kernels read and write.
+        launches: kernels.
+        sent: in collectives, and from group to group; its seconds are those of the collectives.
+    """
+
+    devices: tuple[int, ...]
+    flops: float
+    compute: float | None
+    moved: int
+    launches: int
+    sent: Traffic
+
+    @property
+    def busy(self) -> float:
+        """Seconds."""
+        return (self.compute or 0.0) + self.sent.seconds
 
 
 @dataclass(frozen=True)
@@ -68,14 +121,16 @@ class Cost:
         cluster: whose links and devices the figures are of.
         step: the completed plan and its program.
         by_op: path -> cost of one op, in the order of the program. Ops that the plan re-opened stand as their pieces.
-        sent: bytes per class of links.
+        shares: of the devices that do alike: all, or those of a stage.
+        elapsed: seconds of a step on several device groups; None where that is not known, or there is one.
     """
 
     plan: str
     cluster: Cluster
     step: StepPlan
     by_op: Mapping[str, OpCost]
-    sent: Traffic
+    shares: tuple[Share, ...]
+    elapsed: float | None = None
     donated: bool = True
 
     @property
@@ -84,24 +139,46 @@ class Cost:
 
     @property
     def flops(self) -> float:
-        """Of all products, on each device."""
-        return sum(op.flops for op in self.by_op.values())
+        """Of all products, on each device of those that have most."""
+        return max(share.flops for share in self.shares)
+
+    @property
+    def total_flops(self) -> float:
+        """Of all products, on all devices."""
+        return sum(len(share.devices) * share.flops for share in self.shares)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the kernels of a device read and write, of those that have most."""
+        return max(share.moved for share in self.shares)
 
     @property
     def launches(self) -> int:
-        """Kernels and collectives of each device."""
-        kernels = sum(op.launches for op in self.by_op.values())
-        return kernels + sum(count for count, _ in self.sent.kinds.values())
+        """Kernels and collectives of each device, of those that have most."""
+        return max(share.launches + sum(count for count, _ in share.sent.kinds.values()) for share in self.shares)
+
+    @property
+    def sent(self) -> Traffic:
+        """Bytes per class of links, of the devices that send most."""
+        return max((share.sent for share in self.shares), key=lambda sent: sent.total)
 
     @cached_property
     def seconds(self) -> Seconds:
-        known = [op.seconds for op in self.by_op.values() if op.seconds is not None]
-        return Seconds(math.fsum(known) if len(known) == len(self.by_op) else None, self.sent.seconds)
+        """Of the devices that have most to do."""
+        busiest = max(self.shares, key=lambda share: share.busy)
+        waiting = max(0.0, self.elapsed - busiest.busy) if self.elapsed is not None else 0.0
+        return Seconds(busiest.compute, busiest.sent.seconds, waiting)
 
     @cached_property
+    def by_devices(self) -> tuple[MemoryEstimate, ...]:
+        """What each set of devices that hold alike holds, and when. Worked out when it is asked for: its lifetimes are
+        those of the whole program."""
+        return memory_by_devices(self.step, self.donated, self.cluster.memory)
+
+    @property
     def held(self) -> MemoryEstimate:
-        """What a device holds, and when. Worked out when it is asked for: its lifetimes are those of the whole program."""
-        return estimated_memory(self.step.graph, self.step.segments, self.donated, self.cluster.memory)
+        """That of the devices that hold most."""
+        return max(self.by_devices, key=lambda found: found.memory.peak)
 
     @property
     def memory(self) -> Memory:
@@ -119,11 +196,12 @@ class Cost:
         return {
             "plan": self.plan, "devices": self.num_devices, "cluster": self.cluster.name, "seconds": seconds,
             "flops": self.flops, "launches": self.launches, "sent": asdict(self.sent), "memory": memory, "fits": self.fits,
-            "by_op": {path: asdict(op) for path, op in self.by_op.items()},
+            "shares": [asdict(share) for share in self.shares],
+            "by_op": {path: op.as_json() for path, op in self.by_op.items()},
         }  # fmt: skip
 
     def __str__(self) -> str:
-        return "\n".join([*_totals(self), "", *_ops(self), "", *_memory(self)])
+        return "\n".join([*_totals(self), *_shares(self), "", *_ops(self), "", *_memory(self)])
 
 
 def _totals(cost: Cost) -> list[str]:
@@ -131,12 +209,29 @@ def _totals(cost: Cost) -> list[str]:
     kinds = ", ".join(f"{count}× {kind} {readable_bytes(nbytes)}" for kind, (count, nbytes) in sent.kinds.items())
     links = f"inside a host {readable_bytes(sent.inside)}, between hosts {readable_bytes(sent.between)}"
     out = f", out of the busiest host {readable_bytes(sent.leaving)}" if sent.leaving else ""
+    waiting = f", waiting {readable_seconds(seconds.waiting)}" if len(cost.shares) > 1 else ""
     return [
         f"plan {cost.plan} on {cost.num_devices} device(s) of {cost.cluster.name}",
         f"seconds: {readable_seconds(seconds.total)} (computing {readable_seconds(seconds.compute)}, communicating "
-        f"{readable_seconds(seconds.communication)}; {cost.flops:.4g} FLOPs of products per device)",
+        f"{readable_seconds(seconds.communication)}{waiting}; {cost.flops:.4g} FLOPs of products per device)",
         f"sent per device: {links}{out} ({kinds or 'no communication'})",
     ]
+
+
+def _shares(cost: Cost) -> list[str]:
+    """A line for each set of devices that do alike, where there are several."""
+    if len(cost.shares) == 1:
+        return []
+    peaks = {one.devices: one.memory for one in cost.by_devices}
+    total = cost.seconds.total
+    rows = [("devices", "FLOPs", "computing", "communicating", "waiting", "sent", "memory", "most in")]
+    for share in cost.shares:
+        waiting = "" if not total else f"{1 - share.busy / total:.0%}"
+        memory = peaks[share.devices]
+        times = readable_seconds(share.compute), readable_seconds(share.sent.seconds), waiting
+        sizes = readable_bytes(share.sent.total), readable_bytes(memory.peak)
+        rows.append((devices_text(share.devices), f"{share.flops:.3g}", *times, *sizes, memory.at))
+    return ["", *aligned(rows)]
 
 
 def _ops(cost: Cost) -> list[str]:
@@ -159,8 +254,12 @@ def _memory(cost: Cost) -> list[str]:
     limit = f" of {readable_bytes(cost.cluster.memory)}" if cost.cluster.memory else ""
     fits = {True: ": fits", False: ": does NOT fit", None: ""}[cost.fits]
     shown = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in memory.by_kind.items() if kind != "outputs")
-    rows = [("", "largest at the peak", "kind", "bytes")]
-    rows += [("", t.name, t.kind, readable_bytes(t.nbytes)) for t in cost.held.live[:MOST_TENSORS]]
+    found: dict[tuple[str, str], list[int]] = {}
+    for t in cost.held.live:  # of a pipeline each micro-batch has its own
+        found.setdefault((t.name, t.kind), []).append(t.nbytes)
+    largest = sorted(found.items(), key=lambda item: -sum(item[1]))[:MOST_TENSORS]
+    rows = [("", "largest at the peak", "n", "kind", "bytes")]
+    rows += [("", name, str(len(own)), kind, readable_bytes(sum(own))) for (name, kind), own in largest]
     return [
         f"memory per device: {readable_bytes(memory.peak)}{limit}{fits}, most in {memory.at or 'the results'}",
         shown,

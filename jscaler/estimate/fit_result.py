@@ -58,22 +58,23 @@ class Tried:
 
     @property
     def price(self) -> tuple[float, float, int]:
-        """What the ladder is ordered by: extra FLOPs (to a tenth of the step), bytes that a device sends, launches."""
+        """What the ladder is ordered by: extra FLOPs (to a tenth of the step; a device that waits for other stages could
+        compute as many), bytes that a device sends, launches."""
         assert self.cost is not None
-        return round(self.flops_ratio, 1), self.cost.sent.total, self.cost.launches
+        return round(self.flops_ratio / (1 - self.cost.seconds.idle), 1), self.cost.sent.total, self.cost.launches
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the parts of the peak included."""
         record: dict[str, Any] = {"plan": self.plan, "fits": self.fits, "why": self.why}
         if self.cost is None:
             return record
-        memory, moved = self.cost.memory, self.cost.by_op.values()
+        memory = self.cost.memory
         return record | {
             "peak": self.peak, "predicted_peak": memory.peak, "compiled_peak": self.compiled_peak,
             "headroom": self.headroom, "at": memory.at, "memory": memory.by_kind,
             "flops": self.cost.flops, "flops_ratio": self.flops_ratio, "sent": self.cost.sent.total,
-            "moved": sum(op.read + op.written for op in moved), "launches": self.cost.launches,
-            "seconds": self.cost.seconds.total,
+            "moved": self.cost.moved, "launches": self.cost.launches,
+            "seconds": self.cost.seconds.total, "idle": self.cost.seconds.idle,
         }  # fmt: skip
 
 
@@ -144,11 +145,10 @@ def _row(one: Tried, chosen: bool, numbers: Mapping[str, int]) -> list[Text | st
     cost = one.cost
     verdict = "fits" if one.fits else "does not fit"
     verdict += note if one.compiled_peak is None else f", by XLA{note}"
-    moved = sum(op.read + op.written for op in cost.by_op.values())
     style = "bold green" if chosen else "green" if one.fits else "red"
     return [
         Text(one.plan, style="bold" if chosen else ""), readable_bytes(one.peak), readable_bytes(one.headroom),
-        f"{one.flops_ratio:.2f}×", readable_bytes(cost.sent.total), readable_bytes(moved), f"{cost.launches:,}",
+        f"{one.flops_ratio:.2f}×", readable_bytes(cost.sent.total), readable_bytes(cost.moved), f"{cost.launches:,}",
         readable_seconds(cost.seconds.total), bars([m.nbytes for m in cost.held.timeline], cost.cluster.memory),
         Text(verdict, style=style),
     ]  # fmt: skip

@@ -113,5 +113,5 @@ def _tried(graph: Graph, plan: str, cluster: Cluster, base: Cost, donated: bool)
     for other in (w for w in caught if not issubclass(w.category, PlanWarning)):
         warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
     said = "; ".join(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, PlanWarning)))
-    ratio = found.flops * found.num_devices / base.flops if base.flops else 1.0
+    ratio = found.total_flops / base.flops if base.flops else 1.0
     return Tried(plan, found, said, ratio)

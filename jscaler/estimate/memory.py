@@ -2,22 +2,22 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from jax.extend import core
 
-from jscaler.ir import Graph, PTensor
-from jscaler.ir.kinds import TensorKind, tensor_kinds
-from jscaler.lower.flat_program import FlatProgram
-from jscaler.lower.segment import PlacedBlock, Segment
-from jscaler.materialize import DeviceMesh
+from jscaler.estimate.live import HeldKind, LiveTensor, LiveTensors
+from jscaler.estimate.waiting import BlockRun, Devices, Waiting
+from jscaler.ir import PTensor
+from jscaler.ir.kinds import tensor_kinds
+from jscaler.lower.donation import donated_imports, donated_inputs
+from jscaler.lower.step_plan import StepPlan
 from jscaler.xla_model.block import Value
-from jscaler.xla_model.lifetimes import Moment, lifetimes
+from jscaler.xla_model.lifetimes import Lifetimes, Moment, lifetimes
 from jscaler.xla_model.to_block import Blocks, nbytes
 
 ARGUMENTS = ("parameter", "optimizer", "input")
-Held = str  # a TensorKind, or "temporary"
 MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 PREALLOCATED = 0.75  # of a device, that JAX takes at its first computation unless it is told otherwise
@@ -78,22 +78,6 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class LiveTensor:
-    """A buffer at the peak.
-
-    Attributes:
-        name: of the tensor whose part it is, or its type where it lies inside an op.
-        op: path of the op that made it; "" where a loop or an exchange did.
-        kind: ``activation``, ``gradient`` (of a parameter) or ``temporary``.
-    """
-
-    name: str
-    op: str
-    kind: Held
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class MemoryEstimate:
     """What a device will hold, and when.
 
@@ -101,119 +85,144 @@ class MemoryEstimate:
         live: the buffers beside the arguments at the worst moment, largest first.
         timeline: for each kernel in order its primitive, its op, and the bytes of everything that lives, in all and by kind
             (``parameter``, ``optimizer``, ``input``, ``gradient``, ``activation``, ``temporary``); of a loop those of one
-            iteration.
+            iteration. Of a step on several device groups for each run of a block its worst moment.
+        devices: those that hold so.
     """
 
     memory: Memory
     live: tuple[LiveTensor, ...]
     timeline: tuple[Moment, ...]
+    devices: Devices = ()
 
 
-def estimated_memory(
-    graph: Graph,
-    segments: Sequence[Segment],
-    donated: bool = True,
-    capacity: int = 0,
-    under_way: Mapping[DeviceMesh, int] | None = None,
-) -> MemoryEstimate:
-    """Predict the memory of a device of the group whose devices hold most, as XLA will allocate it on a GPU.
+def estimated_memory(step: StepPlan, donated: bool = True, capacity: int = 0) -> MemoryEstimate:
+    """Predict the memory of the devices that hold most, as XLA will allocate it on a GPU.
 
     Args:
-        graph: the graph that the groups' programs run, which says what its tensors are.
         donated: whether state is updated in place: the next version of a leaf takes its buffer.
         capacity: what a device has; 0 where that is not known.
-        under_way: how many micro-batches are under way at most on each group of a loop over groups.
     """
-    blocks = [block for segment in segments for block in segment.blocks]
-    every = (_of_block(graph, block, blocks, donated, capacity, under_way or {}) for block in blocks)
-    return max(every, key=lambda found: found.memory.peak)
+    return max(memory_by_devices(step, donated, capacity), key=lambda found: found.memory.peak)
 
 
-def _of_block(
-    graph: Graph,
-    at: PlacedBlock,
-    every: Sequence[PlacedBlock],
-    donated: bool,
-    capacity: int,
-    under_way: Mapping[DeviceMesh, int],
-) -> MemoryEstimate:
-    """The memory while one block runs: its own, the arguments of its group, and what waits there for later blocks."""
-    kinds, flat = tensor_kinds(graph), at.flat
+def memory_by_devices(step: StepPlan, donated: bool = True, capacity: int = 0) -> tuple[MemoryEstimate, ...]:
+    """As `estimated_memory`, for each set of devices that hold alike: those of a stage, say.
+
+    A device holds its arguments, what waits in slots for later blocks, and what the block that runs needs beside both.
+    """
+    donate = frozenset(step.graph.next_version.values()) if donated else frozenset[int]()
+    names = LiveTensors(step.graph)
+    needs = [_needs(step, number, donate, names) for number in range(len(step.blocks))]
+    waiting = Waiting(step, names, donate)
+    runs: dict[Devices, list[BlockRun]] = {devices: [] for devices in waiting.alike}
+    for run in waiting.runs():
+        runs[run.devices].append(run)
+    worst = waiting.worst([one.found.peak for one in needs])
+    return tuple(_of_devices(step, run, runs[devices], needs, waiting, capacity) for devices, run in worst.items())
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What a block needs on each device of its group while it runs, beside what it is given."""
+
+    found: Lifetimes
+    live: tuple[LiveTensor, ...]
+
+
+def _needs(step: StepPlan, number: int, donate: frozenset[int], names: LiveTensors) -> _Needs:
+    flat = step.blocks[number].flat
     blocks = Blocks(flat.origins.op)
     block = blocks.program(flat)
-    held: dict[Held, int] = dict.fromkeys(ARGUMENTS, 0)
-    for tensor, var in _arguments(at, every).items():
-        held[kinds[tensor]] += nbytes(var)
-    waiting = _waiting(at, every) + (under_way.get(at.group, 1) - 1) * _of_a_microbatch(at, every)
-    arguments = sum(held.values()) + waiting
-    over = _in_place(graph, at, blocks) if donated else {}
     variables = {value: var for var, value in blocks.values.items()}
 
     @functools.cache
     def describe(value: Value) -> LiveTensor:
-        return _described(graph, flat, kinds, value, variables.get(value))
+        return names.of_variable(flat, variables.get(value), value.nbytes, value)
 
+    over = {blocks.value(new): blocks.value(old) for new, old in in_place(step, number, donate).items()}
     found = lifetimes(block, over, lambda value: describe(value).kind)
-    live = tuple(map(describe, found.live))
+    return _Needs(found, tuple(map(describe, found.live)))
+
+
+def _of_devices(
+    step: StepPlan,
+    worst: BlockRun,
+    runs: Sequence[BlockRun],
+    needs: Sequence[_Needs],
+    waiting: Waiting,
+    capacity: int,
+) -> MemoryEstimate:
+    """The memory of one device of a set, most of it in ``worst`` of its runs."""
+    held = held_arguments(step, worst.devices[0])
+    block = needs[worst.block]
+    waits = [one.what for one in waiting.at(worst)]
+    live = tuple(sorted((*block.live, *waits), key=lambda t: -t.nbytes))
     gradients, activations = (sum(t.nbytes for t in live if t.kind == kind) for kind in ("gradient", "activation"))
-    timeline = tuple(Moment(m.name, m.op, arguments + m.nbytes, {**held, **m.kinds}) for m in found.timeline)
+    beside = block.found.peak + sum(t.nbytes for t in waits)
+    if len(runs) == 1:
+        timeline = [_beside(m, held, worst.waiting) for m in block.found.timeline]
+    else:
+        timeline = [_worst_of(step, run, needs[run.block].found, held) for run in runs]
+    at = _op_near(block.found.timeline, block.found.moment)
     memory = Memory(
         held["parameter"], gradients, held["optimizer"], held["input"],
-        activations, found.peak + waiting - gradients - activations,
-        capacity=capacity, at=_op_near(timeline, found.moment),
+        activations, beside - gradients - activations, capacity=capacity, at=run_name(step, worst, at),
     )  # fmt: skip
-    return MemoryEstimate(memory, live, timeline)
+    return MemoryEstimate(memory, live, tuple(timeline), worst.devices)
 
 
-def _arguments(at: PlacedBlock, every: Sequence[PlacedBlock]) -> dict[PTensor, core.Var]:
-    """All arguments and constants that lie on the group of a block."""
-    return {
-        t: v for block in every if block.group == at.group for t, v in zip(block.takes, block.flat.inputs, strict=False)
-    }
+def held_arguments(step: StepPlan, device: int) -> dict[HeldKind, int]:
+    """Bytes by kind of all arguments and constants that lie on a device."""
+    kinds = tensor_kinds(step.graph)
+    held: dict[HeldKind, int] = dict.fromkeys(ARGUMENTS, 0)
+    for tensor, var in arguments_on(step, device).items():
+        held[kinds[tensor]] += nbytes(var)
+    return held
 
 
-def _waiting(at: PlacedBlock, every: Sequence[PlacedBlock]) -> int:
-    """Bytes of the values of other blocks that ``at`` takes, and of those that lie on its group for later ones."""
-    place = every.index(at)
-    own = [(n, block) for n, block in enumerate(every) if block.group == at.group]
-    later = {v for n, block in own if n > place for v in block.imports}
-    taken = zip(at.imports, at.flat.inputs[len(at.takes) :], strict=True)
-    left = (zip(b.exports, b.flat.outputs[len(b.results) :], strict=True) for n, b in own if n < place)
-    kept = [pair for pairs in left for pair in pairs if pair[0] in later]
-    return sum(nbytes(var) for var in dict([*taken, *kept]).values() if isinstance(var, core.Var))
+def arguments_on(step: StepPlan, device: int) -> dict[PTensor, core.Var]:
+    """All arguments and constants that lie on a device, and a variable that holds its part."""
+    here = [block for block in step.blocks if device in block.group.devices]
+    return {t: v for block in here for t, v in zip(block.takes, block.flat.inputs, strict=False)}
 
 
-def _of_a_microbatch(at: PlacedBlock, every: Sequence[PlacedBlock]) -> int:
-    """Bytes that the blocks of a loop over groups keep of one micro-batch, from one block of a group to its next."""
-    own = [block for block in every if (block.group, block.phase) == (at.group, at.phase)]
-    kept = {v for block in own for v in block.exports} & {v for block in own for v in block.imports}
-    exports = {v: x for b in own for v, x in zip(b.exports, b.flat.outputs[len(b.results) :], strict=True)}
-    return sum(nbytes(exports[v]) for v in kept if isinstance(exports[v], core.Var))
+def _beside(moment: Moment, *more: Mapping[HeldKind, int]) -> Moment:
+    """``moment`` where so much is held beside."""
+    kinds = dict(moment.kinds)
+    for kind, size in (pair for held in more for pair in held.items()):
+        kinds[kind] = kinds.get(kind, 0) + size
+    return replace(moment, nbytes=moment.nbytes + sum(sum(held.values()) for held in more), kinds=kinds)
 
 
-def _in_place(graph: Graph, at: PlacedBlock, blocks: Blocks) -> dict[Value, Value]:
-    """Output -> the argument whose next version it is."""
-    inputs = dict(zip(at.takes, at.flat.inputs, strict=False))
-    outputs = dict(zip(at.results, at.flat.outputs, strict=False))  # then values for others
-    versions = ((o, graph.inputs[i]) for o, i in graph.next_version.items())
-    pairs = [(outputs[o], inputs[t]) for o, t in versions if o in outputs and t in inputs]
-    return {blocks.value(new): blocks.value(old) for new, old in pairs if isinstance(new, core.Var)}
+def _worst_of(step: StepPlan, run: BlockRun, found: Lifetimes, held: Mapping[HeldKind, int]) -> Moment:
+    """The worst moment of a block's run, by its name."""
+    inside = found.timeline[found.moment] if found.timeline else Moment("", "", 0)
+    return _beside(replace(inside, name=run_name(step, run)), held, run.waiting)
 
 
-def _described(
-    graph: Graph, flat: FlatProgram, kinds: Mapping[PTensor, TensorKind], value: Value, var: core.Var | None
-) -> LiveTensor:
-    tensor = flat.origins.tensor.get(var) if var is not None else None
-    op = flat.origins.op.get(var, "") if var is not None else ""
-    maker = graph.producer.get(tensor) if tensor is not None else graph.by_path.get(op)
-    kind: Held = "temporary"
-    if tensor is not None and kinds.get(tensor) == "gradient":
-        kind = "gradient"
-    elif maker is not None:
-        kind = "activation" if maker.kind == "forward" else kind
-    elif tensor is not None and tensor.role in ("activation", "residual"):
-        kind = "activation"  # a loop's
-    return LiveTensor(tensor.name if tensor is not None else str(value), op, kind, value.nbytes)
+def run_name(step: StepPlan, run: BlockRun, op: str = "") -> str:
+    """Where in a step on several groups: ``1F of micro-batch 3, at block_2/mlp/up/dot``; else the op."""
+    if len(step.blocks) == 1:
+        return op
+    name = step.block_name(run.block) + (f" of micro-batch {run.microbatch}" if run.microbatch is not None else "")
+    return f"{name}, at {op}" if op else name
+
+
+def in_place(step: StepPlan, number: int, donate: frozenset[int]) -> dict[core.Var, core.Var]:
+    """Of a block: output -> the argument whose next version it is, or the sum to which it adds."""
+    block, graph = step.blocks[number], step.graph
+    inputs = dict(zip(block.takes, block.flat.inputs, strict=False))
+    given, versions = donated_inputs(step, number, donate), graph.next_version
+    pairs = [
+        (out, inputs[graph.inputs[versions[i]]])
+        for i, out in zip(block.results, block.flat.outputs, strict=False)
+        if versions.get(i) in given
+    ]
+    left = dict(zip(block.exports, block.flat.outputs[len(block.results) :], strict=True))
+    sums = {c.inside: left[c.out] for c in (step.spanning.carries if step.spanning else ()) if c.out in left}
+    imports = block.flat.inputs[len(block.takes) :]
+    pairs += [(sums[block.imports[place]], imports[place]) for place in donated_imports(step, block)]
+    return {new: old for new, old in pairs if isinstance(new, core.Var)}
 
 
 def _op_near(timeline: Sequence[Moment], index: int) -> str:

@@ -1,18 +1,25 @@
 """``jscaler.cost``: seconds, bytes per link and memory per device of a plan, without XLA."""
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError
-from jscaler.estimate.cost import Cost, OpCost
-from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader
+from jscaler.estimate.cost import Cost, OpCost, Share
+from jscaler.estimate.step_time import elapsed
+from jscaler.estimate.traffic import RESULTS, Traffic, sum_of, traffic_by_reader, traffic_of_hop
+from jscaler.estimate.waiting import devices_alike
 from jscaler.lower.flat_program import FlatProgram
+from jscaler.lower.instructions import Send
 from jscaler.lower.program import Compute, walk
-from jscaler.lower.segment import only
+from jscaler.lower.segment import Segment, made_by
 from jscaler.lower.step_plan import StepPlan
+from jscaler.materialize.crossing import hop_price
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
 from jscaler.stages import Captured, lower, transform
@@ -53,9 +60,15 @@ def cost(
     """
     on = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
     step = _step(graph, plan, on, devices)
-    only(step.segments, "the estimate of seconds")
-    moved = traffic_by_reader(step.segments, on)
-    return Cost(step.name, on, step, _by_op(step, moved, on), sum_of(moved.values()), donated)
+    by_op: dict[str, OpCost] = {}
+    blocks: list[_BlockCost] = []
+    for segment in step.segments:
+        moved = traffic_by_reader([segment], on)
+        costs = _by_op(step, segment, moved, on)
+        for path, one in costs.items():
+            by_op[path] = by_op[path].plus(one) if path in by_op else one
+        blocks += _of_blocks(segment, costs, moved.get(RESULTS, Traffic()))
+    return Cost(step.name, on, step, by_op, _shares(step, blocks, on), _elapsed(step, blocks, on), donated)
 
 
 def _step(graph: Any, plan: Any, cluster: Cluster, devices: int | None) -> StepPlan:
@@ -80,21 +93,74 @@ def _step(graph: Any, plan: Any, cluster: Cluster, devices: int | None) -> StepP
     return lower(captured, transform(captured, policy, count, cost=cluster), cluster)
 
 
-def _by_op(step: StepPlan, moved: Mapping[str, Traffic], cluster: Cluster) -> dict[str, OpCost]:
+def _by_op(step: StepPlan, segment: Segment, moved: Mapping[str, Traffic], cluster: Cluster) -> dict[str, OpCost]:
+    """The ops of one segment."""
     table: dict[str, OpCost] = {}
     none = Traffic()
-    every = ((one.flat, task, times) for one in step.segments for task, times in walk(one.program.tasks, one.program.times))
-    for flat, task, times in every:
+    for task, times in walk(segment.program.tasks, segment.program.times):
         if not isinstance(task, Compute):
             continue
-        work = _work(step, flat, task)
+        work = _work(step, segment.flat, task)
         sent = moved.get(task.op.path, none)
         seconds = None if cluster.device is None else times * work.seconds(cluster.device)
         table[task.op.path] = OpCost(
-            task.op.kind, times * work.flops, times * work.read, times * work.written, seconds, sent.total, sent.seconds,
+            task.op.kind, times * work.flops, times * work.read, times * work.written, seconds, sent,
             times * work.launches,
         )  # fmt: skip
     return table
+
+
+@dataclass(frozen=True)
+class _BlockCost:
+    """The ops of one block, and what is moved for results behind them, all its runs of a step together."""
+
+    ops: tuple[OpCost, ...]
+    results: Traffic
+
+    @property
+    def compute(self) -> float | None:
+        known = [op.seconds for op in self.ops if op.seconds is not None]
+        return math.fsum(known) if len(known) == len(self.ops) else None
+
+    @property
+    def sent(self) -> Traffic:
+        return sum_of([*(op.moved for op in self.ops), self.results])
+
+
+def _of_blocks(segment: Segment, costs: Mapping[str, OpCost], results: Traffic) -> Iterator[_BlockCost]:
+    """The blocks of a segment; an op is of the first block that makes some of it."""
+    left = dict(costs)
+    for block in segment.blocks[:-1]:
+        yield _BlockCost(tuple(left.pop(path) for path in made_by(block) if path in left), Traffic())
+    yield _BlockCost(tuple(left.values()), results)
+
+
+def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[Share, ...]:
+    """What the devices do, those that are of the same groups together."""
+    sends = Counter(one.transfer for one in step.instructions.steps if isinstance(one, Send))
+    hops = {number: traffic_of_hop(step.transfers[number], times, cluster) for number, times in sends.items()}
+    found = []
+    for devices in devices_alike(step):
+        own = [cost for cost, block in zip(blocks, step.blocks, strict=True) if devices[0] in block.group.devices]
+        compute = [one.compute for one in own if one.compute is not None]
+        senders = ((step.transfers[number].crossing.source.mesh.devices, sent) for number, sent in hops.items())
+        sent = [*(one.sent for one in own), *(sent for group, sent in senders if devices[0] in group)]
+        ops = [op for one in own for op in one.ops]
+        seconds = math.fsum(compute) if len(compute) == len(own) else None
+        moved, launches = sum(op.read + op.written for op in ops), sum(op.launches for op in ops)
+        found.append(Share(devices, sum(op.flops for op in ops), seconds, moved, launches, sum_of(sent)))
+    return tuple(found)
+
+
+def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> float | None:
+    """Seconds of a step on several groups."""
+    if len(step.blocks) == 1 or cluster.device is None:
+        return None
+    seconds = [((one.compute or 0.0) + one.sent.seconds) / max(step.runs_of(n), 1) for n, one in enumerate(blocks)]
+    hops = [
+        hop_price(t.crossing.leave.target, t.crossing.arrive.source, t.tensor.itemsize, cluster) for t in step.transfers
+    ]
+    return elapsed(step, seconds, hops)
 
 
 def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:

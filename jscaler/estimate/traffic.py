@@ -8,6 +8,7 @@ import numpy as np
 
 from jscaler.clusters import Cluster
 from jscaler.clusters.transition_kinds import sends
+from jscaler.lower.blocks import Transfer
 from jscaler.lower.program import Adapt, Compute, Extend, walk
 from jscaler.lower.segment import Segment
 from jscaler.materialize import Layout
@@ -108,6 +109,15 @@ def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster
     every = sum_of(parts)
     kinds = {kind: (times * n, times * nbytes) for kind, (n, nbytes) in every.kinds.items()}
     return Traffic(times * every.inside, times * every.between, times * every.leaving, times * seconds, kinds)
+
+
+def traffic_of_hop(transfer: Transfer, times: int, cluster: Cluster) -> Traffic:
+    """What a group sends in so many hops to another; their seconds are not its own, since it computes beside."""
+    crossing, itemsize = transfer.crossing, transfer.tensor.itemsize
+    numbers = np.array(crossing.devices)
+    rounds = [(numbers[np.array(move.pairs)], move.size * itemsize) for move in crossing.hop.rounds]
+    one = _messages("send", rounds, len(crossing.source.mesh.devices), cluster)
+    return sum_of([one] * times)
 
 
 def _transition(layout: Layout, step: Transition, itemsize: int, cluster: Cluster) -> Traffic:

@@ -9,7 +9,8 @@ from jscaler.lower.instructions import Gather, Run, Send
 from jscaler.lower.segment import own_ops
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import DeviceMesh
-from jscaler.report.step_text import devices_text, layout_text
+from jscaler.report.step_text import layout_text
+from jscaler.text.device_list import devices_text
 from jscaler.text.tables import aligned
 from jscaler.text.units import readable_bytes
 
@@ -38,16 +39,12 @@ class BlockRow:
 
 def block_rows(step: StepPlan) -> tuple[BlockRow, ...]:
     """All blocks, in the order of the program."""
-    times = [0] * len(step.blocks)
-    for one in step.instructions.steps:
-        if isinstance(one, Run):
-            times[one.block] += 1
     rows = []
     for number, block in enumerate(step.blocks):
         paths = own_ops(step.graph, block) or [""]
         sends = tuple(t.tensor.name for t in step.sent if t.source in block.exports)
         first, last = paths[0], paths[-1] if len(paths) > 1 else ""
-        row = step.block_name(number), [*block.group.devices], times[number], len(paths), first, last
+        row = step.block_name(number), [*block.group.devices], step.runs_of(number), len(paths), first, last
         rows.append(BlockRow(*row, kept_bytes(step, number), sends))
     return tuple(rows)
 

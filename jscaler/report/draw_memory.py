@@ -9,6 +9,7 @@ from jscaler.estimate.memory import MEMORY_KINDS, Memory
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
 from jscaler.report.target_report import TargetReport, heading, verdict
 from jscaler.report.xla_memory import Contributor
+from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -38,14 +39,15 @@ def draw_memory(path: Path, report: TargetReport) -> None:
 
 
 def memory_figure(report: TargetReport) -> "Figure":
-    """The memory of one device by kind, and what takes most of it."""
+    """The memory of one device by kind, of each stage where there are several, and what takes most of the fullest."""
     from matplotlib.figure import Figure
 
     shown = [c for c in report.contributors[:MOST_BARS] if c.nbytes]
-    figure = Figure(figsize=(11, 2.9 + 0.3 * len(shown)), layout="constrained")
-    upper, lower = figure.subplots(2, 1, height_ratios=(1.0, 0.35 + 0.3 * len(shown)))
+    stages = 0.45 * (len(report.by_devices) - 1)
+    figure = Figure(figsize=(11, 2.9 + stages + 0.3 * len(shown)), layout="constrained")
+    upper, lower = figure.subplots(2, 1, height_ratios=(1.0 + stages, 0.35 + 0.3 * len(shown)))
     figure.suptitle(heading(report), fontsize=11, weight="bold", color=INK, x=0.01, ha="left")
-    _stack(upper, report.memory)
+    _stacks(upper, report)
     _bars(lower, shown)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
@@ -53,22 +55,35 @@ def memory_figure(report: TargetReport) -> "Figure":
     return figure
 
 
-def _stack(axes: "Axes", memory: Memory) -> None:
+def _stacks(axes: "Axes", report: TargetReport) -> None:
+    """A bar for each set of devices that hold alike, the first on top; the legend has the fullest's figures."""
+    every, fullest = report.by_devices, report.fullest
+    reached = max(_stack(axes, -row, one.memory, one is fullest) for row, one in enumerate(every))
+    capacity = report.memory.capacity / GIB
+    axes.axvline(capacity, color=INK, linewidth=1.4, linestyle="--")
+    axes.text(capacity, 0.36, f"{capacity:.2f} GiB ", fontsize=8, color=INK, ha="right", va="bottom")
+    axes.set(ylim=(-0.4 - len(every) + 1, 0.62), xlim=(0, 1.03 * max(reached, capacity)), xlabel="GiB")
+    axes.set_yticks([-row for row in range(len(every))] if len(every) > 1 else [])
+    if len(every) > 1:
+        axes.set_yticklabels([f"{devices_text(one.devices)}\n{one.at}" for one in every], fontsize=7)
+    axes.xaxis.label.set_fontsize(8)
+    axes.set_title(verdict(report.memory).partition(";")[0], fontsize=9, loc="left", color=INK)
+    axes.legend(
+        loc="upper right", bbox_to_anchor=(1.0, -0.32 / (1 + 0.45 * (len(every) - 1))), ncols=5, fontsize=8, frameon=False
+    )
+    axes.spines["left"].set_color(FAINT)
+
+
+def _stack(axes: "Axes", row: int, memory: Memory, named: bool) -> float:
+    """Kinds side by side; returns how far they reach."""
     left = 0.0
     for kind, size in memory.by_kind.items():
         width = size / GIB
         if width:
-            label = f"{kind} {readable_bytes(size)}" if width > SMALL * memory.peak / GIB else None
-            axes.barh(0, width, left=left, color=KIND_COLORS[kind], height=0.6, edgecolor=INK, linewidth=0.4, label=label)
+            label = f"{kind} {readable_bytes(size)}" if named and width > SMALL * memory.peak / GIB else None
+            axes.barh(row, width, left=left, color=KIND_COLORS[kind], height=0.6, edgecolor=INK, linewidth=0.4, label=label)
             left += width
-    capacity = memory.capacity / GIB
-    axes.axvline(capacity, color=INK, linewidth=1.4, linestyle="--")
-    axes.text(capacity, 0.36, f"{capacity:.2f} GiB ", fontsize=8, color=INK, ha="right", va="bottom")
-    axes.set(yticks=[], ylim=(-0.4, 0.62), xlim=(0, 1.03 * max(left, capacity)), xlabel="GiB")
-    axes.xaxis.label.set_fontsize(8)
-    axes.set_title(verdict(memory).partition(";")[0], fontsize=9, loc="left", color=INK)
-    axes.legend(loc="upper right", bbox_to_anchor=(1.0, -0.3), ncols=5, fontsize=8, frameon=False)
-    axes.spines["left"].set_color(FAINT)
+    return left
 
 
 def _bars(axes: "Axes", shown: Sequence[Contributor]) -> None:

@@ -8,8 +8,9 @@ from jscaler.estimate.traffic import summed
 from jscaler.materialize.placement import RunnerUp
 from jscaler.report.leaves import LeafRow, together
 from jscaler.report.moved_tensors import MovedTensor, moved_text
+from jscaler.report.schedule_rows import picture
 from jscaler.report.step_report import OpRow, StepReport, grouped_moves
-from jscaler.report.step_text import devices_text
+from jscaler.text.device_list import devices_text
 from jscaler.text.folding import braced, merged
 from jscaler.text.tables import aligned
 from jscaler.text.units import readable_bytes
@@ -17,7 +18,6 @@ from jscaler.text.units import readable_bytes
 Section = Literal["ops", "leaves", "memory"]
 SECTIONS: tuple[Section, ...] = ("ops", "leaves", "memory")
 MOST_LISTED = 8  # leaves that are named of those that stay whole
-MOST_CELLS = 24  # of a row of a table
 
 
 def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
@@ -95,7 +95,7 @@ def _crossings(report: StepReport) -> list[str]:
         before, after = (text.split(" on ")[0] for text in (one.before, one.after))
         groups = devices_text(one.source), devices_text(one.target)
         table.append((one.tensor, str(one.times), *groups, before, after, readable_bytes(one.nbytes)))
-    return [*aligned(table), *_blocks(report), *_schedule(report)]
+    return [*aligned(table), *_blocks(report), *picture(report.schedule)]
 
 
 def _blocks(report: StepReport) -> list[str]:
@@ -106,18 +106,6 @@ def _blocks(report: StepReport) -> list[str]:
         row = one.name, str(one.times), devices_text(one.devices), str(one.num_ops), one.first, one.last, kept
         table.append((*row, " ".join(one.sends)))
     return aligned(table) if report.blocks else []
-
-
-def _schedule(report: StepReport) -> list[str]:
-    """What each group runs, one block after another: stage, kind, micro-batch."""
-    if not report.schedule:
-        return []
-    table = [("devices", "run, in order")]
-    for devices, row in report.schedule:
-        cells = row.split()
-        more = [f"… ({len(cells)} in all)"] if len(cells) > MOST_CELLS else []
-        table.append((devices_text(devices), " ".join([*cells[:MOST_CELLS], *more])))
-    return aligned(table)
 
 
 def _merged_updates(rows: Sequence[OpRow]) -> list[OpRow]:

@@ -168,6 +168,12 @@ class Totals:
     arrays: int
     nbytes: int
 
+    def plus(self, other: "Totals", times: int = 1) -> "Totals":
+        """Both, the other so many times."""
+        own = (self.count, self.arrays, self.nbytes)
+        more = (other.count, other.arrays, other.nbytes)
+        return Totals(*(a + times * b for a, b in zip(own, more, strict=True)))
+
 
 def totals(text: str) -> dict[str, Totals]:
     """Per kind of collective, in a fixed order."""

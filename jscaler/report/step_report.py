@@ -22,6 +22,7 @@ from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
 from jscaler.report.moved_tensors import MovedTensor, moves_by_reader
 from jscaler.report.recomputed import recomputed_lines
 from jscaler.report.replicated import replicated_lines
+from jscaler.report.schedule_rows import ScheduleRow, schedule_rows
 from jscaler.report.step_text import layout_text
 from jscaler.text.folding import folded
 
@@ -119,7 +120,7 @@ class StepReport:
         recomputed: what is computed again for the backward pass, a line per group of like regions, and what is kept.
         crossings: what goes from device group to device group, in the order of the program.
         idle: devices of the plan that no op and no leaf lies on.
-        schedule: for each group of a loop over groups its devices, and its row of the table.
+        schedule: for each group of a loop over groups what it runs, and when.
         blocks: what groups run between crossings, in the order of the program; none where one program is all.
     """
 
@@ -138,7 +139,7 @@ class StepReport:
     recomputed: tuple[str, ...] = ()
     crossings: tuple[CrossedTensor, ...] = ()
     idle: tuple[int, ...] = ()
-    schedule: tuple[tuple[list[int], str], ...] = ()
+    schedule: tuple[ScheduleRow, ...] = ()
     blocks: tuple[BlockRow, ...] = ()
 
     @property
@@ -168,7 +169,7 @@ def step_report(step: StepPlan) -> StepReport:
     """Gather the report of a planned step."""
     graph, plan, completed, cost = step.graph, step.plan, step.completed, step.cost
     moves = moves_by_reader(step.segments)
-    table, spanning = step.instructions.table, step.spanning
+    spanning = step.spanning
     return StepReport(
         plan.name,
         plan.digest,
@@ -178,7 +179,7 @@ def step_report(step: StepPlan) -> StepReport:
         _op_rows(graph, completed, moves),
         leaf_rows(graph, plan, completed, cost),
         _memory(graph, completed),
-        estimated_memory(graph, step.segments, under_way=step.under_way).memory,
+        estimated_memory(step).memory,
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),
         "bytes" if isinstance(cost, Bytes) else "seconds",
@@ -188,9 +189,7 @@ def step_report(step: StepPlan) -> StepReport:
             for transfer in step.sent
         ),
         tuple(sorted({*range(plan.num_devices)} - {d for group in completed.groups for d in group.devices})),
-        tuple(zip(([*g.devices] for g in step.under_way), str(table).splitlines(), strict=True))
-        if table is not None
-        else (),
+        schedule_rows(step),
         block_rows(step) if len(step.blocks) > 1 else (),
     )
 

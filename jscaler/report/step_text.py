@@ -1,11 +1,11 @@
 """The steps of an adapter in words: which collective, over which devices, at which price."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from jscaler.clusters.transition_kinds import sends
 from jscaler.materialize import Layout, Transition, opened
 from jscaler.materialize.transitions import rounds_of
+from jscaler.text.device_list import devices_text
 
 
 def describe(layout: Layout, step: Transition) -> str:
@@ -49,12 +49,6 @@ def groups_text(layout: Layout, step: Transition) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def devices_text(devices: Sequence[int | str]) -> str:
-    """``[0 1 2 3]``; of more than 16 the first few and the last."""
-    words = list(map(str, devices))
-    return f"[{' '.join(words if len(words) <= 16 else [*words[:4], '…', words[-1]])}]"
 
 
 def layout_text(layout: Layout) -> str:

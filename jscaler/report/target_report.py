@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from jscaler.clusters import Cluster
-from jscaler.estimate.memory import Memory, preallocation
+from jscaler.estimate.memory import MEMORY_KINDS, Memory, preallocation
+from jscaler.lower.instructions import Send
+from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import HloCollective, collectives
-from jscaler.report.step_text import devices_text
-from jscaler.report.xla_memory import Contributor
+from jscaler.report.xla_memory import Contributor, DeviceMemory
+from jscaler.text.device_list import devices_text
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes
 
 MOST_ROWS = 12
+SEND = "send"
+SUMMED = ("launches", "payload", "sent")  # of like rows
 WHAT = {
     "parameters": "arguments",
     "optimizer": "arguments: all other state that the step updates",
@@ -39,7 +43,7 @@ class CollectiveRow:
         payload: bytes per device, the larger of what goes in and what comes out, over all launches.
         sent: bytes that one device sends in a step.
         members: logical devices per group.
-        groups: the logical devices of each group, in order; empty for a permute.
+        groups: the logical devices of each group, in order; empty for a permute; of a send those of both ends.
         crosses: whether a group (of a permute: a message) spans hosts.
     """
 
@@ -51,6 +55,11 @@ class CollectiveRow:
     members: int
     groups: tuple[tuple[int, ...], ...]
     crosses: bool
+
+    def is_sent_by(self, device: int) -> bool:
+        """Whether a device is one of the senders; of a permute all are."""
+        senders = self.groups[:1] if self.kind == SEND else self.groups
+        return not senders or any(device in group for group in senders)
 
 
 class Inspectable:
@@ -70,33 +79,93 @@ class Inspectable:
 
 
 @dataclass(frozen=True)
+class CompiledBlock(Inspectable):
+    """A block of a step, compiled for a described cluster.
+
+    Attributes:
+        name: its cells of the table, or ``block 7``.
+        devices: of its group.
+        times: how often it runs in a step.
+        xla: ``memory_analysis()``, in bytes.
+        flops: of one run on one device, as XLA counts them; a loop's body counts once.
+        alike: the number of the block that was compiled in its place: one of the same text, on a group that lies on the
+            hosts as its own.
+        compiled: JAX's executable. It has text and figures and cannot run.
+    """
+
+    name: str
+    devices: tuple[int, ...]
+    times: int
+    xla: dict[str, int]
+    flops: float
+    alike: int
+    compiled: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class TargetReport(Inspectable):
     """A step compiled for a described cluster: does it fit, what takes the memory, and what travels.
 
     Attributes:
         plan: the plan that was compiled, for as many devices as the cluster has.
-        memory: of one device, by kind. All devices run the same program.
-        contributors: what is held at the peak, the largest first; they add up to it.
-        collectives: one row for each kind, type and grouping.
-        xla: ``memory_analysis()``, in bytes.
-        flops: that one device executes in a step, as XLA counts them; a loop's body counts once.
+        by_devices: the memory of each set of devices that hold alike: one, or one for each stage.
+        collectives: one row for each kind, type and grouping; and what groups send to each other.
+        blocks: what was compiled; one, of a step on one device group.
         seconds: what lowering and compiling took.
-        compiled: JAX's executable. It has text and figures and cannot run.
     """
 
     plan: StepPlan
     cluster: Cluster
-    memory: Memory
-    contributors: tuple[Contributor, ...]
+    by_devices: tuple[DeviceMemory, ...]
     collectives: tuple[CollectiveRow, ...]
-    xla: dict[str, int]
-    flops: float
+    blocks: tuple[CompiledBlock, ...]
     seconds: dict[str, float]
-    compiled: Any = field(repr=False)
+
+    @property
+    def fullest(self) -> DeviceMemory:
+        """The devices that hold most."""
+        return max(self.by_devices, key=lambda one: one.memory.peak)
+
+    @property
+    def memory(self) -> Memory:
+        """Of one of the fullest devices, by kind."""
+        return self.fullest.memory
+
+    @property
+    def contributors(self) -> tuple[Contributor, ...]:
+        """What such a device holds at the peak, the largest first; they add up to it."""
+        return self.fullest.contributors
 
     @property
     def fits(self) -> bool:
         return self.memory.headroom >= 0
+
+    @property
+    def compiled(self) -> Any:
+        """JAX's executable of a step that runs on one group. It has text and figures and cannot run."""
+        return only(self.blocks, "what XLA compiled").compiled
+
+    @property
+    def xla(self) -> dict[str, int]:
+        """``memory_analysis()`` of the block that runs when most is held, in bytes."""
+        return self.blocks[self.fullest.block].xla
+
+    @property
+    def flops(self) -> float:
+        """That a device executes in a step, of those that execute most, as XLA counts them; a loop's body counts once."""
+        own = ({one.devices[0]} for one in self.by_devices)
+        return max(sum(b.flops * b.times for b in self.blocks if here <= {*b.devices}) for here in own)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in a step, of those that send most."""
+        return max(sum(row.sent for row in self.collectives if row.is_sent_by(one.devices[0])) for one in self.by_devices)
+
+    def as_text(self, block: int | None = None) -> str:
+        """The optimized HLO: of all blocks, each behind a line that says which it is, or of the one with a number."""
+        if block is not None or len(self.blocks) == 1:
+            return self.blocks[block or 0].as_text()
+        return "\n".join(f"// {n}: {one.name}\n{one.as_text()}" for n, one in enumerate(self.blocks))
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for ``--json``."""
@@ -109,8 +178,10 @@ class TargetReport(Inspectable):
             "memory": self.memory.as_json(),
             "contributors": [dataclasses.asdict(c) for c in self.contributors],
             "collectives": [dataclasses.asdict(c) for c in self.collectives],
+            "by_devices": [dataclasses.asdict(one) | {"memory": one.memory.as_json()} for one in self.by_devices],
             "xla": self.xla,
             "flops": self.flops,
+            "blocks": [{f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.compare} for one in self.blocks],
             "seconds": self.seconds,
         }
 
@@ -124,12 +195,13 @@ def xla_bytes(stats: Any) -> dict[str, int]:
     return {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in names}
 
 
-def collective_rows(text: str, devices: Sequence[int], devices_per_host: int) -> tuple[CollectiveRow, ...]:
+def collective_rows(text: str, devices: Sequence[int], devices_per_host: int, times: int = 1) -> tuple[CollectiveRow, ...]:
     """The collectives in a compiled module, like ones together, the most bytes first.
 
     Args:
         devices: the logical device at each position of the program's device list.
         devices_per_host: device d sits on host ``d // devices_per_host``.
+        times: how often the module runs in a step.
     """
     found: dict[Any, list[HloCollective]] = {}
     for one in collectives(text):
@@ -141,9 +213,9 @@ def collective_rows(text: str, devices: Sequence[int], devices_per_host: int) ->
         CollectiveRow(
             kind,
             dtypes,
-            sum(c.times for c in ones),
-            sum(c.times * c.nbytes for c in ones),
-            sum(c.times * c.sent for c in ones),
+            times * sum(c.times for c in ones),
+            times * sum(c.times * c.nbytes for c in ones),
+            times * sum(c.times * c.sent for c in ones),
             members,
             groups,
             crosses,
@@ -151,6 +223,40 @@ def collective_rows(text: str, devices: Sequence[int], devices_per_host: int) ->
         for (kind, dtypes, members, groups, crosses), ones in found.items()
     ]
     return tuple(sorted(rows, key=lambda r: -r.sent))
+
+
+def send_rows(step: StepPlan, devices_per_host: int) -> tuple[CollectiveRow, ...]:
+    """What groups send to each other, like hops together: ``sent`` by each device of the first group, in the mean."""
+    found: dict[Any, tuple[int, int]] = {}
+    for one in step.instructions.steps:
+        if isinstance(one, Send):
+            sent = step.transfers[one.transfer]
+            ends = sent.crossing.source.mesh.devices, sent.crossing.target.mesh.devices
+            key = str(sent.tensor.dtype), ends
+            count, nbytes = found.get(key, (0, 0))
+            found[key] = count + 1, nbytes + sent.crossing.sent * sent.tensor.itemsize
+    rows = []
+    for (dtype, ends), (count, nbytes) in ((key, figures) for key, figures in found.items() if figures[1]):
+        crosses = len({d // devices_per_host for end in ends for d in end}) > 1
+        payload = nbytes // len(ends[1])
+        rows.append(CollectiveRow(SEND, (dtype,), count, payload, nbytes / len(ends[0]), 2, ends, crosses))
+    return tuple(sorted(rows, key=lambda r: -r.sent))
+
+
+def together(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
+    """The rows of all blocks: those of the same groups added up; then stages that do the same as one row, whose groups are
+    those of all; the most bytes first."""
+    added: dict[Any, CollectiveRow] = {}
+    for row in rows:
+        key = row.kind, row.dtypes, row.members, row.groups, row.crosses
+        known = added.get(key)
+        figures = {name: getattr(row, name) + getattr(known, name) for name in SUMMED} if known is not None else {}
+        added[key] = dataclasses.replace(row, **figures)
+    found: dict[Any, list[CollectiveRow]] = {}
+    for row in added.values():
+        found.setdefault(row if row.kind == SEND else dataclasses.replace(row, groups=()), []).append(row)
+    made = [dataclasses.replace(ones[0], groups=tuple(g for one in ones for g in one.groups)) for ones in found.values()]
+    return tuple(sorted(made, key=lambda r: -r.sent))
 
 
 # -- as text
@@ -188,6 +294,29 @@ def memory_table(memory: Memory) -> Table:
     return made
 
 
+def devices_table(report: TargetReport) -> Table:
+    """Bytes by kind of each set of devices that hold alike, and when they hold most."""
+    kinds = [kind for kind in MEMORY_KINDS if any(getattr(one.memory, kind) for one in report.by_devices)]
+    rows = []
+    for one in report.by_devices:
+        memory = one.memory
+        sizes = [readable_bytes(getattr(memory, kind)) for kind in kinds]
+        share = f"{memory.peak / memory.capacity:.1%}"
+        rows.append((devices_text(one.devices), *sizes, readable_bytes(memory.peak), share, one.at))
+    return table("memory of a device of each stage", ("devices", *kinds, "peak", "of the device", "most in"), rows)
+
+
+def blocks_table(report: TargetReport) -> Table:
+    """What was compiled."""
+    rows = []
+    for number, one in enumerate(report.blocks):
+        sizes = (readable_bytes(one.xla[kind]) for kind in ("argument", "output", "alias", "temp"))
+        as_ = f"as {report.blocks[one.alike].name}" if one.alike != number else ""
+        rows.append((one.name, devices_text(one.devices), one.times, f"{one.flops:.4g}", *sizes, as_))
+    header = ("block", "devices", "runs", "FLOPs", "arguments", "results", "in place", "temporaries", "compiled")
+    return table("blocks, a run on one device", header, rows)
+
+
 def contributors_table(report: TargetReport, most: int = MOST_ROWS) -> Table:
     """What is held at the peak, the largest first."""
     shown = report.contributors[:most]
@@ -210,6 +339,8 @@ def collectives_table(report: TargetReport) -> Table:
 def groups_text(row: CollectiveRow) -> str:
     """``4 groups of 8, inside hosts: [0 1 2 3 4 5 6 7] …``."""
     where = "across hosts" if row.crosses else "inside hosts"
+    if row.kind == SEND:
+        return f"{' to '.join(map(devices_text, row.groups))}, {where}"
     if not row.groups:
         return f"neighbours, {where}"
     count = f"{len(row.groups)} groups of {row.members}" if len(row.groups) > 1 else f"all {row.members}"
@@ -219,8 +350,10 @@ def groups_text(row: CollectiveRow) -> str:
 
 def tables(report: TargetReport, contributors: int = MOST_ROWS) -> tuple[Table, ...]:
     """All tables, in order; of the contributors so many rows."""
-    made = memory_table(report.memory), contributors_table(report, contributors)
-    return (*made, collectives_table(report)) if report.collectives else made
+    made = [memory_table(report.memory), contributors_table(report, contributors)]
+    if len(report.blocks) > 1:
+        made = [devices_table(report), blocks_table(report), *made]
+    return (*made, collectives_table(report)) if report.collectives else tuple(made)
 
 
 def as_text(report: TargetReport, width: int = 140) -> str:

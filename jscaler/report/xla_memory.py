@@ -8,22 +8,27 @@ of backward ops the gradients of parameters are gradients, and all else (cotange
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from jscaler.estimate.memory import MEMORY_KINDS, Memory, MemoryKind
+from jscaler.estimate.live import HeldKind, LiveTensors
+from jscaler.estimate.memory import MEMORY_KINDS, Memory, MemoryKind, arguments_on, run_name
+from jscaler.estimate.waiting import Held, Waiting
 from jscaler.ir import Op, PTensor
-from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
+from jscaler.lower.alike import own_names
 from jscaler.lower.scopes import adapter_scope, op_scope
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.buffers import Allocation, BufferValue, Dump, fullest, twins
 from jscaler.report.hlo_scopes import Scopes
+from jscaler.xla_model.to_block import nbytes
 
-_ARGUMENTS: dict[str, MemoryKind] = {"parameter": "parameters", "optimizer": "optimizer"}
+_KINDS: dict[HeldKind, MemoryKind] = {
+    "parameter": "parameters", "optimizer": "optimizer", "input": "inputs",
+    "gradient": "gradients", "activation": "activations", "temporary": "temporaries",
+}  # fmt: skip
 IDLE = "reserved, not in use at the peak"
 _FOLDED = re.compile(r"(?<=[_/.])\d+(?=/|@|$|\.)")  # layer numbers
 _LEAF = re.compile(r"leaves\[(\d+)\]")
@@ -47,73 +52,125 @@ class Contributor:
     nbytes: int
 
 
-def compiled_memory(step: StepPlan, dump: Dump, capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
-    """The memory of one device, and what takes it up, the largest first.
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of each of ``devices``, and what takes it up at its worst moment, the largest first.
+
+    Attributes:
+        block: the number of the block that runs then; ``at`` says which it is, where there are several.
+    """
+
+    devices: tuple[int, ...]
+    memory: Memory
+    contributors: tuple[Contributor, ...]
+    block: int = 0
+    at: str = ""
+
+
+def compiled_memory(
+    step: StepPlan, dumps: Sequence[Dump], named: Sequence[int], donate: Sequence[int], capacity: int
+) -> tuple[DeviceMemory, ...]:
+    """The memory of all sets of devices that hold alike.
+
+    Over the instructions of a step on several groups: its arguments, what waits in slots, and what XLA allocates beside
+    for the block that runs.
 
     Args:
         step: the plan that was compiled.
-        dump: what XLA wrote about the program.
+        dumps: what XLA wrote about each block.
+        named: the number of the block of the same program whose names stand there.
+        donate: the step's inputs whose buffers it may reuse.
         capacity: bytes of a device.
     """
-    found: dict[tuple[MemoryKind, str, str, str], list[tuple[str, int]]] = {}
-    totals = dict.fromkeys(MEMORY_KINDS, 0)
-    for kind, op, source, shape, nbytes in _held(_Owners(step, dump), dump):
-        found.setdefault((kind, _FOLDED.sub("*", op), source, shape), []).append((op, nbytes))
-        totals[kind] += nbytes
-    contributors = []
-    for (kind, folded, source, shape), ones in found.items():
-        names = {op for op, _ in ones}
-        name = folded if len(names) > 1 else names.pop()
-        contributors.append(Contributor(kind, name, source, shape, len(ones), sum(nbytes for _, nbytes in ones)))
-    memory = Memory(**totals, capacity=capacity)
-    assert memory.peak == dump.peak, "what is held is not what XLA allocates"
-    return memory, tuple(sorted(contributors, key=lambda c: -c.nbytes))
+    if len(dumps) == 1:
+        (dump,) = dumps
+        memory, contributors = _added_up(_held(_Owners(step, 0, 0, dump), dump), capacity)
+        assert memory.peak == dump.peak, "what is held is not what XLA allocates"
+        return (DeviceMemory(step.blocks[0].group.devices, memory, contributors),)
+    names = LiveTensors(step.graph)
+    waiting = Waiting(step, names, frozenset(donate))
+    needs = [dump.peak - dump.size("argument") for dump in dumps]
+    found = []
+    for run in waiting.worst(needs).values():
+        owners = _Owners(step, run.block, named[run.block], dumps[run.block])
+        rows = [owners.waits(held) for held in waiting.at(run)]
+        rows += _beside_arguments(owners, dumps[run.block])
+        held = sum(run.waiting.values()) + needs[run.block]
+        assert sum(row[-1] for row in rows) == held, "what is held is not what waits, and what XLA allocates"
+        memory, contributors = _added_up([*_arguments(step, names, run.devices[0]), *rows], capacity)
+        found.append(DeviceMemory(run.devices, memory, contributors, run.block, run_name(step, run)))
+    return tuple(found)
 
 
 Row = tuple[MemoryKind, str, str, str, int]
 
 
+def _added_up(rows: Iterable[Row], capacity: int) -> tuple[Memory, tuple[Contributor, ...]]:
+    """Rows of like ops together."""
+    found: dict[tuple[MemoryKind, str, str, str], list[tuple[str, int]]] = {}
+    totals = dict.fromkeys(MEMORY_KINDS, 0)
+    for kind, op, source, shape, size in rows:
+        found.setdefault((kind, _FOLDED.sub("*", op), source, shape), []).append((op, size))
+        totals[kind] += size
+    contributors = []
+    for (kind, folded, source, shape), ones in found.items():
+        names = {op for op, _ in ones}
+        name = folded if len(names) > 1 else names.pop()
+        contributors.append(Contributor(kind, name, source, shape, len(ones), sum(size for _, size in ones)))
+    return Memory(**totals, capacity=capacity), tuple(sorted(contributors, key=lambda c: -c.nbytes))
+
+
 def _held(owners: "_Owners", dump: Dump) -> Iterator[Row]:
+    """All that the only block of a step holds."""
     for allocation in dump.allocations:
         if allocation.kind == "argument":
             yield (*owners.argument(allocation), allocation.size)
         elif allocation.kind == "temporary":
-            used = 0
-            for held in fullest(allocation):
-                used += held.nbytes
-                yield (*owners.owner(allocation, held.value), held.value.shape, held.nbytes)
-            yield "temporaries", IDLE, "", "", allocation.size - used
+            yield from _in_use(owners, allocation)
         else:
             kind: MemoryKind = "outputs" if allocation.kind == "output" else "inputs"
             shape = allocation.values[0].shape if allocation.values else ""
             yield kind, f"{allocation.kind}s", "", shape, allocation.size
 
 
+def _beside_arguments(owners: "_Owners", dump: Dump) -> Iterator[Row]:
+    """What one of several blocks holds beside what it was given: its results are others' activations, or gradients."""
+    for allocation in dump.allocations:
+        if allocation.kind in ("temporary", "output"):
+            yield from _in_use(owners, allocation)
+        elif allocation.kind == "constant":
+            yield "inputs", "constants", "", "", allocation.size
+
+
+def _in_use(owners: "_Owners", allocation: Allocation) -> Iterator[Row]:
+    """What lies in an allocation when most of it is in use."""
+    used = 0
+    for held in fullest(allocation):
+        used += held.nbytes
+        yield (*owners.owner(allocation, held.value), held.value.shape, held.nbytes)
+    yield "temporaries", IDLE, "", "", allocation.size - used
+
+
+def _arguments(step: StepPlan, names: LiveTensors, device: int) -> Iterator[Row]:
+    """The step's arguments and constants on a device."""
+    for tensor, var in arguments_on(step, device).items():
+        shape = hlo_shape(var.aval.shape, var.aval.dtype)  # type: ignore[attr-defined]
+        yield _KINDS[names.kinds[tensor]], tensor.name, "", shape, nbytes(var)
+
+
 class _Owners:
     """To which op or tensor of the step the values of its program belong."""
 
-    def __init__(self, step: StepPlan, dump: Dump):
-        self.step = step
+    def __init__(self, step: StepPlan, number: int, named: int, dump: Dump):
+        self.step, self.block = step, step.blocks[number]
         self.graph = step.graph
-        self.ops = {op_scope(op): op for op in step.graph.ops}
+        self.kinds = LiveTensors(step.graph).kinds
+        paths, tensors = own_names(self.block, step.blocks[named]) if named != number else ({}, {})
+        self.ops = {op_scope(op): self.graph[paths.get(op.path, op.path)] for op in step.graph.ops}
         moved = [task for one in step.segments for task in (*one.program.adapters, *one.program.halos)]
-        self.moved = {adapter_scope(task.tensor): task.tensor for task in moved}
+        self.moved = {adapter_scope(t.tensor): tensors.get(t.tensor, t.tensor) for t in moved}
         self.scopes = Scopes(dump.text, [*self.ops, *self.moved])
         self.stacks = self._stacks()
-
-    @cached_property
-    def kinds(self) -> Mapping[PTensor, str]:
-        """The kinds of tensors; what a loop stacks up, or a join adds up, to a gradient is one, too."""
-        kinds = tensor_kinds(self.graph)
-
-        def sources(tensor: PTensor) -> list[PTensor]:
-            maker = self.graph.producer.get(tensor)
-            parts = maker.inputs if maker is not None and "@join" in maker.path else ()
-            linked = (other for other, _ in self.graph.linked.get(tensor, ()))
-            return [t for t in (*parts, *linked) if t not in kinds]
-
-        gradients = closure((t for t, kind in kinds.items() if kind == "gradient"), sources)
-        return {**kinds, **dict.fromkeys(gradients, "gradient")}
 
     def _stacks(self) -> dict[str, list[tuple[PTensor, PTensor]]]:
         """Local shape -> what loops stack up in arrays of this shape, and the slices of it."""
@@ -129,9 +186,15 @@ class _Owners:
         assert allocation.parameter is not None
         leaf = _LEAF.search(self.scopes.parameters[allocation.parameter])
         assert leaf is not None, self.scopes.parameters[allocation.parameter]
-        tensor = self.graph.inputs[int(leaf[1])]
+        tensor = self.block.takes[int(leaf[1])]
         shape = hlo_shape(self.step.completed.inputs[tensor].local_shape, tensor.dtype)
-        return _ARGUMENTS.get(self.kinds[tensor], "inputs"), tensor.name, "", shape
+        return _KINDS[self.kinds[tensor]], tensor.name, "", shape
+
+    def waits(self, held: Held) -> Row:
+        """What lies in a slot."""
+        maker = self._maker(held.tensor) if held.tensor is not None else None
+        shape = hlo_shape(held.local.shape, held.local.dtype)
+        return _KINDS[held.what.kind], held.what.name, maker.source if maker is not None else "", shape, held.what.nbytes
 
     def owner(self, allocation: Allocation, value: BufferValue) -> tuple[MemoryKind, str, str]:
         """Kind, name and source of a value among the temporaries."""

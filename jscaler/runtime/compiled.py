@@ -126,6 +126,7 @@ class Compiled(Inspectable):
 
     def __post_init__(self) -> None:
         made = self.lowered.executable
+        made.steps  # noqa: B018  (what runs between blocks is compiled now, not in the first step)
         object.__setattr__(
             self,
             "known",

@@ -14,10 +14,16 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import DeviceError
-from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
-from jscaler.report.buffers import dump_options, read_dump
-from jscaler.report.target_report import TargetReport, collective_rows, xla_bytes
+from jscaler.report.buffers import Dump, dump_options, read_dump
+from jscaler.report.target_report import (
+    CompiledBlock,
+    TargetReport,
+    collective_rows,
+    send_rows,
+    together,
+    xla_bytes,
+)  # fmt: skip
 from jscaler.report.targets import described_devices, device_kind
 from jscaler.report.xla_memory import compiled_memory
 from jscaler.runtime.executable import executable, lowered
@@ -83,29 +89,54 @@ def compile_for(
             f"the plan '{step.name}' is for {step.plan.num_devices} devices and the target '{cluster.name}' has "
             f"{cluster.num_devices}; plan for {cluster.num_devices}: parallelize(..., devices={cluster.num_devices})"
         )
-    only(step.segments, "the report on a target")
     progress("describing the devices")
     devices = described_devices(cluster)
     started = time.perf_counter()
     progress("lowering to StableHLO")
-    (program,) = lowered(step, executable(step, devices, donated))
+    made = executable(step, devices, donated)
+    programs = lowered(step, made)
     before = time.perf_counter()
-    progress("compiling with XLA")
+    alike = blocks_alike(step, programs, cluster)
+    found: dict[int, tuple[Any, Dump]] = {}
+    for number in dict.fromkeys(alike):
+        name = f" {step.block_name(number)}, {len(found) + 1} of {len({*alike})}" if len(programs) > 1 else ""
+        progress(f"compiling{name} with XLA")
+        found[number] = _compiled(programs[number])
+    seconds = {"lower": before - started, "compile": time.perf_counter() - before}
+    progress("reading the buffer assignment")
+    compiled, dumps = zip(*(found[number] for number in alike), strict=True)
+    named = [made.blocks[number].named for number in alike]
+    memory = compiled_memory(step, dumps, named, made.ins.numbers(donated), cluster.memory)
+    blocks = tuple(_block(step, number, alike[number], one) for number, one in enumerate(compiled))
+    rows = [
+        row for one in blocks for row in collective_rows(one.as_text(), one.devices, cluster.devices_per_host, one.times)
+    ]
+    rows += send_rows(step, cluster.devices_per_host)
+    return TargetReport(step, cluster, memory, together(rows), blocks, seconds)
+
+
+def blocks_alike(step: StepPlan, programs: Sequence[Any], cluster: Cluster) -> list[int]:
+    """For each block the first of the same text whose devices lie on the hosts in the same way."""
+    first: dict[Any, int] = {}
+    found = []
+    for number, (block, program) in enumerate(zip(step.blocks, programs, strict=True)):
+        hosts = [d // cluster.devices_per_host for d in block.group.devices]
+        known = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
+        found.append(first.setdefault((program.as_text(), tuple(known[host] for host in hosts)), number))
+    return found
+
+
+def _compiled(program: Any) -> tuple[Any, Dump]:
+    """XLA's executable of a program, and its account of the memory."""
     with tempfile.TemporaryDirectory(prefix="jscaler-") as folder:
         with without_cache():
             compiled = program.compile({**WITHOUT_GPU, **dump_options(Path(folder))})
-        seconds = {"lower": before - started, "compile": time.perf_counter() - before}
-        progress("reading the buffer assignment")
-        dump = read_dump(Path(folder))
-    memory, contributors = compiled_memory(step, dump, cluster.memory)
-    return TargetReport(
-        step,
-        cluster,
-        memory,
-        contributors,
-        collective_rows(compiled.as_text(), step.program.group.devices, cluster.devices_per_host),
-        xla_bytes(compiled.memory_analysis()),
-        float((compiled.cost_analysis() or {}).get("flops", 0.0)),
-        seconds,
-        compiled,
+        return compiled, read_dump(Path(folder))
+
+
+def _block(step: StepPlan, number: int, alike: int, compiled: Any) -> CompiledBlock:
+    flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+    xla = xla_bytes(compiled.memory_analysis())
+    return CompiledBlock(
+        step.block_name(number), step.blocks[number].group.devices, step.runs_of(number), xla, flops, alike, compiled
     )

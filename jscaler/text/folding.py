@@ -64,4 +64,4 @@ def braced(names: Sequence[str]) -> str:
 
 def _words(name: str) -> list[str]:
     """Words at even places, what stands between them at odd ones; braces are part of words."""
-    return re.split(r"([/()@: ]+)", name)
+    return re.split(r"([/()@:\[\] ]+)", name)

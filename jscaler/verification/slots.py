@@ -16,10 +16,10 @@ from typing import NoReturn
 
 from jscaler.errors import VerificationError
 from jscaler.lower.blocks import CarriedValue
+from jscaler.lower.donation import donated_imports
 from jscaler.lower.instructions import Gather, Instruction, Run, Send
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
-from jscaler.runtime.executable import donated_imports
 
 
 @dataclass(frozen=True)

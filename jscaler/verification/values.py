@@ -113,7 +113,7 @@ class Values:
         how = (self._depth, eqn.params["length"], eqn.params["reverse"])
         first, last = len(parts.consts), len(parts.consts) + len(parts.inits)
         consts, inits = [*map(self._constant, parts.body_consts), *args[:first]], args[first:last]
-        slices = [self._number(("slice", how, stack)) for stack in args[last:]]
+        slices = [self._slice(how, stack) for stack in args[last:]]
         symbols = [self._number(("carry", how, init)) for init in inits]
         for _ in range(self._rounds):
             results = self._run(parts.body, [*consts, *symbols, *slices])
@@ -126,6 +126,13 @@ class Values:
         self._depth -= 1
         finals = [self._number(("final", symbol)) for symbol in symbols]
         return [*finals, *(self._number(("stack", how, piece)) for piece in results[len(inits) :])]
+
+    def _slice(self, how: Any, stack: int) -> int:
+        """What an iteration takes of a stack; a cast of it is the slice of a stack that was cast whole."""
+        key = ("slice", how, (stack,))
+        number = self._number((key, 0))
+        self._moved[number] = (*key, {0})
+        return number
 
     def _cast(self, params: Any, arg: int) -> int:
         """The number of a cast. What only moves elements may be cast before or after: before is the form compared."""

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from jscaler.materialize import find_adapter, parse_layout
-from jscaler.report.step_text import describe, devices_text, groups_of, groups_text, layout_text
+from jscaler.report.step_text import describe, groups_of, groups_text, layout_text
+from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_seconds
 
 

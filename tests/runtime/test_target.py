@@ -12,7 +12,9 @@ from report.stand_in import LAYERS, WIDTH, arguments, on_cpu, step
 import jscaler
 from jscaler.clusters import find_cluster
 from jscaler.errors import DeviceError, UnknownNameError
+from jscaler.plans import data_parallel, pipeline
 from jscaler.report.target_report import TargetReport
+from jscaler.runtime.target import blocks_alike
 
 
 def compiled(target: Any, devices: int | None = None) -> TargetReport:
@@ -76,6 +78,14 @@ def test_jax_s_compilation_cache_is_kept_out(monkeypatch: pytest.MonkeyPatch, tm
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_blocks_are_alike_if_their_devices_lie_on_the_hosts_alike() -> None:
+    policy = pipeline(LAYERS, 4, plan=data_parallel())
+    made = jscaler.parallelize(policy, devices=2 * LAYERS)(step).lower(*arguments())
+    pairs, across = (blocks_alike(made.plan, made.segments, find_cluster(f"{n}xV100-32GB")) for n in ("3x2", "2x3"))
+    assert len({*pairs}) < len({*across}), "the second of three stages has a device on each host"
+    assert all(first <= number for number, first in enumerate(across))
 
 
 @pytest.mark.aot

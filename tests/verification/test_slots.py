@@ -10,9 +10,9 @@ import pytest
 
 import jscaler
 from jscaler import VerificationError, plans
+from jscaler.lower.donation import donated_imports
 from jscaler.lower.instructions import Instruction, Run, Send
 from jscaler.lower.step_plan import StepPlan
-from jscaler.runtime.executable import donated_imports
 from jscaler.verification.slots import check_instructions
 
 
