@@ -25,6 +25,8 @@ def adapters_across_casts(program: FlatProgram) -> FlatProgram:
     """Every adapter on the narrow side of the casts next to it: fewer bytes travel."""
 
     def moved(level: Level) -> list[Item]:
+        if not any(isinstance(item, Exchange) for item in level.items):
+            return list(level.items)
         return _behind_narrow_inputs(_behind_narrowing(level.items, level.outputs))
 
     return each_level(program, moved)

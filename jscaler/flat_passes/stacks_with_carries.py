@@ -34,8 +34,8 @@ def _with_fences(level: Level, occupied: Occupancy) -> list[Item]:
     start = 0  # behind the last loop
     for place, item in enumerate(level.items):
         if isinstance(item, FlatLoop):
-            highest = occupied.most(level.items[start:place]) if _may_be_early(item, saved) else 0
-            found += _fenced(item, made) if highest > occupied.most([item]) else [item]
+            early = _may_be_early(item, saved) and occupied.most(level.items[start:place]) > occupied.most([item])
+            found += _fenced(item, made) if early else [item]
             saved |= {stack for _, stack in item.ys}
             start = place + 1
         else:

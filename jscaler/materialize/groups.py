@@ -82,11 +82,11 @@ def on_one_group(plan: Plan) -> bool:
         frozenset(g.devices) for g in grids
     }
     for decision in (d for d in plan.decisions if isinstance(d, Assign)):
-        shape = tuple(a.parts for a in axes.get(decision.op, ()))
-        sets.add(frozenset(decision.devices))
-        if not math.prod(shape) == len(decision.places) == len(set(decision.devices)):
+        shape, devices = tuple(a.parts for a in axes.get(decision.op, ())), decision.devices
+        sets.add(frozenset(devices))
+        if len(sets) > 1 or not math.prod(shape) == len(devices) == len(set(devices)):
             return False
-        grids |= {PlacedGrid("", shape, decision.devices)} if not decision.any_order else set()
+        grids |= {PlacedGrid("", shape, devices)} if not decision.any_order else set()
     return len(sets) < 2 and (not sets or find_common_mesh(list(grids), tuple(sorted(next(iter(sets))))) is not None)
 
 

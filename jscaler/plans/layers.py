@@ -114,15 +114,15 @@ def _found(graph: Planner, ops: Sequence[Op]) -> list[Series]:
     return found
 
 
-def stacks_of(graph: Planner) -> set[str]:
-    """The outermost loops that take parameters apart."""
-    made = of_parameters(graph)
+def stacks_of(graph: Planner, given: Iterable[PTensor] = ()) -> set[str]:
+    """The outermost loops that take parameters apart; ``given`` are some that no gradient is taken of."""
+    made = of_parameters(graph, given)
     return {n for n, loop in graph.loops.items() if loop.parent is None and any(x.stack in made for x in loop.xs)}
 
 
-def of_parameters(graph: Planner) -> set[PTensor]:
+def of_parameters(graph: Planner, given: Iterable[PTensor] = ()) -> set[PTensor]:
     """Parameters, and what is made of them alone before a gradient is taken; of an evaluation the state that it follows."""
-    made = {t for t, kind in tensor_kinds(graph.graph).items() if kind == "parameter"}
+    made = {t for t, kind in tensor_kinds(graph.graph).items() if kind == "parameter"} | set(given)
     made.update(t for t in graph.inputs if not graph.calls and t.name in graph.stored)
     for op in graph.ops:
         large = [t for t in op.inputs if t.shape]

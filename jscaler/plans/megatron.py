@@ -45,6 +45,7 @@ def megatron(
     pp: int = 1,
     microbatches: int | None = None,
     schedule: str = "1f1b",
+    gather_once: bool = False,
 ) -> Callable[..., None]:
     """The batch over ``dp`` rows of the devices; heads, hidden units and vocabulary over their ``tp`` columns.
 
@@ -62,6 +63,7 @@ def megatron(
         columns: as for `tensor_parallel`.
         pp: how many stages, each on a grid of its own, see `pipeline`.
         microbatches, schedule: as for `pipeline`; needed where ``pp`` is more than 1.
+        gather_once: as for `zero3`, where ``zero`` is 3.
 
     Raises (when the plan is made):
         PlanError: dp × tp is not the number of devices, or there is no such stage of ZeRO.
@@ -80,7 +82,7 @@ def megatron(
         if zero:
             shard_parameters(graph, grid, stored=zero == 3, cuts=table)
             if zero > 1:
-                graph.accumulation(each_time=True)
+                graph.accumulation(each_time=True, gather_once=gather_once)
             table = without_followers(graph, table, stored=zero == 3)
         split(graph, grid, batch_factors(graph, batch, rows), table)
 
@@ -106,4 +108,5 @@ def megatron(
         return policy
     staged = pipeline(pp, microbatches, schedule, policy, batch=batch)
     staged.__name__ = "megatron"
+    staged.without_stages = megatron(dp and dp * pp, tp, sequence, vocab, zero, batch, columns, gather_once=gather_once)
     return staged

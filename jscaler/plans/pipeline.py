@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jscaler.clusters.device import DeviceKind, find_kind
 from jscaler.errors import PlanError, UnknownNameError, divisors
-from jscaler.ir import Nest, Op, PTensor
+from jscaler.ir import Body, Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.op import RANGES, range_mark
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import accumulate
+from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.plans.single import single
 from jscaler.primitives import SCHEDULES, Planner, Replicate, Split
@@ -79,7 +81,7 @@ def pipeline(
         if devices.size % stages:
             legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
-        found = find_stages(graph, stages, at, layers) if stages > 1 else {}
+        found = find_stages(graph, stages, at, layers, batch) if stages > 1 else {}
         if stages > 1 and not found:
             return  # it only follows state, and goes where that lies
 
@@ -91,13 +93,14 @@ def pipeline(
             here = {path: where for path, where in found.items() if path in graph.by_path}  # others were fused
             for stage, own in enumerate(grid):
                 graph.on_devices([path for path, where in here.items() if where == stage], own)
-            graph.on_stages(inner, _of_all(graph, here), grid)
-            _spread(graph, devices)
+            graph.on_stages(inner, _of_all(graph, here, batch), grid)
+            _spread(graph, devices, batch)
             graph.schedule(schedule)
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
     policy.__name__ = "pipeline"
+    policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
     return policy
 
 
@@ -110,12 +113,20 @@ class Unit:
     of: int = 1  # iterations that may lie apart
 
     @property
+    def key(self) -> tuple[int, int]:
+        return id(self.item), self.iteration
+
+    @property
     def ops(self) -> Iterator[Op]:
         return flat([self.item])
 
 
 def find_stages(
-    graph: Planner, stages: int, at: Sequence[str] | None = None, layers: Sequence[int] | None = None
+    graph: Planner,
+    stages: int,
+    at: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    batch: str = "batch",
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -125,36 +136,100 @@ def find_stages(
         UnknownNameError: no module is called so.
     """
     known = _known_everywhere(graph)
-    stacks = stacks_of(graph)
+    apart = known | _of_parameters(graph, batch)  # what is made of these stands in no stage's way, wherever it is written
+    stacks = stacks_of(graph, _leaves_of_a_forward(graph, batch))
     units: list[Unit] = []
     for item in graph.tree:
-        if next(flat([item])).kind == "forward" and not set(made_by(item)) <= known:
+        if next(flat([item])).kind == "forward" and not set(made_by(item)) <= apart:
             count = item.loop.length if isinstance(item, Nest) and item.loop.name in stacks else 1
             units += [Unit(item, i, count) for i in range(count)]
     if graph.stored and not graph.calls and not units:
         return {}
-    if layers is not None:
-        cuts = _between_layers(units, layers, stages, at)
-    else:
-        cuts = _named(units, at, stages) if at is not None else _balanced(graph, units, stages, known)
-    stage_of_unit = [sum(i >= cut for cut in cuts) for i in range(len(units))]
-    found: dict[str, int] = {}
+
+    def stages_of(chain: Sequence[Unit]) -> list[int]:
+        if layers is not None:
+            cuts = _between_layers(chain, layers, stages, at)
+        else:
+            cuts = _named(chain, at, stages) if at is not None else _balanced(graph, chain, stages, known)
+        return [sum(i >= cut for cut in cuts) for i in range(len(chain))]
+
+    try:
+        stage_of = {unit.key: s for own in _chains(graph, units) for unit, s in zip(own, stages_of(own), strict=True)}
+    except PlanError:  # one of them is too short
+        stage_of = dict(zip((unit.key for unit in units), stages_of(units), strict=True))
+    stage_of_unit = [stage_of[unit.key] for unit in units]
+    staged: list[tuple[Item, dict[int, int]]] = []
     for item, own in itertools.groupby(zip(units, stage_of_unit, strict=True), key=lambda pair: pair[0].item):
-        sizes = {stage: len(list(pairs)) for stage, pairs in itertools.groupby(own, key=lambda pair: pair[1])}
-        found.update(_staged(graph, item, sizes))
-    return found
+        staged.append((item, {s: len(list(pairs)) for s, pairs in itertools.groupby(own, key=lambda pair: pair[1])}))
+    mixed = _cut_in_several_ways(staged)
+    found: dict[str, int] = {}
+    for item, sizes in staged:
+        found.update(_staged(graph, item, sizes, mixed))
+    return _with_makers(graph, found, batch)
 
 
-def _staged(graph: Planner, item: Item, sizes: Mapping[int, int]) -> dict[str, int]:
+def _chains(graph: Planner, units: Sequence[Unit]) -> list[list[Unit]]:
+    """The rows of units that are cut into stages: of gradients that do not wait for each other, each has its own.
+
+    They are taken in one loop over micro-batches. One that needs another (of parameters which that has changed) stands
+    behind it in one row, since only one loop may lie in several stages.
+    """
+    found: dict[int | None, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(_call(unit.item), []).append(unit)
+    if len(found) < 2:
+        return [list(units)]
+    readers: dict[PTensor, list[Item]] = {}
+    for item in graph.tree:
+        for tensor in reads_of(item):
+            readers.setdefault(tensor, []).append(item)
+    for call in found:
+        own = [item for item in graph.tree if _call(item) == call]
+        behind = closure(own, lambda item: [reader for t in made_by(item) for reader in readers.get(t, ())])
+        if any(_call(item) in found.keys() - {call} for item in behind):
+            return [list(units)]
+    return list(found.values())
+
+
+def _call(item: Item) -> int | None:
+    """The gradient that an item is of."""
+    return next(flat([item])).call
+
+
+def _cut_in_several_ways(staged: Sequence[tuple[Item, Mapping[int, int]]]) -> set[PTensor]:
+    """Stacks whose layers lie in other stages for one loop than for another: no one array can lie so."""
+    ways: dict[PTensor, set[tuple[tuple[int, int], ...]]] = {}
+    for item, sizes in staged:
+        for x in item.loop.xs if isinstance(item, Nest) else ():
+            ways.setdefault(x.stack, set()).add(tuple(sizes.items()))
+    return {stack for stack, found in ways.items() if len(found) > 1}
+
+
+def _staged(graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor]) -> dict[str, int]:
     """The stage of each op of an item, so many of whose iterations lie in each; of a loop in several, of its ranges."""
     paths = [op.path for op in flat([item])]
     if len(sizes) == 1:
         return dict.fromkeys(paths, next(iter(sizes)))
     assert isinstance(item, Nest)
     in_order = list(sizes.items())[:: -1 if item.loop.reverse else 1]
-    graph.ranges(item.loop.name, [size for _, size in in_order], apart=len(set(sizes.values())) == 1)
+    apart = len(set(sizes.values())) == 1 and mixed.isdisjoint(x.stack for x in item.loop.xs)
+    graph.ranges(item.loop.name, [size for _, size in in_order], apart=apart)
     bounds = itertools.pairwise(itertools.accumulate((size for _, size in in_order), initial=0))
     return {path + range_mark(own): stage for (stage, _), own in zip(in_order, bounds, strict=True) for path in paths}
+
+
+def _with_makers(graph: Planner, found: Mapping[str, int], batch: str) -> dict[str, int]:
+    """``found``, and what is made of parameters alone (casts, ``stop_gradient``): it has the stage that reads it first."""
+    alone = _of_parameters(graph, batch)
+    taken_apart = set(_taken_apart(graph, batch))
+    stages = dict(found)
+    for op in reversed(graph.ops):
+        if op.kind == "forward" and op.path not in stages and op not in taken_apart and alone.issuperset(op.outputs):
+            read = {t for out in op.outputs for t in (out, *(other for other, _ in graph.linked.get(out, ())))}
+            readers = [reader for t in read for reader in graph.consumers.get(t, ()) if reader.kind == "forward"]
+            if readers and all(reader.path in stages for reader in readers):
+                stages[op.path] = min(stages[reader.path] for reader in readers)
+    return stages
 
 
 def _between_layers(units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None) -> list[int]:
@@ -201,7 +276,8 @@ def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTe
     """
     across = _across(graph, units, known)
     device = graph.device or find_kind(BALANCED_FOR)
-    of_item = {id(unit.item): _seconds(unit.item, device) for unit in units}
+    of_body: dict[Body, float] = {}
+    of_item = {id(unit.item): _seconds(unit.item, device, of_body) for unit in units}
     seconds = [of_item[id(unit.item)] / unit.of for unit in units]
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     nbytes = [sum(t.nbytes for t in tensors) for tensors in across]
@@ -295,7 +371,7 @@ def _known_everywhere(graph: Planner) -> set[PTensor]:
     known = {t for t in graph.inputs if t not in trained} | {t for t, _ in graph.constants}
     for item in graph.tree:
         if all(t in known for t in reads_of(item) if t not in set(made_by(item))) and not _is_heavy(item):
-            known.update(made_by(item))
+            known.update(t for t in made_by(item) if t not in trained)
     return known
 
 
@@ -303,21 +379,26 @@ def _is_heavy(item: Item) -> bool:
     return isinstance(item, Nest) or (item.backward is not None) or bool(work_of(item.body.jaxpr).flops if item.body else 0)
 
 
-def _seconds(item: Item, device: DeviceKind) -> float:
-    """Of all iterations of a loop."""
+def _seconds(item: Item, device: DeviceKind, known: dict[Body, float]) -> float:
+    """Of all iterations of a loop; equal layers' bodies are the same."""
     if isinstance(item, Nest):
-        return item.loop.length * sum(_seconds(one, device) for one in item.items)
-    return work_of(item.body.jaxpr).seconds(device) if item.body is not None else 0.0
+        return item.loop.length * sum(_seconds(one, device, known) for one in item.items)
+    if item.body is None:
+        return 0.0
+    if item.body not in known:
+        known[item.body] = work_of(item.body.jaxpr).seconds(device)
+    return known[item.body]
 
 
-def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
+def _of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> dict[str, int]:
     """The stage of every input and update too: of the first forward op that a leaf reaches; of an update that of the
-    largest tensor it reads, or else of who reads what it makes; of the optimizer's state that of its readers.
+    largest tensor it reads, or else of who reads what it makes; of the optimizer's state that of its readers. A gradient
+    belongs to its parameter's stage, though another has made a part of it.
 
     What is made of the batch, keys and literals alone has none: the stage that reads it makes it. Nor have stacks of
     parameters that lie on all devices, and their updates.
     """
-    apart = {t for op in _taken_apart(graph) for t in op.inputs}
+    apart = {t for op in _taken_apart(graph, batch) for t in op.inputs}
     of_tensor: dict[PTensor, int] = {}
     everywhere = set(apart)
 
@@ -334,6 +415,7 @@ def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
         elif stages:
             of_tensor[leaf] = min(stages)
     of_op: dict[str, int] = {}
+    parameter = {g: p for call in graph.calls for p, g in zip(call.wrt, call.gradients, strict=True)}
     for op in graph.ops:
         source = op.forward.path if op.forward is not None else op.path
         if source not in stage_of and not everywhere.isdisjoint(op.inputs):
@@ -344,7 +426,7 @@ def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
         if stage is not None:
             of_op[op.path] = stage
             made = (*op.outputs, *(graph.loops[op.loop].results if op.loop is not None else ()))
-            of_tensor.update(dict.fromkeys(made, of_op[op.path]))
+            of_tensor.update({t: of_tensor.get(parameter.get(t, t), stage) for t in made})
     for op in reversed(graph.ops):
         readers = [of_op[r.path] for t in op.outputs for r in graph.consumers.get(t, ()) if r.path in of_op]
         if op.kind == "update" and op.path not in of_op and readers:
@@ -356,20 +438,32 @@ def _of_all(graph: Planner, stage_of: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _spread(graph: Planner, devices: np.ndarray) -> None:
+def _spread(graph: Planner, devices: np.ndarray, batch: str) -> None:
     """Lay stacks of parameters whose ranges lie in several stages in parts on all devices."""
-    for op in _taken_apart(graph):
-        sizes = {f.name: f.size for f in graph.rule(op).factors.values() if f.kind == "parallel"}
-        parts = {name: math.gcd(size, devices.size) for name, size in sizes.items()}
-        best = max(parts, key=lambda name: parts[name], default=None)
-        if best is not None and parts[best] > 1:
-            over, copies = parts[best], devices.size // parts[best]
-            graph.op_assign(graph.op_trans(op, Split(best, over), *([Replicate(copies)] if copies > 1 else [])), devices)
-        else:
-            graph.op_assign(op, devices)
+    for op in _taken_apart(graph, batch):
+        left, splits = devices.size, list[Split]()
+        parallel = [f for f in graph.rule(op).factors.values() if f.kind == "parallel"]
+        for factor in sorted(parallel, key=lambda f: -math.gcd(f.size, devices.size)):
+            if (parts := math.gcd(factor.size, left)) > 1:
+                splits.append(Split(factor.name, parts))
+                left //= parts
+        copies = [Replicate(left)] if left > 1 else []
+        graph.op_assign(graph.op_trans(op, *splits, *copies) if splits else op, devices)
 
 
-def _taken_apart(graph: Planner) -> list[Op]:
+def _taken_apart(graph: Planner, batch: str) -> list[Op]:
     """The ops that take stacks of parameters apart into the ranges of stages."""
-    made = of_parameters(graph)
+    made = _of_parameters(graph, batch)
     return [op for op in graph.ops if RANGES in op.path and op.inputs and op.inputs[0] in made]
+
+
+def _of_parameters(graph: Planner, batch: str) -> set[PTensor]:
+    return of_parameters(graph, _leaves_of_a_forward(graph, batch))
+
+
+def _leaves_of_a_forward(graph: Planner, batch: str) -> list[PTensor]:
+    """The parameters of a module's forward, of which no gradient is taken: its floating inputs, but for the batch."""
+    if graph.calls or graph.stored:
+        return []
+    rows = set(graph.select_inputs(batch))
+    return [t for t in graph.inputs if t.shape and t not in rows and jnp.issubdtype(t.dtype, jnp.floating)]

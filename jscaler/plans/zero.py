@@ -40,16 +40,19 @@ def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
     return _zero("zero1", batch, reduce_dtype, stored=False)
 
 
-def zero3(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
+def zero3(batch: str = "batch", reduce_dtype: Any = None, gather_once: bool = False) -> Callable[..., None]:
     """`zero1`, with the parameters themselves split too: fully sharded data parallelism.
 
-    Arguments and errors are those of `data_parallel`.
+    Args:
+        batch, reduce_dtype: as for `data_parallel`; so are the errors.
+        gather_once: over micro-batches, whether parameters are put together once a step and whole until its last backward,
+            not in every forward and backward: less is sent, and more held; gradients and state lie in parts as before.
 
     Example:
         >>> @jscaler.parallelize(plans.zero3(), devices=8, donate_argnames="state")
         ... def train_step(state, batch): ...
     """
-    return _zero("zero3", batch, reduce_dtype, stored=True)
+    return _zero("zero3", batch, reduce_dtype, stored=True, gather_once=gather_once)
 
 
 def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
@@ -66,14 +69,14 @@ def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
     return _zero("zero2", batch, reduce_dtype, stored=False)
 
 
-def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool) -> Callable[..., None]:
+def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool, gather_once: bool = False) -> Callable[..., None]:
     def policy(graph: Planner, devices: np.ndarray) -> None:
         table = batch_factors(graph, batch, devices.size)
         if reduce_dtype is not None:
             graph.reduce_dtype(reduce_dtype)
         shard_parameters(graph, devices, stored)
         if name != "zero1":
-            graph.accumulation(each_time=True)
+            graph.accumulation(each_time=True, gather_once=gather_once)
         split(graph, devices, table)
 
     policy.__name__ = name

@@ -46,7 +46,7 @@ def with_leaf_parts(graph: Graph, leaves: Sequence[str], sizes: Sequence[int], b
         if not tensor.shape or tensor.shape[0] != sum(sizes) or min(sizes) < 1:
             raise PlanError(
                 f"'{tensor.name}' is {list(tensor.shape)} and cannot lie in parts of {list(sizes)} layers, "
-                f"{sum(sizes)} in all, along its dim 0"
+                f"{sum(sizes)} in all, along its dim 0; give sizes of one or more that add up to it"
             )
     return _Parts(graph, tuple(sizes), bodies, leaves=tensors).graph_in_parts()
 
@@ -95,7 +95,7 @@ class _Parts:
         if tensor in self.forms or tensor in self.taken:
             return
         maker = self.graph.producer.get(tensor)
-        is_state = tensor in self.version or tensor in self.partners
+        is_state = tensor in self.version or tensor in self.partners or tensor in self.graph.inputs
         if is_state and (maker is None or maker.kind == "backward"):
             self._lies(tensor, form)
         elif maker is None or self._cell(maker, tensor, form) is None:
@@ -139,13 +139,13 @@ class _Parts:
         found = cell_parts(op, name, self.sizes, self.book, self.bodies) if name is not None else None
         if found is None:
             return None
-        for t, own in [*zip(op.inputs, found.inputs, strict=True), *zip(op.outputs, found.outputs, strict=True)]:
+        ends = list(zip((*op.inputs, *op.outputs), (*found.inputs, *found.outputs), strict=True))
+        for t, own in ends:
             in_front = isinstance(own, Ranged) and own.dim == 0 and own.outer == 1
             joined = isinstance(own, Summed) and t in op.outputs
             if not (in_front or joined or own is None) or (t in self.forms and own != self.forms[t]):
                 return None
-        return found if any(t == tensor and own == form for t, own in zip((*op.inputs, *op.outputs),
-                            (*found.inputs, *found.outputs), strict=True)) else None  # fmt: skip
+        return found if (tensor, form) in ends else None
 
     # -- the graph
 

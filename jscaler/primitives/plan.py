@@ -123,13 +123,18 @@ class ReduceDtype:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How gradients add up over parts in time: in which dtype, and whether devices add theirs each time or once."""
+    """How gradients add up over parts in time: in which dtype, and whether devices add theirs each time or once.
+
+    And whether parameters that lie in parts are put together once for all of these.
+    """
 
     dtype: str | None = None
     each_time: bool = False
+    gather_once: bool = False
 
     def __str__(self) -> str:
-        return f"accumulate in {self.dtype or 'their own dtype'}, reduced {'each time' if self.each_time else 'once'}"
+        sums = f"accumulate in {self.dtype or 'their own dtype'}, reduced {'each time' if self.each_time else 'once'}"
+        return f"{sums}, parameters gathered once" if self.gather_once else sums
 
 
 @dataclass(frozen=True)

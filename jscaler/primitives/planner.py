@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.fuse import fuse
-from jscaler.capture.loop_ranges import with_ranges
 from jscaler.errors import PlanError, SplitError
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import TensorKind, tensor_kinds
@@ -19,7 +17,7 @@ from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate,
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.graph_view import GraphView
 from jscaler.primitives.grid import Grid, one_in_time
-from jscaler.primitives.leaf_parts import leaves_in, with_leaf_parts
+from jscaler.primitives.leaf_parts import leaves_in
 from jscaler.primitives.made_for import MadeFor
 from jscaler.primitives.per_microbatch import needing_the_whole, under
 from jscaler.primitives.plan import (
@@ -79,9 +77,8 @@ class Planner(GraphView):
         self._whole = num_devices  # devices that the running policy was given
         self._bodies = bodies if bodies is not None else BodyTable()
         self.graph = restructured(graph, stores, self._bodies)
-        self.stored = frozenset(
-            s.leaf for s in stores if isinstance(s, Store)
-        )  # inputs whose layout is given: that of a step that is followed
+        # inputs whose layout is given: that of a step that is followed
+        self.stored = frozenset(s.leaf for s in stores if isinstance(s, Store))
         self._decisions: list[Decision] = list(stores)
         self._grids: dict[str, Grid] = {}
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
@@ -265,9 +262,12 @@ class Planner(GraphView):
                 )
         paths.sort(key=lambda path: self.graph.ops.index(self.graph[path]))
         decision = Fuse(tuple(dict.fromkeys(paths)), name or (paths[-1] if paths else ""))
-        self.graph = fuse(self.graph, decision.ops, decision.path, self._bodies)
-        self._decisions.append(decision)
+        self._restructure(decision)
         return self.graph[decision.path]
+
+    def _restructure(self, decision: Decision) -> None:
+        self.graph = restructured(self.graph, [decision], self._bodies)
+        self._decisions.append(decision)
 
     def ranges(self, loop: str, sizes: Sequence[int], apart: bool = False) -> tuple[str, ...]:
         """Make of a loop over layers (``nn.scan``, ``lax.scan``) one for each range of them: what a stage takes.
@@ -301,12 +301,14 @@ class Planner(GraphView):
         sizes = tuple(sizes)
         if apart and len(sizes) > 1 and loop in self.graph.loops and sum(sizes) == self.graph.loops[loop].length:
             if len(set(sizes)) > 1:
-                raise PlanError(f"the loop '{loop}' is cut into {list(sizes)} layers: parts that lie apart are of one size")
+                legal = [n for n in range(1, sum(sizes) + 1) if sum(sizes) % n == 0]
+                raise PlanError(
+                    f"the loop '{loop}' has {sum(sizes)} layers and is cut into {list(sizes)}: parts that lie apart are of "
+                    f"one size; legal sizes: {', '.join(map(str, legal))}; or leave `apart` out"
+                )
             leaves = leaves_in(self.graph, [x.stack for x in self.graph.loops[loop].xs], sizes, self._bodies)
-            self.graph = with_leaf_parts(self.graph, leaves, sizes, self._bodies)
-            self._decisions.append(LeafParts(leaves, sizes))
-        self.graph = with_ranges(self.graph, loop, sizes, self._bodies)
-        self._decisions.append(LoopRanges(loop, sizes))
+            self._restructure(LeafParts(leaves, sizes))
+        self._restructure(LoopRanges(loop, sizes))
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return tuple(loop + range_mark(own) for own in bounds) if len(sizes) > 1 else (loop,)
 
@@ -332,16 +334,18 @@ class Planner(GraphView):
             stage_of: path of an op, or of an input -> its stage; other ops have none, and are left open.
             devices: stages × devices of each.
         """
-        first = len(self._decisions)
+        first, grids = len(self._decisions), dict(self._grids)
         self._whole = devices.shape[1]
         policy(self, np.arange(self._whole))
         self._whole = self.num_devices
         said = self._decisions[first:]
         open_ops = {d.op for d in said if isinstance(d, Assign) and d.op not in stage_of}
         self._grids = {path: grid for path, grid in self._grids.items() if path not in open_ops}
+        self._grids |= {path: grid for path, grid in grids.items() if path in open_ops}
         kept = [d for d in said if not (isinstance(d, Trans | Assign) and d.op in open_ops)]
         kept = [d for d in kept if not (isinstance(d, Shard | Store) and d.leaf not in stage_of)]
-        self._decisions[first:] = [_moved(decision, stage_of, devices) for decision in kept]
+        move = _Moved(stage_of, devices)
+        self._decisions[first:] = [move(decision) for decision in kept]
 
     def schedule(self, table: Table | str) -> None:
         """Say in which order device groups run the micro-batches of a loop whose ops lie on several.
@@ -370,20 +374,24 @@ class Planner(GraphView):
         """
         self._decisions.append(ReduceDtype(summing_dtype(dtype)))
 
-    def accumulation(self, *, dtype: Any = None, each_time: bool | None = None) -> None:
+    def accumulation(self, *, dtype: Any = None, each_time: bool | None = None, gather_once: bool | None = None) -> None:
         """Say how gradients add up over parts in time (micro-batches); a second call changes what it names.
 
         Args:
             dtype: of the sums, where gradients have fewer bits; by default the gradients' own.
             each_time: whether devices add theirs in every iteration, so that gradients of sharded parameters are held in
                 parts (ZeRO's second stage); by default once, behind the last.
+            gather_once: whether parameters that are stored in parts are put together once, in front of the first
+                micro-batch, and whole until the last is done; by default in every iteration, while they are used.
 
         Raises:
             PlanError: not a floating dtype.
         """
         before = next((d for d in reversed(self._decisions) if isinstance(d, Accumulation)), Accumulation())
         name = summing_dtype(dtype) if dtype is not None else before.dtype
-        self._decisions.append(Accumulation(name, before.each_time if each_time is None else each_time))
+        each_time = before.each_time if each_time is None else each_time
+        gather_once = before.gather_once if gather_once is None else gather_once
+        self._decisions.append(Accumulation(name, each_time, gather_once))
 
     def per_microbatch(self, selection: Any) -> None:
         """Let ops that need the whole batch (BatchNorm's statistics) run on each micro-batch alone.
@@ -516,13 +524,25 @@ def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(s for s in shape if s != 1)
 
 
-def _moved(decision: Decision, stage_of: Mapping[str, int], devices: np.ndarray) -> Decision:
-    """``decision`` for the devices of the stage that what it names is of."""
-    if isinstance(decision, Assign):
-        own = devices[stage_of[decision.op]]
-        places = tuple(dataclasses.replace(p, device=int(own[p.device])) for p in decision.places)
-        return dataclasses.replace(decision, places=places)
-    if isinstance(decision, Shard | Store):
-        own = devices[stage_of[decision.leaf]]
-        return dataclasses.replace(decision, devices=tuple(int(own[d]) for d in decision.devices))
-    return decision
+class _Moved:
+    """Decisions for the devices of the stage that what they name is of; equal places stay one object, which is looked at
+    once."""
+
+    def __init__(self, stage_of: Mapping[str, int], devices: np.ndarray):
+        self._stage_of, self._devices = stage_of, devices.tolist()
+        self._places: dict[tuple[int, int], tuple[tuple[Place, ...], tuple[Place, ...]]] = {}
+
+    def __call__(self, decision: Decision) -> Decision:
+        if isinstance(decision, Assign):
+            return dataclasses.replace(decision, places=self._moved(decision.places, self._stage_of[decision.op]))
+        if isinstance(decision, Shard | Store):
+            own = self._devices[self._stage_of[decision.leaf]]
+            return dataclasses.replace(decision, devices=tuple(own[d] for d in decision.devices))
+        return decision
+
+    def _moved(self, places: tuple[Place, ...], stage: int) -> tuple[Place, ...]:
+        key = id(places), stage
+        if key not in self._places:
+            own = self._devices[stage]
+            self._places[key] = places, tuple(dataclasses.replace(p, device=own[p.device]) for p in places)
+        return self._places[key][1]

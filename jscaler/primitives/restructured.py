@@ -8,15 +8,27 @@ from jscaler.capture.loop_ranges import with_ranges
 from jscaler.ir import Graph
 from jscaler.primitives.leaf_parts import with_leaf_parts
 from jscaler.primitives.plan import Decision, Fuse, LeafParts, LoopRanges
+from jscaler.rules.rule_book import RuleBook
 
 
 def restructured(graph: Graph, decisions: Iterable[Decision], bodies: BodyTable) -> Graph:
-    """``graph`` with the ops fused that ``decisions`` fuse, and loops and leaves in the ranges that they say."""
+    """``graph`` with the ops fused that ``decisions`` fuse, and loops and leaves in the ranges that they say.
+
+    What a policy has made of a graph is not made again where its plan is carried out.
+    """
     for decision in decisions:
-        if isinstance(decision, Fuse):
-            graph = fuse(graph, decision.ops, decision.path, bodies)
-        elif isinstance(decision, LoopRanges):
-            graph = with_ranges(graph, decision.loop, decision.sizes, bodies)
-        elif isinstance(decision, LeafParts):
-            graph = with_leaf_parts(graph, decision.leaves, decision.sizes, bodies)
+        if isinstance(decision, (Fuse, LoopRanges, LeafParts)):
+            assert isinstance(graph.rules, RuleBook)
+            key, memo = ("restructured", id(graph), decision), graph.rules.memo
+            if key not in memo:
+                memo[key] = graph, _carried_out(graph, decision, bodies)  # it is kept, so that none other has its identity
+            graph = memo[key][1]
     return graph
+
+
+def _carried_out(graph: Graph, decision: Fuse | LoopRanges | LeafParts, bodies: BodyTable) -> Graph:
+    if isinstance(decision, Fuse):
+        return fuse(graph, decision.ops, decision.path, bodies)
+    if isinstance(decision, LoopRanges):
+        return with_ranges(graph, decision.loop, decision.sizes, bodies)
+    return with_leaf_parts(graph, decision.leaves, decision.sizes, bodies)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.fetched_once import fetched_once
 from jscaler.capture.recompute import recompute
 from jscaler.capture.refetch import refetched
 from jscaler.capture.residuals import with_backward_bodies
@@ -93,9 +94,14 @@ def threaded_stacks(at: Planned) -> Planned:
 
 
 def refetched_parameters(at: Planned) -> Planned:
-    """Backward ops read stored parameters through a fence. Else the whole parameter would be kept from the forward."""
-    stored = made_of(at.graph, stored_leaves(at.graph, at.plan)).dims.keys()
-    return dataclasses.replace(at, graph=refetched(at.graph, stored, at.bodies))
+    """Backward ops read stored parameters through a fence. Else the whole parameter would be kept from the forward.
+
+    If the plan asks for it, loops over micro-batches read what is put together in front of them.
+    """
+    graph, leaves = at.graph, stored_leaves(at.graph, at.plan)
+    if at.plan.accumulation.gather_once:  # what is made of these then is no more made of stored parameters
+        graph = fetched_once(graph, made_of(graph, leaves).dims.keys(), at.bodies)
+    return dataclasses.replace(at, graph=refetched(graph, made_of(graph, leaves).dims.keys(), at.bodies))
 
 
 TO_SOURCE: tuple[Pass[Planned], ...] = (fused_ops, recompute_regions, per_microbatch_ops, backward_bodies)

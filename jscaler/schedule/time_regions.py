@@ -12,11 +12,14 @@ region: nothing that leaves it comes back.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
-from jscaler.ir.walk import Sets, in_order
+from jscaler.ir.walk import Sets, closure, in_order
 from jscaler.rules.part_forms import Form, OpPart, Sliced, Summed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class TimeRegions:
         closed: loops that do not run part by part as a whole.
         forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
         far: whether what one item makes goes whole to another, since they lie on different device groups.
+        spans: whether items lie on several device groups; regions that do are one, if they do not wait for each other.
     """
 
     graph: Graph
@@ -63,6 +67,7 @@ class TimeRegions:
     closed: Set[str] = frozenset()
     forms: dict[PTensor, Form] = field(default_factory=dict)
     far: Callable[[Item, Item], bool] = lambda item, other: False
+    spans: Callable[[Iterable[Item]], bool] = lambda items: False
 
     def __post_init__(self) -> None:
         self.planned = frozenset(self.parts)
@@ -82,7 +87,7 @@ class TimeRegions:
             maker.update(dict.fromkeys(made, len(nodes)))
             nodes.append(node)
         self._clones_late(nodes, maker)
-        return _sorted(nodes, _joined(nodes, maker), maker)
+        return _sorted(nodes, _joined(nodes, maker), maker, self.spans)
 
     def rewritten(self, items: Sequence[Item], place: str | None, write: WriteRegion) -> list[Item]:
         """``items`` of the loop ``place``, and what stands in their loops, with every region as ``write`` writes it."""
@@ -279,7 +284,7 @@ def _joined(nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> list[int]:
 
 
 def _sorted(
-    nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor, int]
+    nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor, int], spans: Callable[[Iterable[Item]], bool]
 ) -> list[tuple[Item, ...] | TimeRegion]:
     """Nodes in an order that respects data, every region's in one piece; early ones first."""
     group = [(node.depth, roots[i]) if node.in_time else (-1, i) for i, node in enumerate(nodes)]
@@ -290,6 +295,7 @@ def _sorted(
         name: {group[maker[t]] for i in own for t in reads_of(nodes[i].item) if t in maker} - {name}
         for name, own in members.items()
     }
+    _merge(members, before, lambda name: name[0] >= 0 and spans(nodes[i].item for i in members[name]))
     found: list[tuple[Item, ...] | TimeRegion] = []
     # a region stands where the last of its items stood: by then all that it reads is there, or can be
     for name in in_order(before, key=lambda name: members[name][-1]):
@@ -301,6 +307,23 @@ def _sorted(
         else:
             found.append(items)
     return found
+
+
+def _merge(members: dict[T, list[int]], before: dict[T, set[T]], spans: Callable[[T], bool]) -> None:
+    """Make one of groups of nodes that span devices and do not wait for each other: of two losses, say."""
+    first, *others = [name for name in members if spans(name)] or [None]
+    for name in others:
+        if first is None or name is None or _waits(first, name, before) or _waits(name, first, before):
+            continue
+        members[first] = sorted(members[first] + members.pop(name))
+        before[first] |= before.pop(name)
+        for sources in before.values():
+            sources.update([first] if name in sources else [])
+            sources.discard(name)
+
+
+def _waits(one: T, other: T, before: Mapping[T, Iterable[T]]) -> bool:
+    return other in closure([one], lambda name: before[name])
 
 
 def _region(items: tuple[Item, ...]) -> TimeRegion:

@@ -50,15 +50,11 @@ def _sums_alone(graph: Graph, axes: TimeAxes, book: RuleBook, bodies: BodyTable)
     """
     ops: list[Op] = []
     for op in graph.ops:
-        cuts = (
-            axes.cuts.get(op.path, {}).values() if op.forward is not None and op.forward.path not in axes.plan.alone else ()
-        )
-        factors = book.rule(op).factors if cuts else {}
-        blocked = tuple(
-            dict.fromkeys(c.factor for c in cuts if c.factor in factors and factors[c.factor].kind == "blocked")
-        )
-        held = blocked and all(factors[name].reopens for name in blocked)
-        ops += cut_op(op, blocked, book, bodies) if held else (op,)
+        summing = op.forward is not None and op.forward.path not in axes.plan.alone
+        along = {cut.factor for cut in axes.cuts.get(op.path, {}).values()} if summing else set()
+        held = [f for f in book.rule(op).factors.values() if f.name in along and f.kind == "blocked"] if along else []
+        opened = held and all(f.reopens for f in held)
+        ops += cut_op(op, tuple(f.name for f in held), book, bodies) if opened else (op,)
     return dataclasses.replace(graph, ops=tuple(ops)) if len(ops) > len(graph.ops) else graph
 
 

@@ -48,8 +48,13 @@ class AxisWriter(ABC):
             for tensor in (*loop.operands, *loop.returned):
                 self.read_by.setdefault(tensor, set()).add(loop.name)
         # micro-batches, outermost, go from group to group; a loop within lies on one
-        self._groups = devices_by_op(graph, axes.plan) if axes.names[0] != axis else {}
-        self.regions = TimeRegions(graph, self.planned(), self._follow, closed, far=self._far)
+        devices = devices_by_op(graph, axes.plan)
+        self._groups = devices if axes.names[0] != axis else {}
+
+        def spans(items: Iterable[Item]) -> bool:
+            return len({devices[op.path] for op in flat(items) if op.path in devices}) > 1
+
+        self.regions = TimeRegions(graph, self.planned(), self._follow, closed, far=self._far, spans=spans)
 
     def run(self) -> Graph:
         items = self.regions.rewritten(self.graph.tree, None, self.region)

@@ -35,7 +35,9 @@ def narrowed(items: Any) -> list[tuple[int, ...]]:
 
 
 def test_no_copy_of_all_layers_lies_in_fewer_bits() -> None:
-    flat = jscaler.parallelize("single", devices=1)(step).lower(MASTERS, X).plan.flat
+    lowered = jscaler.parallelize("single", devices=1)(step).lower(MASTERS, X)
+    jscaler.verify(lowered)  # a slice that is cast is the slice of the cast
+    flat = lowered.plan.flat
     assert MASTERS.shape not in narrowed(flat.items)
     loops = [item for item in flat.items if isinstance(item, FlatLoop)]
     assert len(loops) == 2

@@ -46,6 +46,15 @@ def test_grids_use_all_devices_and_none_is_split_that_there_is_not() -> None:
     assert not any("dp=1," in rung and "zero" in rung for rung in ladder(12))
 
 
+def test_stages_have_micro_batches_of_what_their_rows_have() -> None:
+    staged = [rung for rung in ladder(8, 16) if "pipeline" in rung or "pp=" in rung]
+    assert staged[:3] == [f"pipeline({p}, {m}, plan=data_parallel())" for p, m in ((2, 4), (4, 8), (8, 16))]
+    assert "megatron(dp=2, tp=2, pp=2, microbatches=8)" in staged
+    assert "pipeline(2, 8, plan=recompute_layers(megatron(dp=2, tp=2)))" in staged
+    assert not [rung for rung in ladder(8, 1) if "pipeline" in rung or "pp=" in rung]
+    assert not [rung for rung in ladder(1, 16) if "pipeline" in rung]
+
+
 def test_the_order_is_that_of_flops() -> None:
     job = Job("gpt", "nano", "single", 1, 2, dtype="f32", stacked=True)
     found = jscaler.fit(job.step.graph(*job.arguments()), "H100-80GB", every=True)

@@ -54,6 +54,7 @@ PARAMETERS = 8  # of the MLP; the loss is one all-reduce
         (zero2(), {"reduce_scatter": PARAMETERS}, {"all_gather": PARAMETERS, "all_reduce": 1}),
         # forward all parameters; backward again the kernels of all layers but the first
         (zero3(), {"reduce_scatter": PARAMETERS, "all_gather": PARAMETERS + 3}, {"all_reduce": 1}),
+        (zero3(gather_once=True), {"reduce_scatter": PARAMETERS}, {"all_gather": PARAMETERS, "all_reduce": 1}),
     ],
 )
 def test_what_is_sent_each_time_and_what_once(inner: Any, inside: dict[str, int], outside: dict[str, int]) -> None:
@@ -85,6 +86,17 @@ def test_of_a_stack_of_layers_a_slice_is_scattered_in_its_own_iteration() -> Non
     assert kinds(outer.tasks)["reduce_scatter"] == 3  # the tied table, the last norm
     # positions are looked up once, for all; the loss
     assert kinds(plan.program.tasks) == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+
+
+def test_a_stack_is_gathered_once_if_that_is_asked_for() -> None:
+    plan = planned(accumulate(2, zero3(gather_once=True)), again(), 4)
+    outer = loop_of(plan)
+    inner = [task for task in outer.tasks if isinstance(task, Repeat)]
+    assert all("all_gather" not in kinds(tasks) for tasks in (outer.tasks, *(loop.tasks for loop in inner)))
+    assert kinds(inner[-1].tasks)["reduce_scatter"] == 16
+    assert kinds(plan.program.tasks)["all_gather"] == 16 + 3 + 1  # layers; the tied table and the last norm; positions
+    stored = [t for t in plan.graph.inputs if t.name.startswith("state/params") and "kernel" in t.name]
+    assert all(any(plan.completed.inputs[t].cuts) for t in stored)
 
 
 def test_casts_are_gathered_in_few_bits_inside_of_the_loop() -> None:
@@ -123,6 +135,7 @@ def test_parts_of_a_backward_fetch_again() -> None:
             (accumulate(3, zero2()), mlp),
             (accumulate(2, megatron(dp=2, tp=2, columns=COLUMNS, zero=2)), mlp),
             (accumulate(2, zero3()), layers),
+            (accumulate(2, zero3(gather_once=True)), again),
             (accumulate(2, megatron(dp=2, tp=2, zero=3)), again),
         ]
     ),

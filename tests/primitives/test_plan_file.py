@@ -127,7 +127,7 @@ strategies: dict[type, st.SearchStrategy[Any]] = {
     Shard: st.builds(Shard, names, counts, counts, st.lists(counts).map(tuple), st.booleans()),
     Fuse: st.builds(Fuse, st.lists(names).map(tuple), names),
     Recompute: st.builds(Recompute, st.lists(names).map(tuple), st.lists(names).map(tuple)),
-    Accumulation: st.builds(Accumulation, st.none() | names, st.booleans()),
+    Accumulation: st.builds(Accumulation, st.none() | names, st.booleans(), st.booleans()),
     PerMicrobatch: st.builds(PerMicrobatch, st.lists(names).map(tuple)),
     OnDevices: st.builds(OnDevices, st.lists(names).map(tuple), numbers),
     Schedule: st.builds(Schedule, names),
