@@ -159,22 +159,31 @@ def shape_struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 def fingerprint(jaxpr: core.Jaxpr) -> tuple[Any, ...]:
     """A key that two jaxprs share exactly if they are the same program up to the names of variables."""
-    number: dict[core.Var, int] = {}
+    numbering = Numbering()
+    head = tuple(map(numbering.define, (*jaxpr.constvars, *jaxpr.invars)))
+    body = tuple(map(numbering.equation, jaxpr.eqns))
+    return head, body, tuple(map(numbering.atom, jaxpr.outvars))
 
-    def atom(a: Atom) -> Any:
-        if isinstance(a, core.Literal):
-            return literal_key(a)
-        return number[a]
 
-    def define(v: core.Var) -> Any:
-        number[v] = len(number)
-        return v.aval
+class Numbering:
+    """Keys of equations, with numbers in the place of variables."""
 
-    head = tuple(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
-    body = tuple(
-        (e.primitive, _equation_key(e), tuple(map(atom, e.invars)), tuple(map(define, e.outvars))) for e in jaxpr.eqns
-    )
-    return head, body, tuple(map(atom, jaxpr.outvars))
+    def __init__(self) -> None:
+        self._number: dict[core.Var, int] = {}
+
+    def define(self, var: core.Var) -> Any:
+        """The type of a variable, which gets the next number."""
+        self._number[var] = len(self._number)
+        return var.aval
+
+    def atom(self, atom: Atom) -> Any:
+        """What is read."""
+        return literal_key(atom) if isinstance(atom, core.Literal) else self._number[atom]
+
+    def equation(self, eqn: core.JaxprEqn) -> tuple[Any, ...]:
+        """The equation, whose results get the next numbers."""
+        reads = tuple(map(self.atom, eqn.invars))
+        return eqn.primitive, _equation_key(eqn), reads, tuple(map(self.define, eqn.outvars))
 
 
 def literal_key(literal: core.Literal) -> tuple[Any, ...]:

@@ -113,6 +113,7 @@ class Op:
         again: on an op that computes a checkpointed region again, the op that it repeats.
         saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.
         anywhere: whether it is right on whatever part lies there: ``fence``, or the ``sum`` of a loop's gradients.
+        joins_shards: whether it puts a parameter that lies in parts together, once for all that runs part by part in time.
         added: on an op that each part in time runs alone, the results that leave it as the sum over all parts.
         turn: on an op of a loop that takes several parts in time in an iteration: which of them it is for.
     """
@@ -137,6 +138,7 @@ class Op:
     again: "Op | None" = field(default=None, compare=False, repr=False)
     saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False, repr=False)
     anywhere: Literal["", "fence", "sum"] = field(default="", compare=False, repr=False)
+    joins_shards: bool = field(default=False, compare=False, repr=False)
     added: tuple[int, ...] = field(default=(), compare=False, repr=False)
     turn: int = 0
 

@@ -185,9 +185,13 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
     """
     nest, *others = spanning
     if others:
+        one, other = nest.loop, others[0].loop
+        why = "give the ops of both one time axis, or else"
+        if one.time == other.time:  # else they would be one loop
+            why = "one of them needs what all micro-batches leave of the other (a gradient at parameters that it changes);"
         raise PlanError(
-            f"two loops have ops on several device groups, '{nest.loop.name}' and '{others[0].loop.name}': one loop over "
-            "micro-batches may; give the ops of both one time axis, or place those of one on a single group"
+            f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
+            f"may; {why} place those of one on a single group"
         )
     inner = next((i for i in nest.items if isinstance(i, Nest) and len(_groups(i, completed)) > 1), None)
     own = inner if inner is not None else nest

@@ -28,7 +28,8 @@ def physical_mesh(group: DeviceMesh, devices: Sequence[Any]) -> Mesh | AbstractM
     """A group's mesh of real devices: logical device i is ``devices[i]``. Of none, one that can only be lowered for."""
     sizes = tuple(size for _, size in group.axes)
     if not devices:
-        return AbstractMesh(sizes, group.names, axis_types=(AxisType.Auto,) * len(sizes))
+        names, sizes = (group.names, sizes) if sizes else (("one",), (1,))  # JAX takes an empty mesh for none
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
     chosen = np.array([devices[d] for d in group.devices], dtype=object)
     return Mesh(chosen.reshape(sizes), group.names)
 

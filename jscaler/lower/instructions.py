@@ -17,7 +17,7 @@ from jscaler.lower.blocks import FRONT, CarriedValue, SpanningLoop, Transfer
 from jscaler.lower.flat_program import all_items
 from jscaler.lower.flat_program import results as results_of
 from jscaler.lower.segment import PlacedBlock
-from jscaler.primitives.table import BlockKind, Table, TableCell
+from jscaler.primitives.table import BlockKind, Table, TableCell, gpipe
 
 Slot = int
 Cell = tuple[int, int]  # number of a block, iteration
@@ -286,7 +286,8 @@ class Rounds:
                 self.waits[number, i] = {(n, i) for n in now} | ({(n, i - 1) for n in last} if i else set())
 
     def _name(self, transfers: Sequence[Transfer]) -> None:
-        """Forward stages are numbered from the first level on, backward ones from the last on."""
+        """Forward stages are numbered from the first level on. Backward ones go back from the last: first stages whose
+        parameters are frozen have none."""
         backward = [n for n in self.own if any(map(self._is_backward, self._ops(n)))]
         arrive = {t.target: t for t in transfers}
         forward = [n for n in self.own if n not in backward or self._goes_forward(n, arrive)]
@@ -296,7 +297,7 @@ class Rounds:
             back = sorted((n for n in backward if self.blocks[n].phase == phase), key=lambda n: (-self.blocks[n].level, n))
             for stage, number in enumerate(ahead):
                 self.names[number].append((stage, "F"))
-            for stage, number in enumerate(back):
+            for stage, number in enumerate(back, max(len(ahead) - len(back), 0)):
                 self.names[number].append((stage, "B"))
 
     def _is_backward(self, path: str) -> bool:
@@ -339,6 +340,8 @@ class Rounds:
     def table(self, plan: Callable[[int, int], Table] | Table | None) -> Table:
         """The table that is asked for, if it goes with the blocks; by default one forward, one backward.
 
+        Published schedules are for a chain of stages; on any other shape they are the like.
+
         Raises:
             PlanError: a block is missing, stands twice, or stands in another group's row.
         """
@@ -350,7 +353,14 @@ class Rounds:
                 "other devices: give a table (its text, say), or none"
             )
         stages = max(stage for names in self.names.values() for stage, _ in names) + 1
-        table = plan if isinstance(plan, Table) else self._of_own(plan(stages, self.spanning.loop.parts))
+        if isinstance(plan, Table):
+            return self._checked(plan)
+        try:
+            return self._checked(self._of_own(plan(stages, self.spanning.loop.parts)))
+        except PlanError:
+            return self._as_table(self._one_forward_one_backward(self._all if plan is gpipe else self._enough))
+
+    def _checked(self, table: Table) -> Table:
         rows = list(self.rows.values())
         if len(table.rows) != len(rows):
             raise PlanError(f"the table has {len(table.rows)} rows, and the loop's ops lie on {len(rows)} device groups")
@@ -419,17 +429,21 @@ class Rounds:
     def _text(self, cell: Cell) -> str:
         return "+".join(map(str, self._cells(cell)))
 
-    def _one_forward_one_backward(self) -> list[list[Cell]]:
+    def _one_forward_one_backward(self, most: Callable[[Iterable[int]], int] | None = None) -> list[list[Cell]]:
         """On a chain of stages `one_f_one_b`; else the same idea: as few micro-batches at once as keep all groups busy.
+
+        Args:
+            most: how many are under way on a group with such blocks at one turn, if not so few.
 
         Where micro-batches take turns, each turn is a chain of its own, and a group runs the oldest that is ready.
         """
+        most = most or self._enough
         rows = [self._by_turn(own) for own in self.rows.values()]
         done, found = set[Cell](), [list[Cell]() for _ in rows]
         while any(cells for turns in rows for left in turns for cells in left.values()):
-            ready = [self._oldest(turns, done, self._enough) for turns in rows]
+            ready = [self._oldest(turns, done, most) for turns in rows]
             if not any(ready):
-                ready = [self._oldest(turns, done, lambda _: self.iterations) for turns in rows]
+                ready = [self._oldest(turns, done, self._all) for turns in rows]
             if not any(ready):
                 heads = [(n, cells[0]) for turns in rows for left in turns for n, cells in left.items() if cells]
                 raise OrderError(f"blocks wait for each other: {self._stuck(heads[:4], done)}")
@@ -444,6 +458,10 @@ class Rounds:
         """For each turn the blocks of a group, each with the iterations that are left."""
         turns = itertools.groupby(own, key=lambda n: self.blocks[n].phase)
         return [{n: list(range(self.iterations)) for n in blocks} for _, blocks in turns]
+
+    def _all(self, blocks: Iterable[int]) -> int:
+        """As many as there are."""
+        return self.iterations
 
     def _enough(self, blocks: Iterable[int]) -> int:
         """How many micro-batches under way keep a group busy at one turn."""

@@ -43,9 +43,14 @@ class PlacedBlock:
 
 def own_ops(graph: Graph, block: PlacedBlock) -> list[str]:
     """The paths of the ops that a block runs; of those with a source line, where it has any."""
-    of = block.flat.origins.op
-    paths = list(dict.fromkeys(of[v] for item in all_items(block.flat.items) for v in results(item) if v in of))
+    paths = made_by(block)
     return [path for path in paths if path in graph.by_path and graph[path].source] or paths
+
+
+def made_by(block: PlacedBlock) -> list[str]:
+    """The paths of all ops of which a block makes something."""
+    of = block.flat.origins.op
+    return list(dict.fromkeys(of[v] for item in all_items(block.flat.items) for v in results(item) if v in of))
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def in_each_block(one: Pass[FlatProgram]) -> Pass[CutProgram]:
 
 
 def only(segments: Sequence[T], what: str) -> T:
-    """The segment of a step that runs on one device group.
+    """The segment, or block, of a step that runs on one device group.
 
     Raises:
         PlanError: it runs on several; says ``what`` there is of a step on one alone.

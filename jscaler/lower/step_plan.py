@@ -1,5 +1,6 @@
 """``StepPlan``: a plan completed for one graph, and the programs that it lowers to, as data."""
 
+import functools
 import os
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
 from jscaler.lower.blocks import SpanningLoop, Transfer
 from jscaler.lower.flat_program import FlatProgram
-from jscaler.lower.instructions import Instructions, Send
+from jscaler.lower.instructions import Instructions, Run, Send
 from jscaler.lower.program import Program
 from jscaler.lower.segment import PlacedBlock, Segment, only
 from jscaler.materialize import Completed, DeviceMesh, Layout
@@ -44,10 +45,21 @@ class StepPlan:
     spanning: SpanningLoop | None = None
     instructions: Instructions = field(repr=False, default_factory=lambda: Instructions((), 0, {}))
 
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[PlacedBlock, ...]:
         """What runs, each an executable; a step on one group is one."""
         return tuple(block for segment in self.segments for block in segment.blocks)
+
+    @functools.cached_property
+    def taken(self) -> tuple[tuple[int, ...], ...]:
+        """For each block the numbers of the step's inputs that it takes; constants stand behind them."""
+        number = {t: i for i, t in enumerate(self.graph.inputs)}
+        return tuple(tuple(number[t] for t in block.takes if t in number) for block in self.blocks)
+
+    def runs_of(self, number: int) -> int:
+        """How often a block runs in a step."""
+        steps = self.instructions.steps
+        return sum(isinstance(one, Run) and one.block == number for one in steps)
 
     @property
     def sent(self) -> tuple[Transfer, ...]:
@@ -101,6 +113,8 @@ class StepPlan:
     @property
     def refetched(self) -> Set[PTensor]:
         """What is made whole for the forward pass, and again for the backward pass: parameters that lie in parts."""
+        if any(op.joins_shards for op in self.graph.ops):  # they are put together once for both
+            return frozenset()
         return made_of(self.source, stored_leaves(self.source, self.plan)).dims.keys()
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,7 +1,7 @@
 """``Executable``: a planned step as jitted functions of flat leaves, one for each device group."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jscaler.capture.jaxprs import dtype, shape
 from jscaler.ir import PTensor
+from jscaler.lower.alike import program_keys
+from jscaler.lower.donation import donated_imports, donated_inputs
 from jscaler.lower.emit import boundary_shardings, emit, physical_mesh, sharding, value_shape
 from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, Send
 from jscaler.lower.segment import PlacedBlock
@@ -35,13 +37,30 @@ class BlockFunction:
         computed: the places of its results and exports that are not leaves as they came.
         values: what its imports are.
         watched: the place of a result that nobody donates, where it runs on several devices of the CPU backend.
+        named: the number of the first block of the same program, whose names XLA's text has.
     """
 
     jitted: Any
     takes: tuple[int, ...]
     computed: tuple[int, ...]
+    named: int
     values: tuple[jax.ShapeDtypeStruct, ...] = ()
     watched: int | None = None
+
+
+@dataclass(frozen=True)
+class Between:
+    """What runs between blocks.
+
+    Attributes:
+        hops: of every transfer.
+        gathers: by the number of a stack of what iterations leave: what makes it.
+        counts: slots that hold the numbers of micro-batches.
+    """
+
+    hops: tuple[Hop | None, ...] = ()
+    gathers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    counts: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,9 +70,7 @@ class Executable:
     Attributes:
         blocks: each returns results of the step, and values for others.
         instructions: how they run.
-        hops: of every transfer.
-        gathers: by the number of a stack of what iterations leave: what makes it.
-        counts: slots that hold the numbers of micro-batches.
+        make_between: what runs between them, made when it is wanted: devices that are only described run nothing.
         ins, outs: the leaves that the step's inputs and outputs are.
         donated: positions of the leaves whose buffers the step may reuse.
         returned: output -> the input that it is, untouched: of a frozen layer nothing is copied.
@@ -62,9 +79,7 @@ class Executable:
 
     blocks: tuple[BlockFunction, ...]
     instructions: Instructions
-    hops: tuple[Hop | None, ...]
-    gathers: Mapping[int, Callable[..., Any]]
-    counts: Mapping[int, Any]
+    make_between: Callable[[], Between] = field(repr=False, compare=False)
     ins: LeafEnds
     outs: LeafEnds
     donated: tuple[int, ...]
@@ -81,6 +96,11 @@ class Executable:
     def out_shardings(self) -> tuple[Any, ...]:
         """Of the leaves of its result."""
         return self.outs.shardings
+
+    @functools.cached_property
+    def between(self) -> Between:
+        """What runs between blocks, compiled."""
+        return self.make_between()
 
     @functools.cached_property
     def untouched(self) -> frozenset[int]:
@@ -100,7 +120,7 @@ class Executable:
                 raise self.failed(error, 0, leaves, None) from error
         given, leaves = leaves, self.ins.taken_apart(leaves, self.known)
         slots: list[Any] = [None] * self.instructions.slots
-        for slot, number in self.counts.items():
+        for slot, number in self.between.counts.items():
             slots[slot] = number
         started: list[Any] = []
         for block, hop, takes, reads, writes, watched, freed, microbatch in self.steps:
@@ -145,18 +165,9 @@ class Executable:
             writes = tuple(step.writes[place] for place in block.computed)
             return step.block, None, block.takes, step.reads, writes, block.watched, step.freed, step.microbatch
         if isinstance(step, Send):
-            return -1, self.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed, None
-        unread = step.value not in self.gathers
-        return (
-            -1,
-            (lambda *_: None) if unread else self.gathers[step.value],
-            (),
-            step.pieces,
-            (step.target,),
-            None,
-            step.freed,
-            None,
-        )
+            return -1, self.between.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed, None
+        stack = self.between.gathers.get(step.value, lambda *_: None)  # nobody reads it
+        return -1, stack, (), step.pieces, (step.target,), None, step.freed, None
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
@@ -168,23 +179,27 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     leaves = LeafEnds.of(step.graph.inputs, ins, step.graph.leaf_parts)
     results = LeafEnds.of(step.graph.outputs, outs, step.graph.result_parts)
     donated, donate = tuple(donate), leaves.numbers(donate)
-    returned = {i: at for block in step.blocks for i, at in _returned(step, block, ins, outs, donate).items()}
-    functions = tuple(_function(step, n, devices, donate, returned, ins, outs) for n in range(len(step.blocks)))
-    pairs = list(zip(step.blocks, functions, strict=True))
-    sent = step.transfers if devices else ()
-    arriving = {t.source: _value_sharding(physical_mesh(t.crossing.source.mesh, devices)) for t in sent}
+    pairs = zip(step.blocks, step.taken, strict=True)
+    returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}
+    programs = enumerate(_programs(step, returned))
+    functions = tuple(_function(step, n, program, devices, donate, ins, outs) for n, program in programs)
+    between = functools.partial(_between, step, functions, devices)
+    failed = functools.partial(failure, step, devices)
+    return Executable(functions, step.instructions, between, leaves, results, donated, returned, failed)
+
+
+def _between(step: StepPlan, functions: Sequence[BlockFunction], devices: Sequence[Any]) -> Between:
+    """What sends, stacks and counts between the blocks of a step."""
+    pairs = zip(step.blocks, functions, strict=True)
+    arriving = {t.source: _value_sharding(physical_mesh(t.crossing.source.mesh, devices)) for t in step.transfers}
     arriving.update((v, s.sharding) for block, one in pairs for v, s in zip(block.imports, one.values, strict=True))
     hops = tuple(
-        find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target]) if t.target in arriving else None for t in sent
+        find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target]) if t.target in arriving else None
+        for t in step.transfers
     )
-    told = {
-        slot: jax.device_put(np.int32(number), arriving[value])
-        for slot, (value, number) in step.instructions.counts.items()
-        if devices
-    }
-    gathers = _gathers(step, arriving) if devices else {}
-    failed = functools.partial(failure, step, devices)
-    return Executable(functions, step.instructions, hops, gathers, told, leaves, results, donated, returned, failed)
+    numbers = step.instructions.counts.items()
+    counts = {slot: jax.device_put(np.int32(number), arriving[value]) for slot, (value, number) in numbers}
+    return Between(hops, _gathers(step, arriving), counts)
 
 
 def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[..., Any]]:
@@ -212,44 +227,62 @@ def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[
     return found
 
 
+@dataclass(frozen=True)
+class _Program:
+    """What a block computes of leaves and imports, on a mesh of any devices; the rest as a `BlockFunction` has it."""
+
+    run: Callable[..., list[Any]]
+    named: int
+    takes: tuple[int, ...]
+    computed: tuple[int, ...]
+
+
+def _programs(step: StepPlan, returned: Mapping[int, int]) -> list[_Program]:
+    """The program of each block. Blocks of one program have one function, which JAX traces and lowers once."""
+    constants = dict(step.graph.constants)
+    known: dict[Hashable, tuple[int, Callable[..., list[Any]]]] = {}
+    found = []
+    for number, (block, takes, key) in enumerate(zip(step.blocks, step.taken, program_keys(step.blocks), strict=True)):
+        values = [constants[t] for t in block.takes[len(takes) :]]
+        computed = [place for place, i in enumerate(block.results) if i not in returned]
+        computed += range(len(block.results), len(block.outputs))
+        whole = key, tuple(computed), tuple(map(id, values))
+        named, run = known.setdefault(whole, (number, _run(block, len(takes), values, computed)))
+        found.append(_Program(run, named, takes, tuple(computed)))
+    return found
+
+
+def _run(block: PlacedBlock, num_takes: int, values: Sequence[Any], computed: Sequence[int]) -> Callable[..., list[Any]]:
+    fun = emit(block, physical_mesh(block.group, ()))
+
+    def run(*leaves: Any) -> list[Any]:  # in XLA's text arguments go by this name
+        results = fun(*leaves[:num_takes], *values, *leaves[num_takes:])
+        return [results[place] for place in computed]
+
+    return run
+
+
 def _function(
     step: StepPlan,
     number: int,
+    program: _Program,
     devices: Sequence[Any],
     donate: Sequence[int],
-    returned: Mapping[int, int],
     ins: Sequence[Any],
     outs: Sequence[Any],
 ) -> BlockFunction:
-    block = step.blocks[number]
+    block, takes = step.blocks[number], program.takes
     mesh = physical_mesh(block.group, devices)
-    fun, takes = emit(block, mesh), _takes(step, block)
-    constants = dict(step.graph.constants)
-    values = [constants[t] for t in block.takes[len(takes) :]]
-    computed = [place for place, i in enumerate(block.results) if i not in returned]
-    computed += range(len(block.results), len(block.outputs))
-
-    def run(*leaves: Any) -> list[Any]:  # in XLA's text arguments go by this name
-        results = fun(*leaves[: len(takes)], *values, *leaves[len(takes) :])
-        return [results[place] for place in computed]
-
-    later = {i for other in step.blocks[number + 1 :] for i in _takes(step, other)}
-    repeated = step.spanning is not None and block.phase in step.spanning.phases
-    given = {i for i in donate if i not in later} & _renewed(step, block, donate) if not repeated else set()
+    given = donated_inputs(step, number, frozenset(donate))
     donated = [place for place, i in enumerate(takes) if i in given]
     donated += [len(takes) + place for place in donated_imports(step, block)]
     imports = _values(block, mesh)
     exports = _shardings(block.outputs, len(block.exports), mesh)
     own = (*(ins[i] for i in takes), *(struct.sharding for struct in imports))
-    made = [*(outs[i] for i in block.results if i not in returned), *exports]
-    jitted = jax.jit(run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated))
-    return BlockFunction(jitted, takes, tuple(computed), tuple(imports), _watched(step, block, devices, computed))
-
-
-def _renewed(step: StepPlan, block: PlacedBlock, donate: Sequence[int]) -> set[int]:
-    """The arguments whose next version a block leaves, in their place; and those that have none."""
-    versions = step.graph.next_version
-    return set(donate) - set(versions.values()) | {versions[i] for i in block.results if i in versions}
+    made = [*(outs[block.results[place]] for place in program.computed if place < len(block.results)), *exports]
+    jitted = jax.jit(program.run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated))
+    watched = _watched(step, block, devices, program.computed)
+    return BlockFunction(jitted, takes, program.computed, program.named, tuple(imports), watched)
 
 
 def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], computed: Sequence[int]) -> int | None:
@@ -259,15 +292,6 @@ def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], compute
     carried = {v for c in step.spanning.carries for v in (c.init, c.out)} if step.spanning is not None else set()
     numbers = (*block.results, *block.exports)
     return next((at for at, place in enumerate(computed) if numbers[place] not in carried), None)
-
-
-def donated_imports(step: StepPlan, block: PlacedBlock) -> list[int]:
-    """The places of imports that a block takes, adds to, and leaves, and that nobody else reads: sums of gradients."""
-    carries = step.spanning.carries if step.spanning is not None else ()
-    others = [v for other in step.blocks if other is not block for v in other.imports]
-    others += [transfer.source for transfer in step.transfers]
-    own = {c.inside for c in carries if c.is_sum and c.out in block.exports and c.inside not in others}
-    return [place for place, value in enumerate(block.imports) if value in own]
 
 
 def _values(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtypeStruct]:
@@ -284,8 +308,7 @@ def _values(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtyp
 def _shardings(ends: Sequence[Layout | None], count: int, mesh: Mesh | AbstractMesh) -> list[Any]:
     """Those of the last ``count`` inputs or outputs of a block, which are values between blocks."""
     if not mesh.axis_names:
-        assert isinstance(mesh, Mesh), "one device is always at hand"
-        return [SingleDeviceSharding(mesh.devices.flat[0])] * count
+        return [SingleDeviceSharding(only_device(mesh))] * count
     return list(boundary_shardings(ends, count, mesh)[len(ends) - count :])
 
 
@@ -294,21 +317,14 @@ def _value_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSh
     return _shardings((), 1, mesh)[0] if not mesh.axis_names else NamedSharding(mesh, P(mesh.axis_names))
 
 
-def _takes(step: StepPlan, block: PlacedBlock) -> tuple[int, ...]:
-    """The numbers of the step's inputs that a block takes."""
-    number = {t: i for i, t in enumerate(step.graph.inputs)}
-    return tuple(number[t] for t in block.takes if t in number)
-
-
 def _returned(
-    step: StepPlan, block: PlacedBlock, ins: Sequence[Any], outs: Sequence[Any], donate: Sequence[int]
+    block: PlacedBlock, takes: Sequence[int], ins: Sequence[Any], outs: Sequence[Any], donate: Sequence[int]
 ) -> dict[int, int]:
     """Which results are arguments as they came, in the same layout; XLA would copy each.
 
     Not the donated ones: their results take their buffers. An argument that is returned twice is copied once, since two
     leaves of one state that are the same array could not both be donated to the next step.
     """
-    takes = _takes(step, block)
     at = {var: i for var, i in zip(block.flat.inputs, takes, strict=False) if i not in donate}
     found: dict[int, int] = {}
     for i, value in zip(block.results, block.flat.outputs, strict=False):
@@ -341,9 +357,12 @@ def shardings(step: StepPlan, devices: Sequence[Any]) -> tuple[tuple[Any, ...], 
     @functools.cache
     def one(layout: Layout) -> NamedSharding | SingleDeviceSharding:
         mesh = meshes[layout.mesh]
-        if layout.mesh.axes:
-            return sharding(layout, mesh)
-        assert isinstance(mesh, Mesh), "one device is always at hand"
-        return SingleDeviceSharding(mesh.devices.flat[0])
+        return sharding(layout, mesh) if mesh.axis_names else SingleDeviceSharding(only_device(mesh))
 
     return tuple(one(step.completed.inputs[t]) for t in step.graph.inputs), tuple(map(one, step.completed.outputs))
+
+
+def only_device(mesh: Mesh | AbstractMesh) -> Any:
+    """The device of a mesh without axes."""
+    assert isinstance(mesh, Mesh), "a mesh of absent devices has an axis"
+    return mesh.devices.flat[0]
