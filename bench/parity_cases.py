@@ -343,7 +343,7 @@ def pipelines(first: int, inside: dict[str, int], more: str = "") -> list[Run]:
     """
     found = []
     for number, (plan, devices) in enumerate(inside.items(), first):
-        schedule, stages = ("1f1b", "gpipe")[number % 2], (2, 4)[number // 2 % 2]
+        schedule, stages = ("1f1b", "gpipe")[number % 2], (2, 4)[number // 2 % 2] if devices < 4 else 2
         blocks = 2 if plan.startswith(("dp=2", "data_parallel", "zero")) else 1
         if plan.startswith("dp="):
             name = f"megatron({plan}, pp=2, microbatches=2, schedule='{schedule}')"
@@ -385,5 +385,5 @@ PIPELINES: dict[str, list[Run]] = {
     ],
     "stacked GPT, 4 layers": [*pipelines(1, INNER), Run("pipeline(3, 2)", 3)],
     "stacked GPT, 5 layers with remat": pipelines(2, INNER),
-    "stacked nnx GPT": pipelines(3, {plan.replace("layers()", "layers(on='0/blocks')"): n for plan, n in INNER.items()}),
+    "stacked nnx GPT": pipelines(3, INNER),
 }

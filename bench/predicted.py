@@ -2,10 +2,12 @@
 
 ``predicted_peak`` is the cost query's, which compiles nothing: bytes per device of the step's arguments, and of all that
 lives at the worst moment. ``compiled_peak`` is the compiled program's own account for the described cluster: arguments,
-results that take no argument's buffer, and temporaries. No GPU is needed, but the extra ``aot`` is.
+results that take no argument's buffer, and temporaries. Of a pipeline both are those of the fullest stage over the table
+of its blocks, and ``stages`` has the ratio of each. No GPU is needed, but the extra ``aot`` is.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import jscaler
 from bench.harness import Row, main
 
-COLUMNS = ("plan", "model", "target", "predicted_peak", "compiled_peak", "ratio", "seconds")
+COLUMNS = ("plan", "model", "target", "predicted_peak", "compiled_peak", "ratio", "stages", "seconds")
 # without a GPU to try them on, XLA chooses Triton tiles for a matmul that it then cannot compile
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 BF16 = {"dtype": jnp.bfloat16}
@@ -30,6 +32,7 @@ class Case:
         plan: as on the command line.
         model: makes the step and the shapes of its arguments.
         shown: the model's name in the table.
+        target: another cluster than the one asked for.
     """
 
     plan: str
@@ -37,14 +40,15 @@ class Case:
     model: Callable[[], tuple[Any, tuple[Any, ...]]]
     shown: str
     quick: bool = False
+    target: str | None = None
 
 
-def gpt(batch: int = 8, **changes: Any) -> tuple[Any, tuple[Any, ...]]:
+def gpt(batch: int = 8, size: str = "125m", **changes: Any) -> tuple[Any, tuple[Any, ...]]:
     """GPT 125M with dropout, clipping and AdamW, its arguments as shapes; ``changes`` are those of its sizes."""
     from models.gpt import GPT, SIZES
     from models.training import make_optimizer, make_state, train_step
 
-    config = dataclasses.replace(SIZES["125m"], **changes)
+    config = dataclasses.replace(SIZES[size], **changes)
     state = jax.eval_shape(lambda: make_state(GPT(config), config.sequence, make_optimizer()))
     return train_step, (state, tokens(batch, config.sequence))
 
@@ -65,6 +69,9 @@ def tokens(batch: int, sequence: int) -> dict[str, jax.ShapeDtypeStruct]:
     return dict.fromkeys(("tokens", "labels"), jax.ShapeDtypeStruct((batch, sequence), jnp.int32))
 
 
+LARGE = {"stacked": True, "remat": True}
+FP16 = {"dtype": jnp.float16}
+V100 = "4x8xV100-32GB"
 CASES = [
     Case("single", 1, lambda: gpt(stacked=True), "gpt-125m f32, stacked"),
     Case("single", 1, lambda: gpt(stacked=True, remat=True), "gpt-125m f32, stacked, remat", quick=True),
@@ -86,22 +93,45 @@ CASES = [
     Case("co_shard(4)", 1, lambda: gpt(2, stacked=True, **BF16), "gpt-125m bf16, stacked, batch 2"),
     Case("co_shard(4)", 1, lambda: gpt(2, layers=4), "gpt-125m f32, 4 layers, batch 2"),
     Case("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2, lambda: gpt(layers=4), "gpt-125m f32, 4 layers"),
-]
+    Case("pipeline(2, 4)", 2, lambda: gpt(layers=4), "gpt-125m f32, 4 layers", quick=True, target="2xH100-80GB"),
+    *(
+        Case(plan, 8, functools.partial(gpt, 16, "1.3b", **LARGE, **BF16), "gpt-1.3b bf16, stacked, remat, batch 16")
+        for plan in (
+            "megatron(dp=1, tp=2, pp=4, microbatches=8)", "megatron(dp=1, tp=2, pp=4, microbatches=8, schedule='gpipe')",
+            "pipeline(4, 8, plan=zero3())",
+        )
+    ),
+    Case("megatron(dp=2, tp=4, pp=4, microbatches=16)", 32, functools.partial(gpt, 32, "1.3b", **LARGE, **FP16),
+         "gpt-1.3b fp16, stacked, remat, batch 32", target=V100),
+    Case("megatron(dp=1, tp=2, pp=4, microbatches=8)", 8, functools.partial(gpt, 16, "15b", **LARGE, **BF16),
+         "gpt-15b bf16, stacked, remat, batch 16"),
+    Case("megatron(dp=1, tp=8, pp=4, microbatches=16)", 32, functools.partial(gpt, 32, "15b", **LARGE, **FP16),
+         "gpt-15b fp16, stacked, remat, batch 32", target=V100),
+]  # fmt: skip
 
 
-def rows(quick: bool, target: str) -> Iterator[Row]:
+def rows(quick: bool, target: str, plan: str) -> Iterator[Row]:
+    for case in CASES:
+        if (case.quick or not quick) and plan in case.plan:
+            yield measure(case, case.target or target)
+
+
+def measure(case: Case, target: str) -> Row:
     from jscaler.report.targets import described_devices
 
-    devices = described_devices(target)
-    for case in CASES:
-        if case.quick or not quick:
-            yield measure(case, target, devices)
-
-
-def measure(case: Case, target: str, devices: list[Any]) -> Row:
     fun, args = case.model()
-    lowered = jscaler.parallelize(case.plan, devices=devices[: case.devices], donate_argnums=0)(fun).lower(*args)
+    devices = described_devices(target)[: case.devices]
+    lowered = jscaler.parallelize(case.plan, devices=devices, donate_argnums=0)(fun).lower(*args)
     found = jscaler.cost(lowered, None, target)
+    row = {"plan": f"{case.plan} on {case.devices}", "model": case.shown, "target": target, "seconds": found.seconds.total}
+    peak, ratios = _staged(lowered, found, target) if len(lowered.plan.blocks) > 1 else _alone(lowered, found)
+    row |= {"predicted_peak": found.memory.peak, "compiled_peak": peak, "ratio": found.memory.peak / peak}
+    row |= {"stages": " ".join(f"{ratio:.3f}" for ratio in ratios) if len(ratios) > 1 else ""}
+    return {**row, "value": max(abs(ratio - 1) for ratio in ratios), "bound": 0.15}
+
+
+def _alone(lowered: Any, found: Any) -> tuple[int, list[float]]:
+    """The peak of the program that all devices run, and how the prediction compares."""
     compiled = lowered.lowered.compile(compiler_options=OPTIONS).memory_analysis()
     peak = (
         compiled.argument_size_in_bytes
@@ -109,12 +139,17 @@ def measure(case: Case, target: str, devices: list[Any]) -> Row:
         - compiled.alias_size_in_bytes
         + compiled.temp_size_in_bytes
     )
-    ratio = found.memory.peak / peak
-    row = {"plan": f"{case.plan} on {case.devices}", "model": case.shown, "target": target, "ratio": ratio}
-    figures = {"predicted_peak": found.memory.peak, "compiled_peak": peak, "seconds": found.seconds.total}
-    return {**row, **figures, "value": abs(ratio - 1), "bound": 0.15}
+    return peak, [found.memory.peak / peak]
+
+
+def _staged(lowered: Any, found: Any, target: str) -> tuple[int, list[float]]:
+    """The same of the fullest stage, and of every stage."""
+    report = lowered.compile(target=target)
+    pairs = zip(found.by_devices, report.by_devices, strict=True)
+    return report.memory.peak, [guess.memory.peak / one.memory.peak for guess, one in pairs]
 
 
 if __name__ == "__main__":
     known = {"metavar": "CLUSTER", "default": "8xH100-80GB", "help": "a described cluster of at least 8 devices"}
-    main("predicted", __doc__ or "", COLUMNS, rows, options={"target": known})
+    chosen = {"default": "", "metavar": "TEXT", "help": "only plans that hold this text"}
+    main("predicted", __doc__ or "", COLUMNS, rows, options={"target": known, "plan": chosen})

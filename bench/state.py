@@ -4,8 +4,12 @@
 the same shardings, in turn: flattening, recognising the arguments and dispatching, held to 1.5 with 300 leaves.
 ``extra_us_per_leaf``: their difference. ``moved``: arrays that are moved between calls; ``live_growth``: arrays
 that 20 calls leave behind; both are held to 0.
+
+The last case is a pipeline, a quarter of the leaves on each of four stages, beside the same step on one device group: its
+calls run many blocks, so ``call_ratio`` is held to 1.5 and 15 µs for each run of a block.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,14 +20,28 @@ import numpy as np
 
 import jscaler
 from bench.harness import Row, main
+from jscaler.lower.instructions import Run, Send
 
-LEAVES = 300
+LEAVES, STAGES = 300, 4
 COLUMNS = ("case", "target", "call_ratio", "extra_us_per_leaf", "moved", "live_growth")
 
 
 def add(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
     """Add the mean of the batch to every leaf."""
     return jax.tree.map(lambda x: x + batch.mean(), state)
+
+
+def scale(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+    """A step of gradient descent on a model that multiplies by every leaf."""
+
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        x = batch
+        for name, leaf in params.items():
+            with jax.named_scope(name):
+                x = x * leaf
+        return x.mean()
+
+    return jax.tree.map(lambda p, g: p - 1e-9 * g, state, jscaler.grad(loss)(state))
 
 
 def whole(graph: Any, devices: np.ndarray) -> None:
@@ -58,6 +76,69 @@ def measure(devices: int, rounds: int) -> Row:
         "live_growth": len(jax.live_arrays()) - live,
         "bounds": {"call_ratio": 1.5, "moved": 0, "live_growth": 0},
     }
+
+
+def measure_stages(rounds: int) -> Row:
+    """Four stages of as many leaves each, two micro-batches: the time that Python takes, beside that on one group."""
+    first = {f"layer_{i:03}": jnp.full(8, 1.0 + i / 1000, jnp.float32) for i in range(LEAVES)}
+    batch = jnp.ones((2, 8))
+    calls, runs = [], 0
+    for plan, devices in (("accumulate(2, single())", 1), (f"pipeline({STAGES}, 2)", STAGES)):
+        step = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(scale)
+        lowered = step.lower(first, batch)
+        place = lowered.executable.in_shardings
+        state = {name: jax.device_put(jnp.copy(leaf), at) for (name, leaf), at in zip(first.items(), place, strict=False)}
+        compiled = lowered.compile()
+        runs = sum(isinstance(one, Run) for one in lowered.plan.instructions.steps)
+        calls.append((compiled, _Calls(compiled, state, jax.device_put(batch, place[-1]))))
+    calls[1][1](3)
+    live = len(jax.live_arrays())
+    moved = _count_moves(lambda: calls[1][1](20)) - 20 * sum(isinstance(one, Send) for one in _steps(calls[1][0]))
+    growth = len(jax.live_arrays()) - live
+    alone = [_Calls(_without_devices(compiled, call), call.state, call.batch) for compiled, call in calls]
+    seconds = [[call(1) for _ in range(rounds)] for call in alone]
+    fastest = [min(own) for own in seconds]
+    return {
+        "case": f"Python of a call, {LEAVES} leaves, {STAGES} stages, {runs} runs of blocks",
+        "target": jax.devices()[0].platform,
+        "call_ratio": round(fastest[1] / fastest[0], 3),
+        "extra_us_per_leaf": round(1e6 * (fastest[1] - fastest[0]) / LEAVES, 3),
+        "moved": moved,
+        "live_growth": growth,
+        "bounds": {"call_ratio": round(1.5 + 15e-6 * runs / fastest[0], 3), "moved": 0, "live_growth": 0},
+    }
+
+
+def _steps(compiled: Any) -> tuple[Any, ...]:
+    return compiled.plan.instructions.steps
+
+
+def _without_devices(compiled: Any, call: "_Calls") -> Any:
+    """``compiled`` where every block and hop at once returns what it once has returned: what is left is Python.
+
+    (A copy between virtual CPU devices waits for what it copies, as none between GPUs does.)
+    """
+    made = compiled.lowered.executable
+    blocks = [_Recorded(one) for one in compiled.segments]
+    hops = tuple(_Recorded(hop) if hop is not None else None for hop in made.between.hops)
+    between = dataclasses.replace(made.between, hops=hops)
+    again = dataclasses.replace(made, make_between=lambda: between)
+    lowered = dataclasses.replace(compiled.lowered, executable=again)
+    recorded = dataclasses.replace(compiled, lowered=lowered, segments=tuple(blocks))
+    call.state = recorded(call.state, call.batch)
+    return recorded
+
+
+class _Recorded:
+    """Returns what ``run`` has returned when it was first called."""
+
+    def __init__(self, run: Callable[..., Any]):
+        self.run, self.result = run, None
+
+    def __call__(self, *given: Any) -> Any:
+        if self.result is None:
+            self.result = self.run(*given)
+        return self.result
 
 
 class _Calls:
@@ -97,6 +178,8 @@ def _count_moves(run: Callable[[], Any]) -> int:
 def rows(quick: bool) -> Iterator[Row]:
     for devices in (1, 2) if quick else (1, 2, 8):
         yield measure(devices, 200 if quick else 1000)
+    if not quick:
+        yield measure_stages(300)
 
 
 if __name__ == "__main__":

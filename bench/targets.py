@@ -9,6 +9,9 @@ Where a dot gives 16 bits that are then cast to a float32 gradient, GSPMD adds t
 unless it is told otherwise (``reduce_dtype``): ``sums`` are the numbers that each side adds in 16 bits, as parts of all
 that it sends. Where GSPMD's part is larger, not the bytes are held to the bound, but the numbers sent.
 
+Beside a pipeline stands what it does in each stage, over all devices, and plain data parallelism: it is held to be below
+both; ``stages`` are the peaks of its stages, the compiled blocks' over their table.
+
 Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes; ``--out rows.jsonl`` keeps each
 as it is measured, and what the file holds is not compiled again.
 """
@@ -25,12 +28,15 @@ from bench.harness import Row, main
 
 COLUMNS = (
     "model", "plan", "target", "peak_bytes", "memory_ratio", "collective_bytes", "bytes_ratio", "numbers_ratio", "sums",
-    "fits", "seconds", "gspmd_seconds",
+    "fits", "stages", "seconds", "gspmd_seconds",
 )  # fmt: skip
 BOUND = 1.02
 H100, V100 = "8xH100-80GB", "4x8xV100-32GB"
 DTYPE = {H100: "bf16", V100: "fp16"}
-BATCH = {("gpt-125m", H100): 64, ("gpt-125m", V100): 64, ("gpt-1.3b", H100): 16, ("gpt-1.3b", V100): 32}
+BATCH = {
+    ("gpt-125m", H100): 64, ("gpt-125m", V100): 64, ("gpt-1.3b", H100): 16, ("gpt-1.3b", V100): 32, ("gpt-15b", H100): 16,
+    ("gpt-15b", V100): 32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,10 @@ CASES = [  # 125M has 12 heads, so that tensor parallelism over 8 devices is not
         "gpt-1.3b", V100, "data_parallel", "tensor_parallel", "zero1", "zero3", "megatron(dp=4, tp=8)",
         "megatron(dp=4, tp=8, vocab=False, sequence=True)", "megatron(dp=4, tp=8, zero=1)", "megatron(dp=4, tp=8, zero=3)",
     ),
+    Case("gpt-1.3b", "megatron(dp=1, tp=2, pp=4, microbatches=8)", H100),
+    Case("gpt-1.3b", "megatron(dp=2, tp=4, pp=4, microbatches=16)", V100),
+    Case("gpt-15b", "megatron(dp=1, tp=2, pp=4, microbatches=8)", H100),
+    Case("gpt-15b", "megatron(dp=1, tp=8, pp=4, microbatches=16)", V100),
 ]  # fmt: skip
 
 
@@ -112,6 +122,8 @@ def measured(case: Case) -> Row:
         dtype=DTYPE[case.target], stacked=True, remat=True,
     )  # fmt: skip
     lowered = job.step.lower(*job.arguments())
+    if len(lowered.plan.blocks) > 1:
+        return staged(case, cluster, job, lowered)
     started = time.perf_counter()
     ours = figures(lowered.lowered.compile(WITHOUT_GPU))
     between = time.perf_counter()
@@ -127,9 +139,40 @@ def measured(case: Case) -> Row:
         "numbers_ratio": _ratio(ours.numbers, theirs.numbers),
         "sums": f"{ours.narrow:.3f} / {theirs.narrow:.3f}",
         "fits": ours.peak <= cluster.memory,
+        "stages": "",
         "seconds": round(between - started, 1),
         "gspmd_seconds": round(time.perf_counter() - between, 1),
         "bounds": {"memory_ratio": BOUND, "numbers_ratio" if theirs.narrow > ours.narrow + 0.01 else "bytes_ratio": BOUND},
+    }
+
+
+def staged(case: Case, cluster: Any, job: Any, lowered: Any) -> Row:
+    """A pipeline: the fullest of its stages, against GSPMD without stages, and against data parallelism."""
+    from jscaler.compare import twin
+    from jscaler.runtime.target import WITHOUT_GPU
+
+    started = time.perf_counter()
+    ours = lowered.compile(target=cluster)
+    between = time.perf_counter()
+    arguments = job.arguments()
+    theirs = figures(twin(job.step.without_stages().lower(*arguments), WITHOUT_GPU))
+    plain = figures(job.step.under("data_parallel").lower(*arguments).lowered.compile(WITHOUT_GPU))
+    return {
+        "model": case.model,
+        "plan": case.plan,
+        "target": case.target,
+        "peak_bytes": ours.memory.peak,
+        "memory_ratio": _ratio(ours.memory.peak, min(theirs.peak, plain.peak)),
+        "collective_bytes": round(ours.sent),
+        "bytes_ratio": _ratio(ours.sent, theirs.sent),
+        "numbers_ratio": None,
+        "sums": "",
+        "fits": ours.fits,
+        "stages": " ".join(f"{one.memory.peak / 1e9:.2f}" for one in ours.by_devices) + f" GB; GSPMD without stages "
+        f"{theirs.peak / 1e9:.2f}, data parallel {plain.peak / 1e9:.2f}",
+        "seconds": round(between - started, 1),
+        "gspmd_seconds": round(time.perf_counter() - between, 1),
+        "bounds": {"memory_ratio": 1.0},
     }
 
 
