@@ -10,8 +10,9 @@ from jscaler.text.units import readable_bytes
 
 
 def test_a_comparison_shows_both_sides_and_their_ratio() -> None:
-    ours = Side(2.0, 0.010, {"all-reduce": Totals(1, 3, 2048)}, {"temp": 1024}, 1e6)
-    gspmd = Side(1.0, 0.020, {"all-gather": Totals(2, 2, 4096), "all-reduce": Totals(1, 3, 4096)}, {"temp": 2048}, 1e6)
+    ours = Side("mine", "1a", 2.0, 0.010, {"all-reduce": Totals(1, 3, 2048)}, {"temp": 1024}, {}, 1e6)
+    sent = {"all-gather": Totals(2, 2, 4096), "all-reduce": Totals(1, 3, 4096)}
+    gspmd = Side("mine", "1a", 1.0, 0.020, sent, {"temp": 2048}, {}, 1e6)
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(comparison_table(Comparison("mine", 8, 5, ours, gspmd, 1e-7, 2e-7, 3e-7, 0.5)))
     text = console.export_text()
