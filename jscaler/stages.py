@@ -25,12 +25,14 @@ from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import complete
 from jscaler.materialize.group_passes import GROUP_PASSES
-from jscaler.primitives import Decision, Order, Plan, Store, make_plan
+from jscaler.primitives import Decision, OnDevices, Order, Plan, Store, make_plan
 from jscaler.primitives.plan_matches import check_fits
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
 from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
 from jscaler.schedule.time_axes import orders_on_groups
+from jscaler.tables import Published, Table
+from jscaler.tables.cuts import Cuts, cuts_of
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     completed = complete(graph, at.plan, captured.rules, cost, at.pieces)
     runs: list[PassRun[Any]] = [*first, *rest]
     segments: list[Segment] = []
-    made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype)
+    table = plan.table
+    cuts, stage_of = _asked(table, at)
+    made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts, stage_of)
     values = made.values
     several = len(completed.groups) > 1
     for program in made.programs:
@@ -138,7 +142,8 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         segments.append(Segment(program, flat, blocks))
     every = [block for segment in segments for block in segment.blocks]
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
-    steps = instructions(graph, every, made.transfers, made.spanning, len(graph.outputs), plan.table, between)
+    outputs = len(graph.outputs)
+    runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, table, between, made.marks)
     return StepPlan(
         source.graph,
         graph,
@@ -150,7 +155,18 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         made.transfers,
         made.spanning,
         steps,
+        tuple(runs_as),
     )
+
+
+def _asked(table: Table | Published | None, at: Planned) -> tuple[Cuts, dict[str, int]]:
+    """What a table wants to have in blocks of their own, and the stage of each op that the plan places."""
+    if isinstance(table, Published):
+        table = table.example
+    named = [d for d in at.plan.decisions if isinstance(d, OnDevices)] if table is not None else []
+    stages = {path: stage for stage, own in enumerate(named) for path in own.ops}
+    pieces = {piece: stages[path] for path, own in at.pieces.items() if path in stages for piece in own}
+    return cuts_of(table), {**stages, **pieces}
 
 
 def _num_ops(at: Planned) -> int:

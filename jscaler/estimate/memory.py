@@ -12,6 +12,7 @@ from jscaler.estimate.waiting import BlockRun, Devices, Waiting
 from jscaler.ir import PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.lower.donation import donated_imports, donated_inputs
+from jscaler.lower.instructions import microbatch_text
 from jscaler.lower.step_plan import StepPlan
 from jscaler.xla_model.block import Value
 from jscaler.xla_model.lifetimes import Lifetimes, Moment, lifetimes
@@ -204,7 +205,7 @@ def run_name(step: StepPlan, run: BlockRun, op: str = "") -> str:
     """Where in a step on several groups: ``1F of micro-batch 3, at block_2/mlp/up/dot``; else the op."""
     if len(step.blocks) == 1:
         return op
-    name = step.block_name(run.block) + (f" of micro-batch {run.microbatch}" if run.microbatch is not None else "")
+    name = " of ".join(filter(None, (step.block_name(run.block), microbatch_text(run.microbatches))))
     return f"{name}, at {op}" if op else name
 
 

@@ -49,7 +49,7 @@ class BlockRun:
     devices: Devices
     place: int
     block: int
-    microbatch: int | None
+    microbatches: tuple[int, ...]
     waiting: Mapping[HeldKind, int]
 
 
@@ -86,7 +86,7 @@ class Waiting:
         for place, one, _, totals in self.states():
             if isinstance(one, Run):
                 for row in self._rows[frozenset(self.step.blocks[one.block].group.devices)]:
-                    yield BlockRun(self.alike[row], place, one.block, one.microbatch, dict(totals[row]))
+                    yield BlockRun(self.alike[row], place, one.block, one.microbatches, dict(totals[row]))
 
     def worst(self, needs: Sequence[int]) -> dict[Devices, BlockRun]:
         """For each set of devices the run at which most is held, where each block needs so many bytes beside."""

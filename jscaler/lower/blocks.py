@@ -3,17 +3,20 @@
 A *phase* is a stretch of the step: all of it; or, where the ops of a loop over micro-batches lie on several groups, what
 stands in front of that loop, its body (of one that takes several micro-batches in an iteration, which take turns on the
 groups: what it does for each), and what stands behind. Within a phase an op's *level* is the number of crossings
-on the longest way to it::
+on the longest way to it, times `HOP`::
 
-    group 0   │ level 0 ├──────────────────┤ level 2 │      a value that a later level of the same group reads
-    group 1             └──► level 1 ──────┘                stays where it is; one that another group reads crosses
+    group 0   │ level 0 ├──────────────────┤ level 4 │      a value that a later level of the same group reads
+    group 1             └──► level 2 ──────┘                stays where it is; one that another group reads crosses
+
+A table may ask for more blocks: between two stages of one group, between a stage's forward and its backward, and of a
+backward pass for the gradients of weights (W), which no crossing waits for: these are left behind an odd level.
 
 `lower.cut` cuts each program by these levels. A value that goes from program to program is an array of its devices' parts,
 one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh has
 its devices.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import jax
@@ -28,8 +31,11 @@ from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.materialize.crossing import Crossing, find_crossing
 from jscaler.rules.rule_book import RuleBook
+from jscaler.tables.cuts import Cuts
 
 Key = tuple[int, int]  # number of a phase, number of a group: a program
+Mark = tuple[int | None, bool]  # a stage, if the plan says which, and whether it is its backward pass
+HOP = 2  # what a crossing adds to a level; what nobody waits for runs at the odd one behind its level
 FRONT = -1  # the level of what is there before the first block of a phase, or of an iteration, runs
 
 
@@ -98,12 +104,14 @@ class Programs:
         programs: by phase, then by group.
         spanning: the loop over groups, if there is one.
         values: how many numbers of values are taken; results have the first ones.
+        marks: phase, group, level -> the stages that run there, forward or backward.
     """
 
     programs: tuple[Program, ...]
     transfers: tuple[Transfer, ...]
     spanning: SpanningLoop | None
     values: int
+    marks: Mapping[tuple[int, DeviceMesh, int], Set[Mark]] = field(default_factory=dict)
 
 
 def make_programs(
@@ -114,6 +122,8 @@ def make_programs(
     after: Mapping[str, Sequence[str]],
     cost: CostModel = FEW_STEPS,
     reduce_dtype: str | None = None,
+    cuts: Cuts = Cuts(),
+    stage_of: Mapping[str, int] | None = None,
 ) -> Programs:
     """Lay ops out in ``order``, on each group, with an adapter wherever a reader wants another layout than is at hand.
 
@@ -121,6 +131,8 @@ def make_programs(
         after: op path -> paths of ops that ``op_order`` puts before it.
         cost: what adapters and crossings cost.
         reduce_dtype: the dtype in which gradients are added between devices; see `lower.sums` for the default.
+        cuts: what blocks of a loop over groups are cut at, beside crossings.
+        stage_of: op path -> its stage, where the plan says so; two stages of one group are blocks of their own.
 
     Raises:
         PlanError: a loop lies on several groups which cannot be lowered so.
@@ -129,14 +141,14 @@ def make_programs(
     order = [op for op in order if op.path in read]
     phases = _phases(graph, nested(order, graph.loops), completed, after)
     dtypes = summing_dtypes(graph, order, reduce_dtype)
-    made = _Blocks(graph, completed, cost, phases, _Levels(graph, completed, after))
+    made = _Blocks(graph, completed, cost, phases, _Levels(graph, completed, after, cuts, stage_of or {}), cuts.weights)
 
     def writer(key: Key) -> Writer:
         return Writer(graph, completed, book, cost, dtypes, after, made.bring, key)
 
     made.new_writer = writer
     made.run()
-    return Programs(made.programs(), tuple(made.transfers), made.spanning, made.count)
+    return Programs(made.programs(), tuple(made.transfers), made.spanning, made.count, made.levels.marks)
 
 
 def _read(graph: Graph) -> set[str]:
@@ -225,20 +237,24 @@ class _Levels:
     graph: Graph
     completed: Completed
     after: Mapping[str, Sequence[str]]
-    of_op: dict[str, tuple[int, int]] = field(default_factory=dict)  # path -> level, group; of this phase
-    of_tensor: dict[PTensor, tuple[int, int]] = field(default_factory=dict)
+    cuts: Cuts
+    stage_of: Mapping[str, int]
+    of_op: dict[str, tuple[int, int, Mark | None]] = field(default_factory=dict)  # path -> level, group; of this phase
+    of_tensor: dict[PTensor, tuple[int, int, Mark | None]] = field(default_factory=dict)
+    marks: dict[tuple[int, DeviceMesh, int], set[Mark]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.number = {group: number for number, group in enumerate(self.completed.groups)}
 
-    def start(self, carried: Mapping[PTensor, int], in_loop: bool) -> None:
+    def start(self, carried: Mapping[PTensor, int], in_loop: bool, phase: int) -> None:
         """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
 
         Arguments of the step leave their group behind the first level; a loop finds them there.
         """
         inputs = {} if in_loop else self.completed.inputs
-        self.of_op, self.of_tensor = {}, {t: (0, self.number[layout.mesh]) for t, layout in inputs.items()}
-        self.of_tensor.update({t: (0, group) for t, group in carried.items()})
+        self.phase, self.in_loop = phase, in_loop
+        self.of_op, self.of_tensor = {}, {t: (0, self.number[layout.mesh], None) for t, layout in inputs.items()}
+        self.of_tensor.update({t: (0, group, None) for t, group in carried.items()})
 
     def add(self, item: Item) -> int:
         """Give ``item`` its level; what it reads and waits for has one. Returns its group."""
@@ -248,12 +264,43 @@ class _Levels:
         operands += item.loop.operands if isinstance(item, Nest) else []
         before = [self.of_tensor[t] for t in operands if t in self.of_tensor]
         before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
-        key = max((level + (other != group) for level, other in before), default=0), group
+        mark = self._mark(ops[0])
+        if mark[0] is None:  # it goes with what it reads
+            here = ((level, own[0]) for level, other, own in before if other == group and own is not None)
+            stages = [(level, stage) for level, stage in here if stage is not None]
+            mark = max(stages, default=(0, None))[1], mark[1]
+        level = max((level + HOP * (other != group or self._is_cut(own, mark)) for level, other, own in before), default=0)
+        key = level, group, mark
+        if self.in_loop:
+            self.marks.setdefault((self.phase, self.completed.groups[group], level), set()).add(mark)
         self.of_op.update(dict.fromkeys((op.path for op in ops), key))
         made = [t for op in ops for t in op.outputs]
         made += item.loop.results if isinstance(item, Nest) else []
         self.of_tensor.update(dict.fromkeys(made, key))
         return group
+
+    def handed_over(self, item: Item) -> list[PTensor]:
+        """What ``item`` reads of another stage on its own group: that runs there, and not where it is read."""
+        _, group, mark = self.of_op[_ops(item)[0].path]
+        known = {t: self.of_tensor[t] for t in reads_of(item) if t in self.of_tensor}
+        return [
+            t
+            for t, (_, home, own) in known.items()
+            if home == group and self.in_loop and own is not None and mark is not None and own[0] != mark[0]
+            if None not in (own[0], mark[0])
+        ]
+
+    def _mark(self, op: Op) -> Mark:
+        found: Op | None = op
+        while found is not None and found.path not in self.stage_of:
+            found = found.forward or found.again
+        return None if found is None else self.stage_of[found.path], op.kind == "backward" or op.again is not None
+
+    def _is_cut(self, before: Mark | None, mark: Mark) -> bool:
+        """Whether a block ends between two ops of one group; what was there before the loop is of no block."""
+        if not self.in_loop or before is None:
+            return False
+        return (None not in (before[0], mark[0]) and before[0] != mark[0]) or (self.cuts.forward and before[1] < mark[1])
 
 
 @dataclass
@@ -271,6 +318,7 @@ class _Blocks:
     cost: CostModel
     phases: Sequence[Phase]
     levels: _Levels
+    weights_apart: bool = False
     new_writer: Callable[[Key], Writer] = field(init=False)
     writers: dict[Key, Writer] = field(default_factory=dict)
     held: dict[tuple[PTensor, int], Key] = field(default_factory=dict)
@@ -285,7 +333,7 @@ class _Blocks:
     inside: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
     indices: dict[Key, int] = field(default_factory=dict)  # number of the value
     slices: set[PTensor] = field(default_factory=set)  # the micro-batch's number, in the loop's words
-    made: dict[PTensor, tuple[Key, int]] = field(default_factory=dict)  # the program that makes it, and its level
+    made: dict[PTensor, tuple[Key, int, bool]] = field(default_factory=dict)  # program, level, if it is backward
     transfers: list[Transfer] = field(default_factory=list)
     spanning: SpanningLoop | None = None
     phase: int = 0
@@ -303,7 +351,7 @@ class _Blocks:
         for number, phase in enumerate(self.phases):
             self.phase = number
             if phase.loop is None:
-                self.levels.start({t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False)
+                self.levels.start({t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False, number)
                 self._write(phase.items)
             elif phase.first == number:
                 self._repeat(phase.loop, range(number, number + phase.loop.turns))
@@ -321,14 +369,18 @@ class _Blocks:
         for item in items:
             group = self.levels.add(item)
             key = self.phase, group
-            self._open(key).write([item])
-            level = self.levels.of_op[_ops(item)[0].path][0]
+            writer = self._open(key)
+            for tensor in self.levels.handed_over(item):
+                layout = _between(writer.slots[tensor][0][0])
+                self._leave(writer, writer.read(tensor, layout), layout, self.levels.of_tensor[tensor][0])
+            writer.write([item])
+            level, _, mark = self.levels.of_op[_ops(item)[0].path]
             self.own_levels[key] = max(self.own_levels[key], level)
             self.pinned[key].update((op.path, level) for op in _ops(item) if op.path in self.ordered)
             made = (*_ops(item), item) if isinstance(item, Nest) else (item,)
             for tensor in (t for one in made for t in (one.outputs if isinstance(one, Op) else one.loop.results)):
                 self.held[tensor, group] = key
-                self.made[tensor] = key, level
+                self.made[tensor] = key, level, mark is not None and mark[1]
 
     def _repeat(self, loop: Loop, phases: range) -> None:
         """The body of a loop over groups, once for all iterations."""
@@ -346,7 +398,7 @@ class _Blocks:
         self.slices = {x.slice for x in loop.xs}
         for self.phase in phases:
             there = {c.inside: number[y.mesh] for c, y in zip(loop.carries, laid.carries, strict=True)}
-            self.levels.start(there, True)
+            self.levels.start(there, True, self.phase)
             self._write(self.phases[self.phase].items)
 
         def writer_of(tensor: PTensor, layout: Layout) -> Writer:
@@ -356,15 +408,21 @@ class _Blocks:
         exits = []
         for values, carry, layout in zip(carried, loop.carries, laid.carries, strict=True):
             writer = writer_of(carry.out, layout)
-            self._leave(writer, writer.read(carry.out, layout), layout, None, values.out)
+            self._leave(writer, writer.read(carry.out, layout), layout, self._exit(carry.out, writer), values.out)
             self.finals[carry.final] = values.final, layout
         for y, layout in zip(loop.ys, laid.ys, strict=True):
             writer = writer_of(y.slice, layout)
-            piece, stack = self._leave(writer, writer.read(y.slice, layout), layout, None, fresh=True), self._new()
+            level = self._exit(y.slice, writer)
+            piece, stack = self._leave(writer, writer.read(y.slice, layout), layout, level, fresh=True), self._new()
             exits.append(StackedValue(piece, stack))
             self.finals[y.stack] = stack, layout.stacked(loop.length)
         indices = {value: phase - phases.start for (phase, _), value in self.indices.items()}
         self.spanning = SpanningLoop(loop, phases, tuple(carried), tuple(exits), indices)
+
+    def _exit(self, tensor: PTensor, writer: Writer) -> int | None:
+        """Behind which level an iteration leaves ``tensor``: that of its op, or the odd one behind if it is a gradient."""
+        key, level, is_backward = self.made.get(tensor, (None, 0, False))
+        return level + (is_backward and self.weights_apart) if key == writer.key else None
 
     def _check_counts(self, loop: Loop, stack: PTensor) -> None:
         maker = self.graph.producer.get(stack)
@@ -484,7 +542,7 @@ class _Blocks:
 
     def _cross(self, key: Key, tensor: PTensor, layout: Layout) -> None:
         """From another group: out of the program that makes it, or that has been given it."""
-        origin, level = self.made[tensor] if tensor in self.made else ((key[0], self._group_of(tensor)), 0)
+        origin, level, _ = self.made.get(tensor) or ((key[0], self._group_of(tensor)), 0, False)
         holder = self._open(origin)
         if tensor not in holder.slots:
             self.bring(origin, tensor, layout)
@@ -496,7 +554,7 @@ class _Blocks:
         else:
             source = self._leave(holder, slot, leaving, level)
         self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
-        self._import(key, tensor, arriving, target, level + 1 if origin[0] == key[0] else 0)
+        self._import(key, tensor, arriving, target, level + HOP if origin[0] == key[0] and level != FRONT else 0)
 
     def _group_of(self, tensor: PTensor) -> int:
         """Where an argument lies, or what a loop over groups finds and leaves."""

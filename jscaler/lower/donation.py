@@ -23,7 +23,8 @@ def donated_inputs(step: StepPlan, number: int, donate: Set[int]) -> set[int]:
 def donated_imports(step: StepPlan, block: PlacedBlock) -> list[int]:
     """The places of imports that a block takes, adds to, and leaves, and that nobody else reads: sums of gradients."""
     carries = step.spanning.carries if step.spanning is not None else ()
-    others = [v for other in step.blocks if other is not block for v in other.imports]
-    others += [transfer.source for transfer in step.transfers]
-    own = {c.inside for c in carries if c.is_sum and c.out in block.exports and c.inside not in others}
+    sums = {c.inside: c.out for c in carries if c.is_sum and c.out in block.exports}
+    others = {v for other in step.blocks for v in other.imports if sums.get(v) not in other.exports}
+    others |= {transfer.source for transfer in step.transfers}
+    own = sums.keys() - others
     return [place for place, value in enumerate(block.imports) if value in own]

@@ -27,6 +27,8 @@ class PlacedBlock:
         imports, exports: the numbers of values that come from other blocks, and of those that go to them.
         results: the numbers of the step's results.
         inputs, outputs: how each of these lies; None for what only blocks of this group hand on: what each device has.
+        parts: of several blocks that are one executable: these, each with the place of its micro-batch among the run's.
+        import_places, export_places: of these, the place of the micro-batch of each import and export; else all are of one.
     """
 
     group: DeviceMesh
@@ -39,6 +41,19 @@ class PlacedBlock:
     exports: tuple[int, ...]
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
+    parts: tuple[tuple["PlacedBlock", int], ...] = ()
+    import_places: tuple[int, ...] = ()
+    export_places: tuple[int, ...] = ()
+
+    @property
+    def taken(self) -> tuple[tuple[int, int], ...]:
+        """The imports, each with the place of its micro-batch among the run's."""
+        return tuple(zip(self.imports, self.import_places or (0,) * len(self.imports), strict=True))
+
+    @property
+    def left(self) -> tuple[tuple[int, int], ...]:
+        """The exports, each with the place of its micro-batch among the run's."""
+        return tuple(zip(self.exports, self.export_places or (0,) * len(self.exports), strict=True))
 
 
 def own_ops(graph: Graph, block: PlacedBlock) -> list[str]:

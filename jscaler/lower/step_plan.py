@@ -16,8 +16,8 @@ from jscaler.lower.segment import PlacedBlock, Segment, only
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.primitives import Plan
 from jscaler.primitives.shard_checks import stored_leaves
-from jscaler.primitives.table import most_live
 from jscaler.rules.made_of import made_of
+from jscaler.tables.table import most_live
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class StepPlan:
         passes: what was done in between, and to the flat programs.
         transfers: what crosses from group to group.
         spanning: the loop whose ops lie on several groups, if there is one.
-        instructions: in which order the blocks of the segments run, and what is sent.
+        instructions: in which order blocks run, and what is sent.
+        blocks: what runs, each an executable: those of the segments, or several of these as one. A step on one group is one.
     """
 
     source: Graph
@@ -44,11 +45,7 @@ class StepPlan:
     transfers: tuple[Transfer, ...] = ()
     spanning: SpanningLoop | None = None
     instructions: Instructions = field(repr=False, default_factory=lambda: Instructions((), 0, {}))
-
-    @functools.cached_property
-    def blocks(self) -> tuple[PlacedBlock, ...]:
-        """What runs, each an executable; a step on one group is one."""
-        return tuple(block for segment in self.segments for block in segment.blocks)
+    blocks: tuple[PlacedBlock, ...] = ()
 
     @functools.cached_property
     def taken(self) -> tuple[tuple[int, ...], ...]:

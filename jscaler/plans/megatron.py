@@ -32,6 +32,7 @@ from jscaler.plans.tensor_parallel import COLUMNS
 from jscaler.plans.vocab_parallel import VOCABULARY
 from jscaler.plans.zero import shard_parameters, without_followers
 from jscaler.primitives import Planner
+from jscaler.tables import Published, Table
 
 
 def megatron(
@@ -44,7 +45,8 @@ def megatron(
     columns: Dims | Sequence[str] = COLUMNS,
     pp: int = 1,
     microbatches: int | None = None,
-    schedule: str = "1f1b",
+    schedule: "Published | Table | str" = "1f1b",
+    chunks: int | None = None,
     gather_once: bool = False,
 ) -> Callable[..., None]:
     """The batch over ``dp`` rows of the devices; heads, hidden units and vocabulary over their ``tp`` columns.
@@ -61,8 +63,8 @@ def megatron(
             micro-batches, 3 the parameters too.
         batch: as for `data_parallel`.
         columns: as for `tensor_parallel`.
-        pp: how many stages, each on a grid of its own, see `pipeline`.
-        microbatches, schedule: as for `pipeline`; needed where ``pp`` is more than 1.
+        pp: how many groups of devices have stages, each a grid of its own, see `pipeline`.
+        microbatches, schedule, chunks: as for `pipeline`; needed where ``pp`` is more than 1.
         gather_once: as for `zero3`, where ``zero`` is 3.
 
     Raises (when the plan is made):
@@ -106,7 +108,7 @@ def megatron(
     policy.__name__ = "megatron"
     if microbatches is None:
         return policy
-    staged = pipeline(pp, microbatches, schedule, policy, batch=batch)
+    staged = pipeline(pp, microbatches, schedule, policy, batch=batch, chunks=chunks)
     staged.__name__ = "megatron"
     staged.without_stages = megatron(dp and dp * pp, tp, sequence, vocab, zero, batch, columns, gather_once=gather_once)
     return staged

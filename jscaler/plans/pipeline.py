@@ -31,7 +31,9 @@ from jscaler.plans.accumulate import accumulate
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.plans.single import single
-from jscaler.primitives import SCHEDULES, Planner, Replicate, Split
+from jscaler.primitives import Planner, Replicate, Split
+from jscaler.tables import Published, Table, find_schedule
+from jscaler.tables.table import cells_of
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
@@ -40,22 +42,25 @@ BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says 
 def pipeline(
     stages: int,
     microbatches: int,
-    schedule: str = "1f1b",
+    schedule: "Published | Table | str" = "1f1b",
     plan: Callable[..., Any] | None = None,
     at: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     batch: str = "batch",
     accumulate_dtype: Any = None,
     per_microbatch: Any = None,
+    chunks: int | None = None,
 ) -> Callable[..., None]:
     """``plan`` on the devices of each stage, and micro-batches that follow each other through the stages.
 
     Args:
-        stages: how many; must divide the number of devices. Neighbours share a stage.
+        stages: how many groups of devices; must divide the number of devices. Neighbours share a group.
         microbatches: how many; must divide each device's part of the batch.
-        schedule: ``"1f1b"`` or ``"gpipe"``; any other is a table's text, see `Table`.
+        schedule: the name of a published one (``jscaler.tables.SCHEDULES``, docs/schedules.md); or a table, or its text or
+            file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand.
+        chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
-        at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
+        at: shell patterns of the modules with which the second stage begins, the third, and so on (of chunks, too); by default stages are
             balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
             many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on
@@ -74,34 +79,48 @@ def pipeline(
     inner = plan or single()
     if not isinstance(stages, int) or stages < 1:
         raise PlanError(f"pipeline: stages is a positive whole number, not {stages!r}")
-    if len(schedule.split()) < 2 and schedule not in SCHEDULES:
-        raise UnknownNameError("schedule", schedule, SCHEDULES)
+    wanted = find_schedule(schedule)
+    lies = _lies(wanted, stages, microbatches, chunks)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         if devices.size % stages:
             legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
-        found = find_stages(graph, stages, at, layers, batch) if stages > 1 else {}
-        if stages > 1 and not found:
+        found = find_stages(graph, len(lies), at, layers, batch, len(set(lies)) == len(lies)) if len(lies) > 1 else {}
+        if len(lies) > 1 and not found:
             return  # it only follows state, and goes where that lies
 
         def in_stages(graph: Planner, devices: np.ndarray) -> None:
             grid = devices.reshape(stages, -1)
-            if stages == 1:
+            if len(lies) == 1:
                 inner(graph, devices)
                 return
             here = {path: where for path, where in found.items() if path in graph.by_path}  # others were fused
-            for stage, own in enumerate(grid):
-                graph.on_devices([path for path, where in here.items() if where == stage], own)
-            graph.on_stages(inner, _of_all(graph, here, batch), grid)
+            for stage, group in enumerate(lies):
+                graph.on_devices([path for path, where in here.items() if where == stage], grid[group])
+            graph.on_stages(inner, _of_all(graph, here, batch), grid[lies])
             _spread(graph, devices, batch)
-            graph.schedule(schedule)
+            graph.schedule(wanted)
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
     policy.__name__ = "pipeline"
     policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
     return policy
+
+
+def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: int | None) -> list[int]:
+    """The group of each stage."""
+    if isinstance(schedule, Published):
+        schedule.table(groups, microbatches, chunks)
+        return list(schedule.lies(groups, schedule.chunks_of(chunks)))
+    found = {cell.stage: row for row, entries in enumerate(schedule.rows) for cell in cells_of(entries)}
+    if len(schedule.rows) != groups or sorted(found) != [*range(len(found))]:
+        raise PlanError(
+            f"pipeline: the table has {len(schedule.rows)} rows and the stages {sorted(found)}; there are {groups} groups, a row "
+            "for each, and stages are numbered from 0 on"
+        )
+    return [found[stage] for stage in range(len(found))]
 
 
 @dataclass(frozen=True)
@@ -127,9 +146,13 @@ def find_stages(
     at: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     batch: str = "batch",
+    in_parts: bool = True,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
+
+    Args:
+        in_parts: whether stacks whose ranges are of one size may lie in parts, as each group has one stage.
 
     Raises:
         PlanError: there are too few places where the model can be cut.
@@ -161,7 +184,7 @@ def find_stages(
     staged: list[tuple[Item, dict[int, int]]] = []
     for item, own in itertools.groupby(zip(units, stage_of_unit, strict=True), key=lambda pair: pair[0].item):
         staged.append((item, {s: len(list(pairs)) for s, pairs in itertools.groupby(own, key=lambda pair: pair[1])}))
-    mixed = _cut_in_several_ways(staged)
+    mixed = _cut_in_several_ways(staged) if in_parts else None
     found: dict[str, int] = {}
     for item, sizes in staged:
         found.update(_staged(graph, item, sizes, mixed))
@@ -205,14 +228,18 @@ def _cut_in_several_ways(staged: Sequence[tuple[Item, Mapping[int, int]]]) -> se
     return {stack for stack, found in ways.items() if len(found) > 1}
 
 
-def _staged(graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor]) -> dict[str, int]:
-    """The stage of each op of an item, so many of whose iterations lie in each; of a loop in several, of its ranges."""
+def _staged(graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor] | None) -> dict[str, int]:
+    """The stage of each op of an item, so many of whose iterations lie in each; of a loop in several, of its ranges.
+
+    Args:
+        mixed: stacks that cannot lie in parts; None if none can.
+    """
     paths = [op.path for op in flat([item])]
     if len(sizes) == 1:
         return dict.fromkeys(paths, next(iter(sizes)))
     assert isinstance(item, Nest)
     in_order = list(sizes.items())[:: -1 if item.loop.reverse else 1]
-    apart = len(set(sizes.values())) == 1 and mixed.isdisjoint(x.stack for x in item.loop.xs)
+    apart = len(set(sizes.values())) == 1 and mixed is not None and mixed.isdisjoint(x.stack for x in item.loop.xs)
     graph.ranges(item.loop.name, [size for _, size in in_order], apart=apart)
     bounds = itertools.pairwise(itertools.accumulate((size for _, size in in_order), initial=0))
     return {path + range_mark(own): stage for (stage, _), own in zip(in_order, bounds, strict=True) for path in paths}

@@ -7,10 +7,9 @@ from jscaler.primitives.plan import Assign, Decision, Fuse, LeafParts, OnDevices
 from jscaler.primitives.planner import Planner, Policy
 from jscaler.primitives.prefix import Prefix
 from jscaler.primitives.restructured import restructured
-from jscaler.primitives.table import SCHEDULES, Table, TableCell, gpipe, one_f_one_b
 
 __all__ = [
-    "SCHEDULES", "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "LeafParts", "OnDevices", "Order",
-    "Plan", "Planner", "Policy", "Prefix", "Replicate", "Shard", "Split", "Store", "Table", "TableCell", "TimeSplit",
-    "Trans", "gpipe", "make_plan", "one_f_one_b", "restructured",
+    "Algorithm", "Assign", "Chunk", "Decision", "Fuse", "Grid", "GridAxis", "LeafParts", "OnDevices", "Order",
+    "Plan", "Planner", "Policy", "Prefix", "Replicate", "Shard", "Split", "Store", "TimeSplit",
+    "Trans", "make_plan", "restructured",
 ]  # fmt: skip

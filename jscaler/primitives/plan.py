@@ -11,7 +11,7 @@ from jscaler.ir.op import Residuals
 from jscaler.primitives import plan_file
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.made_for import MadeFor
-from jscaler.primitives.table import SCHEDULES, Table
+from jscaler.tables import SCHEDULES, Published, Table
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
 
@@ -319,9 +319,9 @@ class Plan:
         return next((d for d in reversed(self.decisions) if isinstance(d, Accumulation)), Accumulation())
 
     @property
-    def table(self) -> Table | Callable[[int, int], Table] | None:
-        """In which order device groups run the micro-batches of a loop over groups, or a table for so many stages and
-        micro-batches; None where the plan says nothing."""
+    def table(self) -> Table | Published | None:
+        """In which order device groups run the micro-batches of a loop over groups, or a schedule that has a table for
+        so many groups and micro-batches; None where the plan says nothing."""
         text = next((d.table for d in reversed(self.decisions) if isinstance(d, Schedule)), None)
         return None if text is None else SCHEDULES.get(text) or Table.parse(text)
 

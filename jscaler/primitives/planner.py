@@ -44,7 +44,7 @@ from jscaler.primitives.plan import (
 from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
 from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
-from jscaler.primitives.table import SCHEDULES, Table
+from jscaler.tables import Published, Table, find_schedule
 
 OpPart = tuple[Op | str, int]  # an op, and the number of its part along its time axis
 
@@ -347,11 +347,11 @@ class Planner(GraphView):
         move = _Moved(stage_of, devices)
         self._decisions[first:] = [move(decision) for decision in kept]
 
-    def schedule(self, table: Table | str) -> None:
+    def schedule(self, table: Published | Table | str) -> None:
         """Say in which order device groups run the micro-batches of a loop whose ops lie on several.
 
         Args:
-            table: a table, its text, or the name of one: ``"1f1b"``, ``"gpipe"``.
+            table: a table, its text or file; or a published schedule, or its name: ``"1f1b"``, ``"zb_h1"``.
 
         Raises:
             PlanError: neither a table nor a name.
@@ -359,12 +359,8 @@ class Planner(GraphView):
         Example:
             >>> graph.schedule("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1".replace(" / ", chr(10)))  # doctest: +SKIP
         """
-        text = str(table)
-        if text not in SCHEDULES:
-            if len(text.split()) < 2:
-                raise PlanError(f"there is no schedule '{text}'; known: {', '.join(SCHEDULES)}; or give a table")
-            text = str(Table.parse(text))
-        self._decisions.append(Schedule(text))
+        found = find_schedule(table)
+        self._decisions.append(Schedule(found.name if isinstance(found, Published) else str(found)))
 
     def reduce_dtype(self, dtype: Any) -> None:
         """Add gradients between devices in ``dtype``: fewer bits send less and lose digits, more bits the reverse.

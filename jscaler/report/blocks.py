@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jscaler.capture.jaxprs import dtype, shape
-from jscaler.lower.instructions import Gather, Run, Send
+from jscaler.lower.instructions import Gather, Run, Send, microbatch_text
 from jscaler.lower.segment import own_ops
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import DeviceMesh
@@ -80,24 +80,21 @@ def _of_group(step: StepPlan, group: DeviceMesh) -> Iterator[tuple[str, ...]]:
             if block.group == group:
                 ops = own_ops(step.graph, block) or ["no ops"]
                 shown = " … ".join(dict.fromkeys((ops[0], ops[-1])))
-                yield "run", step.block_name(one.block), _of(one.microbatch), shown
+                yield "run", step.block_name(one.block), microbatch_text(one.microbatches), shown
         elif isinstance(one, Send):
             transfer = step.transfers[one.transfer]
             source, target = transfer.crossing.source, transfer.crossing.target
+            of = microbatch_text(() if one.microbatch is None else (one.microbatch,))
             size = readable_bytes(transfer.crossing.sent * transfer.tensor.itemsize)
             if source.mesh == group:
                 to = f"to {devices_text(target.mesh.devices)}, {_layout(source)}, {size} of all devices"
-                yield "send", transfer.tensor.name, _of(one.microbatch), to
+                yield "send", transfer.tensor.name, of, to
             if target.mesh == group:
                 came = f"from {devices_text(source.mesh.devices)}, {_layout(target)}"
-                yield "take", transfer.tensor.name, _of(one.microbatch), came
+                yield "take", transfer.tensor.name, of, came
         elif any(one.value in block.imports for block in step.blocks if block.group == group):
             assert isinstance(one, Gather)
             yield "stack", f"{len(one.pieces)} micro-batches", "", ""
-
-
-def _of(microbatch: int | None) -> str:
-    return "" if microbatch is None else f"micro-batch {microbatch}"
 
 
 def _layout(layout: object) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from jscaler.estimate.step_time import timed_runs
 from jscaler.lower.step_plan import StepPlan
+from jscaler.tables.simulator import UNITS
 from jscaler.text.device_list import devices_text
 from jscaler.text.tables import aligned
 
-UNITS = {"F": 1, "B": 2}
 MOST_UNITS = 36  # of a picture
 
 
@@ -38,10 +38,10 @@ def schedule_rows(step: StepPlan) -> tuple[ScheduleRow, ...]:
     found: dict[tuple[int, ...], list[tuple[str, int, int]]] = {group.devices: [] for group in step.under_way}
     for one in timed_runs(step, units, [0] * len(step.transfers)):
         time = int(one.begin)
-        for stage, kind in names.get(one.run.block, ()):
-            cell = f"{stage}{kind}{one.run.microbatch}", time, time + UNITS[kind]
-            found[step.blocks[one.run.block].group.devices].append(cell)
-            time += UNITS[kind]
+        for cell in step.instructions.cells(one.run):
+            end = time + int(UNITS[cell.kind])
+            found[step.blocks[one.run.block].group.devices].append((str(cell), time, end))
+            time = end
     return tuple(ScheduleRow([*devices], tuple(cells)) for devices, cells in found.items())
 
 

@@ -117,19 +117,19 @@ class Executable:
             try:
                 return compiled[0](*leaves)
             except Exception as error:
-                raise self.failed(error, 0, leaves, None) from error
+                raise self.failed(error, 0, leaves, ()) from error
         given, leaves = leaves, self.ins.taken_apart(leaves, self.known)
         slots: list[Any] = [None] * self.instructions.slots
         for slot, number in self.between.counts.items():
             slots[slot] = number
         started: list[Any] = []
-        for block, hop, takes, reads, writes, watched, freed, microbatch in self.steps:
+        for block, hop, takes, reads, writes, watched, freed, microbatches in self.steps:
             if hop is None:
                 try:
                     made = compiled[block](*[leaves[i] for i in takes], *[slots[i] for i in reads])
                 except Exception as error:
                     given = [leaves[i] for i in takes] + [slots[i] for i in reads]
-                    raise self.failed(error, block, given, microbatch) from error
+                    raise self.failed(error, block, given, microbatches) from error
                 for slot, value in zip(writes, made):  # noqa: B905  # (runs hundreds of times a step)
                     slots[slot] = value
                 if watched is not None:
@@ -156,18 +156,18 @@ class Executable:
     @functools.cached_property
     def steps(self) -> tuple[tuple[Any, ...], ...]:
         """The instructions as tuples: block, way, leaves, slots read and written, what to wait on, slots freed, and the
-        micro-batch."""
+        micro-batches."""
         return tuple(map(self._prepared, self.instructions.steps))
 
     def _prepared(self, step: Instruction) -> tuple[Any, ...]:
         if isinstance(step, Run):
             block = self.blocks[step.block]
             writes = tuple(step.writes[place] for place in block.computed)
-            return step.block, None, block.takes, step.reads, writes, block.watched, step.freed, step.microbatch
+            return step.block, None, block.takes, step.reads, writes, block.watched, step.freed, step.microbatches
         if isinstance(step, Send):
-            return -1, self.between.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed, None
+            return -1, self.between.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed, ()
         stack = self.between.gathers.get(step.value, lambda *_: None)  # nobody reads it
-        return -1, stack, (), step.pieces, (step.target,), None, step.freed, None
+        return -1, stack, (), step.pieces, (step.target,), None, step.freed, ()
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:

@@ -15,24 +15,25 @@ from jax.extend import core
 from jscaler.errors import BlockError, JscalerError, NotFiniteError, StateLostError
 from jscaler.lower.emit import Watch, emit_watched, physical_mesh
 from jscaler.lower.flat_program import FlatLoop, Item
+from jscaler.lower.instructions import microbatch_text
 from jscaler.lower.segment import PlacedBlock, own_ops
 from jscaler.lower.step_plan import StepPlan
 
-DOES = {"F": "forward", "B": "backward"}
+DOES = {"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
 
 
 def failure(
-    step: StepPlan, devices: Sequence[Any], error: Exception, number: int, given: Sequence[Any], microbatch: int | None
+    step: StepPlan, devices: Sequence[Any], error: Exception, number: int, given: Sequence[Any], microbatches: Sequence[int]
 ) -> Exception:
     """What is raised in place of ``error``, with which block ``number`` of a step failed.
 
     Args:
         given: the leaves and imports that the block was run with.
-        microbatch: which it was run for, in a loop over groups.
+        microbatches: which it was run for, in a loop over groups.
     """
     if isinstance(error, JscalerError):
         return error
-    where = place_of(step, number, microbatch)
+    where = place_of(step, number, microbatches)
     asked = {"NaN": jax.config.jax_debug_nans, "infinity": jax.config.jax_debug_infs}  # type: ignore[attr-defined]
     kinds = [kind for kind in asked if asked[kind]]
     if kinds:
@@ -43,7 +44,7 @@ def failure(
     return BlockError(f"{where} failed ({_ops(step, step.blocks[number])}): {type(error).__name__}: {reason[0]}")
 
 
-def place_of(step: StepPlan, number: int, microbatch: int | None = None) -> str:
+def place_of(step: StepPlan, number: int, microbatches: Sequence[int] = ()) -> str:
     """Which block it is, in a sentence: ``the backward block of stage 1 (devices 2 3), micro-batch 5 of 8``."""
     block = step.blocks[number]
     devices = f"device{'s' if len(block.group.devices) > 1 else ''} {' '.join(map(str, block.group.devices))}"
@@ -53,9 +54,9 @@ def place_of(step: StepPlan, number: int, microbatch: int | None = None) -> str:
     does = " and ".join(dict.fromkeys(DOES.get(kind, kind) for _, kind in names))
     stages = " and ".join(dict.fromkeys(str(stage) for stage, _ in names))
     what = f"the {does} block of stage {stages}" if names else step.block_name(number)
-    if microbatch is None or step.spanning is None:
+    if not microbatches or step.spanning is None:
         return f"{what} ({devices})"
-    return f"{what} ({devices}), micro-batch {microbatch} of {step.spanning.loop.length * len(step.spanning.phases)}"
+    return f"{what} ({devices}), {microbatch_text(microbatches)} of {step.spanning.loop.parts}"
 
 
 def _ops(step: StepPlan, block: PlacedBlock) -> str:

@@ -149,8 +149,10 @@ class SlotFlow:
             self._check(self.slots[slot], promised, lambda tensor=tensor: f"'{tensor.name}', which leaves its segment")
 
     def _exports(self) -> list[tuple[int, tuple[int, Layout]]]:
+        """What other segments read; what goes from stage to stage of one segment, its own readers are held to."""
         program = self.program
-        return list(zip(program.exports, program.outputs[len(program.results) :], strict=True))
+        left = zip(program.exports, program.outputs[len(program.results) :], strict=True)
+        return [(value, end) for value, end in left if value in self.values]
 
     def _tasks(self, tasks: Sequence[Task], wanted: Mapping[int, HeldSlot]) -> None:
         for task in tasks:

@@ -10,14 +10,14 @@ It looks at blocks, what they take and leave, and at the instructions, never at 
 run one after another, on all groups in one order, and read what was written before: so no two groups wait for each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from jscaler.errors import VerificationError
 from jscaler.lower.blocks import CarriedValue
 from jscaler.lower.donation import donated_imports
-from jscaler.lower.instructions import Gather, Instruction, Run, Send
+from jscaler.lower.instructions import Gather, Instruction, Run, Send, microbatch_text
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 
@@ -51,7 +51,7 @@ class _Check:
     step: StepPlan
     held: dict[int, Label] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)  # slot -> what has become of it
-    ran: set[tuple[int, int | None]] = field(default_factory=set)
+    ran: set[tuple[int, int | None]] = field(default_factory=set)  # by the block's identity
     reads: int = 0
 
     def __post_init__(self) -> None:
@@ -77,9 +77,10 @@ class _Check:
                 self._gather(instruction)
             for slot in instruction.freed:
                 self.gone.setdefault(slot, f"freed behind {self._name(instruction)}")
-        for number, block in enumerate(self.step.blocks):
-            turns = range(self.count) if block.phase in self.loop else (None,)
-            missing = [i for i in turns if (number, i) not in self.ran]
+        parts = {id(part): number for number, block in enumerate(self.step.blocks) for part, _ in block.parts or ((block, 0),)}
+        for part, number in parts.items():
+            turns = range(self.count) if self.step.blocks[number].phase in self.loop else (None,)
+            missing = [i for i in turns if (part, i) not in self.ran]
             if missing:
                 self._fail(
                     f"{self.step.block_name(number)} does not run" + (f" for {missing}" if missing != [None] else "")
@@ -94,17 +95,21 @@ class _Check:
 
     def _run(self, run: Run) -> None:
         block, where = self.step.blocks[run.block], self._name(run)
-        iteration = self._iteration(block, run.microbatch)
-        if (run.block, iteration) in self.ran:
-            self._fail(f"{where} runs a second time")
-        self.ran.add((run.block, iteration))
-        taken = {}
-        for slot, value in zip(run.reads, block.imports, strict=True):
-            taken[value] = self._read(slot, self._wanted(block, value, iteration, run.microbatch), where)
+        iterations = [self._iteration(block, number) for number in run.microbatches or (None,)]
+        for part, place in block.parts or ((block, 0),):
+            if (id(part), iterations[place]) in self.ran:
+                self._fail(f"{where} runs a second time")
+            self.ran.add((id(part), iterations[place]))
+        taken: dict[int, Label] = {}
+        for slot, (value, place) in zip(run.reads, block.taken, strict=True):
+            number = run.microbatches[place] if run.microbatches else None
+            taken[value] = self._read(slot, self._wanted(block, value, iterations[place], number), where)
         for place in donated_imports(self.step, block):
             self.gone[run.reads[place]] = f"donated to {where}"
-        for slot, value in zip(run.writes, (*block.results, *block.exports), strict=True):
-            self._write(slot, self._left(value, iteration, taken, where))
+        left = (*((value, 0) for value in block.results), *block.left)
+        for slot, (value, place) in zip(run.writes, left, strict=True):
+            added = [iterations[at] for part, at in block.parts if value in part.exports] or [iterations[place]]
+            self._write(slot, self._left(value, added, taken, where))
 
     def _send(self, send: Send) -> None:
         transfer, where = self.step.transfers[send.transfer], self._name(send)
@@ -147,13 +152,14 @@ class _Check:
             return False
         return iteration not in before if carry.is_sum and adds else before == frozenset(range(iteration or 0))
 
-    def _left(self, value: int, iteration: int | None, taken: dict[int, Label], where: str) -> Label:
-        carry = self.left_by.get(value)
+    def _left(self, value: int, iterations: Sequence[int | None], taken: dict[int, Label], where: str) -> Label:
+        """What a block leaves, of an iteration; of a sum of several."""
+        carry, iteration = self.left_by.get(value), iterations[-1]
         if carry is None or iteration is None:
             return Label(value, iteration if value in self.repeated else None)
         known = taken.get(carry.inside)
         if carry.is_sum and known is not None:
-            return Label(value, None, known.added | {iteration})
+            return Label(value, None, known.added | {i for i in iterations if i is not None})
         if carry.is_sum:
             self._fail(f"{where} leaves a sum without taking what there is of it")
         return Label(value, None, frozenset(range(iteration + 1)))
@@ -183,8 +189,8 @@ class _Check:
 
     def _name(self, instruction: Instruction) -> str:
         if isinstance(instruction, Run):
-            what, microbatch = self.step.block_name(instruction.block), instruction.microbatch
-        elif isinstance(instruction, Send):
+            return " of ".join(filter(None, (self.step.block_name(instruction.block), microbatch_text(instruction.microbatches))))
+        if isinstance(instruction, Send):
             what = f"the send of '{self.step.transfers[instruction.transfer].tensor.name}'"
             microbatch = instruction.microbatch
         else:

@@ -14,6 +14,7 @@ import pytest
 import jscaler
 from jscaler import PlanError, Replicate, Split
 from jscaler.errors import VerificationError
+from jscaler.lower.blocks import HOP
 from jscaler.lower.flat_program import results
 from jscaler.verification.segments import check_values
 
@@ -123,7 +124,8 @@ def test_a_stage_hands_on_its_result_and_nothing_else() -> None:
     assert sorted(crossed) == [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((2, 3), (4, 5)), ((4, 5), (2, 3))]
     assert all(t.crossing.is_equal for t in lowered.plan.transfers)
     levels = sorted((block.level, block.group.devices) for block in lowered.plan.blocks)
-    assert levels == [(0, (0, 1)), (1, (2, 3)), (2, (4, 5)), (3, (2, 3)), (4, (0, 1))]
+    stages = [(0, 1), (2, 3), (4, 5), (2, 3), (0, 1)]
+    assert levels == [(HOP * crossings, devices) for crossings, devices in enumerate(stages)]
     shown = lowered.plan.explain()
     assert "crosses" in shown
     assert len(lowered.plan.report.as_json()["crossings"]) == 4

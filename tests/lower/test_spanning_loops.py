@@ -18,7 +18,9 @@ from jscaler.lower.cut import cut
 from jscaler.lower.flat_program import results
 from jscaler.lower.instructions import Run
 from jscaler.lower.step_plan import StepPlan
-from jscaler.primitives import Table, gpipe, one_f_one_b
+from jscaler.tables import Table
+from jscaler.tables.gpipe import gpipe
+from jscaler.tables.one_f_one_b import one_f_one_b
 from jscaler.verification.segments import check_values
 
 WORDS = WIDTH = 12
@@ -209,7 +211,7 @@ def test_a_stage_keeps_what_cannot_be_made_again_cheaply() -> None:
 def test_orders_that_cannot_be() -> None:
     stuck = "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"
     with pytest.raises(
-        OrderError, match=r"blocks wait for each other: 0B0 \(.*is next on devices \[0\] and waits for 1F0\+1B0"
+        OrderError, match=r"blocks wait for each other: 0B0 \(.*next on devices \[0\], waits for 1F0\+1B0"
     ):
         planned(chain_of(2), 2, stuck)
     with pytest.raises(PlanError, match=r"row 1 of the table, that of devices \[1\], lacks '1B1'"):

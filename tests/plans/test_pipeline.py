@@ -18,7 +18,7 @@ from jscaler.clusters import Peak, find_cluster
 from jscaler.clusters.device import find_kind
 from jscaler.errors import OrderError
 from jscaler.plans.pipeline import _bottleneck
-from jscaler.primitives import gpipe
+from jscaler.tables.gpipe import gpipe
 from models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(hidden=16, layers=2, heads=2, sequence=6, vocabulary=20, param_dtype=jnp.float64, dtype=jnp.float64)
@@ -167,9 +167,9 @@ def test_batch_norm_on_each_micro_batch_keeps_running_state_in_order() -> None:
         x = jnp.asarray(rng.normal(size=(8, 4)))
         with pytest.raises(SplitError, match=r"it needs the whole batch: .*accumulate\(…, per_microbatch='norm'\)"):
             jscaler.parallelize(plans.pipeline(2, 4, at=["second"], batch="x"), devices=2)(step).lower(ours, x)
-        turned = str(gpipe(2, 4)).replace("0B0 0B1", "0B1 0B0")  # the state advances with the backward
+        turned = str(gpipe(2, 4)).replace("0F0 0F1", "0F1 0F0")  # the state advances with the forward
         staged = plans.pipeline(2, 4, turned, at=["second"], batch="x", per_microbatch="norm")
-        with pytest.raises(OrderError, match=r"0B1 \(.*is next on devices \[0\] and waits for .*0B0"):
+        with pytest.raises(OrderError, match=r"0F1 \(.*next on devices \[0\], waits for 0F0"):
             jscaler.parallelize(staged, devices=2)(step).lower(ours, x)
         staged = plans.pipeline(2, 4, at=["second"], batch="x", per_microbatch="norm")
         train = jscaler.parallelize(staged, devices=2)(step)

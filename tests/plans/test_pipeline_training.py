@@ -16,7 +16,7 @@ from step_numbers import assert_trees_close
 import jscaler
 from jscaler import PlanError, plans
 from jscaler.lower.program import Adapt, Repeat
-from jscaler.primitives.table import one_f_one_b
+from jscaler.tables.one_f_one_b import one_f_one_b
 
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 WIDTH, LAYERS = 4, 4

@@ -81,7 +81,7 @@ def freed_early(plan: StepPlan, steps: Steps) -> None:
 
 
 def sent_when_donated(plan: StepPlan, steps: Steps) -> None:
-    first = places(plan, Run, "3F 3B", 0)[0]
+    first = places(plan, Run, "3B", 0)[0]
     one = run_at(steps, first)
     (place, *_) = donated_imports(plan, plan.blocks[one.block])
     later = next(i for i in places(plan, Send) if i > first)
@@ -113,7 +113,7 @@ FAULTS = {
     wrong_microbatch: "of micro-batch 1 reads slot .*, which holds value .* of iteration 0",
     swapped_stages: "of micro-batch 0 reads slot",
     freed_early: "of micro-batch 2 reads slot .*, which was freed behind",
-    sent_when_donated: "the send of .* reads slot .*, which was donated to 3F 3B of micro-batch 0",
+    sent_when_donated: "the send of .* reads slot .*, which was donated to 3B of micro-batch 0",
     counted_twice: "0B of micro-batch 1 runs a second time",
     left_out: "0B of micro-batch 0 reads slot .*, into which nothing has been written",
     waits_for_itself: "1F of micro-batch 0 reads slot .*, into which nothing has been written",

@@ -1,0 +1,144 @@
+"""Several blocks as one executable: a backward whose halves are blocks of their own, or blocks that overlap.
+
+What the one hands to the other is a value inside; a sum that both add to goes from the first to the second. XLA may then
+run communication of the one beside arithmetic of the other.
+"""
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from jax.extend import core
+
+from jscaler.capture.jaxprs import Atom, fresh
+from jscaler.ir import PTensor
+from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins, results
+from jscaler.lower.segment import PlacedBlock
+from jscaler.materialize import Layout
+
+Table = dict[core.Var, Atom]
+
+
+def merged(
+    parts: Sequence[tuple[PlacedBlock, int]], sums: Mapping[int, int], repeated: Container[int], read: Container[int]
+) -> PlacedBlock:
+    """One block that does what ``parts`` do, one after another.
+
+    Args:
+        parts: blocks of one group and phase, each with the place of its micro-batch among those that it runs for.
+        sums: what a block leaves of a sum -> what it takes of it.
+        repeated: values that each iteration has for itself.
+        read: values that something else than these blocks reads.
+    """
+    return _Merged(sums, repeated, read).of(parts)
+
+
+class _Merged:
+    def __init__(self, sums: Mapping[int, int], repeated: Container[int], read: Container[int]):
+        self._sum_of, self._repeated, self._read = sums, repeated, read
+        self._takes: dict[PTensor, tuple[core.Var, Layout | None]] = {}
+        self._imports: dict[tuple[int, int | None], tuple[core.Var, Layout | None, int]] = {}
+        self._indices: dict[tuple[str, ...], core.Var] = {}
+        self._made: dict[tuple[int, int | None], Atom] = {}  # values, and sums by what an iteration takes of them
+        self._left: dict[tuple[int, int], tuple[Atom, Layout | None]] = {}
+        self._items: list[Item] = []
+        self._origins = Origins({}, {}, {})
+
+    def of(self, parts: Sequence[tuple[PlacedBlock, int]]) -> PlacedBlock:
+        for block, place in parts:
+            self._add(block, place)
+        last = parts[-1][0]
+        takes, imports = self._takes, self._imports
+        flat = FlatProgram(
+            (*(v for v, _ in takes.values()), *(v for v, *_ in imports.values())),
+            tuple((axes, v) for axes, v in self._indices.items()),
+            tuple(self._items),
+            tuple(atom for atom, _ in self._left.values()),
+            last.flat.source,
+            self._origins,
+        )
+        return PlacedBlock(
+            last.group,
+            last.phase,
+            last.level,
+            flat,
+            tuple(takes),
+            tuple(number for number, _ in imports),
+            (),
+            tuple(number for number, _ in self._left),
+            (*(layout for _, layout in takes.values()), *(layout for _, layout, _ in imports.values())),
+            tuple(layout for _, layout in self._left.values()),
+            tuple(parts),
+            tuple(place for *_, place in imports.values()),
+            tuple(place for _, place in self._left),
+        )
+
+    def _key(self, number: int, place: int) -> tuple[int, int | None]:
+        return number, place if number in self._repeated else None
+
+    def _add(self, block: PlacedBlock, place: int) -> None:
+        flat, own = block.flat, len(block.takes)
+        table: Table = {}
+        for tensor, var, layout in zip(block.takes, flat.inputs, block.inputs, strict=False):
+            table[var] = self._takes.setdefault(tensor, (fresh(var), layout))[0]
+        for number, var, layout in zip(block.imports, flat.inputs[own:], block.inputs[own:], strict=True):
+            table[var] = self._value(number, place, var, layout)
+        for axes, var in flat.part_indices:
+            table[var] = self._indices.setdefault(axes, fresh(var))
+        self._items += _renamed(flat.items, table)
+        origins, known = flat.origins, self._origins
+        pairs = [(old, new) for old, new in table.items() if isinstance(new, core.Var)]
+        op = {new: origins.op[old] for old, new in pairs if old in origins.op}
+        tensor = {new: origins.tensor[old] for old, new in pairs if old in origins.tensor}
+        self._origins = Origins({**known.op, **op}, {**known.tensor, **tensor}, {**known.done, **origins.done})
+        for number, atom, layout in zip(block.exports, flat.outputs[len(block.results) :], block.outputs, strict=True):
+            self._leave(number, place, _of(atom, table), layout)
+
+    def _value(self, number: int, place: int, var: core.Var, layout: Layout | None) -> Atom:
+        if (number, None) in self._made:  # a sum
+            return self._made[number, None]
+        key = self._key(number, place)
+        if key in self._made:
+            return self._made[key]
+        return self._imports.setdefault(key, (fresh(var), layout, place))[0]
+
+    def _leave(self, number: int, place: int, atom: Atom, layout: Layout | None) -> None:
+        if number in self._sum_of:
+            self._made[self._sum_of[number], None] = atom
+            place = next((at for known, at in self._left if known == number), place)
+        self._made[number, place] = atom
+        if number in self._sum_of or number in self._read:
+            self._left[number, place] = atom, layout
+
+
+def _renamed(items: Iterable[Item], table: Table) -> list[Item]:
+    """``items``, which define variables of their own; ``table`` says what they read, and is told what they define."""
+    found = []
+    for item in items:
+        table.update((v, fresh(v)) for v in results(item))
+        found.append(_one_renamed(item, table))
+    return found
+
+
+def _one_renamed(item: Item, table: Table) -> Item:
+    def new(var: core.Var) -> core.Var:
+        made = table.get(var, var)  # what nobody reads has no name to change
+        assert isinstance(made, core.Var)
+        return made
+
+    if isinstance(item, core.JaxprEqn):
+        return item.replace(invars=[_of(a, table) for a in item.invars], outvars=[new(v) for v in item.outvars])
+    if isinstance(item, Exchange):
+        return dataclasses.replace(item, input=_of(item.input, table), output=new(item.output))
+    table.update((v, fresh(v)) for v in item.inner)
+    items = tuple(_renamed(item.items, table))
+    return FlatLoop(
+        item.loop,
+        items,
+        tuple((_of(init, table), new(inside), _of(out, table), new(final)) for init, inside, out, final in item.carries),
+        tuple((_of(stack, table), new(piece)) for stack, piece in item.xs),
+        tuple((_of(piece, table), new(stack)) for piece, stack in item.ys),
+    )
+
+
+def _of(atom: Atom, table: Mapping[core.Var, Atom]) -> Atom:
+    return table.get(atom, atom) if isinstance(atom, core.Var) else atom

@@ -1,0 +1,96 @@
+"""Tables from files, and to files: our text, and the CSV of ``torch.distributed.pipelining``.
+
+In that CSV a line is a rank's, and a field an action: stage, kind and micro-batch as in our cells (``0F3``, ``1I2``, ``1W2``,
+``2B0``), or ``(0F3;1B2)OVERLAP_F_B``. A field that is empty is a step in which the rank waits. Sends and receives (``1SEND_F0``) and what
+gathers or drops parameters (``1UNSHARD``, ``1RESHARD``, ``1REDUCE_GRAD``) are left out: the plan says what is sent, and how
+parameters lie.
+"""
+
+import csv
+import io
+import os
+import re
+import warnings
+from pathlib import Path
+
+from jscaler.errors import PlanError, PlanWarning, UnknownNameError, listing
+from jscaler.tables.catalogue import SCHEDULES
+from jscaler.tables.published import Published
+from jscaler.tables.table import Entry, Overlap, Table, parse_entry
+
+_OVERLAP = "OVERLAP_F_B"
+_SKIPPED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)\d*")
+
+
+def find_schedule(schedule: "Published | Table | str | os.PathLike[str]") -> Published | Table:
+    """A schedule by its name, by the text of its table, or by the file that holds one.
+
+    Raises:
+        UnknownNameError: there is no schedule, and no file, of that name.
+        PlanError: a cell cannot be read.
+    """
+    if isinstance(schedule, Published | Table):
+        return schedule
+    text = os.fspath(schedule)
+    if text in SCHEDULES:
+        return SCHEDULES[text]
+    if len(text.split()) > 1:
+        return Table.parse(text)
+    if not text.endswith((".csv", ".txt")) and not os.path.exists(text):
+        raise UnknownNameError("schedule", text, SCHEDULES, "; or give a table, its text, or a file that holds one")
+    return read_table(text)
+
+
+def read_table(path: str | os.PathLike[str]) -> Table:
+    """The table in a file: our text, or CSV.
+
+    Raises:
+        PlanError: there is no such file, or a cell cannot be read; says where.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise PlanError(f"the schedule '{os.fspath(path)}' cannot be read: {error.strerror}") from error
+    return parse_csv(text, os.fspath(path)) if "," in text else Table.parse(text)
+
+
+def parse_csv(text: str, name: str = "the table") -> Table:
+    """The table that CSV holds; one `PlanWarning` names the kinds of actions that are left out.
+
+    Raises:
+        PlanError: an action cannot be read; says in which line and field.
+    """
+    rows: list[tuple[Entry, ...]] = []
+    skipped: dict[str, int] = {}
+    for line, fields in enumerate(csv.reader(io.StringIO(text)), 1):
+        row: list[Entry] = []
+        for place, field in enumerate((field.strip() for field in fields), 1):
+            other = _SKIPPED.fullmatch(field)
+            if other is not None:
+                skipped[other[1]] = skipped.get(other[1], 0) + 1
+            elif field and field != "None":
+                try:
+                    row.append(parse_entry(field.removesuffix(_OVERLAP)))
+                except PlanError as error:
+                    raise PlanError(f"{name}, line {line}, field {place}: {error}") from error
+        if fields:
+            rows.append(tuple(row))
+    if skipped:
+        told = listing([f"{kind} ({count})" for kind, count in sorted(skipped.items())], len(skipped))
+        warnings.warn(f"{name}: actions of these kinds are left out, as the plan says what is sent and how "
+                      f"parameters lie: {told}", PlanWarning, stacklevel=2)  # fmt: skip
+    return Table(tuple(rows))
+
+
+def csv_text(table: Table) -> str:
+    """``table`` as CSV that ``torch.distributed.pipelining`` reads."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in table.rows:
+        writer.writerow([f"{entry}{_OVERLAP}" if isinstance(entry, Overlap) else str(entry) for entry in row])
+    return out.getvalue()
+
+
+def write_table(table: Table, path: str | os.PathLike[str]) -> None:
+    """Write a table: as CSV, if the file's name ends so, else as our text."""
+    Path(path).write_text(csv_text(table) if os.fspath(path).endswith(".csv") else f"{table}\n")

@@ -1,0 +1,134 @@
+"""What makes a table legal: every block once, on the group that it belongs to, none waiting for itself, and no more micro-batches
+under way than there is memory for.
+
+Blocks of a chain of stages wait so: a forward for that of the stage before, a backward (or its I) for the forward and for
+the backward of the stage behind, a W for its I.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TypeVar
+
+from jscaler.errors import OrderError, PlanError, listing
+from jscaler.tables.table import Entry, Table, TableCell, cells_of, most_live
+
+T = TypeVar("T")
+
+
+def check_chain(table: Table, rows: Sequence[Set[TableCell]], most: int | None = None) -> None:
+    """Raise unless ``table`` is legal for a chain of stages: as `check_cells`, and none waits for itself.
+
+    Raises:
+        PlanError, OrderError
+    """
+    check_cells(table, rows, [f"group {number}" for number in range(len(rows))], most=most)
+    in_order(table.rows, chain_waits(table))
+
+
+def check_cells(
+    table: Table,
+    rows: Sequence[Set[TableCell]],
+    names: Sequence[str],
+    runs: Sequence[Sequence[str]] | None = None,
+    most: int | None = None,
+) -> None:
+    """Raise unless a table holds the blocks that it should, each once, and where it lies.
+
+    Args:
+        rows: the blocks of each group, F and B; the table may have I and W for a B.
+        names: what errors call the groups.
+        runs: what they say that each group runs.
+        most: how many micro-batches may be under way on a group at once.
+
+    Raises:
+        PlanError: there are more rows than groups, or fewer; a block is missing, stands twice, or in another group's row; a
+            group has too many micro-batches under way.
+    """
+    if len(table.rows) != len(rows):
+        raise PlanError(f"the table has {len(table.rows)} rows, and the loop's ops lie on {len(rows)} device groups")
+    home = {cell: number for number, own in enumerate(rows) for cell in own}
+    for number, (row, own) in enumerate(zip(table.rows, rows, strict=True)):
+        counts = Counter(cells_of(row))
+        halved = {whole_of(cell) for cell in counts if cell.kind in "IW"} & own
+        wanted = (own - halved) | {half for cell in halved for half in halves_of(cell)}
+        found = {
+            "lacks": wanted - counts.keys(),
+            "has twice": {cell for cell, count in counts.items() if count > 1},
+            "has": counts.keys() - wanted,
+        }
+        told = [f"{what} {listing([_placed(c, number, home, names) for c in sorted(own)])}" for what, own in found.items() if own]
+        if told:
+            told += [f"it runs {listing(runs[number])}"] if runs is not None else []
+            raise PlanError(f"row {number} of the table, that of {names[number]}, {'; '.join(told)}")
+        if most is not None and most_live(row) > most:
+            raise PlanError(
+                f"row {number} of the table, that of {names[number]}, has {most_live(row)} micro-batches under way at once; at "
+                f"most {most} may be"
+            )
+
+
+def _placed(cell: TableCell, row: int, home: Mapping[TableCell, int], names: Sequence[str]) -> str:
+    """``cell``, and where it belongs, if not in ``row``."""
+    own = home.get(whole_of(cell))
+    return f"{cell}, which does not run anywhere" if own is None else f"{cell}" + (f" of {names[own]}" if own != row else "")
+
+
+def whole_of(cell: TableCell) -> TableCell:
+    """The B that an I or a W is a half of; any other cell is whole."""
+    return TableCell(cell.stage, "B", cell.microbatch) if cell.kind in "IW" else cell
+
+
+def halves_of(cell: TableCell) -> tuple[TableCell, TableCell]:
+    """I and W of a B."""
+    return TableCell(cell.stage, "I", cell.microbatch), TableCell(cell.stage, "W", cell.microbatch)
+
+
+def chain_waits(table: Table) -> dict[Entry, set[Entry]]:
+    """For each entry those of a chain of stages that run before it. Where a stage has no backward, nobody waits for one."""
+    of_cell = {cell: entry for row in table.rows for entry in row for cell in entry.cells}
+    found: dict[Entry, set[Entry]] = {entry: set() for entry in of_cell.values()}
+    for cell, entry in of_cell.items():
+        found[entry] |= {of_cell[other] for other in _before(cell) if other in of_cell}
+    return found
+
+
+def _before(cell: TableCell) -> Iterable[TableCell]:
+    stage, number = cell.stage, cell.microbatch
+    if cell.kind == "W":
+        return [TableCell(stage, "I", number)]
+    if cell.kind == "F":
+        return [TableCell(stage - 1, "F", number)]
+    return [TableCell(stage, "F", number), TableCell(stage + 1, "B", number), TableCell(stage + 1, "I", number)]
+
+
+def in_order(
+    rows: Sequence[Sequence[T]],
+    waits: Mapping[T, Set[T]],
+    name: Callable[[T], str] = str,
+    told: Callable[[T], str] | None = None,
+) -> list[list[T]]:
+    """The entries of all rows round by round: in each, those heads of rows for which nothing is left to wait.
+
+    Args:
+        name: what errors call an entry.
+        told: what they say of those that wait; by default as they call it.
+
+    Raises:
+        OrderError: blocks wait for each other; says what each head waits for.
+    """
+    at = [0] * len(rows)
+    done: set[T] = set()
+    found: list[list[T]] = []
+    left = [number for number, row in enumerate(rows) if row]
+    while left:
+        ready = [number for number in left if waits[rows[number][at[number]]] <= done]
+        if not ready:
+            heads = [rows[number][at[number]] for number in left]
+            lines = [f"{(told or name)(head)} waits for {', '.join(sorted(map(name, waits[head] - done)))}" for head in heads]
+            raise OrderError(f"blocks wait for each other: {'; '.join(lines)}")
+        found.append([rows[number][at[number]] for number in ready])
+        done.update(found[-1])
+        for number in ready:
+            at[number] += 1
+        left = [number for number in left if at[number] < len(rows[number])]
+    return found

@@ -1,0 +1,108 @@
+"""When the blocks of a step run, and what waits: tasks in the order in which they are started, each on devices or on a link.
+
+A task begins when all it needs is free, and what it reads is there. Devices and links take tasks in the order in which they are
+given, as streams of a GPU do; so going through them once, in that order, is the whole simulation::
+
+    begin(task) = max(end of the last task of each of its devices and links, end of each task that it reads)
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jscaler.tables.legal import chain_waits, in_order
+from jscaler.tables.table import BlockKind, Entry, Table, cells_of
+
+
+@dataclass(frozen=True)
+class Task:
+    """What runs for ``seconds`` on each of ``places`` (devices, links), behind the earlier tasks ``waits``."""
+
+    places: tuple[Hashable, ...]
+    seconds: float
+    waits: tuple[int, ...]
+
+
+def times_of(tasks: Sequence[Task]) -> list[tuple[float, float]]:
+    """When each task begins and ends."""
+    free: dict[Hashable, float] = {}
+    found: list[tuple[float, float]] = []
+    for task in tasks:
+        begin = max((*(found[n][1] for n in task.waits), *(free.get(place, 0.0) for place in task.places)), default=0.0)
+        end = begin + task.seconds
+        free.update(dict.fromkeys(task.places, end))
+        found.append((begin, end))
+    return found
+
+
+UNITS: Mapping[BlockKind, float] = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+
+
+@dataclass(frozen=True)
+class TimedEntry:
+    """An entry of row ``row`` of a table, and when it begins and ends."""
+
+    row: int
+    entry: Entry
+    begin: float
+    end: float
+
+
+def timed_entries(
+    table: Table,
+    seconds: Mapping[BlockKind, float] = UNITS,
+    hop: float = 0.0,
+    devices: Sequence[Sequence[int]] | None = None,
+) -> list[TimedEntry]:
+    """When a chain of stages runs the entries of ``table``, in the order in which they begin.
+
+    Args:
+        seconds: of a block of each kind; an overlapped entry takes as long as its blocks one after another.
+        hop: seconds from group to group; hops run beside blocks.
+        devices: those of each row; by default one each.
+
+    Raises:
+        OrderError: blocks wait for each other.
+    """
+    waits = chain_waits(table)
+    row_of = {entry: number for number, row in enumerate(table.rows) for entry in row}
+    tasks: list[Task] = []
+    entries: dict[int, Entry] = {}
+    number_of: dict[Entry, int] = {}
+    for entry in (entry for entries_now in in_order(table.rows, waits) for entry in entries_now):
+        row = row_of[entry]
+        arrived = []
+        for other in sorted(waits[entry], key=lambda one: number_of[one]):
+            arrived.append(number_of[other])
+            if hop and row_of[other] != row:
+                tasks.append(Task(((row_of[other], row),), hop, (number_of[other],)))
+                arrived[-1] = len(tasks) - 1
+        number_of[entry] = len(tasks)
+        entries[len(tasks)] = entry
+        taken = sum(seconds[cell.kind] for cell in entry.cells)
+        tasks.append(Task(tuple(devices[row] if devices is not None else (row,)), taken, tuple(arrived)))
+    times = times_of(tasks)
+    found = [TimedEntry(row_of[entry], entry, *times[number]) for number, entry in entries.items()]
+    return sorted(found, key=lambda one: (one.begin, one.row))
+
+
+def makespan(entries: Sequence[TimedEntry]) -> float:
+    """From the first entry to the end of the last."""
+    return max((one.end for one in entries), default=0.0)
+
+
+def idle(entries: Sequence[TimedEntry], row: int) -> float:
+    """How long a group waits between its first and its last entry."""
+    own = [one for one in entries if one.row == row]
+    return max(one.end for one in own) - min(one.begin for one in own) - sum(one.end - one.begin for one in own)
+
+
+def most_activations(table: Table, row: int) -> int:
+    """The most forwards of a group whose activations are held: until B, or until W. Of stages without a backward none are."""
+    cells = list(cells_of(table.rows[row]))
+    last = {(cell.stage, cell.microbatch): cell for cell in cells if cell.kind in "BW"}
+    live = most = 0
+    for entry in table.rows[row]:
+        live += sum(cell.kind == "F" and (cell.stage, cell.microbatch) in last for cell in entry.cells)
+        most = max(most, live)
+        live -= sum(last.get((cell.stage, cell.microbatch)) == cell for cell in entry.cells)
+    return most
