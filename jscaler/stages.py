@@ -15,6 +15,7 @@ from jscaler.clusters import FEW_STEPS, Cluster, CostModel
 from jscaler.errors import DeviceError
 from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.ir import Graph
+from jscaler.ir.op import without_turn
 from jscaler.ir.passes import Passes, PassRun, run_passes
 from jscaler.lower.blocks import make_programs
 from jscaler.lower.cut import cut
@@ -31,7 +32,7 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
 from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
 from jscaler.schedule.time_axes import orders_on_groups
-from jscaler.tables import Published, Table
+from jscaler.tables import Published
 from jscaler.tables.cuts import Cuts, cuts_of
 
 
@@ -127,8 +128,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     completed = complete(graph, at.plan, captured.rules, cost, at.pieces)
     runs: list[PassRun[Any]] = [*first, *rest]
     segments: list[Segment] = []
-    table = plan.table
-    cuts, stage_of = _asked(table, at)
+    cuts, stage_of = _asked(plan, at.pieces)
     made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts, stage_of)
     values = made.values
     several = len(completed.groups) > 1
@@ -143,7 +143,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     every = [block for segment in segments for block in segment.blocks]
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
     outputs = len(graph.outputs)
-    runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, table, between, made.marks)
+    runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, plan.table, between, made.marks)
     return StepPlan(
         source.graph,
         graph,
@@ -159,14 +159,13 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     )
 
 
-def _asked(table: Table | Published | None, at: Planned) -> tuple[Cuts, dict[str, int]]:
-    """What a table wants to have in blocks of their own, and the stage of each op that the plan places."""
-    if isinstance(table, Published):
-        table = table.example
-    named = [d for d in at.plan.decisions if isinstance(d, OnDevices)] if table is not None else []
+def _asked(plan: Plan, pieces: Mapping[str, Sequence[str]]) -> tuple[Cuts, dict[str, int]]:
+    """What a plan's table wants to have in blocks of their own, and the stage of each op that the plan places."""
+    table = plan.table.example if isinstance(plan.table, Published) else plan.table
+    named = [d for d in plan.decisions if isinstance(d, OnDevices)] if table is not None else []
     stages = {path: stage for stage, own in enumerate(named) for path in own.ops}
-    pieces = {piece: stages[path] for path, own in at.pieces.items() if path in stages for piece in own}
-    return cuts_of(table), {**stages, **pieces}
+    whole = ((without_turn(path), own) for path, own in pieces.items())
+    return cuts_of(table), stages | {piece: stages[path] for path, own in whole if path in stages for piece in own}
 
 
 def _num_ops(at: Planned) -> int:

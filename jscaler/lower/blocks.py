@@ -292,9 +292,10 @@ class _Levels:
 
     def _mark(self, op: Op) -> Mark:
         found: Op | None = op
-        while found is not None and found.path not in self.stage_of:
+        while found is not None and found.path not in self.stage_of and found.whole not in self.stage_of:
             found = found.forward or found.again
-        return None if found is None else self.stage_of[found.path], op.kind == "backward" or op.again is not None
+        stage = None if found is None else self.stage_of.get(found.path, self.stage_of.get(found.whole))
+        return stage, op.kind == "backward" or op.again is not None
 
     def _is_cut(self, before: Mark | None, mark: Mark) -> bool:
         """Whether a block ends between two ops of one group; what was there before the loop is of no block."""

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
-from jscaler.lower.flat_program import FlatProgram, Item, has_effects, reads, results
+from jscaler.lower.blocks import HOP
+from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, has_effects, reads, results
+from jscaler.lower.loop_halves import in_halves
 from jscaler.lower.program import Program
 from jscaler.lower.saved import Cuttable, saved_or_again
 from jscaler.lower.segment import PlacedBlock
@@ -34,6 +36,7 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     own = sorted({last, *program.pinned.values(), *(level for *_, level in ends if level is not None)})
     if len(own) == 1 and program.times == 1 and not program.import_levels and not program.exports:
         return (uncut(program, flat),), count
+    flat = _with_halves(program, flat, ends, own)
     at = _latest(program, flat, ends, own)
     made = {v: at[id(item)] for item in flat.items for v in results(item)}
     places = [(number, atom, layout, _place(atom, level, made, own)) for number, atom, layout, level in ends]
@@ -44,6 +47,38 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     whole = [Cuttable(tuple(items), tuple(out)) for items, out in zip(parts, left, strict=True)]
     parts, originals = saved_or_again(whole, arrive, free)
     return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
+
+
+def _with_halves(
+    program: Program, flat: FlatProgram, ends: Sequence[tuple[int, Atom, Layout | None, int | None]], own: Sequence[int]
+) -> FlatProgram:
+    """``flat`` with loops in two that make what other stages wait for, and gradients of weights, which none does."""
+    if not any(level % HOP for level in own):
+        return flat
+    latest = _asked(ends, own[-1])
+    items: list[Item] = []
+    originals: dict[core.Var, core.Var] = {}
+    for item in reversed(flat.items):
+        level = min((latest.get(v, own[-1]) for v in results(item)), default=own[-1])
+        late = {v for v in results(item) if latest.get(v) == level + 1}
+        halves: list[Item | None] = [item]
+        if isinstance(item, FlatLoop) and late and level % HOP == 0:
+            halves = [*in_halves(item, {v for v in results(item) if v not in late}, originals)]
+        for half in (half for half in reversed(halves) if half is not None):
+            items.append(half)
+            level = min((latest.get(v, own[-1]) for v in results(half)), default=own[-1])
+            for v in reads(half):
+                latest[v] = min(latest.get(v, own[-1]), level)
+    return _with_origins(dataclasses.replace(flat, items=tuple(items[::-1])), originals)
+
+
+def _asked(ends: Sequence[tuple[int, Atom, Layout | None, int | None]], last: int) -> dict[core.Var, int]:
+    """The level behind which what leaves a program is wanted."""
+    latest: dict[core.Var, int] = {}
+    for _, atom, _, level in ends:
+        if isinstance(atom, core.Var) and level is not None:
+            latest[atom] = min(latest.get(atom, last), level)
+    return latest
 
 
 def _with_origins(flat: FlatProgram, originals: Mapping[core.Var, core.Var]) -> FlatProgram:
@@ -72,10 +107,7 @@ def _latest(
 ) -> dict[int, int]:
     """The level at which each item runs, by its identity: one of ``own``."""
     last = own[-1]
-    latest: dict[core.Var, int] = {}
-    for _, atom, _, level in ends:
-        if isinstance(atom, core.Var) and level is not None:
-            latest[atom] = min(latest.get(atom, last), level)
+    latest = _asked(ends, last)
     arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
     first = _first(flat, arrived)
     at: dict[int, int] = {}

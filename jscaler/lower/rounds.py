@@ -307,7 +307,7 @@ def _blocks_of(cell: TableCell, known: Mapping[TableCell, Cell]) -> Iterable[Cel
 
 def published_table(plan: Published, rows: int, stages: int, spanning: SpanningLoop) -> Table | None:
     """The table of a published schedule for a loop over so many groups and stages; None where there is no such schedule."""
-    groups = rows - plan.everywhere
+    groups, stages = rows - plan.everywhere, stages - 2 * plan.everywhere
     chunks = stages // groups if groups and stages % groups == 0 else 0
     if plan.why_not(groups, spanning.loop.parts, chunks) is not None:
         return None

@@ -27,7 +27,7 @@ from jscaler.ir import Body, Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.op import RANGES, range_mark
 from jscaler.ir.walk import closure
-from jscaler.plans.accumulate import accumulate
+from jscaler.plans.accumulate import MICROBATCH, accumulate
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.plans.single import single
@@ -50,6 +50,7 @@ def pipeline(
     accumulate_dtype: Any = None,
     per_microbatch: Any = None,
     chunks: int | None = None,
+    ends: Callable[..., Any] | None = None,
 ) -> Callable[..., None]:
     """``plan`` on the devices of each stage, and micro-batches that follow each other through the stages.
 
@@ -58,7 +59,10 @@ def pipeline(
         microbatches: how many; must divide each device's part of the batch.
         schedule: the name of a published one (``jscaler.tables.SCHEDULES``, docs/schedules.md); or a table, or its text or
             file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand.
-        chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one.
+        chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one. For
+            ``"3f1b"`` how often the model goes over its own output.
+        ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``, with ``at=``); by
+            default ``plan``.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on (of chunks, too); by default stages are
             balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
@@ -81,24 +85,40 @@ def pipeline(
         raise PlanError(f"pipeline: stages is a positive whole number, not {stages!r}")
     wanted = find_schedule(schedule)
     lies = _lies(wanted, stages, microbatches, chunks)
+    everywhere = isinstance(wanted, Published) and wanted.everywhere
+    passes = isinstance(wanted, Published) and wanted.passes
+    count = len(lies) + 2 * everywhere
+    if everywhere and at is None:
+        raise PlanError(
+            f"pipeline: '{schedule}' lays both ends of the model on all devices: say with at= where the first stage between "
+            f"begins, the second …, and where the last end begins: {count - 1} modules"
+        )
+    turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         if devices.size % stages:
             legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
-        found = find_stages(graph, len(lies), at, layers, batch, len(set(lies)) == len(lies)) if len(lies) > 1 else {}
-        if len(lies) > 1 and not found:
+        in_parts = len(set(lies)) == len(lies) and turned is None
+        found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0) if count > 1 else {}
+        if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 
         def in_stages(graph: Planner, devices: np.ndarray) -> None:
             grid = devices.reshape(stages, -1)
-            if len(lies) == 1:
+            if count == 1:
                 inner(graph, devices)
                 return
             here = {path: where for path, where in found.items() if path in graph.by_path}  # others were fused
-            for stage, group in enumerate(lies):
-                graph.on_devices([path for path, where in here.items() if where == stage], grid[group])
-            graph.on_stages(inner, _of_all(graph, here, batch), grid[lies])
+            groups = [*([devices] if everywhere else []), *grid[lies], *([devices] if everywhere else [])]
+            for stage, group in enumerate(groups):
+                own = [path for path, where in here.items() if where == stage]
+                graph.on_devices(own, group, None if turned is None else grid[turned[stage]], MICROBATCH)
+            stage_of = _of_all(graph, here, batch)
+            between = {path: stage - everywhere for path, stage in stage_of.items() if len(groups[stage]) == grid.shape[1]}
+            graph.on_stages(inner, between, grid[lies], None if turned is None else grid[turned], MICROBATCH)
+            if everywhere:
+                graph.on_stages(ends or inner, dict.fromkeys(stage_of.keys() - between.keys(), 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
             graph.schedule(wanted)
 
@@ -147,12 +167,14 @@ def find_stages(
     layers: Sequence[int] | None = None,
     batch: str = "batch",
     in_parts: bool = True,
+    passes: int = 0,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
 
     Args:
         in_parts: whether stacks whose ranges are of one size may lie in parts, as each group has one stage.
+        passes: of a model that goes over its own output, how many stages one pass has.
 
     Raises:
         PlanError: there are too few places where the model can be cut.
@@ -172,6 +194,8 @@ def find_stages(
     def stages_of(chain: Sequence[Unit]) -> list[int]:
         if layers is not None:
             cuts = _between_layers(chain, layers, stages, at)
+        elif passes:
+            return _of_passes(graph, chain, stages, passes, known)
         else:
             cuts = _named(chain, at, stages) if at is not None else _balanced(graph, chain, stages, known)
         return [sum(i >= cut for cut in cuts) for i in range(len(chain))]
@@ -257,6 +281,33 @@ def _with_makers(graph: Planner, found: Mapping[str, int], batch: str) -> dict[s
             if readers and all(reader.path in stages for reader in readers):
                 stages[op.path] = min(stages[reader.path] for reader in readers)
     return stages
+
+
+def _of_passes(graph: Planner, units: Sequence[Unit], stages: int, own: int, known: set[PTensor]) -> list[int]:
+    """The stage of each unit of a model that goes over its own output: every pass has its stages on the same groups.
+
+    Raises:
+        PlanError: the passes are not as many as the schedule has.
+    """
+    trained = {t for call in graph.calls for t in call.wrt}
+    read = [(frozenset(t for t in reads_of(unit.item) if t in trained), unit.iteration) for unit in units]
+    first: dict[object, int] = {}
+    again = next((i for i, key in enumerate(read) if key[0] and first.setdefault(key, i) != i), len(units))
+    cuts = _balanced(graph, units[:again], own, known)
+    group_of = {key: sum(i >= cut for cut in cuts) for key, i in first.items() if i < again}
+    found: list[int] = []
+    done = 0
+    for key in read:
+        last = found[-1] % own if found else 0
+        group = group_of.get(key, last) if key[0] else last
+        done += group < last
+        found.append(done * own + group)
+    if done + 1 != stages // own:
+        raise PlanError(
+            f"pipeline: the model goes {done + 1} times over its own output, and the schedule has {stages // own} passes; give "
+            f"chunks={done + 1}"
+        )
+    return found
 
 
 def _between_layers(units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None) -> list[int]:

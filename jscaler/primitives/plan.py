@@ -149,13 +149,20 @@ class PerMicrobatch:
 
 @dataclass(frozen=True)
 class OnDevices:
-    """Forward ops run on these devices, in whatever parts are cheapest there if nothing else says how they are split."""
+    """Forward ops run on these devices, in whatever parts are cheapest there if nothing else says how they are split.
+
+    Attributes:
+        axis, turned: of every second part along this time axis, the devices.
+    """
 
     ops: tuple[str, ...]
     devices: tuple[int, ...]
+    axis: str = ""
+    turned: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"on        [{' '.join(map(str, self.devices))}] {' + '.join(self.ops)}"
+        turned = f" and, every second part along '{self.axis}', [{' '.join(map(str, self.turned))}]" if self.turned else ""
+        return f"on        [{' '.join(map(str, self.devices))}]{turned} {' + '.join(self.ops)}"
 
 
 @dataclass(frozen=True)

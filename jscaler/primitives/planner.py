@@ -312,27 +312,43 @@ class Planner(GraphView):
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return tuple(loop + range_mark(own) for own in bounds) if len(sizes) > 1 else (loop,)
 
-    def on_devices(self, ops: Sequence[Op | str], devices: Any) -> None:
+    def on_devices(self, ops: Sequence[Op | str], devices: Any, turned: Any = None, axis: str = "microbatch") -> None:
         """Run forward ops on a group of devices, split there as else is said, or else as is cheapest.
+
+        Where the plan has a schedule, each call is a stage of it, in the order of the calls.
+
+        Args:
+            turned: the devices for every second part along the time axis ``axis``, if other ones.
 
         Raises:
             PlanError: there is no such device, or one is named twice.
         """
-        group = np.ravel(np.asarray(devices)).tolist()
-        wrong = [d for d in group if not 0 <= d < self.num_devices or group.count(d) > 1]
-        if wrong:
-            raise PlanError(
-                f"ops are to run on devices {group}, of which {wrong} are named twice or are not there; there are "
-                f"{self.num_devices}: 0 to {self.num_devices - 1}"
-            )
-        self._decisions.append(OnDevices(tuple(op if isinstance(op, str) else op.path for op in ops), tuple(group)))
+        groups = [tuple(np.ravel(np.asarray(own)).tolist()) for own in (devices, [] if turned is None else turned)]
+        for group in groups:
+            wrong = [d for d in group if not 0 <= d < self.num_devices or group.count(d) > 1]
+            if wrong:
+                raise PlanError(
+                    f"ops are to run on devices {list(group)}, of which {wrong} are named twice or are not there; there are "
+                    f"{self.num_devices}: 0 to {self.num_devices - 1}"
+                )
+        paths = tuple(op if isinstance(op, str) else op.path for op in ops)
+        same = groups[1] in ((), groups[0])
+        self._decisions.append(OnDevices(paths, groups[0]) if same else OnDevices(paths, groups[0], axis, groups[1]))
 
-    def on_stages(self, policy: Policy, stage_of: Mapping[str, int], devices: np.ndarray) -> None:
+    def on_stages(
+        self,
+        policy: Policy,
+        stage_of: Mapping[str, int],
+        devices: np.ndarray,
+        turned: np.ndarray | None = None,
+        axis: str = "microbatch",
+    ) -> None:
         """Run a policy that is written for the devices of one stage, and carry out what it says on those of each op's.
 
         Args:
             stage_of: path of an op, or of an input -> its stage; other ops have none, and are left open.
             devices: stages × devices of each.
+            turned: the same for every second part along the time axis ``axis``.
         """
         first, grids = len(self._decisions), dict(self._grids)
         self._whole = devices.shape[1]
@@ -344,7 +360,8 @@ class Planner(GraphView):
         self._grids |= {path: grid for path, grid in grids.items() if path in open_ops}
         kept = [d for d in said if not (isinstance(d, Trans | Assign) and d.op in open_ops)]
         kept = [d for d in kept if not (isinstance(d, Shard | Store) and d.leaf not in stage_of)]
-        move = _Moved(stage_of, devices)
+        axes = {d.op: d.axes for d in self._decisions if isinstance(d, Trans)} if turned is not None else {}
+        move = _Moved(stage_of, devices, turned, {op: own for op, own in axes.items() if any(a.time == axis for a in own)}, axis)
         self._decisions[first:] = [move(decision) for decision in kept]
 
     def schedule(self, table: Published | Table | str) -> None:
@@ -524,17 +541,42 @@ class _Moved:
     """Decisions for the devices of the stage that what they name is of; equal places stay one object, which is looked at
     once."""
 
-    def __init__(self, stage_of: Mapping[str, int], devices: np.ndarray):
+    def __init__(
+        self,
+        stage_of: Mapping[str, int],
+        devices: np.ndarray,
+        turned: np.ndarray | None,
+        axes: Mapping[str, tuple[GridAxis, ...]],
+        axis: str,
+    ):
         self._stage_of, self._devices = stage_of, devices.tolist()
+        self._turned = None if turned is None else turned.tolist()
+        self._axes, self._axis = axes, axis
         self._places: dict[tuple[int, int], tuple[tuple[Place, ...], tuple[Place, ...]]] = {}
 
     def __call__(self, decision: Decision) -> Decision:
         if isinstance(decision, Assign):
-            return dataclasses.replace(decision, places=self._moved(decision.places, self._stage_of[decision.op]))
+            places = self._moved(decision.places, self._stage_of[decision.op])
+            if self._turned is not None and decision.op in self._axes:
+                places = self._in_turn(decision, places, self._axes[decision.op])
+            return dataclasses.replace(decision, places=places)
         if isinstance(decision, Shard | Store):
             own = self._devices[self._stage_of[decision.leaf]]
             return dataclasses.replace(decision, devices=tuple(own[d] for d in decision.devices))
         return decision
+
+    def _in_turn(self, decision: Assign, places: Sequence[Place], axes: Sequence[GridAxis]) -> tuple[Place, ...]:
+        """The places of all cells, in time too: of every second part along the axis those for its own devices."""
+        assert self._turned is not None
+        own = self._turned[self._stage_of[decision.op]]
+        other = [dataclasses.replace(p, device=own[p.device]) for p in decision.places]
+        in_space = [1 if a.time else a.parts for a in axes]
+        cells = np.empty([a.parts for a in axes], object)
+        at = next(i for i, a in enumerate(axes) if a.time == self._axis)
+        for first, row in enumerate((places, other)):
+            cut = tuple(slice(first, None, 2) if i == at else slice(None) for i in range(len(axes)))
+            cells[cut] = np.array([*row, None], object)[:-1].reshape(in_space)
+        return tuple(cells.flat)
 
     def _moved(self, places: tuple[Place, ...], stage: int) -> tuple[Place, ...]:
         key = id(places), stage

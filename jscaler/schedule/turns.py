@@ -65,10 +65,10 @@ def taken_in_turn(plan: Plan) -> tuple[Plan, Turns]:
         if isinstance(decision, Assign) and decision.op in grids:
             several.setdefault(decision.op, []).append(decision)
     apart = {op: own for op, own in several.items() if any(_names_parts(d, grids[op]) for d in own)}
+    counts = {d.axis: 2 for d in plan.decisions if isinstance(d, OnDevices) and d.turned}
     if not apart:
-        return plan, Turns()
+        return plan, Turns({}, counts)
     places: dict[str, tuple[Places, ...]] = {}
-    counts: dict[str, int] = {}
     first: dict[str, Assign] = {}
     for op, own in apart.items():
         axis, turns = _turns(op, grids[op], own)
@@ -88,7 +88,8 @@ def taken_in_turn(plan: Plan) -> tuple[Plan, Turns]:
 def devices_by_op(graph: Graph, plan: Plan) -> dict[str, Devices]:
     """The devices of every op at each of its turns, if ``plan`` knows several groups; open ops go with what they read."""
     plan, turns = taken_in_turn(plan)
-    said = {path: (frozenset(d.devices),) for d in plan.decisions if isinstance(d, OnDevices) for path in d.ops}
+    on = [d for d in plan.decisions if isinstance(d, OnDevices)]
+    said = {path: tuple(frozenset(own) for own in (d.devices, d.turned) if own) for d in on for path in d.ops}
     said |= {d.op: (frozenset(d.devices),) for d in plan.decisions if isinstance(d, Assign)}
     said |= turns.devices
     found: dict[str, Devices] = {}
@@ -176,8 +177,12 @@ class _Writer:
     def dealt(self, decision: Decision, turns: Turns) -> list[Decision]:
         """``decision`` at each turn of the ops that it names."""
         if isinstance(decision, OnDevices):
-            paths = [self._path(path, turn) for path in decision.ops for turn in self._turns_of(path)]
-            return [dataclasses.replace(decision, ops=tuple(paths))]
+            by_turn: dict[tuple[int, ...], list[str]] = {}
+            for path in decision.ops:
+                for turn in self._turns_of(path):
+                    own = decision.turned if decision.turned and turn % 2 else decision.devices
+                    by_turn.setdefault(own, []).append(self._path(path, turn))
+            return [OnDevices(tuple(paths), own) for own, paths in by_turn.items()]
         if isinstance(decision, Order):
             first, second = (self._turns_of(path) for path in (decision.before, decision.after))
             pairs = zip(first, second, strict=True) if len(first) == len(second) else itertools.product(first, second)

@@ -45,6 +45,7 @@ class Values:
         self._rounds = rounds
         self._depth = 0
         self._scans: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # loops that were numbered, and with what
+        self._pieces: dict[int, tuple[Any, int]] = {}  # a stack -> the loops that leave it, and what an iteration leaves
         self._next: dict[int, int] = {}  # a carry's symbol -> what it is after one round more
         self._numbers: dict[Any, int] = {}
         self._moved: dict[int, Any] = {}  # results of what only moves elements -> how they were made
@@ -125,10 +126,16 @@ class Values:
             self.settled &= self._next.setdefault(symbol, after) == after
         self._depth -= 1
         finals = [self._number(("final", symbol)) for symbol in symbols]
-        return [*finals, *(self._number(("stack", how, piece)) for piece in results[len(inits) :])]
+        pieces = results[len(inits) :]
+        stacks = [self._number(("stack", how, piece)) for piece in pieces]
+        self._pieces.update((stack, (how, piece)) for stack, piece in zip(stacks, pieces, strict=True))
+        return [*finals, *stacks]
 
     def _slice(self, how: Any, stack: int) -> int:
-        """What an iteration takes of a stack; a cast of it is the slice of a stack that was cast whole."""
+        """What an iteration takes of a stack: of one that such a loop has left, what it has put there at this iteration. A
+        cast of a slice is the slice of a stack that was cast whole."""
+        if stack in self._pieces and self._pieces[stack][0] == how:
+            return self._pieces[stack][1]
         key = ("slice", how, (stack,))
         number = self._number((key, 0))
         self._moved[number] = (*key, {0})
