@@ -13,8 +13,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
+from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.jaxprs import dtype
 from jscaler.ir import Carry, Loop, Nest, Op, PTensor, Stacked, nested
 from jscaler.ir.loop import Item
 
@@ -61,7 +63,8 @@ class Differentiator:
 
     def _visit(self, op: Op) -> None:
         outputs = [(i, t) for i, t in enumerate(op.outputs) if t in self._arrived and t in self.active]
-        gradients = tuple(i for i, t in enumerate(op.inputs) if t in self.active)
+        reached = {i for place, _ in outputs for i in smooth_in(op)[place]}
+        gradients = tuple(i for i, t in enumerate(op.inputs) if t in self.active and i in reached)
         if not outputs or not gradients:
             return
         cotangents = tuple((i, self._gradient(t)) for i, t in outputs)
@@ -198,8 +201,9 @@ def _activate(items: Iterable[Item], active: set[PTensor]) -> None:
     """Add the floating-point tensors that depend on those that are ``active``."""
     for item in items:
         if isinstance(item, Op):
-            if any(t in active for t in item.inputs):
-                active.update(t for t in item.outputs if jnp.issubdtype(t.dtype, jnp.inexact))
+            own = {i for i, t in enumerate(item.inputs) if t in active}
+            if own:
+                active.update(t for t, depends in zip(item.outputs, smooth_in(item), strict=True) if own & depends)
             continue
         loop, known = item.loop, -1
         active.update(x.slice for x in loop.xs if x.stack in active)
@@ -215,8 +219,9 @@ def _reach(items: Sequence[Item], reached: set[PTensor], active: set[PTensor]) -
     """Add the tensors that get a cotangent if those in ``reached`` do."""
     for item in reversed(items):
         if isinstance(item, Op):
-            if any(t in reached and t in active for t in item.outputs):
-                reached.update(t for t in item.inputs if t in active)
+            for t, depends in zip(item.outputs, smooth_in(item), strict=True):
+                if t in reached and t in active:
+                    reached.update(own for i, own in enumerate(item.inputs) if i in depends and own in active)
             continue
         loop, known = item.loop, -1
         reached.update(y.slice for y in loop.ys if y.stack in reached and y.slice in active)
@@ -227,3 +232,18 @@ def _reach(items: Sequence[Item], reached: set[PTensor], active: set[PTensor]) -
             reached.update(c.out for c in loop.carries if c.inside in reached and c.inside in active)
         reached.update(x.stack for x in loop.xs if x.slice in reached and x.stack in active)
         reached.update(c.init for c in loop.carries if c.inside in reached and c.init in active)
+
+
+def smooth_in(op: Op) -> list[set[int]]:
+    """For each result of a forward op the inputs of which it has a derivative: not of what only counts, or stands behind a
+    ``stop_gradient``."""
+    floating = [i for i, t in enumerate(op.inputs) if jnp.issubdtype(t.dtype, jnp.inexact)]
+    if op.body is None or not any(eqn.primitive.name == "stop_gradient" for eqn in op.body.jaxpr.eqns):
+        return [{*floating} if jnp.issubdtype(t.dtype, jnp.inexact) else set() for t in op.outputs]
+    jaxpr = op.body.jaxpr
+    found: dict[core.Var, set[int]] = {jaxpr.invars[i]: {i} for i in floating}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "stop_gradient":
+            own = {i for a in eqn.invars if isinstance(a, core.Var) for i in found.get(a, ())}
+            found.update({v: own for v in eqn.outvars if jnp.issubdtype(dtype(v), jnp.inexact)})
+    return [found.get(a, set()) if isinstance(a, core.Var) else set() for a in jaxpr.outvars]

@@ -137,7 +137,7 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
 
     def cheapest(op: Op) -> Home | None:
         read = {(t, home.group): nbytes(t, op) for t in op.inputs if (home := like(through.maker(t))) is not None}
-        read |= {(t, groups.stored[t.name]): t.nbytes for t in op.inputs if t.name in groups.stored}
+        read |= {(t, lies[t]): t.nbytes for t in op.inputs if t in lies}
         made: dict[tuple[PTensor, DeviceMesh], int] = {}
         for tensor, reader in ((t, reader) for t in op.outputs for reader in through.readers(t)):
             home = like(reader)
@@ -154,6 +154,9 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
 
     settle(graph.ops, "as its forward", lambda op: (op.forward, op.again))
     through = ThroughLoops(graph)
+    first = {t: next((h for r in through.readers(t) if (h := like(r)) is not None), None) for t in graph.inputs}
+    lies = {t: home.group for t, home in first.items() if home is not None}  # an argument, where it is read first
+    lies |= {t: groups.stored[t.name] for t in graph.inputs if t.name in groups.stored}
     fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     of_loop: dict[str, set[DeviceMesh]] = {name: set() for name in graph.loops}

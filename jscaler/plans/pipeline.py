@@ -494,6 +494,7 @@ def _of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> dict[str
             of_tensor[leaf] = min(stages)
     of_op: dict[str, int] = {}
     parameter = {g: p for call in graph.calls for p, g in zip(call.wrt, call.gradients, strict=True)}
+    of_tensor.update({g: of_tensor[p] for g, p in parameter.items() if p in of_tensor})  # zeros, of what is frozen
     for op in graph.ops:
         source = op.forward.path if op.forward is not None else op.path
         if source not in stage_of and not everywhere.isdisjoint(op.inputs):
