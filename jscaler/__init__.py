@@ -28,17 +28,65 @@ from jscaler.errors import (
 )
 from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.query import Cost, cost
+from jscaler.estimate.simulation import simulate
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
+from jscaler.report.draw_timeline import draw_timelines
+from jscaler.report.trace_file import write_trace
 from jscaler.rules.user_rules import register_rule
 from jscaler.runtime.compiled import Compiled, Lowered
+from jscaler.tables import SCHEDULES, Table
+from jscaler.tables.timeline import Timeline
 from jscaler.verification import verify, verify_rule
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockError", "CaptureError", "CaptureWarning", "Chunk", "Compiled", "Cost", "DataError", "DeletedArgumentError",
-    "DeviceError", "Fit", "JscalerError", "Lowered", "NotFiniteError", "OpRule", "OrderError", "Parallelized", "Plan",
-    "PlanError", "PlanFileError", "PlanFitError", "PlanWarning", "Prefix", "Replicate", "RuleError", "Split", "SplitError",
-    "StateLostError", "TimeSplit", "UnknownNameError", "UnknownPrimitiveWarning", "VerificationError", "cost", "fit",
-    "grad", "nnx", "op", "parallelize", "plans", "register_rule", "value_and_grad", "verify", "verify_rule",
+    "SCHEDULES",
+    "BlockError",
+    "CaptureError",
+    "CaptureWarning",
+    "Chunk",
+    "Compiled",
+    "Cost",
+    "DataError",
+    "DeletedArgumentError",
+    "DeviceError",
+    "Fit",
+    "JscalerError",
+    "Lowered",
+    "NotFiniteError",
+    "OpRule",
+    "OrderError",
+    "Parallelized",
+    "Plan",
+    "PlanError",
+    "PlanFileError",
+    "PlanFitError",
+    "PlanWarning",
+    "Prefix",
+    "Replicate",
+    "RuleError",
+    "Split",
+    "SplitError",
+    "StateLostError",
+    "Table",
+    "TimeSplit",
+    "Timeline",
+    "UnknownNameError",
+    "UnknownPrimitiveWarning",
+    "VerificationError",
+    "cost",
+    "draw_timelines",
+    "fit",
+    "grad",
+    "nnx",
+    "op",
+    "parallelize",
+    "plans",
+    "register_rule",
+    "simulate",
+    "value_and_grad",
+    "verify",
+    "verify_rule",
+    "write_trace",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from jscaler.commands.options import (
     PlanName,
     Platform,
     Remat,
+    Schedule,
     Seed,
     Sequence,
     Size,
@@ -29,7 +30,10 @@ from jscaler.commands.options import (
 )  # fmt: skip
 from jscaler.commands.plan_command import plan_
 from jscaler.commands.redistribute import redistribute
+from jscaler.commands.schedules import schedules_
 from jscaler.errors import JscalerError
+from jscaler.plans import with_schedule
+from jscaler.report.draw_layout import refuse_picture
 from jscaler.runtime.devices import resolve_devices
 
 app = typer.Typer(
@@ -56,6 +60,13 @@ def train(
     dtype: Dtype = None,
     stacked: Stacked = None,
     remat: Remat = False,
+    schedule: Schedule = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="write when blocks ran in some steps to this folder, for Perfetto")
+    ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="write a picture of the last of these steps: .png, .svg or .pdf")
+    ] = None,
 ) -> None:
     """Train a model on text under a plan. Every device makes and stores its own parts of the state.
 
@@ -67,6 +78,9 @@ def train(
 
     if resume and checkpoint is None:
         raise typer.BadParameter("give the --checkpoint to start from", param_hint="--resume")
+    if draw is not None:
+        refuse_picture(draw)
+    plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
     if checkpoint is not None:
@@ -83,7 +97,7 @@ def train(
     if start >= steps:
         Console().print(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left", highlight=False)
         return
-    state = run(job.step, state, batches, range(start, steps), Console(), log)
+    state = run(job.step, state, batches, range(start, steps), Console(), log, trace, draw)
     if checkpoint is not None:
         save(checkpoint, steps, state)
 
@@ -128,6 +142,7 @@ app.command()(redistribute)
 app.command("compile")(compile_)
 app.command("plan")(plan_)
 app.command("fit")(fit_)
+app.command("schedules")(schedules_)
 
 
 def main() -> None:

@@ -28,6 +28,9 @@ Stacked = Annotated[
     bool | None,
     typer.Option("--stacked/--no-stacked", help="a gpt's layers as one scan, compiled once; on for plan and compile"),
 ]
+Schedule = Annotated[
+    str | None, typer.Option(help="the schedule of the plan's stages: a name (zb_h1), or a file with a table: .csv, .txt")
+]
 Remat = Annotated[bool, typer.Option("--remat", help="compute each layer again in the backward pass")]
 
 

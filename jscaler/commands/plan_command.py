@@ -10,10 +10,26 @@ from rich.console import Console
 
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.commands.job import Job, devices_for, stacked_by_default
-from jscaler.commands.options import Batch, Dtype, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.options import (
+    Batch,
+    Dtype,
+    Model,
+    PlanName,
+    Remat,
+    Schedule,
+    Sequence,
+    Size,
+    Stacked,
+    use_platform,
+)
 from jscaler.commands.progress import stages
 from jscaler.errors import DeviceError
 from jscaler.estimate.query import cost
+from jscaler.estimate.simulation import simulate
+from jscaler.plans import with_schedule
+from jscaler.report.draw_layout import refuse_picture
+from jscaler.report.draw_timeline import draw_timelines
+from jscaler.report.trace_file import write_trace
 
 TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
 PIPED = 200  # columns where the output is no terminal: explain is wide
@@ -32,6 +48,12 @@ def plan_(
     dtype: Dtype = "bf16",
     stacked: Stacked = None,
     remat: Remat = False,
+    schedule: Schedule = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulate", help="when each block of a pipeline would run; needs --target")
+    ] = False,
+    draw: Annotated[Path | None, typer.Option(help="write a picture of that: .png, .svg or .pdf")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write that for https://ui.perfetto.dev: .json")] = None,
     passes: Annotated[bool, typer.Option("--passes", help="print what each pass made of the program")] = False,
     after: Annotated[str | None, typer.Option(help="print the graph, or the program, behind this pass")] = None,
     save: Annotated[Path | None, typer.Option(help="write the plan's decisions to this .json file")] = None,
@@ -43,6 +65,9 @@ def plan_(
 
     Example: jscaler plan --model gpt-1.3b --plan "megatron(dp=4, tp=8)" --target 4x8xV100-32GB
     """
+    if draw is not None:
+        refuse_picture(draw)
+    plan = plan if schedule is None else with_schedule(plan, schedule)
     use_platform("cpu", None)
     cluster = None if target is None else find_cluster(target)
     count = _count(devices_for(plan, devices), cluster)
@@ -53,20 +78,28 @@ def plan_(
         if cluster is not None:
             begin("what it costs")
         priced = None if cluster is None else cost(step, None, cluster)
+        timeline = simulate(step, cluster) if simulated or draw is not None or trace is not None else None
+    written = [str(path) for path in (save, draw, trace) if path is not None]
+    if draw is not None and timeline is not None:
+        draw_timelines(draw, [timeline])
+    if trace is not None and timeline is not None:
+        write_trace(trace, timeline)
     if save is not None:
         step.save(save)
     if as_json:
         record = {"model": job.describe(), "plan": plan, "report": step.report.as_json()}
         record |= {"passes": step.passes.as_json()} if passes else {}
+        record |= {"simulated": timeline.as_json()} if timeline is not None else {}
         record |= {"cost": None if priced is None else priced.as_json(), "saved": None if save is None else str(save)}
         typer.echo(json.dumps(record))
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
     parts = [f"{job.describe()}, plan {plan}", step.explain()]
     parts += [str(priced)] if priced is not None else ["give --target for seconds, bytes per link and memory over time"]
+    parts += [str(timeline)] if timeline is not None else []
     parts += [str(step.passes)] if passes else []
     parts += [str(step.passes.after(after))] if after is not None else []
-    parts += [f"written: {save}"] if save is not None else []
+    parts += [f"written: {', '.join(written)}"] if written else []
     console.print("\n\n".join(parts), highlight=False, markup=False, soft_wrap=True)
 
 

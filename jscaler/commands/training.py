@@ -12,6 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jscaler.api import Parallelized
+from jscaler.report.draw_timeline import draw_timelines
+from jscaler.report.trace_file import write_trace
+from jscaler.runtime.compiled import Compiled
+
+TRACED = 3  # steps behind the first
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ def train(
     steps: range,
     console: Console,
     log: Path | None = None,
+    trace: Path | None = None,
+    draw: Path | None = None,
 ) -> Any:
     """Run the optimizer steps of these numbers; print the plan first, then progress.
 
@@ -38,6 +45,8 @@ def train(
         step: ``step(state, batch) -> (state, {"loss": scalar})``.
         batch_at: the batch of a step; ``batch["tokens"]`` is counted.
         log: where a JSON line per step goes.
+        trace: the folder to which timelines of the first steps behind the first go, for Perfetto.
+        draw: where the picture of the last of these goes.
 
     Returns:
         The state after the last step.
@@ -52,6 +61,8 @@ def train(
         task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, seconds=0.0)
         for index in steps:
             batch = batch_at(index)
+            if (trace or draw) and steps.start < index <= steps.start + TRACED:
+                _traced(compiled, state, batch, index, trace, draw)
             began = time.perf_counter()
             state, metrics = compiled(state, batch)
             loss = float(metrics["loss"])  # waits for the step
@@ -70,6 +81,17 @@ def train(
             highlight=False,
         )
     return state
+
+
+def _traced(
+    compiled: Compiled, state: Any, batch: dict[str, Any], index: int, trace: Path | None, draw: Path | None
+) -> None:
+    """Run a step aside, watched: its arguments stay, and it counts for nothing."""
+    timeline = compiled.trace(state, batch)[1]
+    if trace is not None:
+        write_trace(trace / f"step_{index:05d}.json", timeline)
+    if draw is not None:
+        draw_timelines(draw, [timeline])
 
 
 def _progress(console: Console) -> Progress:

@@ -49,6 +49,16 @@ class OpCost:
         """Seconds of that."""
         return self.moved.seconds
 
+    def part(self, share: float, moves: bool) -> "OpCost":
+        """A share of what it computes; and all that is moved for it, or nothing."""
+        if share == 1.0:
+            return self
+        seconds = None if self.seconds is None else share * self.seconds
+        return OpCost(
+            self.kind, share * self.flops, round(share * self.read), round(share * self.written), seconds,
+            self.moved if moves else Traffic(), round(share * self.launches),
+        )  # fmt: skip
+
     def plus(self, other: "OpCost") -> "OpCost":
         """Of an op that runs on several groups: what each device of either does."""
         seconds = None if self.seconds is None or other.seconds is None else self.seconds + other.seconds

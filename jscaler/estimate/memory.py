@@ -12,7 +12,7 @@ from jscaler.estimate.waiting import BlockRun, Devices, Waiting
 from jscaler.ir import PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.lower.donation import donated_imports, donated_inputs
-from jscaler.lower.instructions import microbatch_text
+from jscaler.lower.instructions import Run, microbatch_text
 from jscaler.lower.step_plan import StepPlan
 from jscaler.xla_model.block import Value
 from jscaler.xla_model.lifetimes import Lifetimes, Moment, lifetimes
@@ -120,6 +120,31 @@ def memory_by_devices(step: StepPlan, donated: bool = True, capacity: int = 0) -
         runs[run.devices].append(run)
     worst = waiting.worst([one.found.peak for one in needs])
     return tuple(_of_devices(step, run, runs[devices], needs, waiting, capacity) for devices, run in worst.items())
+
+
+def memory_over_time(
+    step: StepPlan, times: Sequence[tuple[float, float]], donated: bool = True
+) -> dict[Devices, list[tuple[float, int]]]:
+    """For each set of devices that hold alike: times, and the bytes that a device holds from then on.
+
+    Args:
+        times: when each run of a block begins and ends, in the order of the instructions.
+    """
+    donate = frozenset(step.graph.next_version.values()) if donated else frozenset[int]()
+    names = LiveTensors(step.graph)
+    needs = [_needs(step, number, donate, names).found.peak for number in range(len(step.blocks))]
+    waiting = Waiting(step, names, donate)
+    places = [place for place, one in enumerate(step.instructions.steps or (Run(0, (), ()),)) if isinstance(one, Run)]
+    at = dict(zip(places, times, strict=True))
+    held = {devices: sum(held_arguments(step, devices[0]).values()) for devices in waiting.alike}
+    found: dict[Devices, list[tuple[float, int]]] = {devices: [] for devices in waiting.alike}
+    for run in waiting.runs():
+        own, (begin, end) = found[run.devices], at[run.place]
+        waits = held[run.devices] + sum(run.waiting.values())
+        if own:
+            own[-1] = own[-1][0], waits  # between two runs, what waits for the second
+        own += [(begin, waits + needs[run.block]), (end, waits)]
+    return found
 
 
 @dataclass(frozen=True)

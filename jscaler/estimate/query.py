@@ -11,19 +11,22 @@ from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError
 from jscaler.estimate.cost import Cost, OpCost, Share
-from jscaler.estimate.step_time import elapsed
+from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.traffic import RESULTS, Traffic, sum_of, traffic_by_reader, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.instructions import Send
 from jscaler.lower.program import Compute, walk
-from jscaler.lower.segment import Segment, made_by
+from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize.crossing import hop_price
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
 from jscaler.stages import Captured, lower, transform
+from jscaler.xla_model.flops import flops_of
 from jscaler.xla_model.work import Work, work_of
+
+PER_ELEMENT = 300.0  # FLOPs of products that take as long as one of elementwise arithmetic, which waits for memory
 
 
 def cost(
@@ -59,20 +62,40 @@ def cost(
         >>> found.seconds.total, found.sent.between, found.memory.peak  # doctest: +SKIP
     """
     on = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
-    step = _step(graph, plan, on, devices)
+    step = planned(graph, plan, on, devices)
     by_op: dict[str, OpCost] = {}
     blocks: list[_BlockCost] = []
+    for costs, own in _by_segment(step, on):
+        for path, one in costs.items():
+            by_op[path] = by_op[path].plus(one) if path in by_op else one
+        blocks += own
+    elapsed = None
+    if len(step.blocks) > 1 and on.device is not None:
+        runs, _ = timed_step(step, _seconds(step, blocks), hop_seconds(step, on))
+        elapsed = max(one.end for one in runs)
+    return Cost(step.name, on, step, by_op, _shares(step, blocks, on), elapsed, donated)
+
+
+def block_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
+    """The seconds of one run of each block, with what is moved within its group, by the peaks of a cluster's devices."""
+    return _seconds(step, [one for _, own in _by_segment(step, cluster) for one in own])
+
+
+def hop_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
+    """The seconds of each transfer."""
+    ends = [(t.crossing.leave.target, t.crossing.arrive.source, t.tensor.itemsize) for t in step.transfers]
+    return [hop_price(*end, cluster) for end in ends]
+
+
+def _by_segment(step: StepPlan, on: Cluster) -> Iterator[tuple[dict[str, OpCost], list["_BlockCost"]]]:
     for segment in step.segments:
         moved = traffic_by_reader([segment], on)
         costs = _by_op(step, segment, moved, on)
-        for path, one in costs.items():
-            by_op[path] = by_op[path].plus(one) if path in by_op else one
-        blocks += _of_blocks(segment, costs, moved.get(RESULTS, Traffic()))
-    return Cost(step.name, on, step, by_op, _shares(step, blocks, on), _elapsed(step, blocks, on), donated)
+        yield costs, list(_of_blocks(segment, costs, moved.get(RESULTS, Traffic())))
 
 
-def _step(graph: Any, plan: Any, cluster: Cluster, devices: int | None) -> StepPlan:
-    """The step completed, from wherever it has got to."""
+def planned(graph: Any, plan: Any, cluster: Cluster, devices: int | None = None) -> StepPlan:
+    """The step completed, from wherever it has got to, without StableHLO; raises as `cost`."""
     done = graph if isinstance(graph, StepPlan) else getattr(graph, "plan", None)  # of a Lowered or Compiled
     if isinstance(done, StepPlan):
         if plan is not None:
@@ -114,6 +137,8 @@ def _by_op(step: StepPlan, segment: Segment, moved: Mapping[str, Traffic], clust
 class _BlockCost:
     """The ops of one block, and what is moved for results behind them, all its runs of a step together."""
 
+    block: PlacedBlock
+    runs: int
     ops: tuple[OpCost, ...]
     results: Traffic
 
@@ -128,11 +153,31 @@ class _BlockCost:
 
 
 def _of_blocks(segment: Segment, costs: Mapping[str, OpCost], results: Traffic) -> Iterator[_BlockCost]:
-    """The blocks of a segment; an op is of the first block that makes some of it."""
-    left = dict(costs)
-    for block in segment.blocks[:-1]:
-        yield _BlockCost(tuple(left.pop(path) for path in made_by(block) if path in left), Traffic())
-    yield _BlockCost(tuple(left.values()), results)
+    """The blocks of a segment. An op that several make is shared by what they compute of it (a layer's backward by I and
+    W), and what is moved for it goes to the first."""
+    work = [_work_by_op(block) for block in segment.blocks]
+    whole = {path: sum(own.get(path, 0.0) for own in work) for path in costs}
+    homeless = [cost for path, cost in costs.items() if not whole[path]]
+    seen = set[str]()
+    for place, (block, own) in enumerate(zip(segment.blocks, work, strict=True)):
+        last = place == len(work) - 1
+        paths = [path for path in own if whole.get(path)]
+        parts = tuple(costs[path].part(own[path] / whole[path], path not in seen) for path in paths)
+        seen.update(paths)
+        yield _BlockCost(
+            block, segment.program.times, (*parts, *(homeless if last else ())), results if last else Traffic()
+        )
+
+
+def _work_by_op(block: PlacedBlock) -> dict[str, float]:
+    """How much a block computes of each op, in FLOPs of products."""
+    found: dict[str, float] = {}
+    for eqn in block.flat.equations:
+        path = next((block.flat.origins.op[v] for v in eqn.outvars if v in block.flat.origins.op), None)
+        if path is not None:
+            count, unit = flops_of(eqn)
+            found[path] = found.get(path, 0.0) + count * (PER_ELEMENT if unit == "vector" else 1.0)
+    return found
 
 
 def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[Share, ...]:
@@ -141,7 +186,7 @@ def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> t
     hops = {number: traffic_of_hop(step.transfers[number], times, cluster) for number, times in sends.items()}
     found = []
     for devices in devices_alike(step):
-        own = [cost for cost, block in zip(blocks, step.blocks, strict=True) if devices[0] in block.group.devices]
+        own = [cost for cost in blocks if devices[0] in cost.block.group.devices]
         compute = [one.compute for one in own if one.compute is not None]
         senders = ((step.transfers[number].crossing.source.mesh.devices, sent) for number, sent in hops.items())
         sent = [*(one.sent for one in own), *(sent for group, sent in senders if devices[0] in group)]
@@ -152,15 +197,10 @@ def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> t
     return tuple(found)
 
 
-def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> float | None:
-    """Seconds of a step on several groups."""
-    if len(step.blocks) == 1 or cluster.device is None:
-        return None
-    seconds = [((one.compute or 0.0) + one.sent.seconds) / max(step.runs_of(n), 1) for n, one in enumerate(blocks)]
-    hops = [
-        hop_price(t.crossing.leave.target, t.crossing.arrive.source, t.tensor.itemsize, cluster) for t in step.transfers
-    ]
-    return elapsed(step, seconds, hops)
+def _seconds(step: StepPlan, blocks: Sequence[_BlockCost]) -> list[float]:
+    """The seconds of one run of each executable, which may be several blocks."""
+    of = {id(one.block): ((one.compute or 0.0) + one.sent.seconds) / one.runs for one in blocks}
+    return [sum(of[id(part)] for part, _ in block.parts or ((block, 0),)) for block in step.blocks]
 
 
 def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:

@@ -122,7 +122,7 @@ def make_programs(
     after: Mapping[str, Sequence[str]],
     cost: CostModel = FEW_STEPS,
     reduce_dtype: str | None = None,
-    cuts: Cuts = Cuts(),
+    cuts: Cuts | None = None,
     stage_of: Mapping[str, int] | None = None,
 ) -> Programs:
     """Lay ops out in ``order``, on each group, with an adapter wherever a reader wants another layout than is at hand.
@@ -137,6 +137,7 @@ def make_programs(
     Raises:
         PlanError: a loop lies on several groups which cannot be lowered so.
     """
+    cuts = cuts or Cuts()
     read = _read(graph) if len(completed.groups) > 1 else graph.by_path
     order = [op for op in order if op.path in read]
     phases = _phases(graph, nested(order, graph.loops), completed, after)
@@ -352,7 +353,9 @@ class _Blocks:
         for number, phase in enumerate(self.phases):
             self.phase = number
             if phase.loop is None:
-                self.levels.start({t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False, number)
+                self.levels.start(
+                    {t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False, number
+                )
                 self._write(phase.items)
             elif phase.first == number:
                 self._repeat(phase.loop, range(number, number + phase.loop.turns))

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from jscaler.ir import Graph
+from jscaler.ir import Graph, PTensor
 from jscaler.lower.blocks import FRONT, CarriedValue, Mark, SpanningLoop, Transfer
 from jscaler.lower.merged import merged
 from jscaler.lower.rounds import Cell, Name, Rounds, sums_of
@@ -132,7 +132,7 @@ def instructions(
     table = rounds.table(plan)
     order = [[_of_blocks(entry) for entry in entries] for entries in rounds.order(table)]
     writer = _Writer(blocks, transfers, spanning, results)
-    number = writer.run_as({parts for entries in order for parts, _ in entries})
+    number = writer.run_as({parts for entries in order for parts, _ in entries}, set(graph.inputs))
     for phase in range(max(block.phase for block in blocks) + 1):
         if phase == spanning.phases.start:
             for entries in order:
@@ -221,7 +221,7 @@ class _Writer:
             self.count += 1
         return self.slots[key]
 
-    def run_as(self, executables: Iterable[Parts]) -> dict[Parts, int]:
+    def run_as(self, executables: Iterable[Parts], inputs: Set[PTensor]) -> dict[Parts, int]:
         """Have the loop's blocks run as these ``executables``; returns the number of each among all blocks."""
         assert self.spanning is not None
         sums = {c.out: c.inside for c in self.spanning.carries if c.inside in self.sums}
@@ -241,7 +241,7 @@ class _Writer:
                 own = [(self.blocks[n], place) for n, place in parts]
                 inside = [b for b, _ in own]
                 read = crossing | {v for b in self.blocks if not any(b is one for one in inside) for v in b.imports}
-                found.append(own[0][0] if len(own) == 1 else merged(own, sums, repeated, read))
+                found.append(own[0][0] if len(own) == 1 else merged(own, sums, repeated, read, inputs))
         self.blocks = found
         return number
 

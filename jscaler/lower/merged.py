@@ -19,7 +19,11 @@ Table = dict[core.Var, Atom]
 
 
 def merged(
-    parts: Sequence[tuple[PlacedBlock, int]], sums: Mapping[int, int], repeated: Container[int], read: Container[int]
+    parts: Sequence[tuple[PlacedBlock, int]],
+    sums: Mapping[int, int],
+    repeated: Container[int],
+    read: Container[int],
+    inputs: Container[PTensor],
 ) -> PlacedBlock:
     """One block that does what ``parts`` do, one after another.
 
@@ -28,8 +32,9 @@ def merged(
         sums: what a block leaves of a sum -> what it takes of it.
         repeated: values that each iteration has for itself.
         read: values that something else than these blocks reads.
+        inputs: those of the step; what else a block takes are constants, which stand behind them.
     """
-    return _Merged(sums, repeated, read).of(parts)
+    return _Merged(sums, repeated, read).of(parts, inputs)
 
 
 class _Merged:
@@ -43,11 +48,11 @@ class _Merged:
         self._items: list[Item] = []
         self._origins = Origins({}, {}, {})
 
-    def of(self, parts: Sequence[tuple[PlacedBlock, int]]) -> PlacedBlock:
+    def of(self, parts: Sequence[tuple[PlacedBlock, int]], inputs: Container[PTensor]) -> PlacedBlock:
         for block, place in parts:
             self._add(block, place)
         last = parts[-1][0]
-        takes, imports = self._takes, self._imports
+        takes, imports = dict(sorted(self._takes.items(), key=lambda pair: pair[0] not in inputs)), self._imports
         flat = FlatProgram(
             (*(v for v, _ in takes.values()), *(v for v, *_ in imports.values())),
             tuple((axes, v) for axes, v in self._indices.items()),

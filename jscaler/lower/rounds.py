@@ -89,7 +89,9 @@ class Rounds:
     def _whole(self) -> list[int]:
         """The blocks without those that make gradients of weights behind another, which makes that of the input."""
         at = {(b.phase, b.group, b.level) for n in self.own for b in [self.blocks[n]]}
-        return [n for n in self.own for b in [self.blocks[n]] if b.level % HOP == 0 or (b.phase, b.group, b.level - 1) not in at]
+        return [
+            n for n in self.own for b in [self.blocks[n]] if b.level % HOP == 0 or (b.phase, b.group, b.level - 1) not in at
+        ]
 
     def _by_levels(self, transfers: Sequence[Transfer]) -> dict[int, list[Name]]:
         """Forward stages are numbered from the first level on. Backward ones go back from the last: first stages whose
@@ -164,8 +166,8 @@ class Rounds:
         if isinstance(plan, Published):
             if self.turns > 1 and plan.lies_turned is None:
                 raise PlanError(
-                    f"'{plan.name}' has a row for each stage, and stages of {self.turns} turns lie on other devices: give a "
-                    "table (its text, say), or none"
+                    f"'{plan.name}' has a row for each stage, and stages of {self.turns} turns lie on other devices: "
+                    "give a table (its text, say), or none"
                 )
             table = published_table(plan, len(self.rows), self._stages, self.spanning)
             try:
@@ -212,7 +214,7 @@ class Rounds:
         return f"{which} for micro-batches {first} to {last}" + (f", one in {self.turns}" if self.turns > 1 else "")
 
     def order(self, table: Table) -> list[list[tuple[Cell, ...]]]:
-        """What runs round by round, in the order of ``table``: blocks, each for an iteration; several that are one executable.
+        """What runs round by round, in the order of ``table``: blocks for an iteration each; several are one executable.
 
         Raises:
             OrderError: they would wait for each other.
@@ -220,7 +222,9 @@ class Rounds:
         of_cell = {cell: (n, i) for n in self.own for i in range(self.iterations) for cell in self._cells((n, i))}
         rows = []
         for row in table.rows:
-            entries = (tuple(dict.fromkeys(own for cell in entry.cells for own in _blocks_of(cell, of_cell))) for entry in row)
+            entries = (
+                tuple(dict.fromkeys(own for cell in entry.cells for own in _blocks_of(cell, of_cell))) for entry in row
+            )
             rows.append([entry for entry in dict.fromkeys(entries) if entry])
         waits = {
             entry: {needed for cell in entry for needed in self.waits[cell]} - set(entry) for row in rows for entry in row

@@ -32,7 +32,7 @@ class StepPlan:
         transfers: what crosses from group to group.
         spanning: the loop whose ops lie on several groups, if there is one.
         instructions: in which order blocks run, and what is sent.
-        blocks: what runs, each an executable: those of the segments, or several of these as one. A step on one group is one.
+        blocks: what runs, each an executable: those of the segments, or several of these as one; of one group one.
     """
 
     source: Graph

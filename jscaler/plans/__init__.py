@@ -12,7 +12,7 @@ from jscaler.plans.co_shard import co_shard
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.expert_parallel import expert_parallel
 from jscaler.plans.megatron import megatron
-from jscaler.plans.parse import PlanCall, parse_call
+from jscaler.plans.parse import PlanCall, parse_call, with_arguments
 from jscaler.plans.pipeline import pipeline
 from jscaler.plans.recompute_layers import recompute_layers
 from jscaler.plans.selective_recompute import selective_recompute
@@ -68,6 +68,21 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
     return _made(arguments or PlanCall(called))
 
 
+def with_schedule(name: str, schedule: str, **more: Any) -> str:
+    """The plan ``name`` with another schedule, and other arguments if given.
+
+    Raises:
+        UnknownNameError: no plan has that name, or it has no schedule.
+        PlanError: it is a function in a file, or a saved plan.
+    """
+    called, _ = parse_call(name)
+    if called not in PLANS:
+        raise PlanError(
+            f"a schedule is given to a built-in plan with stages, and '{name}' is none: say it in the plan itself"
+        )
+    return with_arguments(name, PLANS[called], schedule=schedule, **more)
+
+
 def _made(call: PlanCall) -> Callable[..., Any]:
     if call.name not in PLANS:
         hint = "; a policy of your own is path.py:function, a saved plan path.json"
@@ -98,5 +113,5 @@ def _from_file(path: Path, function: str) -> Callable[..., Any]:
 __all__ = [
     "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "megatron", "pipeline",
     "recompute_layers", "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel",
-    "vocab_parallel", "zero1", "zero2", "zero3",
+    "vocab_parallel", "with_schedule", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError
 
-INNER = "plan"  # what an argument is called that takes another plan
+INNER = ("plan", "ends")  # what arguments are called that take another plan
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PlanCall:
         """``factory`` with these arguments.
 
         Args:
-            inner: makes the policy of a plan that is an argument itself: of the argument ``plan``, which also takes text,
+            inner: makes the policy of a plan that is an argument itself: of those in ``INNER``, which also take text,
                 as ``"path.py:function"`` is no literal otherwise.
 
         Raises:
@@ -43,7 +43,7 @@ class PlanCall:
         except TypeError as error:
             raise PlanError(f"plan '{self.name}': {error}; its arguments are {', '.join(names) or 'none'}") from error
         for name, value in bound.arguments.items():
-            if name == INNER and inner is not None and isinstance(value, (PlanCall, str)):
+            if name in INNER and inner is not None and isinstance(value, (PlanCall, str)):
                 bound.arguments[name] = inner(value)
             elif isinstance(value, PlanCall):
                 raise PlanError(f"plan '{self.name}': its argument '{name}' takes no plan, such as '{value.name}'")
@@ -75,6 +75,34 @@ def parse_call(text: str) -> tuple[str, PlanCall | None]:
             f"cannot read the plan '{text}': write its arguments as literals, such as megatron(dp=2, sequence=True), or as "
             "plans with parentheses, such as recompute_layers(zero3())"
         ) from error
+
+
+def with_arguments(text: str, factory: Callable[..., Any], **values: Any) -> str:
+    """The plan ``text`` of a ``factory`` with these arguments in place of what it says, or beside it.
+
+    Raises:
+        PlanError: it cannot be read.
+        UnknownNameError: the plan has no such argument.
+
+    Example:
+        >>> from jscaler import plans
+        >>> with_arguments("pipeline(2, 4, 'gpipe')", plans.pipeline, schedule="zb_h1")
+        "pipeline(2, 4, 'zb_h1')"
+    """
+    name, call = parse_call(text)
+    names = list(inspect.signature(factory).parameters)
+    made = ast.parse(text if call is not None else f"{text}()", mode="eval").body
+    assert isinstance(made, ast.Call)
+    for argument, value in values.items():
+        if argument not in names:
+            raise UnknownNameError("argument", argument, names, f" of plan '{name}'")
+        place = names.index(argument)
+        made.keywords = [k for k in made.keywords if k.arg != argument]
+        if place < len(made.args):
+            made.args[place] = ast.Constant(value)
+        else:
+            made.keywords.append(ast.keyword(argument, ast.Constant(value)))
+    return ast.unparse(made)
 
 
 def _plan_call(name: str, call: ast.Call) -> PlanCall:

@@ -64,7 +64,7 @@ def pipeline(
         ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``, with ``at=``); by
             default ``plan``.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
-        at: shell patterns of the modules with which the second stage begins, the third, and so on (of chunks, too); by default stages are
+        at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
             balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
             many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on
@@ -90,8 +90,8 @@ def pipeline(
     count = len(lies) + 2 * everywhere
     if everywhere and at is None:
         raise PlanError(
-            f"pipeline: '{schedule}' lays both ends of the model on all devices: say with at= where the first stage between "
-            f"begins, the second …, and where the last end begins: {count - 1} modules"
+            f"pipeline: '{schedule}' lays both ends of the model on all devices: say with at= where the first stage "
+            f"between begins, the second …, and where the last end begins: {count - 1} modules"
         )
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
@@ -137,8 +137,8 @@ def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: i
     found = {cell.stage: row for row, entries in enumerate(schedule.rows) for cell in cells_of(entries)}
     if len(schedule.rows) != groups or sorted(found) != [*range(len(found))]:
         raise PlanError(
-            f"pipeline: the table has {len(schedule.rows)} rows and the stages {sorted(found)}; there are {groups} groups, a row "
-            "for each, and stages are numbered from 0 on"
+            f"pipeline: the table has {len(schedule.rows)} rows and the stages {sorted(found)}; there are {groups} "
+            "groups, a row for each, and stages are numbered from 0 on"
         )
     return [found[stage] for stage in range(len(found))]
 
@@ -304,8 +304,8 @@ def _of_passes(graph: Planner, units: Sequence[Unit], stages: int, own: int, kno
         found.append(done * own + group)
     if done + 1 != stages // own:
         raise PlanError(
-            f"pipeline: the model goes {done + 1} times over its own output, and the schedule has {stages // own} passes; give "
-            f"chunks={done + 1}"
+            f"pipeline: the model goes {done + 1} times over its own output, and the schedule has {stages // own} passes; "
+            f"give chunks={done + 1}"
         )
     return found
 

@@ -1,7 +1,7 @@
 """``Plan``: the list of decisions that a policy's primitives append. Everything after it is a pure function."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 

@@ -328,8 +328,8 @@ class Planner(GraphView):
             wrong = [d for d in group if not 0 <= d < self.num_devices or group.count(d) > 1]
             if wrong:
                 raise PlanError(
-                    f"ops are to run on devices {list(group)}, of which {wrong} are named twice or are not there; there are "
-                    f"{self.num_devices}: 0 to {self.num_devices - 1}"
+                    f"ops are to run on devices {list(group)}, of which {wrong} are named twice or are not there; "
+                    f"there are {self.num_devices}: 0 to {self.num_devices - 1}"
                 )
         paths = tuple(op if isinstance(op, str) else op.path for op in ops)
         same = groups[1] in ((), groups[0])
@@ -361,7 +361,9 @@ class Planner(GraphView):
         kept = [d for d in said if not (isinstance(d, Trans | Assign) and d.op in open_ops)]
         kept = [d for d in kept if not (isinstance(d, Shard | Store) and d.leaf not in stage_of)]
         axes = {d.op: d.axes for d in self._decisions if isinstance(d, Trans)} if turned is not None else {}
-        move = _Moved(stage_of, devices, turned, {op: own for op, own in axes.items() if any(a.time == axis for a in own)}, axis)
+        move = _Moved(
+            stage_of, devices, turned, {op: own for op, own in axes.items() if any(a.time == axis for a in own)}, axis
+        )
         self._decisions[first:] = [move(decision) for decision in kept]
 
     def schedule(self, table: Published | Table | str) -> None:

@@ -1,5 +1,6 @@
 """What the stages of a step are called, as in JAX: ``Lowered`` has been planned, ``Compiled`` can be run."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -23,7 +24,9 @@ from jscaler.runtime.executable import Executable
 from jscaler.runtime.failures import place_of, tell_lost
 from jscaler.runtime.step_capture import NodeChanges
 from jscaler.runtime.target import Target, compile_for, find_target
+from jscaler.runtime.tracing import Measured, Tracer
 from jscaler.stages import Captured
+from jscaler.tables.timeline import Timeline
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,6 +160,43 @@ class Compiled(Inspectable):
                 f"{difference(self.lowered.call, call)}; call the decorated function, which compiles for each"
             )
         return self.run_call(call, args, kwargs)
+
+    @functools.cached_property
+    def tracer(self) -> Tracer:
+        """The step, compiled once more so that its blocks can be watched."""
+        return Tracer(self.plan, self.lowered.devices)
+
+    def trace(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
+        """Run a step, and see when each block ran on its devices, in the order in which it runs anyway.
+
+        Nothing is donated: the arguments stay. The first trace compiles.
+
+        Returns:
+            The step's result, and its timeline: ``print`` it, ``jscaler.write_trace`` it for Perfetto, or draw it.
+
+        Example:
+            >>> (state, loss), timeline = compiled.trace(state, batch)  # doctest: +SKIP
+        """
+        outputs, timeline = self.tracer.trace(self._placed(args, kwargs))
+        return jax.tree.unflatten(self.lowered.out_tree, outputs[: self.lowered.out_tree.num_leaves]), timeline
+
+    def measure(self, *args: Any, rounds: int = 5, **kwargs: Any) -> Measured:
+        """Seconds of each block and each transfer when nothing else runs: what ``jscaler.simulate`` takes.
+
+        Example:
+            >>> alone = compiled.measure(state, batch)  # doctest: +SKIP
+            >>> jscaler.simulate(compiled, seconds=alone.blocks, hops=alone.hops)  # doctest: +SKIP
+        """
+        return self.tracer.measure(self._placed(args, kwargs), rounds)
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        call = self.lowered.call.arguments.bind(args, kwargs)
+        if call.key != self.lowered.call.key:
+            raise CaptureError(
+                f"this compiled step was lowered for other arguments: {difference(self.lowered.call, call)}; "
+                "lower for these"
+            )
+        return self.place(call.leaves)
 
     def run(self, leaves: Sequence[Any], nodes: Mapping[str, Any] | None = None) -> Any:
         """Run on flat leaves, which are moved to the plan's layout where they do not have it.

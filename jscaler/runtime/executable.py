@@ -107,15 +107,26 @@ class Executable:
         """The leaves that are returned as they came."""
         return frozenset(map(self.ins.leaf_of, self.returned.values()))
 
-    def run(self, compiled: Sequence[Callable[..., Sequence[Any]]], leaves: Sequence[Any]) -> Sequence[Any]:
+    def run(
+        self,
+        compiled: Sequence[Callable[..., Sequence[Any]]],
+        leaves: Sequence[Any],
+        observe: Callable[[int, Sequence[Any]], None] | None = None,
+    ) -> Sequence[Any]:
         """All results, of ``leaves``, by the blocks' executables; of what is returned untouched the leaf itself.
+
+        Args:
+            observe: is told of each instruction, when it was started, its place and what it leaves.
 
         Raises:
             BlockError, NotFiniteError: a block has failed.
         """
         if self._is_one_program:
             try:
-                return compiled[0](*leaves)
+                made = compiled[0](*leaves)
+                if observe is not None:
+                    observe(0, made)
+                return made
             except Exception as error:
                 raise self.failed(error, 0, leaves, ()) from error
         given, leaves = leaves, self.ins.taken_apart(leaves, self.known)
@@ -123,7 +134,7 @@ class Executable:
         for slot, number in self.between.counts.items():
             slots[slot] = number
         started: list[Any] = []
-        for block, hop, takes, reads, writes, watched, freed, microbatches in self.steps:
+        for place, (block, hop, takes, reads, writes, watched, freed, microbatches) in enumerate(self.steps):
             if hop is None:
                 try:
                     made = compiled[block](*[leaves[i] for i in takes], *[slots[i] for i in reads])
@@ -137,7 +148,10 @@ class Executable:
                     if len(started) > MOST_STARTED:
                         jax.block_until_ready(started.pop(0))
             else:
-                slots[writes[0]] = hop(*[slots[i] for i in reads])
+                made = [hop(*[slots[i] for i in reads])]
+                slots[writes[0]] = made[0]
+            if observe is not None:
+                observe(place, made)
             for slot in freed:
                 slots[slot] = None
         for result, leaf in self.returned.items():
@@ -170,9 +184,10 @@ class Executable:
         return -1, stack, (), step.pieces, (step.target,), None, step.freed, ()
 
 
-def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) -> Executable:
+def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], reuse: bool = True) -> Executable:
     """The step on ``devices``; ``donate`` lists flat argument indices whose buffers may be reused.
 
+    Where ``reuse`` is off, no buffer is, that of a sum neither: so that all that a block leaves can be waited for.
     On no devices, where as many as the plan has are not at hand, it can be lowered and not compiled.
     """
     ins, outs = shardings(step, devices)
@@ -182,7 +197,7 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int]) ->
     pairs = zip(step.blocks, step.taken, strict=True)
     returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}
     programs = enumerate(_programs(step, returned))
-    functions = tuple(_function(step, n, program, devices, donate, ins, outs) for n, program in programs)
+    functions = tuple(_function(step, n, program, devices, donate, ins, outs, reuse) for n, program in programs)
     between = functools.partial(_between, step, functions, devices)
     failed = functools.partial(failure, step, devices)
     return Executable(functions, step.instructions, between, leaves, results, donated, returned, failed)
@@ -270,6 +285,7 @@ def _function(
     donate: Sequence[int],
     ins: Sequence[Any],
     outs: Sequence[Any],
+    reuse: bool,
 ) -> BlockFunction:
     block, takes = step.blocks[number], program.takes
     mesh = physical_mesh(block.group, devices)
@@ -280,7 +296,7 @@ def _function(
     exports = _shardings(block.outputs, len(block.exports), mesh)
     own = (*(ins[i] for i in takes), *(struct.sharding for struct in imports))
     made = [*(outs[block.results[place]] for place in program.computed if place < len(block.results)), *exports]
-    jitted = jax.jit(program.run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated))
+    jitted = jax.jit(program.run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated) if reuse else ())
     watched = _watched(step, block, devices, program.computed)
     return BlockFunction(jitted, takes, program.computed, program.named, tuple(imports), watched)
 

@@ -6,5 +6,6 @@ from jscaler.tables.published import Published
 from jscaler.tables.table import BlockKind, Entry, Overlap, Table, TableCell
 
 __all__ = [
-    "SCHEDULES", "BlockKind", "Entry", "Overlap", "Published", "Table", "TableCell", "find_schedule", "read_table", "write_table",
+    "SCHEDULES", "BlockKind", "Entry", "Overlap", "Published", "Table", "TableCell", "find_schedule", "read_table",
+    "write_table",
 ]  # fmt: skip

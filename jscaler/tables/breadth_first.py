@@ -1,7 +1,8 @@
-"""Looped breadth-first: a group has v chunks, as in interleaved 1F1B, and runs all micro-batches through one before the next.
-(Lamy-Poirier, Breadth-First Pipeline Parallelism, 2023, section 3.)
+"""Looped breadth-first: a group has v chunks, as in interleaved 1F1B, and runs all micro-batches through one before the
+next. (Lamy-Poirier, Breadth-First Pipeline Parallelism, 2023, section 3.)
 
-It waits as interleaved 1F1B does, and holds all micro-batches; parameters that lie in parts are gathered once for each chunk.
+It waits as interleaved 1F1B does, and holds all micro-batches; parameters that lie in parts are gathered once for each
+chunk.
 """
 
 from jscaler.tables.published import Published

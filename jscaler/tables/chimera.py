@@ -1,13 +1,13 @@
-"""Chimera: every group has two stages, one for micro-batches that go down the groups and one for those that go up; so weights lie on
-two groups, and their gradients are joined behind the loop. (Li and Hoefler, Chimera, 2021, section 3.1.)
+"""Chimera: every group has two stages, one for micro-batches that go down the groups and one for those that go up; so
+weights lie on two groups, and their gradients are joined behind the loop. (Li and Hoefler, Chimera, 2021, section 3.1.)
 
 ::
 
     time  0 1 2 3 4 5 6 7 8 9          F and B of one time, 4 groups; micro-batches 0 and 2 go down, 1 and 3 go up
     d0   F0 . F2 F1 B1 F3 B3 B0 . B2
 
-In units of p micro-batches: down go p / 2 of them, two slots apart, and up the others; where the ones have a slot the others have
-none. Units follow each other without a gap; even micro-batches go down, odd ones up.
+In units of p micro-batches: down go p / 2 of them, two slots apart, and up the others; where the ones have a slot the
+others have none. Units follow each other without a gap; even micro-batches go down, odd ones up.
 """
 
 from jscaler.tables.published import Published

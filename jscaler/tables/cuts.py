@@ -32,8 +32,8 @@ def cuts_of(table: Table | None) -> Cuts:
         for first, second in itertools.pairwise(row)
         for one in [first.cells[0]]
         if one.kind == "F" and len(first.cells) == len(second.cells) == 1
-        if second.cells[0].kind in "BI" and (second.cells[0].stage, second.cells[0].microbatch) == (one.stage, one.microbatch)
+        if second.cells[0].kind in "BI"
+        and (second.cells[0].stage, second.cells[0].microbatch) == (one.stage, one.microbatch)
     }
     apart = any(stage == last and (stage, number) not in at_once for stage, number in backward)
     return Cuts(apart, any(cell.kind == "W" for cell in cells))
-

@@ -1,9 +1,9 @@
 """Tables from files, and to files: our text, and the CSV of ``torch.distributed.pipelining``.
 
-In that CSV a line is a rank's, and a field an action: stage, kind and micro-batch as in our cells (``0F3``, ``1I2``, ``1W2``,
-``2B0``), or ``(0F3;1B2)OVERLAP_F_B``. A field that is empty is a step in which the rank waits. Sends and receives (``1SEND_F0``) and what
-gathers or drops parameters (``1UNSHARD``, ``1RESHARD``, ``1REDUCE_GRAD``) are left out: the plan says what is sent, and how
-parameters lie.
+In that CSV a line is a rank's, and a field an action: stage, kind and micro-batch as in our cells (``0F3``, ``1I2``,
+``1W2``, ``2B0``), or ``(0F3;1B2)OVERLAP_F_B``. A field that is empty is a step in which the rank waits. Sends and receives
+(``1SEND_F0``) and what gathers or drops parameters (``1UNSHARD``, ``1RESHARD``, ``1REDUCE_GRAD``) are left out: the plan
+says what is sent, and how parameters lie.
 """
 
 import csv

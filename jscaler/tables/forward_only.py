@@ -1,4 +1,6 @@
-"""Forward only: an evaluation's micro-batches one behind the other. Any schedule does the same where a step has no gradient."""
+"""Forward only: an evaluation's micro-batches one behind the other. Any schedule does the same where a step has no
+gradient.
+"""
 
 from jscaler.tables.published import Published
 from jscaler.tables.table import Table, make_cells

@@ -1,5 +1,5 @@
-"""Interleaved 1F1B: a group has v chunks of the model, the stages g, g + p, g + 2p, … of v p; micro-batches go through them in
-rounds of p. (Narayanan et al., Efficient Large-Scale Language Model Training, 2021, section 2.2.)
+"""Interleaved 1F1B: a group has v chunks of the model, the stages g, g + p, g + 2p, … of v p; micro-batches go through them
+in rounds of p. (Narayanan et al., Efficient Large-Scale Language Model Training, 2021, section 2.2.)
 
 A group waits a v-th of what it waits in 1F1B, and sends v times as much.
 """

@@ -1,5 +1,5 @@
-"""What makes a table legal: every block once, on the group that it belongs to, none waiting for itself, and no more micro-batches
-under way than there is memory for.
+"""What makes a table legal: every block once, on the group that it belongs to, none waiting for itself, and no more
+micro-batches under way than there is memory for.
 
 Blocks of a chain of stages wait so: a forward for that of the stage before, a backward (or its I) for the forward and for
 the backward of the stage behind, a W for its I.
@@ -56,21 +56,27 @@ def check_cells(
             "has twice": {cell for cell, count in counts.items() if count > 1},
             "has": counts.keys() - wanted,
         }
-        told = [f"{what} {listing([_placed(c, number, home, names) for c in sorted(own)])}" for what, own in found.items() if own]
+        told = [
+            f"{what} {listing([_placed(c, number, home, names) for c in sorted(own)])}"
+            for what, own in found.items()
+            if own
+        ]
         if told:
             told += [f"it runs {listing(runs[number])}"] if runs is not None else []
             raise PlanError(f"row {number} of the table, that of {names[number]}, {'; '.join(told)}")
         if most is not None and most_live(row) > most:
             raise PlanError(
-                f"row {number} of the table, that of {names[number]}, has {most_live(row)} micro-batches under way at once; at "
-                f"most {most} may be"
+                f"row {number} of the table, that of {names[number]}, has {most_live(row)} micro-batches under way at "
+                f"once; at most {most} may be"
             )
 
 
 def _placed(cell: TableCell, row: int, home: Mapping[TableCell, int], names: Sequence[str]) -> str:
     """``cell``, and where it belongs, if not in ``row``."""
     own = home.get(whole_of(cell))
-    return f"{cell}, which does not run anywhere" if own is None else f"{cell}" + (f" of {names[own]}" if own != row else "")
+    return (
+        f"{cell}, which does not run anywhere" if own is None else f"{cell}" + (f" of {names[own]}" if own != row else "")
+    )
 
 
 def whole_of(cell: TableCell) -> TableCell:
@@ -124,7 +130,9 @@ def in_order(
         ready = [number for number in left if waits[rows[number][at[number]]] <= done]
         if not ready:
             heads = [rows[number][at[number]] for number in left]
-            lines = [f"{(told or name)(head)} waits for {', '.join(sorted(map(name, waits[head] - done)))}" for head in heads]
+            lines = [
+                f"{(told or name)(head)} waits for {', '.join(sorted(map(name, waits[head] - done)))}" for head in heads
+            ]
             raise OrderError(f"blocks wait for each other: {'; '.join(lines)}")
         found.append([rows[number][at[number]] for number in ready])
         done.update(found[-1])

@@ -1,9 +1,10 @@
-"""3F1B, and n for 3: a model goes over its own output n times, and only the last pass has a gradient (AlphaFold's recycling). Between
-two backwards of a group stand n forwards, of n micro-batches that are a pass apart. (Lin et al., nnScaler, OSDI 2024,
-section 6.)
+"""3F1B, and n for 3: a model goes over its own output n times, and only the last pass has a gradient (AlphaFold's
+recycling). Between two backwards of a group stand n forwards, of n micro-batches that are a pass apart. (Lin et al.,
+nnScaler, OSDI 2024, section 6.)
 
-Pass k of micro-batch i is in round i + k d of a group, where d rounds are enough to go through the other groups and back; its
-backward, p - 1 - s rounds behind the last pass. Only the last pass keeps activations: of at most p - s micro-batches, as in 1F1B.
+Pass k of micro-batch i is in round i + k d of a group, where d rounds are enough to go through the other groups and back;
+its backward, p - 1 - s rounds behind the last pass. Only the last pass keeps activations: of at most p - s micro-batches,
+as in 1F1B.
 """
 
 from jscaler.tables.published import Published

@@ -81,7 +81,9 @@ class Published:
         if groups < 1 or microbatches < 1:
             return "groups and micro-batches are positive"
         if chunks < 1 or (self.chunks or chunks) != chunks or (self.chunks is None and chunks < 2):
-            return "a group has " + ("two chunks or more" if self.chunks is None else f"{self.chunks} of the model's chunks")
+            return "a group has " + (
+                "two chunks or more" if self.chunks is None else f"{self.chunks} of the model's chunks"
+            )
         return self.problem(groups, microbatches, chunks)
 
     def _nearest(self, groups: int, microbatches: int, chunks: int) -> list[Numbers]:

@@ -1,7 +1,8 @@
-"""When the blocks of a step run, and what waits: tasks in the order in which they are started, each on devices or on a link.
+"""When the blocks of a step run, and what waits: tasks in the order in which they are started, each on devices or on a
+link.
 
-A task begins when all it needs is free, and what it reads is there. Devices and links take tasks in the order in which they are
-given, as streams of a GPU do; so going through them once, in that order, is the whole simulation::
+A task begins when all it needs is free, and what it reads is there. Devices and links take tasks in the order in which they
+are given, as streams of a GPU do; so going through them once, in that order, is the whole simulation::
 
     begin(task) = max(end of the last task of each of its devices and links, end of each task that it reads)
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from jscaler.tables.legal import chain_waits, in_order
 from jscaler.tables.table import BlockKind, Entry, Table, cells_of
+from jscaler.tables.timeline import TimedRun, Timeline
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,14 @@ def times_of(tasks: Sequence[Task]) -> list[tuple[float, float]]:
 UNITS: Mapping[BlockKind, float] = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 
 
-@dataclass(frozen=True)
-class TimedEntry:
-    """An entry of row ``row`` of a table, and when it begins and ends."""
-
-    row: int
-    entry: Entry
-    begin: float
-    end: float
-
-
-def timed_entries(
+def simulate_table(
     table: Table,
     seconds: Mapping[BlockKind, float] = UNITS,
     hop: float = 0.0,
     devices: Sequence[Sequence[int]] | None = None,
-) -> list[TimedEntry]:
-    """When a chain of stages runs the entries of ``table``, in the order in which they begin.
+    name: str = "table",
+) -> Timeline:
+    """When a chain of stages runs the entries of ``table``.
 
     Args:
         seconds: of a block of each kind; an overlapped entry takes as long as its blocks one after another.
@@ -65,6 +58,7 @@ def timed_entries(
     """
     waits = chain_waits(table)
     row_of = {entry: number for number, row in enumerate(table.rows) for entry in row}
+    own = [tuple(own) for own in devices] if devices is not None else [(row,) for row in range(len(table.rows))]
     tasks: list[Task] = []
     entries: dict[int, Entry] = {}
     number_of: dict[Entry, int] = {}
@@ -78,30 +72,23 @@ def timed_entries(
                 arrived[-1] = len(tasks) - 1
         number_of[entry] = len(tasks)
         entries[len(tasks)] = entry
-        taken = sum(seconds[cell.kind] for cell in entry.cells)
-        tasks.append(Task(tuple(devices[row] if devices is not None else (row,)), taken, tuple(arrived)))
+        tasks.append(Task(own[row], sum(seconds[cell.kind] for cell in entry.cells), tuple(arrived)))
     times = times_of(tasks)
-    found = [TimedEntry(row_of[entry], entry, *times[number]) for number, entry in entries.items()]
-    return sorted(found, key=lambda one: (one.begin, one.row))
+    runs = [TimedRun(own[row_of[e]], str(e), e.cells, *times[number]) for number, e in entries.items()]
+    return Timeline(name, tuple(sorted(runs, key=lambda one: (one.begin, one.devices))))
 
 
-def makespan(entries: Sequence[TimedEntry]) -> float:
-    """From the first entry to the end of the last."""
-    return max((one.end for one in entries), default=0.0)
+def idle(timeline: Timeline, device: int) -> float:
+    """How long a device waits between its first and its last run."""
+    own = [one for one in timeline.runs if device in one.devices]
+    return own[-1].end - own[0].begin - sum(one.seconds for one in own)
 
 
-def idle(entries: Sequence[TimedEntry], row: int) -> float:
-    """How long a group waits between its first and its last entry."""
-    own = [one for one in entries if one.row == row]
-    return max(one.end for one in own) - min(one.begin for one in own) - sum(one.end - one.begin for one in own)
-
-
-def most_activations(table: Table, row: int) -> int:
-    """The most forwards of a group whose activations are held: until B, or until W. Of stages without a backward none are."""
-    cells = list(cells_of(table.rows[row]))
-    last = {(cell.stage, cell.microbatch): cell for cell in cells if cell.kind in "BW"}
+def most_activations(row: Sequence[Entry]) -> int:
+    """The most forwards of a group whose activations are held, until B or W; of stages without a backward none are."""
+    last = {(cell.stage, cell.microbatch): cell for cell in cells_of(row) if cell.kind in "BW"}
     live = most = 0
-    for entry in table.rows[row]:
+    for entry in row:
         live += sum(cell.kind == "F" and (cell.stage, cell.microbatch) in last for cell in entry.cells)
         most = max(most, live)
         live -= sum(last.get((cell.stage, cell.microbatch)) == cell for cell in entry.cells)

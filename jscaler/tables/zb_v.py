@@ -1,6 +1,6 @@
-"""ZB-V: a group has two chunks, the stages g and 2p - 1 - g, so that micro-batches come back to the group that they began on; I and W
-are apart, and no group holds more than 1F1B's first. (Qi et al., Pipeline Parallelism with Controllable Memory, 2024,
-section 3, and Zero Bubble Pipeline Parallelism, 2023, section 6.)
+"""ZB-V: a group has two chunks, the stages g and 2p - 1 - g, so that micro-batches come back to the group that they began
+on; I and W are apart, and no group holds more than 1F1B's first. (Qi et al., Pipeline Parallelism with Controllable Memory,
+2024, section 3, and Zero Bubble Pipeline Parallelism, 2023, section 6.)
 """
 
 from collections.abc import Iterator
@@ -47,8 +47,10 @@ def _row(group: int, groups: int, microbatches: int) -> Iterator[TableCell]:
         yield from run((first, "I"), (last, "I"))
     for _ in range(groups - group):
         yield from run((first, "I"), (first, "W"))
-    yield from run(*[(last, "W")] * (every - done[last, "W"]))
-    yield from run(*[(first, "W")] * (every - done[first, "W"]))
+    for _ in range(done[last, "W"], every):
+        yield from run((last, "W"))
+    for _ in range(done[first, "W"], every):
+        yield from run((first, "W"))
 
 
 ZB_V = Published("zb_v", "Qi et al., Pipeline Parallelism with Controllable Memory, 2024", zb_v, 2, in_a_v)

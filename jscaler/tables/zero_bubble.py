@@ -1,9 +1,9 @@
-"""Zero-bubble schedules of one stage on each group: a backward block is cut into I, which the stage before waits for, and W,
-which fills the time in which a group would wait. (Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2.)
+"""Zero-bubble schedules of one stage on each group: a backward block is cut into I, which the stage before waits for, and
+W, which fills the time in which a group would wait. (Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2.)
 
 *ZB-H1* runs F and I as 1F1B does, with W as many micro-batches behind I as there are stages before: it holds as much as
-1F1B's first stage, and waits (p - 1)(F + I - W). *ZB-H2* begins with 2 (p - 1 - s) + 1 forwards, and W is 2 s behind: it holds
-2p - 1 micro-batches, and each group's own span has no gap, if F, I and W take one time.
+1F1B's first stage, and waits (p - 1)(F + I - W). *ZB-H2* begins with 2 (p - 1 - s) + 1 forwards, and W is 2 s behind: it
+holds 2p - 1 micro-batches, and each group's own span has no gap, if F, I and W take one time.
 """
 
 from jscaler.tables.published import Published

@@ -77,7 +77,9 @@ class _Check:
                 self._gather(instruction)
             for slot in instruction.freed:
                 self.gone.setdefault(slot, f"freed behind {self._name(instruction)}")
-        parts = {id(part): number for number, block in enumerate(self.step.blocks) for part, _ in block.parts or ((block, 0),)}
+        parts = {
+            id(part): number for number, block in enumerate(self.step.blocks) for part, _ in block.parts or ((block, 0),)
+        }
         for part, number in parts.items():
             turns = range(self.count) if self.step.blocks[number].phase in self.loop else (None,)
             missing = [i for i in turns if (part, i) not in self.ran]
@@ -189,7 +191,9 @@ class _Check:
 
     def _name(self, instruction: Instruction) -> str:
         if isinstance(instruction, Run):
-            return " of ".join(filter(None, (self.step.block_name(instruction.block), microbatch_text(instruction.microbatches))))
+            return " of ".join(
+                filter(None, (self.step.block_name(instruction.block), microbatch_text(instruction.microbatches)))
+            )
         if isinstance(instruction, Send):
             what = f"the send of '{self.step.transfers[instruction.transfer].tensor.name}'"
             microbatch = instruction.microbatch

@@ -1,0 +1,126 @@
+"""``jscaler schedules``: every published schedule that exists for a plan's stages, simulated: which is best?"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jscaler import plans
+from jscaler.clusters import Cluster, find_cluster
+from jscaler.commands.job import Job, stacked_by_default
+from jscaler.commands.options import Batch, Dtype, Model, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.progress import stages
+from jscaler.errors import JscalerError, PlanError
+from jscaler.estimate.query import planned
+from jscaler.estimate.simulation import simulate
+from jscaler.ir import Graph
+from jscaler.report.draw_layout import refuse_picture
+from jscaler.report.draw_timeline import draw_timelines
+from jscaler.tables import SCHEDULES, Published
+from jscaler.tables.timeline import Timeline
+from jscaler.text.tables import table
+from jscaler.text.units import readable_bytes, readable_seconds
+
+MOST_CHUNKS = 4
+PIPED = 140  # columns where the output is no terminal
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A schedule for a plan's stages: its timeline, or why there is none."""
+
+    schedule: str
+    chunks: int
+    timeline: Timeline | None = None
+    why: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        found = {"schedule": self.schedule, "chunks": self.chunks, "why": self.why}
+        return found | (self.timeline.as_json() if self.timeline is not None else {})
+
+
+def schedules_(
+    target: Annotated[str, typer.Option(help="cluster whose devices and links count: 4x8xV100-32GB, a name, a .toml file")],
+    plan: Annotated[str, typer.Option(help='a plan with stages: "megatron(tp=8, pp=4, microbatches=16)"')],
+    model: Model = "gpt",
+    size: Size = None,
+    batch: Batch = 32,
+    seq: Sequence = None,
+    dtype: Dtype = "bf16",
+    stacked: Stacked = None,
+    remat: Remat = False,
+    draw: Annotated[Path | None, typer.Option(help="write a picture of all timelines: .png, .svg or .pdf")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")] = False,
+) -> None:
+    """Simulate a plan with every published schedule that exists for its numbers: seconds, waiting, memory, does it fit?
+
+    Needs no devices, compiles nothing, allocates no model.
+
+    Example: jscaler schedules --model gpt-1.3b --plan "megatron(tp=8, pp=4, microbatches=16)" --target 4x8xV100-32GB
+    """
+    if draw is not None:
+        refuse_picture(draw)
+    use_platform("cpu", None)
+    cluster = find_cluster(target)
+    found: list[Simulated] = []
+    job = Job(model, size, plan, cluster.num_devices, batch, seq, dtype, stacked_by_default(model, stacked), remat)
+    with stages() as begin:
+        begin("capturing the step")
+        graph = job.step.graph(*job.arguments())
+        for one, chunks in _all(plan):
+            begin(f"planning and simulating {one.name}, {len(found)} done")
+            found.append(_simulated(graph, plan, one, chunks, cluster))
+    best = sorted((one for one in found if one.timeline is not None), key=lambda one: one.timeline.makespan)  # type: ignore[union-attr]
+    others = [one for one in found if one.timeline is None]
+    if draw is not None:
+        alone = [
+            dataclasses.replace(one.timeline, name=one.schedule, memory={}) for one in best if one.timeline is not None
+        ]
+        draw_timelines(draw, alone)
+    if as_json:
+        typer.echo(
+            json.dumps({"model": job.describe(), "plan": plan, "schedules": [one.as_json() for one in (*best, *others)]})
+        )
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
+    console.print(f"{job.describe()}, plan {plan}, on {cluster.name}", highlight=False, markup=False)
+    header = ("schedule", "chunks", "step", "waiting", "sends show", "peak memory", "fits")
+    console.print(table("schedules, the fastest first", header, [_row(one) for one in best]))
+    lines = [f"{one.schedule}: {one.why}" for one in others]
+    lines += [f"written: {draw}"] if draw is not None else []
+    console.print("\n".join(lines), highlight=False, markup=False)
+
+
+def _all(plan: str) -> Iterator[tuple[Published, int]]:
+    for one in SCHEDULES.values():
+        if one.name == "forward_only" or one.passes or one.everywhere:
+            continue  # not of a train step; of models of another kind; of a model whose ends are told
+        for chunks in range(2, MOST_CHUNKS + 1, 2) if one.chunks is None else (one.chunks,):
+            yield one, chunks
+
+
+def _simulated(graph: Graph, plan: str, schedule: Published, chunks: int, cluster: Cluster) -> Simulated:
+    try:
+        more = {"chunks": chunks} if chunks > 1 else {}
+        step = planned(graph, plans.with_schedule(plan, schedule.name, **more), cluster)
+    except PlanError as error:
+        return Simulated(schedule.name, chunks, why=str(error))
+    if step.instructions.table is None:
+        raise JscalerError(f"plan '{plan}' has no stages: give one that has, \"megatron(tp=8, pp=4, microbatches=16)\"")
+    return Simulated(schedule.name, chunks, simulate(step, cluster))
+
+
+def _row(one: Simulated) -> tuple[str, ...]:
+    timeline = one.timeline
+    assert timeline is not None
+    peak = max(timeline.peak(own[0]) for own in timeline.memory)
+    fits = {True: "yes", False: "NO", None: "?"}[timeline.fits]
+    times = readable_seconds(timeline.makespan), f"{timeline.bubble:.1%}", readable_seconds(timeline.exposed)
+    return one.schedule, str(one.chunks), *times, readable_bytes(peak), fits

@@ -1,0 +1,75 @@
+"""``jscaler.simulate``: a step on several device groups in time, without running or compiling anything."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jscaler.clusters import Cluster, find_cluster
+from jscaler.errors import PlanError, UnknownNameError
+from jscaler.estimate.memory import memory_over_time
+from jscaler.estimate.query import block_seconds, hop_seconds
+from jscaler.estimate.timed_step import Sends, timed_step
+from jscaler.lower.step_plan import StepPlan
+from jscaler.tables.timeline import Timeline
+
+
+def simulate(
+    lowered: Any,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
+    *,
+    seconds: Mapping[str, float] | Sequence[float] | None = None,
+    hops: Sequence[float] | None = None,
+    sends: Sends = "asynchronous",
+    donated: bool = True,
+) -> Timeline:
+    """When each block of a step would run, what waits, and what each device holds.
+
+    Args:
+        lowered: a lowered step, ``train_step.lower(...)``, or its ``.plan``.
+        cluster: whose devices and links the seconds are of: a `Cluster`, a name (``"4x8xH100-80GB"``) or a .toml file.
+        seconds: of one run of each block instead, as measured (``compiled.measure(…).blocks``): by number, or by name
+            (``{"0F": 0.01, "0B": 0.02, …}``; others take none).
+        hops: seconds of each of the step's transfers; by default by the cluster's links, or none.
+        sends: whether they run beside blocks, or (``"rendezvous"``) take the time of both ends.
+        donated: whether the step updates its state in place (``donate_argnames``).
+
+    Raises:
+        PlanError: neither a cluster nor seconds are given; the cluster does not say what its devices are.
+        UnknownNameError: no block is called so.
+
+    Example:
+        >>> found = jscaler.simulate(train_step.lower(state, batch), "8xH100-80GB")  # doctest: +SKIP
+        >>> found.makespan, found.bubble, found.exposed, found.peak(0)  # doctest: +SKIP
+    """
+    step: StepPlan = lowered if isinstance(lowered, StepPlan) else lowered.plan
+    on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(os.fspath(cluster))
+    if seconds is None and (on is None or on.device is None):
+        raise PlanError(
+            "to simulate a step, say how fast its devices are: give a cluster that has a device kind ('8xH100-80GB'), or "
+            "seconds= of each block"
+        )
+    if seconds is None:
+        assert on is not None
+        blocks = block_seconds(step, on)
+    else:
+        blocks = _by_number(step, seconds)
+    hops = hops if hops is not None else [0.0] * len(step.transfers) if on is None else hop_seconds(step, on)
+    runs, sent = timed_step(step, blocks, hops, sends)
+    alone, _ = timed_step(step, blocks, [0.0] * len(hops))
+    exposed = max((one.end for one in runs), default=0.0) - max((one.end for one in alone), default=0.0)
+    memory = memory_over_time(step, [(one.begin, one.end) for one in runs], donated)
+    return Timeline(step.name, tuple(runs), tuple(sent), memory, on.memory if on is not None else 0, exposed)
+
+
+def _by_number(step: StepPlan, seconds: Mapping[str, float] | Sequence[float]) -> list[float]:
+    names = [step.block_name(number) for number in range(len(step.blocks))]
+    if not isinstance(seconds, Mapping):
+        if len(seconds) != len(names):
+            raise PlanError(
+                f"seconds= has {len(seconds)} entries, and the step has {len(names)} blocks: {', '.join(names)}"
+            )
+        return list(seconds)
+    for name in seconds:
+        if name not in names:
+            raise UnknownNameError("block", name, names)
+    return [seconds.get(name, 0.0) for name in names]

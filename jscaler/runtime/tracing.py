@@ -1,0 +1,120 @@
+"""A step as it runs: when each block begins and ends on its devices, in the order in which it runs anyway; and how long
+each block takes alone.
+
+Blocks are started ahead of the devices, which run them in order. So a thread for each device group, and for each pair of
+groups that something is sent between, waits for what is under way there, one thing after the other, and looks at the
+clock; a block has begun when it was started, its devices were free, and what it reads was there.
+"""
+
+import statistics
+import time
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jscaler.estimate.memory import memory_over_time
+from jscaler.estimate.timed_step import step_tasks, with_times
+from jscaler.lower.instructions import Run, Send
+from jscaler.lower.step_plan import StepPlan
+from jscaler.runtime.executable import Executable, executable, lowered
+from jscaler.tables.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one run of each block, and of each transfer, when nothing else runs.
+
+    Attributes:
+        names: of the blocks.
+    """
+
+    blocks: tuple[float, ...]
+    hops: tuple[float, ...]
+    names: tuple[str, ...]
+
+
+class Tracer:
+    """A step whose blocks reuse no buffers, so that all that they leave can be waited for; else as it was compiled."""
+
+    def __init__(self, step: StepPlan, devices: Sequence[Any]):
+        self.step = step
+        self.made: Executable = executable(step, devices, (), reuse=False)
+        self.compiled = tuple(one.compile() for one in lowered(step, self.made))
+        self._instructions = step.instructions.steps or (Run(0, (), ()),)
+
+    def trace(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Timeline]:
+        """The step's results, and when what ran."""
+        jax.block_until_ready(list(leaves))
+        queues: dict[Hashable, ThreadPoolExecutor] = {}
+        started: list[float] = []
+        ended: list[Future[float]] = []
+        began = time.perf_counter()
+
+        def observe(place: int, made: Sequence[Any]) -> None:
+            where = self._where(place)
+            if where not in queues:
+                queues[where] = ThreadPoolExecutor(1)
+            ended.append(queues[where].submit(_end, made))
+            started.append(time.perf_counter() - began)
+
+        try:
+            results = self.made.run(self.compiled, leaves, observe)
+            ends = [one.result() - began for one in ended]
+        finally:
+            for queue in queues.values():
+                queue.shutdown()
+        return results, self._timeline([0.0, *started[:-1]], ends)
+
+    def measure(self, leaves: Sequence[Any], rounds: int = 5) -> Measured:
+        """How long each block and each transfer takes alone: medians of ``rounds`` steps, behind one to warm up."""
+        step = self.step
+        blocks: list[list[float]] = [[] for _ in step.blocks]
+        hops: list[list[float]] = [[] for _ in step.transfers]
+        last = 0.0
+
+        def observe(place: int, made: Sequence[Any]) -> None:
+            nonlocal last
+            jax.block_until_ready(made)
+            now, one = time.perf_counter(), self._instructions[place]
+            if isinstance(one, Run):
+                blocks[one.block].append(now - last)
+            elif isinstance(one, Send):
+                hops[one.transfer].append(now - last)
+            last = time.perf_counter()
+
+        for number in range(rounds + 1):
+            jax.block_until_ready(list(leaves))
+            if number == 1:
+                blocks, hops = [[] for _ in blocks], [[] for _ in hops]
+            last = time.perf_counter()
+            self.made.run(self.compiled, leaves, observe)
+        names = tuple(step.block_name(number) for number in range(len(step.blocks)))
+        medians = [[statistics.median(own) if own else 0.0 for own in every] for every in (blocks, hops)]
+        return Measured(tuple(medians[0]), tuple(medians[1]), names)
+
+    def _where(self, place: int) -> Hashable:
+        one = self._instructions[place]
+        if isinstance(one, Run):
+            return self.step.blocks[one.block].group.devices
+        return one.transfer if isinstance(one, Send) else place
+
+    def _timeline(self, started: Sequence[float], ends: Sequence[float]) -> Timeline:
+        step = self.step
+        tasks = step_tasks(step, [0.0] * len(step.blocks), [0.0] * len(step.transfers))
+        free: dict[Hashable, float] = {}
+        times: list[tuple[float, float]] = []
+        for task, start, end in zip(tasks, started, ends, strict=True):
+            begin = max([start, *(times[n][1] for n in task.waits), *(free.get(place, 0.0) for place in task.places)])
+            times.append((min(begin, end), end))
+            free.update(dict.fromkeys(task.places, end))
+        runs, sent = with_times(step, tasks, times)
+        of_runs = [(one.begin, one.end) for one in runs]
+        return Timeline(f"{step.name}, measured", tuple(runs), tuple(sent), memory_over_time(step, of_runs, donated=False))
+
+
+def _end(made: Sequence[Any]) -> float:
+    jax.block_until_ready(made)
+    return time.perf_counter()
