@@ -72,6 +72,16 @@ def test_the_blocks_on_pipelines_run() -> None:
     assert "[[0, 1], [2, 3, 4, 5]]\n" in output
 
 
+def test_the_blocks_on_schedules_run() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/schedules.md")))
+    assert blocks("text", "docs/schedules.md")[0] in output
+    assert "0F0 0F1 0F2 3F0 3I0 3W0" in output
+
+
+def test_the_gallery_of_schedules_is_what_its_command_draws() -> None:
+    run("docs/gallery.py", "--check")
+
+
 def test_the_blocks_on_fitting_run() -> None:
     lines = run("-c", "\n".join(blocks("python", "docs/fit.md"))).splitlines()
     assert any(line.split("│")[1].strip() == "data_parallel" and "does not fit" in line for line in lines if "│" in line)

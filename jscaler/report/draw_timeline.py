@@ -2,6 +2,7 @@
 and below what the devices hold.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +25,14 @@ GIB = 1 << 30
 SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def draw_timelines(path: Path, timelines: Sequence[Timeline]) -> None:
+def draw_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
     """Write the picture of `timeline_figure` to ``path``.
 
     Raises:
         UnknownNameError: the path's ending says no known format.
         JscalerError: matplotlib is missing, or the file cannot be written.
     """
+    path = Path(path)
     refuse_picture(path)
     figure = timeline_figure(timelines)
     try:
@@ -103,15 +105,17 @@ def _block(axes: "Axes", run: TimedRun, row: int, scale: float, numbered: bool) 
 
 def _memory(axes: "Axes", timeline: Timeline, scale: float) -> None:
     every: dict[Devices, Sequence[tuple[float, int]]] = {own: states for own, states in timeline.memory.items() if states}
+    most = max((n for states in every.values() for _, n in states), default=0)
+    size, unit = (GIB, "GiB") if most >= GIB else (GIB >> 10, "MiB")
     for number, (own, states) in enumerate(every.items()):
         times, sizes = zip(*states, strict=True)
         color = COLORS[number % len(COLORS)]
         axes.step(
-            [t / scale for t in times], [n / GIB for n in sizes], where="post", lw=1, color=color, label=devices_text(own)
+            [t / scale for t in times], [n / size for n in sizes], where="post", lw=1, color=color, label=devices_text(own)
         )
     if timeline.capacity:
-        axes.axhline(timeline.capacity / GIB, color=FAINT, lw=1, ls="--")
-    axes.set_ylabel("GiB", fontsize=8)
+        axes.axhline(timeline.capacity / size, color=FAINT, lw=1, ls="--")
+    axes.set_ylabel(unit, fontsize=8)
     axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)

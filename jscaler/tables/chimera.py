@@ -20,7 +20,7 @@ def chimera(groups: int, microbatches: int, chunks: int = 1) -> Table:
     Example:
         >>> print(chimera(2, 2))
         0F0 1F1 1B1 0B0
-        1F0 0F1 0B1 1B0
+        0F1 1F0 1B0 0B1
     """
     rows = []
     for group in range(groups):

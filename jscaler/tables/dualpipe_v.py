@@ -16,7 +16,7 @@ def dualpipe_v(groups: int, microbatches: int, chunks: int = 2) -> Table:
 
     Example:
         >>> print(dualpipe_v(2, 4))
-        0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3I3 0I2 3W3 0I3 0W2 0W3
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3
         1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
     """
     return Table(tuple(tuple(_row(group, groups, microbatches)) for group in range(groups)))

@@ -16,8 +16,8 @@ def n_f_one_b(groups: int, microbatches: int, chunks: int = 3) -> Table:
 
     Example:
         >>> print(n_f_one_b(2, 2, 3))
-        0F0 2F0 0F1 4F0 2F1 4F1 4B0 4B1
-        1F0 3F0 1F1 5F0 5B0 3F1 5F1 5B1
+        0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1
+        1F0 1F1 3F0 3F1 5F0 5B0 5F1 5B1
     """
     apart = -(-(groups - 1) // (chunks + 2))
     rows = []

@@ -15,7 +15,7 @@ def zb_v(groups: int, microbatches: int, chunks: int = 2) -> Table:
     Example:
         >>> print(zb_v(2, 2))
         0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
-        1F0 2F0 1F1 2I0 2W0 2F1 2I1 2W1 1I0 1W0 1I1 1W1
+        1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
     """
     return Table(tuple(tuple(_row(group, groups, microbatches)) for group in range(groups)))
 
