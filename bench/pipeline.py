@@ -20,9 +20,11 @@ from bench import pipeline_by_hand as by_hand
 from bench.harness import Row, main
 from jscaler import plans
 from jscaler.capture.jaxprs import all_equations
+from jscaler.lower.instructions import Run, Send
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.blocks import kept_bytes
+from jscaler.tables import SCHEDULES
 from jscaler.xla_model.flops import flops_of
 from models.gpt import Block, GPTConfig
 
@@ -55,7 +57,7 @@ def mlp(width: int, microbatches: int = MICROBATCHES) -> tuple[Any, jax.Array, j
 
 
 def pipelined(step: Callable[..., Any], stages: int, microbatches: int, schedule: str = "1f1b") -> Any:
-    layers = [f"layer_{i}" for i in range(1, stages)]
+    layers = [f"layer_{i}" for i in range(1, stages * SCHEDULES[schedule].chunks_of(None))]
     plan = plans.pipeline(stages, microbatches, schedule, at=layers, batch="x")
     return jscaler.parallelize(plan, devices=stages, donate_argnames="params")(step)
 
@@ -89,6 +91,35 @@ def times(width: int, rounds: int, steps: int) -> tuple[float, float]:
         jax.device_get(state), jax.device_get(theirs[0]), strict=True))  # fmt: skip
     assert off < 1e-4, f"the two differ by {off}"
     return statistics.median(found[0]), statistics.median(found[1])
+
+
+def per_instruction(rounds: int, steps: int) -> Iterator[Row]:
+    """Seconds of a step by its blocks and sends, of several schedules by turns, beside 1F1B's."""
+    params, x, y = mlp(64)
+    runs: dict[str, tuple[Any, int]] = {}
+    for schedule in ("1f1b", "zb_h1", "interleaved", "zb_v"):
+        groups = STAGES // SCHEDULES[schedule].chunks_of(None)
+        compiled = pipelined(sgd, groups, MICROBATCHES, schedule).lower(params, x, y).compile()
+        count = sum(isinstance(one, Run | Send) for one in compiled.plan.instructions.steps)
+        runs[schedule] = compiled, count
+    seconds: dict[str, list[float]] = {schedule: [] for schedule in runs}
+    for round_ in range(rounds + 1):
+        for schedule, (compiled, count) in runs.items():
+            state: Any = jax.tree.map(jnp.copy, params)
+            start = time.perf_counter()
+            for _ in range(steps):
+                state, _ = jax.block_until_ready(compiled(state, x, y))
+            seconds[schedule] += [(time.perf_counter() - start) / steps / count] if round_ else []
+    middle = {schedule: statistics.median(own) for schedule, own in seconds.items()}
+    for schedule in ("zb_h1", "interleaved", "zb_v"):
+        value = middle[schedule] / middle["1f1b"]
+        yield {
+            "case": schedule,
+            "width": 64,
+            "measure": "seconds of a block or send / 1f1b's",
+            "value": value,
+            "bound": 1.15,
+        }
 
 
 def body_blocks(plan: StepPlan) -> list[PlacedBlock]:
@@ -168,30 +199,21 @@ def kept_rows() -> Iterator[Row]:
 
 def size_rows() -> Iterator[Row]:
     """Blocks and equations do not grow with micro-batches; live ones are what the schedule says; sends are 2(S - 1)."""
-    sizes = []
-    for microbatches in (8, 32, 128):
-        for schedule in ("1f1b", "gpipe"):
+    for schedule in ("1f1b", "gpipe"):
+        sizes = []
+        for microbatches in (8, 32, 128):
             plan = pipelined(sgd, STAGES, microbatches, schedule).lower(*mlp(64, microbatches)).plan
             sizes.append((len(plan.blocks), sum(len(b.flat.items) for b in plan.blocks)))
             most = [STAGES - s if schedule == "1f1b" else microbatches for s in range(STAGES)]
-            most[-1] = 1
+            most[-1] = 1 if schedule == "1f1b" else microbatches
             over = max(n - m for n, m in zip(plan.under_way.values(), most, strict=True))
             case = f"{schedule}, {microbatches} micro-batches"
             yield {"case": case, "measure": "micro-batches under way beyond the schedule's", "value": over, "bound": 0}
             sent = sum(t.phase in plan.spanning.phases for t in plan.sent)  # type: ignore[union-attr]
             yield {"case": case, "measure": "sends of a micro-batch", "value": sent, "bound": 2 * (STAGES - 1)}
-    yield {
-        "case": "8, 32, 128 micro-batches",
-        "measure": "kinds of blocks",
-        "value": max(n for n, _ in sizes),
-        "bound": min(n for n, _ in sizes),
-    }
-    yield {
-        "case": "8, 32, 128 micro-batches",
-        "measure": "equations",
-        "value": max(n for _, n in sizes),
-        "bound": min(n for _, n in sizes),
-    }
+        case = f"{schedule}, 8, 32, 128 micro-batches"
+        for measure, own in zip(("kinds of blocks", "equations"), zip(*sizes, strict=True), strict=True):
+            yield {"case": case, "measure": measure, "value": max(own), "bound": min(own)}
 
 
 def live_row(steps: int) -> Row:
@@ -214,6 +236,8 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from kept_rows()
     yield from size_rows()
     yield live_row(6 if quick else 20)
+    for row in per_instruction(5, 40):
+        yield {**row, "bound": None} if quick else row
     for width, bound in TIMES.items():
         ours, theirs = times(width, 5, 4 if width > 500 else 40)
         row = {

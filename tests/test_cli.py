@@ -10,6 +10,7 @@ from jscaler import Plan
 from jscaler.cli import app
 from jscaler.commands.job import devices_for
 from jscaler.errors import DataError, DeviceError, PlanError, PlanFitError, SplitError, UnknownNameError
+from jscaler.tables import SCHEDULES, write_table
 
 SMALL = ["--size", "nano", "--seq", "8", "--batch", "8"]
 
@@ -105,3 +106,43 @@ def test_compare_as_json() -> None:
 def test_mistakes_are_named(arguments: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         CliRunner().invoke(app, ["train", "--steps", "1", *arguments], catch_exceptions=False)
+
+
+def test_plans_with_stages_are_simulated_and_drawn(tmp_path: Path) -> None:
+    plan, target = "megatron(dp=2, tp=2, pp=2, microbatches=4)", "8xH100-80GB"
+    table = tmp_path / "mine.csv"
+    write_table(SCHEDULES["zb_h1"].table(2, 4), table)
+    picture, trace = tmp_path / "step.png", tmp_path / "step.json"
+    output = run(
+        "plan", *SMALL, "--plan", plan, "--target", target, "--schedule", str(table), "--simulate", "--draw", str(picture),
+        "--trace", str(trace),
+    )  # fmt: skip
+    assert "of which devices wait" in output
+    assert "0I0" not in output, "the first stage has all of its backward in W"
+    assert "1I0" in output
+    assert picture.stat().st_size > 10_000
+    assert any("1I0" in event["name"] for event in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_all_schedules_of_a_plan(tmp_path: Path) -> None:
+    command = ["schedules", *SMALL, "--plan", "megatron(dp=2, tp=1, pp=2, microbatches=4)", "--target", "4xH100-80GB"]
+    found = json.loads(run(*command, "--json"))["schedules"]
+    named = {one["schedule"]: one for one in found}
+    assert {"gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "chimera", "interleaved"} <= named.keys()
+    assert named["zb_h1"]["makespan"] <= named["1f1b"]["makespan"]
+    assert named["gpipe"]["devices"][0]["peak"] > named["1f1b"]["devices"][0]["peak"]
+    assert "there is no schedule" not in named["zb_h2"]["why"]
+    with pytest.raises(UnknownNameError, match="no argument named 'schedule'"):
+        run("schedules", *SMALL, "--plan", "data_parallel", "--target", "4xH100-80GB")
+
+
+def test_a_step_is_traced_while_it_trains(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 20)
+    plan = "pipeline(2, 2, plan=data_parallel())"
+    run(
+        "train", *SMALL, "--data", str(text), "--plan", plan, "--devices", "2", "--steps", "3", "--schedule", "gpipe",
+        "--trace", str(tmp_path / "traces"), "--draw", str(tmp_path / "step.png"),
+    )  # fmt: skip
+    assert sorted(p.name for p in (tmp_path / "traces").iterdir()) == ["step_00001.json", "step_00002.json"]
+    assert (tmp_path / "step.png").exists()

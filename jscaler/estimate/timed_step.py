@@ -59,7 +59,8 @@ def with_times(
     for one, task, (begin, end) in zip(steps, tasks, times, strict=True):
         if isinstance(one, Run):
             devices = step.blocks[one.block].group.devices
-            others = [times[n][1] for n in task.waits if not isinstance(steps[n], Send)]
+            makers = [m for n in task.waits for m in (tasks[n].waits if isinstance(steps[n], Send) else (n,))]
+            others = [times[m][1] for m in makers]
             ready = max([*others, *(free.get(d, 0.0) for d in devices)], default=0.0)
             cells = tuple(step.instructions.cells(one))
             runs.append(TimedRun(devices, step.block_name(one.block), cells, begin, end, max(begin - ready, 0.0)))

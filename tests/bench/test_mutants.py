@@ -20,7 +20,7 @@ def test_fits_the_tree(mutant: Mutant) -> None:
 
 def test_faults_in_every_package() -> None:
     packages = {"ir", "lax_primitives", "rules", "capture", "primitives", "schedule", "clusters", "materialize", "lower"}
-    packages |= {"flat_passes", "xla_model", "estimate", "plans", "verification", "report", "runtime"}
+    packages |= {"flat_passes", "xla_model", "estimate", "plans", "verification", "report", "runtime", "tables"}
     assert len(MUTANTS) >= 44
     assert {m.package for m in MUTANTS} == packages
     assert sum(m.quick for m in MUTANTS) == 2

@@ -12,7 +12,7 @@ from report.stand_in import LAYERS, WIDTH, arguments, on_cpu, step
 import jscaler
 from jscaler.estimate.live import LiveTensors
 from jscaler.estimate.memory import memory_by_devices
-from jscaler.estimate.step_time import elapsed
+from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.waiting import Waiting
 from jscaler.lower.instructions import Gather, Run, Send
 from jscaler.lower.step_plan import StepPlan
@@ -100,9 +100,12 @@ def test_a_step_takes_as_long_as_its_table(plan: StepPlan) -> None:
     seconds = [
         sum({"F": 1.0, "B": 2.0}[kind] for _, kind in plan.instructions.names.get(n, ())) for n in range(len(plan.blocks))
     ]
-    assert elapsed(plan, seconds, [0.0] * len(plan.transfers)) == 3 * (MICROBATCHES + STAGES - 1)
-    slower = elapsed(plan, seconds, [0.5] * len(plan.transfers))
-    assert slower > 3 * (MICROBATCHES + STAGES - 1)
+    fast, slow, rendezvous = (
+        max(one.end for one in timed_step(plan, seconds, [hop] * len(plan.transfers), sends)[0])
+        for hop, sends in ((0.0, "asynchronous"), (0.5, "asynchronous"), (0.5, "rendezvous"))
+    )
+    assert fast == 3 * (MICROBATCHES + STAGES - 1)
+    assert fast < slow < rendezvous
 
 
 def test_the_cost_of_a_pipeline(plan: StepPlan) -> None:

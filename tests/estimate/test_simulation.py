@@ -1,0 +1,78 @@
+"""``jscaler.simulate``: a step on several groups in time, and what each device holds."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jscaler
+from jscaler import PlanError, plans
+from jscaler.errors import UnknownNameError
+from jscaler.tables import SCHEDULES
+from jscaler.tables.simulator import UNITS, simulate_table
+
+STAGES, MICROBATCHES = 2, 4
+
+
+def step(params: Any, x: jax.Array) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        h = x
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    loss, grads = jscaler.value_and_grad(loss_of)(params)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
+
+
+def lowered(schedule: str) -> Any:
+    params = [jax.ShapeDtypeStruct((8, 8), "float32") for _ in range(4)]
+    policy = plans.pipeline(STAGES, MICROBATCHES, schedule, batch="x")
+    return jscaler.parallelize(policy, devices=STAGES)(step).lower(params, jax.ShapeDtypeStruct((16, 8), "float32"))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v", "chimera", "interleaved"])
+def test_with_seconds_of_each_kind_a_step_takes_as_long_as_its_table(schedule: str) -> None:
+    """The first stage has no gradient of its input to hand on: its I takes nothing where W is apart."""
+    given = lowered(schedule)
+    names = {given.plan.block_name(n) for n in range(len(given.plan.blocks))}
+    seconds = {n: sum(UNITS[k] for _, k in own) for n, own in given.plan.instructions.names.items()}
+    found = jscaler.simulate(given, seconds=[seconds.get(n, 0) for n in range(len(given.plan.blocks))])
+    table = given.plan.instructions.table
+    assert "0I" not in names
+    empty = {cell for row in table.rows for e in row for cell in e.cells if cell.stage == 0 and cell.kind == "I"}
+    whole = simulate_table(SCHEDULES[schedule].table(STAGES, MICROBATCHES))
+    assert found.makespan <= whole.makespan
+    assert found.makespan == whole.makespan or empty
+    assert 0 <= found.bubble < 0.6
+
+
+def test_sends_show_where_devices_wait_for_them() -> None:
+    given = lowered("1f1b")
+    blocks = [1.0] * len(given.plan.blocks)
+    free, dear = (jscaler.simulate(given, seconds=blocks, hops=[hop] * len(given.plan.transfers)) for hop in (0.0, 2.0))
+    assert free.exposed == 0
+    assert dear.makespan == pytest.approx(free.makespan + dear.exposed)
+    assert sum(one.waits for one in dear.runs) > sum(one.waits for one in free.runs) == 0
+
+
+def test_memory_over_time_has_the_estimate_s_peak() -> None:
+    given = lowered("gpipe")
+    found = jscaler.simulate(given, "8xH100-80GB")
+    held = jscaler.cost(given, None, "8xH100-80GB").by_devices
+    assert {own: found.peak(own[0]) for own in found.memory} == {one.devices: one.memory.peak for one in held}
+    assert found.fits
+    assert all(times == sorted(times) for states in found.memory.values() for times in [[t for t, _ in states]])
+
+
+def test_what_it_is_told_is_looked_at() -> None:
+    given = lowered("1f1b")
+    with pytest.raises(PlanError, match="say how fast its devices are: give a cluster"):
+        jscaler.simulate(given)
+    with pytest.raises(PlanError, match="seconds= has 2 entries, and the step has 7 blocks: block 0, "):
+        jscaler.simulate(given, seconds=[1.0, 2.0])
+    with pytest.raises(UnknownNameError, match="no block named '0G'"):
+        jscaler.simulate(given, seconds={"0G": 1.0})
+    assert jscaler.simulate(given, seconds={"0F": 1.0}).makespan == MICROBATCHES
