@@ -1,0 +1,377 @@
+"""Which tables are legal: `check_chain` against rules written down as they are said, on random tables, some damaged.
+
+Small legal ones are run, too: what is legal trains as one device does.
+"""
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from of_the_day import drawn, of_the_day
+
+import jscaler
+from jscaler import PlanError, plans
+from jscaler.errors import OrderError
+from jscaler.lower.instructions import Run
+from jscaler.tables import BlockKind, Entry, Overlap, Table, TableCell
+from jscaler.tables.legal import check_chain
+from jscaler.tables.table import most_live
+
+
+@dataclasses.dataclass
+class Asked:
+    """A table, the blocks that its rows should have, and how many micro-batches may be under way."""
+
+    rows: list[list[Entry]]
+    wanted: list[set[TableCell]]
+    most: int | None = None
+
+    @property
+    def table(self) -> Table:
+        return Table(tuple(map(tuple, self.rows)))
+
+
+# -- the rules as they are said
+
+
+def judged(asked: Asked) -> str:
+    """What is wrong: "rows", "blocks" of a row or too many "under way" in it, "circle"; or "legal"."""
+    if len(asked.rows) != len(asked.wanted):
+        return "rows"
+    for row, wanted in zip(asked.rows, asked.wanted, strict=True):
+        if not each_once([cell for entry in row for cell in entry.cells], wanted):
+            return "blocks"
+        if asked.most is not None and any(len(under_way(row, place)) > asked.most for place in range(len(row))):
+            return "under way"
+    return "legal" if all_can_run(asked.rows) else "circle"
+
+
+def each_once(cells: list[TableCell], wanted: set[TableCell]) -> bool:
+    """Every block of ``wanted`` stands there once, a B maybe as its I and its W; and nothing else does."""
+    left = list(cells)
+    for block in wanted:
+        halves = [dataclasses.replace(block, kind="I"), dataclasses.replace(block, kind="W")]
+        for way in [[block], *([halves] if block.kind == "B" else [])]:
+            if all(left.count(cell) == 1 for cell in way):
+                left = [cell for cell in left if cell not in way]
+                break
+        else:
+            return False
+    return not left
+
+
+def under_way(row: Sequence[Entry], place: int) -> set[int]:
+    """The micro-batches that have begun up to an entry, and of which it, or one behind it, runs something."""
+    begun = {cell.microbatch for entry in row[: place + 1] for cell in entry.cells}
+    return begun & {cell.microbatch for entry in row[place:] for cell in entry.cells}
+
+
+def all_can_run(rows: Sequence[Sequence[Entry]]) -> bool:
+    """Groups run the next entry of their row as long as any can; in the end nothing is left."""
+    every = {cell for row in rows for entry in row for cell in entry.cells}
+    left, ran = [list(row) for row in rows], set[TableCell]()
+    moved = True
+    while moved:
+        moved = False
+        for row in left:
+            if row and all(other in ran for cell in row[0].cells for other in read_by(cell) & every):
+                ran |= set(row.pop(0).cells)
+                moved = True
+    return not any(left)
+
+
+def read_by(cell: TableCell) -> set[TableCell]:
+    """What a block of a chain reads of other blocks, if there are such."""
+    s, i = cell.stage, cell.microbatch
+    if cell.kind == "F":
+        return {TableCell(s - 1, "F", i)}
+    if cell.kind == "W":
+        return {TableCell(s, "I", i)}
+    return {TableCell(s, "F", i), TableCell(s + 1, "B", i), TableCell(s + 1, "I", i)}
+
+
+# -- random tables, and what may be wrong with them
+
+
+def random_table(rng: random.Random, groups: int, microbatches: int, stages: int, turned: bool, frozen: int = 0) -> Asked:
+    """A legal table: at each time any block that can run is next on its group. ``frozen`` first stages go forward alone."""
+    places = [[*range(groups), *(rng.randrange(groups) for _ in range(stages - groups))] for _ in range(2)]
+    for own in places:
+        rng.shuffle(own)
+    halved: set[tuple[int, int]] = set()
+    share = rng.choice([0, 0.5, 1])
+    wanted = [set[TableCell]() for _ in range(groups)]
+    left: list[tuple[int, TableCell]] = []
+    for s, i in itertools.product(range(stages), range(microbatches)):
+        group = places[i % 2 if turned else 0][s]
+        wanted[group] |= {TableCell(s, "F", i)} | ({TableCell(s, "B", i)} if s >= frozen else set())
+        halved |= {(s, i)} if rng.random() < share else set()
+        kinds: list[BlockKind] = ["F"] if s < frozen else ["F", "I", "W"] if (s, i) in halved else ["F", "B"]
+        left += [(group, TableCell(s, kind, i)) for kind in kinds]
+    every, ran = {cell for _, cell in left}, set[TableCell]()
+    rows: list[list[Entry]] = [[] for _ in range(groups)]
+    while left:
+        group, cell = rng.choice([own for own in left if read_by(own[1]) & every <= ran])
+        left.remove((group, cell))
+        ran.add(cell)
+        rows[group].append(cell)
+    return Asked(rows, wanted)
+
+
+def overlapped(rng: random.Random, asked: Asked) -> None:
+    """Some neighbours of a row become one executable; they may then wait for each other."""
+    for row in asked.rows:
+        for _ in range(rng.randrange(3)):
+            if len(row) > 1:
+                place = rng.randrange(len(row) - 1)
+                row[place : place + 2] = [Overlap((*row[place].cells, *row[place + 1].cells))]
+
+
+def changed(cell: TableCell, rng: random.Random) -> TableCell:
+    """Another stage, another kind or another micro-batch."""
+    kind: BlockKind = rng.choice(("F", "B", "I", "W"))
+    others = [dataclasses.replace(cell, stage=cell.stage + 1), dataclasses.replace(cell, kind=kind)]
+    return rng.choice([*others, dataclasses.replace(cell, microbatch=cell.microbatch + 1)])
+
+
+def swap(rng: random.Random, rows: list[list[Entry]]) -> None:
+    row = rng.choice(rows)
+    if row:
+        a, b = rng.randrange(len(row)), rng.randrange(len(row))
+        row[a], row[b] = row[b], row[a]
+
+
+def move(rng: random.Random, rows: list[list[Entry]]) -> None:
+    """To another place of its row, or to another row."""
+    source, target = rng.choice(rows), rng.choice(rows)
+    if source:
+        entry = source.pop(rng.randrange(len(source)))
+        target.insert(rng.randint(0, len(target)), entry)
+
+
+def drop(rng: random.Random, rows: list[list[Entry]]) -> None:
+    row = rng.choice(rows)
+    if row:
+        row.pop(rng.randrange(len(row)))
+
+
+def repeat(rng: random.Random, rows: list[list[Entry]]) -> None:
+    row = rng.choice(rows)
+    if row:
+        row.insert(rng.randint(0, len(row)), rng.choice(row))
+
+
+def change(rng: random.Random, rows: list[list[Entry]]) -> None:
+    row = rng.choice(rows)
+    if row:
+        place = rng.randrange(len(row))
+        first, *more = row[place].cells
+        new = changed(first, rng)
+        row[place] = Overlap((new, *more)) if more else new
+
+
+def halve(rng: random.Random, rows: list[list[Entry]]) -> None:
+    """A B as I and W, where it stands; W maybe first, which cannot be."""
+    at = [(row, n) for row in rows for n, entry in enumerate(row) if isinstance(entry, TableCell) and entry.kind == "B"]
+    if at:
+        row, place = rng.choice(at)
+        cell = row[place].cells[0]
+        row[place : place + 1] = [dataclasses.replace(cell, kind=kind) for kind in rng.choice(("IW", "WI"))]
+
+
+def swap_rows(rng: random.Random, rows: list[list[Entry]]) -> None:
+    a, b = rng.randrange(len(rows)), rng.randrange(len(rows))
+    rows[a], rows[b] = rows[b], rows[a]
+
+
+def turn_around(rng: random.Random, rows: list[list[Entry]]) -> None:
+    rng.choice(rows).reverse()
+
+
+def row_more_or_less(rng: random.Random, rows: list[list[Entry]]) -> None:
+    if rng.random() < 0.5:
+        rows.append([])
+    else:
+        rows.pop()
+
+
+DAMAGES: Sequence[Callable[[random.Random, list[list[Entry]]], None]] = [
+    swap, swap, move, move, halve, halve, drop, repeat, change, swap_rows, turn_around, row_more_or_less,
+]  # fmt: skip
+
+
+def random_asked(seed: int) -> Asked:
+    """A table of up to four groups and five micro-batches, as it is or damaged up to three times."""
+    rng = random.Random(seed)
+    groups = rng.randint(1, 4)
+    stages = groups * rng.randint(1, 2) + rng.randint(0, 1)
+    frozen = rng.choice([0, 0, rng.randint(0, stages)])
+    asked = random_table(rng, groups, rng.randint(1, 5), stages, rng.random() < 0.3, frozen)
+    if rng.random() < 0.4:
+        overlapped(rng, asked)
+    for damage in rng.choices(DAMAGES, k=rng.choice([0, 0, 1, 1, 2, 3])):
+        if asked.rows:
+            damage(rng, asked.rows)
+    if rng.random() < 0.3:
+        asked.most = max(1, max(map(most_live, asked.rows), default=1) - rng.randint(0, 2))
+    return asked
+
+
+def told(asked: Asked) -> str:
+    """What `check_chain` says of it, in the words of `judged`."""
+    try:
+        check_chain(asked.table, asked.wanted, asked.most)
+    except OrderError:
+        return "circle"
+    except PlanError as error:
+        text = str(error)
+        return "under way" if "under way" in text else "rows" if text.startswith("the table has") else "blocks"
+    return "legal"
+
+
+@given(st.integers(0, 2**32 - 1))
+@drawn(10_000)
+def test_tables_are_judged_by_the_rules(seed: int) -> None:
+    asked = random_asked(seed)
+    assert told(asked) == judged(asked), f"{asked.table}\n{asked.wanted}\nmost {asked.most}"
+
+
+def test_the_random_tables_are_of_all_sorts() -> None:
+    found = Counter(judged(random_asked(seed)) for seed in range(1000))
+    assert {sort: count >= 40 for sort, count in found.items()} == dict.fromkeys(
+        ("legal", "rows", "blocks", "under way", "circle"), True
+    )
+    assert 250 <= found["legal"] <= 600
+
+
+@given(st.integers(0, 2**32 - 1))
+@drawn(1000)
+def test_damaged_rows_are_named_with_their_cells(seed: int) -> None:
+    """Of the first row that is wrong: its number, and what it lacks, has twice or has without being asked for."""
+    asked = random_asked(seed)
+    if judged(asked) != "blocks":
+        return
+    with pytest.raises(PlanError) as error:
+        check_chain(asked.table, asked.wanted, asked.most)
+    text = str(error.value)
+    wrong = [n for n, row in enumerate(asked.rows) if not each_once([c for e in row for c in e.cells], asked.wanted[n])]
+    assert text.startswith(f"row {wrong[0]} of the table, that of group {wrong[0]}, ")
+    counts = Counter(cell for entry in asked.rows[wrong[0]] for cell in entry.cells)
+    twice = sorted(cell for cell, count in counts.items() if count > 1)
+    if 0 < len(twice) <= 6:
+        parts = text.split("; ")
+        own = next(part for part in parts if "has twice" in part).split("has twice ")[1]
+        assert [part.strip("'").split()[0].rstrip("',") for part in own.split(", '")] == list(map(str, twice))
+
+
+# -- what errors say
+
+
+def chain(stages: int, microbatches: int) -> list[set[TableCell]]:
+    """A stage on each group."""
+    return [{TableCell(s, k, i) for k in ("F", "B") for i in range(microbatches)} for s in range(stages)]
+
+
+MISTAKES = {
+    "0F0 0B0 0F1\n1F0 1B0 1F1 1B1": "row 0 of the table, that of group 0, lacks '0B1'",
+    "0F0 0B0 0F1 0B1 0F1\n1F0 1B0 1F1 1B1": "row 0 of the table, that of group 0, has twice '0F1'",
+    "0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1 0F0": "row 1 of the table, that of group 1, has '0F0 of group 0'",
+    "0F0 0B0 0F1 0B1\n1F0 1B0 1F1 2B1": (
+        "row 1 of the table, that of group 1, lacks '1B1'; has '2B1, which does not run anywhere'"
+    ),
+    "0F0 0B0 0F1 0I1\n1F0 1B0 1F1 1B1": "row 0 of the table, that of group 0, lacks '0W1'",
+    "0F0 0B0 0F1 0B1 0W1\n1F0 1B0 1F1 1B1": "row 0 of the table, that of group 0, lacks '0I1'; has '0B1'",
+    "0F0 0B0 0F1 0B1": "the table has 1 rows, and the loop's ops lie on 2 device groups",
+    "0F0 0B0 0F1 0B1\n1B0 1F0 1F1 1B1": "blocks wait for each other: 0B0 waits for 1B0; 1B0 waits for 1F0",
+    "0F0 0W0 0I0 0F1 0B1\n1F0 1B0 1F1 1B1": "blocks wait for each other: 0W0 waits for 0I0",
+    "0F0 (0F1;0B1) 0B0\n1F0 1B0 1F1 1B1": "blocks wait for each other: (0F1;0B1) waits for (0F1;0B1), 1B1; 1F1 waits for (0F1;0B1)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes_are_told(text: str) -> None:
+    with pytest.raises(PlanError) as error:
+        check_chain(Table.parse(text), chain(2, 2))
+    assert str(error.value) == MISTAKES[text]
+
+
+def test_memory_for_fewer_micro_batches() -> None:
+    table = Table.parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    check_chain(table, chain(2, 2), most=2)
+    with pytest.raises(PlanError) as error:
+        check_chain(table, chain(2, 2), most=1)
+    assert (
+        str(error.value) == "row 0 of the table, that of group 0, has 2 micro-batches under way at once; at most 1 may be"
+    )
+
+
+# -- legal ones are run
+
+WIDTH, LAYERS, ROWS = 6, 4, 12
+
+
+def loss_of(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def step(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    loss, grads = value_and_grad(lambda p: loss_of(p, x))(params)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
+
+
+def arguments() -> tuple[list[jax.Array], jax.Array]:
+    draws = np.random.default_rng(0)
+    return [jnp.asarray(draws.normal(size=(WIDTH, WIDTH)) / 2) for _ in range(LAYERS)], jnp.asarray(
+        draws.normal(size=(ROWS, WIDTH))
+    )
+
+
+@functools.cache
+def one_device() -> Any:
+    return jax.device_get(jax.jit(functools.partial(step, value_and_grad=jax.value_and_grad))(*arguments()))
+
+
+def legal_table(seed: int) -> Table:
+    """A random legal table of two groups with one or two stages each, for two or three micro-batches."""
+    rng = random.Random(seed)
+    while True:
+        asked = random_table(rng, 2, rng.choice([2, 3]), rng.choice([2, 4]), turned=False)
+        if rng.random() < 0.6:
+            overlapped(rng, asked)
+        asked.rows.sort(key=lambda row: min(cell for entry in row for cell in entry.cells))  # by their first stages
+        if all_can_run(asked.rows):
+            return asked.table
+
+
+@pytest.mark.parametrize("seed", of_the_day(range(40), 10))
+def test_legal_tables_train_as_one_device_does(seed: int) -> None:
+    table = legal_table(seed)
+    microbatches = 1 + max(cell.microbatch for cell in table.cells())
+    with jax.enable_x64(True):
+        train = jscaler.parallelize(plans.pipeline(2, microbatches, table, batch="x"), devices=2)(step)
+        lowered = train.lower(*arguments())
+        jscaler.verify(lowered)
+        got = jax.device_get(lowered.compile()(*arguments()))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, err_msg=str(table)), got, one_device()
+        )
+    plan = lowered.plan
+    assert plan.instructions.table == table
+    ran: dict[tuple[int, ...], list[TableCell]] = {}
+    for run in plan.instructions.steps:
+        if isinstance(run, Run):
+            ran.setdefault(plan.blocks[run.block].group.devices, []).extend(plan.instructions.cells(run))
+    print(table, ran)
