@@ -44,7 +44,8 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     left = [[atom for _, atom, _, place in places if place == level] for level in own]
     free = {*(v for v in flat.inputs if not arrived.get(v, 0)), *(v for _, v in flat.part_indices)}
     arrive = {v: bisect.bisect_left(own, level) for v, level in arrived.items() if level}
-    whole = [Cuttable(tuple(items), tuple(out)) for items, out in zip(parts, left, strict=True)]
+    ends_of = zip(parts, left, own, strict=True)
+    whole = [Cuttable(tuple(items), tuple(out), level % HOP == 0) for items, out, level in ends_of]
     parts, originals = saved_or_again(whole, arrive, free)
     return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
 
@@ -108,6 +109,10 @@ def _latest(
     """The level at which each item runs, by its identity: one of ``own``."""
     last = own[-1]
     latest = _asked(ends, last)
+    also = dict(latest)  # the last level that reads a variable
+    for _, atom, _, level in ends:
+        if isinstance(atom, core.Var):
+            also[atom] = max(also.get(atom, 0), last if level is None else level)
     arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
     first = _first(flat, arrived)
     at: dict[int, int] = {}
@@ -116,11 +121,14 @@ def _latest(
         level = min([level, *(program.pinned.get(flat.origins.op.get(v, ""), level) for v in results(item))])
         if has_effects(item):
             level = first[id(item)]
+        if level % HOP and any(also.get(v, level) > level for v in results(item)):
+            level -= 1  # what another stage reads, too, does not wait for gradients of weights
         level = max((x for x in own if x <= level), default=own[0])
         assert level >= first[id(item)], "an item would run before what it reads arrives"
         at[id(item)] = level
         for v in reads(item):
             latest[v] = min(latest.get(v, last), level)
+            also[v] = max(also.get(v, 0), level)
     return at
 
 

@@ -27,10 +27,15 @@ MOST_FLOW = 2**28  # capacities are 32 bits wide
 
 @dataclass(frozen=True)
 class Cuttable:
-    """The items of one block, and what leaves it for somewhere else."""
+    """The items of one block, and what leaves it for somewhere else.
+
+    Attributes:
+        waited: whether other blocks wait for it; else it hands nothing on that is made again.
+    """
 
     items: tuple[Item, ...]
     outputs: tuple[Atom, ...]
+    waited: bool = True
 
 
 def saved_or_again(
@@ -50,30 +55,47 @@ def saved_or_again(
         late = {v for block in blocks[at:] for v in block.outputs if isinstance(v, core.Var)}
         needed = {v for items in parts[at:] for item in items for v in reads(item)}
         chosen = _again(before, needed, late, {v for v, place in arrive.items() if place < at}, free)
-        _make_again(parts, at, [item for item in before if not chosen.isdisjoint(results(item))], originals)
+        again = [item for item in before if not chosen.isdisjoint(results(item))]
+        _make_again(parts, at, again, originals, [block.waited for block in blocks])
     return parts, originals
 
 
-def _make_again(parts: list[list[Item]], at: int, items: Sequence[Item], originals: dict[core.Var, core.Var]) -> None:
-    """Clones of ``items`` in the blocks from ``at`` on, in front of the first that reads them; its readers read them."""
+def _make_again(
+    parts: list[list[Item]],
+    at: int,
+    items: Sequence[Item],
+    originals: dict[core.Var, core.Var],
+    waited: Sequence[bool],
+) -> None:
+    """Clones of ``items`` in the blocks from ``at`` on, each in front of the first that reads it; its readers read it.
+
+    Blocks that nobody waits for have clones of their own.
+    """
     table: dict[core.Var, core.Var] = {}
-    clones: list[Item] = []
-    for item in items:
-        assert isinstance(item, core.JaxprEqn)
-        clone = with_reads(item, table)
-        assert isinstance(clone, core.JaxprEqn)
-        made = [fresh(v) for v in item.outvars]
-        table.update(zip(item.outvars, made, strict=True))
-        originals.update((new, originals.get(old, old)) for old, new in zip(item.outvars, made, strict=True))
-        clones.append(clone.replace(outvars=made))
     for place in range(at, len(parts)):
-        read = {v for item in parts[place] for v in reads(item)}
-        parts[place] = [
-            with_reads(item, table) if not table.keys().isdisjoint(reads(item)) else item for item in parts[place]
-        ]
-        if clones and not read.isdisjoint(table):
-            parts[place] = [*clones, *parts[place]]
-            clones = []
+        wanted = {v for item in parts[place] for v in reads(item)}
+        chosen: list[Item] = []
+        for item in reversed(items):
+            if any(v in wanted and v not in table for v in results(item)):
+                chosen.append(item)
+                wanted.update(reads(item))
+        known = dict(table)
+        clones = [_cloned(item, known, originals) for item in reversed(chosen)]
+        if waited[place]:
+            table = known
+        own = (with_reads(item, known) if not known.keys().isdisjoint(reads(item)) else item for item in parts[place])
+        parts[place] = [*clones, *own]
+
+
+def _cloned(item: Item, table: dict[core.Var, core.Var], originals: dict[core.Var, core.Var]) -> Item:
+    """``item`` once more, of what ``table`` has of its operands; which is told its results."""
+    clone = with_reads(item, table)
+    assert isinstance(item, core.JaxprEqn)
+    assert isinstance(clone, core.JaxprEqn)
+    made = [fresh(v) for v in item.outvars]
+    table.update(zip(item.outvars, made, strict=True))
+    originals.update((new, originals.get(old, old)) for old, new in zip(item.outvars, made, strict=True))
+    return clone.replace(outvars=made)
 
 
 def _again(
