@@ -35,7 +35,7 @@ types: $(VENV)/.installed  ## static types
 	$(BIN)/basedpyright
 
 bench: $(VENV)/.installed  ## every benchmark, quick form
-	for b in parity collectives overhead state planning programs redistribution search_scale passes pipeline same_programs; do $(BIN)/python -m bench.$$b --quick || exit 1; done
+	for b in parity collectives overhead state planning programs redistribution search_scale passes pipeline schedules timeline same_programs; do $(BIN)/python -m bench.$$b --quick || exit 1; done
 
 lock: $(VENV)/.installed  ## write down the versions that the tests ran with
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt

@@ -210,9 +210,7 @@ def test_a_stage_keeps_what_cannot_be_made_again_cheaply() -> None:
 
 def test_orders_that_cannot_be() -> None:
     stuck = "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"
-    with pytest.raises(
-        OrderError, match=r"blocks wait for each other: 0B0 \(.*next on devices \[0\], waits for 1F0\+1B0"
-    ):
+    with pytest.raises(OrderError, match=r"blocks wait for each other: 0B0 \(.*next on devices \[0\], waits for 1F0\+1B0"):
         planned(chain_of(2), 2, stuck)
     with pytest.raises(PlanError, match=r"row 1 of the table, that of devices \[1\], lacks '1B1'"):
         planned(chain_of(2), 2, "0F0 0B0 0F1 0B1\n1F0 1B0 1F1")

@@ -306,8 +306,10 @@ MISTAKES = {
     "0F0 0B0 0F1 0B1": "the table has 1 rows, and the loop's ops lie on 2 device groups",
     "0F0 0B0 0F1 0B1\n1B0 1F0 1F1 1B1": "blocks wait for each other: 0B0 waits for 1B0; 1B0 waits for 1F0",
     "0F0 0W0 0I0 0F1 0B1\n1F0 1B0 1F1 1B1": "blocks wait for each other: 0W0 waits for 0I0; 1F1 waits for 0F1",
-    "0F0 (0F1;0B1) 0B0\n1F0 1B0 1F1 1B1": "blocks wait for each other: (0F1;0B1) waits for (0F1;0B1), 1B1; 1F1 waits for (0F1;0B1)",
-}  # fmt: skip
+    "0F0 (0F1;0B1) 0B0\n1F0 1B0 1F1 1B1": (
+        "blocks wait for each other: (0F1;0B1) waits for (0F1;0B1), 1B1; 1F1 waits for (0F1;0B1)"
+    ),
+}
 
 
 @pytest.mark.parametrize("text", MISTAKES)

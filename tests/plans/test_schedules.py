@@ -1,0 +1,164 @@
+"""Every schedule of the literature through `pipeline`: one device's numbers, a proof, and blocks in the table's order."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from of_the_day import of_the_day
+from step_numbers import assert_trees_close
+
+import jscaler
+from bench.schedules import out_of_order
+from jscaler import plans
+from jscaler.tables import SCHEDULES
+
+WIDTH, ROWS = 4, 16
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+INNER = ["tensor_parallel(columns=['*/up'])", "zero1('x')", "zero3('x')", "data_parallel('x')"]  # on two devices of a stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Dense layers with dropout, in a row or stacked; which go over their own output, with no gradient in between."""
+
+    layers: int = 4
+    stacked: bool = False
+    passes: int = 1
+
+    def params(self) -> Any:
+        keys = iter(jax.random.split(jax.random.key(0), 2 * self.layers))
+        shapes = {"up": (WIDTH, 8), "down": (8, WIDTH)}
+        made = [{k: 0.5 * jax.random.normal(next(keys), s, float) for k, s in shapes.items()} for _ in range(self.layers)]
+        if self.stacked:
+            return {"layers": jax.tree.map(lambda *parts: jnp.stack(parts), *made)}
+        return {f"layer_{i}": own for i, own in enumerate(made)}
+
+    def loss(self, params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        h = x
+        for number in range(self.passes):
+            h = self._once(params, h if number == 0 else x + jax.lax.stop_gradient(h), jax.random.fold_in(key, number))
+        return jnp.mean(h**2)
+
+    def _once(self, params: Any, h: jax.Array, key: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, own: Any) -> tuple[jax.Array, None]:
+            params, key = own
+            kept = jax.random.bernoulli(key, 0.9, h.shape)
+            return h + jnp.where(kept, jnp.tanh(h @ params["up"]) @ params["down"], 0), None
+
+        keys = jax.random.split(key, self.layers)
+        if self.stacked:
+            return jax.lax.scan(layer, h, (params["layers"], keys))[0]
+        for i in range(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                h, _ = layer(h, (params[f"layer_{i}"], keys[i]))
+        return h
+
+    def step(self, state: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        params, moments, key = state
+        loss, grads = value_and_grad(lambda p: self.loss(p, x, key))(params)
+        updates, moments = TX.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments, jax.random.fold_in(key, 1)), loss
+
+    def evaluate(self, state: Any, x: jax.Array) -> Any:
+        return self.loss(state[0], x, state[2])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A schedule on so many groups with so many chunks, around an inner plan on two devices each, if there is one."""
+
+    schedule: str
+    model: Model
+    groups: int = 2
+    inner: str = ""
+    chunks: int | None = None
+
+    def __str__(self) -> str:
+        model = f"{'stack' if self.model.stacked else 'row'} of {self.model.layers}"
+        chunks = f", {self.chunks} chunks" if self.chunks else ""
+        return f"{self.schedule} on {self.groups}, {model}{chunks}{', ' + self.inner if self.inner else ''}"
+
+    @property
+    def at(self) -> list[str] | None:
+        """Between a first and a last layer on all devices, stages as equal as can be; else it is left open."""
+        if not SCHEDULES[self.schedule].everywhere:
+            return None
+        own = self.model.layers - 2
+        return [f"layer_{1 + own * group // self.groups}" for group in range(self.groups)] + [f"layer_{own + 1}"]
+
+
+def cases() -> Iterator[Case]:
+    """Rows and stacks on two groups, rows on four; some inner plan around each, in turn."""
+    for number, (name, known) in enumerate(SCHEDULES.items()):
+        passes = known.chunks_of(None) if known.passes else 1
+        yield Case(name, Model(passes=passes))
+        yield Case(name, Model(8, passes=passes), 4)
+        yield Case(name, Model(passes=passes), 2, INNER[number % 4])
+        if not known.everywhere:  # an end is a module, and a loop over layers is one
+            yield Case(name, Model(stacked=True, passes=passes))
+            yield Case(name, Model(stacked=True, passes=passes), 2, INNER[(number + 1) % 4])
+    yield Case("interleaved", Model(8), 2, "", 4)
+    yield Case("breadth_first", Model(8, stacked=True), 2, "", 4)
+    yield Case("3f1b", Model(passes=2), 2, "", 2)
+
+
+def trained(model: Model, steps: Callable[..., Any], state: Any) -> Any:
+    """The state after two steps, and their losses."""
+    losses = []
+    for number in range(2):
+        state, loss = steps(state, batch(number))
+        losses.append(loss)
+    return jax.device_get((state[:2], losses))
+
+
+def batch(number: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(5 + number), (ROWS, WIDTH), float)
+
+
+def start(model: Model) -> Any:
+    params = model.params()
+    return params, TX.init(params), jax.random.key(7)
+
+
+@functools.cache
+def one_device(model: Model) -> Any:
+    return trained(model, jax.jit(functools.partial(model.step, value_and_grad=jax.value_and_grad)), start(model))
+
+
+@pytest.mark.parametrize("case", of_the_day(cases(), 3), ids=str)
+def test_steps_are_those_of_one_device_in_the_table_s_order(case: Case) -> None:
+    microbatches, model = 2 * case.groups, case.model
+    inner = plans.by_name(case.inner) if case.inner else None
+    policy = plans.pipeline(case.groups, microbatches, case.schedule, inner, case.at, batch="x", chunks=case.chunks)
+    forward = case.schedule == "forward_only"
+    with jax.enable_x64(True):
+        run = jscaler.parallelize(policy, devices=case.groups * (2 if case.inner else 1))(
+            (lambda state, x: model.evaluate(state, x)) if forward else (lambda state, x: model.step(state, x))
+        )
+        lowered = run.lower(start(model), batch(0))
+        jscaler.verify(lowered)
+        compiled = lowered.compile()
+        if forward:
+            assert_trees_close(compiled(start(model), batch(0)), jax.jit(model.evaluate)(start(model), batch(0)))
+        else:
+            assert_trees_close(trained(model, compiled, start(model)), one_device(model))
+    assert lowered.plan.instructions.table == SCHEDULES[case.schedule].table(case.groups, microbatches, case.chunks)
+    assert out_of_order(lowered.plan) == []
+
+
+def test_the_order_of_blocks_is_seen() -> None:
+    """Two runs of a group exchanged are not the table's order."""
+    with jax.enable_x64(True):
+        train = jscaler.parallelize(plans.pipeline(2, 4, "zb_h1", batch="x"), devices=2)(lambda s, x: Model().step(s, x))
+        plan = train.lower(start(Model()), batch(0)).plan
+    steps = list(plan.instructions.steps)
+    own = [i for i, one in enumerate(steps) if plan.instructions.cells(one)] if steps else []
+    first, second = (next(i for i in own if str(plan.instructions.cells(steps[i])[0]) == cell) for cell in ("0F2", "0F3"))
+    steps[first], steps[second] = steps[second], steps[first]
+    mixed = dataclasses.replace(plan, instructions=dataclasses.replace(plan.instructions, steps=tuple(steps)))
+    assert (out_of_order(plan), out_of_order(mixed)) == ([], ["0F0"])
