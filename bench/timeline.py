@@ -1,8 +1,8 @@
 """Is a simulated step as long as a measured one? Two stages of dense layers on two CPU devices with one thread each.
 
 The seconds of each block and each send are measured alone (``compiled.measure``); `jscaler.simulate` makes a step of
-them, which is held against the median of steps as they run. The blocks are long enough that starting them does not count. Needs two
-idle cores: on a machine that does something else, a block takes longer beside the other stage than alone.
+them, which is held against the median of steps as they run. The blocks are long enough that starting them does not count.
+Needs two idle cores: on a machine that does something else, a block takes longer beside the other stage than alone.
 """
 
 import os

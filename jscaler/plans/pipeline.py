@@ -180,7 +180,7 @@ def find_stages(
         PlanError: there are too few places where the model can be cut.
         UnknownNameError: no module is called so.
     """
-    known = _known_everywhere(graph)
+    known = _known_everywhere(graph, batch)
     apart = known | _of_parameters(graph, batch)  # what is made of these stands in no stage's way, wherever it is written
     stacks = stacks_of(graph, _leaves_of_a_forward(graph, batch))
     units: list[Unit] = []
@@ -443,9 +443,9 @@ def _across(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> list[
     return across
 
 
-def _known_everywhere(graph: Planner) -> set[PTensor]:
+def _known_everywhere(graph: Planner, batch: str) -> set[PTensor]:
     """What is made of the batch, keys and literals alone: any stage can make it."""
-    trained = {t for call in graph.calls for t in call.wrt}
+    trained = {t for call in graph.calls for t in call.wrt} | set(_leaves_of_a_forward(graph, batch))
     known = {t for t in graph.inputs if t not in trained} | {t for t, _ in graph.constants}
     for item in graph.tree:
         if all(t in known for t in reads_of(item) if t not in set(made_by(item))) and not _is_heavy(item):
