@@ -228,6 +228,10 @@ class _Writer:
         repeated = self.repeated | (self.carries.keys() - self.sums)
         crossing = {t.source for t in self.transfers} | {s.piece for s in self.spanning.stacks}
         crossing |= {c.out for c in self.spanning.carries}
+        reading: dict[int, set[int]] = {}
+        for place, block in enumerate(self.blocks):
+            for value in block.imports:
+                reading.setdefault(value, set()).add(place)
         found: list[PlacedBlock] = []
         number: dict[Parts, int] = {}
         by_last: dict[int, list[Parts]] = {}
@@ -238,9 +242,15 @@ class _Writer:
                 found.append(block)
             for parts in by_last.get(last, ()):
                 number[parts] = len(found)
+                readers = {
+                    (v, place): {(n, place) for n in reading.get(v, ())}
+                    for n, place in parts
+                    for v in self.blocks[n].exports
+                }
                 own = [(self.blocks[n], place) for n, place in parts]
-                inside = [b for b, _ in own]
-                read = crossing | {v for b in self.blocks if not any(b is one for one in inside) for v in b.imports}
+                read = {
+                    (v, place) for b, place in own for v in b.exports if v in crossing or not readers[v, place] <= {*parts}
+                }
                 found.append(own[0][0] if len(own) == 1 else merged(own, sums, repeated, read, inputs))
         self.blocks = found
         return number

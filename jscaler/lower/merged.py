@@ -22,7 +22,7 @@ def merged(
     parts: Sequence[tuple[PlacedBlock, int]],
     sums: Mapping[int, int],
     repeated: Container[int],
-    read: Container[int],
+    read: Container[tuple[int, int]],
     inputs: Container[PTensor],
 ) -> PlacedBlock:
     """One block that does what ``parts`` do, one after another.
@@ -31,14 +31,15 @@ def merged(
         parts: blocks of one group and phase, each with the place of its micro-batch among those that it runs for.
         sums: what a block leaves of a sum -> what it takes of it.
         repeated: values that each iteration has for itself.
-        read: values that something else than these blocks reads.
+        read: values, each with the place of its micro-batch, that something else reads: one of these blocks too, if for
+            another micro-batch.
         inputs: those of the step; what else a block takes are constants, which stand behind them.
     """
     return _Merged(sums, repeated, read).of(parts, inputs)
 
 
 class _Merged:
-    def __init__(self, sums: Mapping[int, int], repeated: Container[int], read: Container[int]):
+    def __init__(self, sums: Mapping[int, int], repeated: Container[int], read: Container[tuple[int, int]]):
         self._sum_of, self._repeated, self._read = sums, repeated, read
         self._takes: dict[PTensor, tuple[core.Var, Layout | None]] = {}
         self._imports: dict[tuple[int, int | None], tuple[core.Var, Layout | None, int]] = {}
@@ -111,7 +112,7 @@ class _Merged:
             self._made[self._sum_of[number], None] = atom
             place = next((at for known, at in self._left if known == number), place)
         self._made[number, place] = atom
-        if number in self._sum_of or number in self._read:
+        if number in self._sum_of or (number, place) in self._read:
             self._left[number, place] = atom, layout
 
 

@@ -222,10 +222,13 @@ class Rounds:
         of_cell = {cell: (n, i) for n in self.own for i in range(self.iterations) for cell in self._cells((n, i))}
         rows = []
         for row in table.rows:
-            entries = (
-                tuple(dict.fromkeys(own for cell in entry.cells for own in _blocks_of(cell, of_cell))) for entry in row
-            )
-            rows.append([entry for entry in dict.fromkeys(entries) if entry])
+            ran: set[Cell] = set()  # a block that stands for cells of several entries runs with the first
+            entries: list[tuple[Cell, ...]] = []
+            for entry in row:
+                own = dict.fromkeys(own for cell in entry.cells for own in _blocks_of(cell, of_cell) if own not in ran)
+                entries += [tuple(own)] if own else []
+                ran.update(own)
+            rows.append(entries)
         waits = {
             entry: {needed for cell in entry for needed in self.waits[cell]} - set(entry) for row in rows for entry in row
         }

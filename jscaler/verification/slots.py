@@ -111,7 +111,7 @@ class _Check:
         left = (*((value, 0) for value in block.results), *block.left)
         for slot, (value, place) in zip(run.writes, left, strict=True):
             added = [iterations[at] for part, at in block.parts if value in part.exports] or [iterations[place]]
-            self._write(slot, self._left(value, added, taken, where))
+            self._write(slot, self._left(value, added if value in self.left_by else [iterations[place]], taken, where))
 
     def _send(self, send: Send) -> None:
         transfer, where = self.step.transfers[send.transfer], self._name(send)

@@ -95,6 +95,13 @@ def test_chimera_in_one_unit(groups: int, even: int, uneven: int) -> None:
     assert (min(held), max(held)) == (groups / 2 + 1, groups)
 
 
+@pytest.mark.parametrize(("groups", "units"), [(2, 3), (4, 2), (4, 5), (6, 3)])
+def test_chimera_s_units_follow_without_a_gap(groups: int, units: int) -> None:
+    timeline = simulated("chimera", (groups, units * groups, 1), EVEN)
+    assert timeline.makespan == 2 * units * groups + groups - 2
+    assert max(peaks("chimera", (groups, units * groups, 1))) == groups
+
+
 def test_chimera_s_picture() -> None:
     """What the module draws of the first of four devices: as long as a unit, and nothing runs before it can."""
     picture = re.search(r"d0 +(.*)", importlib.import_module("jscaler.tables.chimera").__doc__ or "")
