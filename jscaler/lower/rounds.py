@@ -6,9 +6,10 @@ overlapped entry; a backward whose halves are blocks of their own) is an entry o
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from jscaler.errors import OrderError, PlanError, listing
+from jscaler.errors import OrderError, PlanError, PlanWarning, listing
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
 from jscaler.lower.blocks import HOP, Mark, SpanningLoop, Transfer
@@ -156,7 +157,8 @@ class Rounds:
     def table(self, plan: Published | Table | None) -> Table:
         """The table that is asked for, if it goes with the blocks; by default one forward, one backward.
 
-        Published schedules are for a chain of stages; on any other shape one forward, one backward does.
+        Published schedules are for a chain of stages; on any other shape one forward, one backward does. A `PlanWarning`
+        says so where neither that nor GPipe was asked for.
 
         Raises:
             PlanError: a block is missing, stands twice, or stands in another group's row.
@@ -169,12 +171,20 @@ class Rounds:
                     f"'{plan.name}' has a row for each stage, and stages of {self.turns} turns lie on other devices: "
                     "give a table (its text, say), or none"
                 )
-            table = published_table(plan, len(self.rows), self._stages, self.spanning)
             try:
-                return self._checked(self._of_own(table)) if table is not None else self.table(None)
-            except PlanError:
-                return self._as_table(self._one_forward_one_backward(self._all if plan.name == "gpipe" else self._enough))
+                return self._checked(self._of_own(published_table(plan, len(self.rows), self._stages, self.spanning)))
+            except PlanError as error:
+                return self._instead(plan, str(error))
         return self._checked(plan)
+
+    def _instead(self, plan: Published, why: str) -> Table:
+        """The table that runs instead of a published one that does not go with the blocks."""
+        if plan.name not in ("1f1b", "gpipe"):
+            warnings.warn(
+                f"the schedule '{plan.name}' does not go with this step, which runs one forward, one backward, as soon as "
+                f"each block can: {why}", PlanWarning, stacklevel=2,
+            )  # fmt: skip
+        return self._as_table(self._one_forward_one_backward(self._all if plan.name == "gpipe" else self._enough))
 
     @property
     def _stages(self) -> int:
@@ -230,7 +240,9 @@ class Rounds:
                 ran.update(own)
             rows.append(entries)
         waits = {
-            entry: {needed for cell in entry for needed in self.waits[cell]} - set(entry) for row in rows for entry in row
+            entry: {needed for n, cell in enumerate(entry) for needed in self.waits[cell] if needed not in entry[:n]}
+            for row in rows
+            for entry in row
         }
         home = {cell: entry for row in rows for entry in row for cell in entry}
         needed = {entry: {home[cell] for cell in before} for entry, before in waits.items()}
@@ -312,10 +324,13 @@ def _blocks_of(cell: TableCell, known: Mapping[TableCell, Cell]) -> Iterable[Cel
     return [known[other] for kind in others if (other := TableCell(stage, kind, number)) in known]
 
 
-def published_table(plan: Published, rows: int, stages: int, spanning: SpanningLoop) -> Table | None:
-    """The table of a published schedule for a loop over so many groups and stages; None where there is no such schedule."""
-    groups, stages = rows - plan.everywhere, stages - 2 * plan.everywhere
-    chunks = stages // groups if groups and stages % groups == 0 else 0
-    if plan.why_not(groups, spanning.loop.parts, chunks) is not None:
-        return None
-    return plan.make(groups, spanning.loop.parts, chunks)
+def published_table(plan: Published, rows: int, stages: int, spanning: SpanningLoop) -> Table:
+    """The table of a published schedule for a loop over so many groups and stages.
+
+    Raises:
+        PlanError: there is no such schedule for these numbers.
+    """
+    groups, between = rows - plan.everywhere, stages - 2 * plan.everywhere
+    if groups < 1 or between % groups:
+        raise PlanError(f"its {between} stages are not as many on each of {groups} groups")
+    return plan.table(groups, spanning.loop.parts, between // groups)

@@ -5,7 +5,7 @@ Grids on the same set of devices share a group, in whatever order, if one mesh h
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.ir import Graph, Op, PTensor
@@ -181,6 +181,7 @@ class ThroughLoops:
 
     def __init__(self, graph: Graph):
         self._graph = graph
+        self._place = {op.path: i for i, op in enumerate(graph.ops)}
         self._sources: dict[PTensor, tuple[PTensor, ...]] = {}
         self._targets: dict[PTensor, tuple[PTensor, ...]] = {}
         self._next = {c.init: c.out for loop in graph.loops.values() for c in loop.carries}
@@ -196,13 +197,12 @@ class ThroughLoops:
         found = closure([tensor], lambda t: self._sources.get(t, ()))
         return next((self._graph.producer[t] for t in found if t in self._graph.producer), None)
 
-    def readers(self, tensor: PTensor) -> Iterator[Op]:
-        """The ops that read ``tensor``; of what a loop takes, or hands on, those that read it inside, or behind it.
+    def readers(self, tensor: PTensor) -> list[Op]:
+        """The ops that read ``tensor``, in their order; of what a loop takes, or hands on, those inside it, or behind it.
 
         What a carry starts as that nobody reads inside is for who makes its next value.
         """
-        for linked in closure([tensor], lambda t: self._targets.get(t, ())):
-            yield from self._graph.consumers.get(linked, ())
+        linked = closure([tensor], lambda t: self._targets.get(t, ()))
+        found = sorted({op.path for t in linked for op in self._graph.consumers.get(t, ())}, key=self._place.__getitem__)
         maker = self.maker(self._next[tensor]) if tensor in self._next else None
-        if maker is not None:
-            yield maker
+        return [self._graph.by_path[path] for path in found] + ([maker] if maker is not None else [])

@@ -48,6 +48,8 @@ def megatron(
     schedule: "Published | Table | str" = "1f1b",
     chunks: int | None = None,
     gather_once: bool = False,
+    at: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Callable[..., None]:
     """The batch over ``dp`` rows of the devices; heads, hidden units and vocabulary over their ``tp`` columns.
 
@@ -64,7 +66,8 @@ def megatron(
         batch: as for `data_parallel`.
         columns: as for `tensor_parallel`.
         pp: how many groups of devices have stages, each a grid of its own, see `pipeline`.
-        microbatches, schedule, chunks: as for `pipeline`; needed where ``pp`` is more than 1.
+        microbatches, schedule, chunks, at, layers: as for `pipeline`; the first is needed where ``pp`` is more than 1. Ends
+            that lie on all devices (``"interlaced"``) split the vocabulary over ``tp`` × ``pp``.
         gather_once: as for `zero3`, where ``zero`` is 3.
 
     Raises (when the plan is made):
@@ -77,10 +80,10 @@ def megatron(
         ... def train_step(state, batch): ...
     """
 
-    def policy(graph: Planner, devices: np.ndarray) -> None:
+    def on_grid(graph: Planner, devices: np.ndarray, tp: int | None, columns: Dims | Sequence[str]) -> None:
         grid = device_grid(devices, "megatron", dp=dp, tp=tp)
         rows, parts = grid.shape
-        table = _tensor_factors(graph, parts)
+        table = _tensor_factors(graph, parts, columns)
         if zero:
             shard_parameters(graph, grid, stored=zero == 3, cuts=table)
             if zero > 1:
@@ -88,10 +91,10 @@ def megatron(
             table = without_followers(graph, table, stored=zero == 3)
         split(graph, grid, batch_factors(graph, batch, rows), table)
 
-    def _tensor_factors(graph: Planner, parts: int) -> Factors:
+    def _tensor_factors(graph: Planner, parts: int, columns: Dims | Sequence[str]) -> Factors:
         if parts == 1:
             return {}
-        kernels = required(graph, by_dim(columns), "pass megatron(columns=...)")
+        kernels = required(graph, by_dim(columns), "pass megatron(columns=...)") if columns else []
         table = reached(graph, kernels, parts)
         if vocab:
             words = select(graph, VOCABULARY if vocab is True else vocab)
@@ -101,6 +104,12 @@ def megatron(
             table = reached(graph, tokens, parts) | table
         return table
 
+    def policy(graph: Planner, devices: np.ndarray) -> None:
+        on_grid(graph, devices, tp, columns)
+
+    def ends(graph: Planner, devices: np.ndarray) -> None:
+        on_grid(graph, devices, tp and tp * pp, ())
+
     if zero not in (0, 1, 2, 3):
         raise PlanError(f"megatron: zero is 0, 1, 2 or 3, not {zero!r}")
     if pp != 1 and microbatches is None:
@@ -108,7 +117,7 @@ def megatron(
     policy.__name__ = "megatron"
     if microbatches is None:
         return policy
-    staged = pipeline(pp, microbatches, schedule, policy, batch=batch, chunks=chunks)
+    staged = pipeline(pp, microbatches, schedule, policy, at, layers, batch, chunks=chunks, ends=ends)
     staged.__name__ = "megatron"
     staged.without_stages = megatron(dp and dp * pp, tp, sequence, vocab, zero, batch, columns, gather_once=gather_once)
     return staged

@@ -61,14 +61,14 @@ def pipeline(
             file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand.
         chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one. For
             ``"3f1b"`` how often the model goes over its own output.
-        ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``, with ``at=``); by
-            default ``plan``.
+        ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``, with ``at=``
+            or ``layers=``); by default ``plan``.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
             balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
             many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on
-            all devices, and are brought to their stages once a step.
+            all devices, and are brought to their stages once a step. With ``"interlaced"`` the ends lie outside the loop.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
@@ -88,10 +88,11 @@ def pipeline(
     everywhere = isinstance(wanted, Published) and wanted.everywhere
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
-    if everywhere and at is None:
+    if everywhere and at is None and layers is None:
         raise PlanError(
             f"pipeline: '{schedule}' lays both ends of the model on all devices: say with at= where the first stage "
-            f"between begins, the second …, and where the last end begins: {count - 1} modules"
+            f"between begins, the second …, and where the last end begins: {count - 1} modules; or, where the layers are "
+            f"one loop, with layers= how many each of the {stages} stages between takes"
         )
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
@@ -100,7 +101,9 @@ def pipeline(
             legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
         in_parts = len(set(lies)) == len(lies) and turned is None
-        found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0) if count > 1 else {}
+        found: dict[str, int] = {}
+        if count > 1:
+            found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0, everywhere)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 
@@ -115,10 +118,11 @@ def pipeline(
                 own = [path for path, where in here.items() if where == stage]
                 graph.on_devices(own, group, None if turned is None else grid[turned[stage]], MICROBATCH)
             stage_of = _of_all(graph, here, batch)
-            between = {path: stage - everywhere for path, stage in stage_of.items() if len(groups[stage]) == grid.shape[1]}
+            outside = {path for path, stage in stage_of.items() if everywhere and stage in (0, count - 1)}
+            between = {path: stage - everywhere for path, stage in stage_of.items() if path not in outside}
             graph.on_stages(inner, between, grid[lies], None if turned is None else grid[turned], MICROBATCH)
             if everywhere:
-                graph.on_stages(ends or inner, dict.fromkeys(stage_of.keys() - between.keys(), 0), devices.reshape(1, -1))
+                graph.on_stages(ends or inner, dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
             graph.schedule(wanted)
 
@@ -134,11 +138,23 @@ def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: i
     if isinstance(schedule, Published):
         schedule.table(groups, microbatches, chunks)
         return list(schedule.lies(groups, schedule.chunks_of(chunks)))
-    found = {cell.stage: row for row, entries in enumerate(schedule.rows) for cell in cells_of(entries)}
-    if len(schedule.rows) != groups or sorted(found) != [*range(len(found))]:
+    rows = [{cell.stage for cell in cells_of(entries)} for entries in schedule.rows]
+    found = {stage: row for row, own in enumerate(rows) for stage in own}
+    if len(rows) != groups or sorted(found) != [*range(len(found))]:
         raise PlanError(
-            f"pipeline: the table has {len(schedule.rows)} rows and the stages {sorted(found)}; there are {groups} "
-            "groups, a row for each, and stages are numbered from 0 on"
+            f"pipeline: the table has {len(rows)} rows and the stages {sorted(found)}; there are {groups} groups, a row "
+            "for each, and stages are numbered from 0 on"
+        )
+    first = [min(own, default=-1) for own in rows]
+    if first != sorted(first):
+        raise PlanError(
+            f"pipeline: the rows of the table begin with the stages {first}; rows stand in the order of their first stages"
+        )
+    twice = [stage for stage in found if sum(stage in own for own in rows) > 1]
+    if twice:
+        raise PlanError(
+            f"pipeline: stage {twice[0]} stands in several rows of the table; micro-batches that take turns on groups have "
+            "a schedule that is published so ('chimera'), or a policy of one's own with graph.on_devices(turned=)"
         )
     return [found[stage] for stage in range(len(found))]
 
@@ -168,6 +184,7 @@ def find_stages(
     batch: str = "batch",
     in_parts: bool = True,
     passes: int = 0,
+    ends: bool = False,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -175,6 +192,7 @@ def find_stages(
     Args:
         in_parts: whether stacks whose ranges are of one size may lie in parts, as each group has one stage.
         passes: of a model that goes over its own output, how many stages one pass has.
+        ends: whether ``layers`` leaves out the first and the last stage.
 
     Raises:
         PlanError: there are too few places where the model can be cut.
@@ -191,13 +209,15 @@ def find_stages(
     if graph.stored and not graph.calls and not units:
         return {}
 
-    def stages_of(chain: Sequence[Unit]) -> list[int]:
+    def cuts_of(chain: Sequence[Unit], stages: int) -> list[int]:
         if layers is not None:
-            cuts = _between_layers(chain, layers, stages, at)
-        elif passes:
-            return _of_passes(graph, chain, stages, passes, known)
-        else:
-            cuts = _named(chain, at, stages) if at is not None else _balanced(graph, chain, stages, known)
+            return _between_layers(chain, layers, stages, at, ends)
+        return _named(chain, at, stages) if at is not None else _balanced(graph, chain, stages, known)
+
+    def stages_of(chain: Sequence[Unit]) -> list[int]:
+        if passes:
+            return _of_passes(graph, chain, stages, passes, cuts_of)
+        cuts = cuts_of(chain, stages)
         return [sum(i >= cut for cut in cuts) for i in range(len(chain))]
 
     try:
@@ -283,8 +303,13 @@ def _with_makers(graph: Planner, found: Mapping[str, int], batch: str) -> dict[s
     return stages
 
 
-def _of_passes(graph: Planner, units: Sequence[Unit], stages: int, own: int, known: set[PTensor]) -> list[int]:
+def _of_passes(
+    graph: Planner, units: Sequence[Unit], stages: int, own: int, cuts_of: Callable[[Sequence[Unit], int], list[int]]
+) -> list[int]:
     """The stage of each unit of a model that goes over its own output: every pass has its stages on the same groups.
+
+    Args:
+        cuts_of: the places where so many stages of the first pass begin.
 
     Raises:
         PlanError: the passes are not as many as the schedule has.
@@ -293,7 +318,7 @@ def _of_passes(graph: Planner, units: Sequence[Unit], stages: int, own: int, kno
     read = [(frozenset(t for t in reads_of(unit.item) if t in trained), unit.iteration) for unit in units]
     first: dict[object, int] = {}
     again = next((i for i, key in enumerate(read) if key[0] and first.setdefault(key, i) != i), len(units))
-    cuts = _balanced(graph, units[:again], own, known)
+    cuts = cuts_of(units[:again], own)
     group_of = {key: sum(i >= cut for cut in cuts) for key, i in first.items() if i < again}
     found: list[int] = []
     done = 0
@@ -310,16 +335,25 @@ def _of_passes(graph: Planner, units: Sequence[Unit], stages: int, own: int, kno
     return found
 
 
-def _between_layers(units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None) -> list[int]:
+def _between_layers(
+    units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None, ends: bool
+) -> list[int]:
     """The places between layers of a loop where stages begin that take so many of them."""
     lengths = {unit.of: i - unit.iteration for i, unit in enumerate(units) if unit.of > 1}
-    if at is not None or len(layers) != stages or min(layers) < 1 or sum(layers) not in lengths:
+    wanted = stages - 2 * ends
+    if at is not None or len(layers) != wanted or min(layers) < 1 or sum(layers) not in lengths:
         counts = " or ".join(map(str, lengths)) or "no such loop"
         raise PlanError(
             f"pipeline: layers={list(layers)} are {sum(layers)} layers of one loop on {len(layers)} stages; there are "
-            f"{stages} stages, and loops over layers with {counts}; each stage has one or more, and at= is not given"
+            f"{wanted} stages, and loops over layers with {counts}; each stage has one or more, and at= is not given"
         )
-    return [lengths[sum(layers)] + own for own in itertools.accumulate(layers[:-1])]
+    first = lengths[sum(layers)]
+    cuts = [first + own for own in itertools.accumulate(layers[:-1])]
+    if ends and not 0 < first < first + sum(layers) < len(units):
+        raise PlanError(
+            "pipeline: the ends lie outside the loop over layers, and the model has nothing in front of it, or behind"
+        )
+    return [first, *cuts, first + sum(layers)] if ends else cuts
 
 
 def _named(units: Sequence[Unit], at: Sequence[str], stages: int) -> list[int]:
@@ -479,11 +513,14 @@ def _of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> dict[str
     apart = {t for op in _taken_apart(graph, batch) for t in op.inputs}
     of_tensor: dict[PTensor, int] = {}
     everywhere = set(apart)
+    begun: dict[PTensor, list[PTensor]] = {}  # what loops begin with -> their carries
+    for carry in (c for loop in graph.loops.values() for c in loop.carries):
+        begun.setdefault(carry.init, []).append(carry.inside)
 
     def behind(tensor: PTensor) -> list[PTensor]:
         readers = [op for op in graph.consumers.get(tensor, ()) if op.path not in stage_of and op.kind == "forward"]
         slices = [other for other, shift in graph.linked.get(tensor, ()) if shift < 0]
-        return [*slices, *(t for op in readers for t in op.outputs)]
+        return [*slices, *begun.get(tensor, ()), *(t for op in readers for t in op.outputs)]
 
     for leaf in graph.inputs:
         reached = list(closure([leaf], behind))

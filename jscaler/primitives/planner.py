@@ -350,14 +350,19 @@ class Planner(GraphView):
             devices: stages × devices of each.
             turned: the same for every second part along the time axis ``axis``.
         """
-        first, grids = len(self._decisions), dict(self._grids)
+        first, grids, sharded = len(self._decisions), dict(self._grids), set(self._sharded)
+        # a policy for some stages does not meet what one for other stages has said
+        elsewhere = {path for path, grid in grids.items() if path not in stage_of and not self._only_in_time(grid)}
+        self._grids = {path: grid for path, grid in grids.items() if path not in elsewhere}
+        self._sharded = sharded & stage_of.keys()
         self._whole = devices.shape[1]
         policy(self, np.arange(self._whole))
         self._whole = self.num_devices
         said = self._decisions[first:]
-        open_ops = {d.op for d in said if isinstance(d, Assign) and d.op not in stage_of}
+        open_ops = elsewhere | {d.op for d in said if isinstance(d, Assign) and d.op not in stage_of}
         self._grids = {path: grid for path, grid in self._grids.items() if path not in open_ops}
         self._grids |= {path: grid for path, grid in grids.items() if path in open_ops}
+        self._sharded = sharded | (self._sharded & stage_of.keys())
         kept = [d for d in said if not (isinstance(d, Trans | Assign) and d.op in open_ops)]
         kept = [d for d in kept if not (isinstance(d, Shard | Store) and d.leaf not in stage_of)]
         axes = {d.op: d.axes for d in self._decisions if isinstance(d, Trans)} if turned is not None else {}

@@ -34,9 +34,10 @@ def find_schedule(schedule: "Published | Table | str | os.PathLike[str]") -> Pub
     text = os.fspath(schedule)
     if text in SCHEDULES:
         return SCHEDULES[text]
-    if len(text.split()) > 1:
+    is_file = not isinstance(schedule, str) or text.endswith((".csv", ".txt")) or os.path.exists(text)
+    if not is_file and len(text.split()) > 1:
         return Table.parse(text)
-    if not text.endswith((".csv", ".txt")) and not os.path.exists(text):
+    if not is_file:
         raise UnknownNameError("schedule", text, SCHEDULES, "; or give a table, its text, or a file that holds one")
     return read_table(text)
 
@@ -49,9 +50,11 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     """
     try:
         text = Path(path).read_text()
-    except OSError as error:
-        raise PlanError(f"the schedule '{os.fspath(path)}' cannot be read: {error.strerror}") from error
-    return parse_csv(text, os.fspath(path)) if "," in text else Table.parse(text)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise PlanError(f"the schedule '{os.fspath(path)}' cannot be read: {why}") from error
+    is_csv = "," in text or os.fspath(path).endswith(".csv") or _OVERLAP in text
+    return parse_csv(text, os.fspath(path)) if is_csv else Table.parse(text)
 
 
 def parse_csv(text: str, name: str = "the table") -> Table:

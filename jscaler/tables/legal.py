@@ -90,11 +90,15 @@ def halves_of(cell: TableCell) -> tuple[TableCell, TableCell]:
 
 
 def chain_waits(table: Table) -> dict[Entry, set[Entry]]:
-    """For each entry those of a chain of stages that run before it. Where a stage has no backward, nobody waits for one."""
+    """For each entry those of a chain of stages that run before it. Where a stage has no backward, nobody waits for one.
+
+    The blocks of an overlapped entry run in its order: one that waits for a later one waits for its own entry.
+    """
     of_cell = {cell: entry for row in table.rows for entry in row for cell in entry.cells}
     found: dict[Entry, set[Entry]] = {entry: set() for entry in of_cell.values()}
     for cell, entry in of_cell.items():
-        found[entry] |= {of_cell[other] for other in _before(cell) if other in of_cell}
+        earlier = entry.cells[: entry.cells.index(cell)]
+        found[entry] |= {of_cell[other] for other in _before(cell) if other in of_cell and other not in earlier}
     return found
 
 

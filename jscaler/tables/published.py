@@ -91,7 +91,8 @@ class Published:
         chunks = self.chunks if self.chunks is not None else max(2, chunks)
         found: list[Numbers] = []
         for near in (groups, groups - 1, groups + 1):
-            found += [(near, m, chunks) for m in _around(microbatches) if self.why_not(near, m, chunks) is None][:2]
+            legal = [(near, m, chunks) for m in _around(microbatches) if self.why_not(near, m, chunks) is None]
+            found += legal[: 1 if (near, microbatches, chunks) in legal else 2]
             if found:
                 break
         return found

@@ -15,7 +15,9 @@ from step_numbers import assert_trees_close
 import jscaler
 from bench.schedules import out_of_order
 from jscaler import plans
+from jscaler.errors import PlanError, PlanWarning
 from jscaler.lower.instructions import Run
+from jscaler.primitives import OnDevices, Planner
 from jscaler.tables import SCHEDULES
 
 WIDTH, ROWS = 4, 16
@@ -99,13 +101,11 @@ def cases() -> Iterator[Case]:
         passes = known.chunks_of(None) if known.passes else 1
         yield Case(name, Model(passes=passes))
         yield Case(name, Model(8, passes=passes), 4)
-        if (
-            name == "forward_only" or known.everywhere
-        ):  # ZeRO is for a step with a gradient; ends and stages split ops apart
-            continue
-        yield Case(name, Model(passes=passes), 2, INNER[number % 4])
-        if not known.passes:  # passes of a stack run, in another order (no table of 3F1B)
-            yield Case(name, Model(stacked=True), 2, INNER[(number + 1) % 4])
+        gradients = name != "forward_only"  # which ZeRO is for
+        for inner in INNER if known.everywhere else [INNER[number % 4] if gradients else INNER[0]]:
+            yield Case(name, Model(passes=passes), 2, inner)
+        if not known.everywhere:
+            yield Case(name, Model(stacked=True, passes=passes), 2, INNER[(number + 1) % 4] if gradients else "")
     yield Case("zb_v", Model(stacked=True))
     yield Case("interleaved", Model(8), 2, "", 4)
     yield Case("breadth_first", Model(8, stacked=True), 2, "", 4)
@@ -154,6 +154,65 @@ def test_steps_are_those_of_one_device_in_the_table_s_order(case: Case) -> None:
             assert_trees_close(trained(model, compiled, start(model)), one_device(model))
     assert lowered.plan.instructions.table == SCHEDULES[case.schedule].table(case.groups, microbatches, case.chunks)
     assert out_of_order(lowered.plan) == []
+
+
+TABLES = {
+    "1F0 1F1 1B0 1B1\n0F0 0F1 0B0 0B1": r"begin with the stages \[1, 0\]; rows stand in the order of their first stages",
+    "0F0 0F1 0B0 0B1\n0F0 1F0 1F1 1B0 1B1": "stage 0 stands in several rows of the table",
+    "0F0 0F1 0B0 0B1": r"the table has 1 rows and the stages \[0\]; there are 2 groups, a row for each",
+    "0F0 0F1 0B0 0B1\n2F0 2F1 2B0 2B1": r"has 2 rows and the stages \[0, 2\]; there are 2 groups, a row for each",
+}
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_tables_of_one_s_own_say_where_stages_lie(text: str) -> None:
+    with pytest.raises(PlanError, match=TABLES[text]):
+        plans.pipeline(2, 2, text)
+
+
+def test_a_schedule_that_does_not_go_with_the_step_is_said() -> None:
+    """The order of which is another one then."""
+
+    def policy(graph: Planner, devices: Any) -> None:
+        plans.pipeline(2, 4, batch="x")(graph, devices)
+        graph.schedule("zb_v")  # for two stages on each group
+
+    with jax.enable_x64(True):
+        train = jscaler.parallelize(policy, devices=2)(lambda s, x: Model().step(s, x))
+        with pytest.warns(PlanWarning, match=r"'zb_v' does not go with this step.* 2 of the model's chunks"):
+            lowered = train.lower(start(Model()), batch(0))
+    assert {cell.stage for cell in lowered.plan.instructions.table.cells()} == {0, 1}
+
+
+def test_a_model_that_goes_over_its_own_output_is_cut_where_it_is_said() -> None:
+    """Each pass has its stages on the same groups."""
+    model = Model(passes=2)
+
+    def stages(at: list[str] | None) -> list[set[str]]:
+        policy = plans.pipeline(2, 4, "3f1b", at=at, batch="x", chunks=2)
+        with jax.enable_x64(True):
+            lowered = jscaler.parallelize(policy, devices=2)(lambda s, x: model.step(s, x)).lower(start(model), batch(0))
+        on = [d for d in lowered.plan.plan.decisions if isinstance(d, OnDevices)]
+        return [{part for op in one.ops for part in op.split("/") if part.startswith("layer_")} for one in on]
+
+    assert stages(None) == [{"layer_0", "layer_1"}, {"layer_2", "layer_3"}] * 2
+    assert stages(["layer_1"]) == [{"layer_0"}, {"layer_1", "layer_2", "layer_3"}] * 2
+
+
+def test_ends_on_all_devices_split_the_vocabulary_over_all() -> None:
+    """Megatron's ends have a part of the first and the last kernel on each of four devices, a stage's layers on two."""
+    model = Model()
+    policy = plans.megatron(
+        tp=2, pp=2, microbatches=4, schedule="interlaced", batch="x", columns=["*/up"], vocab={"*/layer_[03]/up": 1},
+        at=["layer_1", "layer_2", "layer_3"],
+    )  # fmt: skip
+    with jax.enable_x64(True):
+        train = jscaler.parallelize(policy, devices=4)(lambda s, x: model.step(s, x))
+        compiled = train.lower(start(model), batch(0)).compile()
+        assert_trees_close(trained(model, compiled, start(model)), one_device(model))
+        (params, *_), _ = compiled(start(model), batch(0))
+    parts = {name: own["up"].sharding.shard_shape(own["up"].shape)[1] for name, own in params.items()}
+    assert parts == {"layer_0": 2, "layer_1": 4, "layer_2": 4, "layer_3": 2}
 
 
 def test_the_order_of_blocks_is_seen() -> None:

@@ -78,15 +78,17 @@ def under_way(row: Sequence[Entry], place: int) -> set[int]:
 
 
 def all_can_run(rows: Sequence[Sequence[Entry]]) -> bool:
-    """Groups run the next entry of their row as long as any can; in the end nothing is left."""
+    """Groups run the next entry of their row as long as any can, its blocks in their order; in the end nothing is left."""
     every = {cell for row in rows for entry in row for cell in entry.cells}
     left, ran = [list(row) for row in rows], set[TableCell]()
     moved = True
     while moved:
         moved = False
         for row in left:
-            if row and all(other in ran for cell in row[0].cells for other in read_by(cell) & every):
-                ran |= set(row.pop(0).cells)
+            own = row[0].cells if row else ()
+            if row and all(read_by(cell) & every <= ran | set(own[:n]) for n, cell in enumerate(own)):
+                ran |= set(own)
+                row.pop(0)
                 moved = True
     return not any(left)
 
@@ -306,8 +308,9 @@ MISTAKES = {
     "0F0 0B0 0F1 0B1": "the table has 1 rows, and the loop's ops lie on 2 device groups",
     "0F0 0B0 0F1 0B1\n1B0 1F0 1F1 1B1": "blocks wait for each other: 0B0 waits for 1B0; 1B0 waits for 1F0",
     "0F0 0W0 0I0 0F1 0B1\n1F0 1B0 1F1 1B1": "blocks wait for each other: 0W0 waits for 0I0; 1F1 waits for 0F1",
-    "0F0 (0F1;0B1) 0B0\n1F0 1B0 1F1 1B1": (
-        "blocks wait for each other: (0F1;0B1) waits for (0F1;0B1), 1B1; 1F1 waits for (0F1;0B1)"
+    "0F0 (0F1;0B1) 0B0\n1F0 1B0 1F1 1B1": ("blocks wait for each other: (0F1;0B1) waits for 1B1; 1F1 waits for (0F1;0B1)"),
+    "0F0 0B0 0F1 0B1\n(1B0;1F0) 1F1 1B1": (
+        "blocks wait for each other: 0B0 waits for (1B0;1F0); (1B0;1F0) waits for (1B0;1F0)"
     ),
 }
 
@@ -375,6 +378,8 @@ def test_legal_tables_train_as_one_device_does(seed: int) -> None:
 
 
 HARD = [
+    "0F0 0F1 0B0 0B1\n(1F0;1B0) (1F1;1B1)",  # a forward and its own backward
+    "0F0 0F1 (0I0;0W0) 0B1\n(1F0;1B0) 1F1 1B1",
     "0F0 (0F1;0B0) 0B1\n1F0 1B0 1F1 1B1",  # a block alone, and as one executable with what reads it for another micro-batch
     "0F0 0F1 0B0 0B1\n1F0 (1F1;1B0) 1B1",
     "(0F0;0F1) 0B0 0B1\n1F0 1B0 1F1 1B1",  # one block twice in an executable

@@ -101,9 +101,25 @@ def test_what_a_schedule_may_be_given_as(tmp_path: Path) -> None:
     assert find_schedule(SCHEDULES["zb_h1"]) is SCHEDULES["zb_h1"]
     assert find_schedule(table) is table
     assert find_schedule(str(table)) == table
-    path = tmp_path / "schedule"
-    path.write_text(str(table))
-    assert find_schedule(str(path)) == table
+    for name in ("schedule", "my schedule", "my schedule.txt"):
+        path = tmp_path / name
+        path.write_text(str(table))
+        assert find_schedule(str(path)) == table
+
+
+def test_csv_with_one_action_in_a_line(tmp_path: Path) -> None:
+    """No comma says that it is CSV."""
+    for name, text in (("one.csv", "0F0"), ("one", "(0F1;0B0)OVERLAP_F_B")):
+        path = tmp_path / name
+        path.write_text(f"{text}\n")
+        assert str(read_table(path)) == text.removesuffix("OVERLAP_F_B")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(PlanError, match=r"table\.csv' cannot be read: it is no text"):
+        read_table(path)
 
 
 def test_a_file_that_is_not_there() -> None:
