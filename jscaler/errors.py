@@ -169,6 +169,10 @@ class PlanWarning(UserWarning):
     """A step's plan is not the one that was asked for: the policy did not fit, and the plan was filled in."""
 
 
+class ScheduleWarning(PlanWarning):
+    """A step runs by another schedule than the one that was asked for, which does not go with its blocks."""
+
+
 class CaptureWarning(UserWarning):
     """Something of the step is captured as near as it can be, and not quite as it was written."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from jscaler.clusters import Cluster, find_cluster
 from jscaler.commands.job import Job, stacked_by_default
 from jscaler.commands.options import Batch, Dtype, Model, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.progress import stages
-from jscaler.errors import JscalerError, PlanError
+from jscaler.errors import JscalerError, PlanError, ScheduleWarning
 from jscaler.estimate.query import planned
 from jscaler.estimate.simulation import simulate
 from jscaler.ir import Graph
@@ -100,8 +101,8 @@ def schedules_(
 
 def _all(plan: str) -> Iterator[tuple[Published, int]]:
     for one in SCHEDULES.values():
-        if one.name == "forward_only" or one.passes or one.everywhere:
-            continue  # not of a train step; of models of another kind; of a model whose ends are told
+        if one.name == "forward_only":
+            continue  # a train step has backwards
         for chunks in range(2, MOST_CHUNKS + 1, 2) if one.chunks is None else (one.chunks,):
             yield one, chunks
 
@@ -109,8 +110,10 @@ def _all(plan: str) -> Iterator[tuple[Published, int]]:
 def _simulated(graph: Graph, plan: str, schedule: Published, chunks: int, cluster: Cluster) -> Simulated:
     try:
         more = {"chunks": chunks} if chunks > 1 else {}
-        step = planned(graph, plans.with_schedule(plan, schedule.name, **more), cluster)
-    except PlanError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ScheduleWarning)
+            step = planned(graph, plans.with_schedule(plan, schedule.name, **more), cluster)
+    except (PlanError, ScheduleWarning) as error:
         return Simulated(schedule.name, chunks, why=str(error))
     if step.instructions.table is None:
         raise JscalerError(f"plan '{plan}' has no stages: give one that has, \"megatron(tp=8, pp=4, microbatches=16)\"")

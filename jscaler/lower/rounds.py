@@ -9,7 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from jscaler.errors import OrderError, PlanError, PlanWarning, listing
+from jscaler.errors import OrderError, PlanError, ScheduleWarning, listing
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
 from jscaler.lower.blocks import HOP, Mark, SpanningLoop, Transfer
@@ -157,8 +157,8 @@ class Rounds:
     def table(self, plan: Published | Table | None) -> Table:
         """The table that is asked for, if it goes with the blocks; by default one forward, one backward.
 
-        Published schedules are for a chain of stages; on any other shape one forward, one backward does. A `PlanWarning`
-        says so where neither that nor GPipe was asked for.
+        Published schedules are for a chain of stages; on any other shape one forward, one backward does. A
+        `ScheduleWarning` says so where neither that nor GPipe was asked for.
 
         Raises:
             PlanError: a block is missing, stands twice, or stands in another group's row.
@@ -182,7 +182,7 @@ class Rounds:
         if plan.name not in ("1f1b", "gpipe"):
             warnings.warn(
                 f"the schedule '{plan.name}' does not go with this step, which runs one forward, one backward, as soon as "
-                f"each block can: {why}", PlanWarning, stacklevel=2,
+                f"each block can: {why}", ScheduleWarning, stacklevel=2,
             )  # fmt: skip
         return self._as_table(self._one_forward_one_backward(self._all if plan.name == "gpipe" else self._enough))
 

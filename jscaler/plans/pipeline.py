@@ -321,12 +321,19 @@ def _of_passes(
     cuts = cuts_of(units[:again], own)
     group_of = {key: sum(i >= cut for cut in cuts) for key, i in first.items() if i < again}
     found: list[int] = []
-    done = 0
+    done, whole = 0, True
     for key in read:
         last = found[-1] % own if found else 0
         group = group_of.get(key, last) if key[0] else last
-        done += group < last
+        if group < last:
+            whole = whole and last == own - 1
+            done += 1
         found.append(done * own + group)
+    if not whole or found[-1] % own != own - 1:
+        raise PlanError(
+            "pipeline: the schedule is for models that go over their own output, pass after pass, and this one does not; "
+            "what it reads again it reads in a part of its stages"
+        )
     if done + 1 != stages // own:
         raise PlanError(
             f"pipeline: the model goes {done + 1} times over its own output, and the schedule has {stages // own} passes; "
