@@ -166,9 +166,12 @@ class _Writer(AxisWriter):
 
     def in_step(self, tensor: PTensor, reader: Op) -> bool:
         """Whether the loops around ``reader`` go with those around the maker of ``tensor``, iteration for iteration."""
-        around = (chain_of(place, self.graph.loops) for place in (self.graph.homes.get(tensor), reader.loop))
-        mine, other = ([self.graph.loops[name].length for name in chain] for chain in around)
-        return mine == other
+        mine, other = (chain_of(place, self.graph.loops) for place in (self.graph.homes.get(tensor), reader.loop))
+        return len(mine) == len(other) and all(map(self._alike, mine, other))
+
+    def _alike(self, loop: str, other: str) -> bool:
+        loops, lifts = self.graph.loops, self.regions.lifts
+        return loops[loop].length == loops[other].length and len({lifts[n] for n in (loop, other) if n in lifts}) < 2
 
 
 class _Region(RegionWriter):

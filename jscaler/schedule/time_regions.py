@@ -17,7 +17,7 @@ from typing import TypeVar
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.walk import Sets, closure, in_order
-from jscaler.rules.part_forms import Form, OpPart, Sliced, Summed
+from jscaler.rules.part_forms import Form, OpPart, Piece, Sliced, Summed
 
 T = TypeVar("T")
 
@@ -57,6 +57,7 @@ class TimeRegions:
         follow: how an op that no plan splits goes on with the parts that it reads, if it can.
         closed: loops that do not run part by part as a whole.
         forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
+        lifts: loop -> whether its whole body runs part by part; grows level by level.
         far: whether what one item makes goes whole to another, since they lie on different device groups.
         spans: whether items lie on several device groups; regions that do are one, if they do not wait for each other.
     """
@@ -66,6 +67,7 @@ class TimeRegions:
     follow: Callable[[Op, Mapping[PTensor, Form]], OpPart | None]
     closed: Set[str] = frozenset()
     forms: dict[PTensor, Form] = field(default_factory=dict)
+    lifts: dict[str, bool] = field(default_factory=dict)
     far: Callable[[Item, Item], bool] = lambda item, other: False
     spans: Callable[[Iterable[Item]], bool] = lambda items: False
 
@@ -118,6 +120,7 @@ class TimeRegions:
         if isinstance(item, Nest):
             found = self._lifted(item, self._seen(sources, nodes))
             self.forms.update(found or {})
+            self.lifts.update(dict.fromkeys(_loops([item]) if found is not None else [item.loop.name], found is not None))
             return found is not None
         if item.path not in self.planned:
             seen = self._seen(sources, nodes)
@@ -198,7 +201,9 @@ class TimeRegions:
 
     def _settled(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
         loop = nest.loop
-        guess: dict[PTensor, Form] = {c.inside: None if c.is_sum else known.get(c.init) for c in loop.carries}
+        guess: dict[PTensor, Form] = {
+            c.inside: None if c.is_sum else known.get(c.init) or self._likely(c.out) for c in loop.carries
+        }
         for _ in range(len(loop.carries) + 2):
             forms: dict[PTensor, Form] = dict(guess)
             for x in loop.xs:
@@ -255,6 +260,22 @@ class TimeRegions:
             return None
         self.parts[op.path] = part
         return dict(zip(op.outputs, part.outputs, strict=True))
+
+    def _likely(self, tensor: PTensor) -> Form:
+        """As which part planned ops make ``tensor``, or its summands; a carry that begins whole is cut before its loop."""
+        producer = self.graph.producer
+
+        def summands(made: PTensor) -> Iterable[PTensor]:
+            op = producer.get(made)
+            return () if op is None or op.path in self.planned else (t for t in op.inputs if t.shape == made.shape)
+
+        for made in closure([tensor], summands):
+            op = producer.get(made)
+            if op is not None and op.path in self.planned:
+                form = self.parts[op.path].outputs[op.outputs.index(made)]
+                if isinstance(form, Piece):
+                    return form
+        return None
 
     def _first_wanted(self, nest: Nest, tensor: PTensor) -> Form:
         """Which part of ``tensor``, a slice of a stack from outside, the loop's ops read."""
