@@ -255,9 +255,9 @@ def test_a_gradient_hidden_in_a_scan() -> None:
         on_eight()(step)({"w": jnp.ones((4, 2))}, jnp.ones((8, 4)))
 
 
-def test_no_input_is_called_batch() -> None:
-    with pytest.raises(jscaler.UnknownNameError, match=r"no input named 'batch'; pass the plan batch=..."):
-        on_eight()(lambda data: data * 2)(jnp.ones(8))
+def test_no_input_is_called_so() -> None:
+    with pytest.raises(jscaler.UnknownNameError, match=r"no input named 'rows'; pass the plan batch=..."):
+        jscaler.parallelize(jscaler.plans.data_parallel("rows"), devices=8)(lambda data: data * 2)(jnp.ones(8))
 
 
 def test_a_call_inside_jit() -> None:

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.errors import DeviceError, JscalerError, PlanWarning
+from jscaler.errors import DeviceError, JscalerError, PlanWarning, UnknownNameError
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.fit_result import Fit, Tried
 from jscaler.estimate.query import cost
 from jscaler.ir import Graph
 from jscaler.plans import by_name
+from jscaler.plans.batch import batch_leaves
 from jscaler.plans.ladder import ladder
 
 
@@ -70,9 +71,11 @@ def with_memory(cluster: Cluster) -> Cluster:
 
 
 def batch_size(graph: Graph) -> int:
-    """How many sequences a step takes: the size of dim 0 of its batch; 1 where no input is called so."""
-    sizes = [t.shape[0] for t in graph.inputs if t.name.partition("/")[0] == "batch" and t.shape]
-    return math.gcd(*sizes) or 1
+    """How many sequences a step takes: the size of dim 0 of its batch; 1 where nothing says what that is."""
+    try:
+        return math.gcd(*(t.shape[0] for t in batch_leaves(graph)))
+    except UnknownNameError:
+        return 1
 
 
 def climb(

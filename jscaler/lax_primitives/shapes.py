@@ -36,6 +36,13 @@ def expand_dims(eqn: core.JaxprEqn) -> Spec:
     return Spec((dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0])))),), (result,), linear="move")
 
 
+def tile(eqn: core.JaxprEqn) -> Spec:
+    """A dim of the result is the repetitions, and in each the operand's dim."""
+    source = dims(shape(eqn.invars[0]), range(len(shape(eqn.invars[0]))))
+    again = dims(eqn.params["reps"], [("again", d) for d in range(len(source))])
+    return Spec((source,), (tuple(r + d for r, d in zip(again, source, strict=True)),), linear="move")
+
+
 def sized(parameter: str) -> Shaped:
     """The result's shape as a parameter."""
     return lambda part, eqn: {parameter: part.shape(eqn.outvars[0])}
@@ -43,6 +50,11 @@ def sized(parameter: str) -> Shaped:
 
 def _broadcast(part: Part, eqn: core.JaxprEqn) -> dict[str, Any]:
     return {"shape": part.extended(eqn.outvars[0])}
+
+
+def _tile(part: Part, eqn: core.JaxprEqn) -> dict[str, Any]:
+    sizes = zip(part.shape(eqn.outvars[0]), part.shape(eqn.invars[0]), eqn.params["reps"], strict=True)
+    return {"reps": tuple(all_ // one if one else reps for all_, one, reps in sizes)}
 
 
 RECORDS = (
@@ -63,5 +75,7 @@ RECORDS = (
     ),
     Primitive("expand_dims", expand_dims, by_row=True, hands_on=True, counts=True, cost="alias"),
     Primitive("rev", along("dimensions", "move", "it is reversed"), cost="fused", seen="moves"),
-    Primitive("tile", seen="moves"),
+    Primitive(
+        "tile", tile, shaped=_tile, zero="any", hands_on=True, counts=True, role="moves", cost="fused", seen="moves"
+    ),
 )  # fmt: skip

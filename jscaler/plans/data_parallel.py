@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jscaler.errors import UnknownNameError
+from jscaler.plans.batch import batch_leaves
 from jscaler.plans.factors import Factors, reached, split
 from jscaler.primitives import Planner
 
@@ -18,12 +18,12 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
     """Split dim 0 of every input that ``batch`` names over all devices.
 
     Args:
-        batch: path or shell pattern of the batch among the step's inputs, e.g. ``"batch"`` or ``"batch/tok*"``.
-
+        batch: path or shell pattern of the batch among the step's inputs, e.g. ``"batch"`` or ``"batch/tok*"``. Where no
+            input is called ``"batch"``, what is no state, if all of it has as many rows.
         reduce_dtype: the dtype in which gradients are added between devices; their own by default.
 
     Raises (when the plan is made):
-        UnknownNameError: no input is called so.
+        UnknownNameError: no input is called so, and several may be the batch.
         SplitError: the batch does not divide by the number of devices.
         CaptureError: the step updates state, but jscaler sees no gradient.
     """
@@ -40,9 +40,7 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
 
 def batch_factors(graph: Planner, batch: str, parts: int) -> Factors:
     """What dim 0 of every input that ``batch`` names reaches. Shared by the plans that split the batch."""
-    leaves = [t for t in graph.select_inputs(batch) if t.shape]
-    if not leaves:
-        raise UnknownNameError("input", batch, [t.name for t in graph.inputs], "; pass the plan batch=...")
+    leaves = batch_leaves(graph.graph, batch)
     if any(graph.inputs[i] not in leaves for i in graph.next_version.values()):
         graph.require_gradient()  # a step that updates state is a training step
     return reached(graph, [(t, 0) for t in leaves], parts)

@@ -15,20 +15,25 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jscaler.errors import PlanError
+from jscaler.ir import PTensor
+from jscaler.plans.batch import batch_leaves
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import device_grid, reached, required, split
 from jscaler.primitives import Planner
 
+IMAGES = "batch/image*"
+
 
 def spatial(
-    image: str = "batch/image*", dim: int = 1, grid: Sequence[int] | None = None, dp: int = 1, batch: str = "batch"
+    image: str = IMAGES, dim: int = 1, grid: Sequence[int] | None = None, dp: int = 1, batch: str = "batch"
 ) -> Callable[..., None]:
     """Split dim ``dim`` of the images over all devices, or that dim and the next over a grid of them.
 
     What the rows do not reach, or do not divide any more (the last, small feature maps), is left to be filled in.
 
     Args:
-        image: path or shell pattern of the images among the step's inputs.
+        image: path or shell pattern of the images among the step's inputs; by default ``"batch/image*"``, or where no input
+            is called so, what has 4 dims and more of the batch.
         dim: their first spatial dim.
         grid: parts of that dim, and of those that follow it; all devices along the first by default.
         dp: parts of the batch: the outer axis of the devices. Neighbours in space are neighbours in number.
@@ -50,7 +55,7 @@ def spatial(
         cells = device_grid(devices, "spatial", dp=dp, **dict(zip(names, parts, strict=True)))
         tables = [batch_factors(graph, batch, dp) if dp > 1 else {}]
         for i, count in enumerate(cells.shape[1:]):
-            leaves = required(graph, {image: dim + i}, "pass spatial(image=...)")
+            leaves = _images(graph, image, batch, dim + i)
             tables.append(reached(graph, leaves, count))
         if not any(size > 1 for size in cells.shape):
             return
@@ -60,3 +65,12 @@ def spatial(
         raise PlanError(f"spatial: grid is the numbers of parts of each spatial dim, e.g. (2, 2), not {grid!r}")
     policy.__name__ = "spatial"
     return policy
+
+
+def _images(graph: Planner, image: str, batch: str, dim: int) -> list[tuple[PTensor, int]]:
+    """The images and the dim of theirs that is split."""
+    if image == IMAGES and not graph.select_inputs(image):
+        found = [t for t in batch_leaves(graph.graph, batch) if len(t.shape) >= 4]
+        if found:
+            return [(t, dim) for t in found]
+    return required(graph, {image: dim}, "pass spatial(image=...)")

@@ -7,6 +7,7 @@ from jax.extend import core
 from jscaler.lax_primitives import known
 from jscaler.rules.analysed import Analysis
 from jscaler.rules.halo_reach import slid_along
+from jscaler.rules.nested import stops_by_row
 
 
 def even_only(analysis: Analysis, leaves: Collection[int]) -> str:
@@ -14,7 +15,8 @@ def even_only(analysis: Analysis, leaves: Collection[int]) -> str:
     if not slid_along(analysis).isdisjoint(leaves):
         return "windows slide along it"
     for eqn in analysis.jaxpr.eqns:
-        if known(eqn.primitive).spec is None or known(eqn.primitive).even_only:
+        stops = eqn.primitive.name == "while" and stops_by_row(analysis.inner[id(eqn)][0])  # rows of padding might not
+        if known(eqn.primitive).spec is None or known(eqn.primitive).even_only or stops:
             carried = {
                 leaf
                 for v in (*eqn.invars, *eqn.outvars)

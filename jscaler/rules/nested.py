@@ -137,7 +137,15 @@ def _while(eqn: core.JaxprEqn, nest: NestDims) -> tuple[Analysis, ...]:
     test = nest.inside(condition, [*consts[: loop.conditions], *carry], [*zero[: loop.conditions], *moving])
     inner = nest.inside(body, [*consts[loop.conditions :], *carry], [*zero[loop.conditions :], *moving])
     _carried(nest, [nest.out(inner, v) for v in body.outvars], loop, "while")
+    rows = nest.out(test, condition.outvars[0])
+    for result in nest.results:  # every row of the carry stops by its own condition, where each has one
+        nest.same(rows, result[: len(rows)], "while")
     return test, inner
+
+
+def stops_by_row(test: Analysis) -> bool:
+    """Whether the condition of a ``while`` is one for each row, as ``vmap`` makes it."""
+    return bool(shape(test.jaxpr.outvars[0]))
 
 
 def _cond(eqn: core.JaxprEqn, nest: NestDims) -> tuple[Analysis, ...]:
@@ -220,7 +228,8 @@ def _flow_while(eqn: core.JaxprEqn, inner: Sequence[Analysis], at: LoopFlow) -> 
     consts = at.before[: loop.consts]
     known = (False,) * (loop.consts - loop.conditions)
     carry, made = _steady(loop, at, lambda carry, zero: at.run(body, [*consts[loop.conditions :], *carry], [*known, *zero]))
-    if at.run(test, [*consts[: loop.conditions], *carry], ()) != [FREE]:
+    (stop,) = at.run(test, [*consts[: loop.conditions], *carry], ())
+    if stop != FREE and not (stop == CUT and stops_by_row(test) and set(at.own) == {CUT}):
         raise at.refuse("the condition of a while depends on it")
     return made
 

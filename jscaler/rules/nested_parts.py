@@ -10,7 +10,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import dtype
 from jscaler.lax_primitives.primitive import Part
 from jscaler.rules.analysed import Analysis
-from jscaler.rules.nested import loop_of
+from jscaler.rules.nested import loop_of, stops_by_row
 
 
 class NestingPart(Part, Protocol):
@@ -48,11 +48,21 @@ def _while(part: NestingPart, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequ
     test, body = map(part.inside, inner)
     values = _typed(values, eqn.invars)
     consts = values[: loop.consts]
-    return lax.while_loop(
-        lambda carry: test([*consts[: loop.conditions], *carry])[0],
-        lambda carry: body([*consts[loop.conditions :], *carry]),
-        values[loop.consts :],
-    )
+
+    def on(carry: Sequence[Any]) -> Any:
+        return test([*consts[: loop.conditions], *carry])[0]
+
+    def step(carry: Sequence[Any]) -> list[Any]:
+        return body([*consts[loop.conditions :], *carry])
+
+    def step_by_row(carry: Sequence[Any]) -> list[Any]:  # vmap's: a row that is done stays as it is
+        going = on(carry)
+        each = [going.reshape(going.shape + (1,) * (x.ndim - going.ndim)) for x in carry]
+        return [jnp.where(rows, new, old) for rows, new, old in zip(each, step(carry), carry, strict=True)]
+
+    if stops_by_row(inner[0]):
+        return lax.while_loop(lambda carry: on(carry).any(), step_by_row, values[loop.consts :])
+    return lax.while_loop(on, step, values[loop.consts :])
 
 
 def _cond(part: NestingPart, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

@@ -56,6 +56,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
     "a sum scanned": (lambda x: lax.map(lambda a: 2 * a, x.sum(1)), (x,), "a b c -> a c", "abc"),
     "power": (power, (x, np.int32(3)), "a b c, · -> a b c", "abc"),
     "until small": (lambda x: lax.while_loop(lambda y: y.max() > 1, lambda y: y / 2, x), (x,), "a b c -> a b c", ""),
+    "until small, by row": (jax.vmap(power), (x, np.array([0, 3, 1], np.int32)), "a b c, a -> a b c", "abc"),
+    "until small, by row and column": (
+        jax.vmap(jax.vmap(power), (0, None)), (x, np.array([2, 1], np.int32)), "a b c, b -> a b c", "abc",
+    ),
     "summed in a while": (
         lambda x: lax.fori_loop(0, 3, lambda i, s: s + x[i].sum(0), jnp.zeros(4)), (x,), "a b c -> c", "abc",
     ),

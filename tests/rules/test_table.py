@@ -213,6 +213,13 @@ def cases() -> dict[str, list[tuple[Callable[..., Any], tuple[Any, ...]]]]:
             (lambda w: jnp.squeeze(w), (real(1, 4, 1, 6),)),
             (lambda w: w.sum(1)[0], (real(1, 4, 6),)),
         ],
+        "tile": [
+            (lambda w: jnp.tile(w, (4, 1, 1)), (real(1, 3, 2),)),
+            (lambda w: jnp.tile(w, (2, 2)), (real(4, 3),)),
+            (lambda x: jnp.tile(x, (2, 1)).sum(1), (x,)),
+            (lambda x: jnp.tile(x.sum(0), 2), (x,)),
+            (lambda x: jnp.tile(x, (1, 3)).reshape(4, 3, 6), (x,)),
+        ],
         "expand_dims": [(lambda x: jnp.expand_dims(x, (0, 2)), (x,))],
         "optimization_barrier": [
             (lax.optimization_barrier, (x,)),

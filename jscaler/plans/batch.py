@@ -1,0 +1,53 @@
+"""Which of a step's inputs are its batch: those that the plan names, or else what is no state, if that is one thing."""
+
+import jax
+import numpy as np
+
+from jscaler.errors import UnknownNameError
+from jscaler.ir import Graph, PTensor
+
+BATCH = "batch"
+
+
+def batch_leaves(graph: Graph, batch: str = BATCH) -> list[PTensor]:
+    """The inputs whose dim 0 is the batch.
+
+    Where none is called ``"batch"``, and the plan names no other, the data are taken: what is neither state, nor a key of
+    random bits, if dim 0 of all of it has one size.
+
+    Raises:
+        UnknownNameError: no input is called so, and which are data is open; names those that may be.
+    """
+    named = [t for t in graph.select_inputs(batch) if t.shape]
+    if named:
+        return named
+    data = data_inputs(graph)
+    if batch == BATCH and data and len({t.shape[0] for t in data}) == 1:
+        return data
+    why = "; pass the plan batch=..., the path or a pattern of what may be data"
+    raise UnknownNameError("input", batch, map(str, data) if data else (t.name for t in graph.inputs), why)
+
+
+def data_inputs(graph: Graph) -> list[PTensor]:
+    """The inputs that are neither state, nor in one argument with some, nor keys of random bits, and have rows.
+
+    Of a function without a gradient or new state, arguments whose leaves have several numbers of rows count as state.
+    """
+    state = {_argument(graph.inputs[i]) for i in graph.next_version.values()}
+    state |= {_argument(t) for call in graph.calls for t in call.wrt}
+    found = [t for t in graph.inputs if _argument(t) not in state and t.shape and t.shape[0] > 1 and not _is_key(t)]
+    if state:
+        return found
+    rows: dict[str, set[int]] = {}
+    for tensor in found:
+        rows.setdefault(_argument(tensor), set()).add(tensor.shape[0])
+    return [t for t in found if len(rows[_argument(t)]) == 1]
+
+
+def _argument(tensor: PTensor) -> str:
+    return tensor.name.partition("/")[0]
+
+
+def _is_key(tensor: PTensor) -> bool:
+    raw = tensor.dtype == np.uint32 and tensor.shape in ((2,), (4,))
+    return raw or jax.dtypes.issubdtype(tensor.dtype, jax.dtypes.prng_key)
