@@ -25,10 +25,10 @@ from jscaler.ir.op import RANGES
 from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
 from jscaler.plans.attention import holds_contraction
-from jscaler.plans.factors import Dims, Factors, by_dim, can_run_in_turn, reached, required, select
+from jscaler.plans.column_row_pairs import columns_of
+from jscaler.plans.factors import Dims, Factors, can_run_in_turn, reached
 from jscaler.plans.single import single
-from jscaler.plans.tensor_parallel import COLUMNS
-from jscaler.plans.vocab_parallel import VOCABULARY
+from jscaler.plans.vocab_parallel import tables_of_words
 from jscaler.primitives import Planner, TimeSplit
 from jscaler.rules.reached_factors import reached_factors
 
@@ -37,7 +37,7 @@ CO_SHARD, TOKENS = "co_shard", "tokens"
 
 def co_shard(
     parts: int,
-    on: Dims | Sequence[str] = COLUMNS,
+    on: Dims | Sequence[str] | None = None,
     plan: Callable[..., Any] | None = None,
     loss: bool = True,
     recompute: bool = True,
@@ -67,13 +67,12 @@ def co_shard(
         raise PlanError(f"co_shard: parts is a positive whole number, not {parts!r}")
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        leaves = required(graph, by_dim(on), "pass co_shard(on=...)")
+        leaves = columns_of(graph, on, parts, "pass co_shard(on=...)")
         table = _in_turn(graph, reached(graph, leaves, parts), parts)
         for op, name in table.items():
             graph.op_trans(op, TimeSplit(name, parts, CO_SHARD))
         if loss:
-            words = VOCABULARY if vocabulary is None else vocabulary
-            for op, name in _in_turn(graph, _tokens(graph, words, parts), parts).items():
+            for op, name in _in_turn(graph, _tokens(graph, tables_of_words(graph, vocabulary), parts), parts).items():
                 if op not in table:
                     graph.op_trans(op, TimeSplit(name, parts, TOKENS))
         inner(graph, devices)
@@ -130,10 +129,10 @@ def _with_preparation(graph: Planner, group: Sequence[Op]) -> list[Op]:
     return [op for op in graph.ops if op in members]
 
 
-def _tokens(graph: Planner, vocabulary: Dims, parts: int) -> Factors:
+def _tokens(graph: Planner, vocabulary: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
     """The ops from the head to the loss, split along the tokens: the largest dim of the logits beside the vocabulary."""
     found: Factors = {}
-    for tensor, dim in select(graph, vocabulary):
+    for tensor, dim in vocabulary:
         words = {op: name for op, name in graph.factor_of(tensor.name, dim).items() if op.kind == "forward"}
         for head in words:
             dims = graph.rule(head).results[0] if _is_head(graph, head, words[head]) else ()

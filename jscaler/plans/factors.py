@@ -22,7 +22,9 @@ Dims = Mapping[str, int | None]  # pattern of input leaves -> dim, from the end 
 
 
 def by_dim(patterns: Dims | Sequence[str]) -> Dims:
-    """``patterns`` as a table; those without a dim follow `column`."""
+    """``patterns`` as a table; those without a dim follow `column`. A string is one pattern."""
+    if isinstance(patterns, str):
+        patterns = (patterns,)
     return patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
 
 

@@ -24,12 +24,12 @@ from typing import Literal
 import numpy as np
 
 from jscaler.errors import PlanError
+from jscaler.plans.column_row_pairs import columns_of
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Dims, Factors, by_dim, device_grid, reached, required, select, split
+from jscaler.plans.factors import Dims, Factors, device_grid, reached, required, split
 from jscaler.plans.pipeline import pipeline
 from jscaler.plans.sequence_parallel import SEQUENCE
-from jscaler.plans.tensor_parallel import COLUMNS
-from jscaler.plans.vocab_parallel import VOCABULARY
+from jscaler.plans.vocab_parallel import tables_of_words
 from jscaler.plans.zero import shard_parameters, without_followers
 from jscaler.primitives import Planner
 from jscaler.tables import Published, Table
@@ -42,7 +42,7 @@ def megatron(
     vocab: bool | Dims = True,
     zero: Literal[0, 1, 2, 3] = 0,
     batch: str = "batch",
-    columns: Dims | Sequence[str] = COLUMNS,
+    columns: Dims | Sequence[str] | None = None,
     pp: int = 1,
     microbatches: int | None = None,
     schedule: "Published | Table | str" = "1f1b",
@@ -80,7 +80,7 @@ def megatron(
         ... def train_step(state, batch): ...
     """
 
-    def on_grid(graph: Planner, devices: np.ndarray, tp: int | None, columns: Dims | Sequence[str]) -> None:
+    def on_grid(graph: Planner, devices: np.ndarray, tp: int | None, columns: Dims | Sequence[str] | None) -> None:
         grid = device_grid(devices, "megatron", dp=dp, tp=tp)
         rows, parts = grid.shape
         table = _tensor_factors(graph, parts, columns)
@@ -91,13 +91,14 @@ def megatron(
             table = without_followers(graph, table, stored=zero == 3)
         split(graph, grid, batch_factors(graph, batch, rows), table)
 
-    def _tensor_factors(graph: Planner, parts: int, columns: Dims | Sequence[str]) -> Factors:
+    def _tensor_factors(graph: Planner, parts: int, columns: Dims | Sequence[str] | None) -> Factors:
         if parts == 1:
             return {}
-        kernels = required(graph, by_dim(columns), "pass megatron(columns=...)") if columns else []
+        given = columns is None or bool(columns)
+        kernels = columns_of(graph, columns, parts, "pass megatron(columns=...)") if given else []
         table = reached(graph, kernels, parts)
         if vocab:
-            words = select(graph, VOCABULARY if vocab is True else vocab)
+            words = tables_of_words(graph, None if vocab is True else vocab)
             table = reached(graph, words, parts) | table
         if sequence:
             tokens = required(graph, SEQUENCE if sequence is True else sequence, "pass megatron(sequence={...})")

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jscaler.plans.factors import Dims, by_dim, reached, required, split
-from jscaler.plans.tensor_parallel import COLUMNS
+from jscaler.plans.column_row_pairs import columns_of
+from jscaler.plans.factors import Dims, reached, required, split
 from jscaler.primitives import Planner
 
 SEQUENCE = {"batch/tokens": 1}
 
 
-def sequence_parallel(columns: Dims | Sequence[str] = COLUMNS, sequence: Dims | None = None) -> Callable[..., None]:
+def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dims | None = None) -> Callable[..., None]:
     """`tensor_parallel`, and the sequence over the same devices wherever heads and hidden units do not reach.
 
     Args:
@@ -35,7 +35,7 @@ def sequence_parallel(columns: Dims | Sequence[str] = COLUMNS, sequence: Dims | 
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        kernels = required(graph, by_dim(columns), "pass sequence_parallel(columns=...)")
+        kernels = columns_of(graph, columns, devices.size, "pass sequence_parallel(columns=...)")
         tokens = required(graph, SEQUENCE if sequence is None else sequence, "pass sequence_parallel(sequence=...)")
         between = reached(graph, tokens, devices.size)
         split(graph, devices, between | reached(graph, kernels, devices.size))

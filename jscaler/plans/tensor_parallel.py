@@ -18,26 +18,24 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jscaler.plans.factors import Dims, by_dim, reached, required, split
+from jscaler.plans.column_row_pairs import columns_of
+from jscaler.plans.factors import Dims, reached, split
 from jscaler.primitives import Planner
 
-ATTENTION = ("query", "key", "value", "qkv", "q_proj", "k_proj", "v_proj")
-FEED_FORWARD = ("up", "gate", "up_proj", "gate_proj", "wi", "wi_*", "fc1", "fc_in", "intermediate")
-# Kernels that are cut by columns, as Flax models name them. The kernels that follow them are found by the dataflow.
-COLUMNS = tuple(f"*/{name}/kernel" for name in (*ATTENTION, *FEED_FORWARD))
 
-
-def tensor_parallel(columns: Dims | Sequence[str] = COLUMNS) -> Callable[..., None]:
-    """Split the columns of each kernel that matches, and all ops that they reach, over all devices.
+def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[..., None]:
+    """Split the columns of the first kernel of each pair, and all ops that they reach, over all devices.
 
     Args:
-        columns: shell patterns of kernels among the step's inputs, or ``{pattern: dim}``; a dim counts from the end if
-            negative, so that it holds for stacked layers too. Without one it is the first dim that the kernel's
-            contraction leaves, and nothing takes apart: the heads of (d, h, k) and (d, 3, h, k), the columns of (d, f).
-            Where two reach one op, the kernel that is first among the inputs decides.
+        columns: a shell pattern of kernels among the step's inputs, several, or ``{pattern: dim}``; by default all whose
+            columns meet the rows of another kernel, unit by unit (`jscaler.plans.column_row_pairs`). A dim counts from
+            the end if negative, so that it holds for stacked layers too. Without one it is the first dim that the
+            kernel's contraction leaves, and nothing takes apart: the heads of (d, h, k) and (d, 3, h, k), the columns of
+            (d, f). Where two reach one op, the kernel that is first among the inputs decides.
 
     Raises (when the plan is made):
         UnknownNameError: no kernel matches.
+        PlanError: none is named, and none is found.
         SplitError: the heads or columns of a kernel do not divide by the number of devices.
 
     Example:
@@ -45,7 +43,7 @@ def tensor_parallel(columns: Dims | Sequence[str] = COLUMNS) -> Callable[..., No
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        leaves = required(graph, by_dim(columns), "pass tensor_parallel(columns=...)")
+        leaves = columns_of(graph, columns, devices.size, "pass tensor_parallel(columns=...)")
         split(graph, devices, reached(graph, leaves, devices.size))
 
     policy.__name__ = "tensor_parallel"

@@ -10,11 +10,15 @@ The look-up ends in one all-reduce of activations; the cross entropy reduces one
 gathers logits. The gradients of embedding and head stay with their rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from jscaler.plans.factors import Dims, reached, required, split
+from jscaler.ir import PTensor
+from jscaler.ir.walk import closure
+from jscaler.plans.attention import holds_contraction
+from jscaler.plans.column_row_pairs import meets_rows, products_of, weights_of
+from jscaler.plans.factors import Dims, reached, required, select, split
 from jscaler.primitives import Planner
 
 # Tables of words: rows of an embedding, columns of an untied head.
@@ -29,12 +33,61 @@ VOCABULARY: Dims = {
 }
 
 
+def tables_of_words(graph: Planner, vocabulary: Dims | None = None) -> list[tuple[PTensor, int]]:
+    """Embeddings and heads, and which dims of theirs are words: what matches, or by default is found.
+
+    By default those that are called as Flax models call them, and each table whose rows are looked up, and that, or a
+    kernel with as many columns, makes logits.
+    """
+    found = select(graph, VOCABULARY if vocabulary is None else vocabulary)
+    if vocabulary is not None:
+        return found
+    weights = weights_of(graph)
+    tables = [t for t in graph.inputs if t in weights and _is_looked_up(graph, t, weights)]
+    sizes = {t.shape[0] for t in tables}
+    heads = [
+        (tensor, dim)
+        for tensor in graph.inputs
+        if tensor in weights
+        for dim, size in enumerate(tensor.shape)
+        if size in sizes and _makes_logits(graph, tensor, dim, weights)
+    ]
+    logits = {tensor.shape[dim] for tensor, dim in heads}
+    found += [(t, 0) for t in tables if t.shape[0] in logits] + heads
+    return list({tensor: (tensor, dim) for tensor, dim in reversed(found)}.values())[::-1]
+
+
+def _makes_logits(graph: Planner, kernel: PTensor, dim: int, weights: set[PTensor]) -> bool:
+    """Whether a product with ``kernel`` leaves ``dim``, and no other kernel contracts that."""
+    products = products_of(graph, kernel, weights)
+    reach = graph.factor_of(kernel.name, dim) if products else {}
+    left = (graph.rule(op).factors[name].kind == "parallel" for op, name in reach.items() if op.path in products)
+    return any(left) and not meets_rows(graph, kernel, reach, weights)
+
+
+def _is_looked_up(graph: Planner, table: PTensor, weights: set[PTensor]) -> bool:
+    """Whether rows of ``table``, or of a cast of it, are picked, which parts of it do together: sums with zeros."""
+
+    def made_of(tensor: PTensor) -> Iterable[PTensor]:
+        return (t for op in graph.consumers.get(tensor, ()) for t in op.outputs if op.kind == "forward" and t in weights)
+
+    for tensor in closure([table], made_of):
+        for op in graph.consumers.get(tensor, ()):
+            if op.kind == "forward" and not holds_contraction(op):
+                rule = graph.rule(op)
+                rows = rule.operands[op.inputs.index(tensor)][0]
+                if rows and rule.factors[rows[0]].kind == "reduction" and len(tensor.shape) == 2:
+                    return True
+    return False
+
+
 def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
     """Split the vocabulary of each table that matches, and all ops that it reaches, over all devices.
 
     Args:
         vocabulary: ``{pattern: dim}`` of embeddings and heads among the step's inputs; by default as Flax models name
-            them, ``{"*/embed/embedding": -2, "*/lm_head/kernel": -1, …}``.
+            them, ``{"*/embed/embedding": -2, "*/lm_head/kernel": -1, …}``, and tables whose rows are looked up, with
+            the kernels that make logits of as many words.
 
     Raises (when the plan is made):
         UnknownNameError: no table matches.
@@ -42,8 +95,9 @@ def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        words = VOCABULARY if vocabulary is None else vocabulary
-        leaves = required(graph, words, "pass vocab_parallel(vocabulary=...)")
+        leaves = tables_of_words(graph, vocabulary)
+        if not leaves:
+            leaves = required(graph, vocabulary or VOCABULARY, "pass vocab_parallel(vocabulary=...)")
         split(graph, devices, reached(graph, leaves, devices.size))
 
     policy.__name__ = "vocab_parallel"

@@ -120,6 +120,6 @@ def test_mistakes() -> None:
     with pytest.raises(SplitError, match=r"attn/key/kernel' cannot .* 'dim 1' of size 4 into 8 parts; legal: 1, 2, 4"):
         planned(tensor_parallel(), gpt(), 8)
     with pytest.raises(UnknownNameError, match=r"pass tensor_parallel\(columns=\.\.\.\)"):
-        planned(tensor_parallel(), mlp(), 4)
+        planned(tensor_parallel("*/up/kernel"), mlp(), 4)
     with pytest.raises(PlanError, match=r"has no dim 2; give one from -2 to 1"):
         planned(tensor_parallel({"*/layer_0/kernel": 2}), mlp(), 4)

@@ -1,0 +1,188 @@
+"""Pairs of kernels are found in models whose names say nothing."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jscaler
+from jscaler import plans
+
+
+class Dense(nn.Module):
+    """Layers one behind the other; the last has no partner."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for number, width in enumerate((12, 8, 8, 8, 5)):
+            x = nn.Dense(width, name=f"n{number}")(nn.relu(x))
+        return x
+
+
+class Encoder(nn.Module):
+    """Attention and a gated feed-forward layer behind norms; a fused projection in the second layer."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(24, 8, name="words")(tokens)
+        for i in range(2):
+            h = nn.LayerNorm(name=f"first{i}")(x)
+            if i:
+                q, k, v = jnp.split(nn.Dense(24, name="fused")(h), 3, -1)
+            else:
+                q, k, v = (nn.Dense(8, name=name)(h) for name in ("left", "middle", "right"))
+            q, k, v = (t.reshape(*t.shape[:2], 4, 2) for t in (q, k, v))
+            scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)
+            x = x + nn.Dense(8, name=f"back{i}")(jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape))
+            h = nn.LayerNorm(name=f"second{i}")(x)
+            x = x + nn.Dense(8, name=f"narrow{i}")(nn.silu(nn.Dense(16, name=f"a{i}")(h)) * nn.Dense(16, name=f"b{i}")(h))
+        return nn.Dense(5, name="labels")(x[:, 0])
+
+
+class Residual(nn.Module):
+    """Convolutions with statistics of channels between."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(8, (3, 3), name="stem")(x)
+        for i in range(2):
+            y = nn.Conv(8, (3, 3), name=f"one{i}")(x)
+            y = nn.relu(nn.BatchNorm(use_running_average=False, name=f"norm{i}")(y))
+            x = nn.relu(x + nn.Conv(8, (3, 3), name=f"two{i}")(y))
+        return nn.Dense(5, name="labels")(x.mean((1, 2)))
+
+
+class Recurrent(nn.Module):
+    """Gates read a state that is made of them."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.RNN(nn.GRUCell(8), name="cells")(nn.Embed(24, 8, name="words")(tokens))
+        return nn.Dense(5, name="labels")(x[:, -1])
+
+
+class Stacked(nn.Module):
+    """Layers that are one loop."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+                h = nn.LayerNorm(name="norm")(x)
+                return x + nn.Dense(8, name="second")(nn.gelu(nn.Dense(16, name="first")(h))), None
+
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        x, _ = layers(name="layers")(nn.Dense(8, name="enter")(x), None)
+        return nn.Dense(5, name="labels")(x)
+
+
+TOKENS = jax.random.randint(jax.random.key(0), (8, 4), 0, 24)
+ROWS = jax.random.normal(jax.random.key(0), (8, 6))
+IMAGES = jax.random.normal(jax.random.key(0), (8, 4, 4, 3))
+MODELS: dict[str, tuple[nn.Module, jax.Array, set[str]]] = {  # and what has no partner
+    "dense": (Dense(), ROWS, {"n4"}),
+    "encoder": (Encoder(), TOKENS, {"words", "labels"}),
+    "residual": (Residual(), IMAGES, set()),
+    "recurrent": (Recurrent(), TOKENS, {"words"}),
+    "stacked": (Stacked(), ROWS, {"enter", "labels"}),
+}
+
+
+def step_of(model: nn.Module, value_and_grad: Any) -> Callable[..., Any]:
+    def train(variables: Any, inputs: jax.Array) -> Any:
+        def loss_of(params: Any) -> Any:
+            logits, _ = model.apply({**variables, "params": params}, inputs, mutable=["batch_stats"])
+            return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0])
+
+        loss, grads = value_and_grad(loss_of)(variables["params"])
+        return {**variables, "params": jax.tree.map(lambda p, g: p - 0.5 * g, variables["params"], grads)}, loss
+
+    return train
+
+
+def whole_kernels(params: Any) -> set[str]:
+    """The modules whose kernels or tables every device has whole."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+    tables = [(name, leaf) for name, leaf in named if name.endswith(("kernel", "embedding"))]
+    return {name.split("/")[0] for name, leaf in tables if leaf.addressable_shards[0].data.size == leaf.size}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kernel_with_a_partner_is_split(name: str) -> None:
+    model, inputs, alone = MODELS[name]
+    variables = model.init(jax.random.key(1), inputs)
+    got = jscaler.parallelize(plans.tensor_parallel(), devices=2)(step_of(model, jscaler.value_and_grad))(variables, inputs)
+    want = jax.jit(step_of(model, jax.value_and_grad))(variables, inputs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+    assert whole_kernels(got[0]["params"]) == alone
+
+
+@pytest.mark.parametrize("plan", ["megatron(dp=2, tp=2)", "co_shard(2)"])
+def test_other_plans_find_them_too(plan: str) -> None:
+    model, inputs, _ = MODELS["encoder"]
+    variables = model.init(jax.random.key(1), inputs)
+    train = jscaler.parallelize(plan, devices=4 if "megatron" in plan else 1)(step_of(model, jscaler.value_and_grad))
+    want = jax.jit(step_of(model, jax.value_and_grad))(variables, inputs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), train(variables, inputs), want)
+
+
+class Language(nn.Module):
+    """Words by a name of its own; the head's own table, or the same."""
+
+    tied: bool
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        words = nn.Embed(24, 8, name="pieces")
+        x = words(tokens) + nn.Embed(4, 8, name="places")(jnp.arange(4))
+        x = x + nn.Dense(8, name="second")(nn.relu(nn.Dense(16, name="first")(x)))
+        return words.attend(x)[:, 0] if self.tied else nn.Dense(24, name="guess")(x)[:, 0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_words_are_what_is_looked_up_and_makes_logits(tied: bool) -> None:
+    model = Language(tied)
+    variables = model.init(jax.random.key(1), TOKENS)
+    want = jax.jit(step_of(model, jax.value_and_grad))(variables, TOKENS)
+    for plan, alone in ((plans.vocab_parallel(), {"first", "second", "places"}), (plans.megatron(tp=2), {"places"})):
+        got = jscaler.parallelize(plan, devices=2)(step_of(model, jscaler.value_and_grad))(variables, TOKENS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+        assert whole_kernels(got[0]["params"]) == alone
+
+
+def test_kernels_that_do_not_divide_are_named() -> None:
+    model, inputs, _ = MODELS["dense"]
+    variables = model.init(jax.random.key(1), inputs)
+    train = jscaler.parallelize(plans.tensor_parallel(), devices=8)(step_of(model, jscaler.value_and_grad))
+    with pytest.warns(
+        jscaler.PlanWarning, match=r"do not divide into 8 parts stay whole: 'variables/params/n0/kernel \(12\)'"
+    ):
+        lowered = train.lower(variables, inputs)
+    assert lowered.plan is not None
+
+
+def test_a_string_is_one_pattern() -> None:
+    model, inputs, _ = MODELS["dense"]
+    variables = model.init(jax.random.key(1), inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train = jscaler.parallelize(plans.tensor_parallel("*/n1/kernel"), devices=2)(step_of(model, jscaler.value_and_grad))
+        got, _ = train(variables, inputs)
+    assert whole_kernels(got["params"]) == {"n0", "n3", "n4"}
+
+
+def test_a_model_without_pairs() -> None:
+    def train(w: jax.Array, batch: jax.Array) -> Any:
+        return jscaler.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+
+    with pytest.raises(
+        jscaler.PlanError, match=r"no kernel's columns reach the rows of another.*pass tensor_parallel\(col"
+    ):
+        jscaler.parallelize(plans.tensor_parallel(), devices=2)(train)(jnp.ones((4, 4)), jnp.ones((8, 4)))
