@@ -15,6 +15,7 @@ from jscaler.lax_primitives import TABLE
 
 # Names of call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
 # where no autodiff follows.
+WISH = "sharding_constraint"  # of the model's own: how tensors lie is the plan's
 CALLS = frozenset(one.name for one in TABLE.values() if one.opened == "call")
 CUSTOM_VJP = frozenset(one.name for one in TABLE.values() if one.opened == "vjp")
 CUSTOM_CALLS = frozenset(one.name for one in TABLE.values() if one.opened) - CALLS
@@ -75,9 +76,13 @@ class Inliner:
                 invars = self._fenced(invars)
             env.update(zip(eqn.outvars, self.run(inner, consts, invars, info.name_stack), strict=True))
             return
+        if eqn.primitive.name == WISH:
+            env[eqn.outvars[0]] = invars[0]
+            return
         outvars = [fresh(v) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outvars, strict=True))
-        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+        params = {name: _without_wishes(value) for name, value in eqn.params.items()}
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info, params=params))
 
     def _fenced(self, atoms: list[Atom]) -> list[Atom]:
         """``atoms`` behind an optimization barrier, so that what follows is computed again."""
@@ -98,6 +103,23 @@ class Inliner:
         return new
 
 
+def _without_wishes(value: Any) -> Any:
+    """A parameter of an equation, its programs without the model's own wishes."""
+    if isinstance(value, tuple):
+        return tuple(map(_without_wishes, value)) if any(map(_is_program, value)) else value
+    if not _is_program(value):
+        return value
+    inner, consts = open_jaxpr(value)
+    if not any(e.primitive.name == WISH for e in all_equations(inner)):
+        return value
+    made = _flatten(inner, consts, frozenset())
+    return made if type(value) is core.Jaxpr else core.ClosedJaxpr(made, [])
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+
+
 def _read(env: dict[core.Var, Atom], atom: Atom) -> Atom:
     return atom if isinstance(atom, core.Literal) else env[atom]
 
@@ -109,7 +131,7 @@ def fresh(var: core.Var) -> core.Var:
 
 def inline(jaxpr: core.Jaxpr, calls: frozenset[str] = CALLS | CUSTOM_CALLS) -> core.Jaxpr:
     """``jaxpr`` (without constants) with the given calls opened and dead equations dropped."""
-    if not any(e.primitive.name in calls for e in jaxpr.eqns):
+    if not any(e.primitive.name in calls or e.primitive.name == WISH for e in jaxpr.eqns):
         return jaxpr
     return _flatten(jaxpr, [], calls)
 

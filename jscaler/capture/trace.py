@@ -1,5 +1,6 @@
 """Trace a step once, flat: one list of equations, each tagged with the gradient call it belongs to."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.gradient import value_and_grad_p
-from jscaler.capture.jaxprs import Atom, Inliner, open_jaxpr, trace_flat
+from jscaler.capture.jaxprs import WISH, Atom, Inliner, all_equations, open_jaxpr, trace_flat
 from jscaler.capture.opening import hoist_numbers
 from jscaler.capture.split_conditions import split_cond
+from jscaler.errors import CaptureWarning, listing
+from jscaler.ir.op import user_line
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,13 @@ class Trace:
 
 
 def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace:
-    """Trace ``fun(*leaves) -> leaves`` and open its gradient calls."""
+    """Trace ``fun(*leaves) -> leaves`` and open its gradient calls.
+
+    Warns:
+        CaptureWarning: the model says itself how tensors lie, which is left out.
+    """
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*avals))
+    _say_wishes(jaxpr)
     inliner = Inliner()
     invars = [core.Var(v.aval) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars)
@@ -64,6 +72,19 @@ def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace
         hidden,
         jaxpr,
     )
+
+
+def _say_wishes(jaxpr: core.Jaxpr) -> None:
+    wishes = [eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == WISH]
+    if wishes:
+        lines = dict.fromkeys(
+            f"{getattr(e.params['sharding'], 'spec', e.params['sharding'])} at {user_line(e.source_info)}" for e in wishes
+        )
+        warnings.warn(
+            f"the step's own sharding constraints are left out, as its plan says how tensors lie: {listing(list(lines))}",
+            CaptureWarning,
+            stacklevel=2,
+        )
 
 
 class _Opener:
