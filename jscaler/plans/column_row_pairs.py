@@ -63,12 +63,9 @@ def find_columns(graph: Planner, taken: Iterable[Op] = ()) -> list[tuple[PTensor
     weights = weights_of(graph)
     found: list[tuple[PTensor, int]] = []
     table: Factors = dict.fromkeys(taken, "")
-    kernels = [
-        (min(map(graph.position.__getitem__, paths)), t) for t in weights if (paths := products_of(graph, t, weights))
-    ]
-    inputs = set(graph.inputs)
-    for _, kernel in sorted((pair for pair in kernels if pair[1] in inputs), key=lambda pair: pair[0]):
-        if any(graph.by_path[path] in table for path in products_of(graph, kernel, weights)):
+    products = {t: paths for t in graph.inputs if t in weights and (paths := products_of(graph, t, weights))}
+    for kernel in sorted(products, key=lambda t: min(map(graph.position.__getitem__, products[t]))):
+        if any(graph.by_path[path] in table for path in products[kernel]):
             continue
         dim = column(graph, kernel)
         reach = graph.factor_of(kernel.name, dim) if dim is not None else {}
