@@ -2,12 +2,14 @@
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jscaler import plans
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
-from jscaler.errors import CaptureError, PlanError
+from jscaler.errors import CaptureError, PlanError, PlanWarning
+from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import StepPlan
@@ -36,6 +38,7 @@ def parallelize(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     without_passes: str | Sequence[str] = (),
+    strict: bool = False,
 ) -> Callable[[Any], Any]:
     """Decorate a step function (not a method) or a Flax module so that it runs on many devices as ``plan`` says.
 
@@ -53,6 +56,9 @@ def parallelize(
         static_argnums, static_argnames: hashable arguments that are compile-time constants, as in ``jax.jit``.
         without_passes: passes for XLA's scheduler or code generation to leave out (``"swapped_dots"``,
             ``"products_before_loops"``, ``"pairs_together"``), to see what each is worth; ``lowered.passes`` lists all.
+        strict: whether a plan that loses parallelism is refused. Ops that are copied on every device though they carry
+            what the plan splits, and activations that are gathered though no decision asked for it, are a `PlanWarning`
+            otherwise; ``explain()`` lists them.
 
     Returns:
         A decorator: of a function it makes a `Parallelized`, of a module class a subclass, of a module one like it.
@@ -81,7 +87,7 @@ def parallelize(
                 "been imported as flax.linen or flax.nnx?"
             )
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
-        return Parallelized(fun, policy, devices, arguments, cost, without=without)
+        return Parallelized(fun, policy, devices, arguments, cost, without=without, strict=strict)
 
     def step_of_module(forward: Callable[..., Any]) -> Parallelized:
         if any(x not in ((), "") for x in (donate_argnums, donate_argnames, static_argnums, static_argnames)):
@@ -90,7 +96,7 @@ def parallelize(
                 "arguments is no array is static"
             )
         arguments = Arguments.of(forward, (), (), (), "constants")
-        return Parallelized(forward, policy, devices, arguments, cost, updates=False, without=without)
+        return Parallelized(forward, policy, devices, arguments, cost, updates=False, without=without, strict=strict)
 
     return decorate
 
@@ -117,7 +123,7 @@ class Parallelized:
 
     def __init__(
         self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS,
-        updates: bool = True, following: Following | None = None, without: Sequence[str] = (),
+        updates: bool = True, following: Following | None = None, without: Sequence[str] = (), strict: bool = False,
     ):  # fmt: skip
         functools.update_wrapper(self, fun)
         self.fun = fun
@@ -127,6 +133,7 @@ class Parallelized:
         self._arguments = arguments
         self._cost = cost
         self._without = without
+        self._strict = strict
         self._following = following  # whose layouts the state of this step has
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
         self._lowered: dict[Any, Lowered] = {}
@@ -254,13 +261,16 @@ class Parallelized:
             return [Followed.of(m.graph, m.plan.completed.inputs, m.call) for m in made]
 
         following = Following(self._name, self._policy, planned, paths or {})
-        return Parallelized(fun, policy, self._devices, arguments, self._cost, following=following, without=self._without)
+        return Parallelized(
+            fun, policy, self._devices, arguments, self._cost, following=following, without=self._without,
+            strict=self._strict,
+        )  # fmt: skip
 
     def under(self, plan: PlanLike) -> "Parallelized":
         """The same step under another plan, on the same devices."""
         return Parallelized(
             self.fun, _policy(plan), self._devices, self._arguments, self._cost, self._updates, self._following,
-            self._without,
+            self._without, self._strict,
         )  # fmt: skip
 
     def without_stages(self) -> "Parallelized":
@@ -286,7 +296,9 @@ class Parallelized:
         captured, result = capture_call(self.fun, self._arguments, call, self._updates)
 
         def planned(num_devices: int) -> StepPlan:
-            return lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
+            step = lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
+            _say_lost(step, self._strict)
+            return step
 
         step = planned(count)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
@@ -295,6 +307,15 @@ class Parallelized:
             ExplainedPlan.of(step), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
             self._cost, result.changes, planned if self._devices is None else None,
         )  # fmt: skip
+
+
+def _say_lost(step: StepPlan, strict: bool) -> None:
+    """Warn of parallelism that a plan loses; raises PlanError where that is ``strict``."""
+    lost = lost_parallelism(step)
+    if lost.ops and strict:
+        raise PlanError(f"plan '{step.name}' is refused, since strict=True: {lost}")
+    if lost.ops:
+        warnings.warn(f"plan '{step.name}': {lost}", PlanWarning, stacklevel=5)
 
 
 def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:

@@ -2,9 +2,12 @@
 
 import jax
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 
 from tests.programs import MAKERS, draw_program, measure
+
+pytestmark = losing
 
 SEEDS = range(100, 120)
 TIMED = (2, 17, 19, 25, 29, 63, 172, 221)  # each was wrong once

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from losing import losing
 
 import jscaler
 from jscaler.errors import PlanError
@@ -13,6 +14,8 @@ from jscaler.ir.loop import made_by, reads_of
 from jscaler.ir.walk import between
 from jscaler.primitives.recompute_regions import _items_in
 from tests.programs import LEARNING_RATE, devices_of, draw_policy, draw_program
+
+pytestmark = losing
 
 
 def random_region(graph: Any, rng: np.random.Generator) -> list[Op]:

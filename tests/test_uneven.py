@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from losing import losing
 from lower.steps import ADAMW, MOMENTUM, assert_same_numbers, make_batch, make_state, make_step, planned, tied_loss
 from of_the_day import of_the_day
 
@@ -60,6 +61,7 @@ def channels(graph: Any, devices: np.ndarray) -> None:
     graph.op_assign(graph.op_trans(graph["norm/rsqrt"], Split("b", sizes=(5, 3, 8))), devices)
 
 
+@losing
 @pytest.mark.parametrize(("policy", "devices"), [(batch_and_columns, 4), (channels, 3)], ids=["grid", "channels"])
 def test_joined_gradients_norms_and_softmax(policy: Any, devices: int) -> None:
     assert_same_numbers(policy, devices, tied_loss, ADAMW)

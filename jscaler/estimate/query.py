@@ -14,9 +14,8 @@ from jscaler.estimate.cost import Cost, OpCost, Share
 from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.traffic import RESULTS, Traffic, sum_of, traffic_by_reader, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
-from jscaler.lower.flat_program import FlatProgram
+from jscaler.estimate.works import works_of
 from jscaler.lower.instructions import Send
-from jscaler.lower.program import Compute, walk
 from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize.crossing import hop_price
@@ -24,7 +23,6 @@ from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
 from jscaler.stages import Captured, lower, transform
 from jscaler.xla_model.flops import flops_of
-from jscaler.xla_model.work import Work, work_of
 
 PER_ELEMENT = 300.0  # FLOPs of products that take as long as one of elementwise arithmetic, which waits for memory
 
@@ -120,14 +118,11 @@ def _by_op(step: StepPlan, segment: Segment, moved: Mapping[str, Traffic], clust
     """The ops of one segment."""
     table: dict[str, OpCost] = {}
     none = Traffic()
-    for task, times in walk(segment.program.tasks, segment.program.times):
-        if not isinstance(task, Compute):
-            continue
-        work = _work(step, segment.flat, task)
-        sent = moved.get(task.op.path, none)
+    for op, times, work in works_of(step, segment):
+        sent = moved.get(op.path, none)
         seconds = None if cluster.device is None else times * work.seconds(cluster.device)
-        table[task.op.path] = OpCost(
-            task.op.kind, times * work.flops, times * work.read, times * work.written, seconds, sent,
+        table[op.path] = OpCost(
+            op.kind, times * work.flops, times * work.read, times * work.written, seconds, sent,
             times * work.launches,
         )  # fmt: skip
     return table
@@ -201,13 +196,3 @@ def _seconds(step: StepPlan, blocks: Sequence[_BlockCost]) -> list[float]:
     """The seconds of one run of each executable, which may be several blocks."""
     of = {id(one.block): ((one.compute or 0.0) + one.sent.seconds) / one.runs for one in blocks}
     return [sum(of[id(part)] for part, _ in block.parts or ((block, 0),)) for block in step.blocks]
-
-
-def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:
-    """Worked out once for all ops of one body, one placement, and one share of what others have done before."""
-    book: Any = step.graph.rules
-    done = flat.origins.done[task.op.path]
-    key = ("work", task.jaxpr, done)
-    if key not in book.memo:
-        book.memo[key] = work_of(task.jaxpr, done)
-    return book.memo[key]

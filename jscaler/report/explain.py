@@ -29,7 +29,8 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     of what was filled in. Behind these stand, if there are several groups, what crosses between them, the blocks that they
     run (how often, their ops, what a device keeps of a micro-batch for the backward block of its stage) and the order in
     which they run them. Of kind ``again`` are clones of forward ops that the backward pass computes once more; below
-    the table stands what is kept instead. Layouts are ``R<replicas> V<value shares> D<parts of each dim>``.
+    the table stands what is kept instead, and what is lost: ops that are copied, and tensors that are gathered, though the
+    plan splits what they carry. Layouts are ``R<replicas> V<value shares> D<parts of each dim>``.
 
     ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
     others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
@@ -73,12 +74,18 @@ def _ops(report: StepReport) -> list[str]:
         where = f" on {_runs_on(row)}" if several else ""
         hidden[where] = hidden.get(where, 0) + row.count
     lines += [f"{n} ops{where} are copied on every device, as all that they read is" for where, n in hidden.items()]
+    lines += _lost(report)
     lines += report.recomputed
     lines += _crossings(report)
     if report.results:
         moved = summed([move.moved for move in report.results])
         lines += [f"results: {moved_text(moved)}", *_details(report.results)]
     return lines
+
+
+def _lost(report: StepReport) -> list[str]:
+    """What is copied or gathered though the plan splits it."""
+    return [report.lost.summary, *(f"          └ {line}" for line in report.lost.lines)] if report.lost.ops else []
 
 
 def _runs_on(row: OpRow) -> str:

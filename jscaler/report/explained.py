@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from jscaler.estimate.lost_parallelism import LostParallelism
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.explain import SECTIONS, Section, explain
 from jscaler.report.step_report import StepReport, step_report
@@ -22,6 +23,11 @@ class ExplainedPlan(StepPlan):
     def report(self) -> StepReport:
         """What the plan makes of every group of ops and of state leaves, as data; ``report.as_json()`` for programs."""
         return step_report(self)
+
+    @property
+    def lost(self) -> LostParallelism:
+        """What runs whole on every device though it carries what the plan splits, and why: ``lost.ops`` as data."""
+        return self.report.lost
 
     def explain(self, sections: Iterable[Section] = SECTIONS) -> str:
         """Tables: how every group of ops is split, who decided, and which collectives with how many bytes follow; how the

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from jscaler.clusters import Bytes
+from jscaler.estimate.lost_parallelism import LostParallelism, lost_parallelism
 from jscaler.estimate.memory import Memory, estimated_memory
 from jscaler.estimate.traffic import Moved, summed
 from jscaler.ir import Graph, Op
@@ -122,6 +123,7 @@ class StepReport:
         idle: devices of the plan that no op and no leaf lies on.
         schedule: for each group of a loop over groups what it runs, and when.
         blocks: what groups run between crossings, in the order of the program; none where one program is all.
+        lost: ops that are copied, and tensors that are gathered, though the plan splits what they carry.
     """
 
     plan: str
@@ -141,6 +143,7 @@ class StepReport:
     idle: tuple[int, ...] = ()
     schedule: tuple[ScheduleRow, ...] = ()
     blocks: tuple[BlockRow, ...] = ()
+    lost: LostParallelism = field(default_factory=LostParallelism)
 
     @property
     def total(self) -> Moved:
@@ -168,7 +171,7 @@ def _plain(value: Any) -> Any:
 def step_report(step: StepPlan) -> StepReport:
     """Gather the report of a planned step."""
     graph, plan, completed, cost = step.graph, step.plan, step.completed, step.cost
-    moves = moves_by_reader(step.segments)
+    moves, lost = moves_by_reader(step.segments), lost_parallelism(step)
     spanning = step.spanning
     return StepReport(
         plan.name,
@@ -176,7 +179,7 @@ def step_report(step: StepPlan) -> StepReport:
         plan.num_devices,
         tuple(dict(group.axes) for group in completed.groups),
         len(plan.decisions),
-        _op_rows(graph, completed, moves),
+        _op_rows(graph, completed, moves, {op.path for op in lost.ops}),
         leaf_rows(graph, plan, completed, cost),
         _memory(graph, completed),
         estimated_memory(step).memory,
@@ -191,6 +194,7 @@ def step_report(step: StepPlan) -> StepReport:
         tuple(sorted({*range(plan.num_devices)} - {d for group in completed.groups for d in group.devices})),
         schedule_rows(step),
         block_rows(step) if len(step.blocks) > 1 else (),
+        lost,
     )
 
 
@@ -201,7 +205,9 @@ def _crossed(transfer: Transfer, times: int) -> CrossedTensor:
     return CrossedTensor(transfer.tensor.name, *devices, layout_text(before), layout_text(after), sent, times)
 
 
-def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[MovedTensor]]) -> tuple[OpRow, ...]:
+def _op_rows(
+    graph: Graph, completed: Completed, moves: Mapping[str, Sequence[MovedTensor]], lost: Set[str]
+) -> tuple[OpRow, ...]:
     groups: dict[tuple[Any, ...], list[Op]] = {}
     for op in graph.ops:
         laid = completed.ops[op.path]
@@ -213,7 +219,7 @@ def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Mo
             folded(op.path),
             split,
             place.origin,
-            why(place),
+            f"{why(place)}; lost, see below" if op.path in lost else why(place),
             left,
             place.runners_up,
             _in_time(graph, op),
@@ -227,6 +233,7 @@ def _op_rows(graph: Graph, completed: Completed, moves: Mapping[str, Sequence[Mo
         if in_time and not moved and any(mark in path for mark in OWN_MARKS):
             continue
         idle = not moved and origin != "policy" and split == "copy" and not runners_up and not in_time
+        idle = idle and all(op.path not in lost for op in ops)
         count = sum(_times(graph, op) for op in ops)
         again = any(op.again is not None for op in ops)
         rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, in_time, *home))
@@ -262,7 +269,7 @@ def why(placement: Placement) -> str:
         return "filled: passes value shares on"
     if placement.factors:
         return "filled: the split of its inputs" if placement.runners_up else "filled: the split that its reader wants"
-    return "filled: whole values cost least" if placement.runners_up else "filled: no cheaper use"
+    return "filled: whole values cost least" if placement.runners_up else "filled: nothing to split along"
 
 
 def _memory(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds and counts as people read them."""
 
 
 def readable_bytes(number: float) -> str:
@@ -16,3 +16,12 @@ def readable_seconds(seconds: float | None) -> str:
         return "unknown"
     scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
     return f"{seconds * scale:.3g} {unit}"
+
+
+def readable_count(number: float) -> str:
+    """``1.5 M`` for 1500000; the unit comes behind: ``1.5 MFLOP``."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000 or unit == "T":
+            return f"{number:.0f} {unit}" if unit == "" else f"{number:.1f} {unit}"
+        number /= 1000
+    raise AssertionError

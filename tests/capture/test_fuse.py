@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from losing import losing
 from lower.steps import ADAMW, assert_same_numbers, make_batch, make_params, mlp_loss, planned, tied_loss
 
 import jscaler
@@ -174,6 +175,7 @@ def split_on_its_own(graph: Any, devices: np.ndarray) -> None:
     graph.op_assign(graph.op_trans("up/dot@backward", Split("a", devices.size)), devices)
 
 
+@losing
 def test_a_backward_that_is_split_in_another_way_runs_in_chunks_only_if_they_divide_its_parts() -> None:
     plan = planned(split_on_its_own, 4, tied_loss)
     used = [plan.completed.ops[p].placement.describe() for p in ("up/dot", "up/dot@backward")]

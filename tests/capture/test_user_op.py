@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 from user_ops import attend, attend_op, attention_step, make_params, project, wrong_op
 
@@ -122,6 +123,7 @@ def test_it_is_one_op_whose_factors_are_the_words() -> None:
     assert graph.rule(op).factors["t"].reason == "at attend its rule says that it cannot be split"
 
 
+@losing
 @pytest.mark.parametrize(("factors", "devices"), of_the_day([(("h",), 4), (("s",), 2), (("b", "h"), 4)], 2))
 @pytest.mark.parametrize("mode", ["saved", "inputs"])
 def test_split_it_gives_one_device_s_numbers(factors: tuple[str, ...], devices: int, mode: Any) -> None:

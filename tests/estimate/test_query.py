@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losing import losing
 from lower.steps import MOMENTUM, make_batch, make_state, make_step, split, tensor_parallel
 
 import jscaler
@@ -206,6 +207,7 @@ def test_equal_layers_are_worked_out_once() -> None:
     assert len({(op.flops, op.read, op.written, op.seconds) for op in dots}) == 1
 
 
+@losing
 def test_inside_a_policy_the_decisions_so_far_are_priced() -> None:
     asked: list[Cost] = []
 

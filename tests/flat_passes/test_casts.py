@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losing import losing
 from lower.steps import MOMENTUM, make_batch, make_state, make_step, mlp_loss, planned
 
 import jscaler
@@ -196,6 +197,7 @@ def test_a_cluster_prices_the_adapters() -> None:
         jscaler.parallelize("single", cluster="h10")
 
 
+@losing
 def test_plans_under_a_cluster_keep_their_numbers() -> None:
     step, batch = make_step(mlp_loss, MOMENTUM), make_batch()
     run = jscaler.parallelize(kernels_crosswise, devices=8, cluster="h100")(step)

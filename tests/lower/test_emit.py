@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from losing import losing
 from lower.steps import ADAMW, batch_and_hidden, make_batch, make_state, make_step, split, tensor_parallel
 
 import jscaler
@@ -48,6 +49,7 @@ def in_hlo(text: str) -> Counter[str]:
     return +found
 
 
+@losing
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "policy", ["data_parallel", tensor_parallel, batch_and_hidden, crosswise], ids=lambda p: getattr(p, "__name__", p)

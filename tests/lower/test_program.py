@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from losing import losing
 from lower.steps import (
     ADAMW,
     batch_and_hidden,
@@ -85,6 +86,7 @@ def test_two_by_four_reduces_each_tensor_over_its_own_axis() -> None:
     assert all(axes[gradient(p)] == ("x0",) for p in ("up/kernel", "up/bias", "down/kernel"))
 
 
+@losing
 def test_a_sum_that_is_wanted_cut_is_scattered() -> None:
     """A sum that its reader wants cut is scattered, which costs half of an all-reduce."""
 

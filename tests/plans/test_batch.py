@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losing import losing
 
 import jscaler
 from jscaler import plans
@@ -64,6 +65,7 @@ def test_an_evaluation_tells_parameters_from_data_by_their_rows() -> None:
     assert [t.name for t in batch_leaves(graph)] == ["images"]
 
 
+@losing
 def test_images_may_have_any_name() -> None:
     params = {"kernel": jax.random.normal(jax.random.key(1), (3, 3, 2, 2)), "bias": jnp.ones(2)}
 

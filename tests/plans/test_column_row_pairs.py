@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from losing import losing
 
 import jscaler
 from jscaler import plans
@@ -146,6 +147,7 @@ class Language(nn.Module):
         return words.attend(x)[:, 0] if self.tied else nn.Dense(24, name="guess")(x)[:, 0]
 
 
+@losing
 @pytest.mark.parametrize("tied", [True, False])
 def test_words_are_what_is_looked_up_and_makes_logits(tied: bool) -> None:
     model = Language(tied)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 from plan_steps import activations, assert_same_numbers, collectives, gpt, planned
 
@@ -60,6 +61,7 @@ def test_a_tied_table_that_is_split_in_two_ways_lies_in_one(dims: tuple[int, int
     assert moved == [("all_to_all", "state/params/embed/embedding"), ("all_to_all", "d(state/params/embed/embedding)")]
 
 
+@losing
 def test_a_tied_table_that_is_split_in_two_ways_gives_the_numbers_of_one_device() -> None:
     assert_same_numbers(tied(1, 0), gpt, 4)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from losing import losing
 
 import jscaler
 from jscaler import PlanError, Prefix, Split, SplitError
@@ -36,6 +37,7 @@ def all_by_prefix(graph: Any, devices: np.ndarray) -> None:
         graph.op_assign(graph.op_trans(op, Prefix(blocked.name, 4)), devices)
 
 
+@losing
 @pytest.mark.smoke
 def test_every_kind_forward() -> None:
     with jax.enable_x64(True):
@@ -64,6 +66,7 @@ def rows_and_columns(graph: Any, devices: np.ndarray) -> None:
         graph.op_assign(cells, devices.reshape(2, 4))
 
 
+@losing
 def test_forward_and_backward_with_another_split() -> None:
     with jax.enable_x64(True):
         w, x = (jax.random.normal(jax.random.key(i), (4, 8)) for i in (0, 1))

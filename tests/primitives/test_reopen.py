@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losing import losing
 
 import jscaler
 from jscaler import Split
@@ -98,6 +99,7 @@ def batch_and_heads(graph: Any, devices: np.ndarray) -> None:
     graph.op_assign(cells, devices.reshape(2, 2, 2))
 
 
+@losing
 def test_pieces_keep_names_of_sub_dims_that_they_do_not_tell_apart() -> None:
     assert_same_numbers(batch_and_heads, 8, heads_loss)
     plan = planned(batch_and_heads, 8, heads_loss)

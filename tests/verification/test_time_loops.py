@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from losing import losing
 
 import jscaler
 from jscaler import TimeSplit
@@ -52,6 +53,7 @@ def planned(devices: int = 1, forward: int = 4, backward: int = 4) -> StepPlan:
     return jscaler.parallelize(policy(forward, backward, devices), devices=devices)(step).lower(PARAMS, X).plan
 
 
+@losing
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_right_program_is_proven(devices: int) -> None:
     report = jscaler.verify(planned(devices))
@@ -59,6 +61,7 @@ def test_a_right_program_is_proven(devices: int) -> None:
     assert "time loops   2, each part once" in str(report)
 
 
+@losing
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("counts", [(4, 2), (2, 4)])
 def test_two_counts_under_one_name_would_be_found(

@@ -1,0 +1,34 @@
+"""What the ops of a planned step compute on each device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jscaler.ir import Op
+from jscaler.lower.flat_program import FlatProgram
+from jscaler.lower.program import Compute, walk
+from jscaler.lower.segment import Segment
+from jscaler.lower.step_plan import StepPlan
+from jscaler.xla_model.work import Work, work_of
+
+
+def works(step: StepPlan) -> Iterator[tuple[Op, int, Work]]:
+    """Each op of each device group, how often it runs in a step, and its work each time."""
+    for segment in step.segments:
+        yield from works_of(step, segment)
+
+
+def works_of(step: StepPlan, segment: Segment) -> Iterator[tuple[Op, int, Work]]:
+    """Those of one segment."""
+    for task, times in walk(segment.program.tasks, segment.program.times):
+        if isinstance(task, Compute):
+            yield task.op, times, _work(step, segment.flat, task)
+
+
+def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:
+    """Worked out once for all ops of one body, one placement, and one share of what others have done before."""
+    book: Any = step.graph.rules
+    done = flat.origins.done[task.op.path]
+    key = ("work", task.jaxpr, done)
+    if key not in book.memo:
+        book.memo[key] = work_of(task.jaxpr, done)
+    return book.memo[key]

@@ -1,0 +1,195 @@
+"""What a plan leaves copied, or gathers unasked: found along the dataflow, priced, said once, and refused if ``strict``."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jscaler
+from jscaler import Replicate, Split
+from jscaler.errors import PlanError, PlanWarning
+from jscaler.estimate.lost_parallelism import LostParallelism
+
+PARAMS = {"a": jnp.linspace(-1, 1, 8 * 16).reshape(8, 16), "b": jnp.linspace(1, -1, 16 * 8).reshape(16, 8)}
+BATCH = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
+
+
+def step_of(middle: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A step of a model of two products with ``middle`` between them."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            h = jnp.tanh(x @ params["a"])
+        with jax.named_scope("middle"):
+            h = middle(h)
+        with jax.named_scope("down"):
+            h = h @ params["b"]
+        return jnp.mean(h**2)
+
+    def step(params: Any, batch: jax.Array) -> Any:
+        value, grads = jscaler.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def planned(plan: Any, step: Callable[..., Any], devices: int = 4, **options: Any) -> tuple[Any, list[str]]:
+    """The lowered step, and what `PlanWarning`s say."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered = jscaler.parallelize(plan, devices=devices, **options)(step).lower(PARAMS, BATCH)
+    assert all(issubclass(one.category, PlanWarning) for one in caught)
+    return lowered, [str(one.message) for one in caught]
+
+
+def ranked(h: jax.Array) -> jax.Array:
+    """Needs the whole batch, and says nothing that could be split."""
+    return jnp.sort(h, axis=0)
+
+
+def test_what_needs_the_whole_batch_is_named_with_all_behind_it() -> None:
+    step = step_of(lambda h: jnp.exp(ranked(h)))
+    lowered, said = planned("data_parallel", step)
+    assert len(said) == 1
+    for part in ("parallelism is lost", "at sort it is sorted", "'middle/", "nothing frees it"):
+        assert part in said[0]
+    lost = lowered.plan.lost
+    first = [op for op in lost.ops if not op.behind]
+    assert [op.tensor for op in first] == ["up/tanh:0"]
+    assert {op.parts for op in lost.ops} == {4}
+    assert first[0].gathered == 16 * 16 * 4 * 3 / 4  # each device sends, or takes, what it has not
+    explained = lowered.plan.explain()
+    assert lost.summary in explained
+    assert all(line in explained for line in lost.lines)
+    assert "lost, see below" in explained
+    wanted = jax.jit(lambda p, x: step(p, x))(PARAMS, BATCH)
+    for got, right in zip(jax.tree.leaves(lowered.compile()(PARAMS, BATCH)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-5)
+
+
+def test_flops_that_other_devices_do_as_well_are_counted() -> None:
+    # The sort and the first square product are one op; it and its backward run whole. The second and its backward are
+    # split, and so are five of half the size: the outer two, their kernels' gradients, and one of an activation.
+    square = jnp.eye(16) / 2
+    lowered, said = planned("data_parallel", step_of(lambda h: ranked(h) @ square @ square))
+    lost, product = lowered.plan.lost, 2 * 16 * 16 * 16
+    assert sum(op.flops for op in lost.ops) == 2 * product * 3 / 4
+    assert lost.flops == 2 * product + (2 * product + 5 * product / 2) / 4
+    assert lost.copied_flops == 2 * product * 3 / 4 / lost.flops
+    assert f"({lost.copied_flops:.1%} of a device's)" in said[0]
+
+
+def test_strict_refuses_it() -> None:
+    with pytest.raises(
+        PlanError, match=r"'data_parallel' is refused, since strict=True: parallelism is lost: (?s:.*)at sort"
+    ):
+        jscaler.parallelize("data_parallel", devices=4, strict=True)(step_of(ranked)).lower(PARAMS, BATCH)
+    jscaler.parallelize("data_parallel", devices=4, strict=True)(step_of(jnp.exp)).lower(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "zero1", "zero3", "accumulate(2, data_parallel())", "single"])
+def test_a_plan_that_loses_nothing_says_nothing(plan: str) -> None:
+    lowered, said = planned(plan, step_of(lambda h: jax.nn.softmax(h)), 1 if plan == "single" else 4)
+    assert said == []
+    assert lowered.plan.lost == LostParallelism()
+
+
+def rows(graph: Any, devices: np.ndarray, *others: Any) -> None:
+    graph.op_assign(graph.op_trans("up/dot", Split(graph.factor_of("batch", 0)[graph["up/dot"]], 4)), devices)
+
+
+def test_what_the_policy_copies_is_as_it_was_asked_for() -> None:
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows(graph, devices)
+        for op in graph.ops:
+            if op.kind == "forward" and op.path != "up/dot":
+                graph.op_assign(graph.op_trans(op, Replicate(4)), devices)
+
+    _, said = planned(policy, step_of(jnp.exp))
+    assert said == []
+
+
+def test_a_policy_s_copy_of_what_cannot_be_split_is_lost() -> None:
+    """As `plans.factors.split` leaves a factor that is blocked: nobody wanted that."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows(graph, devices)
+        middle = next(op for op in graph.ops if op.kind == "forward" and op.path.startswith(("middle", "down")))
+        graph.op_assign(graph.op_trans(middle, Replicate(4)), devices)
+
+    _, said = planned(policy, step_of(ranked))
+    assert "at sort it is sorted" in said[0]
+
+
+def test_what_would_have_to_be_cut_says_how() -> None:
+    """A normalisation between two kernels that are split by channels: a sum over the channels stands in the way."""
+
+    def columns(graph: Any, devices: np.ndarray) -> None:
+        graph.op_assign(graph.op_trans("up/dot", Split(graph.factor_of("params/a", 1)[graph["up/dot"]], 4)), devices)
+
+    def norm(h: jax.Array) -> jax.Array:
+        return (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
+
+    _, said = planned(columns, step_of(norm))
+    asked = re.search(
+        r"'([\w/]+)' .*is blocked: a partial add of it meets .*op_trans\(op, Split\('(\w+)', 4\)\) cuts the op", said[0]
+    )
+    assert asked is not None
+
+    def remedied(graph: Any, devices: np.ndarray) -> None:
+        columns(graph, devices)
+        for op in graph.ops:
+            name = graph.factor_of("params/a", 1).get(op)
+            if op.kind == "forward" and op.path not in ("up/dot",) and name:
+                graph.op_assign(graph.op_trans(op, Split(name, 4)), devices)
+
+    _, said = planned(remedied, step_of(norm))
+    assert said == []
+
+
+def test_a_gather_that_nobody_asked_for_is_one_though_the_op_is_split() -> None:
+    def crossed(graph: Any, devices: np.ndarray) -> None:
+        for path, leaf, dim in (("up/dot", "batch", 0), ("side/dot", "params/a", 1)):
+            graph.op_assign(graph.op_trans(path, Split(graph.factor_of(leaf, dim)[graph[path]], 4)), devices)
+
+    def step(params: Any, batch: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            one = batch @ params["a"]
+        with jax.named_scope("side"):
+            other = jnp.ones((16, 8)) @ params["a"]
+        with jax.named_scope("both"):
+            return jnp.einsum("ij,kl->ikjl", one, other)
+
+    lowered, said = planned(crossed, step)
+    (lost,) = lowered.plan.lost.ops
+    assert (lost.path, lost.copied, lost.flops) == ("both/dot", False, 0.0)
+    assert lost.gathered > 0
+    assert said[0].startswith("plan 'crossed': parallelism is lost: ")
+    assert "are gathered that no decision asked for" in said[0]
+
+
+def test_like_layers_are_one_line() -> None:
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.tanh(nn.Dense(8)(jnp.sort(x, axis=0)))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for i in range(6):
+                x = Layer(name=f"layer_{i}")(nn.Dense(8)(x))
+            return x
+
+    model = Model()
+    params = model.init(jax.random.key(0), BATCH)
+    step = jscaler.parallelize("data_parallel", devices=4)(lambda params, batch: model.apply(params, batch))
+    with pytest.warns(PlanWarning, match=r"×\d"):
+        lowered = step.lower(params, BATCH)
+    assert len(lowered.plan.lost.lines) < 6
