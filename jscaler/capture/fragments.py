@@ -9,6 +9,7 @@ Fragments never form a cycle, by levels: a fragment's level is above those of al
 fragment only if everything else it reads lies on lower levels.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from jscaler.capture.trace import TaggedEquation, Trace, TracedCall
 from jscaler.ir.walk import in_order
 from jscaler.lax_primitives import known
 from jscaler.lax_primitives.primitive import Role
+
+TRANSFORMED = re.compile(r"\b(?:vmap|jvp|transpose|checkpoint|remat|jit)\(([^()]*)\)")
 
 
 @dataclass(eq=False)
@@ -63,8 +66,14 @@ def fragments(
 
 
 def scope_of(eqn: core.JaxprEqn) -> str:
-    """The Flax module path of an equation; ``jnp.einsum`` adds a scope of its own, which is dropped."""
-    parts = str(eqn.source_info.name_stack).split("/")
+    """The Flax module path of an equation.
+
+    ``jnp.einsum`` adds a scope of its own, which is dropped, and so are transformations: of ``vmap(head/dot)`` the inside.
+    """
+    stack = str(eqn.source_info.name_stack)
+    while "(" in stack and (inside := TRANSFORMED.sub(r"\1", stack)) != stack:
+        stack = inside
+    parts = stack.split("/")
     return "/".join(p for p in parts if p and "->" not in p)
 
 

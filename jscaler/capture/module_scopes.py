@@ -4,19 +4,26 @@
     x ─► [mlp/up: dot] ─► [mlp: gelu] ─► [mlp/down: dot] ─► …
 
 An equation that reads parameters (or what is made of parameters alone, as a cast) belongs to their module. Any other
-lies between the last module above it and the first one below, and belongs to what these two have in common. What no
-module follows is the loss. A scope names and groups ops; no number depends on it.
+lies between the last module above it and the first one below, and belongs to what these two have in common; but the
+statistics of a norm, which only its module reads, are that module's. What no module follows is the loss. A scope names and
+groups ops; no number depends on it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from jscaler.capture.fragments import scope_of
-from jscaler.capture.jaxprs import Atom
+from jscaler.capture.jaxprs import Atom, dtype, shape
 from jscaler.capture.trace import TaggedEquation, Trace
+from jscaler.ir.walk import closure
+from jscaler.lax_primitives import known
+from jscaler.lax_primitives.primitive import Role
 
+LATER = re.compile(r"\.\d+$")  # a later use of a module
 HOLDERS = ("rngs",)  # below a module, and no module of the user's
 
 
@@ -43,8 +50,8 @@ def with_module_scopes(step: Trace, input_names: Sequence[str]) -> Trace:
 
 
 def _module(name: str) -> str:
-    """``model/blocks/0/attn/query`` for the leaf ``model/blocks/0/attn/query/kernel``."""
-    parts = name.split("/")[:-1]
+    """``model/blocks/0/attn/query`` for the leaf ``…/query/kernel`` of it, or ``…/query/kernel/value``."""
+    parts = name.removesuffix("/value").split("/")[:-1]
     return "/".join(parts[:-1] if parts[-1:] and parts[-1] in HOLDERS else parts)
 
 
@@ -57,6 +64,7 @@ def _scopes(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> l
         above.append(max((last_at[v] for v in _variables(eqn.invars) if v in last_at), default=None))
         if (last := i if own[i] else above[i]) is not None:
             last_at.update(dict.fromkeys(eqn.outvars, last))
+    own = _with_statistics(eqns, own, {name for v, name in modules.items() if _is_weight(v)})
     scopes = list(own)
     first_at: dict[core.Var, int] = {}  # the first equation of a module downstream
     for i in reversed(range(len(eqns))):
@@ -85,6 +93,46 @@ def _own(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list
             home.update(dict.fromkeys(eqn.outvars, _common(held)))
         own.append(uses.name(_common(held)) if held else "")
     return own
+
+
+def _is_weight(variable: core.Var) -> bool:
+    """Whether it is an array of floating-point numbers, and no key or count of a dropout's."""
+    return bool(shape(variable)) and jnp.issubdtype(dtype(variable), jnp.floating)
+
+
+def _with_statistics(eqns: Sequence[core.JaxprEqn], own: Sequence[str], weighted: Set[str]) -> list[str]:
+    """``own``, and as a module's what is made for its elementwise arithmetic alone, if some of that reduces.
+
+    Args:
+        weighted: modules with weights.
+    """
+    found = list(own)
+    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    readers: dict[int, set[int]] = {}
+    members: dict[str, set[int]] = {}
+    for i, eqn in enumerate(eqns):
+        members.setdefault(own[i], set()).add(i)
+        for v in _variables(eqn.invars):
+            if v in made:
+                readers.setdefault(made[v], set()).add(i)
+
+    def sources(i: int) -> list[int]:
+        return [made[v] for v in _variables(eqns[i].invars) if v in made and not own[made[v]]]
+
+    def some_are(numbers: Iterable[int], role: Role) -> bool:
+        return any(known(eqns[i].primitive).role == role for i in numbers)
+
+    for module, inside in members.items():
+        if LATER.sub("", module) not in weighted or some_are(inside, "contracts"):
+            continue
+        taken: set[int] = set()
+        for i in sorted(closure(sorted(inside), sources), reverse=True):  # readers first
+            if i not in inside and readers.get(i, set()) <= inside | taken:
+                taken.add(i)
+        if some_are(taken, "reduces"):
+            for i in taken:
+                found[i] = module
+    return found
 
 
 class _Uses:

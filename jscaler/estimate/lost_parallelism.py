@@ -282,11 +282,11 @@ class _Finder:
         possible = factor.splittable and factor.size % (place.parts.get(factor.name, 1) * cut.mesh.size((cut.axis,))) == 0
         if place.origin == "policy":
             return possible
-        forward = self.completed.ops.get(op.forward.path) if op.forward is not None else None
-        if forward is None or forward.placement.origin != "policy" or forward.placement.group != cut.mesh:
+        if op.forward is None or op.forward.path not in self.completed.ops or op.forward.path in self.found:
             return False
-        used = {axis for axes in forward.placement.factors.values() for axis in axes}
-        return cut.axis not in used and forward is not None and op.forward.path not in self.found
+        forward = self.completed.ops[op.forward.path].placement
+        used = {axis for axes in forward.factors.values() for axis in axes}
+        return forward.origin == "policy" and forward.group == cut.mesh and cut.axis not in used
 
     def _note(self, op: Op, cut: _Cut, factor: Factor | None, copied: bool) -> None:
         found = self.found.setdefault(op.path, _Found(op, cut, factor, copied))
