@@ -2,24 +2,27 @@
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jscaler import plans
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
-from jscaler.errors import CaptureError, PlanError, PlanWarning
+from jscaler.errors import CaptureError, CaptureWarning, PlanError, PlanWarning, warn
 from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
+from jscaler.report.side_effects import repeated_effects
 from jscaler.runtime.arguments import Arguments, BoundCall
 from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.devices import Devices, devices_at_hand, resolve_devices
 from jscaler.runtime.executable import executable, lowered
 from jscaler.runtime.follow import Followed, Following
+from jscaler.runtime.graph_nodes import is_node
 from jscaler.runtime.modules import parallel_module
 from jscaler.runtime.step_capture import capture_call
 from jscaler.runtime.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
@@ -40,7 +43,7 @@ def parallelize(
     without_passes: str | Sequence[str] = (),
     strict: bool = False,
 ) -> Callable[[Any], Any]:
-    """Decorate a step function (not a method) or a Flax module so that it runs on many devices as ``plan`` says.
+    """Decorate a step function, a method or a Flax module so that it runs on many devices as ``plan`` says.
 
     A step takes pytrees and nnx objects; what it changes in the latter is set in the caller's own. Of a linen module, a
     class or an instance, ``apply`` runs in parallel; of an nnx module its call. Their arguments lie at ``batch``.
@@ -76,7 +79,14 @@ def parallelize(
     without = (without_passes,) if isinstance(without_passes, str) else tuple(without_passes)
     flat_passes(without)  # raises here, where the user wrote it
 
-    def decorate(fun: Any) -> Any:
+    def decorate(*given: Any, **named: Any) -> Any:
+        if len(given) != 1 or named:  # @parallelize took the step for a plan, and this is a call of the step
+            name = getattr(plan, "__name__", "step")
+            raise CaptureError(
+                f"parallelize was given '{name}' as its plan, and no step; it takes a plan first: "
+                f"@jscaler.parallelize('data_parallel') above 'def {name}', or jscaler.parallelize('data_parallel')({name})"
+            )
+        (fun,) = given
         module = parallel_module(fun, step_of_module)
         if module is not None:
             return module
@@ -103,6 +113,11 @@ def parallelize(
 
 def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
     policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
+    if policy in plans.PLANS.values():
+        name = next(name for name, made in plans.PLANS.items() if made is policy)
+        raise PlanError(
+            f"plans.{name} makes a policy of its arguments: call it, plans.{name}(…), or give its name, '{name}'"
+        )
     if not isinstance(policy, Plan) and not callable(policy):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
     return policy
@@ -134,6 +149,7 @@ class Parallelized:
         self._cost = cost
         self._without = without
         self._strict = strict
+        self._method = ""  # what it is called in a class
         self._following = following  # whose layouts the state of this step has
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
         self._lowered: dict[Any, Lowered] = {}
@@ -141,6 +157,9 @@ class Parallelized:
         self._last: Compiled | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            warn(f"'{self._name}' runs undecorated, on one device: jax.disable_jit is on", CaptureWarning)
+            return self.fun(*args, **kwargs)
         if self._last is not None:
             placed = self._last.known.placed(args, kwargs)
             if placed is not None:
@@ -148,6 +167,34 @@ class Parallelized:
         call = self._arguments.bind(args, kwargs)
         self._last = self.compiled(call)
         return self._last.run_call(call, args, kwargs)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._method = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "Parallelized":
+        """A method of an object: what it reads of the object is constant, as it is in ``jax.jit(self.method)``.
+
+        Raises:
+            CaptureError: the object is an nnx module, whose parameters change; or it has nowhere to keep the step.
+        """
+        if instance is None or not self._method:
+            return self
+        if is_node(instance):
+            raise CaptureError(
+                f"'{self._method}' is a method of an nnx object, whose arrays would be constants of the step: decorate a "
+                "function that takes the object as an argument, or a module: jscaler.parallelize(plan)(module)"
+            )
+        if not hasattr(instance, "__dict__"):
+            raise CaptureError(
+                f"'{self._method}' is a method of a {type(instance).__name__}, which has __slots__ and so no place for the "
+                "compiled step: add '__dict__' to them, or decorate a function"
+            )
+        bound = Parallelized(
+            self.fun.__get__(instance, owner), self._policy, self._devices, self._arguments.of_method, self._cost,
+            self._updates, self._following, self._without, self._strict,
+        )  # fmt: skip
+        instance.__dict__[self._method] = bound  # found in place of this descriptor from now on
+        return bound
 
     def bind(self, *args: Any, **kwargs: Any) -> BoundCall:
         """These arguments as flat leaves."""
@@ -298,6 +345,8 @@ class Parallelized:
         def planned(num_devices: int) -> StepPlan:
             step = lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
             _say_lost(step, self._strict)
+            if repeated := repeated_effects(step):
+                warn(f"plan '{step.name}': {repeated}", PlanWarning)
             return step
 
         step = planned(count)
@@ -315,7 +364,7 @@ def _say_lost(step: StepPlan, strict: bool) -> None:
     if lost.ops and strict:
         raise PlanError(f"plan '{step.name}' is refused, since strict=True: {lost}")
     if lost.ops:
-        warnings.warn(f"plan '{step.name}': {lost}", PlanWarning, stacklevel=5)
+        warn(f"plan '{step.name}': {lost}", PlanWarning)
 
 
 def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:

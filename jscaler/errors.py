@@ -5,8 +5,13 @@ mistakes raise one of these classes; a broken invariant of our own is an ``asser
 """
 
 import difflib
+import inspect
+import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 
 class JscalerError(Exception):
@@ -26,6 +31,23 @@ class CaptureError(JscalerError):
 
 class PlanError(JscalerError):
     """The plan contradicts itself, the graph or the devices."""
+
+
+def check_count(what: str, count: Any, *, least: int = 1) -> int:
+    """``count`` as an int.
+
+    Raises:
+        PlanError: it is no whole number, or less than ``least``.
+
+    Example:
+        >>> check_count("accumulate: microbatches", 2.5)
+        Traceback (most recent call last):
+        jscaler.errors.PlanError: accumulate: microbatches is a positive whole number, not 2.5
+    """
+    if isinstance(count, (int, np.integer)) and not isinstance(count, bool) and count >= least:
+        return int(count)
+    kind = "a positive whole number" if least == 1 else f"a whole number from {least}"
+    raise PlanError(f"{what} is {kind}, not {count!r}")
 
 
 class PlanFileError(PlanError):
@@ -163,6 +185,14 @@ def listing(names: Sequence[str], most: int = 6) -> str:
     """``names`` in quotes, the rest of a long list as a count."""
     shown = ", ".join(f"'{n}'" for n in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn of a line of the user's own: the innermost that is no file of this package."""
+    package, level, frame = os.path.dirname(__file__), 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 class PlanWarning(UserWarning):

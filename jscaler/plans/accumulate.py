@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jscaler.errors import SplitError
+from jscaler.errors import SplitError, check_count
 from jscaler.ir import Factor, Op
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_run_in_turn
@@ -45,6 +45,9 @@ def accumulate(
             ``"BatchNorm*"`` has the statistics of the micro-batch, as in a ``lax.scan`` over micro-batches; an auxiliary
             loss is the mean over them. What else the module makes of those, not linearly, is fused with such an op.
 
+    Raises:
+        PlanError: ``microbatches`` is no positive whole number.
+
     Raises (when the plan is made):
         UnknownNameError: no input, or no op, is called so.
         SplitError: the batch does not divide, or an op needs all of it (BatchNorm's statistics).
@@ -54,6 +57,7 @@ def accumulate(
         ... def train_step(state, batch): ...
     """
     inner = plan or single()
+    check_count("accumulate: microbatches", microbatches)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         if accumulate_dtype is not None:

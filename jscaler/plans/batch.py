@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jscaler.errors import UnknownNameError
+from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Graph, PTensor
 
 BATCH = "batch"
@@ -17,7 +17,10 @@ def batch_leaves(graph: Graph, batch: str = BATCH) -> list[PTensor]:
 
     Raises:
         UnknownNameError: no input is called so, and which are data is open; names those that may be.
+        PlanError: ``batch`` is no text.
     """
+    if not isinstance(batch, str):
+        raise PlanError(f"batch is the path or a pattern of inputs, such as 'batch' or 'batch/tok*', not {batch!r}")
     named = [t for t in graph.select_inputs(batch) if t.shape]
     if named:
         return named

@@ -19,7 +19,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import all_equations
 from jscaler.capture.user_op import op_p
-from jscaler.errors import PlanError
+from jscaler.errors import check_count
 from jscaler.ir import Op, PTensor
 from jscaler.ir.op import RANGES
 from jscaler.ir.walk import Sets, closure
@@ -63,8 +63,7 @@ def co_shard(
         ... def train_step(state, batch): ...
     """
     inner = plan or single()
-    if not isinstance(parts, int) or parts < 1:
-        raise PlanError(f"co_shard: parts is a positive whole number, not {parts!r}")
+    check_count("co_shard: parts", parts)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         leaves = columns_of(graph, on, parts, "pass co_shard(on=...)")

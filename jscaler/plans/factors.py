@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jscaler.errors import PlanError, SplitError, UnknownNameError
+from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.ir.op import is_of_ranges, without_range
@@ -167,9 +167,8 @@ def device_grid(devices: np.ndarray, plan: str, **sizes: int | None) -> np.ndarr
         PlanError: the sizes do not multiply to the number of devices.
     """
     given = {n: s for n, s in sizes.items() if s is not None}
-    wrong = [n for n, s in given.items() if not isinstance(s, int) or s < 1]
-    if wrong:
-        raise PlanError(f"{plan}: {wrong[0]} is a positive whole number, not {given[wrong[0]]!r}")
+    for name, size in given.items():
+        check_count(f"{plan}: {name}", size)
     count = int(np.prod(list(given.values()), dtype=int))
     rest, left = divmod(devices.size, count)
     if left or (rest != 1 and len(given) == len(sizes)):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.clusters.device import DeviceKind, find_kind
-from jscaler.errors import PlanError, UnknownNameError, divisors
+from jscaler.errors import PlanError, UnknownNameError, check_count, divisors
 from jscaler.ir import Body, Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.op import RANGES, range_mark
@@ -81,8 +81,7 @@ def pipeline(
         ... def train_step(state, batch): ...
     """
     inner = plan or single()
-    if not isinstance(stages, int) or stages < 1:
-        raise PlanError(f"pipeline: stages is a positive whole number, not {stages!r}")
+    check_count("pipeline: stages", stages)
     wanted = find_schedule(schedule)
     lies = _lies(wanted, stages, microbatches, chunks)
     everywhere = isinstance(wanted, Published) and wanted.everywhere

@@ -4,10 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from jscaler.errors import PlanError, SplitError, UnknownNameError, divisors, listing
+from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count, divisors, listing
 from jscaler.ir import Op, Rule
 from jscaler.primitives.remedies import blocked
 from jscaler.rules.expansion import Expanding
@@ -137,8 +138,7 @@ def grid_axis(
         PlanError: a count is no positive whole number, or ``sizes`` meet another split of the factor.
     """
     if isinstance(algorithm, Replicate):
-        _check_count(op, algorithm.copies)
-        return GridAxis(None, int(algorithm.copies))
+        return GridAxis(None, _count(op, algorithm.copies))
     if isinstance(algorithm, Chunk):
         return _whole_axis(op, rule, algorithm, before)
     if isinstance(algorithm, TimeSplit):
@@ -150,7 +150,7 @@ def grid_axis(
     sizes = _own_sizes(op, algorithm)
     parts = len(sizes) if sizes is not None else algorithm.parts
     assert parts is not None
-    _check_count(op, parts)
+    parts = _count(op, parts)
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
     if not factor.splittable and parts > 1:
         raise SplitError(op.path, factor.name, factor.size, parts, blocked(factor, rule, parts))
@@ -170,7 +170,7 @@ def grid_axis(
     if sizes is None and rest % parts:
         raise SplitError(op.path, factor.name, rest, parts, _legal_parts(factor.name, rest, parts, bool(nested)))
     even = sizes is None or len(set(sizes)) == 1
-    return GridAxis(factor.name, int(parts), None if even else sizes)
+    return GridAxis(factor.name, parts, None if even else sizes)
 
 
 def _whole_axis(
@@ -197,16 +197,16 @@ def _expanding_axis(op: Op, rule: Rule, algorithm: Expanding, before: Sequence[G
             f"'{op.path}': {algorithm!r} is no algorithm; give Split('{next(iter(rule.factors), 'b')}', 2), Replicate, "
             "Chunk or Prefix, or an object of your own with a factor, parts and an expand method"
         )
-    _check_count(op, algorithm.parts)
+    parts = _count(op, algorithm.parts)
     factor = rule.factor(_factor_name(op, rule, algorithm.factor), op.path)
     others = [a for a in before if a.factor == factor.name or a.algorithm is not None]
     if others:
         raise PlanError(
             f"'{op.path}': {algorithm} meets {', '.join(map(str, others))}; one algorithm cuts an op, in one go"
         )
-    if factor.size % algorithm.parts:
-        raise SplitError(op.path, factor.name, factor.size, algorithm.parts)
-    return GridAxis(factor.name, int(algorithm.parts), algorithm=algorithm)
+    if factor.size % parts:
+        raise SplitError(op.path, factor.name, factor.size, parts)
+    return GridAxis(factor.name, parts, algorithm=algorithm)
 
 
 def _own_sizes(op: Op, algorithm: Split) -> tuple[int, ...] | None:
@@ -231,14 +231,18 @@ def _legal_parts(name: str, size: int, parts: int, nested: bool) -> str:
     return f"{legal}; or unequal parts by sizes, like Split('{name}', sizes={sizes})"
 
 
-def _check_count(op: Op, count: int) -> None:
-    if not isinstance(count, (int, np.integer)) or count < 1:
-        raise PlanError(f"'{op.path}': the number of parts is a positive whole number, not {count!r}")
+def _count(op: Op, parts: Any) -> int:
+    return check_count(f"'{op.path}': the number of parts", parts)
 
 
 def _factor_name(op: Op, rule: Rule, factor: str | tuple[str, int]) -> str:
     if isinstance(factor, str):
         return factor
+    if not (isinstance(factor, tuple) and [type(one) for one in factor] == [str, int]):
+        raise PlanError(
+            f"'{op.path}': a factor is a name ({', '.join(rule.factors) or 'it has none'}), or a tensor's name and a dim "
+            f"(such as ('kernel', 1)), not {factor!r}"
+        )
     name, dim = factor
     tensors = [*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)]
     found = [(t, dims) for t, dims in tensors if t.name == name or t.name.endswith("/" + name)]

@@ -1,11 +1,13 @@
 """A plan from a policy: the policy runs once on a `Planner`, which takes its decisions down."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
+from jscaler.errors import PlanError
 from jscaler.ir import Graph
 from jscaler.primitives.plan import Decision, Plan
 from jscaler.primitives.planner import Planner
@@ -22,7 +24,30 @@ def make_plan(
     """Run ``policy`` on ``graph`` and ``num_devices`` logical devices; ``stores`` are decided before.
 
     ``bodies`` interns the bodies of fused ops; ``device`` is the kind of the devices, where that is known.
+
+    Raises:
+        PlanError: the policy takes other arguments than the graph and the devices; and what its decisions raise.
     """
+    _check_policy(policy)
     planner = Planner(graph, num_devices, bodies, stores, device)
-    policy(planner, np.arange(num_devices))
+    made = policy(planner, np.arange(num_devices))
+    if callable(made):
+        name = getattr(policy, "__name__", "policy")
+        raise PlanError(f"'{name}' has decided nothing and returned a policy: it makes one, so call it first: {name}(…)")
     return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))
+
+
+def _check_policy(policy: Callable[..., Any]) -> None:
+    """Raises PlanError for what cannot be called with a graph and devices."""
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):
+        return  # not every callable can say
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(policy, "__name__", type(policy).__name__)
+        raise PlanError(
+            f"a policy is a function of (graph, devices), and '{name}' takes {signature}: {error}; a built-in plan that "
+            "takes arguments is called first, as in plans.accumulate(4)"
+        ) from None

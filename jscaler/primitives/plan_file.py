@@ -110,8 +110,8 @@ def read(text: str, kinds: Kinds) -> Contents:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise PlanFileError(f"it is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanFileError(f"it is no JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanFileError(f"it is no plan file: its 'format' is not '{FORMAT}'")
     version = data.get("version")

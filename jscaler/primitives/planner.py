@@ -105,7 +105,7 @@ class Planner(GraphView):
             UnknownNameError: an op has no such factor.
             PlanError: the op was split before, or only part of a grid is split further.
         """
-        op = self.graph[op] if isinstance(op, str) else op
+        op = op if isinstance(op, Grid) else self._named("op_trans", op)
         target, axes, chunks = (op.op, op.axes, op.chunks) if isinstance(op, Grid) else (op, (), ())
         if isinstance(op, Grid) and not op.is_whole:
             raise PlanError(
@@ -129,6 +129,14 @@ class Planner(GraphView):
         self._decisions.append(Trans(target.path, axes, chunks))
         self._grids[target.path] = grid
         return grid
+
+    def _named(self, function: str, op: Any) -> Op:
+        """An op, or that at a path; raises PlanError for anything else."""
+        if isinstance(op, str):
+            return self.graph[op]
+        if not isinstance(op, Op):
+            raise PlanError(f"{function} takes an op or the path of one, such as '{self.graph.ops[0].path}', not {op!r}")
+        return op
 
     def _only_in_time(self, grid: Grid) -> bool:
         assigned = any(isinstance(d, Assign) and d.op == grid.op.path for d in self._decisions)
@@ -165,7 +173,7 @@ class Planner(GraphView):
             PlanError: the numbers differ, a device does not exist, or part of a grid is assigned in any order.
         """
         array = np.asarray(devices)
-        cells = self.graph[cells] if isinstance(cells, str) else cells
+        cells = cells if isinstance(cells, Grid) else self._named("op_assign", cells)
         if isinstance(cells, Op):
             if cells.path in self._grids:
                 raise PlanError(f"'{cells.path}' is {self._grids[cells.path]}: assign that grid or its cells, once each")
@@ -220,8 +228,10 @@ class Planner(GraphView):
         if isinstance(end, Grid):
             return end.op.path, None if end.is_whole else end.index
         if not isinstance(end, tuple):
-            return (self.graph[end] if isinstance(end, str) else end).path, None
-        op = self.graph[end[0]] if isinstance(end[0], str) else end[0]
+            return self._named("op_order", end).path, None
+        if len(end) != 2 or not isinstance(end[1], (int, np.integer)):
+            raise PlanError(f"op_order takes an op, or a pair of an op and the number of a part, not {end!r}")
+        op = self._named("op_order", end[0])
         grid = self._grids.get(op.path) or (self._grids.get(op.forward.path) if op.forward is not None else None)
         times = [i for i, axis in enumerate(grid.axes) if axis.time] if grid is not None else []
         if grid is None or len(times) != 1 or not 0 <= end[1] < grid.axes[times[0]].parts:
@@ -251,7 +261,7 @@ class Planner(GraphView):
             >>> loss = graph.fuse("head/dot", "loss/reduce_sum", name="loss")  # doctest: +SKIP
             >>> graph.op_assign(graph.op_trans(loss, Split("a", 4), Chunk("b", 8)), devices)  # doctest: +SKIP
         """
-        paths = [self.graph[op].path if isinstance(op, str) else op.path for op in ops]
+        paths = [self._named("fuse", op).path for op in ops]
         for path in paths:
             if path in self._grids:
                 raise PlanError(f"'{path}' was split before, into {self._grids[path]}; fuse ops before they are split")

@@ -62,7 +62,9 @@ class Localizer:
             operands = args[: len(jaxpr.invars)]
             self.index = dict(zip(self.leaves, args[len(jaxpr.invars) :], strict=True))
             results = self.evaluate(operands)
-            return [crop(self, v, x, {}) for v, x in zip(jaxpr.outvars, results, strict=True)]
+            cropped = [crop(self, v, x, {}) for v, x in zip(jaxpr.outvars, results, strict=True)]
+            self.index = {}  # no tracer outlives its trace
+            return cropped
 
         avals = [v.aval.update(shape=self.extended(v)) for v in jaxpr.invars]
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * len(self.leaves)

@@ -97,9 +97,19 @@ class Arguments:
             raise CaptureError(f"argument '{min(both)}' cannot be both static and donated")
         return Arguments(signature, donated, static)
 
+    @property
+    def of_method(self) -> "Arguments":
+        """Those of the method of an object: the same without the first."""
+        first, *rest = self.signature.parameters.values()
+        return Arguments(self.signature.replace(parameters=rest), self.donated - {first.name}, self.static - {first.name})
+
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BoundCall:
-        """Flatten a call; raises CaptureError for leaves that are no arrays."""
-        bound = self.signature.bind(*args, **kwargs)
+        """Flatten a call; raises CaptureError for leaves that are no arrays, and for other arguments than the step's."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            names = ", ".join(self.signature.parameters)
+            raise CaptureError(f"the step takes ({names}), and was called otherwise: {error}") from None
         leaves, types, owners, static, trees = [], [], [], [], []
         dynamic = {}
         for name, value in _expanded(self.signature, bound):

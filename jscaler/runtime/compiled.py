@@ -162,6 +162,11 @@ class Compiled(Inspectable):
         return self.run_call(call, args, kwargs)
 
     @functools.cached_property
+    def calls(self) -> tuple[Callable[..., Sequence[Any]], ...]:
+        """What runs each block."""
+        return self.lowered.executable.calls(self.segments)
+
+    @functools.cached_property
     def tracer(self) -> Tracer:
         """The step, compiled once more so that its blocks can be watched."""
         return Tracer(self.plan, self.lowered.devices)
@@ -217,7 +222,7 @@ class Compiled(Inspectable):
 
     def flat(self, *placed: Any) -> Sequence[Any]:
         """The step's flat results, of leaves that lie as the plan wants them."""
-        return self.lowered.executable.run(self.segments, placed)
+        return self.lowered.executable.run(self.calls, placed)
 
     def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
         """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""

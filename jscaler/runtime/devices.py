@@ -1,6 +1,6 @@
 """The devices that a step is asked to run on: how many, or which."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ def resolve_devices(devices: Devices) -> list[Device]:
     """
     if devices is None:
         return list(jax.devices())
-    if isinstance(devices, int):
+    if isinstance(devices, int) and not isinstance(devices, bool):
         at_hand = jax.devices()
         if devices < 1:
             raise DeviceError(f"{devices} devices are asked for; ask for 1 to {len(at_hand)}")
@@ -30,17 +30,17 @@ def resolve_devices(devices: Devices) -> list[Device]:
                 "before JAX is first used (`--platform cpu` on the command line)"
             )
         return list(at_hand[:devices])
-    chosen = [] if isinstance(devices, str) else list(devices)
-    if not all(hasattr(d, "platform") for d in chosen):
+    chosen = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else None
+    if chosen is None or not all(hasattr(d, "platform") for d in chosen):
         raise DeviceError(f"devices are a number or a list of jax.Device, not {devices!r}")
     if len(set(chosen)) < len(chosen) or not chosen:
-        raise DeviceError(f"devices must be distinct and at least one: {chosen}")
+        raise DeviceError(f"devices are one or more, each once, not {chosen}")
     return chosen
 
 
 def devices_at_hand(devices: Devices) -> tuple[int, tuple[Device, ...]]:
     """How many devices are asked for, and which; none where there are fewer."""
-    if isinstance(devices, int) and devices > len(jax.devices()):
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices > len(jax.devices()):
         return devices, ()
     found = resolve_devices(devices)
     return len(found), tuple(found)

@@ -25,6 +25,7 @@ from jscaler.runtime.crossings import Hop, find_hop
 from jscaler.runtime.failures import failure
 from jscaler.runtime.leaf_ends import Joined, LeafEnds
 
+FEW_BITS = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 MOST_STARTED = 8  # programs of several devices that run at once: XLA's CPU backend aborts at some number of these
 
 
@@ -38,6 +39,8 @@ class BlockFunction:
         values: what its imports are.
         watched: the place of a result that nobody donates, where it runs on several devices of the CPU backend.
         named: the number of the first block of the same program, whose names XLA's text has.
+        few_bits: whether it takes numbers of less than a byte, whose layout JAX's compiled functions refuse, and its jitted
+            ones do not.
     """
 
     jitted: Any
@@ -46,6 +49,7 @@ class BlockFunction:
     named: int
     values: tuple[jax.ShapeDtypeStruct, ...] = ()
     watched: int | None = None
+    few_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,10 @@ class Executable:
     def out_shardings(self) -> tuple[Any, ...]:
         """Of the leaves of its result."""
         return self.outs.shardings
+
+    def calls(self, compiled: Sequence[Any]) -> tuple[Callable[..., Sequence[Any]], ...]:
+        """What runs each block: what XLA compiled of it, where JAX lets it be called with such numbers."""
+        return tuple(block.jitted if block.few_bits else one for block, one in zip(self.blocks, compiled, strict=True))
 
     @functools.cached_property
     def between(self) -> Between:
@@ -298,7 +306,8 @@ def _function(
     made = [*(outs[block.results[place]] for place in program.computed if place < len(block.results)), *exports]
     jitted = jax.jit(program.run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated) if reuse else ())
     watched = _watched(step, block, devices, program.computed)
-    return BlockFunction(jitted, takes, program.computed, program.named, tuple(imports), watched)
+    few_bits = any(dtype(v).name in FEW_BITS for v in block.flat.inputs)
+    return BlockFunction(jitted, takes, program.computed, program.named, tuple(imports), watched, few_bits)
 
 
 def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], computed: Sequence[int]) -> int | None:

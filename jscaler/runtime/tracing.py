@@ -42,7 +42,7 @@ class Tracer:
     def __init__(self, step: StepPlan, devices: Sequence[Any]):
         self.step = step
         self.made: Executable = executable(step, devices, (), reuse=False)
-        self.compiled = tuple(one.compile() for one in lowered(step, self.made))
+        self.compiled = self.made.calls([one.compile() for one in lowered(step, self.made)])
         self._instructions = step.instructions.steps or (Run(0, (), ()),)
 
     def trace(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Timeline]:
