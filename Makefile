@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all smoke test-aot lint format types bench lock clean
+.PHONY: demo test test-all smoke test-aot lint format types docs bench lock clean
 
 demo: $(VENV)/.installed  ## train a small GPT on 8 virtual devices
 	$(BIN)/jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu --steps 60
@@ -34,6 +34,10 @@ format: $(VENV)/.installed  ## rewrite files in the project's style
 types: $(VENV)/.installed  ## static types
 	$(BIN)/basedpyright
 
+docs: $(VENV)/.docs  ## the documentation as a site, in build/docs; a dead link or a wrong docstring is an error
+	$(BIN)/python -m sphinx -b html -E -q -W --keep-going docs build/docs
+	@echo "open build/docs/index.html"
+
 bench: $(VENV)/.installed  ## every benchmark, quick form
 	for b in parity collectives overhead state planning programs redistribution search_scale passes pipeline schedules timeline same_programs; do $(BIN)/python -m bench.$$b --quick || exit 1; done
 
@@ -50,4 +54,8 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jscaler needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[$(EXTRAS)]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"
 	touch $@

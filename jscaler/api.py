@@ -216,7 +216,7 @@ class Parallelized:
         Args:
             make_state: a function that makes the state as on one device. It is traced, once.
             args: its arguments. Arrays are traced; anything else (a model, an optimizer, a size) is a constant.
-            given: the step's other arguments, as examples: arrays, or ``jax.ShapeDtypeStruct``s.
+            given: the step's other arguments, as examples: arrays, or ``jax.ShapeDtypeStruct`` objects.
 
         Returns:
             What ``make_state`` returns, of the same random bits. (Those of other generators than threefry are drawn whole.)
@@ -234,7 +234,7 @@ class Parallelized:
         return _returned(traced, traced.fill(_leaf_shardings(lowered, traced.names)))
 
     def abstract_state(self, make_state: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
-        """What `init` would make, as ``jax.ShapeDtypeStruct``s with the plan's shardings; nothing is computed.
+        """What `init` would make, as ``jax.ShapeDtypeStruct`` objects with the plan's shardings; nothing is computed.
 
         This is what a checkpoint library restores into: see ``docs/state.md``. No leaf has a weak type, since none will
         when it has been restored.
@@ -258,7 +258,7 @@ class Parallelized:
         return self._lowered[call.key]
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct``s), without compiling.
+        """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct`` objects), without compiling.
 
         The number of devices that was asked for need not be at hand before ``compile()``.
         """

@@ -1,6 +1,7 @@
 """README's code blocks and the tutorial run as they stand."""
 
 import functools
+import inspect
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from quick import FLAGS
 from typer.testing import CliRunner
 
+import jscaler
 from jscaler.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +63,20 @@ def test_the_blocks_on_plans_run_one_after_another() -> None:
     assert " ".join(quoted[2].split())[:-1] in differences[0]
     assert "op 'layer_2/dot' is not in the graph" in differences[1]
     assert "of size 66 into 4 parts" in differences[2]
+
+
+def test_the_blocks_for_people_from_elsewhere_run_one_after_another() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/coming_from.md")))
+    assert "plan hidden_units" in output
+
+
+def test_the_reference_names_all_that_is_public() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    named = set(re.findall(r"jscaler\.(\w+)$", text, re.MULTILINE))
+    rest = set(jscaler.__all__) - named - {"plans"}
+    assert all(issubclass(getattr(jscaler, name), (Exception, Warning)) for name in rest), rest
+    assert "automodule:: jscaler.errors" in text
+    assert all(inspect.getdoc(getattr(jscaler, name)) for name in jscaler.__all__)
 
 
 def test_the_blocks_on_pipelines_run() -> None:

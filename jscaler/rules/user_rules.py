@@ -36,7 +36,7 @@ def register_rule(
             that gives them for an equation, whose ``params`` and ``invars`` it may read; see `OpRule` for the keywords.
             Or a whole record, with all that jscaler may know of a primitive: see ``jscaler.lax_primitives``.
         local: gives the parameters that change at part shapes: ``local(params, operands, results)`` with
-            ``jax.ShapeDtypeStruct``s of one part returns what replaces some of ``params``.
+            ``jax.ShapeDtypeStruct`` objects of one part returns what replaces some of ``params``.
 
     Raises:
         TypeError: not a primitive, or one that is opened before rules are asked (``jit``, ``custom_vjp_call``).
