@@ -5,6 +5,7 @@ from jscaler.api import Parallelized, parallelize
 from jscaler.capture.gradient import grad, value_and_grad
 from jscaler.capture.op_rule import OpRule
 from jscaler.capture.user_op import op
+from jscaler.comparison import Comparison, compare
 from jscaler.errors import (
     BlockError,
     CaptureError,
@@ -47,6 +48,7 @@ __all__ = [
     "CaptureError",
     "CaptureWarning",
     "Chunk",
+    "Comparison",
     "Compiled",
     "Cost",
     "DataError",
@@ -77,6 +79,7 @@ __all__ = [
     "UnknownNameError",
     "UnknownPrimitiveWarning",
     "VerificationError",
+    "compare",
     "cost",
     "draw_timelines",
     "fit",

@@ -36,6 +36,8 @@ from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.runtime.devices import resolve_devices
 
+COMPARED = 5  # steps after which numbers are compared
+
 app = typer.Typer(
     help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
 )
@@ -123,14 +125,13 @@ def compare(
 
     Example: jscaler compare --size nano --plan data_parallel --devices 8 --platform cpu
     """
-    from jscaler.compare import compare as run
-    from jscaler.compare import comparison_table
+    from jscaler.comparison import compare_calls, comparison_table
 
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
     job = Job(model, size, plan, resolve_devices(devices), batch, seq, seed=seed)
     state, batches = job.state(), Batches(job, data)
-    result = run(job.step, lambda i: (state, batches(i)), rounds=rounds, beside=beside)
+    result = compare_calls(job.step, [(state, batches(i)) for i in range(COMPARED)], rounds, beside)
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
