@@ -111,16 +111,17 @@ def _kept(out: str | None) -> dict[tuple[str, str, str], Row]:
 def measured(case: Case) -> Row:
     """Compile both sides; figures of ours and their ratios."""
     from jscaler.clusters import find_cluster
-    from jscaler.commands.job import Job
+    from jscaler.commands.built_in_job import built_in_job
+    from jscaler.commands.planned_job import PlannedJob
     from jscaler.comparison import twin
     from jscaler.report.targets import described_devices
     from jscaler.runtime.target import WITHOUT_GPU
 
     cluster = find_cluster(case.target)
-    job = Job(
-        case.model, None, case.plan, described_devices(cluster), BATCH[case.model, case.target],
-        dtype=DTYPE[case.target], stacked=True, remat=True,
-    )  # fmt: skip
+    chosen = built_in_job(
+        case.model, None, BATCH[case.model, case.target], dtype=DTYPE[case.target], stacked=True, remat=True
+    )
+    job = PlannedJob(chosen, case.plan, described_devices(cluster))
     lowered = job.step.lower(*job.arguments())
     if len(lowered.plan.blocks) > 1:
         return staged(case, cluster, job, lowered)

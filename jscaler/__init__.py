@@ -13,6 +13,7 @@ from jscaler.errors import (
     DataError,
     DeletedArgumentError,
     DeviceError,
+    JobError,
     JscalerError,
     NotFiniteError,
     OrderError,
@@ -31,6 +32,7 @@ from jscaler.errors import (
 from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.query import Cost, cost
 from jscaler.estimate.simulation import simulate
+from jscaler.job import Job
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
@@ -55,6 +57,8 @@ __all__ = [
     "DeletedArgumentError",
     "DeviceError",
     "Fit",
+    "Job",
+    "JobError",
     "JscalerError",
     "Lowered",
     "NotFiniteError",
