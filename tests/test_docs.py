@@ -37,6 +37,19 @@ def test_readme_s_python_blocks_run_one_after_another() -> None:
     assert "1× all_reduce" in output
 
 
+def test_the_first_hour_runs() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/first_hour.md")))
+    printed = [line.split() for line in output.splitlines()]
+    for line in "".join(blocks("text", "docs/first_hour.md")).splitlines():
+        assert line.split() in printed, line
+    for step, count in ((4, 5), (5, 2)):  # the same numbers under every plan
+        losses = [float(loss) for loss in re.findall(rf"loss ([\d.]+) after step {step}", output)]
+        assert len(losses) == count
+        assert max(losses) - min(losses) < 2e-3
+    assert "53× all_gather" in output
+    assert "37× all_reduce" in output
+
+
 def test_the_blocks_on_splitting_run_one_after_another() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/splitting.md")))
     assert "norm/rsqrt/reduce_sum.1" in output
