@@ -148,7 +148,7 @@ def case_rows(
     case: Case, made: Step, devices: Sequence[Any], target: str | None, sent: dict[tuple[str, str], dict[str, float]]
 ) -> Iterator[Row]:
     """A row per kind of collective, and one per promise; ``sent`` keeps each case's bytes by kind."""
-    from jscaler.compare import twin
+    from jscaler.comparison import twin
     from jscaler.report.hlo import Totals, totals
 
     fun, args = made

@@ -95,7 +95,7 @@ class _Loop:
 def against_gspmd(size: str, plan: str, shown: str, batch: int, rounds: int) -> Row:
     """A plan beside the same split given to ``jax.jit``."""
     from jscaler.clusters.timing import median_ratio
-    from jscaler.compare import race, twin
+    from jscaler.comparison import race, twin
     from models.gpt import GPT, SIZES
     from models.text import batch_at, load_bytes
     from models.training import make_optimizer, make_state, train_step

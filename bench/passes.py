@@ -47,7 +47,7 @@ def swapped(size: str, rounds: int) -> Row:
     """Step times of the GPT with and without dots for transposed dots."""
     from bench.steps import gpt
     from jscaler.clusters.timing import median_ratio
-    from jscaler.compare import race
+    from jscaler.comparison import race
 
     step, arguments = gpt(size)
     made = [

@@ -3,7 +3,7 @@
 GPT 125M and 1.3B, layers stacked and computed again in the backward, parameters in float32, on 8 H100 (bfloat16) and on
 4 hosts of 8 V100 (float16, which they multiply). ``peak_bytes`` is what XLA reserves on a device: arguments, results that
 take no argument's place, temporaries. ``collective_bytes`` are those that a device sends in a step, by the optimized HLO.
-Ratios are to `jscaler.compare.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
+Ratios are to `jscaler.comparison.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
 
 Where a dot gives 16 bits that are then cast to a float32 gradient, GSPMD adds them in 16 bits, and a plan adds in float32
 unless it is told otherwise (``reduce_dtype``): ``sums`` are the numbers that each side adds in 16 bits, as parts of all
@@ -111,16 +111,17 @@ def _kept(out: str | None) -> dict[tuple[str, str, str], Row]:
 def measured(case: Case) -> Row:
     """Compile both sides; figures of ours and their ratios."""
     from jscaler.clusters import find_cluster
-    from jscaler.commands.job import Job
-    from jscaler.compare import twin
+    from jscaler.commands.built_in_job import built_in_job
+    from jscaler.commands.planned_job import PlannedJob
+    from jscaler.comparison import twin
     from jscaler.report.targets import described_devices
     from jscaler.runtime.target import WITHOUT_GPU
 
     cluster = find_cluster(case.target)
-    job = Job(
-        case.model, None, case.plan, described_devices(cluster), BATCH[case.model, case.target],
-        dtype=DTYPE[case.target], stacked=True, remat=True,
-    )  # fmt: skip
+    chosen = built_in_job(
+        case.model, None, BATCH[case.model, case.target], dtype=DTYPE[case.target], stacked=True, remat=True
+    )
+    job = PlannedJob(chosen, case.plan, described_devices(cluster))
     lowered = job.step.lower(*job.arguments())
     if len(lowered.plan.blocks) > 1:
         return staged(case, cluster, job, lowered)
@@ -148,7 +149,7 @@ def measured(case: Case) -> Row:
 
 def staged(case: Case, cluster: Any, job: Any, lowered: Any) -> Row:
     """A pipeline: the fullest of its stages, against GSPMD without stages, and against data parallelism."""
-    from jscaler.compare import twin
+    from jscaler.comparison import twin
     from jscaler.runtime.target import WITHOUT_GPU
 
     started = time.perf_counter()

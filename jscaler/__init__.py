@@ -5,6 +5,7 @@ from jscaler.api import Parallelized, parallelize
 from jscaler.capture.gradient import grad, value_and_grad
 from jscaler.capture.op_rule import OpRule
 from jscaler.capture.user_op import op
+from jscaler.comparison import Comparison, compare
 from jscaler.errors import (
     BlockError,
     CaptureError,
@@ -12,6 +13,7 @@ from jscaler.errors import (
     DataError,
     DeletedArgumentError,
     DeviceError,
+    JobError,
     JscalerError,
     NotFiniteError,
     OrderError,
@@ -30,6 +32,7 @@ from jscaler.errors import (
 from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.query import Cost, cost
 from jscaler.estimate.simulation import simulate
+from jscaler.job import Job
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
@@ -47,12 +50,15 @@ __all__ = [
     "CaptureError",
     "CaptureWarning",
     "Chunk",
+    "Comparison",
     "Compiled",
     "Cost",
     "DataError",
     "DeletedArgumentError",
     "DeviceError",
     "Fit",
+    "Job",
+    "JobError",
     "JscalerError",
     "Lowered",
     "NotFiniteError",
@@ -77,6 +83,7 @@ __all__ = [
     "UnknownNameError",
     "UnknownPrimitiveWarning",
     "VerificationError",
+    "compare",
     "cost",
     "draw_timelines",
     "fit",

@@ -1,5 +1,6 @@
 """The command line: ``jscaler train`` and ``jscaler compare``; the other commands have files of their own."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -8,15 +9,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.fit_command import fit_
-from jscaler.commands.job import Batches, Job, devices_for
 from jscaler.commands.options import (
     Batch,
     Data,
     Devices,
     Dtype,
+    JobFile,
     Model,
     PlanName,
     Platform,
@@ -29,12 +31,15 @@ from jscaler.commands.options import (
     use_platform,
 )  # fmt: skip
 from jscaler.commands.plan_command import plan_
+from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.redistribute import redistribute
 from jscaler.commands.schedules import schedules_
 from jscaler.errors import JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.runtime.devices import resolve_devices
+
+COMPARED = 5  # steps after which numbers are compared
 
 app = typer.Typer(
     help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -43,8 +48,10 @@ app = typer.Typer(
 
 @app.command()
 def train(
+    context: typer.Context,
     model: Model = "gpt",
     size: Size = None,
+    job: JobFile = None,
     plan: PlanName = "data_parallel",
     devices: Devices = None,
     platform: Platform = None,
@@ -68,11 +75,15 @@ def train(
         Path | None, typer.Option(help="write a picture of the last of these steps: .png, .svg or .pdf")
     ] = None,
 ) -> None:
-    """Train a model on text under a plan. Every device makes and stores its own parts of the state.
+    """Train a model under a plan: a built-in one on text, or yours on its data.
+
+    Every device makes and stores its own parts of the state.
 
     A plan that jscaler plan saved is for the model that it was told: give the same --dtype, --stacked and --remat.
 
     Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
+
+    Example: jscaler train --job my_model.py:job --plan zero3 --devices 8 --platform cpu
     """
     from jscaler.commands.training import train as run
 
@@ -88,24 +99,26 @@ def train(
 
         if not resume:
             check_unused(checkpoint)
-    job = Job(
-        model, size, plan, resolve_devices(devices), batch, seq, dtype, stacked, remat, learning_rate=learning_rate,
-        steps=steps, seed=seed,
+    chosen = chosen_job(
+        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat, data=data,
+        learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
-    batches = Batches(job, data)
-    start, state = job.start(batches(0), checkpoint if resume else None)
+    planned = PlannedJob(chosen, plan, resolve_devices(devices), seed)
+    start, state = planned.start(checkpoint if resume else None)
     if start >= steps:
         Console().print(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left", highlight=False)
         return
-    state = run(job.step, state, batches, range(start, steps), Console(), log, trace, draw)
+    state = run(planned.step, state, planned.batches(start), range(start, steps), Console(), log, trace, draw)
     if checkpoint is not None:
         save(checkpoint, steps, state)
 
 
 @app.command()
 def compare(
+    context: typer.Context,
     model: Model = "gpt",
     size: Size = None,
+    job: JobFile = None,
     plan: PlanName = "data_parallel",
     devices: Devices = None,
     platform: Platform = None,
@@ -122,15 +135,18 @@ def compare(
     Beside a pipeline stands what it does in each stage, over all devices.
 
     Example: jscaler compare --size nano --plan data_parallel --devices 8 --platform cpu
+
+    Example: jscaler compare --job my_model.py:job --plan zero3 --devices 8 --platform cpu
     """
-    from jscaler.compare import compare as run
-    from jscaler.compare import comparison_table
+    from jscaler.comparison import compare_calls, comparison_table
 
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
-    job = Job(model, size, plan, resolve_devices(devices), batch, seq, seed=seed)
-    state, batches = job.state(), Batches(job, data)
-    result = run(job.step, lambda i: (state, batches(i)), rounds=rounds, beside=beside)
+    chosen = chosen_job(context, job, model=model, size=size, batch=batch, seq=seq, data=data, seed=seed)
+    planned = PlannedJob(chosen, plan, resolve_devices(devices), seed)
+    state = planned.state()
+    calls = [(state, batch) for batch in itertools.islice(planned.batches(), COMPARED)]
+    result = compare_calls(planned.step, calls, rounds, beside)
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:

@@ -114,6 +114,10 @@ class DeletedArgumentError(JscalerError, RuntimeError):
         )
 
 
+class JobError(JscalerError):
+    """What ``--job path.py:function`` names is no job: the file, its function, or what the function has returned."""
+
+
 class DataError(JscalerError):
     """Training data is missing or too short."""
 

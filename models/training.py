@@ -25,9 +25,11 @@ def make_optimizer(learning_rate: float = 1e-3, warmup: int = 10, steps: int = 1
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
-def make_state(model: nn.Module, sequence: int, optimizer: optax.GradientTransformation, seed: int = 0) -> TrainState:
-    """Fresh parameters and optimizer state."""
-    init_key, dropout_key = jax.random.split(jax.random.key(seed))
+def make_state(
+    model: nn.Module, sequence: int, optimizer: optax.GradientTransformation, seed: int | jax.Array = 0
+) -> TrainState:
+    """Fresh parameters and optimizer state; ``seed`` may be a key."""
+    init_key, dropout_key = jax.random.split(jax.random.key(seed) if isinstance(seed, int) else seed)
     params = jax.jit(model.init)(init_key, jnp.zeros((1, sequence), jnp.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, key=dropout_key)
 

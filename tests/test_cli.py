@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from jscaler import Plan
 from jscaler.cli import app
-from jscaler.commands.job import devices_for
+from jscaler.commands.planned_job import devices_for
 from jscaler.errors import DataError, DeviceError, PlanError, PlanFitError, SplitError, UnknownNameError
 from jscaler.tables import SCHEDULES, write_table
 

@@ -39,6 +39,19 @@ def test_readme_s_python_blocks_run_one_after_another() -> None:
     assert "1× all_reduce" in output
 
 
+def test_the_first_hour_runs() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/first_hour.md")))
+    printed = [line.split() for line in output.splitlines()]
+    for line in "".join(blocks("text", "docs/first_hour.md")).splitlines():
+        assert line.split() in printed, line
+    for step, count in ((4, 5), (5, 2)):  # the same numbers under every plan
+        losses = [float(loss) for loss in re.findall(rf"loss ([\d.]+) after step {step}", output)]
+        assert len(losses) == count
+        assert max(losses) - min(losses) < 2e-3
+    assert "53× all_gather" in output
+    assert "37× all_reduce" in output
+
+
 def test_the_blocks_on_splitting_run_one_after_another() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/splitting.md")))
     assert "norm/rsqrt/reduce_sum.1" in output
@@ -105,6 +118,26 @@ def test_the_blocks_on_fitting_run() -> None:
     assert lines[-2].startswith("zero1 ")
 
 
+def test_the_commands_on_a_job_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("my_model.py").write_text(blocks("python", "docs/jobs.md")[0])
+    commands = [shlex.split(line) for line in blocks("bash", "docs/jobs.md")[0].splitlines()]
+    for _, verb, *options in commands:
+        if verb == "compile":
+            continue  # needs the extra aot; tests/commands has it compile for a stand-in
+        words = [word for word in options if word not in ("--platform", "cpu")]  # there are eight already
+        result = CliRunner().invoke(app, [verb, *words], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    sys.modules.pop("my_model")
+
+
+def test_the_blocks_on_jobs_run() -> None:
+    output = run("-c", "\n".join(blocks("python", "docs/jobs.md")))
+    assert "plan zero3 on 4 device(s)" in output
+    assert "bytes are gathered" in output
+
+
 @pytest.mark.aot
 def test_the_blocks_on_targets_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/targets.md")))
@@ -116,7 +149,12 @@ def test_readme_s_first_example_is_short() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 20
 
 
-COMMANDS = [*blocks("bash"), *blocks("bash", "docs/targets.md"), *blocks("bash", "docs/fit.md")]
+COMMANDS = [
+    *blocks("bash"),
+    *blocks("bash", "docs/targets.md"),
+    *blocks("bash", "docs/fit.md"),
+    *blocks("bash", "docs/jobs.md"),
+]
 
 
 @functools.cache

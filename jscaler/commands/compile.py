@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jscaler.commands.job import Job, stacked_by_default
-from jscaler.commands.options import Batch, Dtype, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.built_in_job import stacked_by_default
+from jscaler.commands.chosen_job import chosen_job
+from jscaler.commands.options import Batch, Dtype, JobFile, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
 from jscaler.report.draw_layout import refuse_picture
 
@@ -18,9 +20,11 @@ PIPED = 140  # columns where the output is no terminal
 
 
 def compile_(
+    context: typer.Context,
     target: Annotated[str, typer.Option(help=TARGET_HELP)],
     model: Model = "gpt",
     size: Size = None,
+    job: JobFile = None,
     plan: PlanName = "data_parallel",
     batch: Batch = 32,
     seq: Sequence = None,
@@ -36,6 +40,8 @@ def compile_(
     Needs no GPU and allocates no model; needs the extra aot (JAX's CUDA plugin and a compiler).
 
     Example: jscaler compile --model gpt-1.3b --plan "megatron(dp=4, tp=8)" --target 4x8xV100-32GB --remat
+
+    Example: jscaler compile --job my_model.py:job --plan zero3 --target 8xH100-80GB
     """
     from jscaler.report.draw_memory import draw_memory
     from jscaler.report.target_report import heading, tables, verdict
@@ -45,19 +51,23 @@ def compile_(
         refuse_picture(draw)
     use_platform("cpu", None)
     cluster = find_target(target)
-    job = Job(model, size, plan, cluster.num_devices, batch, seq, dtype, stacked_by_default(model, stacked), remat)
+    chosen = chosen_job(
+        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        stacked=stacked_by_default(model, stacked), remat=remat,
+    )  # fmt: skip
+    planned = PlannedJob(chosen, plan, cluster.num_devices)
     with stages() as begin:
         begin("capturing and planning")
-        lowered = job.step.lower(*job.arguments())
+        lowered = planned.step.lower(*planned.arguments())
         report = compile_for(lowered.plan, cluster, lowered.executable.donated, begin)
     if draw is not None:
         draw_memory(draw, report)
     if as_json:
-        record = {"model": job.describe(), **report.as_json(), "plan": plan}
+        record = {"model": planned.describe(), **report.as_json(), "plan": plan}
         typer.echo(json.dumps({**record, "picture": str(draw) if draw else None}))
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    console.print(f"{job.describe()}, plan {plan}\n{heading(report)}", highlight=False, markup=False)
+    console.print(f"{planned.describe()}, plan {plan}\n{heading(report)}", highlight=False, markup=False)
     for made in tables(report, rows):
         console.print(made)
     console.print(verdict(report.memory), highlight=False, markup=False)

@@ -11,11 +11,13 @@ import typer
 from rich.console import Console
 
 from jscaler.clusters import Cluster
-from jscaler.commands.job import Job, stacked_by_default
-from jscaler.commands.options import Batch, Dtype, Model, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.built_in_job import stacked_by_default
+from jscaler.commands.chosen_job import chosen_job
+from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
 from jscaler.errors import DeviceError
-from jscaler.estimate.fitting import Fit, Tried, climb, with_memory
+from jscaler.estimate.fitting import Fit, Tried, batch_size, climb, with_memory
 from jscaler.ir import Graph
 from jscaler.plans.ladder import ladder
 from jscaler.report.draw_layout import refuse_picture
@@ -29,9 +31,11 @@ Progress = Callable[[str], None]
 
 
 def fit_(
+    context: typer.Context,
     target: Annotated[str, typer.Option(help=TARGET_HELP)],
     model: Model = "gpt",
     size: Size = None,
+    job: JobFile = None,
     plan: Annotated[list[str] | None, typer.Option("--plan", help=PLANS_HELP)] = None,
     batch: Batch = 1,
     seq: Sequence = None,
@@ -48,6 +52,8 @@ def fit_(
     Estimates need no devices, compile nothing and allocate no model. Exit code 0 if something fits, 3 if nothing does.
 
     Example: jscaler fit --model gpt-1.3b --target V100-32GB --seq 4096 --dtype fp16
+
+    Example: jscaler fit --job my_model.py:job --target 8xH100-80GB
     """
     from jscaler.estimate.fit_result import fit_table, reasons, verdict
     from jscaler.report.draw_fit import draw_fit
@@ -57,21 +63,25 @@ def fit_(
         refuse_picture(draw)
     use_platform("cpu", None)
     cluster = with_memory(find_target(target))
-    job = Job(model, size, "single", 1, batch, seq, dtype, stacked_by_default(model, stacked), remat)
+    chosen = chosen_job(
+        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        stacked=stacked_by_default(model, stacked), remat=remat,
+    )  # fmt: skip
+    planned = PlannedJob(chosen, "single", 1)
     with stages() as begin:
         begin("capturing the step")
-        graph = job.step.graph(*job.arguments())
-        check = _Check(confirm, cluster, job)
-        plans = plan or list(ladder(cluster.num_devices, batch))
+        graph = planned.step.graph(*planned.arguments())
+        check = _Check(confirm, cluster, planned)
+        plans = plan or list(ladder(cluster.num_devices, batch_size(graph)))
         found = _climbed(graph, cluster, plans, every, check, begin)
     if draw is not None:
-        draw_fit(draw, found, job.describe())
+        draw_fit(draw, found, planned.describe())
     if as_json:
-        record = {"model": job.describe(), **found.as_json(), "picture": str(draw) if draw else None}
+        record = {"model": planned.describe(), **found.as_json(), "picture": str(draw) if draw else None}
         typer.echo(json.dumps(record))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-        console.print(job.describe(), highlight=False, markup=False)
+        console.print(planned.describe(), highlight=False, markup=False)
         console.print(fit_table(found))
         lines = [*reasons(found), verdict(found), check.note, f"written: {draw}" if draw else ""]
         console.print("\n".join(filter(None, lines)), highlight=False, markup=False)
@@ -98,7 +108,7 @@ class _Check:
 
     wanted: bool | None
     cluster: Cluster
-    job: Job
+    job: PlannedJob
     note: str = ""
 
     def peak_of(self, one: Tried, begin: Progress) -> Tried:
@@ -126,4 +136,4 @@ class _Check:
     def _donated(self) -> list[int]:
         """The positions of the state's leaves among the step's arguments."""
         owners = self.job.step.bind(*self.job.arguments()).owners
-        return [i for i, owner in enumerate(owners) if owner == "state"]
+        return [i for i, owner in enumerate(owners) if owner == self.job.state_name]

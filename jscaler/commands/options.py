@@ -15,6 +15,13 @@ PLAN_HELP = (
 )
 
 Model = Annotated[str, typer.Option(help="model: gpt or moe (a mixture of experts), with its size if wanted: gpt-1.3b")]
+JobFile = Annotated[
+    str | None,
+    typer.Option(
+        "--job",
+        help="a model of yours: path.py:function, which returns make_state, train_step and batches",
+    ),
+]
 Size = Annotated[str | None, typer.Option(help="its size: nano, mini, 125m, 1.3b, …; nano by default")]
 PlanName = Annotated[str, typer.Option("--plan", help=PLAN_HELP)]
 Devices = Annotated[int | None, typer.Option(help="number of devices; by default all, or those of a saved plan")]

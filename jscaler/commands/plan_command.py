@@ -9,10 +9,12 @@ import typer
 from rich.console import Console
 
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.commands.job import Job, devices_for, stacked_by_default
+from jscaler.commands.built_in_job import stacked_by_default
+from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.options import (
     Batch,
     Dtype,
+    JobFile,
     Model,
     PlanName,
     Remat,
@@ -22,6 +24,7 @@ from jscaler.commands.options import (
     Stacked,
     use_platform,
 )
+from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.progress import stages
 from jscaler.errors import DeviceError
 from jscaler.estimate.query import cost
@@ -36,8 +39,10 @@ PIPED = 200  # columns where the output is no terminal: explain is wide
 
 
 def plan_(
+    context: typer.Context,
     model: Model = "gpt",
     size: Size = None,
+    job: JobFile = None,
     plan: PlanName = "data_parallel",
     devices: Annotated[
         int | None, typer.Option(help="number of devices; by default those of a saved plan, or of the target", min=1)
@@ -64,6 +69,8 @@ def plan_(
     Needs no devices, compiles nothing, allocates no model.
 
     Example: jscaler plan --model gpt-1.3b --plan "megatron(dp=4, tp=8)" --target 4x8xV100-32GB
+
+    Example: jscaler plan --job my_model.py:job --plan zero3 --devices 8
     """
     if draw is not None:
         refuse_picture(draw)
@@ -71,10 +78,14 @@ def plan_(
     use_platform("cpu", None)
     cluster = None if target is None else find_cluster(target)
     count = _count(devices_for(plan, devices), cluster)
-    job = Job(model, size, plan, count, batch, seq, dtype, stacked_by_default(model, stacked), remat)
+    chosen = chosen_job(
+        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        stacked=stacked_by_default(model, stacked), remat=remat,
+    )  # fmt: skip
+    planned = PlannedJob(chosen, plan, count)
     with stages() as begin:
         begin("capturing and planning")
-        step = job.step.lower(*job.arguments()).plan
+        step = planned.step.lower(*planned.arguments()).plan
         if cluster is not None:
             begin("what it costs")
         priced = None if cluster is None else cost(step, None, cluster)
@@ -87,14 +98,14 @@ def plan_(
     if save is not None:
         step.save(save)
     if as_json:
-        record = {"model": job.describe(), "plan": plan, "report": step.report.as_json()}
+        record = {"model": planned.describe(), "plan": plan, "report": step.report.as_json()}
         record |= {"passes": step.passes.as_json()} if passes else {}
         record |= {"simulated": timeline.as_json()} if timeline is not None else {}
         record |= {"cost": None if priced is None else priced.as_json(), "saved": None if save is None else str(save)}
         typer.echo(json.dumps(record))
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    parts = [f"{job.describe()}, plan {plan}", step.explain()]
+    parts = [f"{planned.describe()}, plan {plan}", step.explain()]
     parts += [str(priced)] if priced is not None else ["give --target for seconds, bytes per link and memory over time"]
     parts += [str(timeline)] if timeline is not None else []
     parts += [str(step.passes)] if passes else []

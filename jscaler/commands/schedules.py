@@ -14,8 +14,10 @@ from rich.console import Console
 
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.commands.job import Job, stacked_by_default
-from jscaler.commands.options import Batch, Dtype, Model, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.built_in_job import stacked_by_default
+from jscaler.commands.chosen_job import chosen_job
+from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
 from jscaler.errors import JscalerError, PlanError, ScheduleWarning
 from jscaler.estimate.query import planned
@@ -48,10 +50,12 @@ class Simulated:
 
 
 def schedules_(
+    context: typer.Context,
     target: Annotated[str, typer.Option(help="cluster whose devices and links count: 4x8xV100-32GB, a name, a .toml file")],
     plan: Annotated[str, typer.Option(help='a plan with stages: "megatron(tp=8, pp=4, microbatches=16)"')],
     model: Model = "gpt",
     size: Size = None,
+    job: JobFile = None,
     batch: Batch = 32,
     seq: Sequence = None,
     dtype: Dtype = "bf16",
@@ -65,16 +69,22 @@ def schedules_(
     Needs no devices, compiles nothing, allocates no model.
 
     Example: jscaler schedules --model gpt-1.3b --plan "megatron(tp=8, pp=4, microbatches=16)" --target 4x8xV100-32GB
+
+    Example: jscaler schedules --job my_model.py:job --plan "pipeline(4, 16)" --target 4xH100-80GB
     """
     if draw is not None:
         refuse_picture(draw)
     use_platform("cpu", None)
     cluster = find_cluster(target)
     found: list[Simulated] = []
-    job = Job(model, size, plan, cluster.num_devices, batch, seq, dtype, stacked_by_default(model, stacked), remat)
+    chosen = chosen_job(
+        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        stacked=stacked_by_default(model, stacked), remat=remat,
+    )  # fmt: skip
+    planned_job = PlannedJob(chosen, plan, cluster.num_devices)
     with stages() as begin:
         begin("capturing the step")
-        graph = job.step.graph(*job.arguments())
+        graph = planned_job.step.graph(*planned_job.arguments())
         for one, chunks in _all(plan):
             begin(f"planning and simulating {one.name}, {len(found)} done")
             found.append(_simulated(graph, plan, one, chunks, cluster))
@@ -87,11 +97,17 @@ def schedules_(
         draw_timelines(draw, alone)
     if as_json:
         typer.echo(
-            json.dumps({"model": job.describe(), "plan": plan, "schedules": [one.as_json() for one in (*best, *others)]})
+            json.dumps(
+                {
+                    "model": planned_job.describe(),
+                    "plan": plan,
+                    "schedules": [one.as_json() for one in (*best, *others)],
+                }
+            )
         )
         return
     console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    console.print(f"{job.describe()}, plan {plan}, on {cluster.name}", highlight=False, markup=False)
+    console.print(f"{planned_job.describe()}, plan {plan}, on {cluster.name}", highlight=False, markup=False)
     header = ("schedule", "chunks", "step", "waiting", "sends show", "peak memory", "fits")
     console.print(table("schedules, the fastest first", header, [_row(one) for one in best]))
     lines = [f"{one.schedule}: {one.why}" for one in others]

@@ -1,20 +1,24 @@
-"""The main job: train a model on real text under a plan, with a progress bar and a log."""
+"""The main job: train a model under a plan, with a progress bar and a log."""
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jscaler.api import Parallelized
+from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
 from jscaler.runtime.compiled import Compiled
+from jscaler.runtime.graph_nodes import holds_nodes
 
 TRACED = 3  # steps behind the first
 
@@ -26,13 +30,35 @@ class StepRecord:
     step: int
     loss: float
     seconds: float
-    tokens_per_second: float
+    speed: "Speed"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: the speed is ``tokens_per_second`` of text, ``rows_per_second`` of other data."""
+        return {"step": self.step, "loss": self.loss, "seconds": self.seconds, self.speed.name: self.speed.rate}
+
+
+class Speed(NamedTuple):
+    """How much of the data a second takes: tokens, where a batch has ``"tokens"``, and else rows."""
+
+    what: str
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}_per_second"
+
+    @staticmethod
+    def of(batch: Any, seconds: float) -> "Speed":
+        if isinstance(batch, Mapping) and "tokens" in batch:
+            return Speed("tokens", batch["tokens"].size / seconds)
+        shape = jax.numpy.shape(jax.tree.leaves(batch)[0])
+        return Speed("rows", (shape[0] if shape else 1) / seconds)
 
 
 def train(
     step: Parallelized,
     state: Any,
-    batch_at: Callable[[int], dict[str, Any]],
+    batches: Iterator[Any],
     steps: range,
     console: Console,
     log: Path | None = None,
@@ -42,37 +68,42 @@ def train(
     """Run the optimizer steps of these numbers; print the plan first, then progress.
 
     Args:
-        step: ``step(state, batch) -> (state, {"loss": scalar})``.
-        batch_at: the batch of a step; ``batch["tokens"]`` is counted.
+        step: the train step of a `Job`.
+        batches: those of these steps.
         log: where a JSON line per step goes.
         trace: the folder to which timelines of the first steps behind the first go, for Perfetto.
         draw: where the picture of the last of these goes.
 
     Returns:
         The state after the last step.
+
+    Raises:
+        JobError: the step does not return its next state and a loss.
     """
+    first_batch = next(batches)
     with console.status("capturing, planning and compiling"):
         started = time.perf_counter()
-        compiled = step.compiled(step.bind(state, batch_at(0)))
+        compiled = step.compiled(step.bind(state, first_batch))
+    check_result(compiled, state)
     console.print(compiled.plan.explain(), highlight=False, soft_wrap=True)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s", highlight=False)
     records = []
     with _progress(console) as progress, _opened(log, steps.start) as file:
-        task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, seconds=0.0)
-        for index in steps:
-            batch = batch_at(index)
+        task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, what="", seconds=0.0)
+        for index, batch in zip(steps, itertools.chain([first_batch], batches), strict=False):
             if (trace or draw) and steps.start < index <= steps.start + TRACED:
                 _traced(compiled, state, batch, index, trace, draw)
             began = time.perf_counter()
-            state, metrics = compiled(state, batch)
-            loss = float(metrics["loss"])  # waits for the step
+            state, metrics = _state_and_metrics(compiled(state, batch), state)
+            loss = float(_loss(metrics))  # waits for the step
             seconds = time.perf_counter() - began
-            record = StepRecord(index, loss, seconds, batch["tokens"].size / seconds)
+            record = StepRecord(index, loss, seconds, Speed.of(batch, seconds))
             records.append(record)
             if file:
-                file.write(json.dumps(record.__dict__) + "\n")
+                file.write(json.dumps(record.as_json()) + "\n")
                 file.flush()
-            progress.update(task, advance=1, loss=loss, speed=record.tokens_per_second, seconds=seconds)
+            what, speed = record.speed
+            progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
     if records:
         first, last = records[0], records[-1]
         middle = sorted(r.seconds for r in records)[len(records) // 2]
@@ -83,9 +114,40 @@ def train(
     return state
 
 
-def _traced(
-    compiled: Compiled, state: Any, batch: dict[str, Any], index: int, trace: Path | None, draw: Path | None
-) -> None:
+def check_result(compiled: Compiled, state: Any) -> None:
+    """Raises JobError, before anything runs, where the step does not return its next state and a loss."""
+    tree, outputs = compiled.lowered.out_tree, compiled.lowered.captured.graph.outputs
+    next_state, metrics = _state_and_metrics(jax.tree.unflatten(tree, range(tree.num_leaves)), state)
+    if next_state is not state and jax.tree.structure(next_state) != jax.tree.structure(state):
+        raise JobError(
+            "the first that train_step returns is not the next version of its state: their trees differ; return (state, "
+            "loss), with all that the state holds"
+        )
+    loss = _loss(metrics)
+    if not isinstance(loss, int) or outputs[loss].shape:
+        kind = f"an array of shape {outputs[loss].shape}" if isinstance(loss, int) else f"a {type(loss).__name__}"
+        raise JobError(f"the loss that train_step returns is {kind}: return one number, or a dict with a 'loss'")
+
+
+def _state_and_metrics(result: Any, state: Any) -> tuple[Any, Any]:
+    """The next state, and all else that a step has returned; nnx objects are changed in place."""
+    if holds_nodes(state):
+        return state, result
+    if isinstance(result, tuple) and len(result) == 2:
+        return result[0], result[1]
+    what = f"{type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
+    raise JobError(f'train_step returns a {what}: return (state, loss), or (state, {{"loss": loss, …}})')
+
+
+def _loss(metrics: Any) -> Any:
+    if not isinstance(metrics, Mapping):
+        return metrics
+    if "loss" not in metrics:
+        raise JobError(f"train_step returns its metrics without a 'loss', only {', '.join(map(str, metrics))}; add it")
+    return metrics["loss"]
+
+
+def _traced(compiled: Compiled, state: Any, batch: Any, index: int, trace: Path | None, draw: Path | None) -> None:
     """Run a step aside, watched: its arguments stay, and it counts for nothing."""
     timeline = compiled.trace(state, batch)[1]
     if trace is not None:
@@ -100,7 +162,7 @@ def _progress(console: Console) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("{task.fields[speed]:,.0f} {task.fields[what]}/s"),
         TextColumn("{task.fields[seconds]:.3f} s/step"),
         TimeElapsedColumn(),
         console=console,

@@ -1,7 +1,5 @@
 """Ready plan policies. Each is a function that returns a policy; a policy may also be written by hand."""
 
-import importlib.util
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from jscaler.plans.tensor_parallel import tensor_parallel
 from jscaler.plans.vocab_parallel import vocab_parallel
 from jscaler.plans.zero import zero1, zero2, zero3
 from jscaler.primitives import Plan
+from jscaler.user_file import function_in
 
 Factory = Callable[..., Callable[..., Any]]
 PLANS: dict[str, Factory] = {
@@ -55,7 +54,7 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
 
     Raises:
         UnknownNameError: no plan, argument, or function in the file, has that name.
-        PlanError: there is no such file, or the arguments are no literals or not those of the plan.
+        PlanError: there is no such file, it cannot be run, or the arguments are no literals or not those of the plan.
         PlanFileError: a saved plan cannot be read.
     """
     if name.endswith(".json"):
@@ -63,7 +62,7 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
     called, arguments = parse_call(name)
     path, _, function = called.rpartition(":")
     if path.endswith(".py"):
-        found = _from_file(Path(path), function)
+        found = function_in(Path(path), function, "plan", PlanError)
         return found if arguments is None else arguments.call(found, _inner)
     return _made(arguments or PlanCall(called))
 
@@ -96,18 +95,6 @@ def _inner(plan: PlanCall | str) -> Callable[..., Any]:
     if isinstance(found, Plan):
         raise PlanError(f"the saved plan '{plan}' is finished: no other plan can add to it; give a policy")
     return found
-
-
-def _from_file(path: Path, function: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.exists() or spec is None or spec.loader is None:
-        raise PlanError(f"no plan file at '{path}' (asked for its function '{function}')")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-    if not callable(getattr(module, function, None)):
-        raise UnknownNameError("function", function, functions, f" in '{path}'")
-    return getattr(module, function)
 
 
 __all__ = [

@@ -69,7 +69,7 @@ def test_it_stops_at_the_first_that_fits(peaks: dict[str, int], tmp_path: Path) 
 
 def test_nothing_fits(tmp_path: Path) -> None:
     text = run(*small(tmp_path, 1_000_000), *RUNGS, code=3)
-    assert "gpt-nano, 0.1 M parameters, float32, stacked, batch 16 × 64" in text
+    assert "gpt-nano, float32, stacked, 0.1 M parameters, batch 16 × 64" in text
     assert "nothing fits: the least is " in text
     assert "parameters and optimizer take" in text
 

@@ -34,7 +34,7 @@ def test_text_data_and_file_for_32_devices(tmp_path: Path) -> None:
 
 def test_tables_with_and_without_a_target() -> None:
     text = run("--devices", "32")
-    assert "gpt-nano, 0.1 M parameters, float32, stacked, batch 32 × 16, plan megatron(dp=8, tp=4)" in text
+    assert "gpt-nano, float32, stacked, 0.1 M parameters, batch 32 × 16, plan megatron(dp=8, tp=4)" in text
     assert re.search(r"all_reduce \d", text)
     assert "give --target for seconds" in text
 

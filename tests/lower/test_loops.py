@@ -28,7 +28,7 @@ from of_the_day import of_the_day
 import jscaler
 from jscaler import Chunk, Replicate, Split
 from jscaler.capture.jaxprs import shape
-from jscaler.compare import twin
+from jscaler.comparison import twin
 from jscaler.errors import OrderError, SplitError, VerificationError
 from jscaler.lower.flat_program import FlatLoop
 from jscaler.lower.program import Adapt, Repeat

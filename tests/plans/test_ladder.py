@@ -6,7 +6,8 @@ import pytest
 
 import jscaler
 from jscaler import plans
-from jscaler.commands.job import Job
+from jscaler.commands.built_in_job import built_in_job
+from jscaler.commands.planned_job import PlannedJob
 from jscaler.plans.ladder import ONE_DEVICE, SAVED, ladder
 
 
@@ -56,7 +57,7 @@ def test_stages_have_micro_batches_of_what_their_rows_have() -> None:
 
 
 def test_the_order_is_that_of_flops() -> None:
-    job = Job("gpt", "nano", "single", 1, 2, dtype="f32", stacked=True)
+    job = PlannedJob(built_in_job("gpt", "nano", 2, dtype="f32", stacked=True), "single", 1)
     found = jscaler.fit(job.step.graph(*job.arguments()), "H100-80GB", every=True)
     assert [one.plan for one in found.tried if one.cost is None] == [p for p in ladder(1, 2) if re.search("(8|16|32)", p)]
     ratios = {one.plan: one.flops_ratio for one in found.tried}

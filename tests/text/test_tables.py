@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from jscaler.compare import Comparison, Side, comparison_table
+from jscaler.comparison import Comparison, Side, comparison_table
 from jscaler.report.hlo import Totals
 from jscaler.text.units import readable_bytes
 
@@ -14,9 +14,9 @@ def test_a_comparison_shows_both_sides_and_their_ratio() -> None:
     sent = {"all-gather": Totals(2, 2, 4096), "all-reduce": Totals(1, 3, 4096)}
     gspmd = Side("mine", "1a", 1.0, 0.020, sent, {"temp": 2048}, {}, 1e6)
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(comparison_table(Comparison("mine", 8, 5, ours, gspmd, 1e-7, 2e-7, 3e-7, 0.5)))
+    console.print(comparison_table(Comparison("mine", 8, 5, ours, gspmd, 1e-7, 2e-7, 3e-7, 4e-7, 0.5)))
     text = console.export_text()
-    for shown in ("plan mine on 8 device(s)", "10.0 ms", "20.0 ms", "0.500", "2.000", "2.0 KiB", "none", "3e-07"):
+    for shown in ("plan mine on 8 device(s)", "10.0 ms", "20.0 ms", "0.500", "2.000", "2.0 KiB", "none", "3e-07", "4e-07"):
         assert shown in text
 
 

@@ -4,17 +4,20 @@ GSPMD has no stages: beside a pipeline stands the split of one of its stages, ov
 """
 
 import dataclasses
+import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from jscaler.api import Parallelized, PlanLike
 from jscaler.clusters.timing import interleaved, median_ratio
+from jscaler.errors import CaptureError
 from jscaler.estimate.live import LiveTensors
 from jscaler.estimate.memory import held_arguments
 from jscaler.estimate.waiting import Waiting, devices_alike
@@ -31,7 +34,7 @@ from jscaler.text.device_list import devices_text
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes
 
-Arguments = Callable[[int], tuple[Any, ...]]
+TEXT_WIDTH = 120  # columns of a comparison as text
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan against GSPMD. Differences are the largest absolute ones after ``steps`` steps."""
+    """A plan against GSPMD; ``print`` it for a table. Differences are the largest absolute ones after ``steps`` steps.
+
+    Attributes:
+        loss_difference, gradient_difference: of what ``jscaler.value_and_grad`` gives; 0 where the step has none.
+        parameter_difference: of the state that the step hands on.
+        result_difference: of all else that it returns.
+        time_ratio: seconds of a step by seconds of GSPMD's, the median of pairs that ran in turn.
+    """
 
     plan: str
     devices: int
@@ -68,6 +78,7 @@ class Comparison:
     loss_difference: float
     gradient_difference: float
     parameter_difference: float
+    result_difference: float
     time_ratio: float
 
     @property
@@ -78,39 +89,73 @@ class Comparison:
         """Plain data, for ``--json``."""
         return {**dataclasses.asdict(self), "compile_ratio": self.compile_ratio}
 
+    def __str__(self) -> str:
+        """Both sides and their ratio, row by row."""
+        console = Console(file=io.StringIO(), width=TEXT_WIDTH)
+        console.print(comparison_table(self))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
 
-def compare(
-    step: Parallelized, arguments: Arguments, steps: int = 5, rounds: int = 10, beside: PlanLike | None = None
-) -> Comparison:
-    """Run ``step`` and a GSPMD twin in one process, in turn.
+
+def compare(step: Parallelized, *args: Any, steps: int = 5, rounds: int = 10, beside: PlanLike | None = None) -> Comparison:
+    """Run a parallelized step beside ``jax.jit``'s own partitioner (GSPMD) given the same split, in one process, in turn.
+
+    Beside a step on several device groups (a pipeline), for which GSPMD has no word, stands what it does in each stage,
+    over all devices.
 
     Args:
-        step: a parallelized step that returns the next version of its state.
-        arguments: the arguments of the i-th call; of the state, those of call 0 are used.
-        steps: how many optimizer steps the numbers are compared after.
-        rounds: how many timed runs of each.
-        beside: the plan whose split GSPMD gets; by default the step's own, of a pipeline what it does in each stage, over
-            all devices.
+        step: what `parallelize` has made of a step.
+        args: its arguments, arrays. They are copied, so that a step which donates leaves the caller's own alone.
+        steps: how many steps the numbers are compared after; each goes on from the state that the one before has returned.
+        rounds: how many timed runs of each side.
+        beside: the plan whose split GSPMD gets; by default the step's own.
+
+    Returns:
+        A `Comparison`: seconds, FLOPs, memory, collectives and differences of both sides. ``print`` it, or take its fields.
 
     Raises:
-        PlanError: ``beside`` has several device groups, which GSPMD has not; or what `parallelize` would raise for it.
+        CaptureError: ``step`` is not parallelized, or its arguments are no arrays.
+        DeviceError: there are fewer devices than the plan is for.
+        PlanError: ``beside`` has several device groups; or what `parallelize` would raise for it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> @jscaler.parallelize("data_parallel", devices=1)
+        ... def step(params, batch):
+        ...     loss, gradient = jscaler.value_and_grad(lambda p: jnp.mean((batch @ p["w"]) ** 2))(params)
+        ...     return {"w": params["w"] - 0.1 * gradient["w"]}, loss
+        >>> found = jscaler.compare(step, {"w": jnp.ones((8, 4))}, jnp.ones((16, 8)), rounds=1)
+        >>> found.parameter_difference < 1e-6
+        True
     """
+    if not isinstance(step, Parallelized):
+        raise CaptureError(
+            f"compare takes a step that jscaler.parallelize has made, and its arguments, not a {type(step).__name__}: "
+            "compare(jscaler.parallelize(plan, devices=8)(train_step), state, batch)"
+        )
+    return compare_calls(step, [args] * steps, rounds, beside)
+
+
+def compare_calls(
+    step: Parallelized, calls: Sequence[tuple[Any, ...]], rounds: int = 10, beside: PlanLike | None = None
+) -> Comparison:
+    """`compare`, with the arguments of each call; of the state, those of the first are used."""
     started = time.perf_counter()
-    lowered = step.lower(*arguments(0))
+    lowered = step.lower(*calls[0])
     mine = lowered.compile()
     ours_seconds = time.perf_counter() - started
     other = step.without_stages() if beside is None else step.under(beside)
-    split = lowered if other is step else other.lower(*arguments(0))
+    split = lowered if other is step else other.lower(*calls[0])
     started = time.perf_counter()
     theirs = twin(split)
     twin_seconds = time.perf_counter() - started
-    leaves = [step.leaves(*arguments(i)) for i in range(steps)]
+    leaves = [step.leaves(*args) for args in calls]
     numbers = _differences(lowered, split, leaves)
     times = interleaved([_Loop(mine.flat, lowered, leaves[0]), _Loop(theirs, split, leaves[0])], rounds)
     return Comparison(
         lowered.plan.name,
         lowered.plan.plan.num_devices,
-        steps,
+        len(calls),
         _side(lowered, mine.segments, ours_seconds, float(np.median(times[0]))),
         _side(split, [theirs], twin_seconds, float(np.median(times[1]))),
         *numbers,
@@ -162,9 +207,9 @@ def _compile_twin(
     return jitted.lower(*input_structs(plan.graph.inputs, inputs)).compile(dict(options or {}))
 
 
-def _differences(lowered: Lowered, split: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[float, float, float]:
-    """Largest loss, gradient and parameter difference after as many steps as there are ``leaves``, under the plan of
-    ``lowered`` and in the GSPMD twin of ``split``.
+def _differences(lowered: Lowered, split: Lowered, leaves: Sequence[Sequence[Any]]) -> tuple[float, float, float, float]:
+    """Largest loss, gradient, parameter and other difference after as many steps as there are ``leaves``, under the plan
+    of ``lowered`` and in the GSPMD twin of ``split``.
 
     Both sides run a step that also returns its loss and gradients.
     """
@@ -188,10 +233,12 @@ def _differences(lowered: Lowered, split: Lowered, leaves: Sequence[Sequence[Any
     count = len(graph.outputs)
     losses = [count + sum(1 + len(c.gradients) for c in graph.calls[:i]) for i in range(len(graph.calls))]
     gradients = [i for i in range(count, count + len(probes)) if i not in losses]
+    others = [i for i in range(count) if i not in graph.next_version]
     return (
         _largest(results, losses),
         _largest(results, gradients),
         _largest(results, list(graph.next_version)),
+        _largest(results, others),
     )
 
 
@@ -278,6 +325,7 @@ def comparison_table(result: Comparison) -> Table:
         ("loss", result.loss_difference),
         ("gradient", result.gradient_difference),
         ("parameter", result.parameter_difference),
+        ("result", result.result_difference),
     ):
         rows.append((f"largest {what} difference", f"{value:.3g}", "", ""))
     return table(title, ("", "jscaler", f"jax.jit, {split}", "ratio"), rows)

@@ -1,0 +1,91 @@
+"""The built-in language models as jobs, as ``--model`` and the options beside it describe them."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jscaler.errors import JscalerError, UnknownNameError
+from jscaler.job import Job
+
+DTYPES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "f32": "float32",
+    "float32": "float32",
+}  # fmt: skip
+
+
+def built_in_job(
+    model: str, size: str | None, batch: int, seq: int | None = None, dtype: str | None = None,
+    stacked: bool | None = None, remat: bool = False, data: Path | None = None, learning_rate: float = 3e-3,
+    steps: int = 100, seed: int = 0,
+) -> Job:  # fmt: skip
+    """A built-in model with its train step, on text.
+
+    Args:
+        model, size: as ``model_and_size`` takes them.
+        batch: sequences per step.
+        seq: tokens per sequence; None for the model's own.
+        dtype: a key of ``DTYPES``; None for the model's own.
+        stacked, remat: of the model; None for its own.
+        data: a text file or a folder; None for the text of Python's documentation.
+        steps: over which the learning rate decays.
+        seed: of the data's order.
+
+    Raises:
+        UnknownNameError: no such model, size or dtype.
+        JscalerError: the model has no such option.
+        DataError: there is no text.
+    """
+    from models import make_model
+    from models.text import batch_at, load_bytes
+    from models.training import TEXT_STEPS, make_optimizer
+    from models.training import make_state as state_of
+
+    name, size = model_and_size(model, size)
+    made, config = make_model(name, size)
+    changes = {"sequence": seq, "dtype": _dtype(dtype), "stacked": stacked, "remat": remat or None}
+    if name != "gpt" and (stacked or remat):
+        raise JscalerError(f"model {name} has no --stacked and no --remat; leave them out")
+    config = dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
+    module, optimizer, text = type(made)(config), make_optimizer(learning_rate, steps=steps), load_bytes(data)
+
+    def make_state(key: Any) -> Any:
+        return state_of(module, config.sequence, optimizer, key)
+
+    def batches() -> Iterator[Any]:
+        return (batch_at(text, step, batch, config.sequence, seed) for step in itertools.count())
+
+    words = [f"{name}-{size}", *([str(config.dtype)] if config.dtype else [])]
+    words += [what for what in ("stacked", "remat") if getattr(config, what)]
+    return Job(make_state, TEXT_STEPS[name], batches, ", ".join(words))
+
+
+def model_and_size(model: str, size: str | None) -> tuple[str, str]:
+    """``gpt-1.3b`` as (``gpt``, ``1.3b``); the size may come apart, and is ``nano`` where nobody says it.
+
+    Raises:
+        UnknownNameError: no such language model.
+        JscalerError: two sizes are given.
+    """
+    from models.training import TEXT_STEPS
+
+    name, _, said = model.partition("-")
+    if name not in TEXT_STEPS:
+        raise UnknownNameError("language model", name, TEXT_STEPS)
+    if said and size and said != size:
+        raise JscalerError(f"two sizes are given: --model {model} and --size {size}; leave one out")
+    return name, said or size or "nano"
+
+
+def stacked_by_default(model: str, stacked: bool | None) -> bool:
+    """Whether layers are to be one scan, where nobody says: of a GPT, so that planning and compiling take that of one."""
+    return model.partition("-")[0] == "gpt" if stacked is None else stacked
+
+
+def _dtype(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", name, DTYPES)
+    return DTYPES[name]

@@ -1,0 +1,96 @@
+"""``--job path.py:function``: a model of the user's own, and what may be wrong with it."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jscaler.api import Parallelized
+from jscaler.errors import JobError, PlanError, UnknownNameError
+from jscaler.job import Job
+from jscaler.plans.parse import PlanCall, parse_call
+from jscaler.user_file import function_in, raised
+
+KINDS = {"batches": "iterable of batches (a list, a data set), nor a function that returns one (a generator function)"}
+RETURNS = "return (make_state, train_step, batches), or a jscaler.Job"
+
+
+def job_from_file(text: str) -> Job:
+    """The job that ``path.py:function``, or ``path.py:function(hidden=64)``, returns.
+
+    Raises:
+        UnknownNameError: the file has no such function, or the function no such argument.
+        JobError: there is no such file, it cannot be run, the function has raised, or what it has returned is no job.
+    """
+    named, args, kwargs = _parsed(text)
+    path, _, function = named.rpartition(":")
+    if not path.endswith(".py"):
+        raise JobError(f"a job is a function in a Python file, path.py:function, and '{text}' is not")
+    found = function_in(Path(path), function, "job", JobError)
+    return checked_job(_called(found, named, args, kwargs), text)
+
+
+def _parsed(text: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    name = text.partition("(")[0]
+    wrong = JobError(f"cannot read the job '{text}': write its arguments as literals, such as {name}(hidden=64)")
+    try:
+        _, call = parse_call(text)
+    except PlanError as error:
+        raise wrong from error
+    args, kwargs = ((), {}) if call is None else (call.args, call.kwargs)
+    if any(isinstance(value, PlanCall) for value in (*args, *kwargs.values())):
+        raise wrong
+    return name.strip(), args, kwargs
+
+
+def _called(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        if unknown := [argument for argument in kwargs if argument not in names]:
+            raise UnknownNameError("argument", unknown[0], names, f" of job '{name}'") from None
+        raise JobError(
+            f"job '{name}': {error}; its arguments are {', '.join(names) or 'none'}: give them defaults, or values as in "
+            f'--job "{name}({next(iter(names), "hidden")}=64)"'
+        ) from None
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise JobError(f"job '{name}' has raised {raised(error, Path(name.rpartition(':')[0]))}") from error
+
+
+def checked_job(made: Any, text: str) -> Job:
+    """What a job's function has returned as a `Job`; ``text`` is how the command line names it.
+
+    Raises:
+        JobError: it is none; says what is wrong with which part.
+    """
+    if not isinstance(made, tuple) or len(made) not in (3, 4):
+        what = f"a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, (tuple, list)) else "")
+        raise JobError(f"job '{text}' has returned {what}: {RETURNS}")
+    job = Job(*made)
+    if isinstance(job.train_step, Parallelized):  # the plan is the command line's
+        job = job._replace(train_step=job.train_step.fun)
+    _check_takes(job.make_state, "make_state", ("key",), text)
+    _check_takes(job.train_step, "train_step", ("state", "batch"), text)
+    if not isinstance(job.batches, Iterable):
+        _check_takes(job.batches, "batches", (), text)
+    return job if job.name else job._replace(name=text)
+
+
+def _check_takes(function: Any, role: str, wanted: Sequence[str], text: str) -> None:
+    """Raises JobError unless ``function`` can be called with as many arguments, by position."""
+    spelled = f"{role}({', '.join(wanted)})"
+    if not callable(function):
+        raise JobError(
+            f"{role} of job '{text}' is a {type(function).__name__}, and no {KINDS.get(role, 'function')}; {RETURNS}"
+        )
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(*wanted)
+    except TypeError as error:
+        raise JobError(f"{role} of job '{text}' is called as {spelled}, and takes {signature}: {error}") from None
+    if len(bound.arguments) < len(wanted):
+        raise JobError(f"{role} of job '{text}' is called as {spelled}, and takes {signature}: give each argument a name")

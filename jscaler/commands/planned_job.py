@@ -1,0 +1,152 @@
+"""``PlannedJob``: a job under a plan, which is what a command works with."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jscaler import plans
+from jscaler.api import Parallelized, parallelize
+from jscaler.capture.names import leaf_names
+from jscaler.errors import CaptureError, DataError, listing
+from jscaler.job import Job
+from jscaler.primitives import Plan
+from jscaler.runtime.arguments import LeafType, leaf_type
+from jscaler.runtime.training_state import TracedState, trace_state
+
+LARGE = 50_000  # parameters; so many are told in millions
+
+
+def devices_for(plan: str, devices: int | None) -> int | None:
+    """How many devices were asked for; where nobody says it, as many as a saved plan is for."""
+    if devices is not None or not plan.endswith(".json"):
+        return devices
+    return Plan.load(plan).num_devices
+
+
+class PlannedJob:
+    """A model, its data and its train step under a plan.
+
+    Args:
+        plan: as ``plans.by_name`` takes it.
+        devices: as ``parallelize`` takes them.
+        seed: of the key that the state is made from.
+
+    Raises:
+        UnknownNameError: no such plan.
+    """
+
+    def __init__(self, job: Job, plan: str, devices: Any, seed: int = 0):
+        self.job, self.seed = job, seed
+        self.step: Parallelized = parallelize(plans.by_name(plan), devices=devices, donate_argnums=0)(job.train_step)
+        self.state_name, self.batch_name = list(inspect.signature(job.train_step).parameters)[:2]
+        self._data = _on_and_on(job)
+
+    @property
+    def key(self) -> jax.Array:
+        return jax.random.key(self.seed)
+
+    @functools.cached_property
+    def first_batch(self) -> Any:
+        """The batch whose shapes all have. For what runs nothing it may be made of ``jax.ShapeDtypeStruct``s.
+
+        Raises:
+            DataError: there is none, or it holds something other than arrays.
+        """
+        batch = next(self._data)
+        if not jax.tree.leaves(batch):
+            raise DataError(f"the first batch of {self.job.name} is {batch!r}, in which there is no array")
+        self._types(batch, "the first batch")
+        return batch
+
+    def batches(self, start: int = 0) -> Iterator[Any]:
+        """The batches from that of step ``start`` on, without an end. They are handed out once.
+
+        Raises:
+            DataError: they have ended and do not begin again, one is not like the first, or they are shapes alone.
+        """
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.first_batch)):
+            raise DataError(f"the batches of {self.job.name} are shapes alone, which can be planned, not run: give arrays")
+        first = self._types(self.first_batch, "the first batch")
+        every = itertools.chain([self.first_batch], self._data)
+        for step, batch in itertools.islice(enumerate(every), start, None):
+            if (types := self._types(batch, f"the batch of step {step}")) != first:
+                raise DataError(
+                    f"the batch of step {step} of {self.job.name} is not like the first: {_difference(first, types)}; a "
+                    "step is compiled for one shape: leave out a last batch that is smaller"
+                )
+            yield batch
+
+    def _types(self, batch: Any, which: str) -> dict[str, LeafType]:
+        """What each leaf of a batch is, by its path."""
+        found = {}
+        for i, (path, leaf) in enumerate(zip(leaf_names(self.batch_name, batch), jax.tree.leaves(batch), strict=True)):
+            try:
+                found[path] = leaf_type(leaf, self.batch_name, batch, i)
+            except (CaptureError, TypeError):
+                what = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
+                raise DataError(
+                    f"{which} of {self.job.name} holds '{path}', {what}: a batch is a tree of arrays of numbers "
+                    "(numpy.asarray makes them of what other libraries have)"
+                ) from None
+        return found
+
+    @functools.cached_property
+    def _traced(self) -> TracedState:
+        return trace_state([self.state_name], self.job.make_state, [self.key])
+
+    def state(self) -> Any:
+        """A fresh state, on one device."""
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return self._traced.assemble(self._traced.fill([here] * len(self._traced.structs())))[self.state_name]
+
+    def start(self, checkpoint: Path | None = None) -> tuple[int, Any]:
+        """The first step, and the state in the plan's layout: a fresh one, or the latest of ``checkpoint``."""
+        make_state, given = self.job.make_state, {self.batch_name: self.first_batch}
+        if checkpoint is None:
+            return 0, self.step.init(make_state, self.key, **given)
+        from jscaler.runtime.checkpoint import latest_step, restore
+
+        step = latest_step(checkpoint)
+        return step, restore(checkpoint, step, self.step.abstract_state(make_state, self.key, **given))
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Shapes of a state and a batch. The state is not allocated."""
+        state = self._traced.assemble(self._traced.structs())[self.state_name]
+        types = self._types(self.first_batch, "the first batch").values()
+        return state, jax.tree.unflatten(jax.tree.structure(self.first_batch), [one.struct for one in types])
+
+    def describe(self) -> str:
+        """``gpt-1.3b, bfloat16, stacked, 1,316.0 M parameters, batch 32 × 2048``."""
+        state, batch = self.arguments()
+        shapes = (" × ".join(map(str, leaf.shape)) or "a number" for leaf in jax.tree.leaves(batch))
+        params = state.get("params") if isinstance(state, Mapping) else getattr(state, "params", None)
+        leaves = jax.tree.leaves(state if params is None else params)
+        count = sum(x.size for x in leaves)
+        size = f"{count / 1e6:,.1f} M" if count >= LARGE else f"{count:,}"
+        size += " numbers of state" if params is None else " parameters"
+        return f"{self.job.name}, {size}, batch {', '.join(dict.fromkeys(shapes))}"
+
+
+def _on_and_on(job: Job) -> Iterator[Any]:
+    """The batches of ``job``, again and again where they can be begun again."""
+    count = 0
+    while True:
+        before = count
+        for batch in job.batches if isinstance(job.batches, Iterable) else job.batches():
+            yield batch
+            count += 1
+        if count == before:
+            ended = f"have ended after {count}, and do not begin again: give a list, or a function that returns an iterator"
+            raise DataError(f"the batches of {job.name} {ended if count else 'are none: there is nothing to train on'}")
+
+
+def _difference(first: Mapping[str, LeafType], types: Mapping[str, LeafType]) -> str:
+    if first.keys() != types.keys():
+        return f"it holds {listing(list(types))} instead of {listing(list(first))}"
+    return next(f"'{path}' is {types[path]} instead of {one}" for path, one in first.items() if types[path] != one)
