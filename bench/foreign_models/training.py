@@ -26,14 +26,14 @@ class Foreign:
     """A model's train step.
 
     Attributes:
-        step: takes the arguments, and ``by``, the module whose ``value_and_grad`` or ``nnx.value_and_grad`` it calls.
+        step: of the module whose ``value_and_grad`` or ``nnx.value_and_grad`` it is to call, a train step.
         arguments: fresh ones.
         following: the arguments of the next call, of these and the result.
         state: the arrays that are trained or moved, of the arguments.
         jit: the plain decorator.
     """
 
-    step: Callable[..., Any]
+    step: Callable[[Any], Callable[..., Any]]
     arguments: Callable[[], tuple[Any, ...]]
     following: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
     state: Callable[[tuple[Any, ...]], Any]
@@ -62,13 +62,16 @@ def linen_state(model: nn.Module, *inputs: Any, **keywords: Any) -> State:
 def trained(loss: Callable[..., Any], state: State, batch: Any) -> Foreign:
     """A model with ``loss(state, params, batch, key) -> (loss, rest)``; ``rest`` replaces the state's own."""
 
-    def train_step(state: State, batch: Any, by: Any) -> tuple[State, dict[str, jax.Array]]:
-        key = jax.random.fold_in(state.key, state.step)
-        (value, rest), grads = by.value_and_grad(lambda p: loss(state, p, batch, key), has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, rest=rest), {"loss": value}
+    def step(by: Any) -> Callable[..., Any]:
+        def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+            key = jax.random.fold_in(state.key, state.step)
+            (value, rest), grads = by.value_and_grad(lambda p: loss(state, p, batch, key), has_aux=True)(state.params)
+            return state.apply_gradients(grads=grads, rest=rest), {"loss": value}
+
+        return train_step
 
     return Foreign(
-        train_step,
+        step,
         arguments=lambda: (state, batch),
         following=lambda given, result: (result[0], *given[1:]),
         state=lambda given: (given[0].params, given[0].opt_state, given[0].rest),
@@ -79,17 +82,20 @@ def trained(loss: Callable[..., Any], state: State, batch: Any) -> Foreign:
 def trained_nnx(loss: Callable[..., jax.Array], make: Callable[[nnx.Rngs], nnx.Module], batch: Any) -> Foreign:
     """An nnx model with ``loss(model, batch)``, which the step changes in place, and its optimizer with it."""
 
-    def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, by: Any) -> dict[str, jax.Array]:
-        value, grads = by.nnx.value_and_grad(loss)(model, batch)
-        optimizer.update(model, grads)
-        return {"loss": value}
+    def step(by: Any) -> Callable[..., Any]:
+        def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, jax.Array]:
+            value, grads = by.nnx.value_and_grad(loss)(model, batch)
+            optimizer.update(model, grads)
+            return {"loss": value}
+
+        return train_step
 
     def arguments() -> tuple[Any, ...]:
         model = make(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), batch
 
     return Foreign(
-        train_step,
+        step,
         arguments,
         following=lambda given, _: given,
         state=lambda given: (nnx.state(given[0], nnx.Not(nnx.RngState)), nnx.state(given[1])),
