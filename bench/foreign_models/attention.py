@@ -48,9 +48,7 @@ class Layer(nn.Module):
     """Attention to oneself, to ``encoded`` if there is any, and an MLP; norms in front."""
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, mask: jax.Array, train: bool, encoded: Any = None, encoded_mask: Any = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: Any, train: bool, encoded: Any = None, encoded_mask: Any = None) -> jax.Array:
         drop = nn.Dropout(0.1, deterministic=not train)
         options: dict[str, Any] = {"use_bias": False, "dropout_rate": 0.1, "deterministic": not train}
         x = x + drop(nn.MultiHeadDotProductAttention(HEADS, **options)(nn.LayerNorm()(x), mask=mask))
@@ -156,7 +154,7 @@ class VisionStack(nn.Module):
         token = self.param("cls", nn.initializers.zeros, (1, 1, WIDTH))
         x = jnp.concatenate([jnp.tile(token, (x.shape[0], 1, 1)), x], axis=1)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, x.shape[1], WIDTH))
-        rngs = {"params": True, "dropout": True}
+        rngs: Any = {"params": True, "dropout": True}
         layers = nn.scan(nn.remat(Carried), variable_axes={"params": 0}, split_rngs=rngs, length=2)
         x, _ = layers(name="layers")(x, None)
         return nn.Dense(8)(nn.LayerNorm()(x)[:, 0])

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import transformers as hub
+import transformers as hub  # pyright: ignore[reportMissingImports]
 
 from bench.foreign_models.training import (
     BATCH,

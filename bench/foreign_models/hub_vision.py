@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import transformers as hub
+import transformers as hub  # pyright: ignore[reportMissingImports]
 
 from bench.foreign_models.hub_text import WORDS, hub_state, with_loss
 from bench.foreign_models.training import BATCH, Foreign, State, cross_entropy, integers, normal, trained

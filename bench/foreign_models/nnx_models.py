@@ -168,7 +168,7 @@ class Gru(nnx.Module):
         self.head = nnx.Linear(32, WORDS, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # b s -> b s v
-        return self.head(self.rnn(self.embed(tokens)))
+        return self.head(jnp.asarray(self.rnn(self.embed(tokens))))
 
 
 def gru() -> Foreign:
