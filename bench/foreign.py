@@ -215,8 +215,8 @@ def beyond_rounding(mine: np.ndarray, theirs: np.ndarray) -> float:
 
 def in_parts(lowered: Any, plan: str) -> Row:
     """How the parameters lie."""
-    wrt = {t for call in lowered.graph.calls for t in call.wrt}
-    laid = zip(lowered.graph.inputs, lowered.executable.in_shardings, strict=True)
+    wrt = {t for call in lowered.captured.graph.calls for t in call.wrt}
+    laid = zip(lowered.captured.graph.inputs, lowered.executable.in_shardings, strict=True)
     parameters = [(t, t.nbytes * math.prod(s.shard_shape(t.shape)) // math.prod(t.shape)) for t, s in laid if t in wrt]
     kernels = [(t, nbytes) for t, nbytes in parameters if len(t.shape) > 1]
     row: Row = {"split_kernels": sum(nbytes < t.nbytes for t, nbytes in kernels), "kernels": len(kernels)}

@@ -90,9 +90,11 @@ def trained_nnx(loss: Callable[..., jax.Array], make: Callable[[nnx.Rngs], nnx.M
 
         return train_step
 
+    tx = optimizer()  # one: its functions are part of the tree of the arguments
+
     def arguments() -> tuple[Any, ...]:
         model = make(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), batch
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param), batch
 
     return Foreign(
         step,
