@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all smoke test-aot lint format types docs bench lock clean
+.PHONY: demo test test-all smoke test-aot bench-foreign lint format types docs bench lock clean
 
 demo: $(VENV)/.installed  ## train a small GPT on 8 virtual devices
 	$(BIN)/jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu --steps 60
@@ -21,6 +21,10 @@ smoke: $(VENV)/.installed  ## the tests that guard against a new JAX
 test-aot:  ## the tests that compile for CUDA, on any machine; makes .venv-aot (1.7 GB)
 	$(MAKE) VENV=.venv-aot EXTRAS=dev,aot .venv-aot/.installed
 	.venv-aot/bin/python -m pytest -m aot -n auto --dist worksteal
+
+bench-foreign:  ## foreign models under plans without arguments, `transformers`' among them; makes .venv-foreign
+	$(MAKE) VENV=.venv-foreign EXTRAS=dev,foreign .venv-foreign/.installed
+	.venv-foreign/bin/python -m bench.foreign
 
 lint: $(VENV)/.installed  ## style, formatting and the order of packages, without changing anything
 	$(BIN)/ruff check .
@@ -45,7 +49,7 @@ lock: $(VENV)/.installed  ## write down the versions that the tests ran with
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 
 clean:
-	rm -rf $(VENV) .venv-aot build dist *.egg-info
+	rm -rf $(VENV) .venv-aot .venv-foreign build dist *.egg-info
 
 # CONSTRAINTS= (empty) takes the newest versions that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt

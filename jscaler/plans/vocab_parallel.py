@@ -66,17 +66,21 @@ def _makes_logits(graph: Planner, kernel: PTensor, dim: int, weights: set[PTenso
 
 
 def _is_looked_up(graph: Planner, table: PTensor, weights: set[PTensor]) -> bool:
-    """Whether rows of ``table``, or of a cast of it, are picked, which parts of it do together: sums with zeros."""
+    """Whether whole numbers pick rows of ``table``, or of a cast of it, which parts do together: sums with zeros.
+
+    A penalty on weights sums rows, too, and picks none.
+    """
 
     def made_of(tensor: PTensor) -> Iterable[PTensor]:
         return (t for op in graph.consumers.get(tensor, ()) for t in op.outputs if op.kind == "forward" and t in weights)
 
-    for tensor in closure([table], made_of):
+    for tensor in (t for t in closure([table], made_of) if len(t.shape) == 2):
         for op in graph.consumers.get(tensor, ()):
-            if op.kind == "forward" and not holds_contraction(op):
+            picks = any(np.issubdtype(t.dtype, np.integer) for t in op.inputs)
+            if op.kind == "forward" and picks and not holds_contraction(op):
                 rule = graph.rule(op)
                 rows = rule.operands[op.inputs.index(tensor)][0]
-                if rows and rule.factors[rows[0]].kind == "reduction" and len(tensor.shape) == 2:
+                if rows and rule.factors[rows[0]].kind == "reduction":
                     return True
     return False
 

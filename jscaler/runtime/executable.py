@@ -320,13 +320,14 @@ def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], compute
 
 
 def _values(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtypeStruct]:
-    """The imports of a block, values of others."""
+    """The imports of a block, values of others; a weak type stays, or the next call would be of another type."""
     variables = block.flat.inputs[len(block.takes) :]
     layouts = block.inputs[len(block.takes) :]
-    rows = zip(variables, layouts, _shardings(block.inputs, len(block.imports), mesh), strict=True)
+    shapes = [value_shape(layout, block.group, shape(v)) for v, layout in zip(variables, layouts, strict=True)]
+    places = _shardings(block.inputs, len(block.imports), mesh)
     return [
-        jax.ShapeDtypeStruct(value_shape(layout, block.group, shape(v)), dtype(v), sharding=place)
-        for v, layout, place in rows
+        jax.ShapeDtypeStruct(whole, dtype(v), sharding=place, weak_type=getattr(v.aval, "weak_type", False))
+        for v, whole, place in zip(variables, shapes, places, strict=True)
     ]
 
 

@@ -27,6 +27,18 @@ def test_what_a_backward_computes_again_counts_again() -> None:
     assert [dot_flops(text) / one for text in texts] == [4 * 6, 4 * 8]
 
 
+def test_convolutions_count_forward_and_backward() -> None:
+    def loss(x: jax.Array, w: jax.Array, groups: int = 1) -> jax.Array:
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=dims, feature_group_count=groups).sum()
+
+    x, w, each = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8)), 2 * (2 * 4 * 4 * 8) * (3 * 3 * 4)
+    assert dot_flops(jax.jit(loss).lower(x, w).compile().as_text()) == each
+    assert dot_flops(jax.jit(jax.grad(lambda w: jnp.sin(loss(x, w)))).lower(w).compile().as_text()) == 2 * each
+    grouped = jax.jit(loss, static_argnums=2).lower(x, w[:, :, :2], 2)
+    assert dot_flops(grouped.compile().as_text()) == each / 2
+
+
 CUBLAS = """
 ENTRY %main (a: f16[24,64], b: f16[64,32]) -> f16[24,32] {
   %a = f16[24,64]{1,0} parameter(0)

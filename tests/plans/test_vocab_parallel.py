@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,6 +10,7 @@ from losing import losing
 from of_the_day import of_the_day
 from plan_steps import activations, assert_same_numbers, collectives, gpt, planned
 
+import jscaler
 from jscaler import Split
 from jscaler.errors import SplitError, UnknownNameError
 from jscaler.plans import megatron, vocab_parallel
@@ -76,6 +78,18 @@ def test_with_heads_units_and_sequence() -> None:
 @pytest.mark.parametrize("plan", of_the_day([vocab_parallel(), megatron(dp=2, tp=4, sequence=True)], 2))
 def test_the_numbers_are_those_of_one_device(plan: object) -> None:
     assert_same_numbers(plan, gpt, 8)
+
+
+def test_a_penalty_on_kernels_looks_nothing_up() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        def loss(kernels: Any) -> Any:
+            penalty = sum(jnp.sum(jnp.square(kernel)) for kernel in kernels)
+            return jnp.mean((batch @ kernels[0] @ kernels[1]) ** 2) + 1e-4 * penalty
+
+        return [kernel - 0.1 * grad for kernel, grad in zip(state, jscaler.grad(loss)(state), strict=True)]
+
+    with pytest.raises(UnknownNameError, match="pass vocab_parallel"):
+        planned(vocab_parallel(), (step, ([jnp.ones((8, 8)), jnp.ones((8, 8))], jnp.ones((4, 8)))), 4)
 
 
 def test_mistakes() -> None:

@@ -98,6 +98,25 @@ def test_an_array_of_weak_type_is_another_form_of_call() -> None:
         assert [step(half, two).dtype.name for two in (weak, strong, 2.0)] == ["float16", "float32", "float16"]
 
 
+def test_a_count_that_two_stages_read_stays_of_weak_type() -> None:
+    """Or the second call would be of another form, and compile again."""
+
+    def step(state: dict[str, Any], batch: jax.Array) -> Any:
+        key = jax.random.fold_in(jax.random.key(0), state["count"])
+
+        def loss(w: list[jax.Array]) -> jax.Array:
+            h = jnp.tanh(batch @ w[0]) @ w[1]
+            return jnp.mean((jnp.tanh(h + jax.random.normal(key, h.shape)) @ w[2]) ** 2)
+
+        w = jax.tree.map(lambda w, g: w - 0.1 * g, state["w"], jscaler.grad(loss)(state["w"]))
+        return {"w": w, "count": state["count"] + 1}
+
+    state = {"w": [jnp.eye(8)] * 3, "count": 0}
+    pipelined = jscaler.parallelize("pipeline(2, 2)", devices=2)(step)
+    assert pipelined(state, jnp.ones((8, 8)))["count"].weak_type
+    assert jax.jit(step)(state, jnp.ones((8, 8)))["count"].weak_type
+
+
 def test_arguments_in_any_order_reach_their_inputs() -> None:
     @jscaler.parallelize(all_whole, devices=2)
     def step(z: jax.Array, a: jax.Array, *rest: jax.Array, m: jax.Array) -> jax.Array:
