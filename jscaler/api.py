@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jscaler import plans
+from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, PlanError
 from jscaler.flat_passes.all_passes import flat_passes
@@ -19,7 +20,7 @@ from jscaler.runtime.devices import Devices, devices_at_hand, resolve_devices
 from jscaler.runtime.executable import executable, lowered
 from jscaler.runtime.follow import Followed, Following
 from jscaler.runtime.modules import parallel_module
-from jscaler.runtime.step_capture import capture_call
+from jscaler.runtime.step_capture import StepResult, capture_call
 from jscaler.runtime.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 from jscaler.stages import Captured, lower, transform
 
@@ -284,7 +285,12 @@ class Parallelized:
     def _lower(self, call: BoundCall) -> Lowered:
         count, devices = devices_at_hand(self._devices)
         captured, result = capture_call(self.fun, self._arguments, call, self._updates)
+        with no_mesh():
+            return self._lowered_for(captured, result, call, count, devices)
 
+    def _lowered_for(
+        self, captured: Captured, result: StepResult, call: BoundCall, count: int, devices: tuple[Any, ...]
+    ) -> Lowered:
         def planned(num_devices: int) -> StepPlan:
             return lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
 
