@@ -38,7 +38,7 @@ from bench.dot_flops import dot_flops
 from bench.foreign_models import MODELS
 from bench.foreign_models.training import PLAIN, Foreign
 from bench.harness import Row, main
-from jscaler.compare import twin
+from jscaler.comparison import twin
 from jscaler.report.hlo import collectives
 from jscaler.text.folding import folded
 

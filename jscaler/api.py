@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jscaler import plans
+from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, CaptureWarning, PlanError, PlanWarning, warn
 from jscaler.estimate.lost_parallelism import lost_parallelism
@@ -24,7 +25,7 @@ from jscaler.runtime.executable import executable, lowered
 from jscaler.runtime.follow import Followed, Following
 from jscaler.runtime.graph_nodes import is_node
 from jscaler.runtime.modules import parallel_module
-from jscaler.runtime.step_capture import capture_call
+from jscaler.runtime.step_capture import StepResult, capture_call
 from jscaler.runtime.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 from jscaler.stages import Captured, lower, transform
 
@@ -341,7 +342,12 @@ class Parallelized:
     def _lower(self, call: BoundCall) -> Lowered:
         count, devices = devices_at_hand(self._devices)
         captured, result = capture_call(self.fun, self._arguments, call, self._updates)
+        with no_mesh():
+            return self._lowered_for(captured, result, call, count, devices)
 
+    def _lowered_for(
+        self, captured: Captured, result: StepResult, call: BoundCall, count: int, devices: tuple[Any, ...]
+    ) -> Lowered:
         def planned(num_devices: int) -> StepPlan:
             step = lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
             _say_lost(step, self._strict)

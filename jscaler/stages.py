@@ -11,6 +11,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.build import build_graph
 from jscaler.capture.jaxprs import trace_flat
 from jscaler.capture.trace import trace_step
+from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Cluster, CostModel
 from jscaler.errors import DeviceError
 from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
@@ -71,7 +72,8 @@ def capture(
     bodies = rules.bodies
     gradients = {v for call in step.calls for v in call.gradients}
     are_gradients = frozenset(i for i, v in enumerate(step.outvars) if isinstance(v, core.Var) and v in gradients)
-    graph = build_graph(step, input_names, output_names(), next_version(are_gradients), bodies, rules)
+    with no_mesh():
+        graph = build_graph(step, input_names, output_names(), next_version(are_gradients), bodies, rules)
     return Captured(graph, bodies, rules, step.source)
 
 

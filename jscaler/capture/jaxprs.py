@@ -8,14 +8,15 @@ import jax.core
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.sharding import NamedSharding
 
+from jscaler.capture.wishes import MeshesLeftOut, is_wish, mesh_of, without_mesh
 from jscaler.ir.equations import Atom, dtype
 from jscaler.ir.equations import shape as shape
 from jscaler.lax_primitives import TABLE
 
 # Names of call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
 # where no autodiff follows.
-WISH = "sharding_constraint"  # of the model's own: how tensors lie is the plan's
 CALLS = frozenset(one.name for one in TABLE.values() if one.opened == "call")
 CUSTOM_VJP = frozenset(one.name for one in TABLE.values() if one.opened == "vjp")
 CUSTOM_CALLS = frozenset(one.name for one in TABLE.values() if one.opened) - CALLS
@@ -55,6 +56,7 @@ class Inliner:
         self.calls = calls
         self.eqns: list[core.JaxprEqn] = []
         self.constants: list[tuple[core.Var, Any]] = []
+        self._meshes = MeshesLeftOut()
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Atom], stack: Any = None) -> list[Atom]:
         """Inline ``jaxpr`` applied to ``args``; returns the atoms of its results. ``stack`` is the outer name stack."""
@@ -76,13 +78,14 @@ class Inliner:
                 invars = self._fenced(invars)
             env.update(zip(eqn.outvars, self.run(inner, consts, invars, info.name_stack), strict=True))
             return
-        if eqn.primitive.name == WISH:
-            env[eqn.outvars[0]] = invars[0]
+        if is_wish(eqn):
+            env.update(zip(eqn.outvars, invars, strict=True))
             return
         outvars = [fresh(v) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outvars, strict=True))
         params = {name: _without_wishes(value) for name, value in eqn.params.items()}
-        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info, params=params))
+        copy = eqn.replace(invars=invars, outvars=outvars, source_info=info, params=params)
+        self.eqns.append(self._meshes.of(copy))
 
     def _fenced(self, atoms: list[Atom]) -> list[Atom]:
         """``atoms`` behind an optimization barrier, so that what follows is computed again."""
@@ -98,22 +101,30 @@ class Inliner:
         for known, held in self.constants:
             if held is value:
                 return known
-        new = core.Var(var.aval)
+        new = fresh(var)
         self.constants.append((new, value))
         return new
 
 
 def _without_wishes(value: Any) -> Any:
-    """A parameter of an equation, its programs without the model's own wishes."""
+    """A parameter of an equation without the model's own wishes: its programs have none, and zeros lie like nothing."""
+    if isinstance(value, NamedSharding):
+        return None
     if isinstance(value, tuple):
         return tuple(map(_without_wishes, value)) if any(map(_is_program, value)) else value
     if not _is_program(value):
         return value
     inner, consts = open_jaxpr(value)
-    if not any(e.primitive.name == WISH for e in all_equations(inner)):
+    if not _holds_wishes(inner):
         return value
     made = _flatten(inner, consts, frozenset())
     return made if type(value) is core.Jaxpr else core.ClosedJaxpr(made, [])
+
+
+def _holds_wishes(jaxpr: core.Jaxpr) -> bool:
+    """Whether an equation says how a tensor lies, or in which mesh's context it was traced, or a type does."""
+    ends = any(without_mesh(v.aval) is not v.aval for v in (*jaxpr.invars, *jaxpr.outvars))
+    return ends or any(is_wish(e) or mesh_of(e) is not None for e in all_equations(jaxpr))
 
 
 def _is_program(value: Any) -> bool:
@@ -121,19 +132,31 @@ def _is_program(value: Any) -> bool:
 
 
 def _read(env: dict[core.Var, Atom], atom: Atom) -> Atom:
-    return atom if isinstance(atom, core.Literal) else env[atom]
+    if not isinstance(atom, core.Literal):
+        return env[atom]
+    aval = without_mesh(atom.aval)
+    if aval is atom.aval:
+        return atom
+    value = atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val  # JAX's own array knows its type
+    return core.Literal(value, aval)
 
 
 def fresh(var: core.Var) -> core.Var:
-    """A new variable of the same type; unused results stay unused."""
-    return core.Var(var.aval)
+    """A new variable of the same type, without its mesh; unused results stay unused."""
+    return core.Var(without_mesh(var.aval))
 
 
 def inline(jaxpr: core.Jaxpr, calls: frozenset[str] = CALLS | CUSTOM_CALLS) -> core.Jaxpr:
     """``jaxpr`` (without constants) with the given calls opened and dead equations dropped."""
-    if not any(e.primitive.name in calls or e.primitive.name == WISH for e in jaxpr.eqns):
+    if not any(e.primitive.name in calls for e in jaxpr.eqns) and not _holds_wishes(jaxpr):
         return jaxpr
     return _flatten(jaxpr, [], calls)
+
+
+def without_wishes(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """``jaxpr`` without sharding constraints and the meshes of contexts; its constants are its first arguments."""
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    return _flatten(make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars, jaxpr), [], frozenset())
 
 
 def _flatten(jaxpr: core.Jaxpr, consts: Sequence[Any], calls: frozenset[str]) -> core.Jaxpr:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.gradient import value_and_grad_p
-from jscaler.capture.jaxprs import WISH, Atom, Inliner, all_equations, open_jaxpr, trace_flat
+from jscaler.capture.jaxprs import Atom, Inliner, all_equations, fresh, open_jaxpr, trace_flat
 from jscaler.capture.opening import hoist_numbers
 from jscaler.capture.split_conditions import split_cond
-from jscaler.errors import CaptureWarning, listing
+from jscaler.capture.wishes import implicit_axes, is_wish, mesh_of, no_mesh, wished
+from jscaler.errors import CaptureError, CaptureWarning, listing
 from jscaler.ir.op import user_line
 
 
@@ -50,13 +51,23 @@ class Trace:
 def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace:
     """Trace ``fun(*leaves) -> leaves`` and open its gradient calls.
 
+    Raises:
+        CaptureError: the step divides its work itself, by ``jax.shard_map``.
+
     Warns:
-        CaptureWarning: the model says itself how tensors lie, which is left out.
+        CaptureWarning: the model says itself how tensors lie, or in which mesh it works, which is left out.
     """
-    jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*avals))
+    with implicit_axes():
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*avals))
+    _refuse_shard_maps(jaxpr)
     _say_wishes(jaxpr)
+    with no_mesh():
+        return _opened(jaxpr, consts)
+
+
+def _opened(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> Trace:
     inliner = Inliner()
-    invars = [core.Var(v.aval) for v in jaxpr.invars]
+    invars = list(map(fresh, jaxpr.invars))
     outvars = inliner.run(jaxpr, consts, invars)
     opener = _Opener(inliner.constants)
     for eqn in inliner.eqns:
@@ -75,16 +86,28 @@ def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace
 
 
 def _say_wishes(jaxpr: core.Jaxpr) -> None:
-    wishes = [eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == WISH]
-    if wishes:
-        lines = dict.fromkeys(
-            f"{getattr(e.params['sharding'], 'spec', e.params['sharding'])} at {user_line(e.source_info)}" for e in wishes
-        )
+    eqns = list(all_equations(jaxpr))
+    meshes = dict.fromkeys(str(dict(mesh.shape)) for mesh in map(mesh_of, eqns) if mesh is not None)
+    lines = dict.fromkeys(f"{wished(e)} at {user_line(e.source_info)}" for e in eqns if is_wish(e))
+    said = [f"mesh {mesh}" for mesh in meshes] + (["sharding constraints"] if lines else [])
+    if said:
+        where = f": {listing(list(lines))}" if lines else ""
+        verb = "are" if lines or len(meshes) > 1 else "is"
         warnings.warn(
-            f"the step's own sharding constraints are left out, as its plan says how tensors lie: {listing(list(lines))}",
+            f"the step's own {' and '.join(said)} {verb} left out, as its plan says how tensors lie{where}",
             CaptureWarning,
             stacklevel=2,
         )
+
+
+def _refuse_shard_maps(jaxpr: core.Jaxpr) -> None:
+    for eqn in all_equations(jaxpr):
+        if eqn.primitive.name == "shard_map" and eqn.params["mesh"].size > 1:
+            raise CaptureError(
+                f"the step maps a function over the mesh {dict(eqn.params['mesh'].shape)} itself, by jax.shard_map at "
+                f"{user_line(eqn.source_info)}; its plan says what runs where: call the function on whole arrays instead, "
+                "and decorate it with @jscaler.op(rule) where it shall be called on parts"
+            )
 
 
 class _Opener:

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import jax
 
+from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import CaptureError
 from jscaler.ir import Graph
@@ -72,6 +73,7 @@ class Lowered:
     def compile(self, target: None = None) -> "Compiled": ...
     @overload
     def compile(self, target: Target) -> TargetReport: ...
+    @no_mesh()
     def compile(self, target: Target | None = None) -> "Compiled | TargetReport":
         """Compile for the devices it was lowered for, or for a cluster that need not be there.
 
@@ -169,7 +171,8 @@ class Compiled(Inspectable):
     @functools.cached_property
     def tracer(self) -> Tracer:
         """The step, compiled once more so that its blocks can be watched."""
-        return Tracer(self.plan, self.lowered.devices)
+        with no_mesh():
+            return Tracer(self.plan, self.lowered.devices)
 
     def trace(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run a step, and see when each block ran on its devices, in the order in which it runs anyway.

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jscaler.capture.jaxprs import dtype, shape
+from jscaler.capture.wishes import no_mesh
 from jscaler.ir import PTensor
 from jscaler.lower.alike import program_keys
 from jscaler.lower.donation import donated_imports, donated_inputs
@@ -246,7 +247,7 @@ def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[
             run = jax.shard_map(stack, mesh=place.mesh, in_specs=specs, out_specs=place.spec, check_vma=False)
         else:
             run = stack
-        found[made.value] = jax.jit(run)
+        found[made.value] = no_mesh()(jax.jit(run))
     return found
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jscaler.capture.wishes import no_mesh
 from jscaler.errors import BlockError, JscalerError, NotFiniteError, StateLostError
 from jscaler.lower.emit import Watch, emit_watched, physical_mesh
 from jscaler.lower.flat_program import FlatLoop, Item
@@ -90,7 +91,7 @@ def first_not_finite(
         found = jnp.isnan(value) if "NaN" in kinds else jnp.zeros_like(value, bool)
         return jnp.any(found | jnp.isinf(value) if "infinity" in kinds else found)
 
-    with jax.debug_nans(False), jax.debug_infs(False):
+    with no_mesh(), jax.debug_nans(False), jax.debug_infs(False):
         if any(x.is_deleted() for x in given if isinstance(x, jax.Array)):
             return ""
         for name, value in zip(arguments, given, strict=True):

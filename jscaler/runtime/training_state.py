@@ -16,8 +16,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jscaler.capture.jaxprs import open_jaxpr
+from jscaler.capture.jaxprs import evaluate, open_jaxpr, without_wishes
 from jscaler.capture.names import leaf_names
+from jscaler.capture.wishes import implicit_axes, no_mesh
 from jscaler.errors import CaptureError, UnknownNameError
 from jscaler.runtime import graph_nodes
 from jscaler.runtime.arguments import Arguments
@@ -27,7 +28,7 @@ ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 @dataclass(frozen=True)
 class TracedState:
-    """What ``make_state`` does, traced: a program from arrays to the leaves of the step arguments ``names``.
+    """What ``make_state`` does, traced: a program of constants and operands that makes the step's arguments ``names``.
 
     Attributes:
         names: the arguments of the step that it makes, in their order.
@@ -59,6 +60,7 @@ class TracedState:
             values |= graph_nodes.merge(self.graphdef, {n: values[n] for n in self.names if n in self.nodes})
         return values
 
+    @no_mesh()
     def fill(self, shardings: Sequence[Any]) -> list[Any]:
         """The leaves, each made under its sharding, by a program for each device group."""
         groups: dict[frozenset[Any], list[int]] = {}
@@ -77,7 +79,7 @@ class TracedState:
         consts, operands = ([_within(x, target) for x in xs] for xs in (self.consts, self.operands))
 
         def make_state(consts: list[Any], operands: list[Any]) -> list[Any]:
-            made = jax.core.eval_jaxpr(self.jaxpr, consts, *operands)
+            made = evaluate(self.jaxpr, [*consts, *operands])
             return [made[i] for i in numbers]
 
         return jax.jit(make_state, out_shardings=list(shardings)), (consts, operands)
@@ -128,9 +130,16 @@ def trace_state(names: Sequence[str], make_state: Callable[..., Any], args: Sequ
         return jax.tree.leaves(list(values.values()))
 
     operands = [leaves[i] for i in places]
-    jaxpr, consts = open_jaxpr(jax.make_jaxpr(flat)(*operands))
+    with implicit_axes():
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(flat)(*operands))
     return TracedState(
-        tuple(names), jaxpr, tuple(consts), tuple(operands), found["trees"], found["graphdef"], found["nodes"]
+        tuple(names),
+        without_wishes(jaxpr),
+        tuple(consts),
+        tuple(operands),
+        found["trees"],
+        found["graphdef"],
+        found["nodes"],
     )
 
 

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jscaler.capture.jaxprs import dtype as dtype_of
 from jscaler.capture.jaxprs import fingerprint, shape_struct
 from jscaler.capture.jaxprs import shape as shape_of
+from jscaler.capture.wishes import no_mesh
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask
 from jscaler.lower.emit import emit_in_turn, value_shape
@@ -126,6 +127,7 @@ def verify_exchange(
     return Report(len(names), 1, 1, Counter(passed), elements)
 
 
+@no_mesh()
 def verify(step: Lowered | Compiled | StepPlan) -> Report:
     """Prove a whole step: ``jscaler.verify(train_step.lower(state, batch))``.
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jscaler.capture.bodies import BodyTable, holds_custom_vjp
 from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
+from jscaler.capture.wishes import no_mesh
 from jscaler.errors import RuleError, UnknownNameError, VerificationError
 from jscaler.ir import Factor
 from jscaler.text.tables import table
@@ -65,6 +66,7 @@ class RuleReport:
         return table(title, ("direction", "factor", "size", "kind", "parts", "difference"), rows)
 
 
+@no_mesh()
 def verify_rule(
     fun: Callable[..., Any] | core.Primitive, *args: Any, factors: Iterable[str] | None = None, parts: Sequence[int] = PARTS
 ) -> RuleReport:
@@ -90,6 +92,7 @@ def verify_rule(
     return report
 
 
+@no_mesh()
 def verify_rules(
     calls: Sequence[tuple[Callable[..., Any] | core.Primitive, Sequence[Any]]],
     factors: Iterable[str] | None = None,
