@@ -28,6 +28,7 @@ from jscaler.commands.options import (
     Sequence,
     Size,
     Stacked,
+    Strict,
     use_platform,
 )  # fmt: skip
 from jscaler.commands.plan_command import plan_
@@ -56,7 +57,7 @@ def train(
     devices: Devices = None,
     platform: Platform = None,
     data: Data = None,
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 100,
+    steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 100,
     batch: Batch = 16,
     seq: Sequence = None,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
@@ -74,6 +75,7 @@ def train(
     draw: Annotated[
         Path | None, typer.Option(help="write a picture of the last of these steps: .png, .svg or .pdf")
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Train a model under a plan: a built-in one on text, or yours on its data.
 
@@ -103,7 +105,7 @@ def train(
         context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat, data=data,
         learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
-    planned = PlannedJob(chosen, plan, resolve_devices(devices), seed)
+    planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
     start, state = planned.start(checkpoint if resume else None)
     if start >= steps:
         Console().print(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left", highlight=False)

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import jscaler
 from jscaler import Plan, Replicate, Split, plans
+from jscaler.cli import app
 from jscaler.errors import (
     CaptureError,
     CaptureWarning,
@@ -398,3 +400,29 @@ def test_plan_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
             Plan.load(tmp_path / path)
     with pytest.raises(PlanFileError, match="cannot be written: No such file"):
         lowered("data_parallel").plan.save(tmp_path / "nowhere" / "plan.json")
+
+
+def test_strict_on_the_command_line(tmp_path: Path) -> None:
+    policy = tmp_path / "columns.py"
+    policy.write_text(
+        "from jscaler import Split\n\ndef columns(graph, devices):\n"
+        "    op = graph['block_0/attn/out/dot']\n"
+        "    factor = graph.factor_of('state/params/block_0/attn/out/kernel', 2)[op]\n"
+        "    graph.op_assign(graph.op_trans(op, Split(factor, devices.size)), devices)\n"
+    )
+    command = [
+        "plan",
+        "--size",
+        "nano",
+        "--batch",
+        "4",
+        "--no-stacked",
+        "--devices",
+        "4",
+        "--plan",
+        f"{policy}:columns",
+        "--strict",
+    ]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, PlanError)
+    assert "is refused, since strict=True: parallelism is lost" in str(result.exception)

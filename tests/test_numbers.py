@@ -184,6 +184,7 @@ def test_plans_and_devices_that_are_none(plan: Any, devices: Any) -> None:
         jscaler.parallelize(plan, devices=devices)(moving_average)(PARAMS, BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:plan .*side effects of ops that are copied:jscaler.PlanWarning")
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 def test_an_effect_on_an_input_happens() -> None:
     seen: list[tuple[int, ...]] = []

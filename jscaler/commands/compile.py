@@ -10,7 +10,19 @@ from rich.console import Console
 
 from jscaler.commands.built_in_job import stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
-from jscaler.commands.options import Batch, Dtype, JobFile, Model, PlanName, Remat, Sequence, Size, Stacked, use_platform
+from jscaler.commands.options import (
+    Batch,
+    Dtype,
+    JobFile,
+    Model,
+    PlanName,
+    Remat,
+    Sequence,
+    Size,
+    Stacked,
+    Strict,
+    use_platform,
+)
 from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
 from jscaler.report.draw_layout import refuse_picture
@@ -31,6 +43,7 @@ def compile_(
     dtype: Dtype = "bf16",
     stacked: Stacked = None,
     remat: Remat = False,
+    strict: Strict = False,
     rows: Annotated[int, typer.Option(help="how many of the largest contributors to show", min=0)] = 12,
     draw: Annotated[Path | None, typer.Option(help="write a picture of the memory: .png, .svg or .pdf")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
@@ -55,7 +68,7 @@ def compile_(
         context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
-    planned = PlannedJob(chosen, plan, cluster.num_devices)
+    planned = PlannedJob(chosen, plan, cluster.num_devices, strict=strict)
     with stages() as begin:
         begin("capturing and planning")
         lowered = planned.step.lower(*planned.arguments())

@@ -38,6 +38,7 @@ Stacked = Annotated[
 Schedule = Annotated[
     str | None, typer.Option(help="the schedule of the plan's stages: a name (zb_h1), or a file with a table: .csv, .txt")
 ]
+Strict = Annotated[bool, typer.Option("--strict", help="refuse a plan that copies ops whose factors it splits")]
 Remat = Annotated[bool, typer.Option("--remat", help="compute each layer again in the backward pass")]
 
 

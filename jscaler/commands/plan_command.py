@@ -22,6 +22,7 @@ from jscaler.commands.options import (
     Sequence,
     Size,
     Stacked,
+    Strict,
     use_platform,
 )
 from jscaler.commands.planned_job import PlannedJob, devices_for
@@ -61,6 +62,7 @@ def plan_(
     trace: Annotated[Path | None, typer.Option(help="write that for https://ui.perfetto.dev: .json")] = None,
     passes: Annotated[bool, typer.Option("--passes", help="print what each pass made of the program")] = False,
     after: Annotated[str | None, typer.Option(help="print the graph, or the program, behind this pass")] = None,
+    strict: Strict = False,
     save: Annotated[Path | None, typer.Option(help="write the plan's decisions to this .json file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
 ) -> None:
@@ -82,7 +84,7 @@ def plan_(
         context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
-    planned = PlannedJob(chosen, plan, count)
+    planned = PlannedJob(chosen, plan, count, strict=strict)
     with stages() as begin:
         begin("capturing and planning")
         step = planned.step.lower(*planned.arguments()).plan

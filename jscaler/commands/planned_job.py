@@ -36,14 +36,17 @@ class PlannedJob:
         plan: as ``plans.by_name`` takes it.
         devices: as ``parallelize`` takes them.
         seed: of the key that the state is made from.
+        strict: whether a plan that loses parallelism is refused.
 
     Raises:
         UnknownNameError: no such plan.
     """
 
-    def __init__(self, job: Job, plan: str, devices: Any, seed: int = 0):
+    def __init__(self, job: Job, plan: str, devices: Any, seed: int = 0, strict: bool = False):
         self.job, self.seed = job, seed
-        self.step: Parallelized = parallelize(plans.by_name(plan), devices=devices, donate_argnums=0)(job.train_step)
+        self.step: Parallelized = parallelize(
+            plans.by_name(plan), devices=devices, donate_argnums=0, strict=strict
+        )(job.train_step)  # fmt: skip
         self.state_name, self.batch_name = list(inspect.signature(job.train_step).parameters)[:2]
         self._data = _on_and_on(job)
 

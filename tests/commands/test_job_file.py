@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from losing import losing
 from report.stand_in import on_cpu
 from typer.testing import CliRunner
 
@@ -128,6 +129,7 @@ def test_it_trains_as_on_one_device_and_another_plan_goes_on_from_its_checkpoint
     assert json.loads(log.read_text().splitlines()[0]).keys() == {"step", "loss", "seconds", "rows_per_second"}
 
 
+@losing
 def test_every_command_takes_one(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ["--job", f"{file}:job"]
     described = f"{file}:job, 560 parameters, batch 8 × 8"

@@ -201,6 +201,7 @@ def test_an_effect_in_the_loss_is_not_repeated_by_its_backward() -> None:
     assert in_flat(planned("single", 1, loss_fn).flat)["debug_callback"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:plan .*side effects of ops that are copied:jscaler.PlanWarning")
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 def test_an_effect_sees_whole_values() -> None:
     """A debug print is not shown one device's rows, nor its summand."""
