@@ -15,7 +15,7 @@ from jscaler.ir import Op, PTensor
 from jscaler.ir.walk import closure
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.factors import Dims, Factors, by_dim, column, reached, required, select
-from jscaler.plans.layers import of_parameters
+from jscaler.plans.layers import weights_of
 from jscaler.primitives import Planner
 
 ATTENTION = ("query", "key", "value", "qkv", "q_proj", "k_proj", "v_proj")
@@ -110,15 +110,3 @@ def products_of(graph: Planner, kernel: PTensor, weights: set[PTensor]) -> list[
 
 def _contracts_activations(op: Op, weights: set[PTensor]) -> bool:
     return holds_contraction(op) and not all(t in weights for t in op.inputs if t.shape)
-
-
-def weights_of(graph: Planner) -> set[PTensor]:
-    """Parameters, what is made of them alone, and what loops take of either."""
-    made = of_parameters(graph)
-    for loop in graph.loops.values():
-        made |= {x.slice for x in loop.xs if x.stack in made}
-    for op in graph.forward():
-        large = [t for t in op.inputs if t.shape]
-        if large and all(t in made for t in large):
-            made.update(op.outputs)
-    return made

@@ -1,26 +1,32 @@
-"""The layers of a model, found by how it is written, never by position.
+"""The layers of a model, found by its dataflow, never by names.
 
-A stack (``nn.scan``, ``lax.scan`` over parameters) is a loop whose body is one layer. Layers of a Python loop are modules
-with a number that hold several modules with contractions: ``block_0``, ``block_1`` in linen, ``blocks/0``, ``blocks/1`` in
-nnx; of nested ones the outermost. What else counts as a layer, a person says by patterns of module paths:
-``"stage_*/block_*"``.
+A stack (``nn.scan``, ``lax.scan`` over parameters) is a loop whose body is one layer. Layers that are written out are what
+repeats from neck to neck of the forward pass (`jscaler.plans.necks`), whatever its sizes::
+
+    embed ──► [attention ──► feed-forward] ──► [attention ──► feed-forward] ──► norm ──► logits
+
+Two segments are alike if they hold the same kinds of contractions; rows of several that follow each other are a layer
+(`jscaler.plans.repeats`). What else counts as a layer, a person says by patterns of module paths: ``"stage_*/block_*"``.
 """
 
 import fnmatch
-import re
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
 
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
-from jscaler.ir.loop import chain_of, made_by, reads_of
+from jscaler.ir.loop import Nest, chain_of, made_by, reads_of
 from jscaler.ir.walk import between
+from jscaler.lax_primitives import contracts
 from jscaler.plans.attention import Ops, holds_contraction
+from jscaler.plans.necks import Segment, segments
+from jscaler.plans.repeats import innermost
 from jscaler.primitives import Planner
-
-Modules = tuple[str, ...]
-NUMBERED = re.compile(r"(?P<name>.*?)_?(?P<number>\d+)")
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,8 @@ class Series:
     """Layers that follow each other.
 
     Attributes:
-        name: the loop, or the path of the modules without their number.
-        layers: the ops of each, in the order of their numbers.
+        name: the loop.
+        layers: the ops of each, in order.
     """
 
     name: str
@@ -41,7 +47,7 @@ def find_layers(graph: Planner, on: str | Sequence[str] | None = None, every: in
     """The ops of every layer, or of every ``every`` layers in a row.
 
     Args:
-        on: shell patterns of module paths, each of whose modules is a layer; by default stacks, and modules with numbers.
+        on: shell patterns of module paths, each of whose modules is a layer; by default stacks, and what repeats.
 
     Raises:
         UnknownNameError: no module matches.
@@ -51,8 +57,13 @@ def find_layers(graph: Planner, on: str | Sequence[str] | None = None, every: in
         raise PlanError(f"every is {every}: one layer or more in a row")
     ops = [op for op in graph.ops if op.kind == "forward"]
     patterns = [on] if isinstance(on, str) else on
-    found = _found(graph, ops) if patterns is None else _matching(ops, patterns)
-    taken = {op for series in found for layer in series.layers for op in layer}
+    weights = weights_of(graph)
+    if patterns is None:
+        found = _found(graph, ops, weights)
+        taken = {op for op in ops if op.backward is not None and not weights.issuperset(op.outputs)}
+    else:
+        found = _matching(ops, patterns)
+        taken = {op for series in found for layer in series.layers for op in layer}
     groups: list[Ops] = []
     for series in found:
         if series.is_loop and every > 1:
@@ -61,7 +72,7 @@ def find_layers(graph: Planner, on: str | Sequence[str] | None = None, every: in
                 "its carry: every=1; to keep fewer, scan over groups of layers, or write layers as a Python loop"
             )
         rows = [series.layers[i : i + every] for i in range(0, len(series.layers), every)]
-        groups += [_closed(graph, [op for layer in row for op in layer], taken) for row in rows]
+        groups += [_closed(graph, [op for layer in row for op in layer], taken, weights) for row in rows]
     return tuple(groups)
 
 
@@ -85,33 +96,91 @@ def modules_of(path: str) -> list[str]:
     return [path[:end] for end, letter in enumerate(path) if letter == "/"]
 
 
-def _found(graph: Planner, ops: Sequence[Op]) -> list[Series]:
+def _found(graph: Planner, ops: Sequence[Op], weights: set[PTensor]) -> list[Series]:
+    """The layers of all stacks, and of what is written out those that the dataflow shows."""
     stacks = stacks_of(graph)
     loops: dict[str, list[Op]] = {}
-    modules: dict[tuple[int | None, Modules], dict[int, list[Op]]] = {}
     for op in ops:
         around = chain_of(op.loop, graph.loops)
-        place = _numbered(op.path)
         if around and around[0] in stacks:
             loops.setdefault(around[0], []).append(op)
-        elif place is not None:
-            modules.setdefault((op.call, place[0]), {}).setdefault(place[1], []).append(op)
-    heavy = {key for key, layers in modules.items() if any(_holds_modules(layer, len(key[1])) for layer in layers.values())}
-    for key in modules.keys() - heavy:  # nnx's keys of dropout lie elsewhere than the parameters of the same modules
-        for other in heavy:
-            if key[0] == other[0] and key[1][1:] == other[1][1:] != ():
-                for number, layer in modules[key].items():
-                    modules[other].setdefault(number, []).extend(layer)
     found = [Series(name, (tuple(members),), True) for name, members in loops.items()]
-    for key, layers in modules.items():
-        if key in heavy:
-            found.append(Series("/".join(key[1]), tuple(tuple(layers[number]) for number in sorted(layers))))
+    for call in dict.fromkeys(op.call for op in ops if op.backward is not None):
+        found += _written_out(segments(graph, call, weights), stacks)
     if not found:
         raise PlanError(
-            "the model has no stack of layers (nn.scan), nor modules with numbers (block_0, block_1) that hold several "
-            "modules with contractions; say which modules are layers: on='encoder/*'"
+            "the model has no stack of layers (nn.scan), nor a chain of alike parts that hand one activation on; say which "
+            "modules are layers: on='encoder/*'"
         )
     return found
+
+
+def _written_out(parts: Sequence[Segment], stacks: Collection[str]) -> Iterator[Series]:
+    """Rows of segments that hold the same kinds of contractions, and segments by themselves that hold several."""
+    starts = [i for i, part in enumerate(parts) if any(map(holds_contraction, part.ops()))]
+    links = [_chain(parts[i:j]) for i, j in itertools.pairwise([*starts, len(parts)])]
+    kinds = [_kind(link[0], stacks) for link in links]
+    for run in innermost(kinds):
+        if run.count == 1 and not kinds[run.start].several:
+            continue
+        rows = [[part for i in row for part in links[i]] for row in run.rows]
+        last = links[run.rows[-1][-1]]
+        other = links[run.rows[-2][-1]] if run.count > 1 else last[:1]
+        follow = len(last) - 1 - _in_common(last[1:], other[1:])  # what stands behind the layers: a last norm, the loss
+        rows[-1] = rows[-1][: len(rows[-1]) - follow]
+        yield from _connected(rows)
+
+
+def _chain(parts: Sequence[Segment]) -> Sequence[Segment]:
+    """Those from the first on that read what the one before hands on."""
+    count = 1 + len(list(itertools.takewhile(lambda pair: pair[1].reads(pair[0].neck), itertools.pairwise(parts))))
+    return parts[:count]
+
+
+def _connected(rows: Sequence[Sequence[Segment]]) -> Iterator[Series]:
+    """Rows that hand on to the next are a series."""
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or not rows[end][0].reads(rows[end - 1][-1].neck):
+            layers = (tuple(op for part in row for op in part.ops() if op.kind == "forward") for row in rows[start:end])
+            yield Series("", tuple(layers))
+            start = end
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What makes two segments alike, whatever their sizes: the primitives that contract, and what these contract."""
+
+    contracted: frozenset[tuple[Any, ...]]
+    several: bool
+    alone: str = ""
+
+
+def _kind(part: Segment, stacks: Collection[str]) -> _Kind:
+    """A stack is like nothing else: it has its layers in it."""
+    for item in part.items:
+        if isinstance(item, Nest) and item.loop.name in stacks:
+            return _Kind(frozenset(), False, item.loop.name)
+    bodies = [op.body.jaxpr for op in part.ops() if op.body is not None and holds_contraction(op)]
+    products = [eqn for jaxpr in bodies for eqn in jaxpr.eqns if contracts([eqn])]
+    kinds = ((eqn.primitive, _batched(eqn)) for eqn in products)
+    return _Kind(frozenset(kinds), len(products) > 1)
+
+
+def _batched(eqn: Any) -> int:
+    """How many batch dims a product has: those of attention have some, those with a kernel none."""
+    numbers = eqn.params.get("dimension_numbers")
+    return len(numbers[1][0]) if eqn.primitive is lax.dot_general_p else 0
+
+
+def _in_common(one: Sequence[Segment], other: Sequence[Segment]) -> int:
+    """How many segments from the first on do the same."""
+    same = (a == b for a, b in zip(map(_primitives, one), map(_primitives, other), strict=False))
+    return len(list(itertools.takewhile(bool, same)))
+
+
+def _primitives(part: Segment) -> list[Any]:
+    return [eqn.primitive for op in part.ops() if op.body is not None for eqn in op.body.jaxpr.eqns]
 
 
 def stacks_of(graph: Planner, given: Iterable[PTensor] = ()) -> set[str]:
@@ -131,43 +200,41 @@ def of_parameters(graph: Planner, given: Iterable[PTensor] = ()) -> set[PTensor]
     return made
 
 
-def _numbered(path: str) -> tuple[Modules, int] | None:
-    """The outermost module with a number: its path without the number, and the number."""
-    parts = path.split("/")[:-1]
-    for i, part in enumerate(parts):
-        match = NUMBERED.fullmatch(part)
-        if match:
-            return (*parts[:i], match["name"]), int(match["number"])
-    return None
+def weights_of(graph: Planner) -> set[PTensor]:
+    """Parameters, what is made of them alone, and what loops take of either."""
+    made = of_parameters(graph)
+    for loop in graph.loops.values():
+        made |= {x.slice for x in loop.xs if x.stack in made}
+    for op in graph.forward():
+        large = [t for t in op.inputs if t.shape]
+        if large and all(t in made for t in large):
+            made.update(op.outputs)
+    return made
 
 
-def _holds_modules(layer: Sequence[Op], depth: int) -> bool:
-    """Whether several modules below ``depth`` modules hold contractions."""
-    paths = (op.path.split("/")[:-1] for op in layer if holds_contraction(op))
-    return len({parts[depth] for parts in paths if len(parts) > depth}) > 1
-
-
-def _closed(graph: Planner, members: Sequence[Op], taken: set[Op]) -> Ops:
+def _closed(graph: Planner, members: Sequence[Op], taken: Set[Op], weights: set[PTensor]) -> Ops:
     """``members``, and what stands between them and has no layer of its own (nnx sets no scopes).
 
-    What only they read joins them where no gradient flows through it (keys, masks), or where it has no module and makes
-    no less than it reads (the statistics of a norm).
+    What only they read joins them where no gradient flows through it (keys, masks), where it is made of weights alone
+    (casts), or where it has no module and makes no less than it reads (the statistics of a norm).
     """
     order = [op for op in graph.ops if op.kind == "forward" and op.call == members[0].call]
     own = set(members)
     loose = {op for op in order if op not in taken}
     own |= loose.intersection(between(order, own, reads_of, made_by))
     for op in reversed(order):
-        if op in loose and op not in own and op.loop == members[0].loop and _prepares(graph, op, own):
+        if op in loose and op not in own and op.loop == members[0].loop and _prepares(graph, op, own, weights):
             own.add(op)
     return tuple(op for op in order if op in own)
 
 
-def _prepares(graph: Planner, op: Op, own: set[Op]) -> bool:
+def _prepares(graph: Planner, op: Op, own: Set[Op], weights: set[PTensor]) -> bool:
     readers = [reader for t in op.outputs for reader in graph.consumers.get(t, ()) if reader.kind == "forward"]
     if not readers or any(reader not in own for reader in readers):
         return False
-    return op.backward is None or ("/" not in op.path and _nbytes(op.inputs) <= _nbytes(op.outputs))
+    if op.backward is None or weights.issuperset(op.outputs):
+        return True
+    return "/" not in op.path and _nbytes(op.inputs) <= _nbytes(op.outputs)
 
 
 def _nbytes(tensors: Iterable[PTensor]) -> int:

@@ -33,8 +33,8 @@ def recompute_layers(
         every: how many layers in a row keep one activation; stacks keep one per layer.
         keep: ops whose results are saved nevertheless, by path or shell pattern: ``"*/out/dot"``, so that what a
             tensor-parallel all-reduce has made is not sent again.
-        on: which modules are layers, by shell patterns of their paths; by default stacks of layers, and modules with
-            numbers (``block_0``, ``blocks/0``) that hold contractions.
+        on: which modules are layers, by shell patterns of their paths; by default stacks of layers, and what repeats in
+            the dataflow, whatever it is called (`jscaler.plans.layers`).
 
     Raises (when the plan is made):
         UnknownNameError: no module, or no op of a layer, is called so.

@@ -82,11 +82,11 @@ def gpt_nnx() -> tuple[Step, tuple[Any, Any]]:
 
 
 @made_once
-def mlp(tx: optax.GradientTransformation = TX) -> tuple[Step, tuple[Any, Any]]:
-    """An MLP of four layers."""
+def mlp(tx: optax.GradientTransformation = TX, layers: int = 4) -> tuple[Step, tuple[Any, Any]]:
+    """An MLP."""
     draws = np.random.default_rng(0)
     x = np.asarray(draws.normal(size=(24, 8)), jnp.zeros(()).dtype)
-    model = MLP(hidden=16, layers=4, out=8, param_dtype=jnp.zeros(()).dtype)
+    model = MLP(hidden=16, layers=layers, out=8, param_dtype=jnp.zeros(()).dtype)
     return with_arguments(model, tx, {"x": x, "labels": draws.integers(0, 8, 24)}, x)
 
 
