@@ -6,8 +6,11 @@ The first kernel of a pair is cut by columns, the second by rows; what lies betw
     x ──► up [:, units] ──► gelu ──► down [units, :] ──► Σ
 
 Σ is an all-reduce of the activations in the forward pass ("g"); its mirror in front of each pair ("f") is one in the
-backward pass: two and two per layer. Parameters, gradients and optimizer state of the pairs lie in parts; everything else
-is copied.
+backward pass: two and two per layer. Parameters, gradients and optimizer state of the pairs lie in parts.
+
+Tables of words are split by words, up to the loss (see `vocab_parallel`). What else is a kernel, and no part of a pair (a
+projection of patches, a pooler, a table of positions), computes the same everywhere: it lies in parts all the same, which
+are put together in front of its use, as in `zero3`. Biases and scales are copied.
 
 Queries, keys and values may be one kernel. Of shape (d, 3, h, k) it is split by heads and nothing else is sent. A flat one,
 (d, 3·h·k), or a gate and an up in one (d, 2·f), lies in contiguous columns, which are not those of whole heads: what it
@@ -20,11 +23,15 @@ import numpy as np
 
 from jscaler.plans.column_row_pairs import columns_of
 from jscaler.plans.factors import Dims, reached, split
+from jscaler.plans.vocab_parallel import tables_of_words
+from jscaler.plans.zero import shard_rest, without_followers
 from jscaler.primitives import Planner
 
 
 def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[..., None]:
     """Split the columns of the first kernel of each pair, and all ops that they reach, over all devices.
+
+    If no columns are named, tables of words are split, too, and other kernels stored in parts.
 
     Args:
         columns: a shell pattern of kernels among the step's inputs, several, or ``{pattern: dim}``; by default all whose
@@ -44,7 +51,13 @@ def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[...
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         leaves = columns_of(graph, columns, devices.size, "pass tensor_parallel(columns=...)")
-        split(graph, devices, reached(graph, leaves, devices.size))
+        table = reached(graph, leaves, devices.size)
+        if columns is None:
+            words = [(t, dim) for t, dim in tables_of_words(graph) if t.shape[dim] % devices.size == 0]
+            table = reached(graph, words, devices.size) | table
+            shard_rest(graph, devices, table)
+            table = without_followers(graph, table, stored=True)
+        split(graph, devices, table)
 
     policy.__name__ = "tensor_parallel"
     return policy

@@ -114,6 +114,19 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
         )
 
 
+def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors) -> None:
+    """Let kernels and tables that ``cuts`` leaves whole lie in parts, where a dim of theirs divides."""
+    if devices.size == 1 or not graph.calls:
+        return
+    for tensor, kind in tensor_kinds(graph.graph).items():
+        if kind == "parameter" and len(tensor.shape) > 1:
+            taken, cut = _seen_inside(graph, tensor, cuts)
+            own = [d for d in range(len(tensor.shape)) if d not in taken]  # of each layer, if it is a stack
+            divides = [d for d in own if tensor.shape[d] and tensor.shape[d] % devices.size == 0]
+            if len(own) > 1 and divides and not cut:
+                graph.shard(tensor, divides[0], devices, stored=True)
+
+
 def _dim(graph: Planner, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int | None:
     """The dim of a parameter to cut in ``rows``: the first that any cut leaves divisible, else the first that divides."""
     taken, cut = _seen_inside(graph, leaf, cuts)

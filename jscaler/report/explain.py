@@ -145,7 +145,21 @@ def _leaves(report: StepReport) -> list[str]:
         runner_up = _runners_up([row.runner_up] if row.runner_up else [], report)
         whole, part = readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)
         table.append((row.kind, row.name, str(row.count), whole, row.layout, part, row.decided, runner_up))
-    return [*(aligned(table) if report.leaves else []), *(report.not_sharded or _stay_whole(report))]
+    return [*(aligned(table) if report.leaves else []), *_kernels(report), *(report.not_sharded or _stay_whole(report))]
+
+
+def _kernels(report: StepReport) -> list[str]:
+    """How many kernels and tables lie in parts, and which do not; nothing if none does."""
+    kernels = [row for row in report.leaves if row.kind == "parameter" and len(row.shape) > 1]
+    whole = _merged_leaves([row for row in kernels if row.replicated])
+    count, left = sum(row.count for row in kernels), sum(row.count for row in whole)
+    if left == count:
+        return []
+    names = ", ".join(f"{row.name} {row.shape}" for row in whole[:MOST_LISTED])
+    more = f", and {len(whole) - MOST_LISTED} more" if len(whole) > MOST_LISTED else ""
+    return [
+        f"{count - left} of {count} kernels (two dims and more) lie in parts" + (f"; whole: {names}{more}" if whole else "")
+    ]
 
 
 def _merged_leaves(rows: Sequence[LeafRow]) -> list[LeafRow]:

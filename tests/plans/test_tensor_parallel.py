@@ -1,6 +1,7 @@
 """Megatron's split: two all-reduces of activations per layer in the forward pass, two in the backward pass."""
 
 import functools
+from collections import Counter
 from typing import Any
 
 import flax.linen as nn
@@ -28,22 +29,38 @@ from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.plans import tensor_parallel
 
 
+LAYERS = ("*/query/kernel", "*/key/kernel", "*/value/kernel", "*/up/kernel")
+
+
 @pytest.mark.smoke
 def test_two_all_reduces_each_way_per_layer() -> None:
-    plan = planned(tensor_parallel(), gpt(), 4)
+    plan = planned(tensor_parallel(LAYERS), gpt(), 4)
     assert activations(plan) == {"all_reduce": 4}
     assert [k for k, t in collectives(plan) if t.shape] == ["all_reduce"] * 4  # and no gradient is sent at all
 
 
 def test_the_same_in_nnx() -> None:
-    assert activations(planned(tensor_parallel(), gpt_nnx(), 4)) == {"all_reduce": 4}
+    assert activations(planned(tensor_parallel(LAYERS), gpt_nnx(), 4)) == {"all_reduce": 4}
 
 
 def test_a_stack_of_layers_is_split_inside_its_loop() -> None:
-    plan = planned(tensor_parallel(), gpt(stacked=True, layers=3), 4)
+    plan = planned(tensor_parallel(LAYERS), gpt(stacked=True, layers=3), 4)
     assert activations(plan) == {"all_reduce": 4}  # in the loop's body, which runs three times
     kernels = [layout for t, layout in plan.completed.inputs.items() if t.name.endswith("/query/kernel")]
     assert [layout.local_shape for layout in kernels] == [(3, 16, 1, 4)] * 2
+
+
+def test_words_are_split_and_other_kernels_stored_in_parts() -> None:
+    plan = planned(tensor_parallel(), gpt(), 4)
+    moved = Counter((kind, tensor.shape) for kind, tensor in collectives(plan) if tensor.shape)
+    layers = {("all_reduce", (8, 8, 16)): 4 + 2}  # and what is looked up, and the gradient that enters the logits' product
+    losses = {("all_reduce", (8, 8)): 3}  # the largest logit, the sum of exponentials, the label's logit
+    assert moved == {**layers, **losses, ("all_gather", (8, 16)): 1}  # the table of positions
+    assert set(plan.plan.shards) == {"state/params/position/embedding"}
+    assert "11 of 11 kernels (two dims and more) lie in parts\n" in plan.explain(["leaves"])
+    named = planned(tensor_parallel(LAYERS), gpt(), 4).explain(["leaves"])
+    assert "9 of 11 kernels (two dims and more) lie in parts; whole: state/params/" in named
+    assert "embed/embedding (32, 16)" in named
 
 
 def test_of_an_mlp_one_per_pair_and_none_into_the_first() -> None:

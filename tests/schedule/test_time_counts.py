@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 
@@ -73,6 +74,7 @@ def draws(seed: int, number: int) -> Iterator[tuple[tuple[int, str], str, tuple[
         yield every[i]
 
 
+@losing
 @pytest.mark.parametrize("devices", of_the_day([1, 2], 2))
 def test_two_axes_of_any_counts_are_right(devices: int) -> None:
     """All in one program, which is compiled once."""
