@@ -28,7 +28,6 @@ from plan_steps import (
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.plans import tensor_parallel
 
-
 LAYERS = ("*/query/kernel", "*/key/kernel", "*/value/kernel", "*/up/kernel")
 
 
