@@ -61,6 +61,7 @@ BATCH_SPLIT = ("data_parallel", "zero1", "zero3")  # every device has its own pa
 QUICK = ("linen wmt transformer", "nnx gemma", "linen imagenet resnet", "hub gpt2")
 STEPS = 2
 TOLERANCE = 1e-4
+OPEN = (("filled", "forward"), ("filled", "backward"))
 HANDFUL = 256  # bytes of a gather that nobody minds
 COPIED = 0.01
 SECONDS = 300.0  # of one row
@@ -232,13 +233,13 @@ def gathered(lowered: Any, plan: str, texts: Sequence[str]) -> float:
     """Bytes that a device gathers and nobody has asked for.
 
     Under data parallelism nothing is to be gathered or dealt out anew, whatever the plan's report says; under other plans
-    it is what is gathered for ops that the policy has left open, but parameters.
+    it is what is gathered for ops that the policy has left open, but parameters and what updates them.
     """
     if plan == "data_parallel":
         every = itertools.chain.from_iterable(map(collectives, texts))
         return sum(c.times * c.nbytes for c in every if c.kind in ("all-gather", "all-to-all") and c.nbytes > HANDFUL)
     parameters = {folded(t.name) for call in lowered.graph.calls for t in call.wrt}
-    moves = [move for row in lowered.plan.report.ops if row.origin == "filled" for move in row.moves]
+    moves = [move for row in lowered.plan.report.ops if (row.origin, row.kind) in OPEN for move in row.moves]
     moved = [move.moved.get("all_gather", (0, 0.0))[1] for move in moves if move.tensor not in parameters]
     return sum(nbytes for nbytes in moved if nbytes > HANDFUL)
 

@@ -145,19 +145,24 @@ def split(graph: Planner, grid: np.ndarray, *tables: Factors) -> None:
     for op in graph.ops:
         if op.kind == "backward":
             continue
-        factors = graph.rule(op).factors if any(op in table for _, table in axes) else {}
         algorithms: list[Algorithm] = []
         parts: dict[str, int] = {}
         for size, table in axes:
             name = table.get(op, "")
             count = size * parts.get(name, 1)
-            if name in factors and factors[name].splittable and factors[name].size % count == 0:
+            if can_be_split(graph, op, name, count):
                 parts[name] = count
                 algorithms.append(Split(name, size))
             else:
                 algorithms.append(Replicate(size))
         if parts:
             graph.op_assign(graph.op_trans(op, *algorithms), grid.squeeze())
+
+
+def can_be_split(graph: Planner, op: Op, name: str, parts: int) -> bool:
+    """Whether factor ``name`` is one of ``op``, and it need not be whole, and divides."""
+    factor = graph.rule(op).factors.get(name) if name else None
+    return factor is not None and factor.splittable and factor.size % parts == 0
 
 
 def device_grid(devices: np.ndarray, plan: str, **sizes: int | None) -> np.ndarray:

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from jscaler.errors import PlanWarning
-from jscaler.ir import PTensor
+from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.walk import closure
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Factors, split
-from jscaler.primitives import Planner
+from jscaler.plans.factors import Factors, can_be_split, split
+from jscaler.primitives import Planner, Replicate
 
 
 def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
@@ -115,16 +115,37 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
 
 
 def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors) -> None:
-    """Let kernels and tables that ``cuts`` leaves whole lie in parts, where a dim of theirs divides."""
+    """Let kernels and tables that ``cuts`` leaves whole lie in parts, where a dim of theirs divides; what reads them is
+    computed everywhere."""
     if devices.size == 1 or not graph.calls:
         return
+    forward = ((op, name) for op, name in cuts.items() if op.kind == "forward")
+    legal = {op: name for op, name in forward if can_be_split(graph, op, name, devices.size)}
+    readers: dict[Op, None] = {}
     for tensor, kind in tensor_kinds(graph.graph).items():
         if kind == "parameter" and len(tensor.shape) > 1:
-            taken, cut = _seen_inside(graph, tensor, cuts)
+            taken, cut = _seen_inside(graph, tensor, legal)
             own = [d for d in range(len(tensor.shape)) if d not in taken]  # of each layer, if it is a stack
             divides = [d for d in own if tensor.shape[d] and tensor.shape[d] % devices.size == 0]
             if len(own) > 1 and divides and not cut:
                 graph.shard(tensor, divides[0], devices, stored=True)
+                readers.update(dict.fromkeys(_read_by(graph, tensor)))
+    for reader in (op for op in readers if op not in legal):
+        for op in (reader, reader.backward) if reader.backward is not None else (reader,):
+            graph.op_assign(graph.op_trans(op, Replicate(devices.size)), devices)
+
+
+def _read_by(graph: Planner, leaf: PTensor) -> list[Op]:
+    """The forward ops that read ``leaf``, its slice in a loop over layers, or a cast, together with something else."""
+    known = _with_slices(graph, [leaf])
+    found: list[Op] = []
+    for op in graph.forward():
+        if not known.isdisjoint(op.inputs):
+            if all(t in known for t in op.inputs if t.shape):
+                known.update(_with_slices(graph, op.outputs))
+            else:
+                found.append(op)
+    return found
 
 
 def _dim(graph: Planner, leaf: PTensor, rows: int, parts: int, cuts: Factors) -> int | None:
