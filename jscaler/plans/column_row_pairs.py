@@ -28,7 +28,7 @@ def columns_of(graph: Planner, columns: Dims | Sequence[str] | None, parts: int,
     """The kernels that are cut by columns into ``parts``, and those dims: what matches, or by default is found.
 
     By default those that are called as Flax models call them, and then all that the dataflow shows to be the first of a
-    pair. A `PlanWarning` names those found whose columns do not divide: they stay whole.
+    pair. A `PlanWarning` names those found whose columns do not divide: they are not split.
 
     Raises:
         UnknownNameError: no kernel matches.
@@ -42,7 +42,9 @@ def columns_of(graph: Planner, columns: Dims | Sequence[str] | None, parts: int,
     if left:
         told = listing([f"{t.name} ({t.shape[dim]})" for t, dim in left])
         warnings.warn(
-            f"kernels whose columns do not divide into {parts} parts stay whole: {told}", PlanWarning, stacklevel=2
+            f"columns that do not divide into {parts} parts are not split, and what they make is copied: {told}",
+            PlanWarning,
+            stacklevel=2,
         )
     leaves = named + [pair for pair in found if pair not in left]
     if not leaves:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jscaler.errors import PlanWarning
+from jscaler.errors import PlanWarning, listing
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.walk import closure
@@ -116,20 +116,35 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
 
 def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors) -> None:
     """Let kernels and tables that ``cuts`` leaves whole lie in parts, where a dim of theirs divides; what reads them is
-    computed everywhere."""
+    computed everywhere.
+
+    Warns:
+        PlanWarning: no dim of some divides.
+    """
     if devices.size == 1 or not graph.calls:
         return
     forward = ((op, name) for op, name in cuts.items() if op.kind == "forward")
     legal = {op: name for op, name in forward if can_be_split(graph, op, name, devices.size)}
     readers: dict[Op, None] = {}
+    whole: list[str] = []
     for tensor, kind in tensor_kinds(graph.graph).items():
         if kind == "parameter" and len(tensor.shape) > 1:
             taken, cut = _seen_inside(graph, tensor, legal)
             own = [d for d in range(len(tensor.shape)) if d not in taken]  # of each layer, if it is a stack
             divides = [d for d in own if tensor.shape[d] and tensor.shape[d] % devices.size == 0]
-            if len(own) > 1 and divides and not cut:
-                graph.shard(tensor, divides[0], devices, stored=True)
-                readers.update(dict.fromkeys(_read_by(graph, tensor)))
+            if len(own) < 2 or cut:
+                continue
+            if not divides:
+                whole.append(f"{tensor.name} {tensor.shape}")
+                continue
+            graph.shard(tensor, divides[0], devices, stored=True)
+            readers.update(dict.fromkeys(_read_by(graph, tensor)))
+    if whole:
+        warnings.warn(
+            f"kernels of which no dim divides into {devices.size} parts stay whole: {listing(whole)}",
+            PlanWarning,
+            stacklevel=3,
+        )
     for reader in (op for op in readers if op not in legal):
         for op in (reader, reader.backward) if reader.backward is not None else (reader,):
             graph.op_assign(graph.op_trans(op, Replicate(devices.size)), devices)
