@@ -129,15 +129,18 @@ def find_common_mesh(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> t
     """The coarsest mesh in which all ``grids`` over ``devices`` are regular, if there is one.
 
     An axis of a grid counts *digits* of the device number, in any order: 0 2 1 3 counts the minor of two major. The device
-    order is ``devices`` or else that of the first grid whose order makes all others regular.
+    order is ``devices`` or else that of a grid: the first in which each axis counts one digit, or else several.
     """
+    found = None
     for order in dict.fromkeys([devices, *(g.devices for g in grids)]):
         rank = {d: i for i, d in enumerate(order)}
         digits = {g: own for g in grids if (own := _digits([rank[d] for d in g.devices], g.shape)) is not None}
         cuts = _cuts(digits, len(devices)) if len(digits) == len(set(grids)) else None
-        if cuts is not None:
+        if cuts is not None and all(len(counted) < 2 for own in digits.values() for counted in own):
             return _mesh(order, cuts, digits)
-    return None
+        if cuts is not None and found is None:
+            found = _mesh(order, cuts, digits)
+    return found
 
 
 def _digits(ranks: list[int], shape: tuple[int, ...]) -> tuple[Digits, ...] | None:
