@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from jscaler.capture.bodies import BodyTable, holds_custom_vjp
 from jscaler.errors import PlanError
-from jscaler.ir import FactorNames, Graph, Op, PTensor
+from jscaler.ir import FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.op import Residuals
 
 
@@ -46,7 +46,7 @@ def with_backward_bodies(
     ops = []
     for op in graph.ops:
         if op.path in handles and wanted.get(op.path, op.residuals) == "saved":
-            pair = _saved(graph, bodies, op, handles[op.path])
+            pair = saved_pair(graph.rule(op), bodies, op, handles[op.path])
             lost = _lost(graph, op, pair, split.get(op.path))
             if not lost:
                 forwards[op.path], saved[handles[op.path].path] = pair
@@ -65,11 +65,10 @@ def with_backward_bodies(
     return dataclasses.replace(graph, ops=tuple(ops))
 
 
-def _saved(graph: Graph, bodies: BodyTable, op: Op, handle: Op) -> tuple[Op, Op]:
-    """The op that hands out residuals, and its backward that reads them."""
+def saved_pair(rule: Rule, bodies: BodyTable, op: Op, handle: Op) -> tuple[Op, Op]:
+    """The op of ``rule`` that hands out residuals, and its backward that reads them."""
     made = bodies.saved(op, handle)
     tensors = tuple(PTensor(f"{op.path}:residual:{i}", aval, "residual") for i, aval in enumerate(made.residuals))
-    rule = graph.rule(op)
 
     def named(dims: Iterable[Iterable[str]]) -> tuple[tuple[tuple[str, int], ...], ...]:
         return tuple(tuple((f, rule.factors[f].size) for f in dim) for dim in dims)

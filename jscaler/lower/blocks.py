@@ -194,9 +194,12 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
     """The one loop over groups that there may be.
 
     Raises:
-        PlanError: there are two; it is the model's own; a loop in it is on several groups, too.
+        PlanError: there are two; it is the model's own; a loop in it is on several groups, too; of the model's own, which
+            lies on the same devices in orders that no mesh has in common.
     """
     nest, *others = spanning
+    for own in spanning:
+        _check_orders(own, completed)
     if others:
         one, other = nest.loop, others[0].loop
         why = "give the ops of both one time axis, or else"
@@ -216,6 +219,17 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
             "this one on one group, or cut it into ranges, one for each group (graph.ranges)"
         )
     return nest
+
+
+def _check_orders(nest: Nest, completed: Completed) -> None:
+    groups = list(_groups(nest, completed).items())
+    if not nest.loop.time and len({frozenset(group.devices) for group, _ in groups}) == 1:
+        (one, first), (other, second), *_ = groups
+        raise PlanError(
+            f"the loop '{nest.loop.name}' has ops on the same devices in several orders, '{first.path}' on "
+            f"{list(one.devices)} and '{second.path}' on {list(other.devices)}: in one loop orders are to be "
+            "transposes of one another (0 1 2 3 and 0 2 1 3), others may stand outside of loops; give these ops one order"
+        )
 
 
 def _groups(item: Item, completed: Completed) -> dict[DeviceMesh, Op]:

@@ -1,12 +1,13 @@
 """``DeviceMesh``: logical devices in an order, under axes fine enough for every grid of a plan.
 
 Grids of 2×4 and 4×2 cells over the same eight devices cut the device number at 4 and at 2; together they need axes of
-2, 2 and 2. The axes are the coarsest common refinement of all the cuts.
+2, 2 and 2. The axes are the coarsest common refinement of all the cuts. What a grid's axis counts may be several of them,
+in any order: an order of the devices that is a transpose of another, 0 2 1 3 beside 0 1 2 3, lies on the same mesh.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from jscaler.errors import PlanError
 
 Axes = tuple[str, ...]
+Digits = tuple[tuple[int, int], ...]  # (stride, size) in the device number, major first
 
 
 @dataclass(frozen=True)
@@ -126,54 +128,65 @@ def common_mesh(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> tuple[
 def find_common_mesh(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> tuple[DeviceMesh, Covered] | None:
     """The coarsest mesh in which all ``grids`` over ``devices`` are regular, if there is one.
 
-    The device order is ``devices`` or else that of the first grid whose order makes all others regular.
+    An axis of a grid counts *digits* of the device number, in any order: 0 2 1 3 counts the minor of two major. The device
+    order is ``devices`` or else that of a grid: the first in which each axis counts one digit, or else several.
     """
+    found = None
     for order in dict.fromkeys([devices, *(g.devices for g in grids)]):
         rank = {d: i for i, d in enumerate(order)}
-        strides = {g: _strides([rank[d] for d in g.devices], g.shape) for g in grids}
-        if all(s is not None for s in strides.values()):
-            cuts = _cuts([(g, s) for g, s in strides.items() if s is not None], len(devices))
-            if cuts is not None:
-                return _mesh(order, cuts, {g: s for g, s in strides.items() if s is not None})
-    return None
+        digits = {g: own for g in grids if (own := _digits([rank[d] for d in g.devices], g.shape)) is not None}
+        cuts = _cuts(digits, len(devices)) if len(digits) == len(set(grids)) else None
+        if cuts is not None and all(len(counted) < 2 for own in digits.values() for counted in own):
+            return _mesh(order, cuts, digits)
+        if cuts is not None and found is None:
+            found = _mesh(order, cuts, digits)
+    return found
 
 
-def _strides(ranks: list[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The stride of each axis, if the device numbers are regular along it; None otherwise."""
-    if not shape:
-        return () if ranks[0] == 0 else None
+def _digits(ranks: list[int], shape: tuple[int, ...]) -> tuple[Digits, ...] | None:
+    """What each axis counts, if the device numbers are regular along it; None otherwise."""
     array = np.array(ranks).reshape(shape)
-    strides = []
-    for axis, size in enumerate(shape):
-        first = [0] * len(shape)
-        first[axis] = 1
-        strides.append(int(array[tuple(first)] - array.flat[0]) if size > 1 else 0)
-    index = np.indices(shape).reshape(len(shape), -1)
-    regular = np.array(strides, dtype=int) @ index
-    return tuple(strides) if ranks[0] == 0 and (regular == np.array(ranks)).all() else None
+    lines = [array[(*(0,) * axis, slice(None), *(0,) * (len(shape) - axis - 1))] for axis in range(len(shape))]
+    regular = ranks[0] == 0 and (sum(np.ix_(*lines), np.zeros(shape, int)) == array).all()
+    found = [_digits_of(line.tolist()) for line in lines] if regular else [None]
+    return None if None in found else tuple(own for own in found if own is not None)
 
 
-def _cuts(grids: Sequence[tuple[PlacedGrid, tuple[int, ...]]], num_devices: int) -> list[int] | None:
+def _digits_of(line: list[int]) -> Digits | None:
+    """The digits of numbers from 0 on, ``[0, 2, 1, 3]`` -> ``((1, 2), (2, 2))``; None where they are no such counting."""
+    if len(line) == 1:
+        return ()
+    stride = line[1]
+    size = next((i for i, number in enumerate(line) if number != i * stride), len(line))
+    if stride < 1 or len(line) % size or any(line[i] != line[i % size] + line[i - i % size] for i in range(len(line))):
+        return None
+    major = _digits_of(line[::size])
+    return None if major is None else (*major, (stride, size))
+
+
+def _cuts(grids: Mapping[PlacedGrid, tuple[Digits, ...]], num_devices: int) -> list[int] | None:
     """Where the device number is cut: each cut divides the next."""
     cuts = {1, num_devices}
-    for grid, strides in grids:
-        for size, stride in zip(grid.shape, strides, strict=True):
-            if size > 1:
-                cuts |= {stride, stride * size}
+    for stride, size in itertools.chain.from_iterable(itertools.chain.from_iterable(grids.values())):
+        cuts |= {stride, stride * size}
     ordered = sorted(cuts)
     return ordered if all(b % a == 0 for a, b in itertools.pairwise(ordered)) else None
 
 
 def _mesh(
-    order: tuple[int, ...], cuts: list[int], strides: dict[PlacedGrid, tuple[int, ...]]
-) -> tuple[DeviceMesh, dict[PlacedGrid, tuple[Axes, ...]]]:
+    order: tuple[int, ...], cuts: list[int], digits: Mapping[PlacedGrid, tuple[Digits, ...]]
+) -> tuple[DeviceMesh, Covered]:
     spans = list(itertools.pairwise(cuts))[::-1]  # major first
     names = [f"x{i}" for i in range(len(spans))]
     mesh = DeviceMesh(order, tuple((n, high // low) for n, (low, high) in zip(names, spans, strict=True)))
 
-    def covered(stride: int, size: int) -> Axes:
-        inside = (n for n, (low, high) in zip(names, spans, strict=True) if stride <= low and high <= stride * size)
-        return tuple(inside) if size > 1 else ()
+    def covered(counted: Digits) -> Axes:
+        inside = [(low, low * size) for low, size in counted]
+        return tuple(
+            name
+            for start, stop in inside
+            for name, (low, high) in zip(names, spans, strict=True)
+            if start <= low < high <= stop
+        )
 
-    table = {g: tuple(covered(stride, size) for stride, size in zip(s, g.shape, strict=True)) for g, s in strides.items()}
-    return mesh, table
+    return mesh, {grid: tuple(map(covered, own)) for grid, own in digits.items()}

@@ -1,5 +1,6 @@
 """``RuleBook``: rules, partial sums and local bodies of a graph's ops; each worked out once per distinct body."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import CALLS, CUSTOM_VJP, evaluate, inline, trace_flat
+from jscaler.capture.residuals import saved_pair
 from jscaler.capture.user_op import op_p
 from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
@@ -26,6 +28,8 @@ from jscaler.rules.factor_states import INDEPENDENT, SPLIT, Blocked, Leaves, int
 from jscaler.rules.localize import Localizer
 from jscaler.rules.reached_factors import reached_factors
 from jscaler.rules.user_rules import user_names
+
+UNREAD = "the gradients read nothing that it is an index of"
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,29 @@ class RuleBook:
             return self._derived(op).rule
         assert op.forward is not None
         if id(op) not in self._of_handles:
-            self._of_handles[id(op)] = op, _handle_rule(self.rule(op.forward), op)
+            self._of_handles[id(op)] = op, self._of_handle(op, _handle_rule(self.rule(op.forward), op))
         return self._of_handles[id(op)][1]
+
+    def _of_handle(self, op: Op, rule: Rule) -> Rule:
+        """``rule``, whose factors a backward handle has of its forward, without those that its body will not split.
+
+        Only these may be lost: a factor of operands alone, which the gradients need not read; and one that an inner
+        reduction of the forward blocks, until it is cut there. So few bodies are traced before the policy runs.
+        """
+        assert op.forward is not None
+        ends = {c for _, c in op.cotangents} | set(op.outputs)
+        tensors = zip((*op.inputs, *op.outputs), (*rule.operands, *rule.results), strict=True)
+        sure = {f for t, dims in tensors if t in ends for dim in dims for f in dim}
+        doubtful = [f for f in rule.factors.values() if f.splittable and (f.name not in sure or f.reopens)]
+        if not doubtful:
+            return rule
+        body, kept = self.bodies.backward(op.forward, op)
+        ways = [dataclasses.replace(op, body=body, inputs=tuple(op.inputs[i] for i in kept))]
+        if op.forward.residuals == "saved":  # as long as the forward can be split as it is wanted
+            ways.append(saved_pair(self.rule(op.forward), self.bodies, op.forward, op)[1])
+        unread = {f.name: dataclasses.replace(f, kind="blocked", reason=UNREAD, reopens=False) for f in doubtful}
+        found = [self.rule(way).factors.get(name, own) for way in ways for name, own in unread.items()]
+        return dataclasses.replace(rule, factors=rule.factors | {f.name: f for f in found if not f.splittable})
 
     def factor_of(self, graph: Graph, path: str, dim: int) -> Mapping[Op, str]:
         return reached_factors(graph, graph.input(path), dim)

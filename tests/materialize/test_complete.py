@@ -90,6 +90,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", of_the_day(POLICIES), ids=lambda policy: policy.__name__)
+@pytest.mark.filterwarnings("ignore:.*parallelism is lost:jscaler.PlanWarning")
 def test_policies_give_one_devices_numbers(policy: Any) -> None:
     assert_same_numbers(policy, devices=8)
 
@@ -122,6 +123,7 @@ def random_policy(seed: int) -> Any:
 
 @pytest.mark.parametrize("seed", of_the_day(range(4)))
 @pytest.mark.parametrize("loss_fn", [mlp_loss, tied_loss], ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore:.*parallelism is lost:jscaler.PlanWarning")
 def test_random_policies_give_one_devices_numbers(loss_fn: Any, seed: int) -> None:
     assert_same_numbers(random_policy(seed), 8, loss_fn)
 

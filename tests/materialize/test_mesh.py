@@ -47,6 +47,21 @@ def test_a_transposed_array_covers_the_minor_axis_first() -> None:
     assert covered == [(("x0",), ("x1",)), (("x1",), ("x0",))]
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_an_axis_counts_digits_in_any_order(order: tuple[int, ...]) -> None:
+    cube = EIGHT.reshape(2, 2, 2).transpose(order)
+    mesh, (_, line, square) = mesh_for(EIGHT, cube.reshape(-1), cube.reshape(4, 2))
+    assert mesh.devices == tuple(range(8))
+    assert line == (square[0] + square[1],)
+    assert sorted(line[0]) == [name for name, _ in mesh.axes]
+
+
+def test_orders_in_which_axes_count_one_digit_come_first() -> None:
+    """So the axes are as few as they can be."""
+    mesh, covered = mesh_for(EIGHT.reshape(2, 4).T.reshape(-1))
+    assert (mesh.devices, mesh.axes, covered) == ((0, 4, 1, 5, 2, 6, 3, 7), (("x0", 8),), [(("x0",),)])
+
+
 def test_axes_of_one_part_cover_nothing() -> None:
     mesh, covered = mesh_for(EIGHT.reshape(1, 8, 1), EIGHT.reshape(2, 1, 4))
     assert mesh.axes == (("x0", 2), ("x1", 4))

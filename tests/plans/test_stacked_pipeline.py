@@ -64,6 +64,7 @@ def check(ours: Any, theirs: Any, rtol: float = 1e-9) -> None:
 UP = "columns=['*/up']"
 CASES = {  # plan -> devices, layers
     "pipeline(2, 2, batch='x')": (2, 2),
+    "pipeline(2, 2, batch='x', layers=[2, 1])": (2, 3),
     "pipeline(4, 4, 'gpipe', batch='x')": (4, 8),
     "pipeline(4, 4, batch='x')": (4, 13),
     "pipeline(3, 2, 'gpipe', plan=data_parallel('x'), batch='x')": (6, 7),
