@@ -203,6 +203,13 @@ def chain_of(name: str | None, loops: Mapping[str, Loop]) -> tuple[str, ...]:
     return tuple(chain[::-1])
 
 
+def inside(items: tuple[Item, ...], chain: Iterable[str]) -> tuple[Item, ...]:
+    """The items in the innermost of the loops ``chain``, outermost first."""
+    for name in chain:
+        items = next(item.items for item in items if isinstance(item, Nest) and item.loop.name == name)
+    return items
+
+
 def flat(items: Iterable[Item]) -> Iterator[Op]:
     """The ops of a tree in order."""
     for item in items:

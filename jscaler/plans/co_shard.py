@@ -21,6 +21,7 @@ from jscaler.capture.jaxprs import all_equations
 from jscaler.capture.user_op import op_p
 from jscaler.errors import check_count
 from jscaler.ir import Op, PTensor
+from jscaler.ir.loop import chain_of, inside, made_by, reads_of
 from jscaler.ir.op import RANGES
 from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
@@ -98,9 +99,28 @@ def _groups(graph: Planner, ops: Sequence[Op]) -> list[list[Op]]:
     for op in ops:
         for tensor in op.inputs:
             maker = graph.producer.get(tensor)
-            if maker in own and maker is not None and maker.call == op.call:
+            if maker in own and maker is not None and (maker.call, maker.loop) == (op.call, op.loop):
                 sets.join(maker, op)
-    return [_with_preparation(graph, group) for group in sets.among(ops) if any(op.backward is not None for op in group)]
+    groups = [row for group in sets.among(ops) for row in _rows(graph, group)]
+    return [_with_preparation(graph, group, own) for group in groups if any(op.backward is not None for op in group)]
+
+
+def _rows(graph: Planner, group: Sequence[Op]) -> list[list[Op]]:
+    """``group`` in rows, such that what others make of one is read by later rows alone."""
+    own = set(group)
+    rows: dict[int, list[Op]] = {}
+    mine: dict[PTensor, int] = {}  # what the group makes -> its row
+    theirs: dict[PTensor, int] = {}  # what others make of that -> the first row that may read it
+    for item in inside(graph.tree, chain_of(group[0].loop, graph.loops)):
+        reads = list(reads_of(item))
+        after = [theirs[t] for t in reads if t in theirs]
+        if isinstance(item, Op) and item in own:
+            row = max([*after, *(mine[t] for t in reads if t in mine)], default=0)
+            rows.setdefault(row, []).append(item)
+            mine.update(dict.fromkeys(item.outputs, row))
+        elif after := after + [mine[t] + 1 for t in reads if t in mine]:
+            theirs.update(dict.fromkeys(made_by(item), max(after)))
+    return [rows[row] for row in sorted(rows)]
 
 
 def _is_covered(graph: Planner, group: Sequence[Op], own: Set[Op]) -> bool:
@@ -115,13 +135,13 @@ def _works(jaxpr: core.Jaxpr) -> bool:
     return contracts(eqns) or any(eqn.primitive is op_p for eqn in eqns)
 
 
-def _with_preparation(graph: Planner, group: Sequence[Op]) -> list[Op]:
-    """``group``, and what is made for it alone."""
+def _with_preparation(graph: Planner, group: Sequence[Op], others: Set[Op]) -> list[Op]:
+    """``group``, and what is made for it alone and is not of ``others``."""
     members = set(group)
     first = group[0]
     leaves = set(graph.outputs) | {t for loop in graph.loops.values() for t in (*loop.operands, *loop.returned)}
     for op in reversed(graph.ops):
-        if op.kind == "forward" and op.call == first.call and op.loop == first.loop and op not in members:
+        if op.kind == "forward" and op.call == first.call and op.loop == first.loop and op not in others:
             readers = [r for t in op.outputs for r in graph.consumers.get(t, ()) if r.kind == "forward"]
             if readers and all(r in members for r in readers) and leaves.isdisjoint(op.outputs):
                 members.add(op)
