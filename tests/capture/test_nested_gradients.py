@@ -184,6 +184,19 @@ def test_numbers_of_a_gradient_of_jax_beside_it(of: Step) -> None:
     assert len(copied) == (of is wait)
 
 
+def test_where_there_is_nothing_else_to_split_it_is_said() -> None:
+    def trained(params: Any, batch: jax.Array) -> Any:
+        return wait(jax.grad, params, batch)
+
+    def summed(params: Any, batch: jax.Array) -> Any:
+        return jnp.sum(trained(params, batch)["down"])
+
+    said = r"nothing is split over 4 devices, not '.*/while' \(.*test_nested_gradients.py:\d+\), .*: it is blocked"
+    for plan, step in (("data_parallel", summed), ("tensor_parallel", trained)):
+        with pytest.warns(PlanWarning, match=said):
+            checked(ON_FOUR[plan], step, PARAMS, BATCH)
+
+
 @pytest.mark.parametrize("plan", [plans.data_parallel(), plans.zero3()], ids=["data_parallel", "zero3"])
 @pytest.mark.parametrize("of", [scan, rows], ids=lambda of: of.__name__)
 def test_a_training_step_with_gradients_of_jax_alone_is_refused(of: Step, plan: Any) -> None:
