@@ -33,6 +33,7 @@ from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.query import Cost, cost
 from jscaler.estimate.simulation import simulate
 from jscaler.job import Job
+from jscaler.padding import pad_batch
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
@@ -90,6 +91,7 @@ __all__ = [
     "grad",
     "nnx",
     "op",
+    "pad_batch",
     "parallelize",
     "plans",
     "register_rule",

@@ -209,7 +209,9 @@ def test_a_lowering_without_devices_says_what_one_with_them_says() -> None:
 
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(
-        jscaler.SplitError, match=r"'batch/x' cannot split .* of size 12 into 8 parts; legal: 1, 2, 3, 4, 6, 12"
+        jscaler.SplitError,
+        match=r"'batch/x' cannot split .* of size 12 into 8 parts; legal: 1, 2, 3, 4, 6, 12; "
+        r"jscaler.pad_batch\(batch, 8\) makes it 16 rows and a mask for the loss, or leave out the last 4",
     ):
         on_eight()(sgd)(*state_and_batch(12))
 

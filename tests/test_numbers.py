@@ -132,7 +132,7 @@ STEPS = [
 
 
 @pytest.mark.smoke
-@pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
+@pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning", "ignore:nothing is split over 4:jscaler.PlanWarning")
 @pytest.mark.parametrize("step", of_the_day(STEPS), ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("plan", "devices"), [("single", 1), ("data_parallel", 4)])
 def test_same_numbers_as_jit(step: Callable[..., Any], plan: str, devices: int) -> None:

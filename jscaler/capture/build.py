@@ -47,7 +47,7 @@ def build_graph(
     calls = tuple(builder.calls[i] for i in sorted(builder.calls))
     return Graph(
         tuple(builder.ops), inputs, constants, outputs, tuple(output_names), next_version, calls, rules,
-        step.opaque_gradients, builder.loops,
+        builder.loops,
     )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ class _Builder:
         tagged = tuple(TaggedEquation(e, call) for e in equations)
         saved = saved_values(self.place.policy, equations)
         self.kept |= saved.kept
-        found, self.generated = fragments(Trace((), (), tagged, (), tuple(outs), 0, body), self.generated, saved.ends)
+        found, self.generated = fragments(Trace((), (), tagged, (), tuple(outs), body), self.generated, saved.ends)
         self.read_outside |= _readers_outside(found, {v for v in (*outs, *saved.ends) if isinstance(v, core.Var)})
         for fragment in found:
             self._add(fragment)

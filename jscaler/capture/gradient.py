@@ -1,7 +1,8 @@
 """``jscaler.value_and_grad``: like JAX's, but a plan can see the forward program inside it.
 
-It binds a primitive of ours that holds the loss function's jaxpr. Under plain ``jax.jit``, ``vmap`` and ``grad`` the
-primitive stands for ``jax.value_and_grad`` of that jaxpr; ``jscaler.parallelize`` opens it into ops.
+It binds a primitive of ours that holds the loss function's jaxpr. Under plain ``jax.jit`` and ``grad`` the primitive
+stands for ``jax.value_and_grad`` of that jaxpr, ``jax.vmap`` makes it one gradient of all rows' losses, and
+``jscaler.parallelize`` opens it into ops.
 """
 
 import functools
@@ -143,7 +144,7 @@ def _check_scalar(value: Any) -> None:
         raise TypeError(f"value_and_grad needs a real scalar from the loss function; it returned {aval}")
 
 
-def _apply(*args: Any, jaxpr: Any, wrt: tuple[int, ...]) -> list[Any]:
+def apply(*args: Any, jaxpr: Any, wrt: tuple[int, ...]) -> list[Any]:
     """What the primitive means: loss outputs, then the gradients of the first output."""
 
     def loss(diff: list[Any]) -> tuple[Any, list[Any]]:
@@ -164,21 +165,33 @@ def _abstract(*avals: Any, jaxpr: Any, wrt: tuple[int, ...]) -> tuple[list[Any],
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     dense = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(functools.partial(_apply, **params), tuple(primals), dense)
+    return jax.jvp(functools.partial(apply, **params), tuple(primals), dense)
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, list[int]]:
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], jaxpr: Any, wrt: tuple[int, ...]) -> tuple[Any, list[int]]:
+    """One gradient of the sum of all rows' losses: with respect to what each row has for itself, it is each row's own."""
     names: dict[str, Any] = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
-    results = jax.vmap(functools.partial(_apply, **params), in_axes=tuple(dims), axis_size=axis.size, **names)(*args)
+    operands = list(args)
+    for i in wrt:
+        operands[i] = jax.vmap(lambda x: x, in_axes=(dims[i],), axis_size=axis.size)(args[i])
+    mapped = [0 if i in wrt else dim for i, dim in enumerate(dims)]
+    losses = jax.vmap(core.jaxpr_as_fun(jaxpr), in_axes=tuple(mapped), axis_size=axis.size, **names)
+
+    def summed(*values: Any) -> list[Any]:
+        each, *aux = losses(*values)
+        return [each.sum(), each, *aux]
+
+    program = jax.make_jaxpr(summed)(*operands)
+    _, *results = value_and_grad_p.bind(*operands, jaxpr=program, wrt=wrt)
     return results, [0] * len(results)
 
 
 def _impl(*args: Any, **params: Any) -> Any:
-    return jax.jit(functools.partial(_apply, **params))(*args)
+    return jax.jit(functools.partial(apply, **params))(*args)
 
 
 value_and_grad_p.def_impl(_impl)
 value_and_grad_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[value_and_grad_p] = _jvp
 batching.fancy_primitive_batchers[value_and_grad_p] = _batch
-mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_apply, multiple_results=True))
+mlir.register_lowering(value_and_grad_p, mlir.lower_fun(apply, multiple_results=True))

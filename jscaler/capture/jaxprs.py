@@ -72,8 +72,9 @@ class Inliner:
         info = eqn.source_info
         if stack is not None:
             info = info.replace(name_stack=stack + info.name_stack)
-        if eqn.primitive.name in self.calls:
-            inner, consts = inner_jaxpr(eqn)
+        called = self.called(eqn)
+        if called is not None:
+            inner, consts = called
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):  # a checkpoint's recomputation
                 invars = self._fenced(invars)
             env.update(zip(eqn.outvars, self.run(inner, consts, invars, info.name_stack), strict=True))
@@ -83,9 +84,17 @@ class Inliner:
             return
         outvars = [fresh(v) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outvars, strict=True))
-        params = {name: _without_wishes(value) for name, value in eqn.params.items()}
+        params = {name: self.parameter(value) for name, value in eqn.params.items()}
         copy = eqn.replace(invars=invars, outvars=outvars, source_info=info, params=params)
         self.eqns.append(self._meshes.of(copy))
+
+    def called(self, eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]] | None:
+        """The program, and its constants, that stands in for ``eqn``; None where it stays as it is."""
+        return inner_jaxpr(eqn) if eqn.primitive.name in self.calls else None
+
+    def parameter(self, value: Any) -> Any:
+        """A parameter of an equation that stays."""
+        return _without_wishes(value)
 
     def _fenced(self, atoms: list[Atom]) -> list[Atom]:
         """``atoms`` behind an optimization barrier, so that what follows is computed again."""
@@ -111,13 +120,13 @@ def _without_wishes(value: Any) -> Any:
     if isinstance(value, NamedSharding):
         return None
     if isinstance(value, tuple):
-        return tuple(map(_without_wishes, value)) if any(map(_is_program, value)) else value
-    if not _is_program(value):
+        return tuple(map(_without_wishes, value)) if any(map(is_program, value)) else value
+    if not is_program(value):
         return value
     inner, consts = open_jaxpr(value)
     if not _holds_wishes(inner):
         return value
-    made = _flatten(inner, consts, frozenset())
+    made = flatten(inner, consts, Inliner(frozenset()))
     return made if type(value) is core.Jaxpr else core.ClosedJaxpr(made, [])
 
 
@@ -127,7 +136,8 @@ def _holds_wishes(jaxpr: core.Jaxpr) -> bool:
     return ends or any(is_wish(e) or mesh_of(e) is not None for e in all_equations(jaxpr))
 
 
-def _is_program(value: Any) -> bool:
+def is_program(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr."""
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
@@ -150,17 +160,17 @@ def inline(jaxpr: core.Jaxpr, calls: frozenset[str] = CALLS | CUSTOM_CALLS) -> c
     """``jaxpr`` (without constants) with the given calls opened and dead equations dropped."""
     if not any(e.primitive.name in calls for e in jaxpr.eqns) and not _holds_wishes(jaxpr):
         return jaxpr
-    return _flatten(jaxpr, [], calls)
+    return flatten(jaxpr, [], Inliner(calls))
 
 
 def without_wishes(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """``jaxpr`` without sharding constraints and the meshes of contexts; its constants are its first arguments."""
     invars = [*jaxpr.constvars, *jaxpr.invars]
-    return _flatten(make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars, jaxpr), [], frozenset())
+    return flatten(make_jaxpr(jaxpr.eqns, invars, jaxpr.outvars, jaxpr), [], Inliner(frozenset()))
 
 
-def _flatten(jaxpr: core.Jaxpr, consts: Sequence[Any], calls: frozenset[str]) -> core.Jaxpr:
-    inliner = Inliner(calls)
+def flatten(jaxpr: core.Jaxpr, consts: Sequence[Any], inliner: Inliner) -> core.Jaxpr:
+    """``jaxpr`` as a fresh ``inliner`` opens it, with dead equations dropped and constants as literals."""
     invars = [fresh(v) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars)
     literals = {var: core.Literal(value, var.aval) for var, value in inliner.constants}
@@ -194,7 +204,7 @@ def all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 def trace_flat(fun: Callable[..., Any], avals: Sequence[Any]) -> core.Jaxpr:
     """Trace ``fun(*avals) -> list`` into a flat jaxpr: plain calls inlined, dead equations dropped, constants literal."""
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*map(shape_struct, avals)))
-    return _flatten(jaxpr, consts, CALLS)
+    return flatten(jaxpr, consts, Inliner())
 
 
 def shape_struct(aval: Any) -> jax.ShapeDtypeStruct:
@@ -258,7 +268,7 @@ def _equation_key(eqn: core.JaxprEqn) -> tuple[Any, ...]:
 
     structs = [[shape_struct(v.aval) for v in vs] for vs in (call.invars, call.outvars)]
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(vjp)(*structs))
-    return rest, fingerprint(_flatten(jaxpr, consts, CALLS | CUSTOM_CALLS))
+    return rest, fingerprint(flatten(jaxpr, consts, Inliner(CALLS | CUSTOM_CALLS)))
 
 
 def params_key(params: dict[str, Any]) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 A ``scan`` whose body holds a contraction, or an op with a user's rule, is a stack of layers: its body's ops stand in the
 graph once. A checkpointed region (``nn.remat``) that holds one is opened too; its ops remember it. What holds none (a scan
-that sums a vector) stays one op. A construct that takes gradients itself stays closed as well.
+that sums a vector) stays one op.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.gradient import value_and_grad_p
 from jscaler.capture.jaxprs import Atom, inner_jaxpr, open_jaxpr, shape
 from jscaler.capture.user_op import op_p
 from jscaler.lax_primitives import known
@@ -61,7 +60,7 @@ def opens(eqn: core.JaxprEqn) -> bool:
     if eqn.params.get("differentiated"):  # a recomputation that the user's own jax.grad has written out
         return False
     inside = set(_primitives(inner_jaxpr(eqn)[0]))
-    return (op_p in inside or any(known(p).role == "contracts" for p in inside)) and value_and_grad_p not in inside
+    return op_p in inside or any(known(p).role == "contracts" for p in inside)
 
 
 def _primitives(jaxpr: core.Jaxpr) -> list[Any]:

@@ -10,7 +10,18 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.gradient import value_and_grad_p
-from jscaler.capture.jaxprs import Atom, Inliner, all_equations, fresh, open_jaxpr, trace_flat
+from jscaler.capture.jaxprs import (
+    CALLS,
+    CUSTOM_CALLS,
+    Atom,
+    Inliner,
+    all_equations,
+    fresh,
+    inner_jaxpr,
+    open_jaxpr,
+    trace_flat,
+)
+from jscaler.capture.nested_gradients import WithPlainGradients, holds_gradients, refuse
 from jscaler.capture.opening import hoist_numbers
 from jscaler.capture.split_conditions import split_cond
 from jscaler.capture.wishes import implicit_axes, is_wish, mesh_of, no_mesh, wished
@@ -44,7 +55,6 @@ class Trace:
     equations: tuple[TaggedEquation, ...]
     calls: tuple[TracedCall, ...]
     outvars: tuple[Atom, ...]
-    opaque_gradients: int
     source: core.Jaxpr
 
 
@@ -52,7 +62,7 @@ def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace
     """Trace ``fun(*leaves) -> leaves`` and open its gradient calls.
 
     Raises:
-        CaptureError: the step divides its work itself, by ``jax.shard_map``.
+        CaptureError: the step divides its work itself, by ``jax.shard_map``; or takes a gradient in a loop or a branch.
 
     Warns:
         CaptureWarning: the model says itself how tensors lie, or in which mesh it works, which is left out.
@@ -73,14 +83,12 @@ def _opened(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> Trace:
     for eqn in inliner.eqns:
         opener.add(eqn)
     opener.hoist_numbers()
-    hidden = sum(_count_gradients(t.eqn) for t in opener.equations)
     return Trace(
         tuple(invars),
         tuple(opener.constants),
         tuple(opener.equations),
         tuple(opener.calls),
         tuple(opener.read(v) for v in outvars),
-        hidden,
         jaxpr,
     )
 
@@ -128,9 +136,21 @@ class _Opener:
 
     def add(self, eqn: core.JaxprEqn) -> None:
         eqn = eqn.replace(invars=[self.read(v) for v in eqn.invars])
-        if eqn.primitive is not value_and_grad_p:
+        if eqn.primitive is value_and_grad_p:
+            self._open(eqn)
+        elif not holds_gradients(eqn):
             self.equations += [TaggedEquation(e, None) for e in split_cond(eqn, staged=True)]
-            return
+        elif eqn.primitive.name in CUSTOM_CALLS:  # nobody differentiates it: it is what it calls
+            inliner = Inliner(CALLS | CUSTOM_CALLS)
+            results = inliner.run(*inner_jaxpr(eqn), eqn.invars, eqn.source_info.name_stack)
+            self.constants += inliner.constants
+            for inner in inliner.eqns:
+                self.add(inner)
+            self.alias.update(zip(eqn.outvars, map(self.read, results), strict=True))
+        else:
+            refuse(eqn)
+
+    def _open(self, eqn: core.JaxprEqn) -> None:
         index = len(self.calls)
         wrt = eqn.params["wrt"]
         args = list(eqn.invars)
@@ -139,7 +159,7 @@ class _Opener:
             if isinstance(args[i], core.Literal) or sum(a is args[i] for a in args) > 1:
                 args[i] = self._copy(args[i], index, eqn)
         inner, consts = open_jaxpr(eqn.params["jaxpr"])
-        inliner = Inliner()
+        inliner = WithPlainGradients()
         results = inliner.run(inner, consts, args, eqn.source_info.name_stack)
         self.constants += inliner.constants
         self.equations += [TaggedEquation(e, index) for each in inliner.eqns for e in split_cond(each)]
@@ -154,10 +174,3 @@ class _Opener:
             TaggedEquation(copy.replace(invars=[atom], outvars=[out], source_info=like.source_info), None)
         )
         return out
-
-
-def _count_gradients(eqn: core.JaxprEqn) -> int:
-    count = int(eqn.primitive is value_and_grad_p)
-    for inner in core.jaxprs_in_params(eqn.params):
-        count += sum(_count_gradients(e) for e in open_jaxpr(inner)[0].eqns)
-    return count

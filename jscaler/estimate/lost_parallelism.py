@@ -242,7 +242,7 @@ class _Finder:
 
     def _onward(self, cut: _Cut) -> Iterator[_Cut]:
         for op in self.graph.consumers.get(cut.tensor, ()):
-            if op.kind != "update" and not op.anywhere:
+            if not op.anywhere:
                 yield from self._through(op, cut)
         for other, shift in self.graph.linked.get(cut.tensor, ()) if cut.behind else ():
             if cut.dim + shift >= 0 and other not in self.aside:
@@ -323,7 +323,7 @@ def _carried(op: Op, rule: Rule, factor: Factor, cut: _Cut) -> Iterator[tuple[PT
 
 
 def _of_parameters(graph: Graph) -> set[PTensor]:
-    """State, gradients, and what forward ops and loops make of parameters alone."""
+    """State, gradients, what forward ops and loops make of parameters alone, and updates of any of it."""
     found = {t for t, kind in tensor_kinds(graph).items() if kind != "input"}
 
     def linked(tensor: PTensor) -> list[PTensor]:
@@ -335,6 +335,7 @@ def _of_parameters(graph: Graph) -> set[PTensor]:
             made = [out for out, given in zip(op.outputs, op.inputs, strict=False) if given in found]
         else:
             large = [t for t in op.inputs if t.shape]
-            made = list(op.outputs) if op.kind == "forward" and large and all(t in found for t in large) else []
+            follows = {"forward": all, "update": any}.get(op.kind)
+            made = list(op.outputs) if follows and large and follows(t in found for t in large) else []
         found.update(closure([t for t in made if t not in found], linked))
     return found

@@ -45,7 +45,6 @@ class Graph:
         output_names: tree paths of the outputs.
         next_version: output index -> input index where an output is the next version of a state leaf.
         calls: the step's gradient calls; an op's ``call`` is an index into them.
-        opaque_gradients: gradient calls hidden inside another construct (a scan), where no plan can reach them.
         rules: derives the ops' rules.
         loops: the loops that some of the ops stand in, by name.
         leaf_parts, result_parts: how many consecutive inputs each leaf of the arguments is, and outputs each of the result;
@@ -60,7 +59,6 @@ class Graph:
     next_version: Mapping[int, int]
     calls: tuple[GradientCall, ...]
     rules: RuleSource = field(repr=False)
-    opaque_gradients: int = 0
     loops: Mapping[str, Loop] = field(default_factory=dict)
     leaf_parts: tuple[int, ...] = ()
     result_parts: tuple[int, ...] = ()
@@ -183,16 +181,10 @@ class Graph:
         """Raises CaptureError unless the step has a gradient call that plans can see."""
         if self.calls:
             return
-        if self.opaque_gradients:
-            raise CaptureError(
-                f"the step calls jscaler.value_and_grad {self.opaque_gradients} times, but inside a scan, while, cond or "
-                "vmap, where a plan cannot reach its ops; call it at the top level of the step"
-            )
         raise CaptureError(
             "the captured step has no gradient, and this plan needs one: use jscaler.value_and_grad (or jscaler.grad) "
-            "in the step instead of jax.value_and_grad, so that the forward program arrives whole; under jax.vmap it is "
-            "not seen either: take one gradient of the mapped loss; an evaluation follows its train step: "
-            "train_step.follow(evaluate)"
+            "in the step instead of jax.value_and_grad, so that the forward program arrives whole; an evaluation "
+            "follows its train step: train_step.follow(evaluate)"
         )
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ def tensor_kinds(graph: Graph) -> Mapping[PTensor, TensorKind]:
     kinds.update({graph.inputs[i]: "optimizer" for i in graph.next_version.values()})
     for call in graph.calls:
         for tensor in call.wrt:
-            kinds.update(dict.fromkeys(origins(graph, tensor) & inputs, "parameter"))
+            kinds.update(dict.fromkeys(origins(graph, _one_row(graph, tensor)) & inputs, "parameter"))
         kinds.update(dict.fromkeys((g for g in call.gradients if g not in inputs), "gradient"))
     kinds.update(dict.fromkeys(_frozen(graph), "parameter"))
     return kinds
@@ -42,6 +42,13 @@ def read_by_a_loss(graph: Graph, tensor: PTensor) -> bool:
     """Whether a forward op reads ``tensor``, or what a loop takes of it."""
     read = (tensor, *(other for other, _ in graph.linked.get(tensor, ())))
     return any(op.kind == "forward" for t in read for op in graph.consumers.get(t, ()))
+
+
+def _one_row(graph: Graph, tensor: PTensor) -> PTensor:
+    """What is repeated in ``tensor`` for each row of a ``jax.vmap`` over a gradient; else the tensor itself."""
+    maker = graph.producer.get(tensor)
+    large = [t for t in (maker.inputs if maker else ()) if t.shape]
+    return _one_row(graph, large[0]) if len(large) == 1 and large[0].shape == tensor.shape[1:] else tensor
 
 
 def origins(graph: Graph, tensor: PTensor) -> frozenset[PTensor]:

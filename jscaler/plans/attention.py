@@ -29,14 +29,20 @@ def find_cores(graph: Planner, on: Sequence[str] | None = None) -> tuple[Ops, ..
         for op in dict.fromkeys(op for pattern in on for op in graph.select(pattern)):
             groups.setdefault((op.call, op.loop, op.path.rpartition("/")[0]), []).append(op)
         return tuple(map(tuple, groups.values()))
-    finder = _Finder(graph)
-    cores = [core for op in graph.forward() if op.backward is not None and _normalises(op) for core in finder.around(op)]
+    cores = cores_of(graph)
     if not cores:
         raise PlanError(
             "no softmax between two products of activations is in the graph: a fused attention (a kernel, a user's op) "
             "keeps none of its inside; for another core, name its ops (on=...)"
         )
-    return tuple(dict.fromkeys(cores))
+    return cores
+
+
+def cores_of(graph: Planner) -> tuple[Ops, ...]:
+    """The ops of each core that the dataflow shows; of a training step those that a gradient flows through."""
+    finder = _Finder(graph)
+    softmaxes = [op for op in graph.forward() if _normalises(op) and (op.backward is not None or not graph.calls)]
+    return tuple(dict.fromkeys(core for op in softmaxes for core in finder.around(op)))
 
 
 class _Finder:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jscaler.errors import SplitError, divisors
 from jscaler.plans.batch import batch_leaves
 from jscaler.plans.factors import Factors, reached, split
 from jscaler.primitives import Planner
@@ -43,4 +44,13 @@ def batch_factors(graph: Planner, batch: str, parts: int) -> Factors:
     leaves = batch_leaves(graph.graph, batch)
     if any(graph.inputs[i] not in leaves for i in graph.next_version.values()):
         graph.require_gradient()  # a step that updates state is a training step
+    for leaf in leaves:
+        if leaf.shape[0] % parts:
+            raise SplitError(leaf.name, "dim 0", leaf.shape[0], parts, _remedy(leaf.shape[0], parts))
     return reached(graph, [(t, 0) for t in leaves], parts)
+
+
+def _remedy(rows: int, parts: int) -> str:
+    legal = ", ".join(map(str, divisors(rows)))
+    padded = f"jscaler.pad_batch(batch, {parts}) makes it {rows + -rows % parts} rows and a mask for the loss"
+    return f"legal: {legal}; {padded}" + (f", or leave out the last {rows % parts}" if rows > parts else "")

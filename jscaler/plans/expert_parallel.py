@@ -15,43 +15,50 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jscaler.ir import PTensor
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Factors, reached, required, split
+from jscaler.plans.factors import Factors, by_dim, reached, required, split
+from jscaler.plans.find_experts import ExpertKernel, find_experts
 from jscaler.primitives import Planner
 
-EXPERTS = ("*/experts/up", "*/experts/wi")
 
-
-def expert_parallel(experts: Sequence[str] = EXPERTS, batch: str = "batch") -> Callable[..., None]:
+def expert_parallel(experts: str | Sequence[str] | None = None, batch: str = "batch") -> Callable[..., None]:
     """Split the batch over all devices, and between dispatch and combine the experts over the same ones.
 
-    An op belongs to the experts if both the expert (dim -3 of a kernel) and the hidden units (dim -1) reach it: the
-    experts alone reach routing, dispatch and combine too, which keep their tokens.
+    An op belongs to the experts if both the expert and the hidden units of a kernel reach it: the experts alone reach
+    routing, dispatch and combine too, which keep their tokens.
 
     Args:
-        experts: shell patterns of the experts' first kernels (… expert, in, hidden) among the step's inputs.
+        experts: shell patterns of the experts' first kernels (… expert, in, hidden) among the step's inputs; by default
+            those at which the dataflow shows dispatched tokens to arrive (`jscaler.plans.find_experts`).
         batch: as for `data_parallel`.
 
     Raises (when the plan is made):
         UnknownNameError: no batch or kernel matches.
+        PlanError: no kernel of experts is found.
         SplitError: the batch or the number of experts does not divide by the number of devices.
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        kernels = required(graph, dict.fromkeys(experts, -3), "pass expert_parallel(experts=...)")
-        inside = _inside(graph, kernels, devices.size)
+        inside = _inside(graph, _kernels(graph, experts), devices.size)
         split(graph, devices, batch_factors(graph, batch, devices.size) | inside)
 
     policy.__name__ = "expert_parallel"
     return policy
 
 
-def _inside(graph: Planner, kernels: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
+def _kernels(graph: Planner, experts: str | Sequence[str] | None) -> list[ExpertKernel]:
+    remedy = "pass expert_parallel(experts=...)"
+    if experts is None:
+        return find_experts(graph, remedy)
+    named = required(graph, dict.fromkeys(by_dim(experts), -3), remedy)
+    return [ExpertKernel(tensor, dim, len(tensor.shape) - 1) for tensor, dim in named]
+
+
+def _inside(graph: Planner, kernels: Sequence[ExpertKernel], parts: int) -> Factors:
     """The experts' own ops, with the factor that their number is there."""
     table: Factors = {}
-    for kernel, dim in kernels:
-        hidden = graph.factor_of(kernel.name, len(kernel.shape) - 1)
-        number = reached(graph, [(kernel, dim)], parts)
+    for kernel in kernels:
+        hidden = graph.factor_of(kernel.tensor.name, kernel.hidden)
+        number = reached(graph, [(kernel.tensor, kernel.expert)], parts)
         table |= {op: name for op, name in number.items() if op in hidden}
     return table

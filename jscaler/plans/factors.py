@@ -7,15 +7,19 @@ forward.
 """
 
 import fnmatch
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count
+from jscaler.capture.jaxprs import all_equations
+from jscaler.errors import PlanError, PlanWarning, SplitError, UnknownNameError, check_count
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.ir.op import is_of_ranges, without_range
+from jscaler.lax_primitives import contracts
 from jscaler.primitives import Algorithm, Planner, Replicate, Split
+from jscaler.primitives.remedies import blocked
 
 Factors = dict[Op, str]
 Dims = Mapping[str, int | None]  # pattern of input leaves -> dim, from the end if negative; None is `column`
@@ -140,23 +144,45 @@ def split(graph: Planner, grid: np.ndarray, *tables: Factors) -> None:
     """Split and place every op that a table names: axis i of ``grid`` by table i, or copied where that names none.
 
     A factor that the op cannot split (blocked: it needs the whole; or of another size) is not split on that axis.
+
+    Warns:
+        PlanWarning: no op at all is split on an axis, though products are among them.
     """
     axes = [(size, table) for size, table in zip(grid.shape, tables, strict=True) if size > 1]
+    whole = {i: table for i, (_, table) in enumerate(axes)}
     for op in graph.ops:
         if op.kind == "backward":
             continue
         algorithms: list[Algorithm] = []
         parts: dict[str, int] = {}
-        for size, table in axes:
+        for axis, (size, table) in enumerate(axes):
             name = table.get(op, "")
             count = size * parts.get(name, 1)
             if can_be_split(graph, op, name, count):
                 parts[name] = count
+                whole.pop(axis, None)
                 algorithms.append(Split(name, size))
             else:
                 algorithms.append(Replicate(size))
         if parts:
             graph.op_assign(graph.op_trans(op, *algorithms), grid.squeeze())
+    for axis, table in whole.items():
+        _warn_of_whole(graph, axes[axis][0], table)
+
+
+def _warn_of_whole(graph: Planner, parts: int, table: Factors) -> None:
+    """Say that no product that a plan would split is, and why of the first: in a loop, say, that trains by itself."""
+    ops = [op for op in graph.ops if op in table and op.body is not None and contracts(list(all_equations(op.body.jaxpr)))]
+    if not ops:
+        return
+    op, factor = ops[0], graph.rule(ops[0]).factors[table[ops[0]]]
+    why = f"it has size {factor.size}" if factor.splittable else blocked(factor, graph.rule(op), parts)
+    warnings.warn(
+        f"nothing is split over {parts} devices, not '{op.path}' ({op.source}), which carries what the plan splits as its "
+        f"factor '{factor.name}': {why}",
+        PlanWarning,
+        stacklevel=2,
+    )
 
 
 def can_be_split(graph: Planner, op: Op, name: str, parts: int) -> bool:

@@ -26,9 +26,9 @@ import numpy as np
 from jscaler.errors import PlanError
 from jscaler.plans.column_row_pairs import columns_of
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Dims, Factors, device_grid, reached, required, split
+from jscaler.plans.factors import Dims, Factors, device_grid, reached, split
+from jscaler.plans.find_sequence import sequence_of
 from jscaler.plans.pipeline import pipeline
-from jscaler.plans.sequence_parallel import SEQUENCE
 from jscaler.plans.vocab_parallel import tables_of_words
 from jscaler.plans.zero import shard_parameters, without_followers
 from jscaler.primitives import Planner
@@ -59,7 +59,7 @@ def megatron(
     Args:
         dp, tp: how many parts; one that is not given is what the other leaves; with neither, ``tp`` is all.
         sequence: whether what lies between heads and hidden units is split along the sequence; ``{input: dim}`` says
-            where that is, ``{"batch/tokens": 1}`` by default.
+            where that is, which is found by default (see `sequence_parallel`).
         vocab: whether embedding, logits and cross entropy are split too; ``{pattern: dim}`` as for `vocab_parallel`.
         zero: what is split over the ``dp`` rows beside the batch: 1 the optimizer's state, 2 what gradients add up to over
             micro-batches, 3 the parameters too.
@@ -101,7 +101,7 @@ def megatron(
             words = tables_of_words(graph, None if vocab is True else vocab)
             table = reached(graph, words, parts) | table
         if sequence:
-            tokens = required(graph, SEQUENCE if sequence is True else sequence, "pass megatron(sequence={...})")
+            tokens = sequence_of(graph, None if sequence is True else sequence, "pass megatron(sequence=...)")
             table = reached(graph, tokens, parts) | table
         return table
 

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jscaler.plans.column_row_pairs import columns_of
-from jscaler.plans.factors import Dims, reached, required, split
+from jscaler.plans.factors import Dims, reached, split
+from jscaler.plans.find_sequence import sequence_of
 from jscaler.primitives import Planner
-
-SEQUENCE = {"batch/tokens": 1}
 
 
 def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dims | None = None) -> Callable[..., None]:
@@ -27,16 +26,18 @@ def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dim
 
     Args:
         columns: kernels that are cut by columns, as for `tensor_parallel`.
-        sequence: ``{input: dim}``, the sequence of the batch; ``{"batch/tokens": 1}`` by default.
+        sequence: ``{input: dim}``, the sequence of the batch; by default the dim that attention mixes and all else carries
+            along (`jscaler.plans.find_sequence`), of tokens, embeddings or patches by any name.
 
     Raises (when the plan is made):
         UnknownNameError: no kernel, or no input, matches.
+        PlanError: no dim of the data is the sequence, or several may be.
         SplitError: the heads or columns of a kernel, or the sequence, do not divide by the number of devices.
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         kernels = columns_of(graph, columns, devices.size, "pass sequence_parallel(columns=...)")
-        tokens = required(graph, SEQUENCE if sequence is None else sequence, "pass sequence_parallel(sequence=...)")
+        tokens = sequence_of(graph, sequence, "pass sequence_parallel(sequence=...)")
         between = reached(graph, tokens, devices.size)
         split(graph, devices, between | reached(graph, kernels, devices.size))
 

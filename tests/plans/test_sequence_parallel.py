@@ -40,6 +40,6 @@ def test_the_numbers_are_those_of_one_device(make: object, arguments: tuple[obje
 
 def test_mistakes() -> None:
     with pytest.raises(UnknownNameError, match=r"pass sequence_parallel\(sequence=\.\.\.\)"):
-        planned(sequence_parallel(COLUMNS), mlp(), 4)
+        planned(sequence_parallel(COLUMNS, {"batch/tokens": 1}), mlp(), 4)
     with pytest.raises(SplitError, match=r"batch/x' cannot split factor 'dim 0' of size 24 into 5"):
         planned(sequence_parallel({"*/layer_3/kernel": 0}, ROWS), mlp(), 5)
