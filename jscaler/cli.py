@@ -38,6 +38,7 @@ from jscaler.commands.schedules import schedules_
 from jscaler.errors import JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
+from jscaler.report.written import check_file, check_folder
 from jscaler.runtime.devices import resolve_devices
 
 COMPARED = 5  # steps after which numbers are compared
@@ -91,15 +92,17 @@ def train(
 
     if resume and checkpoint is None:
         raise typer.BadParameter("give the --checkpoint to start from", param_hint="--resume")
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
+    check_file("log", log)  # before, not after hours of training
+    check_folder("traces", trace)
     plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
     if checkpoint is not None:
-        from jscaler.runtime.checkpoint import check_unused, save  # before, not after hours of training
+        from jscaler.runtime.checkpoint import check_unused, save
 
         if not resume:
+            check_folder("checkpoint", checkpoint)
             check_unused(checkpoint)
     chosen = chosen_job(
         context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat, data=data,
@@ -127,7 +130,7 @@ def compare(
     data: Data = None,
     batch: Batch = 16,
     seq: Sequence = None,
-    rounds: Annotated[int, typer.Option(help="timed runs of each side")] = 10,
+    rounds: Annotated[int, typer.Option(help="timed runs of each side", min=1)] = 10,
     beside: Annotated[str | None, typer.Option(help="the plan whose split GSPMD gets; by default the same")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")] = False,
     seed: Seed = 0,

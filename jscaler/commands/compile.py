@@ -60,8 +60,7 @@ def compile_(
     from jscaler.report.target_report import heading, tables, verdict
     from jscaler.runtime.target import compile_for, find_target
 
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
     use_platform("cpu", None)
     cluster = find_target(target)
     chosen = chosen_job(

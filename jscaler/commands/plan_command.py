@@ -27,13 +27,14 @@ from jscaler.commands.options import (
 )
 from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.progress import stages
-from jscaler.errors import DeviceError
+from jscaler.errors import DeviceError, PlanFileError
 from jscaler.estimate.query import cost
 from jscaler.estimate.simulation import simulate
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
+from jscaler.report.written import check_file
 
 TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
 PIPED = 200  # columns where the output is no terminal: explain is wide
@@ -74,8 +75,11 @@ def plan_(
 
     Example: jscaler plan --job my_model.py:job --plan zero3 --devices 8
     """
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
+    check_file("trace", trace)
+    check_file("plan", save)
+    if save is not None and save.suffix != ".json":
+        raise PlanFileError(f"a plan file is named *.json, not '{save}': --plan knows it by that")
     plan = plan if schedule is None else with_schedule(plan, schedule)
     use_platform("cpu", None)
     cluster = None if target is None else find_cluster(target)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 from rich.console import Console
@@ -17,6 +17,7 @@ from jscaler.api import Parallelized
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
+from jscaler.report.written import writing
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.graph_nodes import holds_nodes
 
@@ -100,8 +101,8 @@ def train(
             record = StepRecord(index, loss, seconds, Speed.of(batch, seconds))
             records.append(record)
             if file:
-                file.write(json.dumps(record.as_json()) + "\n")
-                file.flush()
+                with writing("log", file.name):
+                    file.write(json.dumps(record.as_json()).encode() + b"\n")
             what, speed = record.speed
             progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
     if records:
@@ -170,10 +171,12 @@ def _progress(console: Console) -> Progress:
 
 
 @contextmanager
-def _opened(path: Path | None, first: int) -> Iterator[TextIO | None]:
+def _opened(path: Path | None, first: int) -> Iterator[BinaryIO | None]:
     if path is None:
         yield None
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a" if first else "w") as file:
+    with writing("log", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab" if first else "wb", buffering=0)  # a line is there when it is written
+    with file:
         yield file

@@ -70,9 +70,9 @@ def parse_call(text: str) -> tuple[str, PlanCall | None]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError("more than one pair of parentheses")
         return name.strip(), _plan_call(name.strip(), call)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise PlanError(
-            f"cannot read the plan '{text}': write its arguments as literals, such as megatron(dp=2, sequence=True), or as "
+            f"cannot read the plan '{text[:80]}': write its arguments as literals, such as megatron(dp=2, tp=4), or as "
             "plans with parentheses, such as recompute_layers(zero3())"
         ) from error
 

@@ -24,6 +24,7 @@
     }
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -198,9 +199,10 @@ def save(path: str | os.PathLike[str], text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise PlanFileError(f"'{target}' cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise PlanFileError(f"'{target}' cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def load(path: str | os.PathLike[str]) -> str:
@@ -211,5 +213,5 @@ def load(path: str | os.PathLike[str]) -> str:
     """
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanFileError(f"'{os.fspath(path)}' cannot be read: {getattr(error, 'strerror', None) or error}") from error
