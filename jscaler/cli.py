@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import platform as platform_
 import sys
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import typer
 from rich.console import Console
 
+from jscaler import __version__
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
@@ -43,9 +46,25 @@ from jscaler.runtime.devices import resolve_devices
 
 COMPARED = 5  # steps after which numbers are compared
 
-app = typer.Typer(
-    help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jscaler {__version__}, jax {jax.__version__}, Python {platform_.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version, and JAX's")
+    ] = False,
+) -> None:
+    """Expert-written parallel plans for Flax train steps.
+
+    Example: jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu
+    """
 
 
 @app.command()

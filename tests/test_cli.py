@@ -1,11 +1,15 @@
 """The command line, as a stranger uses it."""
 
 import json
+import re
 from pathlib import Path
 
+import jax
 import pytest
+import typer
 from typer.testing import CliRunner
 
+import jscaler
 from jscaler import Plan
 from jscaler.cli import app
 from jscaler.commands.planned_job import devices_for
@@ -37,6 +41,16 @@ def test_train_logs_every_step_and_another_plan_goes_on_from_its_checkpoint(tmp_
     assert [r["step"] for r in records] == list(range(14))
     assert {"seconds", "tokens_per_second"} <= records[0].keys()
     assert max(r["loss"] for r in records[12:]) < records[0]["loss"] - 0.5
+
+
+def test_version() -> None:
+    assert run("--version").startswith(f"jscaler {jscaler.__version__}, jax {jax.__version__}, Python 3.")
+
+
+@pytest.mark.parametrize("command", [None, *typer.main.get_command(app).commands])
+def test_every_command_has_an_example(command: str | None) -> None:
+    words = " ".join(run(*([command] if command else []), "--help").split())
+    assert re.search(rf"Example: jscaler {command or 'train'} -", words)
 
 
 def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
