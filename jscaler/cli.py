@@ -101,7 +101,7 @@ def train(
 
     Every device makes and stores its own parts of the state.
 
-    A plan that jscaler plan saved is for the model that it was told: give the same --dtype, --stacked and --remat.
+    A plan that jscaler plan saved brings the options of the model that it was made for, where they are not given.
 
     Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
 
@@ -124,8 +124,8 @@ def train(
             check_folder("checkpoint", checkpoint)
             check_unused(checkpoint)
     chosen = chosen_job(
-        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat, data=data,
-        learning_rate=learning_rate, steps=steps, seed=seed,
+        context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
+        data=data, learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
     planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
     start, state = planned.start(checkpoint if resume else None)
@@ -166,7 +166,7 @@ def compare(
 
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
-    chosen = chosen_job(context, job, model=model, size=size, batch=batch, seq=seq, data=data, seed=seed)
+    chosen = chosen_job(context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, data=data, seed=seed)
     planned = PlannedJob(chosen, plan, resolve_devices(devices), seed)
     state = planned.state()
     calls = [(state, batch) for batch in itertools.islice(planned.batches(), COMPARED)]

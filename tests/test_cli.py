@@ -79,10 +79,14 @@ def test_a_saved_plan_brings_its_number_of_devices(tmp_path: Path) -> None:
 def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     run("plan", *SMALL, "--devices", "2", "--plan", "data_parallel", "--save", path)
-    train = ["train", *SMALL, "--plan", path, "--steps", "1"]
-    assert "on 2 device(s)" in run(*train, "--stacked", "--dtype", "bf16")
-    with pytest.raises(PlanFitError, match="the first difference: "):
-        run(*train)
+    assert "on 2 device(s)" in run("train", "--plan", path, "--steps", "1")
+    for flags, sentence in (
+        (["--no-stacked"], "was made with --stacked, and --no-stacked is given; leave --stacked out"),
+        (["--dtype", "f32"], "was made with --dtype bf16, and --dtype f32 is given; leave --dtype out"),
+        (["--remat"], "was made with --no-remat, and --remat is given"),
+    ):
+        with pytest.raises(PlanFitError, match=sentence):
+            run("train", *flags, "--plan", path, "--steps", "1")
 
 
 def test_train_a_mixture_of_experts() -> None:

@@ -64,7 +64,7 @@ def compile_(
     use_platform("cpu", None)
     cluster = find_target(target)
     chosen = chosen_job(
-        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
     planned = PlannedJob(chosen, plan, cluster.num_devices, strict=strict)

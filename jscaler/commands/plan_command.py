@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.commands.built_in_job import stacked_by_default
+from jscaler.commands.built_in_job import model_and_size, stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.options import (
     Batch,
@@ -85,7 +86,7 @@ def plan_(
     cluster = None if target is None else find_cluster(target)
     count = _count(devices_for(plan, devices), cluster)
     chosen = chosen_job(
-        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
     planned = PlannedJob(chosen, plan, count, strict=strict)
@@ -102,7 +103,9 @@ def plan_(
     if trace is not None and timeline is not None:
         write_trace(trace, timeline)
     if save is not None:
-        step.save(save)
+        told = {"dtype": dtype, "stacked": stacked_by_default(model, stacked), "remat": remat, "batch": batch, "seq": seq}
+        name, of_size = model_and_size(model, size) if job is None else ("", "")
+        replace(step.plan, told={"model": name, "size": of_size, **told} if job is None else {}).save(save)
     if as_json:
         record = {"model": planned.describe(), "plan": plan, "report": step.report.as_json()}
         record |= {"passes": step.passes.as_json()} if passes else {}
