@@ -96,6 +96,7 @@ def train(
         Path | None, typer.Option(help="write a picture of the last of these steps: .png, .svg or .pdf")
     ] = None,
     strict: Strict = False,
+    explain: Annotated[bool, typer.Option("--explain", help="show the plan op by op, not in five lines")] = False,
 ) -> None:
     """Train a model under a plan: a built-in one on text, or yours on its data.
 
@@ -132,7 +133,7 @@ def train(
     if start >= steps:
         Console().print(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left", highlight=False)
         return
-    state = run(planned.step, state, planned.batches(start), range(start, steps), Console(), log, trace, draw)
+    state = run(planned.step, state, planned.batches(start), range(start, steps), Console(), log, trace, draw, explain)
     if checkpoint is not None:
         save(checkpoint, steps, state)
 

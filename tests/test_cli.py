@@ -35,6 +35,7 @@ def test_train_logs_every_step_and_another_plan_goes_on_from_its_checkpoint(tmp_
     policy = "docs/split_one_mlp.py:split_one_mlp"
     output = run(*common, "--plan", policy, "--devices", "4", "--steps", "14", "--resume")
     assert "plan split_one_mlp" in output
+    assert "collectives in front" not in output, "that is for --explain"
     output = run(*common, "--plan", "single", "--devices", "1", "--steps", "14", "--resume")
     assert "the checkpoint is of 14 steps, and --steps is 14: nothing is left" in output
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -90,8 +91,10 @@ def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: P
 
 
 def test_train_a_mixture_of_experts() -> None:
-    output = run("train", "--model", "moe", *SMALL, "--plan", "expert_parallel", "--devices", "4", "--steps", "2")
+    model = ["--model", "moe", *SMALL, "--plan", "expert_parallel", "--devices", "4"]
+    output = run("train", "--explain", *model, "--steps", "2")
     assert "plan expert_parallel" in output
+    assert "collectives in front" in output
     assert "all_to_all" in output
 
 

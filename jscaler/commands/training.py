@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jscaler.api import Parallelized
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
+from jscaler.report.summary import summary
 from jscaler.report.trace_file import write_trace
 from jscaler.report.written import writing
 from jscaler.runtime.compiled import Compiled
@@ -65,6 +66,7 @@ def train(
     log: Path | None = None,
     trace: Path | None = None,
     draw: Path | None = None,
+    explain: bool = False,
 ) -> Any:
     """Run the optimizer steps of these numbers; print the plan first, then progress.
 
@@ -74,6 +76,7 @@ def train(
         log: where a JSON line per step goes.
         trace: the folder to which timelines of the first steps behind the first go, for Perfetto.
         draw: where the picture of the last of these goes.
+        explain: whether the plan is shown op by op, not in five lines.
 
     Returns:
         The state after the last step.
@@ -86,7 +89,8 @@ def train(
         started = time.perf_counter()
         compiled = step.compiled(step.bind(state, first_batch))
     check_result(compiled, state)
-    console.print(compiled.plan.explain(), highlight=False, soft_wrap=True)
+    shown = compiled.plan.explain() if explain else f"{summary(compiled.plan.report)}\n(--explain shows every op)"
+    console.print(shown, highlight=False, markup=False, soft_wrap=True)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s", highlight=False)
     records = []
     with _progress(console) as progress, _opened(log, steps.start) as file:

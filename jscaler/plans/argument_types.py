@@ -16,7 +16,7 @@ def check_types(plan: str, factory: Callable[..., Any], arguments: Mapping[str, 
     signature = inspect.signature(factory)
     for name, value in arguments.items():
         wanted = signature.parameters[name].annotation
-        if name not in CHECKED_THERE and not matches(value, wanted):
+        if (name not in CHECKED_THERE or value is None) and not matches(value, wanted):
             said = " or ".join("None" if one is type(None) else _word(one) for one in _choices(wanted))
             raise PlanError(f"plan '{plan}': its argument '{name}' is {said}, not {value!r}")
 
