@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import platform as platform_
 import sys
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import typer
 from rich.console import Console
 
+from jscaler import __version__
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
@@ -38,13 +41,30 @@ from jscaler.commands.schedules import schedules_
 from jscaler.errors import JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
+from jscaler.report.written import check_file, check_folder
 from jscaler.runtime.devices import resolve_devices
 
 COMPARED = 5  # steps after which numbers are compared
 
-app = typer.Typer(
-    help="Expert-written parallel plans for Flax train steps.", no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jscaler {__version__}, jax {jax.__version__}, Python {platform_.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version, and JAX's")
+    ] = False,
+) -> None:
+    """Expert-written parallel plans for Flax train steps.
+
+    Example: jscaler train --model gpt --size nano --plan data_parallel --devices 8 --platform cpu
+    """
 
 
 @app.command()
@@ -76,12 +96,13 @@ def train(
         Path | None, typer.Option(help="write a picture of the last of these steps: .png, .svg or .pdf")
     ] = None,
     strict: Strict = False,
+    explain: Annotated[bool, typer.Option("--explain", help="show the plan op by op, not in five lines")] = False,
 ) -> None:
     """Train a model under a plan: a built-in one on text, or yours on its data.
 
     Every device makes and stores its own parts of the state.
 
-    A plan that jscaler plan saved is for the model that it was told: give the same --dtype, --stacked and --remat.
+    A plan that jscaler plan saved brings the options of the model that it was made for, where they are not given.
 
     Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
 
@@ -91,26 +112,28 @@ def train(
 
     if resume and checkpoint is None:
         raise typer.BadParameter("give the --checkpoint to start from", param_hint="--resume")
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
+    check_file("log", log)  # before, not after hours of training
+    check_folder("traces", trace)
     plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
     if checkpoint is not None:
-        from jscaler.runtime.checkpoint import check_unused, save  # before, not after hours of training
+        from jscaler.runtime.checkpoint import check_unused, save
 
         if not resume:
+            check_folder("checkpoint", checkpoint)
             check_unused(checkpoint)
     chosen = chosen_job(
-        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat, data=data,
-        learning_rate=learning_rate, steps=steps, seed=seed,
+        context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
+        data=data, learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
     planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
     start, state = planned.start(checkpoint if resume else None)
     if start >= steps:
         Console().print(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left", highlight=False)
         return
-    state = run(planned.step, state, planned.batches(start), range(start, steps), Console(), log, trace, draw)
+    state = run(planned.step, state, planned.batches(start), range(start, steps), Console(), log, trace, draw, explain)
     if checkpoint is not None:
         save(checkpoint, steps, state)
 
@@ -127,7 +150,7 @@ def compare(
     data: Data = None,
     batch: Batch = 16,
     seq: Sequence = None,
-    rounds: Annotated[int, typer.Option(help="timed runs of each side")] = 10,
+    rounds: Annotated[int, typer.Option(help="timed runs of each side", min=1)] = 10,
     beside: Annotated[str | None, typer.Option(help="the plan whose split GSPMD gets; by default the same")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")] = False,
     seed: Seed = 0,
@@ -144,7 +167,7 @@ def compare(
 
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
-    chosen = chosen_job(context, job, model=model, size=size, batch=batch, seq=seq, data=data, seed=seed)
+    chosen = chosen_job(context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, data=data, seed=seed)
     planned = PlannedJob(chosen, plan, resolve_devices(devices), seed)
     state = planned.state()
     calls = [(state, batch) for batch in itertools.islice(planned.batches(), COMPARED)]

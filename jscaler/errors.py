@@ -118,6 +118,10 @@ class JobError(JscalerError):
     """What ``--job path.py:function`` names is no job: the file, its function, or what the function has returned."""
 
 
+class OutputError(JscalerError):
+    """A result cannot be written: a log, a checkpoint, a picture; there is no such place, no permission, or no space."""
+
+
 class DataError(JscalerError):
     """Training data is missing or too short."""
 

@@ -52,7 +52,7 @@ def raised(error: BaseException, path: Path) -> str:
 def _run(path: Path, what: str, wrong: type[JscalerError]) -> ModuleType:
     try:
         return _module(path.resolve(), path.stat().st_mtime_ns)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise wrong(f"the {what} file '{path}' cannot be run: {raised(error, path)}") from error
 
 

@@ -14,7 +14,7 @@ def load_bytes(path: str | Path | None = None) -> np.ndarray:
     Without a path it is the text that ships with Python in ``pydoc_data.topics`` (about 700 kB).
 
     Raises:
-        DataError: nothing is there, or it is empty.
+        DataError: nothing is there, it cannot be read, or it is empty.
     """
     if path is None:
         texts = (pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))
@@ -23,7 +23,10 @@ def load_bytes(path: str | Path | None = None) -> np.ndarray:
     if not source.exists():
         raise DataError(f"no training data at '{path}': give a text file or a folder, or leave --data out")
     files = sorted(f for f in source.rglob("*") if f.is_file()) if source.is_dir() else [source]
-    data = b"\n".join(f.read_bytes() for f in files)
+    try:
+        data = b"\n".join(f.read_bytes() for f in files)
+    except OSError as error:
+        raise DataError(f"the data at '{path}' cannot be read: {error}; give another file or folder") from None
     if not data:
         raise DataError(f"'{path}' holds no text ({len(files)} files, 0 bytes)")
     return np.frombuffer(data, np.uint8)

@@ -1,11 +1,15 @@
 """The command line, as a stranger uses it."""
 
 import json
+import re
 from pathlib import Path
 
+import jax
 import pytest
+import typer
 from typer.testing import CliRunner
 
+import jscaler
 from jscaler import Plan
 from jscaler.cli import app
 from jscaler.commands.planned_job import devices_for
@@ -31,12 +35,23 @@ def test_train_logs_every_step_and_another_plan_goes_on_from_its_checkpoint(tmp_
     policy = "docs/split_one_mlp.py:split_one_mlp"
     output = run(*common, "--plan", policy, "--devices", "4", "--steps", "14", "--resume")
     assert "plan split_one_mlp" in output
+    assert "collectives in front" not in output, "that is for --explain"
     output = run(*common, "--plan", "single", "--devices", "1", "--steps", "14", "--resume")
     assert "the checkpoint is of 14 steps, and --steps is 14: nothing is left" in output
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [r["step"] for r in records] == list(range(14))
     assert {"seconds", "tokens_per_second"} <= records[0].keys()
     assert max(r["loss"] for r in records[12:]) < records[0]["loss"] - 0.5
+
+
+def test_version() -> None:
+    assert run("--version").startswith(f"jscaler {jscaler.__version__}, jax {jax.__version__}, Python 3.")
+
+
+@pytest.mark.parametrize("command", [None, *typer.main.get_command(app).commands])
+def test_every_command_has_an_example(command: str | None) -> None:
+    words = " ".join(run(*([command] if command else []), "--help").split())
+    assert re.search(rf"Example: jscaler {command or 'train'} -", words)
 
 
 def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
@@ -65,15 +80,21 @@ def test_a_saved_plan_brings_its_number_of_devices(tmp_path: Path) -> None:
 def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     run("plan", *SMALL, "--devices", "2", "--plan", "data_parallel", "--save", path)
-    train = ["train", *SMALL, "--plan", path, "--steps", "1"]
-    assert "on 2 device(s)" in run(*train, "--stacked", "--dtype", "bf16")
-    with pytest.raises(PlanFitError, match="the first difference: "):
-        run(*train)
+    assert "on 2 device(s)" in run("train", "--plan", path, "--steps", "1")
+    for flags, sentence in (
+        (["--no-stacked"], "was made with --stacked, and --no-stacked is given; leave --stacked out"),
+        (["--dtype", "f32"], "was made with --dtype bf16, and --dtype f32 is given; leave --dtype out"),
+        (["--remat"], "was made with --no-remat, and --remat is given"),
+    ):
+        with pytest.raises(PlanFitError, match=sentence):
+            run("train", *flags, "--plan", path, "--steps", "1")
 
 
 def test_train_a_mixture_of_experts() -> None:
-    output = run("train", "--model", "moe", *SMALL, "--plan", "expert_parallel", "--devices", "4", "--steps", "2")
+    model = ["--model", "moe", *SMALL, "--plan", "expert_parallel", "--devices", "4"]
+    output = run("train", "--explain", *model, "--steps", "2")
     assert "plan expert_parallel" in output
+    assert "collectives in front" in output
     assert "all_to_all" in output
 
 

@@ -10,6 +10,8 @@ from jscaler.clusters.link import Link
 from jscaler.clusters.transition_kinds import COLLECTIVES
 from jscaler.errors import DeviceError
 
+MOST_DEVICES = 1 << 20  # arrays of all devices are made
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -37,6 +39,8 @@ class Cluster:
             raise DeviceError(
                 f"cluster '{self.name}' has {self.hosts} hosts of {self.devices_per_host} devices; give 1 or more"
             )
+        if self.num_devices > MOST_DEVICES:
+            raise DeviceError(f"cluster '{self.name}' has {self.num_devices} devices; give at most {MOST_DEVICES}")
 
     @property
     def num_devices(self) -> int:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -77,7 +77,7 @@ def load_cluster(path: Path) -> Cluster:
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DeviceError(
             f"cannot read the cluster file {path}: {error}; `jscaler bench-comm --out {path}` writes such a file"
         ) from None
@@ -148,7 +148,7 @@ def _peak(path: Path, entry: Any, like: DeviceKind | None) -> Peak:
 def _number(path: Path, table: dict[str, Any], key: str, kind: type, where: str = "") -> Any:
     value: Any = table.get(key)
     legal = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if legal and 0 < value < math.inf:  # nan is not between them either
+    if legal and 0 < value <= sys.float_info.max:  # nan is not between them either
         return kind(value)
     found = "missing" if value is None else f"{value!r}"
     raise DeviceError(f"{path}: '{where}{key}' is {found}; give a positive {'whole ' * (kind is int)}number")

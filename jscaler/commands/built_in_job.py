@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def built_in_job(
 
     Raises:
         UnknownNameError: no such model, size or dtype.
-        JscalerError: the model has no such option.
+        JscalerError: the model has no such option, or the learning rate is not positive.
         DataError: there is no text.
     """
     from models import make_model
@@ -42,6 +43,8 @@ def built_in_job(
     from models.training import TEXT_STEPS, make_optimizer
     from models.training import make_state as state_of
 
+    if not 0 < learning_rate < math.inf:
+        raise JscalerError(f"--learning-rate is a positive number, not {learning_rate}")
     name, size = model_and_size(model, size)
     made, config = make_model(name, size)
     changes = {"sequence": seq, "dtype": _dtype(dtype), "stacked": stacked, "remat": remat or None}

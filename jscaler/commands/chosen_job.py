@@ -6,28 +6,35 @@ import typer
 
 from jscaler.commands.built_in_job import built_in_job
 from jscaler.commands.job_file import job_from_file
+from jscaler.commands.told_model import told_model
 from jscaler.errors import JobError
 from jscaler.job import Job
 
 OF_MODELS = ("model", "size", "data", "batch", "seq", "dtype", "stacked", "remat", "learning_rate")
 
 
-def chosen_job(context: typer.Context, job: str | None, *, steps: int = 100, seed: int = 0, **model: Any) -> Job:
+def chosen_job(
+    context: typer.Context, job: str | None, *, plan: str | None = None, steps: int = 100, seed: int = 0, **model: Any
+) -> Job:
     """The job in a file, where one is named, or else the built-in model that the other options describe.
+
+    Args:
+        plan: as ``--plan`` is given; of a saved one come the options that nobody gives.
 
     Raises:
         JobError: options of built-in models are given beside a job; or what `job_from_file` and `built_in_job` raise.
+        PlanFitError: options are given that contradict those that a saved plan was made with.
     """
-    if job is None:
-        return built_in_job(**model, steps=steps, seed=seed)
-    given = [
-        max(option.opts, key=len)
+    given = {
+        str(option.name): max(option.opts, key=len)
         for option in context.command.params
         if option.name in OF_MODELS and getattr(context.get_parameter_source(option.name), "name", "") != "DEFAULT"
-    ]
+    }
+    if job is None:
+        return built_in_job(**told_model(plan, given, model), steps=steps, seed=seed)
     if given:
         raise JobError(
-            f"{' and '.join(given)}: options of built-in models, and --job brings a model of its own; leave them out, or "
-            'give such values to the function of the job, as in --job "path.py:function(hidden=64)"'
+            f"{' and '.join(given.values())}: options of built-in models, and --job brings a model of its own; leave them "
+            'out, or give such values to the function of the job, as in --job "path.py:function(hidden=64)"'
         )
     return job_from_file(job)

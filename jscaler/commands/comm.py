@@ -14,6 +14,7 @@ from rich.table import Table
 from jscaler.clusters import Cluster, cluster_toml
 from jscaler.commands.options import use_platform
 from jscaler.errors import DeviceError
+from jscaler.report.written import check_file, writing
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
 
@@ -42,6 +43,7 @@ def bench_comm(
     from jscaler.runtime.devices import resolve_devices
 
     _refuse_suffix(out)
+    check_file("cluster file", out)
     use_platform(platform, devices)
     if distributed or coordinator:
         _join(coordinator, num_processes, process_id)
@@ -56,8 +58,8 @@ def bench_comm(
     memory = measure.device_memory(jax.local_devices()[0])
     cluster = calibration.fitted_cluster(fits, _name(hosts), len(hosts), hosts.shape[1], memory)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(cluster_toml(cluster, _header(hosts, fits)), encoding="utf-8")
+        with writing("cluster file", out):
+            out.write_text(cluster_toml(cluster, _header(hosts, fits)), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(_record(cluster, samples, fits)))
     else:

@@ -60,12 +60,11 @@ def compile_(
     from jscaler.report.target_report import heading, tables, verdict
     from jscaler.runtime.target import compile_for, find_target
 
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
     use_platform("cpu", None)
     cluster = find_target(target)
     chosen = chosen_job(
-        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
     planned = PlannedJob(chosen, plan, cluster.num_devices, strict=strict)

@@ -59,8 +59,7 @@ def fit_(
     from jscaler.report.draw_fit import draw_fit
     from jscaler.runtime.target import find_target
 
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
     use_platform("cpu", None)
     cluster = with_memory(find_target(target))
     chosen = chosen_job(

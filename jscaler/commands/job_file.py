@@ -57,7 +57,7 @@ def _called(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs
         ) from None
     try:
         return function(*args, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"job '{name}' has raised {raised(error, Path(name.rpartition(':')[0]))}") from error
 
 

@@ -11,7 +11,7 @@ from jscaler.errors import DeviceError
 
 PLAN_HELP = (
     'built-in plan, with arguments if wanted: "megatron(dp=2, tp=4)"; a policy of yours: path.py:function; or a saved '
-    "plan: path.json. Built in are " + ", ".join(plans.PLANS)
+    "plan: path.json. Built in are " + ", ".join([*plans.PLANS, *plans.ALIASES])
 )
 
 Model = Annotated[str, typer.Option(help="model: gpt or moe (a mixture of experts), with its size if wanted: gpt-1.3b")]
@@ -27,9 +27,11 @@ PlanName = Annotated[str, typer.Option("--plan", help=PLAN_HELP)]
 Devices = Annotated[int | None, typer.Option(help="number of devices; by default all, or those of a saved plan")]
 Platform = Annotated[str | None, typer.Option(help="'cpu' makes as many virtual CPU devices as are asked for")]
 Data = Annotated[Path | None, typer.Option(help="text file or folder; Python's own documentation by default")]
-Batch = Annotated[int, typer.Option(help="sequences per step, over all devices")]
-Sequence = Annotated[int | None, typer.Option("--seq", help="tokens per sequence; the model's own by default")]
-Seed = Annotated[int, typer.Option(help="seed of parameters, dropout and data order")]
+Batch = Annotated[int, typer.Option(help="sequences per step, over all devices", min=1, max=1 << 20)]
+Sequence = Annotated[
+    int | None, typer.Option("--seq", help="tokens per sequence; the model's own by default", min=1, max=1 << 22)
+]
+Seed = Annotated[int, typer.Option(help="seed of parameters, dropout and data order", min=0, max=2**63 - 1)]
 Dtype = Annotated[str | None, typer.Option(help="what the model computes in: bf16, fp16 or f32; parameters stay float32")]
 Stacked = Annotated[
     bool | None,
@@ -46,7 +48,7 @@ def use_platform(platform: str | None, devices: int | None) -> None:
     """Choose JAX's platform before it is first used; ``cpu`` makes ``devices`` virtual devices.
 
     Raises:
-        DeviceError: the platform is not known.
+        DeviceError: the platform is not known, is not there, or JAX runs already with other devices.
     """
     if platform is None:
         return
@@ -54,5 +56,10 @@ def use_platform(platform: str | None, devices: int | None) -> None:
     if platform not in known:
         raise DeviceError(f"no platform '{platform}'; known: {', '.join(known)}")
     jax.config.update("jax_platforms", platform)
-    if platform == "cpu" and devices:
-        jax.config.update("jax_num_cpu_devices", devices)
+    try:
+        if platform == "cpu" and devices is not None and devices > 0:
+            jax.config.update("jax_num_cpu_devices", devices)
+        jax.devices(platform)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise DeviceError(f"no devices of the platform '{platform}': {why}; leave it out, or give another") from None

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.commands.built_in_job import stacked_by_default
+from jscaler.commands.built_in_job import model_and_size, stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.options import (
     Batch,
@@ -27,13 +28,14 @@ from jscaler.commands.options import (
 )
 from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.progress import stages
-from jscaler.errors import DeviceError
+from jscaler.errors import DeviceError, PlanFileError
 from jscaler.estimate.query import cost
 from jscaler.estimate.simulation import simulate
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
+from jscaler.report.written import check_file
 
 TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
 PIPED = 200  # columns where the output is no terminal: explain is wide
@@ -74,14 +76,17 @@ def plan_(
 
     Example: jscaler plan --job my_model.py:job --plan zero3 --devices 8
     """
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
+    check_file("trace", trace)
+    check_file("plan", save)
+    if save is not None and save.suffix != ".json":
+        raise PlanFileError(f"a plan file is named *.json, not '{save}': --plan knows it by that")
     plan = plan if schedule is None else with_schedule(plan, schedule)
     use_platform("cpu", None)
     cluster = None if target is None else find_cluster(target)
     count = _count(devices_for(plan, devices), cluster)
     chosen = chosen_job(
-        context, job, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
+        context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype,
         stacked=stacked_by_default(model, stacked), remat=remat,
     )  # fmt: skip
     planned = PlannedJob(chosen, plan, count, strict=strict)
@@ -98,7 +103,9 @@ def plan_(
     if trace is not None and timeline is not None:
         write_trace(trace, timeline)
     if save is not None:
-        step.save(save)
+        told = {"dtype": dtype, "stacked": stacked_by_default(model, stacked), "remat": remat, "batch": batch, "seq": seq}
+        name, of_size = model_and_size(model, size) if job is None else ("", "")
+        replace(step.plan, told={"model": name, "size": of_size, **told} if job is None else {}).save(save)
     if as_json:
         record = {"model": planned.describe(), "plan": plan, "report": step.report.as_json()}
         record |= {"passes": step.passes.as_json()} if passes else {}

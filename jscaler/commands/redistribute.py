@@ -52,8 +52,7 @@ def redistribute(
 
     Example: jscaler redistribute --shape 1024,1024 --from "R1 V4 D(2,1)" --to "R8 V1 D(1,1)" --cluster v100-nvlink-ib100
     """
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
     ends = read_ends(shape, source, target, devices)
     if isinstance(ends[1], Layout) and set(ends[0].mesh.devices) != set(ends[1].mesh.devices):
         crossed = crossing_answer(ends[0], ends[1], cluster, item_size(dtype), runners_up)

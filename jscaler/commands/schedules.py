@@ -72,8 +72,7 @@ def schedules_(
 
     Example: jscaler schedules --job my_model.py:job --plan "pipeline(4, 16)" --target 4xH100-80GB
     """
-    if draw is not None:
-        refuse_picture(draw)
+    refuse_picture(draw)
     use_platform("cpu", None)
     cluster = find_cluster(target)
     found: list[Simulated] = []

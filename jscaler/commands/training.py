@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 from rich.console import Console
@@ -16,7 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jscaler.api import Parallelized
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
+from jscaler.report.summary import summary
 from jscaler.report.trace_file import write_trace
+from jscaler.report.written import writing
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.graph_nodes import holds_nodes
 
@@ -64,6 +66,7 @@ def train(
     log: Path | None = None,
     trace: Path | None = None,
     draw: Path | None = None,
+    explain: bool = False,
 ) -> Any:
     """Run the optimizer steps of these numbers; print the plan first, then progress.
 
@@ -73,6 +76,7 @@ def train(
         log: where a JSON line per step goes.
         trace: the folder to which timelines of the first steps behind the first go, for Perfetto.
         draw: where the picture of the last of these goes.
+        explain: whether the plan is shown op by op, not in five lines.
 
     Returns:
         The state after the last step.
@@ -85,7 +89,8 @@ def train(
         started = time.perf_counter()
         compiled = step.compiled(step.bind(state, first_batch))
     check_result(compiled, state)
-    console.print(compiled.plan.explain(), highlight=False, soft_wrap=True)
+    shown = compiled.plan.explain() if explain else f"{summary(compiled.plan.report)}\n(--explain shows every op)"
+    console.print(shown, highlight=False, markup=False, soft_wrap=True)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s", highlight=False)
     records = []
     with _progress(console) as progress, _opened(log, steps.start) as file:
@@ -100,8 +105,8 @@ def train(
             record = StepRecord(index, loss, seconds, Speed.of(batch, seconds))
             records.append(record)
             if file:
-                file.write(json.dumps(record.as_json()) + "\n")
-                file.flush()
+                with writing("log", file.name):
+                    file.write(json.dumps(record.as_json()).encode() + b"\n")
             what, speed = record.speed
             progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
     if records:
@@ -170,10 +175,12 @@ def _progress(console: Console) -> Progress:
 
 
 @contextmanager
-def _opened(path: Path | None, first: int) -> Iterator[TextIO | None]:
+def _opened(path: Path | None, first: int) -> Iterator[BinaryIO | None]:
     if path is None:
         yield None
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a" if first else "w") as file:
+    with writing("log", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab" if first else "wb", buffering=0)  # a line is there when it is written
+    with file:
         yield file

@@ -42,6 +42,8 @@ PLANS: dict[str, Factory] = {
     "recompute_layers": recompute_layers,
     "selective_recompute": selective_recompute,
 }
+ALIASES = {"fsdp": "zero3"}  # as PyTorch's users call it
+fsdp = zero3
 
 
 def by_name(name: str) -> Callable[..., Any] | Plan:
@@ -83,10 +85,11 @@ def with_schedule(name: str, schedule: str, **more: Any) -> str:
 
 
 def _made(call: PlanCall) -> Callable[..., Any]:
-    if call.name not in PLANS:
+    name = ALIASES.get(call.name, call.name)
+    if name not in PLANS:
         hint = "; a policy of your own is path.py:function, a saved plan path.json"
-        raise UnknownNameError("plan", call.name, PLANS, hint)
-    return call.call(PLANS[call.name], _inner)
+        raise UnknownNameError("plan", name, [*PLANS, *ALIASES], hint)
+    return call.call(PLANS[name], _inner)
 
 
 def _inner(plan: PlanCall | str) -> Callable[..., Any]:
@@ -98,7 +101,7 @@ def _inner(plan: PlanCall | str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "megatron", "pipeline",
+    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "fsdp", "megatron", "pipeline",
     "recompute_layers", "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel",
     "vocab_parallel", "with_schedule", "zero1", "zero2", "zero3",
 ]  # fmt: skip

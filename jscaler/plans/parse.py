@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError
+from jscaler.plans.argument_types import check_types
 
 INNER = ("plan", "ends")  # what arguments are called that take another plan
 
@@ -47,7 +48,14 @@ class PlanCall:
                 bound.arguments[name] = inner(value)
             elif isinstance(value, PlanCall):
                 raise PlanError(f"plan '{self.name}': its argument '{name}' takes no plan, such as '{value.name}'")
-        return factory(*bound.args, **bound.kwargs)
+        if not factory.__module__.startswith("jscaler."):
+            return factory(*bound.args, **bound.kwargs)  # of the user's own, who knows what it takes
+        try:
+            made = factory(*bound.args, **bound.kwargs)
+        except TypeError as error:
+            raise PlanError(f"plan '{self.name}': {error}; its arguments are {', '.join(names)}") from error
+        check_types(self.name, factory, bound.arguments)  # behind the plan's own checks, which say more
+        return made
 
 
 def parse_call(text: str) -> tuple[str, PlanCall | None]:
@@ -70,9 +78,9 @@ def parse_call(text: str) -> tuple[str, PlanCall | None]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError("more than one pair of parentheses")
         return name.strip(), _plan_call(name.strip(), call)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise PlanError(
-            f"cannot read the plan '{text}': write its arguments as literals, such as megatron(dp=2, sequence=True), or as "
+            f"cannot read the plan '{text[:80]}': write its arguments as literals, such as megatron(dp=2, tp=4), or as "
             "plans with parentheses, such as recompute_layers(zero3())"
         ) from error
 

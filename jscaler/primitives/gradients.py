@@ -17,7 +17,7 @@ def summing_dtype(dtype: Any) -> str:
     """
     try:
         known = jnp.dtype(dtype) if dtype is not None else None
-    except TypeError:
+    except (TypeError, ValueError):  # numpy's, of what is no description of a dtype
         known = None
     if known is None or not jnp.issubdtype(known, jnp.floating):
         raise PlanError(f"reduce_dtype is a floating dtype like 'bfloat16', not {dtype!r}")

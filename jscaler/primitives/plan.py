@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from jscaler.errors import PlanFileError
 from jscaler.ir import Place
@@ -303,6 +304,7 @@ class Plan:
         decisions: what the primitives appended.
         made_for: the ops and rules of the graph that it was made for; a plan without it is taken for any graph that has
             the ops it names.
+        told: options of the command line that made the model, by name; a file keeps them.
 
     Example:
         >>> plan = train_step.lower(state, batch).plan.plan  # doctest: +SKIP
@@ -314,6 +316,7 @@ class Plan:
     num_devices: int
     decisions: tuple[Decision, ...] = ()
     made_for: MadeFor | None = field(default=None, compare=False, repr=False)
+    told: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -367,7 +370,7 @@ class Plan:
         Raises:
             PlanFileError: an algorithm of one's own could not be made again from it.
         """
-        contents = plan_file.Contents(self.name, self.num_devices, self.digest, self.decisions, self.made_for)
+        contents = plan_file.Contents(self.name, self.num_devices, self.digest, self.decisions, self.made_for, self.told)
         return plan_file.write(contents, KINDS)
 
     @classmethod
@@ -380,7 +383,7 @@ class Plan:
             PlanFileError: it is malformed, of a newer version, or holds a kind of decision that is not known.
         """
         found = plan_file.read(text, KINDS)
-        return cls(found.name, found.num_devices, found.decisions, found.made_for)
+        return cls(found.name, found.num_devices, found.decisions, found.made_for, found.told)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all; raises PlanFileError."""

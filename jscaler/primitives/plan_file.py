@@ -8,6 +8,7 @@
      "name": "two_way",
      "devices": 2,
      "digest": "8c1f6e1a9f00",
+     "told": {"model": "gpt", "size": "nano"},                            what the command line was told of the model
      "places": [
       [0, 1]                                                              device arrays, each once
      ],
@@ -24,12 +25,13 @@
     }
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from jscaler.primitives.records import Places, Table, make, make_place, place_da
 
 FORMAT = "jscaler plan"
 VERSION = 1
-KEYS = ("format", "version", "name", "devices", "digest", "places", "rules", "ops", "decisions")
+KEYS = ("format", "version", "name", "devices", "digest", "places", "rules", "ops", "decisions", "told")
 Kinds = Mapping[str, type]
 
 
@@ -52,6 +54,7 @@ class Contents:
     digest: str
     decisions: tuple[Any, ...]
     made_for: MadeFor | None
+    told: Mapping[str, Any] = field(default_factory=dict)
 
 
 def decision_lines(decisions: Sequence[Any], kinds: Kinds, table: Table) -> list[str]:
@@ -79,6 +82,7 @@ def write(contents: Contents, kinds: Kinds) -> str:
         "devices": contents.num_devices,
         "digest": contents.digest,
     }
+    head |= {"told": dict(contents.told)} if contents.told else {}
     entries = [f"{_json(key)}: {_json(value)}" for key, value in head.items()]
     entries.append(_listed("places", [_json(list(map(place_data, row))) for row in table.rows]))
     if contents.made_for is not None:
@@ -140,7 +144,7 @@ def read(text: str, kinds: Kinds) -> Contents:
             f"its decisions were changed after it was written: they make the digest {found}, and the file says {said}; "
             "where that is meant, delete the line 'digest'"
         )
-    return Contents(name, devices, found, decisions, _made_for(data))
+    return Contents(name, devices, found, decisions, _made_for(data), _told(data))
 
 
 def _decision(data: Any, kinds: Kinds, rows: Sequence[Places], where: str) -> Any:
@@ -168,6 +172,13 @@ def _made_for(data: Mapping[str, Any]) -> MadeFor | None:
             raise PlanFileError(f"ops[{i}] is {entry!r}, not an op's path and the number of one of {len(rules)} rules")
         ops.append(OpRecord(path, None if number is None else rules[number]))
     return MadeFor(tuple(ops))
+
+
+def _told(data: Mapping[str, Any]) -> dict[str, Any]:
+    told = data.get("told", {})
+    if not isinstance(told, dict):
+        raise PlanFileError(f"'told' is {str(told)[:60]!r}; it must be options of the command line, by name")
+    return told
 
 
 def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -198,9 +209,10 @@ def save(path: str | os.PathLike[str], text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise PlanFileError(f"'{target}' cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise PlanFileError(f"'{target}' cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def load(path: str | os.PathLike[str]) -> str:
@@ -211,5 +223,5 @@ def load(path: str | os.PathLike[str]) -> str:
     """
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanFileError(f"'{os.fspath(path)}' cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jscaler.errors import JscalerError
 from jscaler.estimate.fit_result import stretches
 from jscaler.estimate.memory import Memory
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
 from jscaler.report.draw_memory import GIB
+from jscaler.report.written import writing
 from jscaler.text.units import readable_bytes
 from jscaler.xla_model.lifetimes import Moment
 
@@ -50,11 +50,9 @@ def draw_fit(path: Path, found: "Fit", title: str) -> None:
     """
     refuse_picture(path)
     figure = fit_figure(found, title)
-    try:
+    with writing("picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise JscalerError(f"cannot write the picture {path}: {error}; choose another path") from None
 
 
 def fit_figure(found: "Fit", title: str) -> "Figure":

@@ -18,6 +18,7 @@ from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.ir.mask import Interval, Mask, Share
 from jscaler.materialize import Layout
 from jscaler.report.step_text import layout_text
+from jscaler.report.written import check_file, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,19 +34,23 @@ HATCHES = ("////", "\\\\\\\\", "----", "xxxx", "||||", "++++", "//", "xx")
 INK, FAINT, BAND = "#222222", "#777777", "#EEEEEE"
 
 
-def refuse_picture(path: Path) -> None:
-    """Refuse, before anything is computed, a picture that cannot be drawn.
+def refuse_picture(path: Path | None) -> None:
+    """Refuse, before anything is computed, a picture that cannot be drawn; None is none.
 
     Raises:
+        OutputError: no file can be written there.
         UnknownNameError: its name's ending says no known format.
         JscalerError: matplotlib is missing.
     """
+    if path is None:
+        return
     if path.suffix not in FORMATS:
         raise UnknownNameError("picture format", path.suffix, FORMATS, f" (in the name '{path}')")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise JscalerError('pictures need matplotlib, which is not installed: pip install "jscaler[plot]"') from None
+    check_file("picture", path)
 
 
 def draw_redistribution(path: Path, title: str, layouts: Sequence[Layout], labels: Sequence[str]) -> None:
@@ -61,12 +66,10 @@ def draw_redistribution(path: Path, title: str, layouts: Sequence[Layout], label
     figure = redistribution_figure(title, layouts, labels)
     settings: Any = {"hatch.linewidth": 0.7, "svg.hashsalt": "jscaler"}  # and no date: the same picture is the same file
     stamp = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
-    try:
+    with writing("picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context(settings):
             figure.savefig(path, dpi=120, metadata=stamp)
-    except OSError as error:
-        raise JscalerError(f"cannot write the picture {path}: {error}; choose another path") from None
 
 
 def redistribution_figure(title: str, layouts: Sequence[Layout], labels: Sequence[str]) -> "Figure":

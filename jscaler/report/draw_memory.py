@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jscaler.errors import JscalerError
 from jscaler.estimate.memory import MEMORY_KINDS, Memory
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
 from jscaler.report.target_report import TargetReport, heading, verdict
+from jscaler.report.written import writing
 from jscaler.report.xla_memory import Contributor
 from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_bytes
@@ -31,11 +31,9 @@ def draw_memory(path: Path, report: TargetReport) -> None:
     """
     refuse_picture(path)
     figure = memory_figure(report)
-    try:
+    with writing("picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise JscalerError(f"cannot write the picture {path}: {error}; choose another path") from None
 
 
 def memory_figure(report: TargetReport) -> "Figure":

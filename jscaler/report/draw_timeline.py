@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jscaler.errors import JscalerError
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
+from jscaler.report.written import writing
 from jscaler.tables.timeline import Devices, TimedRun, Timeline
 from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_seconds
@@ -35,11 +35,9 @@ def draw_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
     path = Path(path)
     refuse_picture(path)
     figure = timeline_figure(timelines)
-    try:
+    with writing("picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise JscalerError(f"cannot write the picture {path}: {error}; choose another path") from None
 
 
 def timeline_figure(timelines: Sequence[Timeline]) -> "Figure":

@@ -36,20 +36,30 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
     """
     chosen = list(sections)
-    meshes = [" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in report.groups]
-    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {'; '.join(meshes)}"
-    lines = [f"{head}, {report.num_decisions} decisions"]
+    lines = [heading(report)]
     if report.idle:
         lines.append(f"devices {devices_text(report.idle)} run nothing and hold nothing")
     lines += _ops(report) if "ops" in chosen else []
     lines += _leaves(report) if "leaves" in chosen else []
     lines += _memory(report) if "memory" in chosen else []
-    total = [moved_text(report.total)] if report.total else []
+    return "\n".join([*lines, total(report)])
+
+
+def heading(report: StepReport) -> str:
+    """The plan's name, its devices, and how many decisions it makes."""
+    meshes = [" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in report.groups]
+    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {'; '.join(meshes)}"
+    return f"{head}, {report.num_decisions} decisions"
+
+
+def total(report: StepReport) -> str:
+    """All that a step sends."""
+    said = [moved_text(report.total)] if report.total else []
     if report.crossings:
         crossed = readable_bytes(sum(one.nbytes for one in report.crossings))
         count = sum(one.times for one in report.crossings)
-        total.append(f"{count}× crossing {crossed} (of all devices)")
-    return "\n".join([*lines, f"total: {', '.join(total) or 'no communication'}"])
+        said.append(f"{count}× crossing {crossed} (of all devices)")
+    return f"total: {', '.join(said) or 'no communication'}"
 
 
 def _ops(report: StepReport) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jscaler.errors import JscalerError
+from jscaler.report.written import writing
 from jscaler.tables.timeline import TimedSend, Timeline
 
 MICRO = 1e6  # the format's unit is a microsecond
@@ -36,14 +36,12 @@ def write_trace(path: str | os.PathLike[str], timeline: Timeline) -> None:
     """Write a timeline for Perfetto.
 
     Raises:
-        JscalerError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     text = json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"})
-    try:
+    with writing("trace", path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
-    except OSError as error:
-        raise JscalerError(f"cannot write the trace {os.fspath(path)}: {error}; choose another path") from None
 
 
 def _links(timeline: Timeline) -> Iterator[dict[str, Any]]:

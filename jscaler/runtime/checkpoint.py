@@ -3,12 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from jscaler.errors import DataError, JscalerError
+import jax
+
+from jscaler.errors import DataError, JscalerError, OutputError
+from jscaler.report.written import writing
 
 try:
     import orbax.checkpoint as ocp
 except ImportError:
     raise JscalerError('checkpoints need Orbax, which is not installed: pip install "jscaler[checkpoint]"') from None
+
+SIDES = ("the checkpoint", "the model")
 
 
 def save(folder: Path, step: int, state: Any) -> None:
@@ -16,9 +21,15 @@ def save(folder: Path, step: int, state: Any) -> None:
 
     Raises:
         DataError: there is a state of as many steps, or of more.
+        OutputError: it cannot be written.
     """
-    with ocp.CheckpointManager(folder.absolute()) as manager:
-        saved = manager.save(step, args=ocp.args.StandardSave(state))
+    try:
+        with writing("checkpoint", folder), ocp.CheckpointManager(folder.absolute()) as manager:
+            saved = manager.save(step, args=ocp.args.StandardSave(state))
+    except OutputError:
+        raise
+    except Exception as error:  # Orbax hands on what its storage raises, of whatever class
+        raise OutputError(f"cannot write the checkpoint '{folder}': {_line(error)}; choose another path") from error
     if not saved:  # Orbax says so, and no more
         raise DataError(f"the state after {step} steps is not saved: {folder} has one after {found_step(folder)}")
 
@@ -51,6 +62,73 @@ def latest_step(folder: Path) -> int:
 
 
 def restore(folder: Path, step: int, target: Any) -> Any:
-    """The state after ``step`` steps, laid out as ``target`` says: a tree of structs with shardings."""
-    with ocp.CheckpointManager(folder.absolute()) as manager:
-        return manager.restore(step, args=ocp.args.StandardRestore(target))
+    """The state after ``step`` steps, laid out as ``target`` says: a tree of structs with shardings.
+
+    Raises:
+        DataError: the checkpoint is of another model, or damaged.
+    """
+    which = f"the checkpoint after {step} steps in {folder}"
+    handler = ocp.StandardCheckpointHandler()  # who says how to read what it says of a state, before it is read
+    with ocp.CheckpointManager(folder.absolute(), item_handlers=handler) as manager:
+        saved, wanted = _saved_leaves(manager, step), _leaves(target)
+        if saved.keys() == wanted.keys() and saved != wanted:  # Orbax would say it in a hundred lines
+            raise DataError(_foreign(which, saved, wanted))
+        try:
+            return manager.restore(step, args=ocp.args.StandardRestore(target))
+        except Exception as error:  # of whatever class
+            if saved and saved != wanted:
+                raise DataError(_foreign(which, saved, wanted)) from error
+            raise DataError(
+                f"{which} is damaged: {_line(error)}; remove {folder / str(step)} to go on from an earlier one, if there "
+                "is one, or train anew into another folder"
+            ) from error
+
+
+def _foreign(which: str, saved: dict[str, str], wanted: dict[str, str]) -> str:
+    only = [[f"'{name}'" for name in a if name not in b] for a, b in ((saved, wanted), (wanted, saved))]
+    parts = [f"only {who} has {', '.join(n[:2])} and {len(n)} such in all" for n, who in zip(only, SIDES, strict=True) if n]
+    if not parts:
+        differing = [name for name in wanted if saved[name] != wanted[name]]
+        first = differing[0]
+        parts = [
+            f"{len(differing)} of {len(wanted)} leaves differ, the first is '{first}', {saved[first]} there and "
+            f"{wanted[first]} here"
+        ]
+    return (
+        f"{which} is of another model or optimizer: {' and '.join(parts)}; give the --model, --size and options that it "
+        "was trained with, or another --checkpoint"
+    )
+
+
+def _saved_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, str]:
+    """The leaves of a saved state; none where it is damaged."""
+    try:
+        return _leaves(manager.item_metadata(step))
+    except Exception:  # what is wrong with the state itself will be said
+        return {}
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """The shape of each leaf as text, by its path, which Orbax writes as dicts and lists."""
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))[0]
+    arrays = [(path, _stored(leaf).shape) for path, leaf in found if hasattr(leaf, "shape")]
+    return {"/".join(map(_key, path)): f"[{', '.join(map(str, shape))}]" for path, shape in arrays}
+
+
+def _stored(leaf: Any) -> Any:
+    """A leaf as Orbax stores it: of a random key, its numbers."""
+    is_key = leaf.dtype is not None and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
+
+
+def _key(key: Any) -> str:
+    for name in ("key", "name", "idx"):
+        if hasattr(key, name):
+            return str(getattr(key, name))
+    return str(key)
+
+
+def _line(error: Exception) -> str:
+    """The first line that an error says, cut where it is long."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

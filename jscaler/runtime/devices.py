@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jscaler.clusters.cluster import MOST_DEVICES
 from jscaler.errors import DeviceError
 
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -41,6 +42,8 @@ def resolve_devices(devices: Devices) -> list[Device]:
 def devices_at_hand(devices: Devices) -> tuple[int, tuple[Device, ...]]:
     """How many devices are asked for, and which; none where there are fewer."""
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > len(jax.devices()):
+        if devices > MOST_DEVICES:
+            raise DeviceError(f"{devices} devices are asked for; ask for at most {MOST_DEVICES}")
         return devices, ()
     found = resolve_devices(devices)
     return len(found), tuple(found)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from jscaler import plans
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.plans import by_name
 from jscaler.plans.parse import PlanCall, parse_call
@@ -59,3 +60,32 @@ def test_a_file_may_hold_a_policy_or_what_makes_one(tmp_path: Path) -> None:
     file.write_text("def policy(graph, devices): ...\ndef made(parts):\n    return lambda graph, devices: parts\n")
     assert by_name(f"{file}:policy").__name__ == "policy"
     assert by_name(f"{file}:made(parts=3)")(None, None) == 3
+
+
+def test_fsdp_is_zero3() -> None:
+    assert plans.fsdp is plans.zero3
+    assert plans.by_name("accumulate(2, fsdp())") is not None
+    assert plans.by_name("fsdp").__name__ == "zero3"
+    with pytest.raises(UnknownNameError, match="no argument named 'bacth' of plan 'fsdp'; did you mean 'batch'"):
+        plans.by_name("fsdp(bacth='x')")
+    with pytest.raises(UnknownNameError, match="did you mean 'fsdp'"):
+        plans.by_name("fsdpp")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("co_shard(2, plan=3)", "plan 'co_shard': its argument 'plan' is a plan or None, not 3"),
+        ("expert_parallel(experts=3)", "its argument 'experts' is Sequence[str], not 3"),
+        (
+            "tensor_parallel(['a', 3])",
+            "'columns' is Mapping[str, int | None] or Sequence[str] or None, not ['a', 3]",
+        ),
+        ("zero3(gather_once=2)", "its argument 'gather_once' is bool, not 2"),
+        ("recompute_layers(every='x')", "its argument 'every' is int, not 'x'"),
+    ],
+)
+def test_arguments_of_another_type(text: str, sentence: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plans.by_name(text)
+    assert sentence in str(error.value)

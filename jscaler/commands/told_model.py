@@ -1,0 +1,46 @@
+"""The model that a saved plan was made for: options that nobody gives are those that ``jscaler plan --save`` was given."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jscaler.errors import PlanFileError, PlanFitError
+from jscaler.primitives import Plan
+
+REMEMBERED = {"model": str, "size": str, "batch": int, "seq": int, "dtype": str, "stacked": bool, "remat": bool}
+DECIDING = ("dtype", "stacked", "remat")  # other values make other ops; sizes need only divide
+
+
+def told_model(plan: str | None, given: Mapping[str, str], model: Mapping[str, Any]) -> dict[str, Any]:
+    """``model``'s options, where nobody gives them those that the plan in a file was made with.
+
+    Args:
+        plan: as ``--plan`` is given; only files remember a model.
+        given: by name the options that were given, as they are spelled.
+
+    Raises:
+        PlanFileError: what the file remembers is nothing that options are.
+        PlanFitError: one is given that makes other ops than those that the plan was made for.
+    """
+    if plan is None or not plan.endswith(".json"):
+        return dict(model)
+    saved = Plan.load(plan)
+    told = {name: value for name, value in saved.told.items() if value is not None}
+    for name, value in told.items():
+        if type(value) is not REMEMBERED.get(name) or (isinstance(value, int) and value < 0):
+            raise PlanFileError(f"'{plan}': 'told' has {name} = {value!r}; leave it out, or write what --{name} takes")
+    for name in DECIDING:
+        if name in given and name in told and told[name] != model.get(name):
+            raise PlanFitError(
+                saved.name,
+                f"'{plan}' was made with {_spelled(name, told[name])}, and {_spelled(name, model[name])} is given; leave "
+                f"{given[name]} out, or make the plan anew with it",
+            )
+    if "model" in given:  # then the size is the one beside it, or in it
+        told.pop("size", None)
+    return {**model, **{name: value for name, value in told.items() if name not in given}}
+
+
+def _spelled(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{name}"
+    return f"--{name} {value}" if value is not None else f"no --{name}"

@@ -1,0 +1,58 @@
+"""Whether arguments of plans are of the types that their signatures say: in a plan's text anything may be typed."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jscaler.errors import PlanError
+
+CHECKED_THERE = ("batch", "dp", "tp")  # of which plans say more than their type
+
+
+def check_types(plan: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raises PlanError where an argument is none of the types of its annotation."""
+    signature = inspect.signature(factory)
+    for name, value in arguments.items():
+        wanted = signature.parameters[name].annotation
+        if (name not in CHECKED_THERE or value is None) and not matches(value, wanted):
+            said = " or ".join("None" if one is type(None) else _word(one) for one in _choices(wanted))
+            raise PlanError(f"plan '{plan}': its argument '{name}' is {said}, not {value!r}")
+
+
+def matches(value: Any, wanted: Any) -> bool:
+    """Whether ``value`` is of the type ``wanted``; what is no type known here matches all.
+
+    Example:
+        >>> matches(["a", 3], Sequence[str]), matches({"a": None}, Mapping[str, int | None]), matches(3, Callable | None)
+        (False, True, False)
+    """
+    return any(_matches_one(value, one) for one in _choices(wanted))
+
+
+def _matches_one(value: Any, wanted: Any) -> bool:
+    origin, inner = typing.get_origin(wanted) or wanted, typing.get_args(wanted)
+    if origin is typing.Literal:
+        return value in inner and not isinstance(value, bool)
+    if origin is Callable:
+        return callable(value)
+    if isinstance(origin, str):  # a name for type checkers alone: of what can be typed, text
+        return not isinstance(value, (bool, int, float, complex, bytes, list, tuple, dict, set))
+    if origin is Any or not isinstance(origin, type):
+        return True
+    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        return False
+    if origin is Mapping and inner:
+        return all(matches(k, inner[0]) and matches(v, inner[1]) for k, v in value.items())
+    return not (origin is Sequence and inner) or isinstance(value, str) or all(matches(v, inner[0]) for v in value)
+
+
+def _choices(wanted: Any) -> tuple[Any, ...]:
+    return typing.get_args(wanted) if typing.get_origin(wanted) in (types.UnionType, typing.Union) else (wanted,)
+
+
+def _word(one: Any) -> str:
+    if typing.get_origin(one) is Callable or one is Callable:
+        return "a plan"
+    return one.__name__ if isinstance(one, type) and not typing.get_args(one) else str(one).replace("collections.abc.", "")

@@ -1,0 +1,44 @@
+"""Where results go: whether something can be written there, asked before hours of work and not after them."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jscaler.errors import OutputError
+
+
+@contextlib.contextmanager
+def writing(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """What goes wrong within is that ``what`` cannot be written to ``path``.
+
+    Raises:
+        OutputError: the operating system refuses: no such place, no permission, no space left.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write the {what} '{path}': {error.strerror or error}; choose another path") from error
+
+
+def check_file(what: str, path: Path | None) -> None:
+    """Raises OutputError where no file can be written at ``path``, whose folder is made; one that is there stays."""
+    if path is None:
+        return
+    with writing(what, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
+
+
+def check_folder(what: str, path: Path | None) -> None:
+    """Raises OutputError where ``path`` is no folder, and none that can be made, in which files can be written."""
+    if path is None:
+        return
+    with writing(what, path):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"\0")
