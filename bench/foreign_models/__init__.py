@@ -17,6 +17,6 @@ MODELS: dict[str, Callable[[], Foreign]] = {
 }
 
 if importlib.util.find_spec("transformers") is not None:
-    from bench.foreign_models import hub_text, hub_vision
+    from bench.foreign_models import hub_text, hub_vision, later
 
-    MODELS |= {**hub_text.MODELS, **hub_vision.MODELS}
+    MODELS |= {**hub_text.MODELS, **hub_vision.MODELS, **later.MODELS}

@@ -11,6 +11,7 @@ before it is met. Nor does what passes by: what equal ops of one layer and of th
 an encoder), and a handful of bytes (an auxiliary loss).
 """
 
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from jscaler.ir import Op, PTensor
 from jscaler.ir.loop import Item, reads_of
-from jscaler.ir.walk import Sets, dependents
+from jscaler.ir.walk import Sets, dependents, in_order
 from jscaler.plans.attention import holds_contraction
 from jscaler.primitives import Planner
 
@@ -53,7 +54,8 @@ def segments(graph: Planner, call: int | None, weights: Set[PTensor]) -> list[Se
     Args:
         weights: parameters, and what is made of them alone.
     """
-    items = [item for item in graph.tree if _flows(item, call)]
+    written = [item for item in graph.tree if _flows(item, call)]
+    items = _as_late_as_possible(written)
     made = {t for item in items for t in _made(item) if t not in weights and np.issubdtype(t.dtype, np.inexact)}
     reads = [tuple(t for t in dict.fromkeys(reads_of(item)) if t in made) for item in items]
     readers: dict[PTensor, list[int]] = {}
@@ -62,8 +64,23 @@ def segments(graph: Planner, call: int | None, weights: Set[PTensor]) -> list[Se
             readers.setdefault(tensor, []).append(place)
     walk = _Walk(items, weights, readers)
     found = [walk.step(i, reads[i], [t for t in _made(item) if t in readers]) for i, item in enumerate(items)]
-    place = {id(item): i for i, item in enumerate(items)}
-    return sorted((one for one in found if one is not None), key=lambda one: place[id(one.items[0])])
+    place = {id(item): i for i, item in enumerate(written)}
+    return sorted(
+        (one for one in found if one is not None),
+        key=lambda one: statistics.median_low(place[id(item)] for item in one.items),  # some of it may stand elsewhere
+    )
+
+
+def _as_late_as_possible(items: Sequence[Item]) -> list[Item]:
+    """``items`` with each close in front of who reads it: a decoder's keys, made of an encoder's result, in their layer."""
+    maker = {t: i for i, item in enumerate(items) for t in _made(item)}
+    readers: dict[int, list[int]] = {i: [] for i in range(len(items))}
+    depth = [0] * len(items)
+    for i, item in enumerate(items):
+        for source in {maker[t] for t in reads_of(item) if t in maker} - {i}:
+            readers[source].append(i)
+            depth[i] = max(depth[i], depth[source] + 1)
+    return [items[i] for i in in_order(readers, lambda i: (depth[i], -i))][::-1]
 
 
 def _flows(item: Item, call: int | None) -> bool:
