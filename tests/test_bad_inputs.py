@@ -78,7 +78,7 @@ PLANS: dict[str, tuple[Any, type[Exception], str]] = {
     "no schedule": ("pipeline(2, 4, 'zb_h9')", UnknownNameError, "zb_h9"),
     "no parts": ("co_shard(0)", PlanError, "co_shard: parts is a positive whole number, not 0"),
     "half parts": ("co_shard(1.5)", PlanError, "co_shard: parts is a positive whole number, not 1.5"),
-    "no layers": ("recompute_layers()", PlanError, "say which modules are layers"),
+    "no such layers": ("recompute_layers(on='blok')", UnknownNameError, "no module named 'blok'"),
     "every zeroth": ("recompute_layers(every=0)", PlanError, "every is 0"),
     "a file that is not there": ("nowhere.json", PlanFileError, "'nowhere.json' cannot be read: No such file"),
     "a policy's file that is not there": ("nowhere.py:policy", PlanError, "nowhere.py"),

@@ -76,7 +76,7 @@ def test_fsdp_is_zero3() -> None:
     ("text", "sentence"),
     [
         ("co_shard(2, plan=3)", "plan 'co_shard': its argument 'plan' is a plan or None, not 3"),
-        ("expert_parallel(experts=3)", "its argument 'experts' is Sequence[str], not 3"),
+        ("expert_parallel(experts=3)", "its argument 'experts' is str or Sequence[str] or None, not 3"),
         (
             "tensor_parallel(['a', 3])",
             "'columns' is Mapping[str, int | None] or Sequence[str] or None, not ['a', 3]",

@@ -259,4 +259,4 @@ def test_every_primitive_of_the_table_is_verified() -> None:
     of_another_jax = {*test_table.ELEMENTWISE, *test_table.CASES} - test_table.PRIMITIVES.keys()
     assert not lacking - of_another_jax, "add an example"
     reports = verify_rules(of_the_day({id(fun): (fun, args) for fun, args in found.values()}.values()))
-    assert sum(len(report.checks) for report in reports) > 30
+    assert sum(len(report.checks) for report in reports) > 20
