@@ -47,14 +47,17 @@ def innermost(items: Sequence[Hashable]) -> tuple[Run, ...]:
         >>> innermost("eAFAFn")
         (Run(start=0, length=1, count=1), Run(start=1, length=2, count=2), Run(start=5, length=1, count=1))
     """
-    return tuple(_Parser().leaves(tuple(items), 0, top=True))
+    return tuple(Parser().leaves(tuple(items), 0, top=True))
 
 
 @dataclass
-class _Parser:
+class Parser:
+    """Texts of sequences; what stands in one several times is looked at once."""
+
     known: dict[tuple[Hashable, ...], tuple[int, tuple[Run, ...]]] = field(default_factory=dict)
 
     def leaves(self, items: tuple[Hashable, ...], at: int, top: bool = False) -> Iterator[Run]:
+        """The runs of the shortest text, from place ``at`` on; of a run of rows with runs in them, these."""
         for run in self.shortest(items, top)[1]:
             row = items[run.start : run.start + run.length]
             if run.count == 1 or len(self.shortest(row)[1]) == run.length:

@@ -16,11 +16,11 @@ import jscaler
 from jscaler import plans
 from jscaler.ir import Op
 from jscaler.plans.layers import find_layers
-from jscaler.plans.repeats import Run, innermost
+from jscaler.plans.repeats import Parser, Run, innermost
 
 
 def spelled(text: str) -> str:
-    rows = [(text[run.start : run.start + run.length], run.count) for run in innermost(text)]
+    rows = [(row_of(text, run), run.count) for run in innermost(text)]
     return " ".join(f"({row}){count}" if count > 1 else row for row, count in rows)
 
 
@@ -57,16 +57,19 @@ def fewest_words(text: str, top: bool) -> int:
 def test_no_text_is_shorter() -> None:
     for letters in itertools.chain.from_iterable(itertools.product("ab", repeat=n) for n in range(1, 10)):
         text = "".join(letters)
-        runs = innermost(text)
-        assert [i for run in runs for row in run.rows for i in row] == list(range(len(text)))
-        for run in runs:
-            assert len({text[row.start : row.stop] for row in run.rows}) == 1
-        if all(run.count > 1 or run.length == 1 for run in runs):
-            words = sum(1 if run.count == 1 else 1 + run.length for run in runs)
-            assert words >= fewest_words(text, True)
+        words, runs = Parser().shortest(tuple(text), top=True)
+        assert words == fewest_words(text, True)
+        assert words == sum(1 if run.count == 1 else 1 + fewest_words(row_of(text, run), False) for run in runs)
+        for found in (runs, innermost(text)):
+            assert [i for run in found for row in run.rows for i in row] == list(range(len(text)))
+            assert all(text[run.start :].startswith(row_of(text, run) * run.count) for run in found)
 
 
-def test_long_texts_take_no_long_time() -> None:
+def row_of(text: str, run: Run) -> str:
+    return text[run.start : run.start + run.length]
+
+
+def test_a_long_text() -> None:
     runs = innermost("e" + "AF" * 300 + "n")
     assert runs == (Run(0), Run(1, 2, 300), Run(601))
 

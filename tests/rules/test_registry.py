@@ -21,7 +21,7 @@ import test_window_parts
 from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
-from of_the_day import of_the_day
+from of_the_day import SEED, of_the_day
 
 from jscaler.capture.jaxprs import evaluate, inline, make_jaxpr, shape_struct, trace_flat
 from jscaler.lax_primitives import TABLE
@@ -259,4 +259,6 @@ def test_every_primitive_of_the_table_is_verified() -> None:
     of_another_jax = {*test_table.ELEMENTWISE, *test_table.CASES} - test_table.PRIMITIVES.keys()
     assert not lacking - of_another_jax, "add an example"
     reports = verify_rules(of_the_day({id(fun): (fun, args) for fun, args in found.values()}.values()))
-    assert sum(len(report.checks) for report in reports) > 20
+    unchecked = [report for report in reports if not report.checks]
+    assert all(any("callback" in why for *_, why in report.blocked) for report in unchecked), unchecked  # these stay whole
+    assert SEED != "all" or sum(len(report.checks) for report in reports) > 150
