@@ -251,7 +251,7 @@ class _Finder:
     def _through(self, op: Op, cut: _Cut) -> Iterator[_Cut]:
         laid = self.completed.ops[op.path]
         place = laid.placement
-        if place.group != cut.mesh or place.as_it_lies(op):
+        if place.group.unordered != cut.mesh.unordered or place.as_it_lies(op):
             return
         if cut.axis in place.shares or any(cut.axis in axes for axes in place.factors.values()):
             if place.origin == "filled" and not cut.behind and self._is_gathered(op, laid, cut):
@@ -286,7 +286,8 @@ class _Finder:
             return False
         forward = self.completed.ops[op.forward.path].placement
         used = {axis for axes in forward.factors.values() for axis in axes}
-        return forward.origin == "policy" and forward.group == cut.mesh and cut.axis not in used
+        here = forward.group.unordered == cut.mesh.unordered
+        return forward.origin == "policy" and here and cut.axis not in used
 
     def _note(self, op: Op, cut: _Cut, factor: Factor | None, copied: bool) -> None:
         found = self.found.setdefault(op.path, _Found(op, cut, factor, copied))

@@ -16,6 +16,7 @@ one behind the other: so any layout can, also value shares and uneven blocks, in
 its devices.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -194,12 +195,20 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
     """The one loop over groups that there may be.
 
     Raises:
-        PlanError: there are two; it is the model's own; a loop in it is on several groups, too; of the model's own, which
-            lies on the same devices in orders that no mesh has in common.
+        PlanError: there are two; it is the model's own; a loop in it is on several groups, too.
     """
     nest, *others = spanning
-    for own in spanning:
-        _check_orders(own, completed)
+    inner = next((i for i in nest.items if isinstance(i, Nest) and len(_groups(i, completed)) > 1), None)
+    own = inner or next((other for other in spanning if not other.loop.time), None)
+    if own is not None:
+        (one, first), (other, second), *_ = _groups(own, completed).items()
+        cuts = ["x".join(str(size) for _, size in group.axes) for group in (one, other)]
+        turned = f" (in another order and cut {cuts[1]}, not {cuts[0]})" if set(one.devices) == set(other.devices) else ""
+        raise PlanError(
+            f"the loop '{own.loop.name}' has ops on several device groups, '{first.path}' on {list(one.devices)} and "
+            f"'{second.path}' on {list(other.devices)}{turned}: only the loop over micro-batches may, outermost; place all "
+            "ops of this one on one group, or cut it into ranges, one for each group (graph.ranges)"
+        )
     if others:
         one, other = nest.loop, others[0].loop
         why = "give the ops of both one time axis, or else"
@@ -209,32 +218,12 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
             f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
             f"may; {why} place those of one on a single group"
         )
-    inner = next((i for i in nest.items if isinstance(i, Nest) and len(_groups(i, completed)) > 1), None)
-    own = inner if inner is not None else nest
-    if inner is not None or not nest.loop.time:
-        (one, first), (other, second), *_ = _groups(own, completed).items()
-        raise PlanError(
-            f"the loop '{own.loop.name}' has ops on several device groups, '{first.path}' on {list(one.devices)} and "
-            f"'{second.path}' on {list(other.devices)}: only the loop over micro-batches may, outermost; place all ops of "
-            "this one on one group, or cut it into ranges, one for each group (graph.ranges)"
-        )
     return nest
-
-
-def _check_orders(nest: Nest, completed: Completed) -> None:
-    groups = list(_groups(nest, completed).items())
-    if not nest.loop.time and len({frozenset(group.devices) for group, _ in groups}) == 1:
-        (one, first), (other, second), *_ = groups
-        raise PlanError(
-            f"the loop '{nest.loop.name}' has ops on the same devices in several orders, '{first.path}' on "
-            f"{list(one.devices)} and '{second.path}' on {list(other.devices)}: in one loop orders are to be "
-            "transposes of one another (0 1 2 3 and 0 2 1 3), others may stand outside of loops; give these ops one order"
-        )
 
 
 def _groups(item: Item, completed: Completed) -> dict[DeviceMesh, Op]:
     """The groups of an item, each with an op that lies there."""
-    return {completed.ops[op.path].placement.group: op for op in _ops(item)}
+    return {completed.group_of(completed.ops[op.path].placement.group): op for op in _ops(item)}
 
 
 def _name(item: Item) -> str:
@@ -261,6 +250,10 @@ class _Levels:
     def __post_init__(self) -> None:
         self.number = {group: number for number, group in enumerate(self.completed.groups)}
 
+    def number_of(self, layout: Layout) -> int:
+        """The number of the group that ``layout`` is on, in whatever order."""
+        return self.number[self.completed.group_of(layout.mesh)]
+
     def start(self, carried: Mapping[PTensor, int], in_loop: bool, phase: int) -> None:
         """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
 
@@ -268,7 +261,7 @@ class _Levels:
         """
         inputs = {} if in_loop else self.completed.inputs
         self.phase, self.in_loop = phase, in_loop
-        self.of_op, self.of_tensor = {}, {t: (0, self.number[layout.mesh], None) for t, layout in inputs.items()}
+        self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in inputs.items()}
         self.of_tensor.update({t: (0, group, None) for t, group in carried.items()})
 
     def add(self, item: Item) -> int:
@@ -368,14 +361,14 @@ class _Blocks:
             self.phase = number
             if phase.loop is None:
                 self.levels.start(
-                    {t: self.levels.number[layout.mesh] for t, (_, layout) in self.finals.items()}, False, number
+                    {t: self.levels.number_of(layout) for t, (_, layout) in self.finals.items()}, False, number
                 )
                 self._write(phase.items)
             elif phase.first == number:
                 self._repeat(phase.loop, range(number, number + phase.loop.turns))
         self.results: dict[Key, list[tuple[Slot, Layout, int]]] = {}
         for number, (tensor, layout) in enumerate(zip(self.graph.outputs, self.completed.outputs, strict=True)):
-            key = self._home_of_result(tensor, self.levels.number[layout.mesh])
+            key = self._home_of_result(tensor, self.levels.number_of(layout))
             slot = self._open(key).read(tensor, layout)
             self.results.setdefault(key, []).append((slot, layout, number))
 
@@ -403,10 +396,10 @@ class _Blocks:
     def _repeat(self, loop: Loop, phases: range) -> None:
         """The body of a loop over groups, once for all iterations."""
         laid = self.completed.loops[loop.name]
-        number = self.levels.number
+        number_of = self.levels.number_of
         carried = []
         for carry, layout in zip(loop.carries, laid.carries, strict=True):
-            front = self._open((self.phase - 1, number[layout.mesh]))
+            front = self._open((self.phase - 1, number_of(layout)))
             init = self._leave(front, front.read(carry.init, layout), layout, None, fresh=True)
             values = CarriedValue(init, self._new(), self._new(), self._new(), carry.is_sum)
             self.inside[carry.inside] = values.inside, layout
@@ -415,13 +408,13 @@ class _Blocks:
             self._check_counts(loop, x.stack)
         self.slices = {x.slice for x in loop.xs}
         for self.phase in phases:
-            there = {c.inside: number[y.mesh] for c, y in zip(loop.carries, laid.carries, strict=True)}
+            there = {c.inside: number_of(y) for c, y in zip(loop.carries, laid.carries, strict=True)}
             self.levels.start(there, True, self.phase)
             self._write(self.phases[self.phase].items)
 
         def writer_of(tensor: PTensor, layout: Layout) -> Writer:
             phase = self.made[tensor][0][0] if tensor in self.made else phases.start
-            return self._open((max(phase, phases.start), number[layout.mesh]))
+            return self._open((max(phase, phases.start), number_of(layout)))
 
         exits = []
         for values, carry, layout in zip(carried, loop.carries, laid.carries, strict=True):
@@ -517,10 +510,10 @@ class _Blocks:
             if key not in self.indices:
                 self.indices[key] = self._new()
             self._import(key, tensor, Layout.replicated(group, ()), self.indices[key])
-        elif in_loop and tensor in self.inside and self.inside[tensor][1].mesh == group:
+        elif in_loop and tensor in self.inside and self.levels.number_of(self.inside[tensor][1]) == number:
             value, carried = self.inside[tensor]
             self._import(key, tensor, carried, value)
-        elif tensor in self.finals and self.finals[tensor][1].mesh == group:
+        elif tensor in self.finals and self.levels.number_of(self.finals[tensor][1]) == number:
             value, final = self.finals[tensor]
             self._import(key, tensor, final, value)
         elif (tensor, number) in self.held:
@@ -564,7 +557,8 @@ class _Blocks:
         holder = self._open(origin)
         if tensor not in holder.slots:
             self.bring(origin, tensor, layout)
-        leaving, arriving = self._ends(tensor, [known for known, _ in holder.slots[tensor]], layout)
+        held = [self._in_order(known, origin) for known, _ in holder.slots[tensor]]
+        leaving, arriving = self._ends(tensor, held, self._in_order(layout, key))
         slot, target = holder.read(tensor, leaving), self._new()
         source = self.given[origin].get(slot)
         if isinstance(source, int):
@@ -574,11 +568,16 @@ class _Blocks:
         self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
         self._import(key, tensor, arriving, target, level + HOP if origin[0] == key[0] and level != FRONT else 0)
 
+    def _in_order(self, layout: Layout, key: Key) -> Layout:
+        """``layout`` in the order of its program's mesh, in which values leave and arrive."""
+        group = self.completed.groups[key[1]]
+        return layout if layout.mesh.devices == group.devices else dataclasses.replace(layout, mesh=group)
+
     def _group_of(self, tensor: PTensor) -> int:
         """Where an argument lies, or what a loop over groups finds and leaves."""
         ends = self.inside if tensor in self.inside else self.finals
         layout = ends[tensor][1] if tensor in ends else self.completed.inputs[tensor]
-        return self.levels.number[layout.mesh]
+        return self.levels.number_of(layout)
 
     def _ends(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> tuple[Layout, Layout]:
         """How a tensor that is ``held`` leaves its group, and how it arrives where it is ``wanted``."""

@@ -17,7 +17,6 @@ from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.flat_program import Exchange, FlatLoop, Item
 from jscaler.lower.flat_program import results as results_of
 from jscaler.lower.halo import extend
-from jscaler.lower.members import axis_names
 from jscaler.lower.program import Extend
 from jscaler.lower.scopes import adapter_scope
 from jscaler.lower.segment import PlacedBlock, Segment
@@ -116,8 +115,8 @@ def run_block(block: PlacedBlock, args: Sequence[Any], watch: Watch | None = Non
     """What one device computes, of its parts."""
     flat = block.flat
     env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
-    for axes, var in flat.part_indices:
-        env[var] = lax.axis_index(axis_names(axes))
+    for who, var in flat.part_indices:
+        env[var] = who.index()
     _run(flat.items, env, block.group, flat.source, watch)
     return [_value(env, v) for v in flat.outputs]
 
@@ -177,7 +176,7 @@ def _exchanged(item: Exchange, source: Any, mesh: DeviceMesh) -> Any:
     task = item.adapt
     with jax.named_scope(adapter_scope(task.tensor)):
         if isinstance(task, Extend):
-            return extend(task.edges, source, mesh)
+            return extend(task.edges, source, mesh, task.layout.mesh)
         return exchange(task.adapter, source, mesh, task.reduce_dtype)
 
 

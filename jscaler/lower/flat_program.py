@@ -14,6 +14,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
 from jscaler.ir import Loop, PTensor
+from jscaler.lower.members import Members
 from jscaler.lower.program import Adapt, Extend
 
 
@@ -132,13 +133,13 @@ class FlatProgram:
     """What every device of a group runs.
 
     Attributes:
-        part_indices: the variables that hold this device's index along some mesh axes.
+        part_indices: the variables that hold this device's number among the members that hold a thing's parts.
         source: any jaxpr of the step, whose debug info is carried on.
         held: by the results of an item the most bytes that a device holds while it runs, if a pass has estimated it.
     """
 
     inputs: tuple[core.Var, ...]
-    part_indices: tuple[tuple[tuple[str, ...], core.Var], ...]
+    part_indices: tuple[tuple[Members, core.Var], ...]
     items: tuple[Item, ...]
     outputs: tuple[Atom, ...]
     source: core.Jaxpr = field(compare=False, repr=False)
@@ -214,7 +215,7 @@ def _text(program: FlatProgram) -> str:
     for var in (*program.inputs, *(v for _, v in program.part_indices)):
         names[var] = f"v{len(names)}"
     head = [f"inputs {_listed(program.inputs, names)}"]
-    head += [f"{names[var]} this device's index along {' '.join(axes)}" for axes, var in program.part_indices]
+    head += [f"{names[var]} this device's index along {who}" for who, var in program.part_indices]
     return "\n".join([*head, *_lines(program.items, names, program, ""), f"results {_listed(program.outputs, names)}"])
 
 

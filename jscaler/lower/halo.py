@@ -17,21 +17,26 @@ from jscaler.materialize.edges import Edge, hops
 from jscaler.materialize.mesh import Axes, DeviceMesh
 
 
-def extend(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
-    """``local`` with the rows around it that its neighbours hold."""
+def extend(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, layout_mesh: DeviceMesh) -> Any:
+    """``local``, a part of what lies on ``layout_mesh``, with the rows around it that its neighbours hold.
+
+    Args:
+        mesh: the mesh that the program runs over.
+    """
     for edge in edges:
-        local = _extend_dim(edge, local, mesh)
+        local = _extend_dim(edge, local, mesh, layout_mesh)
     return local
 
 
-def _extend_dim(edge: Edge, local: Any, mesh: DeviceMesh) -> Any:
+def _extend_dim(edge: Edge, local: Any, mesh: DeviceMesh, layout_mesh: DeviceMesh) -> Any:
     rows, parts = local.shape[edge.dim], mesh.size(edge.axes)
+    names, groups = _members(mesh, layout_mesh, edge.axes)
     before, after = [], []
     for hop in hops(edge, rows, parts):
         start = rows - hop.rows if hop.shift > 0 else 0
         sent = lax.slice_in_dim(local, start, start + hop.rows, axis=edge.dim)
-        names, order = _members(mesh, edge.axes)
-        pairs = [(order[p], order[p + hop.shift]) for p in range(parts) if 0 <= p + hop.shift < parts]
+        near = [p for p in range(parts) if 0 <= p + hop.shift < parts]
+        pairs = [(order[p], order[p + hop.shift]) for order in groups for p in near]
         received = lax.ppermute(sent, axis_names(names), pairs)
         if hop.shift > 0:
             before.insert(0, received)
@@ -43,9 +48,15 @@ def _extend_dim(edge: Edge, local: Any, mesh: DeviceMesh) -> Any:
     return lax.concatenate([x for x in pieces if x.shape[edge.dim]], edge.dim)
 
 
-def _members(mesh: DeviceMesh, axes: Axes) -> tuple[Axes, list[int]]:
-    """The axes in the mesh's order, as ``ppermute`` wants them, and for each part its place along these."""
+def _members(mesh: DeviceMesh, layout_mesh: DeviceMesh, axes: Axes) -> tuple[Axes, list[list[int]]]:
+    """The axes in the mesh's order, as ``ppermute`` wants them, and for each part its place along these.
+
+    In another order than the mesh's all axes, and the places by the groups that hold the parts.
+    """
+    if layout_mesh != mesh:
+        position = {device: i for i, device in enumerate(mesh.devices)}
+        return mesh.names, [[position[d] for d in group] for group in layout_mesh.groups(axes).tolist()]
     names = tuple(n for n in mesh.names if n in axes)
     sizes = [mesh.size(n) for n in names]
     places = np.arange(math.prod(sizes)).reshape(sizes).transpose([names.index(a) for a in axes])
-    return names, places.reshape(-1).tolist()
+    return names, [places.reshape(-1).tolist()]

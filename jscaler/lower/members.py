@@ -17,7 +17,7 @@ MOST_ORDERS = 4  # axes up to which every order of their names is compared
 
 @dataclass(frozen=True)
 class Members:
-    """The groups of a collective.
+    """The groups of a collective, or of the devices that hold the parts of one thing.
 
     Attributes:
         size: the number of members of each group.
@@ -33,6 +33,9 @@ class Members:
     def over(self) -> dict[str, Any]:
         """The arguments by which ``lax`` collectives know their members."""
         return {"axis_name": axis_names(self.names), "axis_index_groups": self.groups and [list(g) for g in self.groups]}
+
+    def __str__(self) -> str:
+        return " ".join(self.names) + (f" in groups {[list(g) for g in self.groups]}" if self.groups is not None else "")
 
     def index(self) -> Any:
         """This device's number within its group (a traced scalar)."""

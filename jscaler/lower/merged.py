@@ -12,6 +12,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import Atom, fresh
 from jscaler.ir import PTensor
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins, results
+from jscaler.lower.members import Members
 from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import Layout
 
@@ -43,7 +44,7 @@ class _Merged:
         self._sum_of, self._repeated, self._read = sums, repeated, read
         self._takes: dict[PTensor, tuple[core.Var, Layout | None]] = {}
         self._imports: dict[tuple[int, int | None], tuple[core.Var, Layout | None, int]] = {}
-        self._indices: dict[tuple[str, ...], core.Var] = {}
+        self._indices: dict[Members, core.Var] = {}
         self._made: dict[tuple[int, int | None], Atom] = {}  # values, and sums by what an iteration takes of them
         self._left: dict[tuple[int, int], tuple[Atom, Layout | None]] = {}
         self._items: list[Item] = []
@@ -56,7 +57,7 @@ class _Merged:
         takes, imports = dict(sorted(self._takes.items(), key=lambda pair: pair[0] not in inputs)), self._imports
         flat = FlatProgram(
             (*(v for v, _ in takes.values()), *(v for v, *_ in imports.values())),
-            tuple((axes, v) for axes, v in self._indices.items()),
+            tuple(self._indices.items()),
             tuple(self._items),
             tuple(atom for atom, _ in self._left.values()),
             last.flat.source,
@@ -88,8 +89,8 @@ class _Merged:
             table[var] = self._takes.setdefault(tensor, (fresh(var), layout))[0]
         for number, var, layout in zip(block.imports, flat.inputs[own:], block.inputs[own:], strict=True):
             table[var] = self._value(number, place, var, layout)
-        for axes, var in flat.part_indices:
-            table[var] = self._indices.setdefault(axes, fresh(var))
+        for who, var in flat.part_indices:
+            table[var] = self._indices.setdefault(who, fresh(var))
         self._items += _renamed(flat.items, table)
         origins, known = flat.origins, self._origins
         pairs = [(old, new) for old, new in table.items() if isinstance(new, core.Var)]

@@ -19,6 +19,7 @@ from jscaler.ir import PTensor
 from jscaler.lax_primitives import known, may_merge
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
 from jscaler.lower.in_order import in_order_p
+from jscaler.lower.members import Members
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot, Task
 from jscaler.lower.scopes import op_scope
 
@@ -41,7 +42,7 @@ def flatten(program: Program, like: core.Jaxpr) -> FlatProgram:
 @dataclass
 class _Numbering:
     slots: dict[Slot, Atom] = field(default_factory=dict)
-    indices: dict[tuple[str, ...], core.Var] = field(default_factory=dict)
+    indices: dict[Members, core.Var] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
     known: ChainMap[Any, list[core.Var]] = field(default_factory=lambda: ChainMap())
     keys: dict[int, Any] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class _Numbering:
 
     def compute(self, task: Compute) -> None:
         atoms = self._late(task, [self.slots[s] for s in task.inputs])
-        atoms += [self._index(axes) for axes in task.parts]
+        atoms += [self._index(who) for who in task.parts]
         env: dict[core.Var, Atom] = dict(zip(task.jaxpr.invars, atoms, strict=True))
         scope = source_info_util.new_name_stack(op_scope(task.op))
         done = []
@@ -155,10 +156,10 @@ class _Numbering:
             self.keys[id(eqn)] = params_key(eqn.params)
         return self.keys[id(eqn)]
 
-    def _index(self, axes: tuple[str, ...]) -> core.Var:
-        if axes not in self.indices:
-            self.indices[axes] = core.Var(jax.typeof(jnp.zeros((), jnp.int32)))
-        return self.indices[axes]
+    def _index(self, who: Members) -> core.Var:
+        if who not in self.indices:
+            self.indices[who] = core.Var(jax.typeof(jnp.zeros((), jnp.int32)))
+        return self.indices[who]
 
     def _late(self, task: Compute, atoms: list[Atom]) -> list[Atom]:
         """What the op of ``task`` reads: behind a fence where an order was asked for; its backward reads the same there.

@@ -15,6 +15,7 @@ from jscaler.capture.jaxprs import trace_flat
 from jscaler.clusters import CostModel
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, chain_of
+from jscaler.lower.members import Members, members
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
 from jscaler.rules.rule_book import RuleBook
@@ -24,13 +25,13 @@ Slot = int
 
 @dataclass(frozen=True)
 class Compute:
-    """Run ``jaxpr`` (a local body) of ``op``; its last operands are the part indices along ``parts``."""
+    """Run ``jaxpr`` (a local body) of ``op``; its last operands are the device's numbers among ``parts``."""
 
     op: Op
     jaxpr: core.Jaxpr
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    parts: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[Members, ...] = ()
     after: tuple[Slot, ...] = ()  # what op_order puts before it, beside its data
 
 
@@ -249,9 +250,10 @@ class Writer:
             for i, (t, layout) in enumerate(zip(op.inputs, laid.inputs, strict=True))
         )
         outputs = tuple(self.define(t, layout) for t, layout in zip(op.outputs, laid.outputs, strict=True))
-        axes = tuple(laid.placement.factors[f] for f in indexed)
+        own, group = laid.placement.group, self.completed.groups[self.key[1]]
+        parts = tuple(members(group, own, laid.placement.factors[f]) for f in indexed)
         self.results[op.path] = outputs
-        self.tasks.append(Compute(op, jaxpr, inputs, outputs, axes, self._before(op.path, op.path)))
+        self.tasks.append(Compute(op, jaxpr, inputs, outputs, parts, self._before(op.path, op.path)))
 
     def repeat(self, nest: Nest) -> None:
         """Write a loop: its body's tasks, and what comes in and goes out."""

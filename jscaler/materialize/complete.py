@@ -108,6 +108,7 @@ class _Completer:
     ):
         self.graph = graph
         self.groups = groups
+        self.group_of = {group.unordered: group for group in groups}  # the group of a mesh, in whatever order
         self.homes = home
         self.home = {path: one.group for path, one in home.items()}  # op path -> the group that it runs on
         self.of_loop = {op.loop: self.home[op.path] for op in reversed(graph.ops)}  # loop -> the group of its first op
@@ -179,7 +180,7 @@ class _Completer:
     def _held(self, tensor: PTensor, group: DeviceMesh) -> list[Layout]:
         """The layouts in which ``tensor`` is at hand on ``group``."""
         held = self.at_hand.get(tensor, [])
-        return held if len(self.groups) == 1 else [layout for layout in held if layout.mesh == group]
+        return held if len(self.groups) == 1 else [layout for layout in held if layout.mesh.unordered == group.unordered]
 
     def _first_held(self, tensor: PTensor, group: DeviceMesh) -> Layout:
         """How ``tensor`` lies on ``group``; whole, where it lies on another."""
@@ -238,8 +239,10 @@ class _Completer:
     def _making(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
         """The placement of ``op`` that makes ``tensor`` in this layout; a copy where none does."""
         copy = Placement(self.home[op.path], origin="filled")
-        if wanted.values or not any(wanted.cuts) or not wanted.even or wanted.mesh != copy.group:
+        here = wanted.mesh.unordered == copy.group.unordered
+        if wanted.values or not any(wanted.cuts) or not wanted.even or not here:
             return copy
+        copy = dataclasses.replace(copy, group=wanted.mesh)
         rule = self.book.rule(op)
         factors: dict[str, Axes] = {}
         dims = zip(rule.results[op.outputs.index(tensor)], wanted.subdims, wanted.by_dim, strict=True)
@@ -268,7 +271,7 @@ class _Completer:
             self._want(self.fetched[tensor], layout)
             self.at_hand[tensor] = [self.at_hand[self.fetched[tensor]][0]]
         if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
-            self.at_hand[tensor] = [self.shards.leaf(tensor, storable(layout))]
+            self.at_hand[tensor] = [self.shards.leaf(tensor, self._storable(layout))]
             if tensor in self.step_inputs:
                 self.inputs[tensor] = self.at_hand[tensor][0]
         if layout not in self.at_hand[tensor]:
@@ -279,7 +282,11 @@ class _Completer:
         if index in self.graph.next_version:
             return self.inputs[self.graph.inputs[self.graph.next_version[index]]]
         layout = self.at_hand[tensor][0] if tensor in self.at_hand else self.inputs[tensor]
-        return storable(layout)
+        return self._storable(layout)
+
+    def _storable(self, layout: Layout) -> Layout:
+        """How an array lies that is read, or made, in ``layout``: in the order of its group's mesh."""
+        return storable(dataclasses.replace(layout, mesh=self.group_of[layout.mesh.unordered]))
 
     def _place(self, op: Op) -> Placement:
         group = self.home[op.path]
@@ -300,7 +307,7 @@ class _Completer:
             sizes: dict[str, tuple[int, ...]] = {}
             for path in self.pieces.get(op.forward.path, (op.forward.path,)):
                 # what reads no activation may run before its forward, which waits in a loop; axes are those of one group
-                if path in self.ops and self.ops[path].placement.group == group:
+                if path in self.ops and self.ops[path].placement.group.unordered == group.unordered:
                     factors.update(self.ops[path].placement.factors)
                     sizes.update(self.ops[path].placement.sizes)
             _, shards = self.shards.factor(op.forward, group)  # a gradient is scattered when it is done
@@ -407,7 +414,7 @@ class _Completer:
             plain = dataclasses.replace(left, values=())
             sharded = tensor in self.shards.gradients
             goal = self.shards.gradient(tensor, plain) if sharded else self._goal(tensor) or plain
-            within = goal != left and goal.mesh == left.mesh
+            within = goal != left and goal.mesh.unordered == left.mesh.unordered
             total += find_adapter(left, goal, tensor.itemsize, self.cost).cost if within else 0.0
         return total
 
@@ -458,7 +465,7 @@ class _Completer:
         """Where a loop leaves ``tensor``, or finds it: on its own group; of several where it is made, or else read."""
         if len(self.groups) == 1:
             return self.groups[0]
-        own = {self.home[op.path] for op in nest.ops()}
+        own = {self.group_of[self.home[op.path].unordered] for op in nest.ops()}
         if len(own) == 1:
             return own.pop()
         readers = self.graph.consumers.get(tensor, ())
@@ -523,7 +530,8 @@ class _Completer:
     def _as_saved(self, stack: PTensor, wanted: Layout) -> Layout:
         """How a loop leaves a stack that another wants to read so: thus, or whole where it lies on another group."""
         group = self.of_loop.get(self.graph.homes[self.saved[stack][0]], wanted.mesh)
-        return wanted if group == wanted.mesh else next(iter(self._options(stack, group)), self._whole(stack, group))
+        here = group.unordered == wanted.mesh.unordered
+        return wanted if here else next(iter(self._options(stack, group)), self._whole(stack, group))
 
     def loop_layouts(self) -> dict[str, LoopLayouts]:
         """The layouts of all loops, once everything is placed."""

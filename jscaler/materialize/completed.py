@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jscaler.ir import Op, PTensor, VTensor
 from jscaler.materialize.edges import Edge, extended_mask
@@ -48,7 +49,8 @@ class Completed:
     """A complete plan: placements for all ops, layouts for all inputs and outputs of the step and of its loops.
 
     Attributes:
-        groups: the device groups, each a mesh; every placement and every layout is on one of them.
+        groups: the device groups, each a mesh; every placement and every layout is on the devices of one of them, those of
+            inputs and outputs in its order.
         homes: op path -> the group that it runs on, and why.
     """
 
@@ -60,3 +62,11 @@ class Completed:
     gradients: Mapping[PTensor, Layout] = field(default_factory=dict)  # those of sharded parameters, as updates get them
     shards: Mapping[PTensor, Axes] = field(default_factory=dict)  # the axes that sharded parameters are cut by, if stored
     homes: Mapping[str, Home] = field(default_factory=dict)
+
+    def group_of(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The group on whose devices ``mesh`` lies, in whatever order."""
+        return self._by_devices[mesh.unordered]
+
+    @cached_property
+    def _by_devices(self) -> dict[object, DeviceMesh]:
+        return {group.unordered: group for group in self.groups}

@@ -148,7 +148,8 @@ def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]
     groups = find_groups(at.plan, decided)
     if len(groups.meshes) == 1:
         return None, ()
-    return {path: home.group for path, home in homes(at.graph, groups, at.pieces).items()}, groups.of.keys()
+    found = homes(at.graph, groups, at.pieces)
+    return {path: groups.group(home.group) for path, home in found.items()}, groups.of.keys()
 
 
 def _on(group: DeviceMesh) -> str:

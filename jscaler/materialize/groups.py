@@ -1,6 +1,7 @@
 """Device groups: the devices that ops lie on, each group with a mesh of its own; and which group every op runs on.
 
-Grids on the same set of devices share a group, in whatever order, if one mesh has axes fine enough for all of them.
+Grids on the same set of devices share a group, in whatever order, if one mesh has axes fine enough for all of them, or
+else meshes with the same axes, each over an order of its own: the first is the group's, in which state lies.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
-from jscaler.materialize.mesh import Axes, DeviceMesh, OnMesh, PlacedGrid, common_mesh, find_common_mesh
+from jscaler.materialize.mesh import DeviceMesh, OnMesh, PlacedGrid, common_mesh, find_common_mesh
 from jscaler.materialize.placement import Decided, placed_grids
 from jscaler.materialize.shards import shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs
@@ -24,8 +25,8 @@ class Groups:
 
     Attributes:
         meshes: a mesh for each, in the order in which the plan names them; of a plan that names none, that of all devices.
-        grids: where each grid of the plan lies.
-        of: op path -> the group that the plan gives it.
+        grids: where each grid of the plan lies: on the mesh of a group, or on that in another order.
+        of: op path -> the mesh that the plan gives it.
         stored: input -> the group that the plan stores it on.
     """
 
@@ -33,6 +34,10 @@ class Groups:
     grids: Mapping[PlacedGrid, OnMesh]
     of: Mapping[str, DeviceMesh]
     stored: Mapping[str, DeviceMesh]
+
+    def group(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The group on whose devices ``mesh`` lies."""
+        return next(group for group in self.meshes if group.unordered == mesh.unordered)
 
 
 def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
@@ -47,13 +52,16 @@ def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
     names = dict.fromkeys(sets.values()) or {frozenset(range(plan.num_devices)): None}
     found: dict[PlacedGrid, OnMesh] = {}
     meshes: dict[frozenset[int], list[DeviceMesh]] = {}
+    state = {*map(shard_grid, plan.shards.values()), *map(stored_grid, stored_inputs(plan))}
     for devices in names:
         own, any_order = ([g for g in which if sets[g.devices] == devices] for which in (ordered, free))
-        for regular in _regular(list(dict.fromkeys(own)), tuple(sorted(devices))):
-            mesh, covered = _mesh_of(regular, any_order, tuple(sorted(devices)))
-            any_order = []
-            meshes.setdefault(devices, []).append(mesh)
-            found.update({grid: OnMesh(mesh, axes) for grid, axes in covered.items()})
+        first, *others = _regular(list(dict.fromkeys(own)), tuple(sorted(devices)))
+        turned = [other for other in others if state.isdisjoint(other)]
+        mesh, covered = _mesh_of(first, any_order, turned, tuple(sorted(devices)))
+        apart = [common_mesh(other, tuple(sorted(devices))) for other in others if other[0] not in covered]
+        found |= covered
+        found |= {grid: OnMesh(own_mesh, axes) for own_mesh, on_axes in apart for grid, axes in on_axes.items()}
+        meshes[devices] = [mesh, *(own_mesh for own_mesh, _ in apart)]
     of = {path: meshes[sets[d.devices]][0] for d in open_ for path in d.ops}
     of |= {path: found[grid].mesh if grid in found else meshes[sets[grid.devices]][0] for path, grid in grids.items()}
     stored = {store.leaf: found[stored_grid(store)].mesh for store in stored_inputs(plan)}
@@ -91,12 +99,37 @@ def on_one_group(plan: Plan) -> bool:
 
 
 def _mesh_of(
-    ordered: Sequence[PlacedGrid], free: Sequence[PlacedGrid], devices: tuple[int, ...]
-) -> tuple[DeviceMesh, dict[PlacedGrid, tuple[Axes, ...]]]:
-    """Grids in any order cut the devices as the others order them, if their cuts agree."""
+    ordered: Sequence[PlacedGrid],
+    free: Sequence[PlacedGrid],
+    turned: Sequence[Sequence[PlacedGrid]],
+    devices: tuple[int, ...],
+) -> tuple[DeviceMesh, dict[PlacedGrid, OnMesh]]:
+    """The mesh of a group, and where its grids lie: ``ordered`` ones, and others if their cuts agree with those.
+
+    Args:
+        free: grids in any order; they take the mesh's.
+        turned: grids in other orders, by order; these lie on meshes of their own with the axes of the group's.
+    """
     mesh, covered = common_mesh(ordered, devices)
-    as_ordered = [dataclasses.replace(g, devices=mesh.devices) for g in free]
-    return find_common_mesh([*ordered, *as_ordered], mesh.devices) or (mesh, covered)
+    in_order = {grid: (grid, mesh.devices) for grid in ordered}
+    alike = list(ordered)
+
+    def join(grids: Sequence[PlacedGrid]) -> bool:
+        nonlocal mesh, covered, alike
+        joint = find_common_mesh([*alike, *grids], mesh.devices)
+        if joint is None or joint[0].devices != mesh.devices:
+            return False
+        (mesh, covered), alike = joint, [*alike, *grids]
+        return True
+
+    join([dataclasses.replace(g, devices=mesh.devices) for g in free])
+    for others in turned:
+        order = common_mesh(others, devices)[0].devices
+        place = dict(zip(order, mesh.devices, strict=True))
+        back = [dataclasses.replace(g, devices=tuple(place[d] for d in g.devices)) for g in others]
+        if join(back):
+            in_order.update({grid: (own, order) for grid, own in zip(others, back, strict=True)})
+    return mesh, {grid: OnMesh(DeviceMesh(order, mesh.axes), covered[own]) for grid, (own, order) in in_order.items()}
 
 
 @dataclass(frozen=True)
@@ -118,7 +151,7 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
         pieces: path of an op that was cut -> paths of the ops that stand for it.
     """
     found = {path: Home(group) for path, group in groups.of.items()}
-    if len(groups.meshes) == 1:
+    if len({*groups.meshes, *groups.of.values()}) == 1:
         return {path: found.get(path, Home(groups.meshes[0])) for path in graph.by_path}
 
     def like(op: Op | None) -> Home | None:
@@ -155,7 +188,7 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
     settle(graph.ops, "as its forward", lambda op: (op.forward, op.again))
     through = ThroughLoops(graph)
     first = {t: next((h for r in through.readers(t) if (h := like(r)) is not None), None) for t in graph.inputs}
-    lies = {t: home.group for t, home in first.items() if home is not None}  # an argument, where it is read first
+    lies = {t: groups.group(home.group) for t, home in first.items() if home is not None}  # where it is read first
     lies |= {t: groups.stored[t.name] for t in graph.inputs if t.name in groups.stored}
     fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))

@@ -59,6 +59,11 @@ class DeviceMesh:
         return np.argsort(self.numbers)
 
     @cached_property
+    def unordered(self) -> tuple[frozenset[int], tuple[tuple[str, int], ...]]:
+        """What is equal of meshes that differ in the order of their devices alone."""
+        return frozenset(self.devices), self.axes
+
+    @cached_property
     def table(self) -> dict[str, int]:
         """The size of each axis."""
         return dict(self.axes)

@@ -32,7 +32,7 @@ class ShardCut:
 
         Axes that cut some dim already stay where they are. What lies on other devices is not cut.
         """
-        if layout.mesh != self.group:
+        if layout.mesh.unordered != self.group.unordered:
             return layout
         used = {a for cuts in layout.cuts for a in cuts}
         axes = tuple(a for a in self.axes if a not in used)
@@ -73,7 +73,8 @@ class Shards:
     def factor(self, op: Op, group: DeviceMesh) -> tuple[str, Axes]:
         """The factor of an op on ``group`` that is made for shards alone, and the axes that split it; none of another."""
         found = self.made.factors.get(op.path)
-        return (found[1], self.axes[found[0]]) if found is not None and self.groups[found[0]] == group else ("", ())
+        here = found is not None and self.groups[found[0]].unordered == group.unordered
+        return (found[1], self.axes[found[0]]) if found is not None and here else ("", ())
 
     def gradient(self, tensor: PTensor, layout: Layout) -> Layout:
         """How ``tensor``, which is made in ``layout``, comes to its readers."""

@@ -16,7 +16,6 @@ from jscaler.ir import PTensor
 from jscaler.ir.mask import Mask
 from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.halo import extend
-from jscaler.lower.members import axis_names
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
@@ -33,7 +32,7 @@ Masks = tuple[Mask, ...]
 def emitted_exchange(program: Program, adapt: Adapt | Extend) -> Callable[[Any], Any]:
     """What ``emit`` runs for an exchange: the one place where the verifier knows how it is called."""
     if isinstance(adapt, Extend):
-        return lambda local: extend(adapt.edges, local, program.group)
+        return lambda local: extend(adapt.edges, local, program.group, adapt.layout.mesh)
     return lambda local: exchange(adapt.adapter, local, program.group, adapt.reduce_dtype)
 
 
@@ -51,7 +50,7 @@ def plain_program(program: Program) -> Callable[..., list[Any]]:
 def _run_plainly(program: Program, tasks: Sequence[Task], slots: dict[int, Any]) -> None:
     for task in tasks:
         if isinstance(task, Compute):
-            indices = [lax.axis_index(axis_names(axes)) for axes in task.parts]
+            indices = [who.index() for who in task.parts]
             results = evaluate(task.jaxpr, [*(slots[s] for s in task.inputs), *indices])
             slots.update(zip(task.outputs, results, strict=True))
         elif isinstance(task, Adapt | Extend):

@@ -492,8 +492,7 @@ def _body(op: Op) -> core.Jaxpr:
 
 def _places(program: Program, task: Compute) -> list[int]:
     """How many parts devices have along each of the indices that a local body takes last."""
-    sizes = dict(program.group.axes)
-    return [math.prod(sizes[axis] for axis in axes) for axes in task.parts]
+    return [who.size for who in task.parts]
 
 
 def _shape(

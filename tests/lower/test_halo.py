@@ -37,26 +37,28 @@ def compiled(cases: list[tuple[Layout, tuple[Edge, ...]]], mesh: DeviceMesh, par
     names = Mesh(devices, mesh.names)
 
     def local(held: list[jax.Array]) -> list[jax.Array]:
-        return [extend(edges, x[0], mesh)[None] for (_, edges), x in zip(cases, held, strict=True)]
+        return [extend(edges, x[0], mesh, layout.mesh)[None] for (layout, edges), x in zip(cases, held, strict=True)]
 
     run = jax.shard_map(local, mesh=names, in_specs=P(mesh.names), out_specs=P(mesh.names), check_vma=False)
     return jax.jit(run).lower([jax.device_put(x, NamedSharding(names, P(mesh.names))) for x in parts]).compile()
 
 
-def check(mesh: DeviceMesh, cases: list[tuple[tuple[int, ...], tuple[tuple[Edge, ...]], str]]) -> None:
-    layouts, wholes, parts = [], [], []
+def check(
+    mesh: DeviceMesh, cases: list[tuple[tuple[int, ...], tuple[tuple[Edge, ...]], str]], of: DeviceMesh | None = None
+) -> None:
+    """Parts of what lies on the mesh ``of``, which is another order of the program's ``mesh`` if it is given."""
+    of, layouts, wholes, parts = of or mesh, [], [], []
+    place = [of.devices.index(d) for d in mesh.devices]
     rng = np.random.default_rng(1)
     for shape, edges, dtype in cases:
         cuts = {e.dim: e.axes for e in edges}
-        layouts.append((Layout(mesh, tuple((s,) for s in shape), tuple(cuts.get(d, ()) for d in range(len(shape)))), edges))
+        layouts.append((Layout(of, tuple((s,) for s in shape), tuple(cuts.get(d, ()) for d in range(len(shape)))), edges))
         wholes.append(rng.integers(0, 2 if dtype == "bool" else 99, shape).astype(jnp.dtype(dtype)))
-        held = [
-            wholes[-1][tuple(slice(a, b) for ((a, b),) in layouts[-1][0].mask(p).box)] for p in range(len(mesh.devices))
-        ]
+        held = [wholes[-1][tuple(slice(a, b) for ((a, b),) in layouts[-1][0].mask(p).box)] for p in place]
         parts.append(np.stack(held))
     run = compiled(layouts, mesh, parts)
     for (layout, edges), whole, found in zip(layouts, wholes, run(parts), strict=True):
-        for position, ours in enumerate(np.asarray(found)):
+        for position, ours in zip(place, np.asarray(found), strict=True):
             assert ours.shape == extended_shape(layout, edges)
             np.testing.assert_array_equal(ours, expected(layout, edges, whole, position), err_msg=f"{edges} at {position}")
 
@@ -93,6 +95,7 @@ def edges(draw: Any) -> tuple[tuple[int, ...], tuple[Edge, ...], str]:
 @given(st.lists(edges(), min_size=4, max_size=4))
 def test_any_edges(cases: list[Any]) -> None:
     check(mesh_of(2, 2, 2, devices=(3, 2, 1, 0, 4, 5, 6, 7)), cases)
+    check(mesh_of(2, 2, 2), cases[2:], mesh_of(2, 2, 2, devices=(7, 3, 1, 5, 4, 0, 6, 2)))
 
 
 def test_the_text_of_the_program_sends_what_is_counted() -> None:

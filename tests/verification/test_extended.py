@@ -40,14 +40,14 @@ def test_right_halos(plan: StepPlan) -> None:
     assert report.exchanges == len(plan.program.adapters) + len(plan.program.halos)
 
 
-def swapped(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
+def swapped(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, own: DeviceMesh) -> Any:
     """As many rows, but the halo lies on the wrong side."""
     (edge,) = edges
     parts = [lax.slice_in_dim(local, i, local.shape[1] if i else 1, axis=1) for i in (0, 1)]
-    return halo.extend([dataclasses.replace(edge)], jnp.concatenate(parts[::-1], 1), mesh)
+    return halo.extend([dataclasses.replace(edge)], jnp.concatenate(parts[::-1], 1), mesh, own)
 
 
-def around(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
+def around(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, own: DeviceMesh) -> Any:
     """The last part's rows come around to the first."""
     (edge,) = edges
     rows, size = local.shape[1], mesh.size(edge.axes)
@@ -57,7 +57,7 @@ def around(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
     return jnp.concatenate([above, local, below], 1)
 
 
-def reversed_(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
+def reversed_(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, own: DeviceMesh) -> Any:
     """Above comes what belongs below."""
     (edge,) = edges
     rows, size = local.shape[1], mesh.size(edge.axes)
@@ -68,17 +68,17 @@ def reversed_(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
     return jnp.concatenate([above, local, below], 1)
 
 
-def ones(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
+def ones(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, own: DeviceMesh) -> Any:
     """Beyond the border there is something."""
-    out = halo.extend(edges, local, mesh)
+    out = halo.extend(edges, local, mesh, own)
     first = (lax.axis_index("x0") == 0) & (jnp.arange(out.shape[1]) < edges[0].before)
     return jnp.where(first[None, :, None, None], 1, out)
 
 
-def short(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
+def short(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, own: DeviceMesh) -> Any:
     """One row too few above."""
     (edge,) = edges
-    return halo.extend([dataclasses.replace(edge, before=edge.before - 1)], local, mesh)
+    return halo.extend([dataclasses.replace(edge, before=edge.before - 1)], local, mesh, own)
 
 
 FAULTS: dict[str, tuple[Extend, str]] = {
@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[Extend, str]] = {
     "the wrong neighbours": (reversed_, r"device 0 holds at \[0, 0, 0, 0\] .* element \(0, 3, 0, 0\) where nothing"),
     "no zeros beyond the border": (ones, r"device 0 holds at \[0, 0, 0, 0\] .* a constant where nothing \(neutral for"),
     "too few rows": (short, r"leaves local arrays of \[1, 3, 4, 2\]; \[1, 4, 4, 2\] are wanted"),
-    "nothing sent": (lambda edges, local, mesh: jnp.pad(local, [(0, 0), (1, 1), (0, 0), (0, 0)]),
+    "nothing sent": (lambda edges, local, mesh, own: jnp.pad(local, [(0, 0), (1, 1), (0, 0), (0, 0)]),
                      r"device 0 holds at \[0, 3, 0, 0\] .* nothing \(neutral for add\) where element \(0, 2, 0, 0\)"),
 }  # fmt: skip
 
@@ -97,8 +97,8 @@ FAULTS: dict[str, tuple[Extend, str]] = {
 def test_planted_faults(plan: StepPlan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fault, message = FAULTS[name]
 
-    def first(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
-        return (fault if edges[0].before == 1 else halo.extend)(edges, local, mesh)
+    def first(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, own: DeviceMesh) -> Any:
+        return (fault if edges[0].before == 1 else halo.extend)(edges, local, mesh, own)
 
     monkeypatch.setattr(flow, "extend", first)
     with pytest.raises(VerificationError, match=rf"^step \d+, exchange of 'batch'.*{message}"):
@@ -106,7 +106,7 @@ def test_planted_faults(plan: StepPlan, monkeypatch: pytest.MonkeyPatch, name: s
 
 
 def test_an_emitted_halo_that_is_not_the_plan_s(plan: StepPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fewer(edges: Sequence[Edge], local: Any, mesh: DeviceMesh) -> Any:
+    def fewer(edges: Sequence[Edge], local: Any, mesh: DeviceMesh, own: DeviceMesh) -> Any:
         (edge,) = edges
         return jnp.pad(local, [(edge.before, edge.after) if d == 1 else (0, 0) for d in range(4)])
 
