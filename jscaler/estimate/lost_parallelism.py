@@ -7,14 +7,17 @@ and does not use the axis is copied along it, and what it leaves carries the dim
     x: D(8,1) ─► dot, a:8 ─► h: D(8,1) ─► sort, copy ─► tanh, copy ─► dot, a:8
                                           └─ lost ───── and behind it
 
-What the policy has placed is as it was asked for, and the backward of that, unless it cannot be split at all. Parameters,
+What the policy has placed is as it was asked for, and the backward of that, unless it cannot be split at all, or where rows
+of the batch meet rows of the batch (every sentence with every picture): one operand of such an op is put together. Parameters,
 their gradients and their updates do not count: where these lie whole says `report.replicated`.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jscaler.clusters.transition_kinds import sends
 from jscaler.estimate.traffic import moved_by_reader
@@ -26,11 +29,14 @@ from jscaler.lower.program import Adapt
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize.completed import OpLayouts
 from jscaler.materialize.mesh import DeviceMesh
+from jscaler.materialize.placement import Placement
 from jscaler.primitives.remedies import blocked
+from jscaler.rules.reached_factors import all_reached_factors
 from jscaler.text.folding import folded
 from jscaler.text.units import readable_bytes, readable_count
 
-LEAST = 0.001  # of what a device computes, or moves through its memory, in a step: less is not worth a word
+LEAST = 0.001  # of what a device computes, moves through its memory, or sends in a step: less is not worth a word
+HANDFUL = 256  # bytes that a device may gather without a word
 MOST_TOLD = 4
 
 
@@ -54,6 +60,7 @@ class _Found:
     factor: Factor | None
     copied: bool
     axes: set[str] = field(default_factory=set)
+    meets: bool = False  # other rows of the batch
 
     @property
     def parts(self) -> int:
@@ -178,12 +185,14 @@ def lost_parallelism(step: StepPlan) -> LostParallelism:
     if not found:
         return LostParallelism()
     work = {op.path: (times * one.flops, float(times * (one.read + one.written))) for op, times, one in works(step)}
-    gathers = _gathers(step)
+    gathers, sent = _gathers(step)
     ops = tuple(_priced(step.graph, one, work.get(one.op.path, (0.0, 0.0)), gathers) for one in found)
     flops, nbytes = (sum(one[i] for one in work.values()) for i in (0, 1))
     total = LostParallelism(ops, flops, nbytes)
-    lost = sum(op.nbytes + op.gathered for op in ops)
-    return total if total.copied_flops > LEAST or lost > LEAST * nbytes else LostParallelism()
+    gathered = sum(op.gathered for op in ops)
+    lost = sum(op.nbytes for op in ops) + gathered
+    told = total.copied_flops > LEAST or lost > LEAST * nbytes or gathered > max(HANDFUL, LEAST * sent)
+    return total if told else LostParallelism()
 
 
 def _priced(graph: Graph, found: _Found, work: tuple[float, float], gathers: Mapping[tuple[str, str], float]) -> LostOp:
@@ -195,15 +204,17 @@ def _priced(graph: Graph, found: _Found, work: tuple[float, float], gathers: Map
     )  # fmt: skip
 
 
-def _gathers(step: StepPlan) -> dict[tuple[str, str], float]:
-    """Op path, and tensor that it reads -> the bytes that each device sends to have more of it than it had."""
+def _gathers(step: StepPlan) -> tuple[dict[tuple[str, str], float], float]:
+    """Op path, and tensor that it reads -> the bytes that each device sends to have more of it than it had; and of all."""
     found: dict[tuple[str, str], float] = {}
+    total = 0.0
     for path, moved in moved_by_reader(step.segments).items():
         for task, itemsize, times in moved:
+            sent = sum(times * nbytes for kind, nbytes in task.sent(itemsize) if sends(kind))
+            total += sent
             if isinstance(task, Adapt) and _grows(task):
-                sent = sum(times * nbytes for kind, nbytes in task.sent(itemsize) if sends(kind))
                 found[path, task.tensor.name] = found.get((path, task.tensor.name), 0.0) + sent
-    return found
+    return found, total
 
 
 def _grows(task: Adapt) -> bool:
@@ -254,25 +265,52 @@ class _Finder:
         if place.group.unordered != cut.mesh.unordered or place.as_it_lies(op):
             return
         if cut.axis in place.shares or any(cut.axis in axes for axes in place.factors.values()):
-            if place.origin == "filled" and not cut.behind and self._is_gathered(op, laid, cut):
-                self._note(op, cut, self._factor(op, cut), copied=False)
+            index = None if cut.behind else self._gathered(op, laid, cut)
+            if index is not None:
+                factor = self._factor(op, cut, index)
+                meets = place.origin == "policy" and self._meets_rows(op, place, cut, factor)
+                if meets or place.origin == "filled":
+                    self._note(op, cut, factor, copied=False, meets=meets)
             return
-        factor = self._factor(op, cut)
+        factor = self._factor(op, cut, op.inputs.index(cut.tensor))
         if factor is None or self._as_asked(op, laid, factor, cut):
             return
         self._note(op, cut, factor, copied=True)
         for tensor, dim in _carried(op, self.graph.rule(op), factor, cut):
             yield _Cut(tensor, dim, cut.mesh, cut.axis, op.path)
 
-    def _is_gathered(self, op: Op, laid: OpLayouts, cut: _Cut) -> bool:
-        """Whether an operand that lies cut is read whole along the axis."""
-        layout = laid.inputs[op.inputs.index(cut.tensor)]
-        return all(cut.axis not in axes for axes in layout.cuts) and dict(layout.values).get(cut.axis) is None
+    def _gathered(self, op: Op, laid: OpLayouts, cut: _Cut) -> int | None:
+        """The first operand that lies cut and is read whole along the axis."""
+        for index, (tensor, layout) in enumerate(zip(op.inputs, laid.inputs, strict=True)):
+            used = {*itertools.chain(*layout.cuts), *dict(layout.values)}
+            if tensor == cut.tensor and cut.axis not in used:
+                return index
+        return None
 
-    def _factor(self, op: Op, cut: _Cut) -> Factor | None:
-        """The factor of ``op`` that the dim is; of several the first that can be split."""
+    def _meets_rows(self, op: Op, place: Placement, cut: _Cut, factor: Factor | None) -> bool:
+        """Whether what lies cut are rows of the batch, and the axis splits other rows of it in ``op``."""
+        if cut.axis not in self.row_axes:
+            return False
+        rows = self.rows.get(op, ())
+        return factor is not None and factor.name in rows and any(cut.axis in place.factors.get(f, ()) for f in rows)
+
+    @cached_property
+    def row_axes(self) -> set[str]:
+        """The axes that cut dim 0 of the batch."""
+        return {axis for t in self._batch() for axes in self.completed.inputs[t].by_dim[0] for axis in axes}
+
+    @cached_property
+    def rows(self) -> Mapping[Op, Set[str]]:
+        """The factors that dim 0 of the batch is in each op."""
+        return all_reached_factors(self.graph, [(t, 0) for t in self._batch()])
+
+    def _batch(self) -> list[PTensor]:
+        return [t for t in self.graph.inputs if t.shape and t not in self.aside]
+
+    def _factor(self, op: Op, cut: _Cut, index: int) -> Factor | None:
+        """The factor of ``op`` that the dim of its operand ``index`` is; of several the first that can be split."""
         rule = self.graph.rule(op)
-        names = rule.operands[op.inputs.index(cut.tensor)][cut.dim]
+        names = rule.operands[index][cut.dim]
         every = [rule.factors[name] for name in names]
         return next((one for one in every if one.splittable), every[0]) if every else None
 
@@ -289,14 +327,18 @@ class _Finder:
         here = forward.group.unordered == cut.mesh.unordered
         return forward.origin == "policy" and here and cut.axis not in used
 
-    def _note(self, op: Op, cut: _Cut, factor: Factor | None, copied: bool) -> None:
-        found = self.found.setdefault(op.path, _Found(op, cut, factor, copied))
+    def _note(self, op: Op, cut: _Cut, factor: Factor | None, copied: bool, meets: bool = False) -> None:
+        found = self.found.setdefault(op.path, _Found(op, cut, factor, copied, meets=meets))
         found.axes.add(cut.axis)
 
 
 def _why(rule: Rule, found: _Found) -> str:
     """Why an op is not split along what cuts its operand, and the remedy."""
     factor, parts = found.factor, found.parts
+    if found.meets:
+        return (
+            "rows of the batch meet all its rows, so one side is put together; op_trans splits the other, or another factor"
+        )
     if factor is None or not found.copied:
         return "its other operands are split along the same devices; op_trans says how it shall be split"
     if not factor.splittable:

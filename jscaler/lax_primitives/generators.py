@@ -96,6 +96,7 @@ INSIDE = "it is the inside of a random key"
 
 RECORDS = (
     Primitive("iota", iota, bound=_own_iota, by_row=True, refilled=True, cost="fused"),
+    Primitive("platform_index", iota, cost="fused"),  # which of several implementations the devices' platform has
     Primitive("empty", iota, shaped=sized("shape"), cost="fused"),
     Primitive("empty2", iota, cost="fused"),
     Primitive("random_bits", random_bits, bound=_own_bits, weight=45, cost="drawn"),

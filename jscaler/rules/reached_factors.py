@@ -1,6 +1,6 @@
 """How far a dim of an input reaches through the dataflow: the answer to ``graph.factor_of``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor, Rule
@@ -17,6 +17,12 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
     """
     if not 0 <= dim < len(tensor.shape):
         raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {dim}")
+    by_op = all_reached_factors(graph, [(tensor, dim)])
+    return {op: _first(graph, op, by_op[op]) for op in sorted(by_op, key=lambda op: graph.position[op.path])}
+
+
+def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> dict[Op, set[str]]:
+    """For every op that some of ``dims`` reach all the factors that they are there."""
     by_op: dict[Op, set[str]] = {}
 
     def onward(at: tuple[PTensor, int]) -> Iterator[tuple[PTensor, int]]:
@@ -32,10 +38,9 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
             if place + shift >= 0:
                 yield other, place + shift
 
-    for _ in closure([(tensor, dim)], onward):
+    for _ in closure(dims, onward):
         pass
-    found = sorted((op for op, factors in by_op.items() if factors), key=lambda op: graph.position[op.path])
-    return {op: _first(graph, op, by_op[op]) for op in found}
+    return {op: factors for op, factors in by_op.items() if factors}
 
 
 def _factors_at(graph: Graph, op: Op, tensor: PTensor, dim: int) -> list[str]:

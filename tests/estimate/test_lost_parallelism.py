@@ -44,7 +44,7 @@ def planned(plan: Any, step: Callable[..., Any], devices: int = 4, **options: An
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lowered = jscaler.parallelize(plan, devices=devices, **options)(step).lower(PARAMS, BATCH)
-    assert all(issubclass(one.category, PlanWarning) for one in caught)
+    assert all(issubclass(one.category, PlanWarning) for one in caught), [str(one.message) for one in caught]
     return lowered, [str(one.message) for one in caught]
 
 
@@ -172,6 +172,67 @@ def test_a_gather_that_nobody_asked_for_is_one_though_the_op_is_split() -> None:
     assert lost.gathered > 0
     assert said[0].startswith("plan 'crossed': parallelism is lost: ")
     assert "are gathered that no decision asked for" in said[0]
+
+
+def two_towers(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["a"]), jnp.sin(x @ params["a"])
+
+
+def itself(params: Any, x: jax.Array) -> jax.Array:
+    return (jnp.tanh(x @ params["a"]),) * 2
+
+
+@pytest.mark.parametrize("towers", [two_towers, itself])
+def test_rows_of_the_batch_that_meet_all_rows_are_gathered_with_a_word(towers: Any) -> None:
+    """A contrastive loss: data parallelism splits one side of the pairs, and has the other put together."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("towers"):
+            one, other = towers(params, x)
+        with jax.named_scope("turned"):
+            other = other.T
+        with jax.named_scope("pairs"):
+            scores = one @ other
+        return -jnp.mean(jnp.sum(jnp.eye(16) * jax.nn.log_softmax(scores), -1))
+
+    def step(params: Any, batch: jax.Array) -> Any:
+        value, grads = jscaler.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    lowered, said = planned("data_parallel", step)
+    (lost,) = [op for op in lowered.plan.lost.ops if op.path == "pairs/dot"]
+    assert (lost.copied, lost.flops, lost.gathered) == (False, 0.0, 16 * 16 * 4 * 3 / 4)
+    assert "'pairs/dot'" in said[0]
+    assert "rows of the batch meet all its rows" in said[0]
+    with pytest.raises(PlanError, match="strict=True: parallelism is lost"):
+        planned("data_parallel", step, strict=True)
+
+
+def test_positions_that_meet_all_positions_are_what_a_plan_of_positions_is() -> None:
+    """Keys are gathered because the plan splits queries: no axis cuts the batch's rows."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = nn.Embed(24, 8)(tokens)
+            return nn.Dense(24)(x + nn.MultiHeadDotProductAttention(2)(x))
+
+    model, tokens = Model(), jnp.arange(32).reshape(4, 8) % 24
+    params = model.init(jax.random.key(0), tokens)
+
+    def step(params: Any, batch: jax.Array) -> Any:
+        loss = lambda p, t: jnp.mean(model.apply(p, t) ** 2)  # noqa: E731
+        value, grads = jscaler.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    def positions(graph: Any, devices: np.ndarray) -> None:
+        for op, name in graph.factor_of("batch", 1).items():
+            if op.kind == "forward" and graph.rule(op).factors[name].splittable:
+                graph.op_assign(graph.op_trans(op, Split(name, 4)), devices)
+
+    lowered = jscaler.parallelize(positions, devices=4)(step).lower(params, tokens)
+    assert any("all_gather" in move.moved for row in lowered.plan.report.ops for move in row.moves)
+    assert not lowered.plan.lost.ops
 
 
 def test_like_layers_are_one_line() -> None:
