@@ -8,7 +8,7 @@ and does not use the axis is copied along it, and what it leaves carries the dim
                                           └─ lost ───── and behind it
 
 What the policy has placed is as it was asked for, and the backward of that, unless it cannot be split at all, or where rows
-of the batch meet rows of the batch (every sentence with every picture): one operand of such an op is put together. Parameters,
+of the batch meet rows of the batch (every sentence with every picture): one operand of that is put together. Parameters,
 their gradients and their updates do not count: where these lie whole says `report.replicated`.
 """
 
