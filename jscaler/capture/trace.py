@@ -23,6 +23,7 @@ from jscaler.capture.jaxprs import (
 )
 from jscaler.capture.nested_gradients import WithPlainGradients, holds_gradients, refuse
 from jscaler.capture.opening import hoist_numbers
+from jscaler.capture.own_rows import own_rows
 from jscaler.capture.split_conditions import split_cond
 from jscaler.capture.wishes import implicit_axes, is_wish, mesh_of, no_mesh, wished
 from jscaler.errors import CaptureError, CaptureWarning, listing
@@ -83,6 +84,7 @@ def _opened(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> Trace:
     for eqn in inliner.eqns:
         opener.add(eqn)
     opener.hoist_numbers()
+    opener.look_up_own_rows()
     return Trace(
         tuple(invars),
         tuple(opener.constants),
@@ -130,6 +132,10 @@ class _Opener:
     def hoist_numbers(self) -> None:
         eqns = hoist_numbers([t.eqn for t in self.equations], self.constants)
         self.equations = [TaggedEquation(e, t.call) for e, t in zip(eqns, self.equations, strict=True)]
+
+    def look_up_own_rows(self) -> None:
+        found = zip(own_rows([t.eqn for t in self.equations], self.constants), self.equations, strict=True)
+        self.equations = [TaggedEquation(eqn, t.call) for eqns, t in found for eqn in eqns]
 
     def read(self, atom: Atom) -> Atom:
         return atom if isinstance(atom, core.Literal) else self.alias.get(atom, atom)

@@ -30,6 +30,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize.completed import OpLayouts
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.placement import Placement
+from jscaler.materialize.stored import stored_inputs
 from jscaler.primitives.remedies import blocked
 from jscaler.rules.reached_factors import all_reached_factors
 from jscaler.text.folding import folded
@@ -229,6 +230,7 @@ class _Finder:
         self.completed = step.completed
         self.graph = step.graph
         self.aside = _of_parameters(step.graph)
+        self.given = {store.leaf for store in stored_inputs(step.plan)} | step.plan.shards.keys()  # where another plan says
         self.found: dict[str, _Found] = {}
 
     def run(self) -> list[_Found]:
@@ -305,7 +307,7 @@ class _Finder:
         return all_reached_factors(self.graph, [(t, 0) for t in self._batch()])
 
     def _batch(self) -> list[PTensor]:
-        return [t for t in self.graph.inputs if t.shape and t not in self.aside]
+        return [t for t in self.graph.inputs if t.shape and t not in self.aside and t.name not in self.given]
 
     def _factor(self, op: Op, cut: _Cut, index: int) -> Factor | None:
         """The factor of ``op`` that the dim of its operand ``index`` is; of several the first that can be split."""

@@ -372,6 +372,7 @@ def cases() -> dict[str, list[tuple[Callable[..., Any], tuple[Any, ...]]]]:
             (lambda k: jax.random.key_data(jax.vmap(lambda one: jax.random.split(one, 3))(k)), (keys(4),)),
         ],
         "name": [(lambda x: checkpoint_name(x.max(0), "kept"), (x,))],
+        "platform_index": [(lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), (x,))],
         "empty": [(lambda x: x + 0 * jnp.where(True, 0, lax.empty((4, 6), jnp.int32)), (x,))],
         "random_clone": [(lambda k: jax.random.key_data(jax.random.clone(k)), (keys(4),))],
         "random_seed": [(lambda n: jax.random.key_data(jax.vmap(jax.random.key)(n)), (np.arange(4),))],
