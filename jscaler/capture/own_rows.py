@@ -2,7 +2,7 @@
 
 jnp writes a row's number as an index like any other, so that a device with some of the rows would want them all:
 
-    gather of (n, c) at (row, label), where row is an iota, or a constant that counts    ─►    per row: gather of (c,) at label
+    gather of (n, c) at (row, label), where row is an iota, or a constant that counts  ─►  per row: gather of (c,) at label
 
 The same for what is written so, ``x.at[jnp.arange(n), labels].add(…)``.
 """
