@@ -67,10 +67,19 @@ def parallelize(
     Returns:
         A decorator: of a function it makes a `Parallelized`, of a module class a subclass, of a module one like it.
 
+    Raises:
+        PlanError: ``plan`` is neither a policy nor a plan, or its arguments are not those it takes.
+        UnknownNameError: there is no plan, pass or cluster of that name, or no argument of the step.
+        CaptureError: what is decorated is no function and no Flax module.
+
     Example:
-        >>> @jscaler.parallelize("data_parallel", devices=8, donate_argnames="state")
-        ... def train_step(state, batch): ...
-        >>> model = jscaler.parallelize("data_parallel", devices=8)(model)
+        >>> @jscaler.parallelize("data_parallel", devices=4, donate_argnames="weights")
+        ... def fit_line(weights, batch):
+        ...     loss, slope = jscaler.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(weights)
+        ...     return weights - 0.1 * slope, loss
+        >>> weights, loss = fit_line(jnp.ones((8, 1)), jnp.ones((16, 8)))
+        >>> print(loss)
+        64.0
     """
     policy = _policy(plan)
     if devices is None and isinstance(policy, Plan):
@@ -135,7 +144,22 @@ def _cost_model(cluster: Any) -> CostModel:
 
 
 class Parallelized:
-    """A step function under a plan. Compiles at the first call of each shape; the undecorated one is ``.fun``."""
+    """A step function under a plan. Compiles at the first call of each shape; the undecorated one is ``.fun``.
+
+    Example:
+        >>> new, loss = train_step(state, batch)  # planned and compiled at the first call
+        >>> train_step.lower(state, batch).plan.report.total["all_reduce"][0]  # planned only
+        6
+        >>> other = train_step.under("zero3")
+        >>> shapes = other.abstract_state(make_state, jax.random.key(0), batch=batch)
+        >>> shapes["params"]["up"].sharding.shard_shape((16, 64))
+        (4, 64)
+        >>> train_step.without_stages() is train_step  # a pipeline would lose its stages
+        True
+        >>> leaves, graph = train_step.leaves(state, batch), train_step.graph(state, batch)
+        >>> [leaf.shape for leaf in leaves] == [tensor.shape for tensor in graph.inputs]
+        True
+    """
 
     def __init__(
         self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS,
@@ -228,7 +252,9 @@ class Parallelized:
             DeviceError: there are fewer devices than the plan is for.
 
         Example:
-            >>> state = train_step.init(make_state, model, jax.random.key(0), batch=batch)  # doctest: +SKIP
+            >>> state = train_step.init(make_state, jax.random.key(0), batch=batch)
+            >>> state["params"]["up"].shape
+            (16, 64)
         """
         resolve_devices(self._devices)
         traced, lowered = self._plan_state(make_state, args, given)
@@ -239,6 +265,14 @@ class Parallelized:
 
         This is what a checkpoint library restores into: see ``docs/state.md``. No leaf has a weak type, since none will
         when it has been restored.
+
+        Args:
+            make_state: as for `init`.
+            args: as for `init`.
+            given: as for `init`.
+
+        Raises:
+            CaptureError, UnknownNameError: as `init`. The devices need not be at hand.
         """
         traced, lowered = self._plan_state(make_state, args, given, weak=False)
         shardings = _leaf_shardings(lowered, traced.names)
@@ -259,9 +293,18 @@ class Parallelized:
         return self._lowered[call.key]
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Capture, plan and lower for these arguments (arrays or ``ShapeDtypeStruct`` objects), without compiling.
+        """Capture, plan and lower for these arguments, without compiling.
 
         The number of devices that was asked for need not be at hand before ``compile()``.
+
+        Args:
+            args: the step's arguments by position, arrays or ``jax.ShapeDtypeStruct`` objects.
+            kwargs: those by name.
+
+        Raises:
+            CaptureError: the step cannot be captured: an argument is no array, or a gradient is taken in a loop.
+            PlanError: the plan does not go with the step, or loses parallelism under ``strict=True``.
+            UnknownNameError: the plan names an op, a factor or an input that the step does not have.
         """
         call = self._arguments.bind(args, kwargs)
         self._lowered[call.key] = self._lower(call)
@@ -289,9 +332,16 @@ class Parallelized:
         Returns:
             A `Parallelized`. It wants this step planned, by `init`, a call or `lower`, before it is called itself.
 
+        Raises:
+            CaptureError: ``fun`` is no function, or ``paths`` no mapping; at a call, this step has not been planned, or for
+                another state.
+
         Example:
-            >>> @train_step.follow  # doctest: +SKIP
-            ... def eval_step(state, batch): ...
+            >>> @train_step.follow
+            ... def eval_step(state, batch):
+            ...     return loss_fn(state["params"], batch)
+            >>> bool(jnp.isfinite(eval_step(state, batch)))
+            True
         """
         if fun is None:
             return functools.partial(
@@ -315,7 +365,14 @@ class Parallelized:
         )  # fmt: skip
 
     def under(self, plan: PlanLike) -> "Parallelized":
-        """The same step under another plan, on the same devices."""
+        """The same step under another plan, on the same devices.
+
+        Args:
+            plan: as for `parallelize`.
+
+        Raises:
+            PlanError, UnknownNameError: as `parallelize`.
+        """
         return Parallelized(
             self.fun, _policy(plan), self._devices, self._arguments, self._cost, self._updates, self._following,
             self._without, self._strict,
@@ -327,11 +384,27 @@ class Parallelized:
         return self if inner is None else self.under(inner)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
-        """The captured graph for these arguments, before any plan."""
+        """The captured graph for these arguments, before any plan.
+
+        Args:
+            args: the step's arguments by position, arrays or ``jax.ShapeDtypeStruct`` objects.
+            kwargs: those by name.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
         return capture_call(self.fun, self._arguments, self._arguments.bind(args, kwargs), self._updates)[0].graph
 
     def leaves(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The flat leaves of these arguments, in the order of the graph's inputs."""
+        """The flat leaves of these arguments, in the order of the graph's inputs.
+
+        Args:
+            args: the step's arguments by position.
+            kwargs: those by name.
+
+        Raises:
+            CaptureError: an argument is no array and not static.
+        """
         return self._arguments.bind(args, kwargs).leaves
 
     def _plan(self, captured: Captured, call: BoundCall, num_devices: int) -> Plan:

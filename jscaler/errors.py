@@ -15,7 +15,15 @@ import numpy as np
 
 
 class JscalerError(Exception):
-    """The base class of everything jscaler raises. It goes from process to process, whatever its class is made of."""
+    """The base class of everything jscaler raises. It goes from process to process, whatever its class is made of.
+
+    Example:
+        >>> try:
+        ...     jscaler.parallelize("data_paralel")
+        ... except jscaler.JscalerError as error:
+        ...     print(type(error).__name__)
+        UnknownNameError
+    """
 
     def __reduce__(self) -> Any:
         return _with_message, (type(self), self.args), self.__dict__ or None
@@ -26,11 +34,23 @@ def _with_message(kind: type[JscalerError], args: tuple[Any, ...]) -> JscalerErr
 
 
 class CaptureError(JscalerError):
-    """The step cannot be captured as a graph: a non-array argument, or no gradient where the plan needs one."""
+    """The step cannot be captured as a graph: a non-array argument, or no gradient where the plan needs one.
+
+    Example:
+        >>> train_step.lower(state, "a batch")
+        Traceback (most recent call last):
+        jscaler.errors.CaptureError: argument 'batch' is a str, not an array: ...
+    """
 
 
 class PlanError(JscalerError):
-    """The plan contradicts itself, the graph or the devices."""
+    """The plan contradicts itself, the graph or the devices.
+
+    Example:
+        >>> jscaler.parallelize(plan=3)
+        Traceback (most recent call last):
+        jscaler.errors.PlanError: a plan is a policy, a plan's name or a Plan, not 3
+    """
 
 
 def check_count(what: str, count: Any, *, least: int = 1) -> int:
@@ -51,14 +71,20 @@ def check_count(what: str, count: Any, *, least: int = 1) -> int:
 
 
 class PlanFileError(PlanError):
-    """A plan cannot be written to a file or read from one."""
+    """A plan cannot be written to a file or read from one.
+
+    Example:
+        >>> Plan.from_json("no plan")
+        Traceback (most recent call last):
+        jscaler.errors.PlanFileError: ...
+    """
 
 
 class PlanFitError(PlanError):
     """A finished plan does not fit the graph: its op paths and rules are not those that the plan was made for.
 
     Example:
-        >>> raise PlanFitError("two_way", "op 'up/dot' is not in the graph; did you mean 'top/dot'?")
+        >>> raise jscaler.PlanFitError("two_way", "op 'up/dot' is not in the graph; did you mean 'top/dot'?")
         Traceback (most recent call last):
         jscaler.errors.PlanFitError: plan 'two_way' does not fit this graph; the first difference: op 'up/dot' is not in the
         graph; did you mean 'top/dot'?
@@ -69,24 +95,58 @@ class PlanFitError(PlanError):
 
 
 class OrderError(PlanError):
-    """Order constraints and data dependencies form a cycle."""
+    """Order constraints and data dependencies form a cycle.
+
+    Example:
+        >>> circular = chr(10).join(["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"])  # 0B0 waits for 1B0, and 1F1 for 0F1
+        >>> train_step.under(plans.pipeline(2, 2, circular)).lower(state, batch)
+        Traceback (most recent call last):
+        jscaler.errors.OrderError: blocks wait for each other: ...
+    """
 
 
 class DeviceError(JscalerError):
-    """The devices asked for are not the devices at hand."""
+    """The devices asked for are not the devices at hand.
+
+    Example:
+        >>> jscaler.parallelize("single", devices=0)(step).lower(state, batch)
+        Traceback (most recent call last):
+        jscaler.errors.DeviceError: 0 devices are asked for; ...
+    """
 
 
 class BlockError(JscalerError, RuntimeError):
     """A block of a step has failed while it ran: which one, of which stage, on which devices, for which
-    micro-batch, with its ops and their source lines. The error that XLA, or a host callback, has raised is its cause."""
+    micro-batch, with its ops and their source lines. The error that XLA, or a host callback, has raised is its cause.
+
+    Example:
+        >>> try:
+        ...     new, loss = train_step(state, batch)
+        ... except jscaler.BlockError as error:
+        ...     print(error, error.__cause__)
+    """
 
 
 class NotFiniteError(JscalerError, FloatingPointError):
-    """Under ``jax.debug_nans`` or ``jax.debug_infs``: the first op that has made a NaN, or an infinity, and where."""
+    """Under ``jax.debug_nans`` or ``jax.debug_infs``: the first op that has made a NaN, or an infinity, and where.
+
+    Example:
+        >>> with jax.debug_nans(True):
+        ...     jscaler.parallelize("single", devices=1)(jnp.log)(jnp.array([-1.0]))
+        Traceback (most recent call last):
+        jscaler.errors.NotFiniteError: op ... makes the first NaN, by log...
+    """
 
 
 class StateLostError(JscalerError, RuntimeError):
-    """A step has failed after it took donated state: these leaves are gone. The error that it failed with is the cause."""
+    """A step has failed after it took donated state: these leaves are gone. The error that it failed with is the cause.
+
+    Example:
+        >>> try:
+        ...     new, loss = train_step(state, batch)
+        ... except jscaler.StateLostError as error:
+        ...     print(error)  # and go on from the last checkpoint
+    """
 
     def __init__(self, lost: Sequence[str], donated: int, why: str):
         super().__init__(
@@ -100,7 +160,7 @@ class DeletedArgumentError(JscalerError, RuntimeError):
     """An argument is an array whose memory was given away.
 
     Example:
-        >>> raise DeletedArgumentError(["state/w"])
+        >>> raise jscaler.DeletedArgumentError(["state/w"])
         Traceback (most recent call last):
         jscaler.errors.DeletedArgumentError: 1 argument has been deleted: 'state/w'; a step that donates its state takes it:
         give the state that the step has returned, or decorate it without donate_argnames / donate_argnums
@@ -115,15 +175,32 @@ class DeletedArgumentError(JscalerError, RuntimeError):
 
 
 class JobError(JscalerError):
-    """What ``--job path.py:function`` names is no job: the file, its function, or what the function has returned."""
+    """What ``--job path.py:function`` names is no job: the file, its function, or what the function has returned.
+
+    Example:
+        >>> issubclass(jscaler.JobError, jscaler.JscalerError)  # what a command prints, before it ends with exit code 1
+        True
+    """
 
 
 class OutputError(JscalerError):
-    """A result cannot be written: a log, a checkpoint, a picture; there is no such place, no permission, or no space."""
+    """A result cannot be written: a log, a checkpoint, a picture; there is no such place, no permission, or no space.
+
+    Example:
+        >>> jscaler.write_trace("/dev/null/trace.json", jscaler.simulate(lowered, "4xH100-80GB"))
+        Traceback (most recent call last):
+        jscaler.errors.OutputError: cannot write the trace '/dev/null/trace.json': ...
+    """
 
 
 class DataError(JscalerError):
-    """Training data is missing or too short."""
+    """Training data is missing or too short.
+
+    Example:
+        >>> jscaler.pad_batch({}, 4)
+        Traceback (most recent call last):
+        jscaler.errors.DataError: ...
+    """
 
 
 class VerificationError(JscalerError):
@@ -131,6 +208,12 @@ class VerificationError(JscalerError):
 
     Of a program it says which device holds what in place of what: the plan is not at fault, please report it with the
     plan. Of a rule (`jscaler.verify_rule`) it says which factor lies, in how many parts and in which result.
+
+    Example:
+        >>> softmax = jscaler.op("a b -> a b")(jax.nn.softmax)  # not true of b, over which it sums
+        >>> jscaler.verify_rule(softmax, np.eye(4))
+        Traceback (most recent call last):
+        jscaler.errors.VerificationError: ...
     """
 
 
@@ -138,7 +221,7 @@ class RuleError(JscalerError):
     """A rule cannot be read, or does not fit the shapes of the op that it is given to.
 
     Example:
-        >>> raise RuleError("b s -> b", "the op has 2 operands and the rule has 1")
+        >>> raise jscaler.RuleError("b s -> b", "the op has 2 operands and the rule has 1")
         Traceback (most recent call last):
         jscaler.errors.RuleError: rule 'b s -> b': the op has 2 operands and the rule has 1
     """
@@ -151,7 +234,7 @@ class UnknownNameError(JscalerError):
     """A name that nothing carries.
 
     Example:
-        >>> raise UnknownNameError("plan", "singel", ["single", "data_parallel"])
+        >>> raise jscaler.UnknownNameError("plan", "singel", ["single", "data_parallel"])
         Traceback (most recent call last):
         jscaler.errors.UnknownNameError: no plan named 'singel'; did you mean 'single'? known: single, data_parallel
     """
@@ -174,7 +257,7 @@ class SplitError(PlanError):
     """An op cannot be split as asked.
 
     Example:
-        >>> raise SplitError("attn/qkv", "h", 12, 8)
+        >>> raise jscaler.SplitError("attn/qkv", "h", 12, 8)
         Traceback (most recent call last):
         jscaler.errors.SplitError: 'attn/qkv' cannot split factor 'h' of size 12 into 8 parts; legal: 1, 2, 3, 4, 6, 12
     """
@@ -204,16 +287,44 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 class PlanWarning(UserWarning):
-    """A step's plan is not the one that was asked for: the policy did not fit, and the plan was filled in."""
+    """A step's plan is not the one that was asked for: the policy did not fit, and the plan was filled in.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", jscaler.PlanWarning)  # an error in its place
+        ...     planned = jscaler.parallelize("data_parallel", devices=4)(jnp.sum).lower(jnp.ones(8))
+    """
 
 
 class ScheduleWarning(PlanWarning):
-    """A step runs by another schedule than the one that was asked for, which does not go with its blocks."""
+    """A step runs by another schedule than the one that was asked for, which does not go with its blocks.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", jscaler.ScheduleWarning)  # an error in its place
+        ...     planned = jscaler.parallelize("data_parallel", devices=4)(jnp.sum).lower(jnp.ones(8))
+    """
 
 
 class CaptureWarning(UserWarning):
-    """Something of the step is captured as near as it can be, and not quite as it was written."""
+    """Something of the step is captured as near as it can be, and not quite as it was written.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", jscaler.CaptureWarning)  # an error in its place
+        ...     planned = train_step.lower(state, batch)
+    """
 
 
 class UnknownPrimitiveWarning(UserWarning):
-    """A primitive without a rule: ops that contain it are replicated, never split."""
+    """A primitive without a rule: ops that contain it are replicated, never split.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", jscaler.UnknownPrimitiveWarning)  # an error in its place
+        ...     planned = jscaler.parallelize("data_parallel", devices=4)(jnp.sum).lower(jnp.ones(8))
+    """

@@ -21,8 +21,10 @@ class Job(NamedTuple):
         name: what reports call it; by default as it was given on the command line.
 
     Example:
-        >>> def job(hidden=64):  # in my_model.py; jscaler train --job "my_model.py:job(hidden=128)"
-        ...     return jscaler.Job(make_state, train_step, batches)
+        >>> def job(batches=10):  # in my_model.py; jscaler train --job "my_model.py:job(batches=20)"
+        ...     return jscaler.Job(make_state, step, [batch] * batches)
+        >>> job().make_state is make_state
+        True
     """
 
     make_state: Callable[[Any], Any]

@@ -40,7 +40,11 @@ def value_and_grad(
         CaptureError: ``f`` changes more in a module than its arrays.
 
     Example:
-        >>> loss, grads = jscaler.nnx.value_and_grad(lambda m, x: m(x).mean())(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), x)
+        >>> from flax import nnx
+        >>> linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        >>> loss, grads = jscaler.nnx.value_and_grad(lambda m, x: m(x).mean())(linear, jnp.ones((4, 2)))
+        >>> grads["kernel"].shape
+        (2, 3)
     """
     if holomorphic or allow_int:
         raise TypeError("gradients are taken of real floating-point arrays only: holomorphic and allow_int must be False")
@@ -61,7 +65,23 @@ def grad(
     f: Callable[..., Any] | None = None, *, argnums: Any = 0, has_aux: bool = False, holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """``flax.nnx.grad`` that a plan can see into; see `value_and_grad`. With ``has_aux``: ``(gradients, aux)``."""
+    """``flax.nnx.grad`` that a plan can see into.
+
+    Args:
+        f, argnums, has_aux, holomorphic, allow_int: as for `value_and_grad`.
+
+    Returns:
+        A function with ``f``'s arguments that returns the gradients, or ``(gradients, aux)``.
+
+    Raises:
+        TypeError, CaptureError: as `value_and_grad`.
+
+    Example:
+        >>> from flax import nnx
+        >>> linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        >>> jscaler.nnx.grad(lambda m, x: m(x).mean())(linear, jnp.ones((4, 2)))["bias"].shape
+        (3,)
+    """
     if f is None:
         return functools.partial(grad, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
     with_value = value_and_grad(f, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)

@@ -1,7 +1,8 @@
-"""README's code blocks and the tutorial run as they stand."""
+"""README's code blocks, the notebook and the tutorial run as they stand."""
 
 import functools
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -50,6 +51,14 @@ def test_the_first_hour_runs() -> None:
         assert max(losses) - min(losses) < 2e-3
     assert "53× all_gather" in output
     assert "37× all_reduce" in output
+
+
+def test_the_notebook_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"__name__": "tour"}
+    cells = json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        exec("".join(cell["source"]).replace('jax.config.update("jax_num_cpu_devices", 4)', ""), names)
+        assert capsys.readouterr().out == "".join(line for output in cell["outputs"] for line in output["text"])
 
 
 def test_the_blocks_on_splitting_run_one_after_another() -> None:
@@ -199,6 +208,6 @@ def test_the_chunked_loss_runs() -> None:
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/*.ipynb")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document}: {target}"

@@ -83,7 +83,21 @@ def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, ha
 
 
 def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """``jax.grad`` that a plan can see into; see `value_and_grad`. With ``has_aux`` it returns ``(gradients, aux)``."""
+    """``jax.grad`` that a plan can see into.
+
+    Args:
+        fun, argnums, has_aux: as for `value_and_grad`.
+
+    Returns:
+        A function with ``fun``'s arguments that returns the gradients, or ``(gradients, aux)``.
+
+    Raises:
+        TypeError: as `value_and_grad`.
+
+    Example:
+        >>> jscaler.grad(lambda x: x ** 2)(3.0)
+        Array(6., dtype=float32, weak_type=True)
+    """
     with_value = value_and_grad(fun, argnums, has_aux)
 
     @functools.wraps(fun)

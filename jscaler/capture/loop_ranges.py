@@ -47,8 +47,9 @@ def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable
         inits = one.run(inits, is_last=following is None)
     loops = {n: known for n, known in graph.loops.items() if name not in chain_of(n, graph.loops)}
     loops |= {n: made for one in ranges for n, made in one.loops.items()}
-    like, *_, last = nest.ops()
-    first, stop = graph.position[like.path], graph.position[last.path] + 1
+    own_ops = list(nest.ops())
+    like = own_ops[0]
+    first, stop = graph.position[like.path], graph.position[own_ops[-1].path] + 1
     by_stack = sorted(ranges, key=lambda one: one.bounds)
     stacks = dict.fromkeys(x.stack for x in loop.xs)
     apart = [_apart(x, by_stack, like, bodies) for x in stacks if not _is_of_parts(graph, x, by_stack)]

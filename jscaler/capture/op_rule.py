@@ -69,6 +69,11 @@ class OpRule:
     Example:
         >>> OpRule("b t (h d), (h d) o -> b t o", sizes={"h": 4})
         OpRule('b t (h d), (h d) o -> b t o')
+        >>> rule = OpRule("b t (h d), (h d) o -> b t o", sizes={"h": 4})
+        >>> rule.names
+        ['b', 't', 'h', 'd', 'o']
+        >>> dict(rule.match([(2, 8, 16), (16, 32)], [(2, 8, 32)]).sizes)["d"]
+        4
     """
 
     text: str
@@ -147,7 +152,12 @@ class OpRule:
     def match(
         self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]] | None = None, who: str = "the op"
     ) -> Matched:
-        """The rule at these shapes; without ``results``, what can be said of the operands.
+        """The rule at these shapes.
+
+        Args:
+            operands: the shape of each.
+            results: the shape of each; without them, what can be said of the operands.
+            who: what a message calls the op.
 
         Raises:
             RuleError: it does not fit, and where.

@@ -85,9 +85,11 @@ def op(
     """Make a function of arrays one op, to be split as ``rule`` says.
 
     Args:
-        rule: words for the dims of its operands and results, like an einsum; see `OpRule`, also for the keywords. A
-            factor that no result carries is a reduction: the parts give summands. What the function does not treat
-            index by index (the keys of an attention) must be ``blocked``; `jscaler.verify_rule` finds what was forgotten.
+        rule: words for the dims of its operands and results, like an einsum; see `OpRule`. A factor that no result
+            carries is a reduction: the parts give summands.
+        blocked: factors that the function does not treat index by index, such as the keys of an attention;
+            `jscaler.verify_rule` finds what was forgotten.
+        reduce, sizes, linear: as for `OpRule`.
 
     The function takes arrays by position, and hashable static values by keyword; it returns an array or a tuple of
     arrays, reads no other traced value, and must work at part shapes. Its backward, ``jax.vjp`` at part shapes (custom
@@ -101,6 +103,8 @@ def op(
         >>> @jscaler.op("b s h, h o -> b s o")
         ... def project(x, kernel):
         ...     return x @ kernel
+        >>> project(jnp.ones((2, 3, 4)), jnp.ones((4, 5))).shape
+        (2, 3, 5)
     """
     read = as_rule(rule, blocked, reduce, sizes, linear)
 

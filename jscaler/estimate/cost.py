@@ -133,6 +133,18 @@ class Cost:
         by_op: path -> cost of one op, in the order of the program. Ops that the plan re-opened stand as their pieces.
         shares: of the devices that do alike: all, or those of a stage.
         elapsed: seconds of a step on several device groups; None where that is not known, or there is one.
+        donated: whether the step updates its state in place.
+
+    Example:
+        >>> found = jscaler.cost(lowered, None, "4xH100-80GB")
+        >>> found.num_devices, found.fits, found.held.memory.peak == found.memory.peak == found.by_devices[0].memory.peak
+        (4, True, True)
+        >>> found.total_flops == 4 * found.flops, found.moved > 0, found.launches > 0  # FLOPs, bytes, kernels
+        (True, True, True)
+        >>> found.sent.total, found.seconds.total < 1e-3  # bytes, seconds
+        (21510.0, True)
+        >>> sorted(found.as_json())[:3]
+        ['by_op', 'cluster', 'devices']
     """
 
     plan: str
@@ -145,6 +157,7 @@ class Cost:
 
     @property
     def num_devices(self) -> int:
+        """How many devices the plan is for."""
         return self.step.plan.num_devices
 
     @property
@@ -192,6 +205,7 @@ class Cost:
 
     @property
     def memory(self) -> Memory:
+        """Bytes by kind on one of these devices, and its peak."""
         return self.held.memory
 
     @property

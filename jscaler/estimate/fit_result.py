@@ -84,7 +84,12 @@ class Fit:
 
     Attributes:
         cluster: whose devices' memory it is about.
-        chosen: of what fits the cheapest: in extra FLOPs, then in bytes sent, then in launches; None if nothing does.
+        tried: each plan with its cost, or why it is not legal for the step.
+
+    Example:
+        >>> found = jscaler.fit(train_step.graph(state, batch), "4xH100-80GB", ["data_parallel", "zero3"])
+        >>> found.chosen.plan, found.smallest.fits, found.as_json()["fits"]
+        ('data_parallel', True, True)
     """
 
     cluster: Cluster
@@ -92,6 +97,7 @@ class Fit:
 
     @property
     def chosen(self) -> Tried | None:
+        """The cheapest that fits: in extra FLOPs, then in bytes sent, then in launches; None if nothing does."""
         return min((one for one in self.tried if one.fits), key=lambda one: one.price, default=None)
 
     @property

@@ -56,8 +56,9 @@ def cost(
         UnknownNameError: no cluster or plan has the name.
 
     Example:
-        >>> found = jscaler.cost(train_step.graph(state, batch), "data_parallel", "8xH100-80GB")  # doctest: +SKIP
-        >>> found.seconds.total, found.sent.between, found.memory.peak  # doctest: +SKIP
+        >>> found = jscaler.cost(train_step.graph(state, batch), "data_parallel", "8xH100-80GB")
+        >>> found.seconds.total < 1e-3, found.sent.between, found.memory.peak < 1e8  # seconds, bytes, bytes
+        (True, 0.0, True)
     """
     on = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
     step = planned(graph, plan, on, devices)

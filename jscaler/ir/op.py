@@ -118,7 +118,7 @@ class Op:
         kept: those of its outputs that are saved though it lies in a checkpointed region.
         again: on an op that computes a checkpointed region again, the op that it repeats.
         saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.
-        anywhere: whether it is right on whatever part lies there: ``fence``, or the ``sum`` of a loop's gradients.
+        anywhere: whether it is right for any part of its inputs: ``fence``, or the ``sum`` of a loop's gradients.
         joins_shards: whether it puts a parameter that lies in parts together, once for all that runs part by part in time.
         added: on an op that each part in time runs alone, the results that leave it as the sum over all parts.
         turn: on an op of a loop that takes several parts in time in an iteration: which of them it is for.

@@ -289,7 +289,7 @@ class Writer:
 
 
 def _anywhere(op: Op, shapes: Sequence[tuple[int, ...]]) -> core.Jaxpr:
-    """The body of an op that takes whatever part lies there."""
+    """The body of an op that takes any part of its inputs."""
     assert op.body is not None
     avals = [t.aval.update(shape=shape) for t, shape in zip(op.inputs, shapes, strict=True)]
     if op.anywhere == "fence":

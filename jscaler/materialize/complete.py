@@ -564,7 +564,7 @@ class _Completer:
         self.at_hand[tensor] = [best]
 
     def layouts_at_hand(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        """The layouts of an op that takes whatever part lies there."""
+        """The layouts of an op that takes any part of its inputs."""
         if op.anywhere == "sum":
             group = self.home[op.path]
             held = self._options(op.inputs[1], group)  # (none, where its maker waits for a reader)

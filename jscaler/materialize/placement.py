@@ -65,7 +65,7 @@ class Placement:
         return {f: self.group.size(axes) for f, axes in self.factors.items() if axes}
 
     def as_it_lies(self, op: Op) -> bool:
-        """Whether ``op`` takes whatever part lies there: it may, and no policy has placed it."""
+        """Whether ``op`` takes any part of its inputs, as they lie: it may, and no policy has placed it."""
         return bool(op.anywhere) and self.origin == "filled"
 
     def describe(self) -> str:

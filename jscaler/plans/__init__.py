@@ -58,6 +58,11 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
         UnknownNameError: no plan, argument, or function in the file, has that name.
         PlanError: there is no such file, it cannot be run, or the arguments are no literals or not those of the plan.
         PlanFileError: a saved plan cannot be read.
+
+    Example:
+        >>> policy = plans.by_name("accumulate(2, zero2())")
+        >>> policy.__name__
+        'accumulate'
     """
     if name.endswith(".json"):
         return Plan.load(name)
@@ -70,11 +75,20 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
 
 
 def with_schedule(name: str, schedule: str, **more: Any) -> str:
-    """The plan ``name`` with another schedule, and other arguments if given.
+    """The text of a plan with another schedule.
+
+    Args:
+        name: the text of a built-in plan, as for `by_name`.
+        schedule: the name of a published schedule, or a table's text.
+        more: other arguments of the plan that change.
 
     Raises:
         UnknownNameError: no plan has that name, or it has no schedule.
         PlanError: it is a function in a file, or a saved plan.
+
+    Example:
+        >>> plans.with_schedule("pipeline(2, 4)", "zb_h1", microbatches=8)
+        "pipeline(2, 8, schedule='zb_h1')"
     """
     called, _ = parse_call(name)
     if called not in PLANS:

@@ -60,8 +60,9 @@ def co_shard(
         SplitError: heads or columns do not divide.
 
     Example:
-        >>> @jscaler.parallelize(plans.co_shard(8, plan=plans.tensor_parallel()), devices=4, donate_argnames="state")
-        ... def train_step(state, batch): ...
+        >>> lowered = train_step.under(plans.co_shard(2)).lower(state, batch)
+        >>> [name for name in lowered.graph.loops if name.startswith("tokens")]  # forward and backward of the loss
+        ['tokens@loss/gather.1', 'tokens@loss/gather.1@backward']
     """
     inner = plan or single()
     check_count("co_shard: parts", parts)

@@ -27,6 +27,11 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
         UnknownNameError: no input is called so, and several may be the batch.
         SplitError: the batch does not divide by the number of devices.
         CaptureError: the step updates state, but jscaler sees no gradient.
+
+    Example:
+        >>> planned = train_step.under(plans.data_parallel()).lower(state, batch).plan
+        >>> {kind: count for kind, (count, _) in planned.report.total.items()}  # five gradients and the loss
+        {'all_reduce': 6}
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

@@ -36,6 +36,17 @@ def expert_parallel(experts: str | Sequence[str] | None = None, batch: str = "ba
         UnknownNameError: no batch or kernel matches.
         PlanError: no kernel of experts is found.
         SplitError: the batch or the number of experts does not divide by the number of devices.
+
+    Example:
+        >>> def moe(params, x):  # rows, tokens, features; each expert gets a mean over the tokens of a row
+        ...     gates = jax.nn.softmax(x @ params["gate"])
+        ...     sent = jnp.einsum("bte,btd->ebd", gates, x)
+        ...     made = jnp.einsum("ebf,efd->ebd", jnp.tanh(jnp.einsum("ebd,edf->ebf", sent, params["up"])), params["down"])
+        ...     return (jnp.einsum("bte,ebd->btd", gates, made) ** 2).mean()
+        >>> params = {"gate": jnp.ones((4, 8)), "up": jnp.ones((8, 4, 16)), "down": jnp.ones((8, 16, 4))}
+        >>> train = jscaler.parallelize(plans.expert_parallel(batch="x"), devices=4)(jscaler.value_and_grad(moe))
+        >>> train.lower(params, jnp.ones((8, 2, 4))).plan.report.total["all_to_all"][0]
+        4
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

@@ -76,8 +76,9 @@ def megatron(
         SplitError: the batch, the heads, the vocabulary or the sequence does not divide.
 
     Example:
-        >>> @jscaler.parallelize(plans.megatron(dp=2, tp=4), devices=8)
-        ... def train_step(state, batch): ...
+        >>> planned = train_step.under(plans.megatron(dp=2, tp=2, columns={"*/up": 1})).lower(state, batch).plan
+        >>> sorted(planned.plan.split_factors["mlp/dot"])  # rows of the batch, and hidden units
+        ['a', 'd']
     """
 
     def on_grid(graph: Planner, devices: np.ndarray, tp: int | None, columns: Dims | Sequence[str] | None) -> None:

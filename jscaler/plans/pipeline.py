@@ -77,8 +77,10 @@ def pipeline(
         SplitError: the batch does not divide.
 
     Example:
-        >>> @jscaler.parallelize(plans.pipeline(4, 8, plan=plans.data_parallel()), devices=8)
-        ... def train_step(state, batch): ...
+        >>> planned = train_step.under(plans.pipeline(2, 2, plan=plans.data_parallel())).lower(state, batch).plan
+        >>> print(planned.instructions.table)  # two groups of two devices, two micro-batches
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
     """
     inner = plan or single()
     check_count("pipeline: stages", stages)

@@ -41,8 +41,10 @@ def recompute_layers(
         PlanError: nothing looks like layers, or they cannot be taken together so.
 
     Example:
-        >>> @jscaler.parallelize(plans.recompute_layers(plans.megatron(dp=2, tp=4)), devices=8)
-        ... def train_step(state, batch): ...
+        >>> layers = ["*attention", "*mlp"]  # found by themselves where layers repeat
+        >>> lowered = train_step.under(plans.recompute_layers(plans.data_parallel(), on=layers)).lower(state, batch)
+        >>> any(op.path.startswith("attention/dot.3") and op.path.endswith("again") for op in lowered.graph.ops)
+        True
     """
     inner = plan or single()
 

@@ -36,8 +36,9 @@ def selective_recompute(
         PlanError: there is no such softmax (a fused attention keeps none of its inside).
 
     Example:
-        >>> @jscaler.parallelize(plans.selective_recompute(plans.megatron(dp=2, tp=4, sequence=True)), devices=8)
-        ... def train_step(state, batch): ...
+        >>> lowered = train_step.under(plans.selective_recompute(plans.tensor_parallel())).lower(state, batch)
+        >>> [op.path for op in lowered.graph.ops if op.path.endswith("@again")]
+        ['attention/dot.3@again']
     """
     inner = plan or single()
 

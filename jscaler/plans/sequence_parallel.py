@@ -33,6 +33,11 @@ def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dim
         UnknownNameError: no kernel, or no input, matches.
         PlanError: no dim of the data is the sequence, or several may be.
         SplitError: the heads or columns of a kernel, or the sequence, do not divide by the number of devices.
+
+    Example:
+        >>> planned = train_step.under(plans.sequence_parallel()).lower(state, batch).plan
+        >>> {kind: count for kind, (count, _) in planned.report.total.items()}
+        {'reduce_scatter': 3, 'all_reduce': 7, 'all_gather': 3}
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

@@ -45,8 +45,12 @@ def spatial(
         SplitError: the image does not divide.
 
     Example:
-        >>> @jscaler.parallelize(plans.spatial(grid=(2, 2)), devices=4)
-        ... def train_step(state, batch): ...
+        >>> def blurred(kernel, images):  # (rows, channels, height, width)
+        ...     return (jax.lax.conv(images, kernel, (1, 1), "SAME") ** 2).mean()
+        >>> plan = plans.spatial("images", dim=2, grid=(2, 2))
+        >>> train = jscaler.parallelize(plan, devices=4)(jscaler.value_and_grad(blurred))
+        >>> "halo" in train.lower(jnp.ones((2, 1, 3, 3)), jnp.ones((4, 1, 16, 16))).plan.report.total
+        True
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

@@ -46,7 +46,9 @@ def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[...
         SplitError: the heads or columns of a kernel do not divide by the number of devices.
 
     Example:
-        >>> plans.tensor_parallel({"*/layer_0/kernel": 1, "*/layer_2/kernel": 1})  # an MLP: every other layer
+        >>> planned = train_step.under(plans.tensor_parallel({"*/up": 1})).lower(state, batch).plan
+        >>> planned.plan.split_factors["mlp/dot"], planned.plan.split_factors["mlp/dot.1"]  # columns, then rows
+        (['d'], ['c'])
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

@@ -96,6 +96,11 @@ def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
     Raises (when the plan is made):
         UnknownNameError: no table matches.
         SplitError: the vocabulary does not divide by the number of devices: pad it.
+
+    Example:
+        >>> planned = train_step.under(plans.vocab_parallel({"*/words": 0})).lower(state, batch).plan
+        >>> planned.plan.split_factors["loss/gather"]  # rows of the table
+        ['c']
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:

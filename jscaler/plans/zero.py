@@ -35,7 +35,16 @@ from jscaler.primitives import Planner, Replicate
 def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
     """`data_parallel`, with the optimizer's state and the updates split over all devices.
 
-    Arguments and errors are those of `data_parallel`.
+    Args:
+        batch, reduce_dtype: as for `data_parallel`.
+
+    Raises (when the plan is made):
+        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+
+    Example:
+        >>> planned = train_step.under(plans.zero1()).lower(state, batch).plan
+        >>> {kind: count for kind, (count, _) in planned.report.total.items()}
+        {'all_reduce': 1, 'reduce_scatter': 5, 'all_gather': 5}
     """
     return _zero("zero1", batch, reduce_dtype, stored=False)
 
@@ -44,13 +53,17 @@ def zero3(batch: str = "batch", reduce_dtype: Any = None, gather_once: bool = Fa
     """`zero1`, with the parameters themselves split too: fully sharded data parallelism.
 
     Args:
-        batch, reduce_dtype: as for `data_parallel`; so are the errors.
+        batch, reduce_dtype: as for `data_parallel`.
         gather_once: over micro-batches, whether parameters are put together once a step and whole until its last backward,
             not in every forward and backward: less is sent, and more held; gradients and state lie in parts as before.
 
+    Raises (when the plan is made):
+        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+
     Example:
-        >>> @jscaler.parallelize(plans.zero3(), devices=8, donate_argnames="state")
-        ... def train_step(state, batch): ...
+        >>> shapes = train_step.under(plans.zero3()).abstract_state(make_state, jax.random.key(0), batch=batch)
+        >>> shapes["params"]["up"].sharding.shard_shape((16, 64))
+        (4, 64)
     """
     return _zero("zero3", batch, reduce_dtype, stored=True, gather_once=gather_once)
 
@@ -60,11 +73,16 @@ def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
 
     Without micro-batches that is `zero1`, whose gradients are scattered as they are made.
 
-    Arguments and errors are those of `data_parallel`.
+    Args:
+        batch, reduce_dtype: as for `data_parallel`.
+
+    Raises (when the plan is made):
+        UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
 
     Example:
-        >>> @jscaler.parallelize(plans.accumulate(8, plans.zero2()), devices=8, donate_argnames="state")
-        ... def train_step(state, batch): ...
+        >>> planned = train_step.under(plans.zero2()).lower(state, batch).plan
+        >>> planned.plan.accumulation.each_time
+        True
     """
     return _zero("zero2", batch, reduce_dtype, stored=False)
 

@@ -25,7 +25,10 @@ class Split:
             largest, and what a smaller part has beyond its own reaches no result.
 
     Example:
-        >>> Split("b", 4), Split(("kernel", 1), sizes=(5, 3))
+        >>> graph.op_trans("mlp/dot", Split("d", 4)).shape  # by the name of the factor
+        (4,)
+        >>> graph.op_trans("mlp/dot.1", Split(("down", 0), sizes=(40, 24))).shape  # by a tensor's dim
+        (2,)
     """
 
     factor: str | tuple[str, int]
@@ -47,7 +50,8 @@ class TimeSplit:
         sizes: in place of ``parts`` the size of each part; they add up to the factor's size.
 
     Example:
-        >>> graph.op_assign(graph.op_trans(op, Split("b", 4), TimeSplit("b", 8, "microbatch")), devices)  # doctest: +SKIP
+        >>> parts = graph.op_trans("mlp/dot", Split("a", 4), TimeSplit("a", 2, "microbatch"))  # 8 rows: 4 devices × 2 × 1
+        >>> graph.op_assign(parts, devices)
     """
 
     factor: str | tuple[str, int]
@@ -58,7 +62,15 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Run ``copies`` equal copies of the op."""
+    """Run equal copies of the op.
+
+    Attributes:
+        copies: how many.
+
+    Example:
+        >>> cells = graph.op_trans("mlp/dot", Split("d", 2), Replicate(2))  # each half of the columns on two devices
+        >>> graph.op_assign(cells, devices.reshape(2, 2))
+    """
 
     copies: int
 
@@ -75,7 +87,8 @@ class Chunk:
         parts: how many; must divide what splits of the factor leave.
 
     Example:
-        >>> graph.op_trans(loss, Split("b", 4), Chunk("s", 8))  # doctest: +SKIP
+        >>> loss = graph.fuse("head/dot", "loss/gather.1")
+        >>> graph.op_assign(graph.op_trans(loss, Split(("mlp/add:0", 0), 4), Chunk(("mlp/add:0", 1), 8)), devices)
     """
 
     factor: str | tuple[str, int]

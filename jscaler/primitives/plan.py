@@ -307,9 +307,15 @@ class Plan:
         told: options of the command line that made the model, by name; a file keeps them.
 
     Example:
-        >>> plan = train_step.lower(state, batch).plan.plan  # doctest: +SKIP
-        >>> plan.save("plan.json")  # doctest: +SKIP
-        >>> train_step = jscaler.parallelize(Plan.load("plan.json"), devices=8)(step)  # doctest: +SKIP
+        >>> plan = lowered.plan.plan
+        >>> plan.save("plan.json")
+        >>> again = jscaler.parallelize(Plan.load("plan.json"))(step).lower(state, batch)
+        >>> again.plan.plan.digest == plan.digest == Plan.from_json(plan.to_json()).digest
+        True
+        >>> plan.split_factors["mlp/dot"], plan.shards, plan.residuals, plan.alone
+        (['a'], {}, {}, frozenset())
+        >>> plan.reduce_dtype is None, plan.table is None, plan.accumulation.each_time  # as it says nothing of these
+        (True, True, False)
     """
 
     name: str
@@ -375,9 +381,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan that ``text`` says.
+        """The plan in the text of a plan file.
 
         Algorithms of one's own are imported from the module that defined them.
+
+        Args:
+            text: what `to_json` has given.
 
         Raises:
             PlanFileError: it is malformed, of a newer version, or holds a kind of decision that is not known.
@@ -386,12 +395,26 @@ class Plan:
         return cls(found.name, found.num_devices, found.decisions, found.made_for, found.told)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all; raises PlanFileError."""
+        """Write the plan to a file, whole or not at all.
+
+        Args:
+            path: of the file, which ends in ``.json``.
+
+        Raises:
+            PlanFileError: an algorithm of one's own could not be made again from it, or the file cannot be written.
+        """
         plan_file.save(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """The plan in a file; raises PlanFileError. Whether it fits is seen once it meets a graph."""
+        """The plan in a file. Whether it fits a graph is seen when a step is planned by it.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            PlanFileError: there is no such file, or what it holds is no plan.
+        """
         text = plan_file.load(path)
         try:
             return cls.from_json(text)

@@ -62,9 +62,27 @@ class Planner(GraphView):
     """A graph whose ops can be split, placed and ordered. Reads like the `Graph`; appends decisions to a plan.
 
     Example:
-        >>> def two_way(graph, devices):
-        ...     for op in graph.select("mlp/*"):
-        ...         graph.op_assign(graph.op_trans(op, Split("a", 2)), devices)
+        >>> [op.path for op in graph.select("mlp/*")]
+        ['mlp/dot', 'mlp/dot.1', 'mlp/add']
+        >>> print(graph.rule(graph["mlp/dot"]))
+        a b c, c d -> a b d
+        >>> units = graph.factor_of("state/params/up", 1)  # the hidden units, wherever they go
+        >>> units[graph["mlp/dot"]], units[graph["mlp/dot.1"]]
+        ('d', 'c')
+        >>> len(graph.forward()), len(graph.backward()), len(graph.update()), len(graph.of_kind("forward"))
+        (16, 19, 10, 16)
+        >>> graph.input("state/params/up").shape, [t.name for t in graph.select_inputs("batch")]
+        ((16, 64), ['batch/next', 'batch/tokens'])
+        >>> len(graph.ops), len(graph.inputs), len(graph.outputs), graph.output_names[-1], graph.next_version[0]
+        (45, 12, 11, '1', 0)
+        >>> words = graph.input("state/params/words")
+        >>> [op.path for op in graph.consumers[words]][:2], graph.producer[graph.outputs[-1]].path
+        (['loss/gather', 'head/dot'], 'loss/div')
+        >>> graph.by_path["mlp/dot"] is graph.ops[graph.position["mlp/dot"]] is graph.tree[graph.position["mlp/dot"]]
+        True
+        >>> len(graph.calls), len(graph.constants), len(graph.loops), len(graph.linked)  # no layers in a scan
+        (1, 0, 0, 0)
+        >>> graph.require_gradient()
     """
 
     def __init__(
@@ -97,6 +115,11 @@ class Planner(GraphView):
         A factor that an inner reduction blocks (the vocabulary of a cross entropy, the channels of a layer norm) cuts the
         op there; the cells are then groups of ops, and ``op`` still stands for all of them.
 
+        Args:
+            op: an op, the path of one, or a whole grid.
+            algorithms: `Split`, `TimeSplit`, `Replicate`, `Chunk`, `Prefix` or one of your own; each but `Chunk` makes an
+                axis.
+
         Returns:
             The whole grid; indexing it gives cells or sub-grids.
 
@@ -104,6 +127,11 @@ class Planner(GraphView):
             SplitError: a factor is blocked or does not divide.
             UnknownNameError: an op has no such factor.
             PlanError: the op was split before, or only part of a grid is split further.
+
+        Example:
+            >>> cells = graph.op_trans("mlp/dot", Split(("up", 1), 2), Split("a", 2))  # columns × rows of the batch
+            >>> cells.shape
+            (2, 2)
         """
         op = op if isinstance(op, Grid) else self._named("op_trans", op)
         target, axes, chunks = (op.op, op.axes, op.chunks) if isinstance(op, Grid) else (op, (), ())
@@ -171,6 +199,10 @@ class Planner(GraphView):
 
         Raises:
             PlanError: the numbers differ, a device does not exist, or part of a grid is assigned in any order.
+
+        Example:
+            >>> graph.op_assign(graph.op_trans("mlp/dot", Split("d", 4)), devices)
+            >>> graph.op_assign("mlp/dot.1", 3)  # whole, on one device
         """
         array = np.asarray(devices)
         cells = cells if isinstance(cells, Grid) else self._named("op_assign", cells)
@@ -210,15 +242,20 @@ class Planner(GraphView):
     def op_order(self, before: Op | Grid | str | OpPart, after: Op | Grid | str | OpPart) -> None:
         """Run ``before`` before ``after``: ops, or cells along a time axis, which are then pinned one by one.
 
-        A pair of an op and a number is that part along the op's time axis, of a backward op that of its forward op. Where
-        the axis spans device groups, blocks run so; else the parts leave their loop.
+        Where the time axis spans device groups, blocks run so; else the parts leave their loop.
+
+        Args:
+            before: an op or its path; a grid or a cell along its time axis; or a pair of an op and the number of a part
+                along its time axis, of a backward op that of its forward op.
+            after: the same.
 
         Raises:
             PlanError: a part of a grid is a part in space; an op has no time axis, or fewer parts.
 
         Example:
-            >>> parts = graph.op_trans(op, TimeSplit("b", 2))  # doctest: +SKIP
-            >>> graph.op_order(parts[1], parts[0])  # doctest: +SKIP
+            >>> parts = graph.op_trans("mlp/dot", TimeSplit("a", 2))
+            >>> graph.op_order(parts[1], parts[0])
+            >>> graph.op_order("attention/dot", "attention/dot.1")
         """
         (first, cells), (second, others) = map(self._ordered, (before, after))
         self._decisions.append(Order(first, second, cells, others))
@@ -258,8 +295,8 @@ class Planner(GraphView):
             PlanError: an op is split already, or they cannot be one op.
 
         Example:
-            >>> loss = graph.fuse("head/dot", "loss/reduce_sum", name="loss")  # doctest: +SKIP
-            >>> graph.op_assign(graph.op_trans(loss, Split("a", 4), Chunk("b", 8)), devices)  # doctest: +SKIP
+            >>> loss = graph.fuse("head/dot", "loss/gather.1", name="loss")
+            >>> graph.op_assign(graph.op_trans(loss, Split(("mlp/add:0", 0), 4), Chunk(("mlp/add:0", 1), 8)), devices)
         """
         paths = [self._named("fuse", op).path for op in ops]
         for path in paths:
@@ -300,8 +337,10 @@ class Planner(GraphView):
             PlanError: the sizes do not add up to its length; it stands in another loop; a decision names one of its ops.
 
         Example:
-            >>> graph.ranges("layers", [4, 4, 4])  # doctest: +SKIP
-            ('layers[0:4]', 'layers[4:8]', 'layers[8:12]')
+            >>> stack = lambda w: jax.lax.scan(lambda x, k: (x @ k, None), jnp.ones((2, 4)), w)[0].sum()
+            >>> policy = lambda graph, devices: print(graph.ranges("loss/scan", [2, 2]))
+            >>> _ = jscaler.parallelize(policy, devices=1)(jscaler.grad(stack)).lower(jnp.ones((4, 4, 4)))
+            ('loss/scan[0:2]', 'loss/scan[2:4]')
         """
         named = {path for d in self._decisions for path in named_ops(d)}
         inside = [op.path for op in self.graph.ops if loop in chain_of(op.loop, self.graph.loops)]
@@ -328,10 +367,17 @@ class Planner(GraphView):
         Where the plan has a schedule, each call is a stage of it, in the order of the calls.
 
         Args:
-            turned: the devices for every second part along the time axis ``axis``, if other ones.
+            ops: forward ops, or their paths.
+            devices: their numbers, an array of any shape.
+            turned: the devices for every second part along a time axis, if other ones.
+            axis: the name of that time axis.
 
         Raises:
             PlanError: there is no such device, or one is named twice.
+
+        Example:
+            >>> graph.on_devices(graph.select("attention/*"), devices[:2])
+            >>> graph.on_devices([*graph.select("mlp/*"), *graph.select("head/*")], devices[2:])
         """
         groups = [tuple(np.ravel(np.asarray(own)).tolist()) for own in (devices, [] if turned is None else turned)]
         for group in groups:
@@ -356,9 +402,18 @@ class Planner(GraphView):
         """Run a policy that is written for the devices of one stage, and carry out what it says on those of each op's.
 
         Args:
+            policy: the policy, which is given the numbers from 0 on.
             stage_of: path of an op, or of an input -> its stage; other ops have none, and are left open.
-            devices: stages × devices of each.
-            turned: the same for every second part along the time axis ``axis``.
+            devices: (stages, devices of each).
+            turned: the same for every second part along a time axis, where these lie elsewhere.
+            axis: the name of that time axis.
+
+        Raises:
+            JscalerError: what the policy raises.
+
+        Example:
+            >>> stages = {op.path: int(not op.path.startswith("attention")) for op in graph.forward()}
+            >>> graph.on_stages(plans.data_parallel(), stages, devices.reshape(2, 2))
         """
         first, grids, sharded = len(self._decisions), dict(self._grids), set(self._sharded)
         # a policy for some stages does not meet what one for other stages has said
@@ -391,16 +446,23 @@ class Planner(GraphView):
             PlanError: neither a table nor a name.
 
         Example:
-            >>> graph.schedule("0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1".replace(" / ", chr(10)))  # doctest: +SKIP
+            >>> graph.schedule("zb_h1")
+            >>> graph.schedule(Table.parse("0F0 0F1 0B0 0B1" + chr(10) + "1F0 1B0 1F1 1B1"))
         """
         found = find_schedule(table)
         self._decisions.append(Schedule(found.name if isinstance(found, Published) else str(found)))
 
     def reduce_dtype(self, dtype: Any) -> None:
-        """Add gradients between devices in ``dtype``: fewer bits send less and lose digits, more bits the reverse.
+        """Add gradients between devices in another dtype: fewer bits send less and lose digits, more bits the reverse.
+
+        Args:
+            dtype: a floating dtype, or its name.
 
         Raises:
             PlanError: not a floating dtype.
+
+        Example:
+            >>> graph.reduce_dtype("bfloat16")
         """
         self._decisions.append(ReduceDtype(summing_dtype(dtype)))
 
@@ -416,6 +478,9 @@ class Planner(GraphView):
 
         Raises:
             PlanError: not a floating dtype.
+
+        Example:
+            >>> graph.accumulation(dtype="float32", each_time=True)
         """
         before = next((d for d in reversed(self._decisions) if isinstance(d, Accumulation)), Accumulation())
         name = summing_dtype(dtype) if dtype is not None else before.dtype
@@ -438,6 +503,11 @@ class Planner(GraphView):
         Raises:
             UnknownNameError: nothing is called so.
             PlanError: none of them needs the whole of anything that could be cut.
+
+        Example:
+            >>> graph.per_microbatch("BatchNorm*")
+            Traceback (most recent call last):
+            jscaler.errors.UnknownNameError: no op named 'BatchNorm*'; ...
         """
         ops = needing_the_whole(self.graph, under(self.graph, selection))
         self.alone.update(ops)
@@ -463,7 +533,8 @@ class Planner(GraphView):
             SplitError: the dim does not divide.
 
         Example:
-            >>> graph.shard("state/params/up/kernel", 0, devices.reshape(4, 2), stored=True)  # doctest: +SKIP
+            >>> graph.shard("state/params/up", 0, devices, stored=True)  # a quarter of the rows on each
+            >>> graph.shard("state/params/down", 1, devices.reshape(2, 2))  # halves of the columns, each on two devices
         """
         tensor = self.graph.input(leaf) if isinstance(leaf, str) else leaf
         array = np.asarray(devices)
@@ -485,12 +556,16 @@ class Planner(GraphView):
         """Say what the backward of a forward op reads of it.
 
         Args:
+            op: a forward op, its grid, or its path.
             mode: ``"inputs"``: what it needs is computed again from the forward's inputs, and merged with the forward
                 where both run in one program; ``"saved"``: the forward hands it out. Where an op holds a ``custom_vjp``,
                 saved is the default, for its forward would run twice.
 
         Raises:
             PlanError: no such mode, or no gradient flows through the op.
+
+        Example:
+            >>> graph.residuals("mlp/dot.1", "saved")  # the gelu in front of it is not computed again
         """
         known = self.graph[op] if isinstance(op, str) else op.op if isinstance(op, Grid) else op
         if mode not in ("inputs", "saved"):
@@ -519,7 +594,7 @@ class Planner(GraphView):
                 holds only some of them.
 
         Example:
-            >>> graph.recompute("block_0/*", keep="block_0/attn/out/dot")  # doctest: +SKIP
+            >>> graph.recompute("attention/*", keep="attention/dot.5")
         """
         if self.stored and not self.graph.calls:
             return  # an evaluation that follows a train step: it has no backward pass
@@ -536,7 +611,16 @@ class Planner(GraphView):
         return self._regions
 
     def plan(self, name: str) -> Plan:
-        """The decisions so far."""
+        """The decisions so far, as a finished plan.
+
+        Args:
+            name: of the plan.
+
+        Example:
+            >>> graph.op_assign(graph.op_trans("mlp/dot", Split("d", 4)), devices)
+            >>> graph.plan("columns").split_factors
+            {'mlp/dot': ['d']}
+        """
         named = {path for decision in self._decisions for path in named_ops(decision)}
         made_for = MadeFor.of(self.graph, named, self._grids)
         return Plan(name, self.num_devices, tuple(self._decisions), made_for)

@@ -29,14 +29,24 @@ class Prefix:
         parts: how many; must divide the factor's size.
 
     Example:
-        >>> graph.op_assign(graph.op_trans(graph["loss/cumsum"], Prefix("a", 4)), devices)  # doctest: +SKIP
+        >>> def policy(graph, devices):
+        ...     graph.op_assign(graph.op_trans("loss/cumsum", Prefix("a", 4)), devices)  # its steps come from expand
+        >>> jscaler.parallelize(policy, devices=4)(jnp.cumsum)(jnp.ones(65536))[-1]
+        Array(65536., dtype=float32)
     """
 
     factor: str | tuple[str, int]
     parts: int
 
     def expand(self, site: Site) -> Sequence[Step] | None:
-        """The equations up to each running sum, its totals, and so on; None without one along the factor."""
+        """The steps that stand for an op: the equations up to each running sum, its totals, and so on.
+
+        Args:
+            site: the op, its program over whole arrays, and where the factor is in it.
+
+        Returns:
+            The steps; None where no running sum goes along the factor.
+        """
         writer = _Writer(site)
         for eqn in site.jaxpr.eqns:
             axis = eqn.params["axis"] if known(eqn.primitive).running else None

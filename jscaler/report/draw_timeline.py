@@ -26,11 +26,18 @@ SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def draw_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
-    """Write the picture of `timeline_figure` to ``path``.
+    """Draw timelines above each other: a row for each device, its blocks in seconds.
+
+    Args:
+        path: of the picture; its ending says the format.
+        timelines: what `simulate` or ``compiled.trace`` has given, one or more.
 
     Raises:
         UnknownNameError: the path's ending says no known format.
         JscalerError: matplotlib is missing, or the file cannot be written.
+
+    Example:
+        >>> jscaler.draw_timelines("step.png", [jscaler.simulate(lowered, "4xH100-80GB")])
     """
     path = Path(path)
     refuse_picture(path)

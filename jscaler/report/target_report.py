@@ -72,9 +72,11 @@ class Inspectable:
         return self.compiled.as_text()
 
     def memory_analysis(self) -> Any:
+        """What XLA allocates on a device, in bytes, as JAX has it."""
         return self.compiled.memory_analysis()
 
     def cost_analysis(self) -> Any:
+        """What XLA counts: FLOPs, bytes, as JAX has it."""
         return self.compiled.cost_analysis()
 
 

@@ -33,10 +33,17 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def write_trace(path: str | os.PathLike[str], timeline: Timeline) -> None:
-    """Write a timeline for Perfetto.
+    """Write a timeline for Perfetto (https://ui.perfetto.dev), as JSON.
+
+    Args:
+        path: of the file.
+        timeline: what `simulate` or ``compiled.trace`` has given.
 
     Raises:
         OutputError: the file cannot be written.
+
+    Example:
+        >>> jscaler.write_trace("step.json", jscaler.simulate(lowered, "4xH100-80GB"))
     """
     text = json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"})
     with writing("trace", path):

@@ -103,7 +103,7 @@ class OpPart:
 
     Attributes:
         inputs, outputs: which part of each tensor.
-        body: at the part's shapes; None for an op that is right on whatever lies there.
+        body: at the part's shapes; None for an op that is right for any part of its inputs.
         named: the names of the factors that are left; the plan's decisions in space speak of them.
         indexed: whether the part's index is the body's last operand.
     """

@@ -35,6 +35,7 @@ def register_rule(
         rule: words for the dims of its operands and results (``"... -> ..."`` where it is elementwise), or a function
             that gives them for an equation, whose ``params`` and ``invars`` it may read; see `OpRule` for the keywords.
             Or a whole record, with all that jscaler may know of a primitive: see ``jscaler.lax_primitives``.
+        blocked, reduce, linear: as for `OpRule`.
         local: gives the parameters that change at part shapes: ``local(params, operands, results)`` with
             ``jax.ShapeDtypeStruct`` objects of one part returns what replaces some of ``params``.
 
@@ -43,7 +44,8 @@ def register_rule(
         RuleError: the rule cannot be read; at capture, it does not fit an equation's shapes.
 
     Example:
-        >>> jscaler.register_rule(row_softmax_p, "... n -> ... n", blocked="n")
+        >>> from jax.extend.core import Primitive
+        >>> jscaler.register_rule(Primitive("row_softmax"), "... n -> ... n", blocked="n")
     """
     if not isinstance(primitive, core.Primitive):
         raise TypeError(f"register_rule takes a primitive, not {primitive!r}; for a function there is @jscaler.op")

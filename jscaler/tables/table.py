@@ -53,9 +53,15 @@ Entry = TableCell | Overlap
 class Table:
     """Rows of entries; ``str`` prints and `Table.parse` reads them.
 
+    Attributes:
+        rows: for each device group what it runs, in order.
+
     Example:
-        >>> print(Table.parse("0F0 0F1 0B0 0I1 0W1"))
+        >>> table = Table.parse("0F0 0F1 0B0 0I1 0W1")
+        >>> print(table)
         0F0 0F1 0B0 0I1 0W1
+        >>> [cell.kind for cell in table.cells()]
+        ['F', 'F', 'B', 'I', 'W']
     """
 
     rows: tuple[tuple[Entry, ...], ...]
@@ -63,6 +69,9 @@ class Table:
     @staticmethod
     def parse(text: str) -> "Table":
         """The table that is written so: a row in a line, cells between blanks.
+
+        Args:
+            text: such as the one above.
 
         Raises:
             PlanError: a cell cannot be read.

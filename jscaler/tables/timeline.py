@@ -56,9 +56,21 @@ class Timeline:
     """A step in time.
 
     Attributes:
+        name: of the step or its schedule.
+        runs: each run of a block: devices, begin and end in seconds.
+        sends: each value on its way from devices to devices.
         memory: the devices that hold alike -> times, in order, and the bytes that each device holds from then on.
         capacity: bytes that a device has; 0 where that is not known.
         exposed: seconds by which the step is longer than if sends took none; 0 where that is not known.
+
+    Example:
+        >>> timeline = jscaler.simulate(lowered, "4xH100-80GB")
+        >>> timeline.devices, timeline.alike, len(timeline.by_device[0])
+        ([0, 1, 2, 3], [(0, 1, 2, 3)], 1)
+        >>> timeline.busy(0) == timeline.makespan, timeline.bubble  # seconds; a share of them
+        (True, 0.0)
+        >>> timeline.peak(0) > 0, timeline.fits, timeline.as_json()["fits"]  # bytes
+        (True, True, True)
     """
 
     name: str
@@ -88,7 +100,11 @@ class Timeline:
         return sorted(self.by_device)
 
     def busy(self, device: int) -> float:
-        """Seconds in which a device runs blocks."""
+        """Seconds in which a device runs blocks.
+
+        Args:
+            device: its number.
+        """
         return sum(one.seconds for one in self.by_device[device])
 
     @property
@@ -98,7 +114,11 @@ class Timeline:
         return 1 - sum(one.seconds * len(one.devices) for one in self.runs) / whole if whole else 0.0
 
     def peak(self, device: int) -> int:
-        """The most bytes that a device holds."""
+        """The most bytes that a device holds.
+
+        Args:
+            device: its number.
+        """
         return max((n for own, states in self.memory.items() if device in own for _, n in states), default=0)
 
     @property

@@ -136,6 +136,10 @@ def verify(step: Lowered | Compiled | StepPlan) -> Report:
 
     Raises:
         VerificationError: the emitted program is wrong; says in which step, on which device, and how.
+
+    Example:
+        >>> jscaler.verify(lowered).exchanges  # six all-reduces
+        6
     """
     if isinstance(step, Compiled):
         step = step.lowered

@@ -86,7 +86,9 @@ def verify_rule(
         UnknownNameError: there is no such factor, or it is blocked.
 
     Example:
-        >>> jscaler.verify_rule(project, x, kernel)
+        >>> report = jscaler.verify_rule(jnp.matmul, np.ones((4, 6)), np.ones((6, 8)))
+        >>> sorted({check.factor for check in report.checks if check.direction == "forward"})
+        ['a', 'b', 'c']
     """
     (report,) = verify_rules([(fun, args)], factors, parts)
     return report
