@@ -50,7 +50,7 @@ def fit(
         >>> found = jscaler.fit(train_step.graph(state, batch), "V100-32GB")  # doctest: +SKIP
         >>> found.chosen.plan, found.chosen.headroom  # doctest: +SKIP
     """
-    on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster)))
+    on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(cluster))
     rungs = ladder(on.num_devices, batch_size(graph)) if plans is None else list(plans)
     found = []
     for tried in climb(graph, on, rungs, donated=donated):

@@ -59,7 +59,7 @@ def cost(
         >>> found = jscaler.cost(train_step.graph(state, batch), "data_parallel", "8xH100-80GB")  # doctest: +SKIP
         >>> found.seconds.total, found.sent.between, found.memory.peak  # doctest: +SKIP
     """
-    on = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
+    on = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
     step = planned(graph, plan, on, devices)
     by_op: dict[str, OpCost] = {}
     blocks: list[_BlockCost] = []
