@@ -9,7 +9,7 @@ import jax
 
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, CostModel
-from jscaler.errors import CaptureError
+from jscaler.errors import CaptureError, PlanError, check_count
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes
 from jscaler.lower.segment import only
@@ -107,6 +107,10 @@ class Lowered:
     def as_text(self, block: int | None = None) -> str:
         """StableHLO: of all blocks, each behind a line that says which it is, or of the one with a number."""
         if block is not None:
+            if not isinstance(block, int) or not 0 <= block < len(self.segments):
+                raise PlanError(
+                    f"the step has {len(self.segments)} blocks, 0 to {len(self.segments) - 1}, and no {block!r}"
+                )
             return self.segments[block].as_text()
         if len(self.segments) == 1:
             return self.segments[0].as_text()
@@ -195,7 +199,7 @@ class Compiled(Inspectable):
             >>> alone = compiled.measure(state, batch)  # doctest: +SKIP
             >>> jscaler.simulate(compiled, seconds=alone.blocks, hops=alone.hops)  # doctest: +SKIP
         """
-        return self.tracer.measure(self._placed(args, kwargs), rounds)
+        return self.tracer.measure(self._placed(args, kwargs), check_count("measure: rounds", rounds))
 
     def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         call = self.lowered.call.arguments.bind(args, kwargs)
