@@ -78,9 +78,10 @@ def parallelize(
 
     cost = _cost_model(cluster)
     check_flag("strict", strict)
-    if not isinstance(without_passes, Iterable):
+    several = isinstance(without_passes, Iterable) and not isinstance(without_passes, str)
+    without: tuple[Any, ...] = tuple(without_passes) if several else (without_passes,)
+    if not all(isinstance(name, str) for name in without):
         raise PlanError(f"without_passes is a pass's name, or several, not {shown(without_passes)}")
-    without = (without_passes,) if isinstance(without_passes, str) else tuple(without_passes)
     flat_passes(without)  # raises here, where the user wrote it
 
     def decorate(*given: Any, **named: Any) -> Any:
@@ -121,8 +122,7 @@ def parallelize(
 
 def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
     policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
-    if policy in plans.PLANS.values():
-        name = next(name for name, made in plans.PLANS.items() if made is policy)
+    if name := next((name for name, made in plans.PLANS.items() if made is policy), ""):
         raise PlanError(
             f"plans.{name} makes a policy of its arguments: call it, plans.{name}(…), or give its name, '{name}'"
         )

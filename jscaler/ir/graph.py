@@ -128,8 +128,8 @@ class Graph:
         return self.by_path[path]
 
     def of_kind(self, kind: OpKind) -> tuple[Op, ...]:
-        if kind not in get_args(OpKind):
-            raise UnknownNameError("kind of op", kind, get_args(OpKind))
+        if not isinstance(kind, str) or kind not in get_args(OpKind):
+            raise UnknownNameError("kind of op", shown(kind), get_args(OpKind))
         return tuple(op for op in self.ops if op.kind == kind)
 
     def forward(self) -> tuple[Op, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.errors import PlanError, SplitError, check_flag, shown
+from jscaler.errors import PlanError, SplitError, check_count, check_flag, shown
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -318,7 +318,9 @@ class Planner(GraphView):
         for path in inside:
             if path in named:
                 raise PlanError(f"'{path}' is named by a decision before; cut the loop '{loop}' into ranges first")
-        sizes = tuple(sizes)
+        if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+            raise PlanError(f"ranges: sizes are how many layers each range takes, not {shown(sizes)}")
+        sizes = tuple(check_count("ranges: the number of layers", size) for size in sizes)
         if apart and len(sizes) > 1 and loop in self.graph.loops and sum(sizes) == self.graph.loops[loop].length:
             if len(set(sizes)) > 1:
                 legal = [n for n in range(1, sum(sizes) + 1) if sum(sizes) % n == 0]
@@ -509,8 +511,8 @@ class Planner(GraphView):
             PlanError: no such mode, or no gradient flows through the op.
         """
         known = self._named("residuals", op.op if isinstance(op, Grid) else op)
-        if mode not in ("inputs", "saved"):
-            raise PlanError(f"'{known.path}': residuals are 'inputs' or 'saved', not {mode!r}")
+        if not isinstance(mode, str) or mode not in ("inputs", "saved"):
+            raise PlanError(f"'{known.path}': residuals are 'inputs' or 'saved', not {shown(mode)}")
         check_residuals(known)
         self._decide(SaveResiduals(known.path, mode))
 
