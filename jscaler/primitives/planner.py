@@ -313,6 +313,8 @@ class Planner(GraphView):
             >>> graph.ranges("layers", [4, 4, 4])  # doctest: +SKIP
             ('layers[0:4]', 'layers[4:8]', 'layers[8:12]')
         """
+        if not isinstance(loop, str):
+            raise PlanError(f"ranges takes the name of a loop, of those in graph.loops, not {shown(loop)}")
         named = {path for d in self._decisions for path in named_ops(d)}
         inside = [op.path for op in self.graph.ops if loop in chain_of(op.loop, self.graph.loops)]
         for path in inside:
