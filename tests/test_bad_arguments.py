@@ -1,6 +1,6 @@
-"""Arguments of wrong kinds: of policies, of the decorator, of steps and what they return, of what stands beside them."""
+"""Arguments of wrong kinds: of the decorator, of steps and what they return, of what stands beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,151 +10,23 @@ import pytest
 from test_bad_inputs import BATCH, PARAMS, lowered, pattern, step
 
 import jscaler
-from jscaler import Plan, Replicate, Split, TimeSplit, plans
+from jscaler import Plan, plans
+from jscaler.commands.job_file import checked_job, told_job
 from jscaler.errors import (
     CaptureError,
+    DataError,
+    DeletedArgumentError,
     DeviceError,
     GradientError,
+    JobError,
     JscalerError,
-    OrderError,
     PlanError,
     UnknownNameError,
 )
-from jscaler.ir import Place
 
-# -- what a policy says
-
-OTHER = jscaler.parallelize("single", devices=1)(lambda x: jnp.max(x)).graph(jnp.ones((4, 4)))
-OPS = ("loss/dot", "loss/dot.1")
 FIVE: Any = 5
 FOUR: Any = np.float32(4)
-HALF: Any = 0.5
 NAME: Any = "q"
-Case = tuple[Callable[[Any, np.ndarray], Any], type[JscalerError], str]
-POLICIES: dict[str, Case] = {
-    "parts as a float": (
-        lambda g, d: g.op_trans("loss/dot", Split("a", FOUR)),
-        PlanError,
-        "'loss/dot': the number of parts is a positive whole number, not np.float32(4.0)",
-    ),
-    "a size": (lambda g, d: g.op_trans("loss/dot", Split("a", sizes=FIVE)), PlanError, "positive whole numbers, not 5"),
-    "algorithms in a list": (lambda g, d: g.op_trans("loss/dot", [Split("a", 2)]), PlanError, "is no algorithm; give Spli"),
-    "a class": (lambda g, d: g.op_trans("loss/dot", Split), PlanError, "is no algorithm; give Split('a', 2)"),
-    "ops in a tuple": (lambda g, d: g.op_trans(g.select("loss/*"), Split("a", 2)), PlanError, "such as 'loss/dot', not (O"),
-    "another graph's op": (lambda g, d: g.op_assign(OTHER.ops[0], 0), UnknownNameError, "no op named 'loss/reduce_max'; d"),
-    "part of a grid": (
-        lambda g, d: g.op_trans(g.op_trans("loss/dot", Split("a", 4))[0], Split("b", 2)),
-        PlanError,
-        "is part of a grid: cells that are split differently from their neighbours need their own ops",
-    ),
-    "a cell in words": (lambda g, d: g.op_trans("loss/dot", Split("a", 4))["a"], PlanError, "'loss/dot': cell 'a' of grid"),
-    "every second cell": (lambda g, d: g.op_trans("loss/dot", Split("a", 4))[::2], PlanError, "is empty or has a step; ax"),
-    "two axes of one": (lambda g, d: g.op_trans("loss/dot", Split("a", 4))[0, 0], PlanError, "2 indices for a grid of 1 a"),
-    "two axes of one name": (
-        lambda g, d: g.op_assign(g.op_trans("loss/dot", TimeSplit("a", 2, "t"), TimeSplit("b", 2, "t")), 0),
-        PlanError,
-        "'loss/dot' has two time axes that are called 't'; give each a name of its own",
-    ),
-    "an axis of two lengths": (
-        lambda g, d: [g.op_assign(g.op_trans(o, TimeSplit("a", n, "t")), 0) for o, n in zip(OPS, (2, 4), strict=True)],
-        PlanError,
-        "the time axis 't' has 2 parts of 'a' in 'loss/dot' and 4 parts of 'a' in 'loss/dot.1'",
-    ),
-    "half a device": (lambda g, d: g.op_assign("loss/dot", 0.5), PlanError, "a device is a whole number or a Place, not n"),
-    "half a place": (lambda g, d: g.op_assign("loss/dot", Place(HALF)), PlanError, "a whole number or a Place, not Place("),
-    "rows of two lengths": (
-        lambda g, d: g.op_assign(g.op_trans("loss/dot", Split("a", 2)), [[0], [1, 2]]),
-        PlanError,
-        "op_assign takes an array of devices, whose rows are of one length, not [[0], [1, 2]]",
-    ),
-    "a turned array": (
-        lambda g, d: g.op_assign(g.op_trans("loss/dot", Split("a", 2), Split("b", 4)), d.reshape(4, 2)),
-        PlanError,
-        "has shape (2, 4) and its devices have shape (4, 2)",
-    ),
-    "one device for copies": (
-        lambda g, d: g.op_assign(g.op_trans("loss/dot", Replicate(2)), [0, 0]),
-        PlanError,
-        "'loss/dot' has 2 cells on 1 devices",
-    ),
-    "no device at all": (lambda g, d: g.op_assign("loss/dot", []), PlanError, "has 1 cells and is assigned to 0 devices:"),
-    "assigned twice": (
-        lambda g, d: [g.op_assign("loss/dot", device) for device in (0, 1)],
-        PlanError,
-        "'loss/dot' is Grid(loss/dot []): assign that grid or its cells, once each",
-    ),
-    "before itself": (lambda g, d: g.op_order("loss/dot", "loss/dot"), OrderError, "the order is cyclic: loss/dot < loss/"),
-    "there and back": (
-        lambda g, d: [g.op_order(*pair) for pair in (("loss/dot", "loss/dot.1"), ("loss/dot.1", "loss/dot"))],
-        OrderError,
-        "drop one of the op_order calls",
-    ),
-    "order of a truth": (lambda g, d: g.op_order(("loss/dot", True), "loss/dot.1"), PlanError, "the number of a part, not"),
-    "a pattern in a list": (lambda g, d: g.select(["loss/*"]), PlanError, "such as 'block_*/mlp/*', not ['loss/*']"),
-    "a pattern that is a number": (lambda g, d: g.select_inputs(3), PlanError, "select_inputs takes a path or a shell pat"),
-    "a misspelt selection": (lambda g, d: g.select("lss/*"), UnknownNameError, "no op named 'lss/*'; did you mean"),
-    "another kind of op": (lambda g, d: g.of_kind("fwd"), UnknownNameError, "no kind of op named ''fwd''; did you mean"),
-    "an op by its number": (lambda g, d: g[3], UnknownNameError, "no op named '3'; known: loss/dot"),
-    "an input by its number": (lambda g, d: g.input(0), UnknownNameError, "no input named '0'; known: params/a, params/b"),
-    "a dim in words": (lambda g, d: g.factor_of("params/a", "0"), PlanError, "'params/a' of shape (8, 16) has no dim '0'"),
-    "a dim from the end": (lambda g, d: g.factor_of("params/a", -1), PlanError, "of shape (8, 16) has no dim -1"),
-    "half a dim": (lambda g, d: g.shard("params/a", 0.5, d), PlanError, "'params/a' of shape (8, 16) has no dim 0.5"),
-    "no leaf": (lambda g, d: g.shard(None, 0, d), UnknownNameError, "no input named 'None'; known: params/a"),
-    "data sharded": (lambda g, d: g.shard("batch", 0, d), PlanError, "'batch' is no parameter: no gradient is taken"),
-    "sharded over floats": (lambda g, d: g.shard("params/a", 0, d / 2), PlanError, "shard takes the numbers of devices, 0"),
-    "sharded over some": (lambda g, d: g.shard("params/a", 0, d[:4]), PlanError, "give an array of all 8, each once, whos"),
-    "sharded twice": (lambda g, d: [g.shard("params/a", dim, d) for dim in (0, 1)], PlanError, "'params/a' was sharded be"),
-    "a schedule of a number": (lambda g, d: g.schedule(5), PlanError, "a schedule is a name, a Table, its text, or a file"),
-    "a dtype of whole numbers": (lambda g, d: g.reduce_dtype("int32"), PlanError, "a floating dtype like 'bfloat16', not"),
-    "yes": (lambda g, d: g.accumulation(each_time="no"), PlanError, "accumulation: each_time is True or False, not 'no'"),
-    "no micro-batches": (lambda g, d: g.per_microbatch(None), PlanError, "per_microbatch takes ops, grids and patterns, n"),
-    "keeping a number": (lambda g, d: g.recompute("loss/*", keep=5), PlanError, "takes ops, grids, paths and patterns, no"),
-    "recomputing no op": (lambda g, d: g.recompute([]), PlanError, "recompute takes one op or more; none was given"),
-    "residuals of nothing": (lambda g, d: g.residuals(None, "saved"), PlanError, "residuals takes an op or the path of on"),
-    "residuals of an update": (lambda g, d: g.residuals(g.update()[0], "saved"), PlanError, "is a update op without a bac"),
-    "a loop by its number": (lambda g, d: g.ranges(0, [1]), PlanError, "ranges takes the name of a loop, of those in grap"),
-    "a range": (lambda g, d: g.ranges("layers", 2), PlanError, "sizes are how many layers each range takes, not 2"),
-    "an empty range": (lambda g, d: g.ranges("layers", [2, 0]), PlanError, "the number of layers is a positive whole numb"),
-    "one op on devices": (lambda g, d: g.on_devices("loss/dot", [0, 1]), PlanError, "on_devices takes several ops, or the"),
-    "an unknown op on devices": (lambda g, d: g.on_devices(["loss/dt"], [0]), UnknownNameError, "did you mean 'loss/dot'?"),
-    "on no devices": (lambda g, d: g.on_devices(["loss/dot"], []), PlanError, "ops are to run on devices []…there are 8:"),
-    "on half a device": (lambda g, d: g.on_devices(["loss/dot"], [0.5]), PlanError, "takes the numbers of devices, 0 and"),
-    "fusing in a list": (lambda g, d: g.fuse(["loss/dot", "loss/dot.1"]), PlanError, "fuse takes an op or the path of one"),
-    "fusing updates": (lambda g, d: g.fuse(*g.update()), PlanError, "fuse takes forward ops, and their backwards follow"),
-    "a name of a number": (lambda g, d: g.fuse("loss/dot", name=5), PlanError, "fuse: name is the path of the new op, not"),
-    "a number returned": (lambda g, d: 5, PlanError, "'policy' has decided nothing and returned 5: a policy calls graph.o"),
-    "a plan returned": (lambda g, d: Plan("p", 8), PlanError, "'policy' has decided nothing and returned Plan"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies(name: str) -> None:
-    decide, kind, sentence = POLICIES[name]
-
-    def policy(graph: Any, devices: np.ndarray) -> Any:
-        return decide(graph, devices)
-
-    with pytest.raises(kind, match=pattern(sentence)):
-        lowered(policy)
-
-
-def test_what_a_policy_raises_is_its_own() -> None:
-    class Mine(Exception):
-        pass
-
-    def policy(graph: Any, devices: np.ndarray) -> None:
-        raise Mine("no")
-
-    with pytest.raises(Mine, match=r"^no$"):
-        lowered(policy)
-
-
-def test_a_graph_after_its_policy() -> None:
-    kept: list[Any] = []
-    lowered(lambda graph, devices: kept.append(graph))
-    with pytest.raises(PlanError, match=pattern("'op_trans  loss/dot -> [a:2]' is decided when the policy has returned")):
-        kept[0].op_trans("loss/dot", Split("a", 2))
-
 
 # -- what the decorator is given, and what stands around it
 
@@ -300,3 +172,174 @@ def test_numbers_of_64_bits() -> None:
         pytest.raises(CaptureError, match=r"'batch' is float64\[16, 8\] instead of float32\[16, 8\]"),
     ):
         compiled(PARAMS, np.asarray(BATCH, np.float64))
+
+
+# -- what stands beside a step: batches that are filled up, comparisons, states, what follows, targets
+
+
+def shapes() -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+
+
+def deleted() -> jax.Array:
+    gone = jnp.ones((16, 8))
+    gone.delete()
+    return gone
+
+
+def followed(fun: Step, **options: Any) -> Any:
+    single.lower(PARAMS, BATCH)
+    return single.follow(fun, **options).lower(PARAMS, BATCH)
+
+
+BESIDE: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
+    "rows of two counts": (
+        lambda: jscaler.pad_batch({"x": np.ones(3), "y": np.ones(4)}, 4),
+        DataError,
+        "arrays with one number of rows in dim 0, and at least one row; batch['x'] has 3, batch['y'] has 4",
+    ),
+    "no rows": (lambda: jscaler.pad_batch(np.ones((0, 3)), 4), DataError, "and at least one row; batch has 0"),
+    "numbers alone": (lambda: jscaler.pad_batch([1, 2, 3], 4), DataError, "no leaf is an array with rows"),
+    "half a multiple": (lambda: jscaler.pad_batch(BATCH, FOUR), PlanError, "is a positive whole number, not np.float32(4."),
+    "a huge multiple": (lambda: jscaler.pad_batch(BATCH, 10**15), DataError, "16 rows and a multiple of 1000000000000000"),
+    "a batch of shapes": (lambda: jscaler.pad_batch(shapes(), 4), DataError, "pad_batch: batch['a'] is a shape alone; giv"),
+    "a batch that is gone": (lambda: jscaler.pad_batch([deleted()], 3), DeletedArgumentError, "has been deleted: 'batch[0"),
+    "no steps": (lambda: jscaler.compare(single, PARAMS, BATCH, steps=0), PlanError, "steps is a positive whole number, n"),
+    "rounds in words": (
+        lambda: jscaler.compare(single, PARAMS, BATCH, rounds=NAME),
+        PlanError,
+        "compare: rounds is a positive whole number, not 'q'",
+    ),
+    "comparing shapes": (
+        lambda: jscaler.compare(single, shapes(), BATCH),
+        CaptureError,
+        "'params/a', 'params/b': shapes alone, which can be lowered, not run; give arrays",
+    ),
+    "comparing what is gone": (
+        lambda: jscaler.compare(single, PARAMS, deleted()),
+        DeletedArgumentError,
+        "1 argument has been deleted: 'batch'",
+    ),
+    "comparing what is lowered": (
+        lambda: jscaler.compare(NAME, PARAMS, BATCH),
+        CaptureError,
+        "compare takes a step that jscaler.parallelize has made, and its arguments, not a str",
+    ),
+    "no such block": (lambda: single.lower(PARAMS, BATCH).as_text(5), PlanError, "the step has 1 blocks, 0 to 0, and no 5"),
+    "no such pass": (lambda: single.lower(PARAMS, BATCH).passes.after("nope"), UnknownNameError, "no pass named 'nope'; k"),
+    "a target of a number": (
+        lambda: single.lower(PARAMS, BATCH).compile(FIVE),
+        DeviceError,
+        "a cluster is a Cluster, a built-in one's name or a .toml file, not 5",
+    ),
+    "a target without a kind": (
+        lambda: single.lower(PARAMS, BATCH).compile("cpu"),
+        DeviceError,
+        "cluster 'cpu' does not say what its devices are; give one that does, such as 8xH100-80GB",
+    ),
+    "another target": (
+        lambda: single.lower(PARAMS, BATCH).compile("8xH100-80GB"),
+        DeviceError,
+        "is for 1 devices and the target '8xH100-80GB' has 8",
+    ),
+    "a state that was made": (lambda: single.init(FIVE, batch=BATCH), CaptureError, "make_state is a function…not a int"),
+    "a state without its key": (
+        lambda: single.init(lambda key: PARAMS, batch=BATCH),
+        CaptureError,
+        "make_state takes (key), and was given 0 arguments: missing a required argument: 'key'; they follow it: init(",
+    ),
+    "a state of words": (lambda: single.init(lambda: "x", batch=BATCH), CaptureError, "make_state makes 'params' a str, w"),
+    "a misspelt batch": (lambda: single.init(lambda: PARAMS, bacth=BATCH), UnknownNameError, "did you mean 'batch'? known"),
+    "all given": (
+        lambda: single.init(lambda: PARAMS, params=PARAMS, batch=BATCH),
+        CaptureError,
+        "make_state makes the arguments of the step that are not given, and all are: params, batch",
+    ),
+    "following with a number": (lambda: single.follow(FIVE), CaptureError, "follow takes a step function, not a int"),
+    "following an unknown argument": (
+        lambda: followed(lambda p, batch: batch, paths={"q": "params"}),
+        UnknownNameError,
+        "no argument named 'q' (of the step that follows); known: p, batch",
+    ),
+    "following a number": (
+        lambda: followed(lambda p, batch: batch, paths={"p": 3}),
+        CaptureError,
+        "paths says which argument is what, as in {'params': 'state/params'}, and is {'p': 3}",
+    ),
+    "following another state": (
+        lambda: followed(lambda params, batch: batch, paths={"batch": "params/a"}),
+        CaptureError,
+        "this is not the state of 'step': 'batch' is float32[16, 8], and 'params/a' is float32[8, 16]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside(name: str) -> None:
+    make, kind, sentence = BESIDE[name]
+    with pytest.raises(kind, match=pattern(sentence)):
+        make()
+
+
+def test_donated_arrays_are_gone() -> None:
+    donating = jscaler.parallelize("single", devices=1, donate_argnames="params")(step)
+    state = jax.tree.map(jnp.copy, PARAMS)
+    donating(state, BATCH)
+    with pytest.raises(DeletedArgumentError, match="2 arguments have been deleted: 'params/a', 'params/b'"):
+        donating(state, BATCH)
+    with pytest.raises(
+        DeletedArgumentError, match=r"2 arguments have been deleted.*give the state that the step has returned"
+    ):
+        donating.lower(PARAMS, BATCH).compile()(state, BATCH)
+
+
+# -- jobs, by what their function returns
+
+
+def make_state(key: jax.Array) -> Any:
+    return PARAMS
+
+
+Make = Callable[[], Any]
+JOBS: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "has returned a NoneType: return (make_state, train_step, batches), or a jscaler.Job"),
+    "two": ((make_state, step), "has returned a tuple of 2: return (make_state"),
+    "a dict": ({"make_state": make_state}, "has returned a dict"),
+    "in another order": ((step, make_state, [BATCH]), "is called as make_state(key), and takes (params: Any, batch"),
+    "a state": ((PARAMS, step, [BATCH]), "make_state of job 'my.py:job' is a dict, and no function"),
+    "no step": ((make_state, None, [BATCH]), "train_step of job 'my.py:job' is a NoneType, and no function"),
+    "a step of one argument": ((make_state, make_state, [BATCH]), "is called as train_step(state, batch), and takes (key"),
+    "no batches": ((make_state, step, 5), "batches of job 'my.py:job' is a int, and no iterable of batches"),
+    "batches of an argument": ((make_state, step, make_state), "is called as batches(), and takes (key"),
+    "a name of a number": ((make_state, step, [BATCH], 5), "the name of job 'my.py:job' is 5: reports print it, so give t"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs(name: str) -> None:
+    made, sentence = JOBS[name]
+    with pytest.raises(JobError, match=pattern(sentence)):
+        checked_job(made, "my.py:job")
+
+
+@pytest.mark.parametrize("role", ["make_state", "train_step", "batches"])
+def test_jobs_that_raise(role: str) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("no")
+
+    told = told_job(jscaler.Job(fails, fails, fails), f"{__file__}:job(3)")
+    with pytest.raises(JobError, match=rf"{role} of job '.*:job\(3\)' has raised ValueError: no \(line \d+ of .*\)"):
+        next(iter(told.batches())) if role == "batches" else getattr(told, role)(1)  # type: ignore[operator]
+
+
+def test_batches_that_raise_later() -> None:
+    def batches() -> Iterator[Any]:
+        yield BATCH
+        raise ValueError("gone")
+
+    every = told_job(jscaler.Job(make_state, step, batches), f"{__file__}:job").batches
+    assert callable(every)
+    found = iter(every())
+    assert next(found) is BATCH
+    with pytest.raises(JobError, match=r"batches of job .* has raised ValueError: gone"):
+        next(found)

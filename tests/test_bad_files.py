@@ -1,4 +1,4 @@
-"""Files that users write or edit by hand, and what stands for them: clusters, plans, schedules; each mistake has a sentence."""
+"""Files that users write or edit by hand, and what stands for them: clusters, plans, schedules; each mistake told."""
 
 import functools
 import json
