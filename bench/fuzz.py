@@ -1,9 +1,11 @@
-"""Does bad input ever meet with anything but jscaler's own errors? Plan files, cluster files and commands, mutated by seed.
+"""Does bad input ever meet with anything but jscaler's own errors? Plan files, cluster files, commands, and arguments of
+plans, policies, `parallelize` and its steps, mutated by seed.
 
 A case passes if it works, or raises a ``JscalerError`` (or a command's exit code for a mistake in usage), in one
 sentence and within `SECONDS`. Nothing is compiled. ``--seed N --seconds 0`` runs one case again.
 """
 
+import dataclasses
 import json
 import random
 import shlex
@@ -114,7 +116,7 @@ def cluster_case(texts: dict[str, str], rng: random.Random, folder: Path) -> Cal
     """A cluster file."""
     from jscaler.clusters import find_cluster
 
-    text = texts["cluster"]
+    text = texts[rng.choice(("cluster", "device"))]
     for _ in range(rng.choice((1, 1, 2, 4))):
         lines = text.splitlines() or [""]
         number = rng.randrange(len(lines))
@@ -182,7 +184,107 @@ def call_case(texts: dict[str, str], rng: random.Random, folder: Path) -> Callab
     return lambda: jscaler.parallelize(text, devices=devices)(step).lower(*arguments)
 
 
-CASES = {"plan file": plan_case, "cluster file": cluster_case, "command": command_case, "arguments": call_case}
+def things(rng: random.Random) -> Any:
+    """What a policy or an option may be given for anything: often what fits somewhere, seldom here."""
+    import jax
+    import numpy as np
+
+    from jscaler import Chunk, Prefix, Replicate, Split, TimeSplit
+    from jscaler.ir import Place
+
+    one: Any
+    two: Any
+    one, two = (rng.choice((None, "a", "b", "c", "z", ("params/a", 0), ("b", 7), 0, 1.5)) for _ in range(2))
+    parts: Any = rng.choice((1, 2, 2, 4, 4, 3, 0, -1, 2.5, "2", None, True, np.int64(2), np.float32(2), 10**30))
+    sizes: Any = rng.choice((None, None, None, (8, 8), [9, 7], (16, 0), 5, "88", (4.0, 12)))
+    splits = (Split(one, parts), Split(two, parts, sizes), Split(one, sizes=sizes), TimeSplit(one, parts, sizes=sizes))
+    others = (Replicate(parts), Chunk(two, parts), Prefix(one, parts), TimeSplit(two, parts, "microbatch"), Split)
+    numbers = (0, 1, -1, 7, 8, 2.5, True, float("nan"), 10**30, np.int64(1), np.float32(1), [], [0, 0], [[0], [1, 2]])
+    arrays = (np.arange(8), np.arange(4).reshape(2, 2), np.arange(8.0), np.array(["0"]), [Place(0), Place(9)], Place(0.5))  # type: ignore[arg-type]
+    names = ("loss/dot", "loss/dot.1", "loss/reduce_sum", "loss/*", "*", "params/a", "params/b", "batch", "x", "", "1f1b")
+    names += ("0F0 0B0", "saved", "bfloat16", "int8", "update/params/a/sub", "loss/dot@backward", "single", "cpu", "params")
+    rest = (None, {}, {"loss/dot": 0}, {"loss/dot", "x"}, ("loss/dot", 0), ("loss/dot.1", "0"), ["loss/dot", "loss/dot.1"])
+    odd = (b"x", 1j, object, things, ..., jax.devices()[:2], jax.devices()[0], iter([1]), "a" * 300, np.zeros((2, 0)))
+    return rng.choice(rng.choice((splits, others, numbers, arrays, names, names, rest, odd)))
+
+
+SAYS = (
+    "op_trans", "op_trans", "op_trans", "op_assign", "op_assign", "op_order", "fuse", "ranges", "on_devices", "schedule",
+    "reduce_dtype", "accumulation", "per_microbatch", "shard", "residuals", "recompute", "select", "input",
+    "select_inputs", "factor_of", "of_kind", "__getitem__",
+)  # fmt: skip
+
+
+def policy_case(texts: dict[str, str], rng: random.Random, folder: Path) -> Callable[[], Any]:
+    """A policy that says a few things of ops that are there, with arguments of which some fit."""
+    import jscaler
+
+    def policy(graph: Any, devices: Any) -> Any:
+        grids = [graph["loss/dot"]]
+        for _ in range(rng.choice((1, 1, 2, 3, 5))):
+            say = getattr(graph, rng.choice(SAYS))
+            needed, most = _counts(say)
+            given = [things(rng) for _ in range(rng.randint(needed, most))]
+            if given and rng.random() < 0.6:
+                given[0] = rng.choice((*grids, "loss/dot", "loss/dot.1", "loss/reduce_sum", "params/a"))
+            found = say(*given)
+            grids += [found] if say.__name__ == "op_trans" else []
+        if rng.random() < 0.7:
+            for grid in grids[1:]:
+                graph.op_assign(grid, devices[: rng.choice((1, 2, 4))])
+        return rng.choice((None, None, None, 3, grids))
+
+    step, arguments = _step()
+    return lambda: jscaler.parallelize(policy, devices=rng.choice((1, 2, 4)))(step).lower(*arguments)
+
+
+def _counts(function: Callable[..., Any]) -> tuple[int, int]:
+    """How many arguments a function takes by position: at least, and at most (three of any number)."""
+    import inspect
+
+    known = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    several = [p for p in known if p.kind is p.VAR_POSITIONAL]
+    needed = sum(p.default is p.empty for p in known) - len(several)
+    return needed, len(known) + 2 * len(several)
+
+
+OPTIONS = (
+    "devices", "cluster", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "without_passes",
+    "strict",
+)  # fmt: skip
+
+
+def option_case(texts: dict[str, str], rng: random.Random, folder: Path) -> Callable[[], Any]:
+    """`parallelize` itself, with options of any kind, and its step with arguments of any kind."""
+    import jax
+
+    import jscaler
+
+    given = {rng.choice(OPTIONS): things(rng) for _ in range(rng.choice((0, 1, 1, 2)))}
+    plan = rng.choice(("data_parallel", "single", "megatron(1, 2)", things(rng)))
+    step, arguments = _step()
+    values: list[Any] = list(arguments)
+    if rng.random() < 0.4:
+        values[rng.randrange(2)] = things(rng)
+    if rng.random() < 0.1:
+        values = values[: rng.randrange(3)] + [things(rng)] * rng.randrange(2)
+
+    def called(params: Any, batch: Any) -> Any:
+        fits = isinstance(params, dict) and params.keys() == {"a", "b"}
+        fits = fits and isinstance(batch, jax.Array) and batch.shape == (16, 8)
+        return step(params, batch) if fits else (params, batch)  # what a step does with what does not fit is its own
+
+    return lambda: jscaler.parallelize(plan, **{"devices": 2, **given})(called).lower(*values)
+
+
+CASES = {
+    "plan file": plan_case,
+    "cluster file": cluster_case,
+    "command": command_case,
+    "arguments": call_case,
+    "policy": policy_case,
+    "options": option_case,
+}
 
 
 def _step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -246,7 +348,10 @@ def texts() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
         text = (Path(folder) / "plan.json").read_text()
-    return {"plan": text, "cluster": cluster_toml(find_cluster("4x8xA100-40GB"))}
+    lab = find_cluster("4x8xA100-40GB")
+    assert lab.device is not None
+    own = dataclasses.replace(lab, device=dataclasses.replace(lab.device, name="A100-own"))
+    return {"plan": text, "cluster": cluster_toml(lab), "device": cluster_toml(own)}
 
 
 def rows(quick: bool, seed: int, seconds: float) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax
 from jscaler import plans
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
-from jscaler.errors import CaptureError, CaptureWarning, PlanError, PlanWarning, warn
+from jscaler.errors import CaptureError, CaptureWarning, DeviceError, PlanError, PlanWarning, check_flag, shown, warn
 from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
@@ -86,7 +86,11 @@ def parallelize(
         devices = policy.num_devices
 
     cost = _cost_model(cluster)
-    without = (without_passes,) if isinstance(without_passes, str) else tuple(without_passes)
+    check_flag("strict", strict)
+    several = isinstance(without_passes, Iterable) and not isinstance(without_passes, str)
+    without: tuple[Any, ...] = tuple(without_passes) if several else (without_passes,)
+    if not all(isinstance(name, str) for name in without):
+        raise PlanError(f"without_passes is a pass's name, or several, not {shown(without_passes)}")
     flat_passes(without)  # raises here, where the user wrote it
 
     def decorate(*given: Any, **named: Any) -> Any:
@@ -97,6 +101,10 @@ def parallelize(
                 f"@jscaler.parallelize('data_parallel') above 'def {name}', or jscaler.parallelize('data_parallel')({name})"
             )
         (fun,) = given
+        if isinstance(fun, Parallelized):
+            raise CaptureError(
+                f"'{fun._name}' is parallelized already; its step under another plan is {fun._name}.under(plan)"
+            )
         module = parallel_module(fun, step_of_module)
         if module is not None:
             return module
@@ -123,13 +131,12 @@ def parallelize(
 
 def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
     policy = plans.by_name(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else plan
-    if policy in plans.PLANS.values():
-        name = next(name for name, made in plans.PLANS.items() if made is policy)
+    if name := next((name for name, made in plans.PLANS.items() if made is policy), ""):
         raise PlanError(
             f"plans.{name} makes a policy of its arguments: call it, plans.{name}(…), or give its name, '{name}'"
         )
     if not isinstance(policy, Plan) and not callable(policy):
-        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {plan!r}")
+        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {shown(plan)}")
     return policy
 
 
@@ -137,7 +144,7 @@ def _cost_model(cluster: Any) -> CostModel:
     if cluster is None:
         return FEW_STEPS
     if isinstance(cluster, (str, os.PathLike)):
-        return find_cluster(os.fspath(cluster))
+        return find_cluster(cluster)
     if not isinstance(cluster, (Cluster, Bytes)):
         raise PlanError(f"cluster is a Cluster, a built-in one's name or a .toml file, not {cluster!r}")
     return cluster
@@ -349,7 +356,7 @@ class Parallelized:
             )
         if not callable(fun):
             raise CaptureError(f"follow takes a step function, not a {type(fun).__name__}")
-        if paths is not None and not isinstance(paths, Mapping):
+        if paths is not None and not (isinstance(paths, Mapping) and all(isinstance(p, str) for p in paths.values())):
             raise CaptureError(f"paths says which argument is what, as in {{'params': 'state/params'}}, and is {paths!r}")
         policy = None if plan is None else _policy(plan)
         arguments = Arguments.of(fun, (), (), static_argnums, static_argnames)
@@ -414,6 +421,11 @@ class Parallelized:
 
     def _lower(self, call: BoundCall) -> Lowered:
         count, devices = devices_at_hand(self._devices)
+        if isinstance(self._cost, Cluster) and self._cost.num_devices < count:
+            raise DeviceError(
+                f"the cluster '{self._cost.name}' has {self._cost.num_devices} devices and the plan is for {count}; give a "
+                "cluster of as many, or more"
+            )
         captured, result = capture_call(self.fun, self._arguments, call, self._updates)
         with no_mesh():
             return self._lowered_for(captured, result, call, count, devices)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from jscaler.api import Parallelized, PlanLike
 from jscaler.clusters.timing import interleaved, median_ratio
-from jscaler.errors import CaptureError
+from jscaler.errors import CaptureError, check_count
 from jscaler.estimate.live import LiveTensors
 from jscaler.estimate.memory import held_arguments
 from jscaler.estimate.waiting import Waiting, devices_alike
@@ -144,13 +144,16 @@ def compare(step: Parallelized, *args: Any, steps: int = 5, rounds: int = 10, be
             f"compare takes a step that jscaler.parallelize has made, and its arguments, not a {type(step).__name__}: "
             "compare(jscaler.parallelize(plan, devices=8)(train_step), state, batch)"
         )
-    return compare_calls(step, [args] * steps, rounds, beside)
+    return compare_calls(step, [args] * check_count("compare: steps", steps), rounds, beside)
 
 
 def compare_calls(
     step: Parallelized, calls: Sequence[tuple[Any, ...]], rounds: int = 10, beside: PlanLike | None = None
 ) -> Comparison:
     """`compare`, with the arguments of each call; of the state, those of the first are used."""
+    check_count("compare: rounds", rounds)
+    for args in calls:
+        step.bind(*args).check_arrays()
     started = time.perf_counter()
     lowered = step.lower(*calls[0])
     mine = lowered.compile()

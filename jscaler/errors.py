@@ -43,6 +43,10 @@ class CaptureError(JscalerError):
     """
 
 
+class GradientError(CaptureError, TypeError):
+    """A gradient of what has none, or a loss that is no real number; a ``TypeError``, too, as of ``jax.value_and_grad``."""
+
+
 class PlanError(JscalerError):
     """The plan contradicts itself, the graph or the devices.
 
@@ -68,6 +72,20 @@ def check_count(what: str, count: Any, *, least: int = 1) -> int:
         return int(count)
     kind = "a positive whole number" if least == 1 else f"a whole number from {least}"
     raise PlanError(f"{what} is {kind}, not {count!r}")
+
+
+def check_flag(what: str, flag: Any) -> bool:
+    """``flag``; raises PlanError where it is neither True nor False: "no" would be taken for yes."""
+    if isinstance(flag, (bool, np.bool_)):
+        return bool(flag)
+    raise PlanError(f"{what} is True or False, not {shown(flag)}")
+
+
+def check_dim(name: str, shape: Sequence[int], dim: Any) -> int:
+    """``dim`` as an int; raises PlanError unless it is one of the tensor ``name``, counted from 0."""
+    if isinstance(dim, (int, np.integer)) and not isinstance(dim, bool) and 0 <= dim < len(shape):
+        return int(dim)
+    raise PlanError(f"'{name}' of shape {tuple(shape)} has no dim {dim!r}")
 
 
 class PlanFileError(PlanError):
@@ -249,6 +267,7 @@ class UnknownNameError(JscalerError):
 
 def near_names(name: str, known: Sequence[str]) -> list[str]:
     """The one of ``known`` that ``name`` may be meant for: by its whole path or its last part, whatever the case."""
+    name = str(name)  # whatever was given for it
     folded = {k.lower(): k for k in reversed(known)} | {k.rsplit("/", 1)[-1].lower(): k for k in reversed(known)}
     return [folded[m] for m in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)]
 
@@ -270,6 +289,12 @@ class SplitError(PlanError):
 def divisors(number: int) -> list[int]:
     """All divisors of ``number`` in rising order."""
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """``value`` for the middle of a sentence: in one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def listing(names: Sequence[str], most: int = 6) -> str:

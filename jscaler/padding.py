@@ -3,10 +3,13 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jscaler.errors import DataError, check_count
+from jscaler.errors import DataError, DeletedArgumentError, check_count
+
+MOST_ADDED = 1 << 24  # rows; the mask alone has 4 bytes for each
 
 
 def pad_batch(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
@@ -36,12 +39,20 @@ def pad_batch(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
     check_count("pad_batch: multiple", multiple)
     rows = _rows(batch)
     added = -rows % multiple
+    if added > MOST_ADDED:
+        raise DataError(f"pad_batch: {rows} rows and a multiple of {multiple} make {added} more; give a smaller one")
     mask = np.repeat(np.array([1, 0], np.float32), (rows, added))
     return (jax.tree.map(lambda leaf: _padded(leaf, added), batch) if added else batch), mask
 
 
 def _rows(batch: Any) -> int:
     leaves = [pair for pair in jax.tree_util.tree_leaves_with_path(batch) if np.ndim(pair[1])]
+    for path, leaf in leaves:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise DataError(f"pad_batch: {name} is a shape alone; give an array")
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+            raise DeletedArgumentError([name])
     found = {f"batch{jax.tree_util.keystr(path)}": np.shape(leaf)[0] for path, leaf in leaves}
     if len(set(found.values())) == 1 and (rows := next(iter(found.values()))):
         return rows

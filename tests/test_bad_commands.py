@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from typer.testing import CliRunner
 
@@ -217,12 +218,72 @@ def test_a_checkpoint_of_another_model(wanted: Any, sentence: str, checkpoint: P
         restore(checkpoint, 3, target(wanted))
 
 
-@pytest.mark.parametrize("part", ["default/_METADATA"])
+KERNEL, COUNT = jnp.ones((4, 4)), jnp.int32(3)
+FOREIGN: dict[str, tuple[Any, str]] = {
+    "another dtype": (
+        {"params": {"kernel": KERNEL.astype(jnp.bfloat16)}, "step": COUNT},
+        "1 of 2 leaves differ, the first is 'params/kernel', float32 there and bfloat16 here; give the --model",
+    ),
+    "a count of another dtype": (
+        {"params": {"kernel": KERNEL}, "step": jnp.float32(3)},
+        "'step', int32 there and float32 here",
+    ),
+    "a count in a list": ({"params": {"kernel": KERNEL}, "step": jnp.ones(3, int)}, "'step', [] there and [3] here"),
+    "no count": ({"params": {"kernel": KERNEL}}, "only the checkpoint has 'step' and 1 such in all"),
+    "a leaf renamed": (
+        {"params": {"weight": KERNEL}, "step": COUNT},
+        "only the checkpoint has 'params/kernel' and 1 such in all and only the model has 'params/weight' and 1 such in",
+    ),
+    "another optimizer": (
+        {**state(4), "opt": optax.adam(1e-3).init(state(4)["params"])},
+        "only the model has 'opt/0/count', 'opt/0/mu/kernel' and 3 such in all",
+    ),
+    "a list": (
+        [KERNEL, COUNT],
+        "only the checkpoint has 'params/kernel', 'step' and 2 such in all and only the model has '0'",
+    ),
+    "nothing": ({}, "only the checkpoint has 'params/kernel', 'step' and 2 such in all"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_checkpoint_of_another_state(name: str, checkpoint: Path) -> None:
+    from jscaler.runtime.checkpoint import restore
+
+    wanted, sentence = FOREIGN[name]
+    with pytest.raises(DataError, match=re.escape(sentence)):
+        restore(checkpoint, 3, target(wanted))
+
+
+def test_checkpoints_that_are_not_there(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    from jscaler.runtime.checkpoint import latest_step, restore
+
+    (tmp_path / "half" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "empty" / "3").mkdir(parents=True)
+    for where, step, told in (
+        (checkpoint, 4, "there is no state after 4 steps in …; it has those after 3"),
+        (tmp_path / "nowhere", 3, "there is no state after 3 steps in …nowhere; it has none"),
+        (tmp_path / "half", 3, "there is no state after 3 steps in …half; it has none"),
+        (tmp_path / "empty", 3, "the checkpoint after 3 steps in …empty is damaged: "),
+        (folder / "text.txt", 3, "'…text.txt' is a file, and a checkpoint is a folder; give --checkpoint"),
+    ):
+        with pytest.raises(DataError, match=re.escape(told).replace("…", ".*")):
+            restore(where, step, target(state(4)))
+    with pytest.raises(DataError, match=r"there is no checkpoint in .*half: train with --checkpoint .*half first"):
+        latest_step(tmp_path / "half")
+    with pytest.raises(DataError, match=r"text.txt' is a file, and a checkpoint is a folder"):
+        latest_step(folder / "text.txt")
+
+
+DAMAGES = ["default/_METADATA", "default/manifest.ocdbt", "default/d/*"]
+
+
+@pytest.mark.parametrize("part", DAMAGES)
 def test_a_damaged_checkpoint(part: str, checkpoint: Path, tmp_path: Path) -> None:
     from jscaler.runtime.checkpoint import restore
 
     shutil.copytree(checkpoint, tmp_path / "run")
-    damaged = tmp_path / "run" / "3" / part
+    (damaged,) = (tmp_path / "run" / "3").glob(part)
     damaged.write_bytes(damaged.read_bytes()[:40])
     with pytest.raises(DataError, match=r"the checkpoint after 3 steps in .* is damaged: .*; remove .*/3 to go on from"):
         restore(tmp_path / "run", 3, target(state(4)))

@@ -6,15 +6,17 @@ stands for ``jax.value_and_grad`` of that jaxpr, ``jax.vmap`` makes it one gradi
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jscaler.capture.jaxprs import anonymous_info, open_jaxpr
+from jscaler.errors import GradientError, shown
 
 value_and_grad_p = core.Primitive("jscaler_value_and_grad")
 value_and_grad_p.multiple_results = True
@@ -33,13 +35,17 @@ def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, ha
         A function with ``fun``'s arguments that returns ``(value, gradients)``, or ``((value, aux), gradients)``.
 
     Raises:
-        TypeError: a differentiated leaf is not real floating point, or the value is not a real scalar.
+        GradientError: a differentiated leaf is not real floating point, or the value is not a real scalar.
 
     Example:
         >>> jscaler.value_and_grad(lambda x: x ** 2)(3.0)
         (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
     """
-    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    given = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
+    if not callable(fun) or not all(isinstance(n, (int, np.integer)) for n in given):
+        raise GradientError(
+            f"value_and_grad takes a function and the numbers of its arguments, not {shown(fun)} and {shown(argnums)}"
+        )
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +62,7 @@ def value_and_grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, ha
             call_args, call_kwargs = jax.tree.unflatten(tree, full)
             out = fun(*call_args, **call_kwargs)
             if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-                raise TypeError(
+                raise GradientError(
                     f"with has_aux=True the loss function returns a pair (value, aux); it returned {type(out).__name__}"
                 )
             value, aux = out if has_aux else (out, ())
@@ -115,7 +121,7 @@ def _is_array(leaf: Any) -> bool:
 def _positions(args: tuple[Any, ...], nums: tuple[int, ...]) -> tuple[int, ...]:
     """``argnums`` counted from the front."""
     if bad := [n for n in nums if not -len(args) <= n < len(args)]:
-        raise TypeError(f"argnums {bad} with {len(args)} positional arguments; legal: 0 to {len(args) - 1}")
+        raise GradientError(f"argnums {bad} with {len(args)} positional arguments; legal: 0 to {len(args) - 1}")
     return tuple(n % len(args) for n in nums)
 
 
@@ -129,7 +135,7 @@ def _differentiated(args: tuple[Any, ...], nums: tuple[int, ...]) -> set[int]:
                 if not _is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                     kind = getattr(leaf, "dtype", type(leaf).__name__)
                     where = f"args[{position}]{jax.tree_util.keystr(path)}"
-                    raise TypeError(f"{where} is {kind}: gradients are taken of real floating-point leaves only")
+                    raise GradientError(f"{where} is {kind}: gradients are taken of real floating-point leaves only")
             found.update(range(start, start + len(leaves)))
         start += len(leaves)
     return found
@@ -150,12 +156,12 @@ def _gradient_trees(args: tuple[Any, ...], nums: tuple[int, ...], gradients: dic
 def _check_scalar(value: Any) -> None:
     if not _is_array(value):
         hint = "; pass has_aux=True for a pair (value, aux)" if isinstance(value, tuple) else ""
-        raise TypeError(
+        raise GradientError(
             f"value_and_grad needs a real scalar from the loss function; it returned {type(value).__name__}{hint}"
         )
     aval = jax.typeof(value)
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
-        raise TypeError(f"value_and_grad needs a real scalar from the loss function; it returned {aval}")
+        raise GradientError(f"value_and_grad needs a real scalar from the loss function; it returned {aval}")
 
 
 def apply(*args: Any, jaxpr: Any, wrt: tuple[int, ...]) -> list[Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -70,6 +71,7 @@ def trace_step(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Trace
     """
     with implicit_axes():
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*avals))
+    _refuse_tracers(consts)
     _refuse_shard_maps(jaxpr)
     _say_wishes(jaxpr)
     with no_mesh():
@@ -108,6 +110,15 @@ def _say_wishes(jaxpr: core.Jaxpr) -> None:
             CaptureWarning,
             stacklevel=2,
         )
+
+
+def _refuse_tracers(consts: Sequence[Any]) -> None:
+    for value in consts:
+        if isinstance(value, jax.core.Tracer):
+            raise CaptureError(
+                f"the step reads a value of shape {value.shape} that another trace has made, which has no numbers: it was "
+                "kept from an earlier call, or is an argument of a jax.jit around the step; make it an argument of the step"
+            )
 
 
 def _refuse_shard_maps(jaxpr: core.Jaxpr) -> None:

@@ -3,6 +3,7 @@
 The links of GPU clusters are those of `clusters.link`; ``jscaler bench-comm`` measures them.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from jscaler.clusters.cluster import Cluster
 from jscaler.clusters.cluster_file import load_cluster
 from jscaler.clusters.device import DEVICE_KINDS, find_kind
 from jscaler.clusters.link import Link, usual_links
-from jscaler.errors import UnknownNameError
+from jscaler.errors import DeviceError, UnknownNameError, shown
+
+MOST = 1e15  # bytes of a device, and bytes per second, that are believed
 
 
 def described(name: str, hosts: int, devices_per_host: int, kind: str) -> Cluster:
@@ -37,7 +40,7 @@ _DESCRIPTION = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z]\S*)")
 _OTHERWISE = " (or describe one: 8xH100-80GB, 4x8xV100-32GB; or give the path of a .toml file)"
 
 
-def find_cluster(name: str) -> Cluster:
+def find_cluster(name: str | os.PathLike[str]) -> Cluster:
     """A built-in cluster by name, one that the name describes, or one of a TOML file by its path.
 
     Args:
@@ -52,8 +55,11 @@ def find_cluster(name: str) -> Cluster:
         >>> find_cluster("4x8xV100-32GB").num_devices
         32
     """
+    if not isinstance(name, str | os.PathLike):
+        raise DeviceError(f"a cluster is a Cluster, a built-in one's name or a .toml file, not {shown(name)}")
+    name = os.fspath(name)
     if name.endswith(".toml"):
-        return load_cluster(Path(name))
+        return _in_units(load_cluster(Path(name)), name)
     if name in CLUSTERS:
         return CLUSTERS[name]
     if name in DEVICE_KINDS:
@@ -62,3 +68,19 @@ def find_cluster(name: str) -> Cluster:
     if match is None:
         raise UnknownNameError("cluster", name, CLUSTERS, _OTHERWISE)
     return described(name, int(match[1] or 1), int(match[2]), match[3])
+
+
+def _in_units(cluster: Cluster, path: str) -> Cluster:
+    """``cluster``; raises DeviceError where a figure must have been meant in another unit."""
+    figures = [("memory", float(cluster.memory or MOST), "bytes", 1e6, MOST)]
+    for key, link in (("inside", cluster.inside), ("between", cluster.between)):
+        figures.append((f"{key}.latency", link.latency, "seconds", 0.0, 1.0))
+        figures.append((f"{key}.bandwidth", link.bandwidth, "bytes per second", 1e6, MOST))
+    if (device := cluster.device) is not None:
+        figures.append(("device.clock", device.clock, "GHz", 0.01, 100.0))
+        figures.append(("device.bandwidth", device.bandwidth, "bytes per second", 1e6, MOST))
+        figures += [(f"device.peak.{of}", rate, "FLOP/s", 1e6, 1e20) for of, rate in vars(device.peak).items() if rate]
+    for key, value, unit, least, most in figures:
+        if not least <= value <= most:
+            raise DeviceError(f"{path}: '{key}' is {value:g} {unit}; give {least:g} to {most:g}, in {unit}")
+    return cluster

@@ -6,9 +6,9 @@ import numpy as np
 
 from jscaler.clusters.cost_model import Line
 from jscaler.clusters.device import DeviceKind
-from jscaler.clusters.link import Link
+from jscaler.clusters.link import Link, is_positive
 from jscaler.clusters.transition_kinds import COLLECTIVES
-from jscaler.errors import DeviceError
+from jscaler.errors import DeviceError, shown
 
 MOST_DEVICES = 1 << 20  # arrays of all devices are made
 
@@ -33,11 +33,20 @@ class Cluster:
     device: DeviceKind | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, DeviceKind | None) or not all(
+            isinstance(x, Link) for x in (self.inside, self.between)
+        ):
+            raise DeviceError(
+                f"cluster '{self.name}' has two Links and a DeviceKind or None, not {shown(self.inside)}, "
+                f"{shown(self.between)} and {shown(self.device)}"
+            )
         if self.device is not None and not self.memory:
             object.__setattr__(self, "memory", self.device.memory)
-        if min(self.hosts, self.devices_per_host) < 1:
+        if not (self.memory == 0 or is_positive(self.memory, int)):
+            raise DeviceError(f"cluster '{self.name}' has devices of {shown(self.memory)} bytes; give a whole number")
+        if not (is_positive(self.hosts, int) and is_positive(self.devices_per_host, int)):
             raise DeviceError(
-                f"cluster '{self.name}' has {self.hosts} hosts of {self.devices_per_host} devices; give 1 or more"
+                f"cluster '{self.name}' has {self.hosts!r} hosts of {self.devices_per_host!r} devices; give 1 or more"
             )
         if self.num_devices > MOST_DEVICES:
             raise DeviceError(f"cluster '{self.name}' has {self.num_devices} devices; give at most {MOST_DEVICES}")

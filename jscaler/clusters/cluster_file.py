@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 from jscaler.clusters.cluster import Cluster
 from jscaler.clusters.device import DEVICE_KINDS, DeviceKind, Peak, find_kind
-from jscaler.clusters.link import Link, usual_links
-from jscaler.errors import DeviceError, UnknownNameError
+from jscaler.clusters.link import Link, is_positive, usual_links
+from jscaler.errors import DeviceError, UnknownNameError, shown
 
 _PEAKS = tuple(field.name for field in dataclasses.fields(Peak))
 _FIELDS = tuple(field.name for field in dataclasses.fields(DeviceKind) if field.name != "peak")
@@ -90,7 +89,14 @@ def load_cluster(path: Path) -> Cluster:
         usual[key] if key in usual and key not in table else _link(path, table, key) for key in ("inside", "between")
     )
     memory = _number(path, table, "memory", int) if "memory" in table else 0
-    return Cluster(str(table.get("name", path.stem)), hosts, devices_per_host, inside, between, memory, device)
+    return Cluster(_text(path, table, "name", path.stem), hosts, devices_per_host, inside, between, memory, device)
+
+
+def _text(path: Path, table: dict[str, Any], key: str, default: str = "", where: str = "") -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise DeviceError(f"{path}: '{where}{key}' is {shown(value)}; give text, in quotes")
+    return value
 
 
 def _link(path: Path, table: dict[str, Any], key: str) -> Link:
@@ -111,7 +117,7 @@ def _device(path: Path, table: dict[str, Any]) -> DeviceKind | None:
     if not isinstance(entry, dict):
         raise DeviceError(f"{path}: 'device' is {entry!r}; give a kind's name or a table [device]")
     _refuse_unknown(path, entry, ("like", *_FIELDS, "peak"), "device.")
-    like = find_kind(str(entry["like"]), f" in {path}") if "like" in entry else None
+    like = find_kind(_text(path, entry, "like", where="device."), f" in {path}") if "like" in entry else None
     known = {} if like is None else {name: getattr(like, name) for name in _FIELDS if name not in ("name", "description")}
     values = {**known, "name": path.stem, "threads_per_core": known.get("threads_per_core", 2048)}
     for name in _FIELDS:
@@ -123,7 +129,7 @@ def _device(path: Path, table: dict[str, Any]) -> DeviceKind | None:
 
 def _device_field(path: Path, entry: dict[str, Any], name: str) -> Any:
     if name in ("name", "description"):
-        return str(entry[name])
+        return _text(path, entry, name, where="device.")
     if name == "capability":
         match = re.fullmatch(r"(\d+)\.(\d+)", str(entry.get(name)) if isinstance(entry.get(name), str) else "")
         if match is None:
@@ -147,8 +153,7 @@ def _peak(path: Path, entry: Any, like: DeviceKind | None) -> Peak:
 
 def _number(path: Path, table: dict[str, Any], key: str, kind: type, where: str = "") -> Any:
     value: Any = table.get(key)
-    legal = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if legal and 0 < value <= sys.float_info.max:  # nan is not between them either
+    if is_positive(value, kind):
         return kind(value)
     found = "missing" if value is None else f"{value!r}"
     raise DeviceError(f"{path}: '{where}{key}' is {found}; give a positive {'whole ' * (kind is int)}number")

@@ -4,9 +4,14 @@ Bandwidths are of public data sheets, one direction: NVLink per device, the netw
 sources. Latencies are assumed.
 """
 
+import sys
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jscaler.clusters.device import DeviceKind
+from jscaler.errors import DeviceError, shown
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,19 @@ class Link:
 
     latency: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (is_positive(self.latency) and is_positive(self.bandwidth)):
+            raise DeviceError(
+                "a Link has a latency in seconds and a bandwidth in bytes per second, positive numbers, not "
+                f"{shown(self.latency)} and {shown(self.bandwidth)}"
+            )
+
+
+def is_positive(value: Any, kind: type = float) -> bool:
+    """Whether ``value`` is a positive number, whole where ``kind`` is int; a NaN, an infinity and a truth are none."""
+    legal = isinstance(value, (int, np.integer) if kind is int else (int, float, np.integer, np.floating))
+    return bool(legal and not isinstance(value, bool) and 0 < value <= sys.float_info.max)
 
 
 @dataclass(frozen=True)

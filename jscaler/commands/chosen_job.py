@@ -5,7 +5,7 @@ from typing import Any
 import typer
 
 from jscaler.commands.built_in_job import built_in_job
-from jscaler.commands.job_file import job_from_file
+from jscaler.commands.job_file import job_from_file, told_job
 from jscaler.commands.told_model import told_model
 from jscaler.errors import JobError
 from jscaler.job import Job
@@ -37,4 +37,4 @@ def chosen_job(
             f"{' and '.join(given.values())}: options of built-in models, and --job brings a model of its own; leave them "
             'out, or give such values to the function of the job, as in --job "path.py:function(hidden=64)"'
         )
-    return job_from_file(job)
+    return told_job(job_from_file(job), job)

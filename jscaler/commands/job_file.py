@@ -1,12 +1,13 @@
 """``--job path.py:function``: a model of the user's own, and what may be wrong with it."""
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jscaler.api import Parallelized
-from jscaler.errors import JobError, PlanError, UnknownNameError
+from jscaler.errors import JobError, JscalerError, PlanError, UnknownNameError, shown
 from jscaler.job import Job
 from jscaler.plans.parse import PlanCall, parse_call
 from jscaler.user_file import function_in, raised
@@ -28,6 +29,31 @@ def job_from_file(text: str) -> Job:
         raise JobError(f"a job is a function in a Python file, path.py:function, and '{text}' is not")
     found = function_in(Path(path), function, "job", JobError)
     return checked_job(_called(found, named, args, kwargs), text)
+
+
+def told_job(job: Job, text: str) -> Job:
+    """``job``, read from ``text``; what its functions raise becomes a JobError that says which, and from which line."""
+    path = Path(text.partition("(")[0].rpartition(":")[0])
+
+    def told(role: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except JscalerError:
+                raise
+            except Exception as error:  # of whatever class: it is the user's
+                raise JobError(f"{role} of job '{text}' has raised {raised(error, path)}") from error
+
+        return called
+
+    def batches() -> Iterator[Any]:
+        every = told("batches", lambda: iter(job.batches if isinstance(job.batches, Iterable) else job.batches()))()
+        one, ended = told("batches", lambda: next(every, ended)), object()
+        while (batch := one()) is not ended:
+            yield batch
+
+    return Job(told("make_state", job.make_state), told("train_step", job.train_step), batches, job.name)
 
 
 def _parsed(text: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
@@ -71,6 +97,8 @@ def checked_job(made: Any, text: str) -> Job:
         what = f"a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, (tuple, list)) else "")
         raise JobError(f"job '{text}' has returned {what}: {RETURNS}")
     job = Job(*made)
+    if not isinstance(job.name, str):
+        raise JobError(f"the name of job '{text}' is {shown(job.name)}: reports print it, so give text")
     if isinstance(job.train_step, Parallelized):  # the plan is the command line's
         job = job._replace(train_step=job.train_step.fun)
     _check_takes(job.make_state, "make_state", ("key",), text)

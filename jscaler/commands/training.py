@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jscaler.api import Parallelized
+from jscaler.capture.names import leaf_names
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.summary import summary
@@ -128,10 +129,24 @@ def check_result(compiled: Compiled, state: Any) -> None:
             "the first that train_step returns is not the next version of its state: their trees differ; return (state, "
             "loss), with all that the state holds"
         )
+    if next_state is not state and (told := _another(next_state, state, outputs)):
+        raise JobError(
+            f"the first that train_step returns is not the next version of its state: {told}; return each leaf as it came"
+        )
     loss = _loss(metrics)
     if not isinstance(loss, int) or outputs[loss].shape:
         kind = f"an array of shape {outputs[loss].shape}" if isinstance(loss, int) else f"a {type(loss).__name__}"
         raise JobError(f"the loss that train_step returns is {kind}: return one number, or a dict with a 'loss'")
+
+
+def _another(next_state: Any, state: Any, outputs: Sequence[Any]) -> str:
+    """The first leaf of a next state that has another shape or dtype than it came with; nothing where none has."""
+    named = zip(leaf_names("state", state), jax.tree.leaves(next_state), jax.tree.leaves(state), strict=True)
+    for name, number, leaf in named:
+        there = outputs[number]
+        if (there.shape, there.dtype) != (leaf.shape, leaf.dtype):
+            return f"'{name}' is {there.dtype}{list(there.shape)}, and was {leaf.dtype}{list(leaf.shape)}"
+    return ""
 
 
 def _state_and_metrics(result: Any, state: Any) -> tuple[Any, Any]:

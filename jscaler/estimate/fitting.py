@@ -51,7 +51,7 @@ def fit(
         >>> found.chosen.plan, found.chosen.headroom > 30e9  # bytes to spare
         ('single', True)
     """
-    on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster)))
+    on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(cluster))
     rungs = ladder(on.num_devices, batch_size(graph)) if plans is None else list(plans)
     found = []
     for tried in climb(graph, on, rungs, donated=donated):

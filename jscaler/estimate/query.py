@@ -60,7 +60,7 @@ def cost(
         >>> found.seconds.total < 1e-3, found.sent.between, found.memory.peak < 1e8  # seconds, bytes, bytes
         (True, 0.0, True)
     """
-    on = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
+    on = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
     step = planned(graph, plan, on, devices)
     by_op: dict[str, OpCost] = {}
     blocks: list[_BlockCost] = []

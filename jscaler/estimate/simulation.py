@@ -43,7 +43,7 @@ def simulate(
         (True, 0.0, 0.0, True)
     """
     step: StepPlan = lowered if isinstance(lowered, StepPlan) else lowered.plan
-    on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(os.fspath(cluster))
+    on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(cluster)
     if seconds is None and (on is None or on.device is None):
         raise PlanError(
             "to simulate a step, say how fast its devices are: give a cluster that has a device kind ('8xH100-80GB'), or "

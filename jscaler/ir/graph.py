@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from jscaler.errors import CaptureError, UnknownNameError
+from jscaler.errors import CaptureError, PlanError, UnknownNameError, shown
 from jscaler.ir.loop import Item, Loop, nested
 from jscaler.ir.op import Op, OpKind, matches
 from jscaler.ir.rule import Rule
@@ -123,11 +123,13 @@ class Graph:
 
     def __getitem__(self, path: str) -> Op:
         """The op at ``path``; raises UnknownNameError with the near one."""
-        if path not in self.by_path:
+        if not isinstance(path, str) or path not in self.by_path:
             raise UnknownNameError("op", path, self.by_path)
         return self.by_path[path]
 
     def of_kind(self, kind: OpKind) -> tuple[Op, ...]:
+        if not isinstance(kind, str) or kind not in get_args(OpKind):
+            raise UnknownNameError("kind of op", shown(kind), get_args(OpKind))
         return tuple(op for op in self.ops if op.kind == kind)
 
     def forward(self) -> tuple[Op, ...]:
@@ -149,20 +151,21 @@ class Graph:
         Raises:
             UnknownNameError: nothing matches.
         """
-        ops = [op for op in self.ops if kind in (None, op.kind)]
-        found = tuple(op for op in ops if matches(op.path, pattern))
+        ops = self.ops if kind is None else self.of_kind(kind)
+        found = tuple(op for op in ops if matches(op.path, _pattern("select", pattern)))
         if not found:
             raise UnknownNameError("op", pattern, [op.path for op in ops])
         return found
 
     def input(self, path: str) -> PTensor:
         """The input leaf at ``path``."""
-        if path not in self._inputs:
+        if not isinstance(path, str) or path not in self._inputs:
             raise UnknownNameError("input", path, self._inputs)
         return self._inputs[path]
 
     def select_inputs(self, pattern: str) -> tuple[PTensor, ...]:
         """Input leaves whose path is ``pattern``, lies below it, or matches it as a shell pattern."""
+        pattern = _pattern("select_inputs", pattern)
         return tuple(t for t in self.inputs if t.name.startswith(pattern + "/") or matches(t.name, pattern))
 
     def rule(self, op: Op) -> Rule:
@@ -198,3 +201,9 @@ class Graph:
     def _describe(self, op: Op) -> tuple[str, str]:
         shapes = [", ".join(t.aval.str_short(short_dtypes=True) for t in ts) for ts in (op.inputs, op.outputs)]
         return str(self.rule(op)), f"{shapes[0]} -> {shapes[1]}"
+
+
+def _pattern(function: str, pattern: Any) -> str:
+    if isinstance(pattern, str):
+        return pattern
+    raise PlanError(f"{function} takes a path or a shell pattern, such as 'block_*/mlp/*', not {shown(pattern)}")

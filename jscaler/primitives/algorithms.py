@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count, divisors, listing
+from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count, divisors, listing, shown
 from jscaler.ir import Op, Rule
 from jscaler.primitives.remedies import blocked
 from jscaler.rules.expansion import Expanding
@@ -229,9 +229,9 @@ def _own_sizes(op: Op, algorithm: Split) -> tuple[int, ...] | None:
         )
     if algorithm.sizes is None:
         return None
-    sizes = tuple(algorithm.sizes)
+    sizes = tuple(algorithm.sizes) if isinstance(algorithm.sizes, Iterable) else ()
     if not sizes or not all(isinstance(s, (int, np.integer)) and s > 0 for s in sizes):
-        raise PlanError(f"'{op.path}': the sizes of parts are positive whole numbers, not {list(sizes)}")
+        raise PlanError(f"'{op.path}': the sizes of parts are positive whole numbers, not {shown(algorithm.sizes)}")
     return tuple(map(int, sizes))
 
 

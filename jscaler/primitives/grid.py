@@ -66,8 +66,8 @@ class Grid:
             if step != 1 or last <= first:
                 raise PlanError(f"'{self.op.path}': grid slice {key} is empty or has a step; axis {axis} has {size} cells")
             return start + first, start + last
-        if not -size <= key < size:
-            raise PlanError(f"'{self.op.path}': cell {key} of grid axis {axis}, which has {size} cells")
+        if not isinstance(key, (int, np.integer)) or not -size <= key < size:
+            raise PlanError(f"'{self.op.path}': cell {key!r} of grid axis {axis}, which has {size} cells")
         return start + key % size, start + key % size + 1
 
     def __str__(self) -> str:

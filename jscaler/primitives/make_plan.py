@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.errors import PlanError
+from jscaler.errors import PlanError, shown
 from jscaler.ir import Graph
 from jscaler.primitives.plan import Decision, Plan
 from jscaler.primitives.planner import Planner
@@ -31,10 +31,17 @@ def make_plan(
     _check_policy(policy)
     planner = Planner(graph, num_devices, bodies, stores, device)
     made = policy(planner, np.arange(num_devices))
+    planner.over = True
+    name = getattr(policy, "__name__", "policy")
     if callable(made):
-        name = getattr(policy, "__name__", "policy")
         raise PlanError(f"'{name}' has decided nothing and returned a policy: it makes one, so call it first: {name}(…)")
-    return planner.plan(getattr(policy, "name", getattr(policy, "__name__", "policy")))
+    plan = planner.plan(getattr(policy, "name", name))
+    if made is not None and len(plan.decisions) == len(stores):
+        raise PlanError(
+            f"'{name}' has decided nothing and returned {shown(made)}: a policy calls graph.op_trans and graph.op_assign, "
+            "and what it returns is not read"
+        )
+    return plan
 
 
 def _check_policy(policy: Callable[..., Any]) -> None:

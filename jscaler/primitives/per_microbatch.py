@@ -1,6 +1,6 @@
 """Which ops a plan may run on each micro-batch alone: those that an inner reduction keeps from being split."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jscaler.errors import PlanError, UnknownNameError, listing
@@ -24,7 +24,7 @@ def under(graph: Graph, selection: Any) -> tuple[str, ...]:
 def _several(selection: Any) -> list[Any]:
     if isinstance(selection, (str, Op)) or hasattr(selection, "op"):
         return [selection]
-    return [*selection]
+    return [*selection] if isinstance(selection, Iterable) else [None]
 
 
 def _matches(graph: Graph, selection: Any) -> list[str]:

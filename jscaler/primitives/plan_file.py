@@ -113,7 +113,7 @@ def read(text: str, kinds: Kinds) -> Contents:
         PlanFileError: it is no plan file, of a newer version, or malformed.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
         raise PlanFileError(f"it is no JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -147,6 +147,16 @@ def read(text: str, kinds: Kinds) -> Contents:
     return Contents(name, devices, found, decisions, _made_for(data), _told(data))
 
 
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which would leave out all but the last of what it says of one key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PlanFileError(f"it says '{twice}' {names.count(twice)} times in one object; leave one")
+    return found
+
+
 def _decision(data: Any, kinds: Kinds, rows: Sequence[Places], where: str) -> Any:
     name = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in kinds:
@@ -171,7 +181,11 @@ def _made_for(data: Mapping[str, Any]) -> MadeFor | None:
         if not isinstance(path, str) or not known:
             raise PlanFileError(f"ops[{i}] is {entry!r}, not an op's path and the number of one of {len(rules)} rules")
         ops.append(OpRecord(path, None if number is None else rules[number]))
-    return MadeFor(tuple(ops))
+    made_for = MadeFor(tuple(ops))
+    if len(made_for.by_path) < len(ops):
+        twice = next(op.path for i, op in enumerate(ops) if op.path in {before.path for before in ops[:i]})
+        raise PlanFileError(f"'ops' has '{twice}' twice; leave one")
+    return made_for
 
 
 def _told(data: Mapping[str, Any]) -> dict[str, Any]:

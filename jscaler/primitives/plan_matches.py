@@ -14,6 +14,7 @@ from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.made_for import OpRecord, RuleRecord
 from jscaler.primitives.per_microbatch import needing_the_whole
 from jscaler.primitives.plan import (
+    Accumulation,
     Assign,
     Fuse,
     PerMicrobatch,
@@ -62,7 +63,7 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
                 needing_the_whole(graph, decision.ops)
             elif isinstance(decision, SaveResiduals):
                 check_residuals(graph[decision.op])
-            elif isinstance(decision, ReduceDtype):
+            elif isinstance(decision, ReduceDtype) or (isinstance(decision, Accumulation) and decision.dtype):
                 summing_dtype(decision.dtype)
             elif isinstance(decision, Assign):
                 _check_assign(decision, grids, plan.num_devices)
@@ -143,6 +144,8 @@ def _check_trans(decision: Trans, op: Op, graph: Graph, before: tuple[GridAxis, 
     for i, axis in enumerate(decision.axes):
         if axis.factor is not None:
             grid_axis(op, rule, as_split(axis), decision.axes[:i], alone)
+            if axis.sizes is not None and len(axis.sizes) != axis.parts:
+                raise PlanError(f"'{op.path}' is split into {axis.parts} parts of the sizes {list(axis.sizes)}")
         elif axis.parts < 1:
             raise PlanError(f"'{op.path}' is copied {axis.parts} times")
     for axis in decision.chunks:

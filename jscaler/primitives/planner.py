@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.errors import PlanError, SplitError
+from jscaler.errors import PlanError, SplitError, check_count, check_flag, shown
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -102,6 +102,7 @@ class Planner(GraphView):
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
         self.alone: set[str] = set()  # ops that run on each part in time alone
         self._sharded: set[str] = set()
+        self.over = False  # whether the policy has returned
         self._regions: Graph | None = None  # the graph with what is to be computed again
         self._regions_of: Graph | None = None
         self._kinds_of: tuple[Graph, Mapping[PTensor, TensorKind]] | None = None
@@ -154,17 +155,24 @@ class Planner(GraphView):
             else:
                 chunks = (axis,)
         grid = Grid.whole(target, axes, self._pieces(target, rule, axes), chunks)
-        self._decisions.append(Trans(target.path, axes, chunks))
+        self._decide(Trans(target.path, axes, chunks))
         self._grids[target.path] = grid
         return grid
 
+    def _decide(self, decision: Decision) -> None:
+        if self.over:
+            raise PlanError(
+                f"'{decision}' is decided when the policy has returned, and its plan is made; decide while it runs, and "
+                "keep no graph for later"
+            )
+        self._decisions.append(decision)
+
     def _named(self, function: str, op: Any) -> Op:
-        """An op, or that at a path; raises PlanError for anything else."""
-        if isinstance(op, str):
-            return self.graph[op]
-        if not isinstance(op, Op):
-            raise PlanError(f"{function} takes an op or the path of one, such as '{self.graph.ops[0].path}', not {op!r}")
-        return op
+        """The op of this graph, by itself or by its path; raises PlanError for anything else."""
+        if isinstance(op, (Op, str)):
+            return self.graph[op if isinstance(op, str) else op.path]
+        path = self.graph.ops[0].path
+        raise PlanError(f"{function} takes an op or the path of one, such as '{path}', not {shown(op)}")
 
     def _only_in_time(self, grid: Grid) -> bool:
         assigned = any(isinstance(d, Assign) and d.op == grid.op.path for d in self._decisions)
@@ -204,7 +212,7 @@ class Planner(GraphView):
             >>> graph.op_assign(graph.op_trans("mlp/dot", Split("d", 4)), devices)
             >>> graph.op_assign("mlp/dot.1", 3)  # whole, on one device
         """
-        array = np.asarray(devices)
+        array = _device_array("op_assign", devices)
         cells = cells if isinstance(cells, Grid) else self._named("op_assign", cells)
         if isinstance(cells, Op):
             if cells.path in self._grids:
@@ -223,7 +231,7 @@ class Planner(GraphView):
                 f"{cells} is part of a grid, or takes turns on devices, and cannot be assigned in any order; assign the "
                 "whole grid, to as many devices as it has cells in space"
             )
-        self._decisions.append(Assign(cells.op.path, cells.index, places, any_order))
+        self._decide(Assign(cells.op.path, cells.index, places, any_order))
 
     def _places(self, cells: Grid, array: np.ndarray) -> tuple[Place, ...]:
         """The places of an array of devices. Equal arrays of numbers are one tuple, however many ops lie there."""
@@ -258,7 +266,7 @@ class Planner(GraphView):
             >>> graph.op_order("attention/dot", "attention/dot.1")
         """
         (first, cells), (second, others) = map(self._ordered, (before, after))
-        self._decisions.append(Order(first, second, cells, others))
+        self._decide(Order(first, second, cells, others))
 
     def _ordered(self, end: Op | Grid | str | OpPart) -> tuple[str, Index | None]:
         """The path of an op, and which of its cells are meant; None for all."""
@@ -266,7 +274,7 @@ class Planner(GraphView):
             return end.op.path, None if end.is_whole else end.index
         if not isinstance(end, tuple):
             return self._named("op_order", end).path, None
-        if len(end) != 2 or not isinstance(end[1], (int, np.integer)):
+        if len(end) != 2 or not isinstance(end[1], (int, np.integer)) or isinstance(end[1], bool):
             raise PlanError(f"op_order takes an op, or a pair of an op and the number of a part, not {end!r}")
         op = self._named("op_order", end[0])
         grid = self._grids.get(op.path) or (self._grids.get(op.forward.path) if op.forward is not None else None)
@@ -298,6 +306,8 @@ class Planner(GraphView):
             >>> loss = graph.fuse("head/dot", "loss/gather.1", name="loss")
             >>> graph.op_assign(graph.op_trans(loss, Split(("mlp/add:0", 0), 4), Chunk(("mlp/add:0", 1), 8)), devices)
         """
+        if not isinstance(name, str | None):
+            raise PlanError(f"fuse: name is the path of the new op, not {shown(name)}")
         paths = [self._named("fuse", op).path for op in ops]
         for path in paths:
             if path in self._grids:
@@ -314,7 +324,7 @@ class Planner(GraphView):
 
     def _restructure(self, decision: Decision) -> None:
         self.graph = restructured(self.graph, [decision], self._bodies)
-        self._decisions.append(decision)
+        self._decide(decision)
 
     def ranges(self, loop: str, sizes: Sequence[int], apart: bool = False) -> tuple[str, ...]:
         """Make of a loop over layers (``nn.scan``, ``lax.scan``) one for each range of them: what a stage takes.
@@ -342,12 +352,16 @@ class Planner(GraphView):
             >>> _ = jscaler.parallelize(policy, devices=1)(jscaler.grad(stack)).lower(jnp.ones((4, 4, 4)))
             ('loss/scan[0:2]', 'loss/scan[2:4]')
         """
+        if not isinstance(loop, str):
+            raise PlanError(f"ranges takes the name of a loop, of those in graph.loops, not {shown(loop)}")
         named = {path for d in self._decisions for path in named_ops(d)}
         inside = [op.path for op in self.graph.ops if loop in chain_of(op.loop, self.graph.loops)]
         for path in inside:
             if path in named:
                 raise PlanError(f"'{path}' is named by a decision before; cut the loop '{loop}' into ranges first")
-        sizes = tuple(sizes)
+        if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+            raise PlanError(f"ranges: sizes are how many layers each range takes, not {shown(sizes)}")
+        sizes = tuple(check_count("ranges: the number of layers", size) for size in sizes)
         if apart and len(sizes) > 1 and loop in self.graph.loops and sum(sizes) == self.graph.loops[loop].length:
             if len(set(sizes)) > 1:
                 legal = [n for n in range(1, sum(sizes) + 1) if sum(sizes) % n == 0]
@@ -373,23 +387,30 @@ class Planner(GraphView):
             axis: the name of that time axis.
 
         Raises:
+<<<<<<< HEAD
             PlanError: there is no such device, or one is named twice.
 
         Example:
             >>> graph.on_devices(graph.select("attention/*"), devices[:2])
             >>> graph.on_devices([*graph.select("mlp/*"), *graph.select("head/*")], devices[2:])
+=======
+            PlanError: there is no such device, or one is named twice, or none at all.
+>>>>>>> bad
         """
-        groups = [tuple(np.ravel(np.asarray(own)).tolist()) for own in (devices, [] if turned is None else turned)]
+        if isinstance(ops, str) or not isinstance(ops, Iterable):
+            raise PlanError(f"on_devices takes several ops, or their paths, not {shown(ops)}")
+        given = (devices,) if turned is None else (devices, turned)
+        groups = [_device_numbers("on_devices", own) for own in given]
         for group in groups:
             wrong = [d for d in group if not 0 <= d < self.num_devices or group.count(d) > 1]
-            if wrong:
+            if wrong or not group:
                 raise PlanError(
                     f"ops are to run on devices {list(group)}, of which {wrong} are named twice or are not there; "
                     f"there are {self.num_devices}: 0 to {self.num_devices - 1}"
                 )
-        paths = tuple(op if isinstance(op, str) else op.path for op in ops)
-        same = groups[1] in ((), groups[0])
-        self._decisions.append(OnDevices(paths, groups[0]) if same else OnDevices(paths, groups[0], axis, groups[1]))
+        paths = tuple(self._named("on_devices", op).path for op in ops)
+        same = groups[-1] == groups[0]
+        self._decide(OnDevices(paths, groups[0]) if same else OnDevices(paths, groups[0], axis, groups[1]))
 
     def on_stages(
         self,
@@ -450,7 +471,7 @@ class Planner(GraphView):
             >>> graph.schedule(Table.parse("0F0 0F1 0B0 0B1" + chr(10) + "1F0 1B0 1F1 1B1"))
         """
         found = find_schedule(table)
-        self._decisions.append(Schedule(found.name if isinstance(found, Published) else str(found)))
+        self._decide(Schedule(found.name if isinstance(found, Published) else str(found)))
 
     def reduce_dtype(self, dtype: Any) -> None:
         """Add gradients between devices in another dtype: fewer bits send less and lose digits, more bits the reverse.
@@ -464,7 +485,7 @@ class Planner(GraphView):
         Example:
             >>> graph.reduce_dtype("bfloat16")
         """
-        self._decisions.append(ReduceDtype(summing_dtype(dtype)))
+        self._decide(ReduceDtype(summing_dtype(dtype)))
 
     def accumulation(self, *, dtype: Any = None, each_time: bool | None = None, gather_once: bool | None = None) -> None:
         """Say how gradients add up over parts in time (micro-batches); a second call changes what it names.
@@ -483,10 +504,13 @@ class Planner(GraphView):
             >>> graph.accumulation(dtype="float32", each_time=True)
         """
         before = next((d for d in reversed(self._decisions) if isinstance(d, Accumulation)), Accumulation())
+        for what, flag in (("each_time", each_time), ("gather_once", gather_once)):
+            if flag is not None:
+                check_flag(f"accumulation: {what}", flag)
         name = summing_dtype(dtype) if dtype is not None else before.dtype
         each_time = before.each_time if each_time is None else each_time
         gather_once = before.gather_once if gather_once is None else gather_once
-        self._decisions.append(Accumulation(name, each_time, gather_once))
+        self._decide(Accumulation(name, each_time, gather_once))
 
     def per_microbatch(self, selection: Any) -> None:
         """Let ops that need the whole batch (BatchNorm's statistics) run on each micro-batch alone.
@@ -511,7 +535,7 @@ class Planner(GraphView):
         """
         ops = needing_the_whole(self.graph, under(self.graph, selection))
         self.alone.update(ops)
-        self._decisions.append(PerMicrobatch(ops))
+        self._decide(PerMicrobatch(ops))
 
     def shard(self, leaf: PTensor | str, dim: int, devices: Any, *, stored: bool = False) -> None:
         """Split the update of a parameter, and with it the optimizer's state, over devices that hold copies of it.
@@ -536,15 +560,15 @@ class Planner(GraphView):
             >>> graph.shard("state/params/up", 0, devices, stored=True)  # a quarter of the rows on each
             >>> graph.shard("state/params/down", 1, devices.reshape(2, 2))  # halves of the columns, each on two devices
         """
-        tensor = self.graph.input(leaf) if isinstance(leaf, str) else leaf
-        array = np.asarray(devices)
+        tensor = leaf if isinstance(leaf, PTensor) else self.graph.input(leaf)
+        numbers, array = _device_numbers("shard", devices), np.asarray(devices)
         if tensor.name in self._sharded:
             raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
         parts = array.shape[0] if array.ndim else 0
-        decision = Shard(tensor.name, dim, parts, tuple(map(int, array.ravel().tolist())), stored)
+        decision = Shard(tensor.name, dim, parts, numbers, stored)
         check_shard(self.graph, decision, self._whole, self._kinds)
         self._sharded.add(tensor.name)
-        self._decisions.append(decision)
+        self._decide(decision)
 
     @property
     def _kinds(self) -> Mapping[PTensor, TensorKind]:
@@ -567,11 +591,11 @@ class Planner(GraphView):
         Example:
             >>> graph.residuals("mlp/dot.1", "saved")  # the gelu in front of it is not computed again
         """
-        known = self.graph[op] if isinstance(op, str) else op.op if isinstance(op, Grid) else op
-        if mode not in ("inputs", "saved"):
-            raise PlanError(f"'{known.path}': residuals are 'inputs' or 'saved', not {mode!r}")
+        known = self._named("residuals", op.op if isinstance(op, Grid) else op)
+        if not isinstance(mode, str) or mode not in ("inputs", "saved"):
+            raise PlanError(f"'{known.path}': residuals are 'inputs' or 'saved', not {shown(mode)}")
         check_residuals(known)
-        self._decisions.append(SaveResiduals(known.path, mode))
+        self._decide(SaveResiduals(known.path, mode))
 
     def recompute(self, selection: Any, keep: Any = (), instead: bool = False) -> None:
         """Compute forward ops again for the backward pass, instead of saving what they make.
@@ -602,7 +626,7 @@ class Planner(GraphView):
         ops = selected(self.graph, selection)
         decision = Recompute(ops, named(self.graph, ops, keep), instead)
         self._regions = with_region(self._marked(), decision)
-        self._decisions.append(decision)
+        self._decide(decision)
 
     def _marked(self) -> Graph:
         """The graph with the regions so far; ops that are named by a decision are not fused any more."""
@@ -626,11 +650,29 @@ class Planner(GraphView):
         return Plan(name, self.num_devices, tuple(self._decisions), made_for)
 
 
+def _device_array(function: str, devices: Any) -> np.ndarray:
+    try:
+        return np.asarray(devices)
+    except ValueError:  # rows of several lengths
+        raise PlanError(
+            f"{function} takes an array of devices, whose rows are of one length, not {shown(devices)}"
+        ) from None
+
+
+def _device_numbers(function: str, devices: Any) -> tuple[int, ...]:
+    """An array of devices in a row; raises PlanError where they are no whole numbers."""
+    array = _device_array(function, devices)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise PlanError(f"{function} takes the numbers of devices, 0 and up, not {shown(devices)}")
+    return tuple(map(int, array.ravel()))
+
+
 def _place(device: Any) -> Place:
+    number = device.device if isinstance(device, Place) else device
+    if not isinstance(number, (int, np.integer)):
+        raise PlanError(f"a device is a whole number or a Place, not {device!r}")
     if isinstance(device, Place):
         return device
-    if not isinstance(device, (int, np.integer)):
-        raise PlanError(f"a device is a whole number or a Place, not {device!r}")
     return Place(int(device))
 
 

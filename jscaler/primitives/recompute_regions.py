@@ -196,7 +196,8 @@ def _ops(graph: Graph, selection: Any) -> list[Op]:
 
 def named(graph: Graph, ops: Sequence[str], keep: Any) -> tuple[str, ...]:
     """What ``keep`` names, of the results of ``ops``: paths of ops, and names of single results."""
-    several = [keep] if isinstance(keep, (str, Op, PTensor)) or hasattr(keep, "op") else list(keep)
+    alone = isinstance(keep, (str, Op, PTensor)) or hasattr(keep, "op")
+    several: list[Any] = [*keep] if isinstance(keep, Iterable) and not alone else [keep]
     tensors: Mapping[str, PTensor] = {t.name: t for path in ops for t in graph[path].outputs}
     found: list[str] = []
     for one in several:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jscaler.errors import PlanFileError, near_names
+from jscaler.errors import PlanFileError, near_names, shown
 from jscaler.ir import Place
 from jscaler.primitives.prefix import Prefix
 from jscaler.rules.expansion import Expanding
@@ -87,7 +87,7 @@ def make(kind: type, data: Any, rows: Sequence[Places], where: str) -> Any:
         PlanFileError: a field is missing, not known or of another type; ``where`` says in which part of the file.
     """
     if not isinstance(data, dict):
-        raise PlanFileError(f"{where} is {_shown(data)}, not an object")
+        raise PlanFileError(f"{where} is {shown(data)}, not an object")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for name in data:
         if name not in fields:
@@ -130,7 +130,7 @@ def decode(hint: Any, data: Any, rows: Sequence[Places], where: str) -> Any:
         return make_algorithm(data, where)
     if dataclasses.is_dataclass(hint):
         return make(hint, data, rows, where)  # type: ignore[arg-type]
-    raise PlanFileError(f"{where} is {_shown(data)}, not {_type_text(hint)}")
+    raise PlanFileError(f"{where} is {shown(data)}, not {_type_text(hint)}")
 
 
 def _one_of(hints: Sequence[Any], data: Any, rows: Sequence[Places], where: str) -> Any:
@@ -144,7 +144,7 @@ def _one_of(hints: Sequence[Any], data: Any, rows: Sequence[Places], where: str)
             return decode(hint, data, rows, where)
         except PlanFileError:
             continue
-    raise PlanFileError(f"{where} is {_shown(data)}, not {' or '.join(map(_type_text, wanted))}")
+    raise PlanFileError(f"{where} is {shown(data)}, not {' or '.join(map(_type_text, wanted))}")
 
 
 def make_place(data: Any, where: str) -> Place:
@@ -155,7 +155,7 @@ def make_place(data: Any, where: str) -> Place:
             return Place(int(device), space)  # type: ignore[arg-type]
     elif type(data) is int and data >= 0:
         return Place(data)
-    raise PlanFileError(f"{where} is {_shown(data)}, not a device's number, or '<number>@host'")
+    raise PlanFileError(f"{where} is {shown(data)}, not a device's number, or '<number>@host'")
 
 
 def algorithm_data(algorithm: Any) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _plain(value: Any, where: str) -> Any:
 def make_algorithm(data: Any, where: str) -> Any:
     """The algorithm that ``algorithm_data`` described; a user's own is imported, and nothing else of its module is run."""
     if not isinstance(data, dict) or data.keys() != {"name", "fields"} or not isinstance(data["fields"], dict):
-        raise PlanFileError(f"{where} is {_shown(data)}, not an object with 'name' and 'fields'")
+        raise PlanFileError(f"{where} is {shown(data)}, not an object with 'name' and 'fields'")
     name = str(data["name"])
     kind = ALGORITHMS.get(name) or _imported(name, where)
     fields = {str(k): _tuples(v) for k, v in data["fields"].items()}
@@ -252,8 +252,3 @@ def _type_text(hint: Any) -> str:
         return " or ".join(map(repr, get_args(hint)))
     words = {str: "text", int: "a whole number", bool: "true or false", float: "a number"}
     return words.get(hint, "a list" if get_origin(hint) is tuple else f"a {getattr(hint, '__name__', hint)}")
-
-
-def _shown(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jscaler.errors import PlanError, SplitError
+from jscaler.errors import PlanError, SplitError, check_dim
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import TensorKind
 from jscaler.primitives.plan import Plan, Shard
@@ -19,8 +19,7 @@ def check_shard(graph: Graph, shard: Shard, num_devices: int, kinds: Mapping[PTe
     tensor = graph.input(shard.leaf)
     if kinds.get(tensor) != "parameter":
         raise PlanError(f"'{tensor.name}' is no parameter: no gradient is taken with respect to it")
-    if not 0 <= shard.dim < len(tensor.shape):
-        raise PlanError(f"'{tensor.name}' of shape {tensor.shape} has no dim {shard.dim}")
+    check_dim(tensor.name, tensor.shape, shard.dim)
     if sorted(shard.devices) != list(range(num_devices)) or shard.parts < 1 or num_devices % shard.parts:
         raise PlanError(
             f"'{tensor.name}' is sharded over devices {list(shard.devices)}: give an array of all {num_devices}, each "

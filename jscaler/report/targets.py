@@ -63,7 +63,7 @@ def described_devices(cluster: str | os.PathLike[str] | Cluster) -> list[Device]
         >>> "all-reduce" in jax.jit(jax.numpy.sum).lower(batch).compile().as_text()
         True
     """
-    found = cluster if isinstance(cluster, Cluster) else find_cluster(os.fspath(cluster))
+    found = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
     return list(_devices(found.hosts, found.devices_per_host, device_kind(found)))
 
 

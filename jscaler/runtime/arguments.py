@@ -11,7 +11,7 @@ import jax.core
 import numpy as np
 
 from jscaler.capture.names import PathNames, leaf_names
-from jscaler.errors import CaptureError, UnknownNameError
+from jscaler.errors import CaptureError, DeletedArgumentError, UnknownNameError, listing, shown
 from jscaler.runtime import graph_nodes
 
 
@@ -55,6 +55,14 @@ class BoundCall:
         """What a cache may keep: no array and no object of the caller stays alive by it."""
         return dataclasses.replace(self, leaves=(), nodes=dict.fromkeys(self.nodes))
 
+    def check_arrays(self) -> None:
+        """Raises CaptureError for a shape alone, DeletedArgumentError for an array whose memory was given away."""
+        named = list(zip(self.names, self.leaves, strict=True))
+        if shapes := [name for name, leaf in named if isinstance(leaf, jax.ShapeDtypeStruct)]:
+            raise CaptureError(f"{listing(shapes)}: shapes alone, which can be lowered, not run; give arrays")
+        if gone := [name for name, leaf in named if isinstance(leaf, jax.Array) and leaf.is_deleted()]:
+            raise DeletedArgumentError(gone)
+
     @property
     def node_leaves(self) -> list[tuple[int, tuple[Any, ...]]]:
         """Index and path of every leaf that belongs to an nnx object."""
@@ -90,7 +98,10 @@ class Arguments:
         static_argnums: int | Sequence[int],
         static_argnames: str | Sequence[str],
     ) -> "Arguments":
-        signature = inspect.signature(fun)
+        try:
+            signature = inspect.signature(fun)
+        except ValueError:  # of a function in C
+            raise CaptureError(f"{fun} does not say which arguments it takes: decorate a function that calls it") from None
         donated = _named(signature, "donate", donate_argnums, donate_argnames)
         static = _named(signature, "static", static_argnums, static_argnames)
         if both := donated & static:
@@ -121,7 +132,12 @@ class Arguments:
         nodes = {name: value for name, value in dynamic.items() if graph_nodes.holds_nodes(value)}
         graphdef, pure = graph_nodes.split(nodes) if nodes else (None, {})
         for name, value in (dynamic | pure).items():
-            flat, tree = jax.tree.flatten(value)
+            try:
+                flat, tree = jax.tree.flatten(value)
+            except ValueError as error:  # of a dict
+                raise CaptureError(
+                    f"argument '{name}' has keys that cannot be sorted: {error.__cause__ or error}; give them one type"
+                ) from None
             trees.append((name, tree))
             for i, leaf in enumerate(flat):
                 types.append(leaf_type(leaf, name, value, i))
@@ -155,15 +171,23 @@ class Arguments:
 
 def _named(signature: inspect.Signature, what: str, nums: Any, names: Any) -> frozenset[str]:
     parameters = list(signature.parameters)
-    chosen = {names} if isinstance(names, str) else set(names)
-    for name in chosen:
+    chosen = set[str]()
+    for name in _several(f"{what}_argnames", names, str, "an argument's name"):
         if name not in parameters:
             raise UnknownNameError("argument", name, parameters, f" ({what}_argnames)")
-    for num in (nums,) if isinstance(nums, int) else nums:
+        chosen.add(name)
+    for num in _several(f"{what}_argnums", nums, int, "an argument's number"):
         if not -len(parameters) <= num < len(parameters):
             raise CaptureError(f"{what}_argnums={num}, but the step has {len(parameters)} arguments: {parameters}")
         chosen.add(parameters[num])
     return frozenset(chosen)
+
+
+def _several(option: str, given: Any, kind: type, what: str) -> list[Any]:
+    found = [given] if isinstance(given, str | int) or not isinstance(given, Iterable) else list(given)
+    if wrong := [one for one in found if not isinstance(one, kind) or isinstance(one, bool)]:
+        raise CaptureError(f"{option} is {what}, or several of these, and holds {shown(wrong[0])}")
+    return found
 
 
 def _expanded(signature: inspect.Signature, bound: inspect.BoundArguments) -> Iterable[tuple[str, Any]]:
@@ -195,7 +219,11 @@ def leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return LeafType(leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False)))
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
-        aval = jax.typeof(leaf)
+        try:
+            aval = jax.typeof(leaf)
+        except (TypeError, OverflowError) as error:
+            path = leaf_names(name, tree)[index]
+            raise CaptureError(f"argument '{path}' holds what no array of JAX can: {error}") from None
         return LeafType(aval.shape, aval.dtype, aval.weak_type)
     path = leaf_names(name, tree)[index]
     raise CaptureError(

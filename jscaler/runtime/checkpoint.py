@@ -56,6 +56,7 @@ def latest_step(folder: Path) -> int:
     Raises:
         DataError: there is none.
     """
+    _check_folder(folder)
     if (step := found_step(folder)) is not None:
         return step
     raise DataError(f"there is no checkpoint in {folder}: train with --checkpoint {folder} first, without --resume")
@@ -67,9 +68,13 @@ def restore(folder: Path, step: int, target: Any) -> Any:
     Raises:
         DataError: the checkpoint is of another model, or damaged.
     """
+    _check_folder(folder)
     which = f"the checkpoint after {step} steps in {folder}"
     handler = ocp.StandardCheckpointHandler()  # who says how to read what it says of a state, before it is read
     with ocp.CheckpointManager(folder.absolute(), item_handlers=handler) as manager:
+        if step not in (known := manager.all_steps()):
+            found = f"those after {', '.join(map(str, sorted(known)))}" if known else "none"
+            raise DataError(f"there is no state after {step} steps in {folder}; it has {found}")
         saved, wanted = _saved_leaves(manager, step), _leaves(target)
         if saved.keys() == wanted.keys() and saved != wanted:  # Orbax would say it in a hundred lines
             raise DataError(_foreign(which, saved, wanted))
@@ -84,15 +89,24 @@ def restore(folder: Path, step: int, target: Any) -> Any:
             ) from error
 
 
-def _foreign(which: str, saved: dict[str, str], wanted: dict[str, str]) -> str:
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise DataError(
+            f"'{folder}' is a file, and a checkpoint is a folder; give --checkpoint the folder that was trained into"
+        )
+
+
+def _foreign(which: str, saved: dict[str, tuple[str, str]], wanted: dict[str, tuple[str, str]]) -> str:
     only = [[f"'{name}'" for name in a if name not in b] for a, b in ((saved, wanted), (wanted, saved))]
     parts = [f"only {who} has {', '.join(n[:2])} and {len(n)} such in all" for n, who in zip(only, SIDES, strict=True) if n]
     if not parts:
         differing = [name for name in wanted if saved[name] != wanted[name]]
         first = differing[0]
+        there, here = saved[first], wanted[first]
+        of = int(there[0] == here[0])  # the shape, or else the dtype
         parts = [
-            f"{len(differing)} of {len(wanted)} leaves differ, the first is '{first}', {saved[first]} there and "
-            f"{wanted[first]} here"
+            f"{len(differing)} of {len(wanted)} leaves differ, the first is '{first}', {there[of]} there and "
+            f"{here[of]} here"
         ]
     return (
         f"{which} is of another model or optimizer: {' and '.join(parts)}; give the --model, --size and options that it "
@@ -100,7 +114,7 @@ def _foreign(which: str, saved: dict[str, str], wanted: dict[str, str]) -> str:
     )
 
 
-def _saved_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, str]:
+def _saved_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, tuple[str, str]]:
     """The leaves of a saved state; none where it is damaged."""
     try:
         return _leaves(manager.item_metadata(step))
@@ -108,11 +122,11 @@ def _saved_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, str]:
         return {}
 
 
-def _leaves(tree: Any) -> dict[str, str]:
-    """The shape of each leaf as text, by its path, which Orbax writes as dicts and lists."""
+def _leaves(tree: Any) -> dict[str, tuple[str, str]]:
+    """Shape and dtype of each leaf as text, by its path, which Orbax writes as dicts and lists."""
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))[0]
-    arrays = [(path, _stored(leaf).shape) for path, leaf in found if hasattr(leaf, "shape")]
-    return {"/".join(map(_key, path)): f"[{', '.join(map(str, shape))}]" for path, shape in arrays}
+    arrays = [("/".join(map(_key, path)), _stored(leaf)) for path, leaf in found if hasattr(leaf, "shape")]
+    return {path: (f"[{', '.join(map(str, leaf.shape))}]", str(leaf.dtype)) for path, leaf in arrays}
 
 
 def _stored(leaf: Any) -> Any:

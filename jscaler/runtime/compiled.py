@@ -9,7 +9,7 @@ import jax
 
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, CostModel
-from jscaler.errors import CaptureError
+from jscaler.errors import CaptureError, PlanError, check_count
 from jscaler.ir import Graph
 from jscaler.ir.passes import Passes
 from jscaler.lower.segment import only
@@ -132,6 +132,10 @@ class Lowered:
             IndexError: there is no such block.
         """
         if block is not None:
+            if not isinstance(block, int) or not 0 <= block < len(self.segments):
+                raise PlanError(
+                    f"the step has {len(self.segments)} blocks, 0 to {len(self.segments) - 1}, and no {block!r}"
+                )
             return self.segments[block].as_text()
         if len(self.segments) == 1:
             return self.segments[0].as_text()
@@ -254,7 +258,7 @@ class Compiled(Inspectable):
             >>> jscaler.simulate(compiled, seconds=alone.blocks, hops=alone.hops).makespan > 0
             True
         """
-        return self.tracer.measure(self._placed(args, kwargs), rounds)
+        return self.tracer.measure(self._placed(args, kwargs), check_count("measure: rounds", rounds))
 
     def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         call = self.lowered.call.arguments.bind(args, kwargs)

@@ -1,12 +1,13 @@
 """The devices that a step is asked to run on: how many, or which."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import jax
+import numpy as np
 
 from jscaler.clusters.cluster import MOST_DEVICES
-from jscaler.errors import DeviceError
+from jscaler.errors import DeviceError, shown
 
 Device = Any  # jax.Device, which type checkers take for a variable
 Devices = int | Sequence[Device] | None
@@ -20,7 +21,7 @@ def resolve_devices(devices: Devices) -> list[Device]:
     """
     if devices is None:
         return list(jax.devices())
-    if isinstance(devices, int) and not isinstance(devices, bool):
+    if _is_number(devices):
         at_hand = jax.devices()
         if devices < 1:
             raise DeviceError(f"{devices} devices are asked for; ask for 1 to {len(at_hand)}")
@@ -31,9 +32,9 @@ def resolve_devices(devices: Devices) -> list[Device]:
                 "before JAX is first used (`--platform cpu` on the command line)"
             )
         return list(at_hand[:devices])
-    chosen = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else None
+    chosen = list(devices) if isinstance(devices, Sequence | np.ndarray) else None  # a set has no order
     if chosen is None or not all(hasattr(d, "platform") for d in chosen):
-        raise DeviceError(f"devices are a number or a list of jax.Device, not {devices!r}")
+        raise DeviceError(f"devices are a number or a list of jax.Device, not {shown(devices)}")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise DeviceError(f"devices are one or more, each once, not {chosen}")
     return chosen
@@ -41,9 +42,13 @@ def resolve_devices(devices: Devices) -> list[Device]:
 
 def devices_at_hand(devices: Devices) -> tuple[int, tuple[Device, ...]]:
     """How many devices are asked for, and which; none where there are fewer."""
-    if isinstance(devices, int) and not isinstance(devices, bool) and devices > len(jax.devices()):
+    if _is_number(devices) and devices > len(jax.devices()):
         if devices > MOST_DEVICES:
             raise DeviceError(f"{devices} devices are asked for; ask for at most {MOST_DEVICES}")
-        return devices, ()
+        return int(devices), ()
     found = resolve_devices(devices)
     return len(found), tuple(found)
+
+
+def _is_number(devices: Any) -> TypeGuard[int]:
+    return isinstance(devices, (int, np.integer)) and not isinstance(devices, bool)

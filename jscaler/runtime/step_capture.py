@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jscaler.capture.names import PathNames, tree_path
+from jscaler.errors import CaptureError
 from jscaler.runtime import graph_nodes
 from jscaler.runtime.arguments import Arguments, BoundCall
 from jscaler.stages import Captured, capture
@@ -46,6 +48,7 @@ def capture_call(
         bound, nodes = arguments.rebuild(call, leaves)
         out = fun(*bound.args, **bound.kwargs)
         flat, result.tree = jax.tree.flatten(out)
+        _check_arrays(out)
         if nodes:
             graph_nodes.check_no_nodes("result", out)
             result.changes = _node_changes(arguments, call, nodes, leaves)
@@ -67,7 +70,22 @@ def capture_call(
         return _next_versions(arguments, call, result, gradients) if updates else {}
 
     structs = [t.struct for t in call.types]
-    return capture(flat_fun, structs, call.names, output_names, next_versions), result
+    captured = capture(flat_fun, structs, call.names, output_names, next_versions)
+    if not (captured.graph.outputs or captured.graph.ops):
+        raise CaptureError(f"the step '{flat_fun.__name__}' returns no array and changes nothing: return the next state")
+    return captured, result
+
+
+def _check_arrays(out: Any) -> None:
+    """Raises CaptureError where a step returns something other than arrays and numbers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+        if not (
+            graph_nodes.is_node(leaf) or isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+        ):
+            raise CaptureError(
+                f"the step returns a {type(leaf).__name__} at '{tree_path('', path) or 'result'}': return arrays and "
+                "numbers, in a tree"
+            )
 
 
 def _node_arrays(call: BoundCall, nodes: Mapping[str, Any]) -> list[Any]:

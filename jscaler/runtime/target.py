@@ -62,7 +62,7 @@ def find_target(target: Target) -> Cluster:
         UnknownNameError: no such cluster.
         DeviceError: the cluster does not say what its devices are.
     """
-    cluster = target if isinstance(target, Cluster) else find_cluster(os.fspath(target))
+    cluster = target if isinstance(target, Cluster) else find_cluster(target)
     device_kind(cluster)
     return cluster
 

@@ -97,6 +97,20 @@ def _within(array: Any, devices: set[Any]) -> Any:
     return np.asarray(array)
 
 
+def _check_takes(make_state: Callable[..., Any], args: Sequence[Any]) -> None:
+    try:
+        signature = inspect.signature(make_state)
+    except (TypeError, ValueError):
+        return  # not every callable can say
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise CaptureError(
+            f"make_state takes {signature}, and was given {len(args)} arguments: {error}; they follow it: "
+            "init(make_state, key, batch=batch)"
+        ) from None
+
+
 def trace_state(names: Sequence[str], make_state: Callable[..., Any], args: Sequence[Any]) -> TracedState:
     """Trace ``make_state(*args)``, which makes the step arguments ``names``: one value, or a tuple of as many.
 
@@ -110,6 +124,7 @@ def trace_state(names: Sequence[str], make_state: Callable[..., Any], args: Sequ
             f"make_state is a function that makes the state, and not a {type(make_state).__name__}; a state that has been "
             "made is passed to the step itself, which moves it to the plan's layout"
         )
+    _check_takes(make_state, args)
     leaves, tree = jax.tree.flatten(tuple(args), is_leaf=graph_nodes.is_node)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ARRAYS)]
     found: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import re
 import warnings
 from pathlib import Path
 
-from jscaler.errors import PlanError, PlanWarning, UnknownNameError, listing
+from jscaler.errors import PlanError, PlanWarning, UnknownNameError, listing, shown
 from jscaler.tables.catalogue import SCHEDULES
 from jscaler.tables.published import Published
 from jscaler.tables.table import Entry, Overlap, Table, parse_entry
@@ -31,6 +31,8 @@ def find_schedule(schedule: "Published | Table | str | os.PathLike[str]") -> Pub
     """
     if isinstance(schedule, Published | Table):
         return schedule
+    if not isinstance(schedule, str | os.PathLike):
+        raise PlanError(f"a schedule is a name, a Table, its text, or a file that holds one, not {shown(schedule)}")
     text = os.fspath(schedule)
     if text in SCHEDULES:
         return SCHEDULES[text]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jscaler.errors import PlanError
+from jscaler.errors import PlanError, shown
 
 BlockKind = Literal["F", "B", "I", "W"]
 _CELL = re.compile(r"(\d+)([A-Z])(\d+)")
@@ -66,6 +66,10 @@ class Table:
 
     rows: tuple[tuple[Entry, ...], ...]
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.rows, tuple) and all(isinstance(e, TableCell | Overlap) for row in self.rows for e in row)):
+            raise PlanError(f"the rows of a Table are tuples of cells, not {shown(self.rows)}; Table.parse reads a text")
+
     @staticmethod
     def parse(text: str) -> "Table":
         """The table that is written so: a row in a line, cells between blanks.
@@ -76,6 +80,8 @@ class Table:
         Raises:
             PlanError: a cell cannot be read.
         """
+        if not isinstance(text, str):
+            raise PlanError(f"the text of a table is rows of cells, such as '0F0 0B0', not {shown(text)}")
         return Table(tuple(tuple(map(parse_entry, line.split())) for line in text.strip().splitlines() if line.strip()))
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ def test_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_some_cases(seed: int, tmp_path: Path) -> None:
     made = fuzz.texts()
-    for case in (fuzz.plan_case, fuzz.cluster_case, fuzz.call_case):
+    for case in (fuzz.plan_case, fuzz.cluster_case, fuzz.call_case, fuzz.policy_case, fuzz.option_case):
         assert fuzz.failure(case(made, random.Random(seed), tmp_path))[0] != "failed"
 
 
