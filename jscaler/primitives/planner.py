@@ -387,15 +387,11 @@ class Planner(GraphView):
             axis: the name of that time axis.
 
         Raises:
-<<<<<<< HEAD
-            PlanError: there is no such device, or one is named twice.
+            PlanError: there is no such device, or one is named twice, or none at all.
 
         Example:
             >>> graph.on_devices(graph.select("attention/*"), devices[:2])
             >>> graph.on_devices([*graph.select("mlp/*"), *graph.select("head/*")], devices[2:])
-=======
-            PlanError: there is no such device, or one is named twice, or none at all.
->>>>>>> bad
         """
         if isinstance(ops, str) or not isinstance(ops, Iterable):
             raise PlanError(f"on_devices takes several ops, or their paths, not {shown(ops)}")
