@@ -44,7 +44,13 @@ class CaptureError(JscalerError):
 
 
 class GradientError(CaptureError, TypeError):
-    """A gradient of what has none, or a loss that is no real number; a ``TypeError``, too, as of ``jax.value_and_grad``."""
+    """A gradient of what has none, or a loss that is no real number; a ``TypeError``, too, as of ``jax.value_and_grad``.
+
+    Example:
+        >>> jscaler.value_and_grad(lambda w: 2.0 * w)(3)
+        Traceback (most recent call last):
+        jscaler.errors.GradientError: args[0] is int: gradients are taken of real floating-point leaves only
+    """
 
 
 class PlanError(JscalerError):
