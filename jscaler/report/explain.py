@@ -1,7 +1,7 @@
 """``explain``: a plan as tables that a person can read."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from jscaler.estimate.traffic import summed
@@ -47,9 +47,14 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
 
 def heading(report: StepReport) -> str:
     """The plan's name, its devices, and how many decisions it makes."""
-    meshes = [" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in report.groups]
-    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {'; '.join(meshes)}"
+    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), {meshes_text(report.groups)}"
     return f"{head}, {report.num_decisions} decisions"
+
+
+def meshes_text(groups: Iterable[Mapping[str, int]]) -> str:
+    """``mesh x0=2 × x1=4``; of several device groups the mesh of each."""
+    meshes = (" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in groups)
+    return f"mesh {'; '.join(meshes)}"
 
 
 def total(report: StepReport) -> str:
