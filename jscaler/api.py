@@ -14,6 +14,7 @@ from jscaler.errors import CaptureError, CaptureWarning, DeviceError, PlanError,
 from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
+from jscaler.ir.overview import Overview, Shown
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
@@ -140,6 +141,10 @@ def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
     return policy
 
 
+def _name_of(policy: Any) -> str:
+    return getattr(policy, "name", "") or getattr(policy, "__name__", type(policy).__name__)
+
+
 def _cost_model(cluster: Any) -> CostModel:
     if cluster is None:
         return FEW_STEPS
@@ -150,7 +155,7 @@ def _cost_model(cluster: Any) -> CostModel:
     return cluster
 
 
-class Parallelized:
+class Parallelized(Shown):
     """A step function under a plan. Compiles at the first call of each shape; the undecorated one is ``.fun``.
 
     Example:
@@ -199,6 +204,20 @@ class Parallelized:
         call = self._arguments.bind(args, kwargs)
         self._last = self.compiled(call)
         return self._last.run_call(call, args, kwargs)
+
+    def overview(self) -> Overview:
+        """The step in a few lines; in a notebook the tables of the plan that it was lowered for last."""
+        policy, devices = self._policy, self._devices
+        plan = "the plan of the step that it follows" if policy is None else f"plan {_name_of(policy)}"
+        count = "all" if devices is None else devices if isinstance(devices, int) else len(devices)
+        last = [lowered.plan.overview() for lowered in list(self._lowered.values())[-1:]]
+        lines = [
+            f"{self._name} under {plan}, on {count} devices",
+            f"lowered for {len(self._lowered)} form(s) of its arguments, compiled for {len(self._compiled)}",
+            *(line for made in last for line in made.lines),
+        ]
+        more = f"{self._name}.lower(…) plans it for arguments, .graph(…) captures it, .fun is the undecorated one"
+        return Overview([*lines, more], last[0].tables if last else tuple)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._method = name

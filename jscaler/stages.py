@@ -17,6 +17,7 @@ from jscaler.errors import DeviceError
 from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.op import without_turn
+from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes, PassRun, run_passes
 from jscaler.lower.blocks import make_programs
 from jscaler.lower.cut import cut
@@ -37,14 +38,17 @@ from jscaler.tables import Published
 from jscaler.tables.cuts import Cuts, cuts_of
 
 
-@dataclass(frozen=True)
-class Captured:
+@dataclass(frozen=True, repr=False)
+class Captured(Shown):
     """A graph, and what later stages need of its capture."""
 
     graph: Graph
     bodies: BodyTable
     rules: RuleBook
     source: core.Jaxpr
+
+    def overview(self) -> Overview:
+        return self.graph.overview()
 
     @staticmethod
     def of(graph: Graph) -> "Captured":

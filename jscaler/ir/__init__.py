@@ -1,4 +1,4 @@
-"""What flows through jscaler: tensors, masks, ops and the graph. Reads no other package."""
+"""What flows through jscaler: tensors, masks, ops and the graph. Reads `text` alone."""
 
 from jscaler.ir.graph import GradientCall, Graph
 from jscaler.ir.loop import Carry, Loop, Nest, Stacked, flat, nested

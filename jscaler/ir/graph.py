@@ -1,15 +1,22 @@
 """``Graph``: the captured program as ops over PTensors, in an order that respects data dependencies. Immutable."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Protocol, get_args
 
 from jscaler.errors import CaptureError, PlanError, UnknownNameError, shown
 from jscaler.ir.loop import Item, Loop, nested
 from jscaler.ir.op import Op, OpKind, matches
+from jscaler.ir.overview import FoldingTable, Overview, Shown, count_text
 from jscaler.ir.rule import Rule
 from jscaler.ir.tensor import PTensor
+from jscaler.text.units import readable_bytes, readable_count
+
+MOST_LOOPS = 6  # that are told of, and gradient calls
+WIDEST = 100  # characters of a column; a norm over all leaves reads hundreds
 
 
 class RuleSource(Protocol):
@@ -33,8 +40,8 @@ class GradientCall:
     gradients: tuple[PTensor, ...]
 
 
-@dataclass(frozen=True)
-class Graph:
+@dataclass(frozen=True, repr=False)
+class Graph(Shown):
     """The captured step.
 
     Attributes:
@@ -58,7 +65,7 @@ class Graph:
     output_names: tuple[str, ...]
     next_version: Mapping[int, int]
     calls: tuple[GradientCall, ...]
-    rules: RuleSource = field(repr=False)
+    rules: RuleSource
     loops: Mapping[str, Loop] = field(default_factory=dict)
     leaf_parts: tuple[int, ...] = ()
     result_parts: tuple[int, ...] = ()
@@ -190,17 +197,44 @@ class Graph:
             "follows its train step: train_step.follow(evaluate)"
         )
 
+    def overview(self) -> Overview:
+        """The graph in a few lines; in a notebook its ops and inputs by module."""
+        lines = [f"Graph of {len(self.ops)} ops: {self._kinds}", f"inputs: {_size(self.inputs)}"]
+        lines += [f"loop {loop}" for loop in list(self.loops.values())[:MOST_LOOPS]]
+        lines += [f"and {len(self.loops) - MOST_LOOPS} loops more"] if len(self.loops) > MOST_LOOPS else []
+        lines += [f"gradients of {_size(call.wrt)}" for call in self.calls[:MOST_LOOPS]]
+        more = "print(graph) has a line for every op, with its factors; graph['path/of/op'] and graph.select('*') give ops"
+        return Overview([*lines, more], self._tables)
+
+    def _tables(self) -> list[FoldingTable]:
+        def of_op(op: Op) -> tuple[str, ...]:
+            return op.kind, op.shapes, op.source
+
+        def of_input(tensor: PTensor) -> tuple[str, ...]:
+            return tensor.type, readable_bytes(tensor.nbytes)
+
+        return [
+            FoldingTable("ops", ("kind", "shapes", "source"), self.ops, attrgetter("path"), of_op, "print(graph)"),
+            FoldingTable("inputs", ("type", "bytes"), self.inputs, attrgetter("name"), of_input, "graph.inputs"),
+        ]
+
+    @property
+    def _kinds(self) -> str:
+        kinds: tuple[OpKind, ...] = ("forward", "backward", "update")
+        return count_text({kind: len(self.of_kind(kind)) for kind in kinds})
+
     def __str__(self) -> str:
         """One line per op: path, rule, shapes, source line. Backward handles are shown by their forward op's line."""
-        rows = [(op.path, *self._describe(op), op.source) for op in self.ops if op.kind != "backward"]
-        widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
+        rows = [(op.path, str(self.rule(op)), op.shapes, op.source) for op in self.ops if op.kind != "backward"]
+        widths = [min(max((len(r[i]) for r in rows), default=0), WIDEST) for i in range(3)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, (*widths, 0), strict=True)).rstrip() for r in rows]
-        kinds = ", ".join(f"{len(self.of_kind(k))} {k}" for k in ("forward", "backward", "update"))
-        return "\n".join([f"Graph: {len(self.ops)} ops ({kinds}), {len(self.inputs)} inputs", *lines])
+        return "\n".join([f"Graph: {len(self.ops)} ops ({self._kinds}), {len(self.inputs)} inputs", *lines])
 
-    def _describe(self, op: Op) -> tuple[str, str]:
-        shapes = [", ".join(t.aval.str_short(short_dtypes=True) for t in ts) for ts in (op.inputs, op.outputs)]
-        return str(self.rule(op)), f"{shapes[0]} -> {shapes[1]}"
+
+def _size(tensors: Sequence[PTensor]) -> str:
+    """``66 tensors, 1.3 G numbers, 4.9 GiB``."""
+    numbers, nbytes = sum(math.prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
+    return f"{len(tensors)} tensors, {readable_count(numbers).strip()} numbers, {readable_bytes(nbytes)}"
 
 
 def _pattern(function: str, pattern: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jscaler.ir.op import Op
+from jscaler.ir.overview import clipped
 from jscaler.ir.tensor import PTensor
 
 
@@ -120,6 +121,9 @@ class Loop:
         xs = tuple(dataclasses.replace(x, stack=outside.get(x.stack, x.stack)) for x in self.xs)
         ys = tuple(dataclasses.replace(y, slice=inside.get(y.slice, y.slice)) for y in self.ys)
         return dataclasses.replace(self, carries=carries, xs=xs, ys=ys)
+
+    def __repr__(self) -> str:
+        return clipped(f"Loop({self})")
 
     def __str__(self) -> str:
         order = " from the last" if self.reverse else ""

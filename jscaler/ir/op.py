@@ -12,6 +12,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr
 
 from jscaler.ir.mask import Mask
+from jscaler.ir.overview import clipped
 from jscaler.ir.rule import FactorNames
 from jscaler.ir.tensor import PTensor
 
@@ -95,7 +96,7 @@ class RecomputeRegion:
     loop: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Op:
     """A fragment of the program.
 
@@ -129,23 +130,23 @@ class Op:
     inputs: tuple[PTensor, ...]
     outputs: tuple[PTensor, ...]
     body: Body | None = field(default=None, compare=False)
-    source_info: Any = field(default=None, compare=False, repr=False)
+    source_info: Any = field(default=None, compare=False)
     call: int | None = None
-    backward: "Op | None" = field(default=None, compare=False, repr=False)
-    forward: "Op | None" = field(default=None, compare=False, repr=False)
-    cotangents: tuple[tuple[int, PTensor], ...] = field(default=(), compare=False, repr=False)
-    gradients: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    named: FactorNames | None = field(default=None, compare=False, repr=False)
-    residuals: Residuals = field(default="inputs", compare=False, repr=False)
-    primal: Body | None = field(default=None, compare=False, repr=False)
+    backward: "Op | None" = field(default=None, compare=False)
+    forward: "Op | None" = field(default=None, compare=False)
+    cotangents: tuple[tuple[int, PTensor], ...] = field(default=(), compare=False)
+    gradients: tuple[int, ...] = field(default=(), compare=False)
+    named: FactorNames | None = field(default=None, compare=False)
+    residuals: Residuals = field(default="inputs", compare=False)
+    primal: Body | None = field(default=None, compare=False)
     loop: str | None = None
     remat: tuple[RecomputeRegion, ...] = field(default=(), compare=False)
-    kept: tuple[PTensor, ...] = field(default=(), compare=False, repr=False)
-    again: "Op | None" = field(default=None, compare=False, repr=False)
-    saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False, repr=False)
-    anywhere: Literal["", "fence", "sum"] = field(default="", compare=False, repr=False)
-    joins_shards: bool = field(default=False, compare=False, repr=False)
-    added: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    kept: tuple[PTensor, ...] = field(default=(), compare=False)
+    again: "Op | None" = field(default=None, compare=False)
+    saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False)
+    anywhere: Literal["", "fence", "sum"] = field(default="", compare=False)
+    joins_shards: bool = field(default=False, compare=False)
+    added: tuple[int, ...] = field(default=(), compare=False)
     turn: int = 0
 
     def renamed(self, table: Mapping[PTensor, PTensor]) -> "Op":
@@ -173,8 +174,16 @@ class Op:
         """The last part of the path: the function."""
         return self.path.rsplit("/", 1)[-1]
 
+    @property
+    def shapes(self) -> str:
+        """What it reads and makes: ``f32[4,8], f32[8] -> f32[4,8]``."""
+        return " -> ".join(", ".join(t.type for t in tensors) for tensors in (self.inputs, self.outputs))
+
     def __hash__(self) -> int:
         return hash(self.path)
+
+    def __repr__(self) -> str:
+        return clipped(f"Op({self.path}, {self.kind}, {self.shapes})")
 
     def __str__(self) -> str:
         return self.path

@@ -39,5 +39,10 @@ class PTensor:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.itemsize
 
+    @property
+    def type(self) -> str:
+        """Its dtype and shape: ``f32[4,8]``."""
+        return self.aval.str_short(short_dtypes=True)
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.aval.str_short(short_dtypes=True)}"
+        return f"{self.name}: {self.type}"

@@ -40,11 +40,11 @@ class StepPlan:
     plan: Plan
     completed: Completed
     segments: tuple[Segment, ...]
-    passes: Passes = field(repr=False, compare=False)
+    passes: Passes = field(compare=False)
     cost: CostModel = FEW_STEPS
     transfers: tuple[Transfer, ...] = ()
     spanning: SpanningLoop | None = None
-    instructions: Instructions = field(repr=False, default_factory=lambda: Instructions((), 0, {}))
+    instructions: Instructions = field(default_factory=lambda: Instructions((), 0, {}))
     blocks: tuple[PlacedBlock, ...] = ()
 
     @functools.cached_property
@@ -82,6 +82,9 @@ class StepPlan:
         name = " ".join(f"{stage}{kind}" for stage, kind in cells) or f"block {number}"
         turn = self.blocks[number].phase - self.spanning.phases.start if self.spanning is not None and cells else 0
         return f"{name}, turn {turn}" if turn else name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}, {len(self.blocks)} block(s) on {self.plan.num_devices} device(s))"
 
     @property
     def name(self) -> str:

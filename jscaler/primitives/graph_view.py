@@ -6,9 +6,10 @@ from typing import Any
 from jscaler.ir import GradientCall, Graph, Loop, Op, PTensor, Rule
 from jscaler.ir.loop import Item
 from jscaler.ir.op import OpKind
+from jscaler.ir.overview import Overview, Shown
 
 
-class GraphView:
+class GraphView(Shown):
     """Reads like ``graph``, which may be replaced; each name means what it does on `Graph`.
 
     Example:
@@ -178,6 +179,9 @@ class GraphView:
 
     def __getitem__(self, path: str) -> Op:
         return self.graph[path]
+
+    def overview(self) -> Overview:
+        return self.graph.overview()
 
     def __str__(self) -> str:
         return str(self.graph)

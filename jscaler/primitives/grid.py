@@ -6,6 +6,7 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Op
+from jscaler.ir.overview import clipped
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.plan import Index
 
@@ -69,6 +70,9 @@ class Grid:
         if not isinstance(key, (int, np.integer)) or not -size <= key < size:
             raise PlanError(f"'{self.op.path}': cell {key!r} of grid axis {axis}, which has {size} cells")
         return start + key % size, start + key % size + 1
+
+    def __repr__(self) -> str:
+        return clipped(str(self))
 
     def __str__(self) -> str:
         axes = ", ".join([*map(str, self.axes), *(f"{a} chunks" for a in self.chunks)])

@@ -84,6 +84,9 @@ class MadeFor:
         chosen = [op.path for op in graph.ops if op.kind == "forward" or op.path in known]
         return MadeFor(tuple(OpRecord(path, rule_of(path) if path in cut else None) for path in chosen))
 
+    def __repr__(self) -> str:
+        return f"MadeFor({len(self.ops)} ops)"
+
     @cached_property
     def by_path(self) -> dict[str, OpRecord]:
         return {op.path: op for op in self.ops}

@@ -1,6 +1,7 @@
 """``Plan``: the list of decisions that a policy's primitives append. Everything after it is a pure function."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 from jscaler.errors import PlanFileError
 from jscaler.ir import Place
 from jscaler.ir.op import Residuals
+from jscaler.ir.overview import FoldingTable, Overview, Shown, count_text
 from jscaler.primitives import plan_file
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.made_for import MadeFor
@@ -294,8 +296,8 @@ def named_ops(decision: Decision) -> tuple[str, ...]:
     return () if path is None else (path,)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """The decisions of one policy for one graph, in the order they were made.
 
     Attributes:
@@ -321,8 +323,8 @@ class Plan:
     name: str
     num_devices: int
     decisions: tuple[Decision, ...] = ()
-    made_for: MadeFor | None = field(default=None, compare=False, repr=False)
-    told: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    made_for: MadeFor | None = field(default=None, compare=False)
+    told: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def reduce_dtype(self) -> str | None:
@@ -420,6 +422,22 @@ class Plan:
             return cls.from_json(text)
         except PlanFileError as error:
             raise PlanFileError(f"'{os.fspath(path)}': {error}") from error
+
+    def overview(self) -> Overview:
+        """The plan in a few lines; in a notebook its decisions by the modules whose ops and leaves they are about."""
+        names = {kind: name for name, kind in KINDS.items()}
+        lines = [
+            f"Plan {self.name} on {self.num_devices} devices: {len(self.decisions)} decisions",
+            count_text(Counter(names[type(d)] for d in self.decisions)),
+            "print(plan) has a line for every decision, plan.save(path) writes them; lowered.plan says what comes of them",
+        ]
+
+        def about(decision: Decision) -> str:
+            return getattr(decision, "op", "") or getattr(decision, "leaf", "") or names[type(decision)]
+
+        title = "decisions, by the op or leaf that they are about"
+        table = FoldingTable(title, ("",), self.decisions, about, lambda decision: (str(decision),), "print(plan)")
+        return Overview(list(filter(None, lines)), lambda: [table])
 
     def __str__(self) -> str:
         return "\n".join([f"Plan {self.name} on {self.num_devices} devices", *_lines(self.decisions)])

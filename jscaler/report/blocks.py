@@ -9,7 +9,7 @@ from jscaler.lower.instructions import Gather, Run, Send, microbatch_text
 from jscaler.lower.segment import own_ops
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import DeviceMesh
-from jscaler.report.step_text import layout_text
+from jscaler.report.step_text import COUNTS, layout_legend, layout_text
 from jscaler.text.device_list import devices_text
 from jscaler.text.tables import aligned
 from jscaler.text.units import readable_bytes
@@ -69,7 +69,9 @@ def instructions_text(step: StepPlan) -> str:
     groups = dict.fromkeys(block.group for block in step.blocks)
     lines = [f"plan {step.name} ({step.digest}) on {step.plan.num_devices} device(s), as {len(step.blocks)} block(s)"]
     for group in groups:
-        lines += ["", f"devices {devices_text(group.devices)}", *aligned([*_of_group(step, group)])]
+        told = any(map(COUNTS.search, lines))
+        table = aligned([*_of_group(step, group)])
+        lines += ["", f"devices {devices_text(group.devices)}", *table, *([] if told else layout_legend(table))]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """``explain``: a plan as tables that a person can read."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from jscaler.estimate.traffic import summed
@@ -10,6 +10,7 @@ from jscaler.report.leaves import LeafRow, together
 from jscaler.report.moved_tensors import MovedTensor, moved_text
 from jscaler.report.schedule_rows import picture
 from jscaler.report.step_report import OpRow, StepReport, grouped_moves
+from jscaler.report.step_text import COUNTS, layout_legend
 from jscaler.text.device_list import devices_text
 from jscaler.text.folding import braced, merged
 from jscaler.text.tables import aligned
@@ -30,7 +31,8 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     run (how often, their ops, what a device keeps of a micro-batch for the backward block of its stage) and the order in
     which they run them. Of kind ``again`` are clones of forward ops that the backward pass computes once more; below
     the table stands what is kept instead, and what is lost: ops that are copied, and tensors that are gathered, though the
-    plan splits what they carry. Layouts are ``R<replicas> V<value shares> D<parts of each dim>``.
+    plan splits what they carry. Layouts are ``R<replicas> V<value shares> D<parts of each dim>``; the first one is put
+    into words below the first table that has any.
 
     ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
     others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
@@ -40,16 +42,21 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     if report.idle:
         lines.append(f"devices {devices_text(report.idle)} run nothing and hold nothing")
     lines += _ops(report) if "ops" in chosen else []
-    lines += _leaves(report) if "leaves" in chosen else []
+    lines += _leaves(report, explained=any(map(COUNTS.search, lines))) if "leaves" in chosen else []
     lines += _memory(report) if "memory" in chosen else []
     return "\n".join([*lines, total(report)])
 
 
 def heading(report: StepReport) -> str:
     """The plan's name, its devices, and how many decisions it makes."""
-    meshes = [" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in report.groups]
-    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), mesh {'; '.join(meshes)}"
+    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), {meshes_text(report.groups)}"
     return f"{head}, {report.num_decisions} decisions"
+
+
+def meshes_text(groups: Iterable[Mapping[str, int]]) -> str:
+    """``mesh x0=2 × x1=4``; of several device groups the mesh of each."""
+    meshes = (" × ".join(f"{name}={size}" for name, size in mesh.items()) or "one device" for mesh in groups)
+    return f"mesh {'; '.join(meshes)}"
 
 
 def total(report: StepReport) -> str:
@@ -79,6 +86,7 @@ def _ops(report: StepReport) -> list[str]:
         table.append((*what, split, row.decided, moved_text(row.moved), row.layout, runner_up))
         below.append(_details(row.moves))
     lines = aligned(table, below) if rows else []
+    lines += layout_legend(lines)
     hidden: dict[str, int] = {}
     for row in (row for row in report.ops if row.idle):
         where = f" on {_runs_on(row)}" if several else ""
@@ -149,13 +157,15 @@ def _details(moves: Sequence[MovedTensor]) -> list[str]:
     return [f"          └ {move.tensor}: {move.way}, {moved_text(move.moved)}" for move in alike]
 
 
-def _leaves(report: StepReport) -> list[str]:
+def _leaves(report: StepReport, explained: bool) -> list[str]:
     table = [("leaf", "path", "n", "whole", "lies", "per device", "decided", "runner-up")]
     for row in _merged_leaves(report.leaves):
         runner_up = _runners_up([row.runner_up] if row.runner_up else [], report)
         whole, part = readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)
         table.append((row.kind, row.name, str(row.count), whole, row.layout, part, row.decided, runner_up))
-    return [*(aligned(table) if report.leaves else []), *_kernels(report), *(report.not_sharded or _stay_whole(report))]
+    lines = aligned(table) if report.leaves else []
+    lines += [] if explained else layout_legend(lines)
+    return [*lines, *_kernels(report), *(report.not_sharded or _stay_whole(report))]
 
 
 def _kernels(report: StepReport) -> list[str]:

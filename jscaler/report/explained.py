@@ -4,15 +4,21 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from jscaler.estimate.lost_parallelism import LostParallelism
+from jscaler.ir import Op, PTensor
+from jscaler.ir.overview import FoldingTable, Overview, Shown
 from jscaler.lower.step_plan import StepPlan
-from jscaler.report.explain import SECTIONS, Section, explain
-from jscaler.report.step_report import StepReport, step_report
+from jscaler.report.explain import SECTIONS, Section, explain, meshes_text
+from jscaler.report.leaves import local_bytes
+from jscaler.report.moved_tensors import all_moved, moved_text
+from jscaler.report.step_report import StepReport, memory_rows, memory_text, step_report
+from jscaler.text.units import readable_bytes
 
 
-@dataclass(frozen=True)
-class ExplainedPlan(StepPlan):
+@dataclass(frozen=True, repr=False)
+class ExplainedPlan(Shown, StepPlan):
     """What ``lowered.plan`` is: a `StepPlan`, its report and its tables."""
 
     @staticmethod
@@ -37,6 +43,42 @@ class ExplainedPlan(StepPlan):
             sections: which of ``"ops"``, ``"leaves"``, ``"memory"``; all by default.
         """
         return explain(self.report, sections)
+
+    def overview(self) -> Overview:
+        """The plan in a few lines; in a notebook how each op is split and each leaf lies, by module."""
+        return Overview(self._lines, self._tables)
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        graph, completed = self.graph, self.completed
+        mesh = meshes_text(dict(group.axes) for group in completed.groups)
+        crossings = f"; {len(self.sent)} tensors cross between device groups" if self.sent else ""
+        return [
+            f"plan {self.name} on {self.plan.num_devices} device(s), {mesh}, {len(self.plan.decisions)} decisions",
+            f"{len(graph.ops)} ops in {len(self.blocks)} block(s), {len(graph.inputs)} leaves of arguments",
+            f"per device: {memory_text(memory_rows(graph, completed))}",
+            f"a device sends: {moved_text(all_moved(self.segments)) or 'nothing'}{crossings}",
+            "print(lowered.plan.explain()) shows every group of ops and of leaves, lowered.plan.report is the same as data",
+        ]
+
+    def _tables(self) -> list[FoldingTable]:
+        laid, lies = self.completed.ops, self.completed.inputs
+
+        def of_op(op: Op) -> tuple[str, ...]:
+            left = [layout.counts for layout in laid[op.path].outputs[:1]]
+            return op.kind, laid[op.path].placement.describe(), *(left or [""])
+
+        def of_leaf(leaf: PTensor) -> tuple[str, ...]:
+            return leaf.type, lies[leaf].counts, readable_bytes(local_bytes(leaf, lies[leaf]))
+
+        more = "print(lowered.plan.explain())"
+        ops, leaves = self.graph.ops, self.graph.inputs
+        return [
+            FoldingTable("ops", ("kind", "split", "leaves its result"), ops, attrgetter("path"), of_op, more),
+            FoldingTable(
+                "leaves of arguments", ("type", "lies", "bytes per device"), leaves, attrgetter("name"), of_leaf, more
+            ),
+        ]
 
     def __str__(self) -> str:
         return self.explain()

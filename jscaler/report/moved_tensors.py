@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jscaler.clusters.transition_kinds import sends
-from jscaler.estimate.traffic import Moved, moved_by_reader
+from jscaler.estimate.traffic import Moved, moved_by_reader, summed
 from jscaler.lower.program import Adapt, Extend
 from jscaler.lower.segment import Segment
 from jscaler.text.units import readable_bytes
@@ -29,15 +29,25 @@ def moves_by_reader(segments: Sequence[Segment]) -> dict[str, list[MovedTensor]]
     return {path: [_move(*one) for one in moved] for path, moved in moved_by_reader(segments).items()}
 
 
+def all_moved(segments: Sequence[Segment]) -> Moved:
+    """All collectives of a step."""
+    return summed(_moved(*one) for moved in moved_by_reader(segments).values() for one in moved)
+
+
 def _move(adapt: Adapt | Extend, itemsize: int, times: int) -> MovedTensor:
+    moved = _moved(adapt, itemsize, times)
+    if isinstance(adapt, Extend):
+        return MovedTensor(adapt.tensor.name, f"{adapt.layout.counts} and the rows around each part", moved)
+    return MovedTensor(adapt.tensor.name, f"{adapt.adapter.source.counts} → {adapt.adapter.target.counts}", moved)
+
+
+def _moved(adapt: Adapt | Extend, itemsize: int, times: int) -> Moved:
     moved: dict[str, tuple[int, float]] = {}
     for kind, nbytes in adapt.sent(itemsize):
         if sends(kind):
             count, sent = moved.get(kind, (0, 0.0))
             moved[kind] = (count + times, sent + times * nbytes)
-    if isinstance(adapt, Extend):
-        return MovedTensor(adapt.tensor.name, f"{adapt.layout.counts} and the rows around each part", moved)
-    return MovedTensor(adapt.tensor.name, f"{adapt.adapter.source.counts} → {adapt.adapter.target.counts}", moved)
+    return moved
 
 
 def moved_text(moved: Moved) -> str:

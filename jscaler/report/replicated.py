@@ -43,8 +43,7 @@ def replicated_lines(graph: Graph, plan: Plan, completed: Completed) -> list[str
         if not tensor.shape:
             scalars += 1
         elif tensor.name not in plan.shards or plan.shards[tensor.name].stored:
-            aval = tensor.aval.str_short(short_dtypes=True)
-            whole.append(_Whole(folded(tensor.name), aval, _why(graph, tensor, parts), 1, tensor.nbytes))
+            whole.append(_Whole(folded(tensor.name), tensor.type, _why(graph, tensor, parts), 1, tensor.nbytes))
     if not whole and not scalars:
         return []
     said = [_counted(len(whole), "leaf", "leaves")] * bool(whole) + [_counted(scalars, "scalar", "scalars")] * bool(scalars)

@@ -26,6 +26,7 @@ from jscaler.report.replicated import replicated_lines
 from jscaler.report.schedule_rows import ScheduleRow, schedule_rows
 from jscaler.report.step_text import layout_text
 from jscaler.text.folding import folded
+from jscaler.text.units import readable_bytes
 
 # ops that a loop over parts is made of, beside those of the program (`schedule.part_loop`)
 OWN_MARKS = ("@cut", "@merge", "@start", "@more", "@cast", ":count")
@@ -181,7 +182,7 @@ def step_report(step: StepPlan) -> StepReport:
         len(plan.decisions),
         _op_rows(graph, completed, moves, {op.path for op in lost.ops}),
         leaf_rows(graph, plan, completed, cost),
-        _memory(graph, completed),
+        memory_rows(graph, completed),
         estimated_memory(step).memory,
         grouped_moves(moves.get("", [])),
         tuple(replicated_lines(graph, plan, completed)),
@@ -272,7 +273,7 @@ def why(placement: Placement) -> str:
     return "filled: whole values cost least" if placement.runners_up else "filled: nothing to split along"
 
 
-def _memory(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
+def memory_rows(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
     """Bytes by kind. A gradient counts in the layout in which its (first) reader takes it, value shares joined."""
     kinds = tensor_kinds(graph)
     laid = {t: layout for t, layout in completed.inputs.items() if t in kinds}
@@ -289,3 +290,9 @@ def _memory(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
         parts = sum(local_bytes(t, laid[t]) if t in laid else t.nbytes for t in mine)
         rows.append(KindBytes(kind, len(mine), sum(t.nbytes for t in mine), parts))
     return tuple(rows)
+
+
+def memory_text(rows: Sequence[KindBytes]) -> str:
+    """``parameter 1.2 GiB of 4.9 GiB, input 16.0 KiB of 128.0 KiB``: of a device, and whole."""
+    shown = (row for row in rows if row.count)
+    return ", ".join(f"{row.kind} {readable_bytes(row.nbytes_per_device)} of {readable_bytes(row.nbytes)}" for row in shown)

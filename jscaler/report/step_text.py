@@ -1,5 +1,7 @@
-"""The steps of an adapter in words: which collective, over which devices, at which price."""
+"""Layouts and the steps of an adapter in words: which collective, over which devices, at which price."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from jscaler.clusters.transition_kinds import sends
@@ -58,3 +60,34 @@ def layout_text(layout: Layout) -> str:
         return counts
     listed, _, memory = rest.partition("]")
     return f"{counts} on {devices_text(listed.split())}{memory}"
+
+
+COUNTS = re.compile(r"R(\d+) V(\S+) D\(([^)]*)\)")
+
+
+def layout_legend(lines: Sequence[str]) -> list[str]:
+    """The first layout of a table in words, as a line that stands below it; none where the table has no layout.
+
+    Example:
+        >>> layout_legend(["up/dot  R2 V1 D(4,1)"])
+        ['R2 V1 D(4,1): 2 replicas of each part, no value shares, dim 0 in 4 parts, dim 1 whole']
+    """
+    found = next(filter(None, map(COUNTS.search, lines)), None)
+    if found is None:
+        return []
+    replicas = f"{found[1]} replicas of each part" if found[1] != "1" else "no replicas"
+    shares = ", each of ".join(map(_shares, found[2].split("·"))) if found[2] != "1" else "no value shares"
+    dims = [_parts(dim, parts) for dim, parts in enumerate(filter(None, found[3].split(",")))]
+    return [f"{found[0]}: {', '.join([replicas, shares, *(dims or ['no dims'])])}"]
+
+
+def _shares(text: str) -> str:
+    count = text.rstrip("maxin")
+    return f"{count} value shares ({text[len(count) :] or 'add'})"
+
+
+def _parts(dim: int, parts: str) -> str:
+    """Of one dim; those of its sub-dims are joined by ``·``, and sizes of unequal ones by ``+``."""
+    words = [f"parts of {own}" if "+" in own else f"{own} parts" for own in parts.split("·") if own != "1"]
+    within = ", sub-dim by sub-dim" if "·" in parts and words else ""
+    return f"dim {dim} in {' × '.join(words)}{within}" if words else f"dim {dim} whole"

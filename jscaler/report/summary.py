@@ -1,7 +1,7 @@
 """``summary``: a plan in five lines, where ``explain`` has a line for every group of ops."""
 
 from jscaler.report.explain import heading, total
-from jscaler.report.step_report import StepReport
+from jscaler.report.step_report import StepReport, memory_text
 from jscaler.text.units import readable_bytes
 
 
@@ -20,12 +20,7 @@ def _split(report: StepReport) -> str:
 
 
 def _memory(report: StepReport) -> str:
-    shown = [
-        f"{row.kind} {readable_bytes(row.nbytes_per_device)} of {readable_bytes(row.nbytes)}"
-        for row in report.memory
-        if row.count
-    ]
-    return f"per device: {', '.join(shown)}; peak, as estimated, {readable_bytes(report.estimate.peak)}"
+    return f"per device: {memory_text(report.memory)}; peak, as estimated, {readable_bytes(report.estimate.peak)}"
 
 
 def _lost(report: StepReport) -> str:

@@ -11,6 +11,7 @@ from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import CaptureError, PlanError, check_count
 from jscaler.ir import Graph
+from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes
 from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
@@ -31,7 +32,7 @@ from jscaler.tables.timeline import Timeline
 
 
 @dataclass(frozen=True, repr=False)
-class Lowered:
+class Lowered(Shown):
     """A planned step, lowered to StableHLO. Like ``jax.stages.Lowered``; prints as the instructions of each device group.
 
     Attributes:
@@ -64,7 +65,7 @@ class Lowered:
     devices: tuple[Device, ...]
     cost: CostModel = FEW_STEPS
     changes: NodeChanges | None = None
-    planned: Callable[[int], StepPlan] | None = field(default=None, repr=False, compare=False)
+    planned: Callable[[int], StepPlan] | None = field(default=None, compare=False)
 
     @property
     def graph(self) -> Graph:
@@ -142,16 +143,22 @@ class Lowered:
         names = (f"// {number}: {place_of(self.plan, number)}" for number in range(len(self.segments)))
         return "\n".join(f"{name}\n{one.as_text()}" for name, one in zip(names, self.segments, strict=True))
 
+    def overview(self) -> Overview:
+        plan = self.plan.overview()
+        return Overview(["Lowered; print(lowered) lists the instructions of each device group", *plan.lines], plan.tables)
+
     def __repr__(self) -> str:
-        return f"Lowered({self.plan.name}, {len(self.segments)} block(s) on {self.plan.plan.num_devices} device(s))"
+        return (
+            f"Lowered({self.plan.name}, {len(self.segments)} block(s) on {self.plan.plan.num_devices} device(s)); see .plan"
+        )
 
     def __str__(self) -> str:
         """What each device group does, one instruction after another."""
         return instructions_text(self.plan)
 
 
-@dataclass(frozen=True)
-class Compiled(Inspectable):
+@dataclass(frozen=True, repr=False)
+class Compiled(Shown, Inspectable):
     """A compiled step: call it with arguments of the shapes and tree it was lowered for.
 
     Attributes:
@@ -170,7 +177,7 @@ class Compiled(Inspectable):
 
     lowered: Lowered
     segments: tuple[Any, ...]
-    known: KnownArguments = field(init=False, repr=False, compare=False)
+    known: KnownArguments = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         made = self.lowered.executable
@@ -179,6 +186,12 @@ class Compiled(Inspectable):
             self,
             "known",
             KnownArguments(made.in_shardings, made.untouched, made.donated, self.lowered.leaf_names),
+        )
+
+    def overview(self) -> Overview:
+        plan = self.plan.overview()
+        return Overview(
+            ["Compiled; memory_analysis(), as_text() and trace(…) say what XLA made of it", *plan.lines], plan.tables
         )
 
     @property

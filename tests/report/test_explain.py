@@ -75,6 +75,9 @@ def test_leaves_and_bytes_follow_the_ops_and_sections_can_be_chosen() -> None:
     assert table["gradient"] == table["parameter"]
     assert table["optimizer"] == table["parameter"]
     assert table["input"][-2:] == ["1.1", "KiB"]
+    legends = [line for line in lines if "value shares, " in line]
+    assert legends == ["R1 V1 D(1,4): no replicas, no value shares, dim 0 whole, dim 1 in 4 parts"]
+    assert sum("value shares, " in line for line in plan.explain(sections=["leaves"]).splitlines()) == 1
     assert memory[0] == lines[0]
     assert memory[-1] == lines[-1]
     assert not any(line.startswith(("forward", "parameter ", "leaf")) for line in memory[1:] if "state/" in line)

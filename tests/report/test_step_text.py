@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jscaler.materialize import find_adapter, parse_layout
-from jscaler.report.step_text import describe, groups_of, groups_text, layout_text
+from jscaler.report.step_text import describe, groups_of, groups_text, layout_legend, layout_text
 from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_seconds
 
@@ -61,3 +61,20 @@ def test_layouts_in_their_own_order_need_no_device_list() -> None:
 
 def test_readable_seconds() -> None:
     assert [readable_seconds(s) for s in (3.89e-5, 0.0021, 1.5)] == ["38.9 µs", "2.1 ms", "1.5 s"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("R8 V1 D(1,1)", "8 replicas of each part, no value shares, dim 0 whole, dim 1 whole"),
+        ("R1 V4 D(2)", "no replicas, 4 value shares (add), dim 0 in 2 parts"),
+        (
+            "R2 V2·3max D()",
+            "2 replicas of each part, 2 value shares (add), each of 3 value shares (max), no dims",
+        ),
+        ("R1 V1 D(1·8·1,5+3)", "no replicas, no value shares, dim 0 in 8 parts, sub-dim by sub-dim, dim 1 in parts of 5+3"),
+    ],
+)
+def test_a_legend_puts_the_first_layout_of_a_table_into_words(layout: str, words: str) -> None:
+    assert layout_legend(["op  n", f"up  1  {layout}  {layout}", "down  R9 V9 D(9)"]) == [f"{layout}: {words}"]
+    assert layout_legend(["op  n"]) == []
