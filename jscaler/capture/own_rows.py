@@ -95,11 +95,11 @@ class _Counts:
         pairs, kept = list(zip(batched, of_index, strict=True)), []
         for dim, column in zip(mapped, joined.invars, strict=True):
             row = self.dim(column)
-            free = row is not None and row < len(shape(column)) - 1 and row not in {r for _, r in pairs}
-            if free and dim in single and shape(column)[row] == shape(eqn.invars[0])[dim]:
-                pairs.append((dim, row))
-            else:
+            taken = row == len(shape(column)) - 1 or row in {r for _, r in pairs}
+            if row is None or taken or dim not in single or shape(column)[row] != shape(eqn.invars[0])[dim]:
                 kept.append((dim, column))
+            else:
+                pairs.append((dim, row))
         if len(kept) == len(mapped) or not kept:
             return [eqn]
         gone = {dim for dim, _ in pairs}
@@ -136,7 +136,7 @@ def _inside(value: Any) -> Any:
     if isinstance(value, tuple) and any(map(is_program, value)):
         made = tuple(map(_inside, value))
         return value if all(a is b for a, b in zip(made, value, strict=True)) else made
-    if not is_program(value):
+    if not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
         return value
     inner, consts = open_jaxpr(value)
     eqns = own_rows(inner.eqns, zip(inner.constvars, consts, strict=False))
