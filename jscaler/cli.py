@@ -9,13 +9,13 @@ from typing import Annotated
 
 import jax
 import typer
-from rich.console import Console
 
 from jscaler import __version__
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.fit_command import fit_
+from jscaler.commands.interrupts import Interruptible, finished_before_interrupts
 from jscaler.commands.options import (
     Batch,
     Data,
@@ -38,6 +38,8 @@ from jscaler.commands.plan_command import plan_
 from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.redistribute import redistribute
 from jscaler.commands.schedules import schedules_
+from jscaler.commands.screen import screen, show, show_error
+from jscaler.commands.told_model import telling_sizes
 from jscaler.errors import JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
@@ -46,7 +48,7 @@ from jscaler.runtime.devices import resolve_devices
 
 COMPARED = 5  # steps after which numbers are compared
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Interruptible, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _show_version(wanted: bool) -> None:
@@ -68,6 +70,7 @@ def options(
 
 
 @app.command()
+@telling_sizes
 def train(
     context: typer.Context,
     model: Model = "gpt",
@@ -131,14 +134,16 @@ def train(
     planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
     start, state = planned.start(checkpoint if resume else None)
     if start >= steps:
-        Console().print(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left", highlight=False)
+        show(screen(), f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
         return
-    state = run(planned.step, state, planned.batches(start), range(start, steps), Console(), log, trace, draw, explain)
+    state = run(planned.step, state, planned.batches(start), range(start, steps), screen(), log, trace, draw, explain)
     if checkpoint is not None:
-        save(checkpoint, steps, state)
+        with finished_before_interrupts():
+            save(checkpoint, steps, state)
 
 
 @app.command()
+@telling_sizes
 def compare(
     context: typer.Context,
     model: Model = "gpt",
@@ -175,7 +180,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
-        Console().print(comparison_table(result))
+        screen().print(comparison_table(result))
 
 
 app.command()(bench_comm)
@@ -191,6 +196,5 @@ def main() -> None:
     try:
         app()
     except JscalerError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
-        sys.stderr.write(f"{error}\n")
+        show_error("error:", f"{type(error).__name__}: {error}")
         sys.exit(1)

@@ -342,7 +342,7 @@ def comparison_table(result: Comparison) -> Table:
         ("result", result.result_difference),
     ):
         rows.append((f"largest {what} difference", f"{value:.3g}", "", ""))
-    return table(title, ("", "jscaler", f"jax.jit, {split}", "ratio"), rows)
+    return table(title, ("measured", "jscaler", f"jax.jit, {split}", "ratio"), rows)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ import typer
 
 from jscaler.commands.built_in_job import built_in_job
 from jscaler.commands.job_file import job_from_file, told_job
-from jscaler.commands.told_model import told_model
+from jscaler.commands.told_model import is_given, told_model
 from jscaler.errors import JobError
 from jscaler.job import Job
 
@@ -28,7 +28,7 @@ def chosen_job(
     given = {
         str(option.name): max(option.opts, key=len)
         for option in context.command.params
-        if option.name in OF_MODELS and getattr(context.get_parameter_source(option.name), "name", "") != "DEFAULT"
+        if option.name in OF_MODELS and is_given(context, option.name)
     }
     if job is None:
         return built_in_job(**told_model(plan, given, model), steps=steps, seed=seed)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jscaler.clusters import Cluster, cluster_toml
 from jscaler.commands.options import use_platform
+from jscaler.commands.screen import screen, show
 from jscaler.errors import DeviceError
 from jscaler.report.written import check_file, writing
 from jscaler.text.tables import table
@@ -63,7 +64,7 @@ def bench_comm(
     if as_json:
         typer.echo(json.dumps(_record(cluster, samples, fits)))
     else:
-        _show(Console(), samples, fits, out)
+        _show(screen(), samples, fits, out)
 
 
 def samples_table(samples: Sequence["Sample"], fits: Sequence["Calibration"]) -> Table:
@@ -96,7 +97,7 @@ def _show(console: Console, samples: Sequence["Sample"], fits: Sequence["Calibra
     console.print(samples_table(samples, fits))
     console.print(fits_table(fits))
     if out is not None:
-        console.print(f"written: {out}", highlight=False)
+        show(console, f"written: {out}")
 
 
 def _record(cluster: Cluster, samples: Sequence["Sample"], fits: Sequence["Calibration"]) -> dict[str, Any]:

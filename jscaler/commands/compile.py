@@ -1,12 +1,10 @@
 """``jscaler compile``: does a plan fit on a cluster that need not be there, and what does XLA make of it?"""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from jscaler.commands.built_in_job import stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
@@ -25,12 +23,14 @@ from jscaler.commands.options import (
 )
 from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
+from jscaler.commands.screen import screen, show
+from jscaler.commands.told_model import telling_sizes
 from jscaler.report.draw_layout import refuse_picture
 
 TARGET_HELP = "cluster to compile for: 8xH100-80GB, 4x8xV100-32GB (hosts x devices x kind), a built-in name or a .toml file"
-PIPED = 140  # columns where the output is no terminal
 
 
+@telling_sizes
 def compile_(
     context: typer.Context,
     target: Annotated[str, typer.Option(help=TARGET_HELP)],
@@ -78,10 +78,10 @@ def compile_(
         record = {"model": planned.describe(), **report.as_json(), "plan": plan}
         typer.echo(json.dumps({**record, "picture": str(draw) if draw else None}))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    console.print(f"{planned.describe()}, plan {plan}\n{heading(report)}", highlight=False, markup=False)
+    console = screen()
+    show(console, f"{planned.describe()}, plan {plan}\n{heading(report)}")
     for made in tables(report, rows):
         console.print(made)
-    console.print(verdict(report.memory), highlight=False, markup=False)
+    show(console, verdict(report.memory))
     if draw is not None:
-        console.print(f"written: {draw}", highlight=False, markup=False)
+        show(console, f"written: {draw}")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jscaler.clusters import BYTES, CostModel, find_cluster
+from jscaler.commands.screen import show
 from jscaler.materialize import Adapter, Layout
 from jscaler.materialize.crossing import Crossing, cheapest_crossings, hop_price
 from jscaler.materialize.transitions import price_of
@@ -130,33 +131,24 @@ def _title(answer: CrossingAnswer) -> str:
 
 def show_crossing(console: Console, answer: CrossingAnswer) -> None:
     """Header, steps, runners-up."""
-    console.print(_title(answer), highlight=False, markup=False)
-    for layout in (answer.crossing.source, answer.crossing.target):
-        console.print(f"  {layout}", highlight=False, markup=False)
+    ends = (f"  {layout}" for layout in (answer.crossing.source, answer.crossing.target))
+    show(console, "\n".join([_title(answer), *ends]))
     steps = crossing_steps(answer)
-    after = [layout_text(step.after).replace(" on ", "\non ") for step in steps]
     rows = [
-        [step.group, step.words, step.who, layout, *answer.figures(step.nbytes, step.cost)]
-        for step, layout in zip(steps, after, strict=True)
+        [step.group, step.words, step.who, layout_text(step.after), *answer.figures(step.nbytes, step.cost)]
+        for step in steps
     ]
     header = ["where", "step", "devices", "layout after", "bytes", *(["seconds"] if answer.cluster is not None else [])]
     made = table("the cheapest crossing", header, rows)
     made.add_section()
     made.add_row("", "total", "", "", *answer.figures(sum(s.nbytes for s in steps), sum(s.cost for s in steps)))
     console.print(made)
-    console.print("bytes: what all devices send together")
-    if answer.others:
-        console.print("\nrunners-up, beside the best", highlight=False)
+    lines = ["bytes: what all devices send together"]
+    lines += ["", "runners-up, beside the best"] if answer.others else []
     for other in _beside(answer):
         ratio = other.crossing.cost / answer.crossing.cost if answer.crossing.cost else math.inf
         path = crossing_steps(other)
         figures = answer.figures(sum(s.nbytes for s in path), sum(s.cost for s in path))
         words = "; ".join(step.words for step in path)
-        console.print(
-            f"{ratio:6.2f}×",
-            *(f"{text:>9}" for text in figures),
-            f" {words}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        lines.append("  ".join([f"{ratio:6.2f}×", *(f"{text:>9}" for text in figures), words]))
+    show(console, "\n".join(lines))

@@ -1,14 +1,12 @@
 """``jscaler fit``: which memory plans make a model fit on a target, from the cheapest to the most drastic."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from jscaler.clusters import Cluster
 from jscaler.commands.built_in_job import stacked_by_default
@@ -16,6 +14,7 @@ from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
+from jscaler.commands.screen import screen, show
 from jscaler.errors import DeviceError
 from jscaler.estimate.fitting import Fit, Tried, batch_size, climb, with_memory
 from jscaler.ir import Graph
@@ -25,7 +24,6 @@ from jscaler.report.draw_layout import refuse_picture
 TARGET_HELP = "what it is to fit on: V100-32GB (one device), 8xH100-80GB, 4x8xV100-32GB, a built-in name or a .toml file"
 PLANS_HELP = "try this plan in place of the ladder's; give it several times for several, the cheapest first"
 CONFIRM_HELP = "compile what fits for the target, for XLA's own peak; on where JAX's CUDA plugin is at hand (extra aot)"
-PIPED = 180  # columns where the output is no terminal
 NOTHING = 3  # the exit code if nothing fits; 1 is an error, 2 a mistake in the options
 Progress = Callable[[str], None]
 
@@ -79,11 +77,11 @@ def fit_(
         record = {"model": planned.describe(), **found.as_json(), "picture": str(draw) if draw else None}
         typer.echo(json.dumps(record))
     else:
-        console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-        console.print(planned.describe(), highlight=False, markup=False)
+        console = screen()
+        show(console, planned.describe())
         console.print(fit_table(found))
         lines = [*reasons(found), verdict(found), check.note, f"written: {draw}" if draw else ""]
-        console.print("\n".join(filter(None, lines)), highlight=False, markup=False)
+        show(console, "\n".join(filter(None, lines)))
     if found.chosen is None:
         raise typer.Exit(NOTHING)
 

@@ -1,13 +1,11 @@
 """``jscaler plan``: a plan and what it costs, for any number of devices; nothing is compiled and nothing runs."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.commands.built_in_job import model_and_size, stacked_by_default
@@ -28,6 +26,8 @@ from jscaler.commands.options import (
 )
 from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.progress import stages
+from jscaler.commands.screen import screen, show
+from jscaler.commands.told_model import telling_sizes
 from jscaler.errors import DeviceError, PlanFileError
 from jscaler.estimate.query import cost
 from jscaler.estimate.simulation import simulate
@@ -38,9 +38,9 @@ from jscaler.report.trace_file import write_trace
 from jscaler.report.written import check_file
 
 TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
-PIPED = 200  # columns where the output is no terminal: explain is wide
 
 
+@telling_sizes
 def plan_(
     context: typer.Context,
     model: Model = "gpt",
@@ -113,14 +113,13 @@ def plan_(
         record |= {"cost": None if priced is None else priced.as_json(), "saved": None if save is None else str(save)}
         typer.echo(json.dumps(record))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
     parts = [f"{planned.describe()}, plan {plan}", step.explain()]
     parts += [str(priced)] if priced is not None else ["give --target for seconds, bytes per link and memory over time"]
     parts += [str(timeline)] if timeline is not None else []
     parts += [str(step.passes)] if passes else []
     parts += [str(step.passes.after(after))] if after is not None else []
     parts += [f"written: {', '.join(written)}"] if written else []
-    console.print("\n\n".join(parts), highlight=False, markup=False, soft_wrap=True)
+    show(screen(), "\n\n".join(parts))
 
 
 def _count(devices: int | None, cluster: Cluster | None) -> int:

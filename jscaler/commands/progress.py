@@ -1,10 +1,12 @@
-"""How far a long command is: a line for each stage, with its seconds."""
+"""How far a long command is: a line for each of the latest stages, with its seconds."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+MOST_STAGES = 8  # that are shown: lines above the top of a terminal could not be taken back
 
 
 @contextlib.contextmanager
@@ -14,8 +16,10 @@ def stages() -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
 
         def begin(stage: str) -> None:
-            for task in progress.tasks:
+            for task in progress.tasks[-MOST_STAGES:]:
                 progress.update(task.id, total=1, completed=1)
+            for task in progress.tasks[: 1 - MOST_STAGES]:
+                progress.remove_task(task.id)
             progress.add_task(stage, total=None)
 
         yield begin

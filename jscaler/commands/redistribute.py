@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from jscaler.clusters import BYTES, Cluster, CostModel, find_cluster
 from jscaler.commands.crossing_shown import crossing_answer, crossing_record, crossing_scenes, show_crossing
+from jscaler.commands.screen import screen, show
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, find_adapter, parse_layout
@@ -32,7 +32,6 @@ DTYPES = (
     "bfloat16", "float16", "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
 MOST_DRAWN = 16  # devices of a layout that is drawn in the terminal
-PIPED = 120  # columns where the output is no terminal
 
 
 def redistribute(
@@ -59,7 +58,7 @@ def redistribute(
         output(draw, as_json, crossing_record(crossed), crossing_scenes(crossed), lambda c: show_crossing(c, crossed))
         return
     answer = find(shape, source, target, devices, cluster, dtype, runners_up)
-    output(draw, as_json, record(answer), scenes(answer), lambda console: show(console, answer))
+    output(draw, as_json, record(answer), scenes(answer), lambda console: show_answer(console, answer))
 
 
 def output(
@@ -67,18 +66,18 @@ def output(
     as_json: bool,
     record: dict[str, Any],
     scenes: tuple[str, list[Layout], list[str]],
-    show: Callable[[Console], None],
+    show_answer: Callable[[Console], None],
 ) -> None:
-    """The picture, if one is asked for; then the record, or what ``show`` prints."""
+    """The picture, if one is asked for; then the record, or what ``show_answer`` prints."""
     if draw is not None:
         draw_redistribution(draw, *scenes)
     if as_json:
         typer.echo(json.dumps({**record, "picture": None if draw is None else str(draw)}))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    show(console)
+    console = screen()
+    show_answer(console)
     if draw is not None:
-        console.print(f"written: {draw}", highlight=False, markup=False)
+        show(console, f"written: {draw}")
 
 
 class StepRow(NamedTuple):
@@ -268,24 +267,23 @@ def _ratio(other: Answer, best: Answer) -> float | None:
     return theirs / ours if ours else None
 
 
-def show(console: Console, answer: Answer) -> None:
+def show_answer(console: Console, answer: Answer) -> None:
     """Header, pictures, path, runners-up."""
-    console.print(title(answer), highlight=False, markup=False)
-    for line in _pictures(answer, console.width):
-        console.print(line, highlight=False, markup=False, no_wrap=True)
+    show(console, title(answer))
+    show(console, "\n".join(_pictures(answer, console.width)))
     if not answer.adapter.steps:
-        console.print("nothing to do: every device holds already what it is to hold")
+        show(console, "nothing to do: every device holds already what it is to hold")
         return
     console.print(path_table(answer))
-    console.print("bytes: what each device sends, in the mean; lower bound: what no way between these layouts can save")
-    if answer.others:
-        console.print("\nrunners-up, beside the best", highlight=False)
+    lines = ["bytes: what each device sends, in the mean; lower bound: what no way between these layouts can save"]
+    lines += ["", "runners-up, beside the best"] if answer.others else []
     for other in beside(answer):
         sums, ratio = _totals(other), _ratio(other, answer)
         figures = [f"{ratio:6.2f}×" if ratio is not None else "      –", f"{readable_bytes(sums['bytes']):>9}"]
         figures += [f"{text:>8}" for text in other.time(sums["seconds"])]
         path = "; ".join(describe(step.before, step.transition) for step in other.steps)
-        console.print("  ".join([*figures, path]), highlight=False, markup=False, soft_wrap=True)
+        lines.append("  ".join([*figures, path]))
+    show(console, "\n".join(lines))
 
 
 def _pictures(answer: Answer, width: int) -> list[str]:
@@ -314,4 +312,4 @@ def path_table(answer: Answer) -> Table:
 
 def _row(step: StepRow) -> list[str]:
     words = describe(step.before, step.transition), groups_text(step.before, step.transition)
-    return [*words, layout_text(step.after).replace(" on ", "\non "), readable_bytes(step.nbytes)]
+    return [*words, layout_text(step.after), readable_bytes(step.nbytes)]

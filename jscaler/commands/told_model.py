@@ -1,13 +1,17 @@
 """The model that a saved plan was made for: options that nobody gives are those that ``jscaler plan --save`` was given."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import typer
 
 from jscaler.errors import PlanFileError, PlanFitError
 from jscaler.primitives import Plan
 
 REMEMBERED = {"model": str, "size": str, "batch": int, "seq": int, "dtype": str, "stacked": bool, "remat": bool}
-DECIDING = ("dtype", "stacked", "remat")  # other values make other ops; sizes need only divide
+DECIDING = ("dtype", "stacked", "remat")  # other values make other ops
+SIZES = ("batch", "seq")  # these need only divide
 
 
 def told_model(plan: str | None, given: Mapping[str, str], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +42,33 @@ def told_model(plan: str | None, given: Mapping[str, str], model: Mapping[str, A
     if "model" in given:  # then the size is the one beside it, or in it
         told.pop("size", None)
     return {**model, **{name: value for name, value in told.items() if name not in given}}
+
+
+def telling_sizes(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, which says, where a saved plan does not fit, which sizes are given that it was not made with."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except PlanFitError as error:
+            context, plan = options["context"], options["plan"]
+            told = Plan.load(plan).told if plan.endswith(".json") else {}
+            other = [
+                f"--{name} {options[name]} is given, and '{plan}' was made with --{name} {told[name]}"
+                for name in SIZES
+                if is_given(context, name) and told.get(name, options[name]) not in (None, options[name])
+            ]
+            if other:
+                error.args = (f"{error}; {', and '.join(other)}: leave it out, or make the plan anew with it",)
+            raise
+
+    return run
+
+
+def is_given(context: typer.Context, option: str) -> bool:
+    """Whether somebody has said it, rather than that it is the default."""
+    return getattr(context.get_parameter_source(option), "name", "") != "DEFAULT"
 
 
 def _spelled(name: str, value: Any) -> str:

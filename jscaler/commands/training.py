@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jscaler.api import Parallelized
 from jscaler.capture.names import leaf_names
+from jscaler.commands.screen import show
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.summary import summary
@@ -91,10 +92,9 @@ def train(
         compiled = step.compiled(step.bind(state, first_batch))
     check_result(compiled, state)
     shown = compiled.plan.explain() if explain else f"{summary(compiled.plan.report)}\n(--explain shows every op)"
-    console.print(shown, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"compiled in {time.perf_counter() - started:.1f} s", highlight=False)
-    records = []
-    with _progress(console) as progress, _opened(log, steps.start) as file:
+    show(console, f"{shown}\ncompiled in {time.perf_counter() - started:.1f} s")
+    records: list[StepRecord] = []
+    with _told(records, steps), _progress(console) as progress, _opened(log, steps.start) as file:
         task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, what="", seconds=0.0)
         for index, batch in zip(steps, itertools.chain([first_batch], batches), strict=False):
             if (trace or draw) and steps.start < index <= steps.start + TRACED:
@@ -113,11 +113,22 @@ def train(
     if records:
         first, last = records[0], records[-1]
         middle = sorted(r.seconds for r in records)[len(records) // 2]
-        console.print(
+        show(
+            console,
             f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(steps)} steps; median step {1000 * middle:.0f} ms",
-            highlight=False,
         )
     return state
+
+
+@contextmanager
+def _told(records: Sequence[StepRecord], steps: range) -> Iterator[None]:
+    """An interrupt says what is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        done = steps.start + len(records)
+        lost = f"{len(records)} steps of this run are not saved: a checkpoint is written behind the last step"
+        raise KeyboardInterrupt(f"after step {done} of {steps.stop}; {lost}") from None
 
 
 def check_result(compiled: Compiled, state: Any) -> None:

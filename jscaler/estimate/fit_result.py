@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from jscaler.clusters import Cluster
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.memory import preallocation
+from jscaler.text.tables import FittingTable
 from jscaler.text.units import readable_bytes, readable_seconds
 
 BARS = "▁▂▃▄▅▆▇█"
 OVER = "▲"  # in place of a bar that is higher than a device
 WIDTH = 28  # bars for a step
+EXPENDABLE = ("launches", "moved", "sent", "memory over the step")  # columns that go first where there is little room
 STATE = 0.5  # of a device: state above this is what does not fit
 ACCURACY = 0.15  # of the estimate
 
@@ -118,16 +119,16 @@ class Fit:
         return as_text(self)
 
 
-def fit_table(found: Fit) -> Table:
+def fit_table(found: Fit) -> FittingTable:
     """A row for each plan that was tried: what it needs, what it costs, and its memory from the step's first kernel to the
     last, where the highest bar is a whole device."""
     device = readable_bytes(found.cluster.memory)
-    made = Table(title=f"plans for {found.cluster.name}, {device} per device", title_justify="left")
-    made.add_column("plan", overflow="fold")
+    made = FittingTable(f"plans for {found.cluster.name}, {device} per device", EXPENDABLE)
+    made.add_column("plan")
     for name in ("peak", "to spare", "FLOPs", "sent", "moved", "launches", "seconds"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("memory over the step", no_wrap=True, min_width=WIDTH)
-    made.add_column("", no_wrap=True)
+        made.add_column(name, justify="right")
+    made.add_column("memory over the step")
+    made.add_column("verdict")
     chosen, numbers = found.chosen, _numbers(found)
     for one in found.tried:
         made.add_row(*_row(one, one is chosen, numbers))

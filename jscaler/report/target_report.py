@@ -289,7 +289,7 @@ def memory_table(memory: Memory) -> Table:
         for kind, size in memory.by_kind.items()
         if size or kind != "outputs"
     ]
-    made = table("memory of one device", ("kind", "bytes", "of the device", ""), rows)
+    made = table("memory of one device", ("kind", "bytes", "of the device", "what"), rows)
     made.add_section()
     share = f"{memory.peak / memory.capacity:.1%}"
     made.add_row("peak", readable_bytes(memory.peak), share, "all of it is reserved at once")
@@ -305,7 +305,8 @@ def devices_table(report: TargetReport) -> Table:
         sizes = [readable_bytes(getattr(memory, kind)) for kind in kinds]
         share = f"{memory.peak / memory.capacity:.1%}"
         rows.append((devices_text(one.devices), *sizes, readable_bytes(memory.peak), share, one.at))
-    return table("memory of a device of each stage", ("devices", *kinds, "peak", "of the device", "most in"), rows)
+    header = ("devices", *kinds, "peak", "of the device", "most in")
+    return table("memory of a device of each stage", header, rows, expendable=kinds[::-1])
 
 
 def blocks_table(report: TargetReport) -> Table:

@@ -1,0 +1,47 @@
+"""Ctrl-C: a sentence and exit code 130, and no checkpoint that is half written."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from jscaler.commands.screen import show_error
+
+INTERRUPTED = 128 + signal.SIGINT  # the exit code, as shells know it
+
+
+class Interruptible(TyperGroup):
+    """Commands that end with a sentence when they are interrupted; what a command says of it is the exception's text."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stopped:
+            show_error("interrupted", str(stopped) or "before it was done")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def finished_before_interrupts() -> Iterator[None]:
+    """What is inside is done whole; an interrupt meanwhile comes behind it, and a second one at once."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, _frame: Any) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt("behind the last step; its checkpoint is complete")
