@@ -153,13 +153,13 @@ def test_an_open_order_takes_the_cheapest() -> None:
 def test_a_cluster_file_of_one_s_own(tmp_path: Path) -> None:
     lab = tmp_path / "lab.toml"
     lab.write_text(
-        "hosts = 1\ndevices_per_host = 8\n[inside]\nlatency = 1.0\nbandwidth = 1024\n"
-        "[between]\nlatency = 1.0\nbandwidth = 1024\n"
+        "hosts = 1\ndevices_per_host = 8\n[inside]\nlatency = 1.0\nbandwidth = 1024000000\n"
+        "[between]\nlatency = 1.0\nbandwidth = 1024000000\n"
     )
-    found = answer("1024", "R1 V1 D(2)", "R2 V1 D(1)", "--cluster", str(lab), "--dtype", "bfloat16")
+    found = answer("1024000000", "R1 V1 D(2)", "R2 V1 D(1)", "--cluster", str(lab), "--dtype", "bfloat16")
     assert found["cluster"] == "lab"
-    assert found["totals"]["bytes"] == 1024  # half of the elements, two bytes each
-    assert found["totals"]["seconds"] == pytest.approx(2)  # one step, and 1024 bytes at 1024 bytes per second
+    assert found["totals"]["bytes"] == 1024000000  # half of the elements, two bytes each
+    assert found["totals"]["seconds"] == pytest.approx(2)  # one step, and 1.024 GB at 1.024 GB per second
 
 
 def test_a_thousand_devices_and_none_at_hand() -> None:
