@@ -159,6 +159,18 @@ def test_all_schedules_of_a_plan(tmp_path: Path) -> None:
         run("schedules", *SMALL, "--plan", "data_parallel", "--target", "4xH100-80GB")
 
 
+def test_a_plan_for_which_no_schedule_is_possible(tmp_path: Path) -> None:
+    picture = tmp_path / "none.png"
+    command = ["schedules", *SMALL, "--plan", "pipeline(2, 3)", "--target", "4xH100-80GB", "--draw", str(picture)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 3
+    assert "gpipe, 1f1b, eager_1f1b" in result.output
+    assert "of size 8 into 3 parts; legal: 1, 2, 4, 8" in result.output
+    assert "none of these schedules is possible" in result.output
+    assert "the fastest first" not in result.output, "no table without rows"
+    assert not picture.exists()
+
+
 def test_a_step_is_traced_while_it_trains(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 20)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,15 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.commands.built_in_job import stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
+from jscaler.commands.fit_command import NOTHING
 from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
+from jscaler.commands.screen import screen, show, show_error
 from jscaler.errors import JscalerError, PlanError, ScheduleWarning
 from jscaler.estimate.query import planned
 from jscaler.estimate.simulation import simulate
@@ -31,7 +31,6 @@ from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
 
 MOST_CHUNKS = 4
-PIPED = 140  # columns where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def schedules_(
             found.append(_simulated(graph, plan, one, chunks, cluster))
     best = sorted((one for one in found if one.timeline is not None), key=lambda one: one.timeline.makespan)  # type: ignore[union-attr]
     others = [one for one in found if one.timeline is None]
-    if draw is not None:
+    if draw is not None and best:
         alone = [
             dataclasses.replace(one.timeline, name=one.schedule, memory={}) for one in best if one.timeline is not None
         ]
@@ -104,14 +103,28 @@ def schedules_(
                 }
             )
         )
-        return
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    console.print(f"{planned_job.describe()}, plan {plan}, on {cluster.name}", highlight=False, markup=False)
-    header = ("schedule", "chunks", "step", "waiting", "sends show", "peak memory", "fits")
-    console.print(table("schedules, the fastest first", header, [_row(one) for one in best]))
-    lines = [f"{one.schedule}: {one.why}" for one in others]
-    lines += [f"written: {draw}"] if draw is not None else []
-    console.print("\n".join(lines), highlight=False, markup=False)
+    else:
+        console = screen()
+        show(console, f"{planned_job.describe()}, plan {plan}, on {cluster.name}")
+        if best:
+            header = ("schedule", "chunks", "step", "waiting", "sends show", "peak memory", "fits")
+            console.print(table("schedules, the fastest first", header, [_row(one) for one in best]))
+        lines = [f"{', '.join(names)}: {why}" for why, names in _reasons(others).items()]
+        lines += [f"written: {draw}"] if draw is not None and best else []
+        show(console, "\n".join(lines))
+    if not best:
+        show_error("error:", "none of these schedules is possible: change what their reasons name, in --plan or --batch")
+        raise typer.Exit(NOTHING)
+
+
+def _reasons(others: list[Simulated]) -> dict[str, list[str]]:
+    """Which schedules are not possible, by the sentence that says why: one sentence often is for many."""
+    found: dict[str, list[str]] = {}
+    for one in others:
+        names = found.setdefault(one.why, [])
+        if one.schedule not in names:
+            names.append(one.schedule)
+    return found
 
 
 def _all(plan: str) -> Iterator[tuple[Published, int]]:
