@@ -61,7 +61,7 @@ def plan_(
         bool, typer.Option("--simulate", help="when each block of a pipeline would run; needs --target")
     ] = False,
     draw: Annotated[Path | None, typer.Option(help="write a picture of that: .png, .svg or .pdf")] = None,
-    trace: Annotated[Path | None, typer.Option(help="write that for https://ui.perfetto.dev: .json")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write that for ui.perfetto.dev: .json")] = None,
     passes: Annotated[bool, typer.Option("--passes", help="print what each pass made of the program")] = False,
     after: Annotated[str | None, typer.Option(help="print the graph, or the program, behind this pass")] = None,
     strict: Strict = False,
