@@ -85,6 +85,7 @@ def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: P
         (["--no-stacked"], "was made with --stacked, and --no-stacked is given; leave --stacked out"),
         (["--dtype", "f32"], "was made with --dtype bf16, and --dtype f32 is given; leave --dtype out"),
         (["--remat"], "was made with --no-remat, and --remat is given"),
+        (["--batch", "7"], r"--batch 7 is given, and '.*plan.json' was made with --batch 8: leave it out"),
     ):
         with pytest.raises(PlanFitError, match=sentence):
             run("train", *flags, "--plan", path, "--steps", "1")
