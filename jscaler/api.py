@@ -136,6 +136,8 @@ def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
         raise PlanError(
             f"plans.{name} makes a policy of its arguments: call it, plans.{name}(…), or give its name, '{name}'"
         )
+    if isinstance(policy, StepPlan):
+        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {type(policy).__name__}: give its `plan`")
     if not isinstance(policy, Plan) and not callable(policy):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {shown(plan)}")
     return policy

@@ -91,7 +91,8 @@ def check_dim(name: str, shape: Sequence[int], dim: Any) -> int:
     """``dim`` as an int; raises PlanError unless it is one of the tensor ``name``, counted from 0."""
     if isinstance(dim, (int, np.integer)) and not isinstance(dim, bool) and 0 <= dim < len(shape):
         return int(dim)
-    raise PlanError(f"'{name}' of shape {tuple(shape)} has no dim {dim!r}")
+    legal = f"give one from 0 to {len(shape) - 1}" if shape else "it has none"
+    raise PlanError(f"'{name}' of shape {tuple(shape)} has no dim {dim!r}; {legal}")
 
 
 class PlanFileError(PlanError):

@@ -19,6 +19,11 @@ from screens import shown
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0  # seconds that a command may take
+START = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what somebody's background has started
+runpy.run_module("jscaler", run_name="__main__", alter_sys=True)
+"""
 UNSET = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")  # which would speak for the terminal
 
 
@@ -36,7 +41,7 @@ def in_terminal(arguments: list[str], columns: int, rows: int, stop_at: bytes | 
     settings |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    command = [sys.executable, "-m", "jscaler", *arguments]
+    command = [sys.executable, "-c", START, *arguments]
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True, cwd=ROOT
     ) as child:

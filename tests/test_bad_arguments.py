@@ -54,7 +54,11 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
     "strict in words": (lambda: lowered("single", strict="no"), PlanError, "strict is True or False, not 'no'"),
     "a pass's number": (lambda: lowered("single", without_passes=[5]), PlanError, "without_passes is a pass's name, or se"),
     "a class of plans": (lambda: lowered(Plan), PlanError, "'Plan' has decided nothing and returned Plan"),
-    "what a plan has become": (lambda: lowered(lowered("single").plan), PlanError, "a plan's name or a Plan, not Explaine"),
+    "what a plan has become": (
+        lambda: lowered(lowered("single").plan),
+        PlanError,
+        "a plan is a policy, a plan's name or a Plan, not ExplainedPlan: give its `plan`",
+    ),
     "a built-in function": (lambda: jscaler.parallelize("single")(max), CaptureError, "does not say which arguments it ta"),
     "no function": (lambda: jscaler.parallelize("single")(5), CaptureError, "parallelize decorates a step function, a Fla"),
     "twice": (

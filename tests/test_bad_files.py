@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters.test_cluster_file import GOOD
 from test_bad_inputs import BATCH, PARAMS, lowered, pattern, step
 
 import jscaler
@@ -16,17 +17,7 @@ from jscaler.errors import DeviceError, JscalerError, OrderError, PlanError, Pla
 
 # -- clusters: what is edited in this file, and to what
 
-LAB = """\
-name = "lab"
-hosts = 4
-devices_per_host = 8
-memory = 34_089_730_048
-[inside]
-latency = 1e-6
-bandwidth = 1e9
-[between]
-latency = 5e-6
-bandwidth = 1e8
+LAB = f"""{GOOD.lstrip()}\
 [device]
 name = "mine"
 like = "H100-80GB"
@@ -51,7 +42,7 @@ CLUSTER_FILES: dict[str, tuple[tuple[str, str] | bytes, type[JscalerError], str]
     "too many devices": (("hosts = 4", "hosts = 1000000"), DeviceError, "has 8000000 devices; give at most 1048576"),
     "hosts in a list": (("hosts = 4", "hosts = [4]"), DeviceError, "'hosts' is [4]; give a positive whole number"),
     "hosts as a date": (("hosts = 4", "hosts = 2024-01-01"), DeviceError, "'hosts' is datetime.date(2024, 1, 1)"),
-    "GB/s": (("bandwidth = 1e8", "bandwidth = 25"), DeviceError, "'between.bandwidth' is 25 bytes per second; give 1e+06"),
+    "GB/s": (("= 100_000_000", "= 25"), DeviceError, "'between.bandwidth' is 25 bytes per second; give 1e+06"),
     "microseconds": (("latency = 5e-6", "latency = 5"), DeviceError, "'between.latency' is 5 seconds; give 0 to 1, in sec"),
     "GB": (("34_089_730_048", "32"), DeviceError, "'memory' is 32 bytes; give 1e+06 to 1e+15, in bytes"),
     "memory in words": (("34_089_730_048", '"32GB"'), DeviceError, "'memory' is '32GB'; give a positive whole number"),

@@ -98,7 +98,7 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
         A function with ``fun``'s arguments that returns the gradients, or ``(gradients, aux)``.
 
     Raises:
-        TypeError: as `value_and_grad`.
+        GradientError: as `value_and_grad`.
 
     Example:
         >>> jscaler.grad(lambda x: x ** 2)(3.0)

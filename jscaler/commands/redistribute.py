@@ -45,7 +45,7 @@ def redistribute(
     runners_up: Annotated[int, typer.Option(help="how many of the next best ways to show", min=0)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
 ) -> None:
-    """Show the cheapest way from one layout to another: steps, bytes, seconds, and what no way can save.
+    """Show the cheapest way from one layout to another: steps, bytes, seconds, and a lower bound for any way.
 
     Layouts on different devices (--from "R4 V1 D(1,1) on 0-3" --to "R1 V1 D(6,1) on 4-9") are crossed from group to group.
 
@@ -275,7 +275,7 @@ def show_answer(console: Console, answer: Answer) -> None:
         show(console, "nothing to do: every device holds already what it is to hold")
         return
     console.print(path_table(answer))
-    lines = ["bytes: what each device sends, in the mean; lower bound: what no way between these layouts can save"]
+    lines = ["bytes: what each device sends, in the mean; lower bound: what any way sends at least"]
     lines += ["", "runners-up, beside the best"] if answer.others else []
     for other in beside(answer):
         sums, ratio = _totals(other), _ratio(other, answer)

@@ -11,6 +11,7 @@
 
 import functools
 import html
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,12 +68,12 @@ class Overview:
         return head + "".join(_folded(table, room) for table in tables)
 
 
-class Shown:
+class Shown(ABC):
     """Whose ``repr``, and whose cell in a notebook, is its overview. Dataclasses of this kind have ``repr=False``."""
 
+    @abstractmethod
     def overview(self) -> Overview:
         """What it says of itself."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return self.overview().text

@@ -24,7 +24,7 @@ from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.groups import Home, ThroughLoops, find_groups, homes
+from jscaler.materialize.groups import Groups, Home, ThroughLoops, find_groups, homes
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
@@ -86,16 +86,14 @@ def complete_on_groups(
     shards = find_shards(graph, plan, groups.grids)
     stored = stored_layouts(graph, plan, groups.grids)
     home = homes(graph, groups, pieces)
-    return _Completer(
-        graph, groups.meshes, home, given, unordered, book, cost, pieces, chunked_ops(plan), shards, stored
-    ).run()
+    return _Completer(graph, groups, home, given, unordered, book, cost, pieces, chunked_ops(plan), shards, stored).run()
 
 
 class _Completer:
     def __init__(
         self,
         graph: Graph,
-        groups: tuple[DeviceMesh, ...],
+        groups: Groups,
         home: Mapping[str, Home],
         given: Mapping[str, Placement],
         unordered: Mapping[str, Decided],
@@ -107,8 +105,7 @@ class _Completer:
         stored: Mapping[PTensor, Layout],
     ):
         self.graph = graph
-        self.groups = groups
-        self.group_of = {group.unordered: group for group in groups}  # the group of a mesh, in whatever order
+        self.groups, self.group_of = groups.meshes, groups.group_of
         self.homes = home
         self.home = {path: one.group for path, one in home.items()}  # op path -> the group that it runs on
         self.of_loop = {op.loop: self.home[op.path] for op in reversed(graph.ops)}  # loop -> the group of its first op
@@ -125,7 +122,9 @@ class _Completer:
         self.laid: dict[Any, Laid] = {}
         self.filled: dict[Any, Placement] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
-        self.at_hand: dict[PTensor, list[Layout]] = {t: [self._whole(t, g) for g in groups] for t, _ in graph.constants}
+        self.at_hand: dict[PTensor, list[Layout]] = {
+            t: [self._whole(t, g) for g in self.groups] for t, _ in graph.constants
+        }
         self.at_hand.update({t: [layout] for t, layout in stored.items()})
         self.inputs: dict[PTensor, Layout] = dict(stored)
         self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
@@ -286,7 +285,7 @@ class _Completer:
 
     def _storable(self, layout: Layout) -> Layout:
         """How an array lies that is read, or made, in ``layout``: in the order of its group's mesh."""
-        return storable(dataclasses.replace(layout, mesh=self.group_of[layout.mesh.unordered]))
+        return storable(dataclasses.replace(layout, mesh=self.group_of(layout.mesh)))
 
     def _place(self, op: Op) -> Placement:
         group = self.home[op.path]
@@ -465,7 +464,7 @@ class _Completer:
         """Where a loop leaves ``tensor``, or finds it: on its own group; of several where it is made, or else read."""
         if len(self.groups) == 1:
             return self.groups[0]
-        own = {self.group_of[self.home[op.path].unordered] for op in nest.ops()}
+        own = {self.group_of(self.home[op.path]) for op in nest.ops()}
         if len(own) == 1:
             return own.pop()
         readers = self.graph.consumers.get(tensor, ())

@@ -149,7 +149,7 @@ def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]
     if len(groups.meshes) == 1:
         return None, ()
     found = homes(at.graph, groups, at.pieces)
-    return {path: groups.group(home.group) for path, home in found.items()}, groups.of.keys()
+    return {path: groups.group_of(home.group) for path, home in found.items()}, groups.of.keys()
 
 
 def _on(group: DeviceMesh) -> str:

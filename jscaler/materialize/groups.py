@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
-from jscaler.materialize.mesh import DeviceMesh, OnMesh, PlacedGrid, common_mesh, find_common_mesh
+from jscaler.materialize.mesh import (
+    DeviceMesh,
+    OnMesh,
+    PlacedGrid,
+    common_mesh,
+    find_common_mesh,
+    in_its_order,
+)
 from jscaler.materialize.placement import Decided, placed_grids
 from jscaler.materialize.shards import shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs
@@ -35,9 +42,9 @@ class Groups:
     of: Mapping[str, DeviceMesh]
     stored: Mapping[str, DeviceMesh]
 
-    def group(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The group on whose devices ``mesh`` lies."""
-        return next(group for group in self.meshes if group.unordered == mesh.unordered)
+    def group_of(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The group on whose devices ``mesh`` lies, in whatever order."""
+        return in_its_order(self.meshes, mesh)
 
 
 def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
@@ -188,7 +195,7 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
     settle(graph.ops, "as its forward", lambda op: (op.forward, op.again))
     through = ThroughLoops(graph)
     first = {t: next((h for r in through.readers(t) if (h := like(r)) is not None), None) for t in graph.inputs}
-    lies = {t: groups.group(home.group) for t, home in first.items() if home is not None}  # where it is read first
+    lies = {t: groups.group_of(home.group) for t, home in first.items() if home is not None}  # where it is read first
     lies |= {t: groups.stored[t.name] for t in graph.inputs if t.name in groups.stored}
     fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))

@@ -94,6 +94,11 @@ class DeviceMesh:
         return array.transpose(order).reshape(-1, self.size(axes))
 
 
+def in_its_order(groups: Sequence[DeviceMesh], mesh: DeviceMesh) -> DeviceMesh:
+    """Of ``groups`` the one on whose devices ``mesh`` lies, in whatever order."""
+    return next(group for group in groups if group.unordered == mesh.unordered)
+
+
 @dataclass(frozen=True)
 class PlacedGrid:
     """The devices of one op's grid: row-major, one per cell. Grids of the same shape and devices are equal."""

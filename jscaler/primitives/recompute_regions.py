@@ -206,5 +206,5 @@ def named(graph: Graph, ops: Sequence[str], keep: Any) -> tuple[str, ...]:
             found.append(name)
             continue
         paths = selected(graph, one)
-        found += [path for path in paths if path in ops] or paths[:1]  # one outside is refused by name
+        found += [path for path in paths if path in ops] or paths[:1]  # one outside is an error that names it
     return tuple(dict.fromkeys(found))

@@ -2,7 +2,7 @@
 
 A value is *concrete* (numpy, stacked over the devices: what comes from ``axis_index`` and constants) or *symbolic* (cells
 that say which element of the PTensor they hold, and which of its summands). Symbolic values may be moved, joined and
-exchanged; an equation that does anything else to them is refused by name.
+exchanged; any other equation that reads them is an error that names it.
 """
 
 import functools

@@ -3,6 +3,7 @@
 import re
 import shlex
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,15 @@ def finished(presses: int, done: list[str]) -> None:
         done.append("written")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where the tests run in the background, and so ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_what_is_under_way_is_finished() -> None:
     before, done = signal.getsignal(signal.SIGINT), list[str]()
     finished(0, done)

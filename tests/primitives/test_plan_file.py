@@ -142,7 +142,7 @@ random_plans = st.builds(
     names,
     counts,
     st.lists(decisions, max_size=6).map(tuple),
-    st.none() | st.lists(records, max_size=3).map(lambda ops: MadeFor(tuple(ops))),
+    st.none() | st.lists(records, max_size=3, unique_by=lambda op: op.path).map(lambda ops: MadeFor(tuple(ops))),
 )
 
 

@@ -278,7 +278,9 @@ def test_examples_print_what_they_say(module: ModuleType) -> None:
     made = {one.make.__name__ for one in SCHEDULES.values() if one.make.__module__ == module.__name__}
     assert made <= {test.name.rsplit(".", 1)[1] for test in examples}, "each schedule shows a table"
     said: list[str] = []
-    for test in examples:
+    for test in (
+        one for one in examples if one.name.rsplit(".", 1)[1] not in jscaler.__all__
+    ):  # test_public_names has those
         doctest.DocTestRunner().run(test, out=said.append)
     assert not said, "".join(said)
 
