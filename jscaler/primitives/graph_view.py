@@ -1,6 +1,6 @@
 """``GraphView``: what can be read of a graph, by name; a policy's planner is one, whatever graph it has got to."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jscaler.ir import GradientCall, Graph, Loop, Op, PTensor, Rule
@@ -96,6 +96,9 @@ class GraphView(Shown):
 
     def factor_of(self, path: str, dim: int) -> Mapping[Op, str]:
         return self.graph.factor_of(path, dim)
+
+    def factors_text(self, op: Op, factors: Iterable[str] | None = None) -> str:
+        return self.graph.factors_text(op, factors)
 
     def require_gradient(self) -> None:
         self.graph.require_gradient()
