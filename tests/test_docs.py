@@ -168,7 +168,7 @@ COMMANDS = [
 
 @functools.cache
 def help_of(command: str) -> str:
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})  # no flag is cut, whatever the terminal
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -91,7 +91,8 @@ def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) ->
     factor = graph.rule(op).factors[name]
     if op.kind == "forward" and op.backward is not None and factor.size > 1:
         why = f"it needs the whole batch: {factor.reason or 'its parts overlap'}; {_remedy(op, factor)}"
-        raise SplitError(op.path, name, factor.size, parts, why if factor.size % parts == 0 else "")
+        why = why if factor.size % parts == 0 else ""
+        raise SplitError(op.path, name, factor.size, parts, why, graph.factor_names(op).get(name, ""))
     return False
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.errors import PlanError, SplitError, check_count, check_flag, shown
+from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count, check_flag, shown
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -147,14 +147,20 @@ class Planner(GraphView):
             raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
         rule = self.graph.rule(target)
         for algorithm in algorithms:
-            axis = grid_axis(target, rule, algorithm, (*axes, *chunks), target.path in self.alone)
+            try:
+                axis = grid_axis(target, rule, algorithm, (*axes, *chunks), target.path in self.alone)
+            except SplitError as error:
+                raise error.of(self.graph.factor_names(target).get(error.factor, "")) from None
+            except UnknownNameError as error:
+                error.args = (f"{error}{self._factors_of(target)}",)
+                raise
             if not isinstance(algorithm, Chunk):
                 axes = (*axes, axis)
             elif chunks:
                 raise PlanError(f"'{target.path}' runs in chunks of {chunks[0]} already; an op is chunked along one factor")
             else:
                 chunks = (axis,)
-        grid = Grid.whole(target, axes, self._pieces(target, rule, axes), chunks)
+        grid = Grid.whole(target, axes, self._pieces(target, rule, axes), chunks, self.graph)
         self._decide(Trans(target.path, axes, chunks))
         self._grids[target.path] = grid
         return grid
@@ -173,6 +179,11 @@ class Planner(GraphView):
             return self.graph[op if isinstance(op, str) else op.path]
         path = self.graph.ops[0].path
         raise PlanError(f"{function} takes an op or the path of one, such as '{path}', not {shown(op)}")
+
+    def _factors_of(self, op: Op) -> str:
+        """The end of an error's sentence: what the letters of an op's factors stand for."""
+        said = self.graph.factors_text(op)
+        return f"; they are {said}" if said else ""
 
     def _only_in_time(self, grid: Grid) -> bool:
         assigned = any(isinstance(d, Assign) and d.op == grid.op.path for d in self._decisions)

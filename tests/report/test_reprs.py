@@ -92,5 +92,5 @@ def test_handles_are_one_line(decorated: Any, arguments: Any) -> None:
 
     jscaler.parallelize(policy, devices=4)(step).lower(*arguments)
     assert seen["op"] == "Op(up/dot, forward, f32[32,8], f32[8,16] -> f32[32,16])"
-    assert seen["grid"] == "Grid(up/dot [a:4])"
+    assert seen["grid"] == "Grid(up/dot [a:4]) a=batch[0]"
     assert seen["graph"] == repr(decorated.graph(*arguments))
