@@ -93,6 +93,11 @@ POLICIES: dict[str, Case] = {
     "sharded over some": (lambda g, d: g.shard("params/a", 0, d[:4]), PlanError, "give an array of all 8, each once, whos"),
     "sharded twice": (lambda g, d: [g.shard("params/a", dim, d) for dim in (0, 1)], PlanError, "'params/a' was sharded be"),
     "a schedule of a number": (lambda g, d: g.schedule(5), PlanError, "a schedule is a name, a Table, its text, or a file"),
+    "a schedule of no micro-batches": (
+        lambda g, d: g.schedule("1f1b"),
+        PlanError,
+        "'schedule  1f1b' is the order of micro-batches on device groups, and 'policy' has no op that runs in several: cut",
+    ),
     "a dtype of whole numbers": (lambda g, d: g.reduce_dtype("int32"), PlanError, "a floating dtype like 'bfloat16', not"),
     "yes": (lambda g, d: g.accumulation(each_time="no"), PlanError, "accumulation: each_time is True or False, not 'no'"),
     "no micro-batches": (lambda g, d: g.per_microbatch(None), PlanError, "per_microbatch takes ops, grids and patterns, n"),

@@ -460,7 +460,7 @@ class Planner(GraphView):
             table: a table, its text or file; or a published schedule, or its name: ``"1f1b"``, ``"zb_h1"``.
 
         Raises:
-            PlanError: neither a table nor a name.
+            PlanError: neither a table nor a name; or, when the policy has returned, no op is split in time.
 
         Example:
             >>> graph.schedule("zb_h1")
