@@ -4,8 +4,10 @@ import functools
 import os
 from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from jscaler.clusters import FEW_STEPS, CostModel
+from jscaler.errors import PlanError, shown
 from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
 from jscaler.lower.blocks import SpanningLoop, Transfer
@@ -124,3 +126,11 @@ class StepPlan:
     def vtensors(self, path: str, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
         """The parts of tensors that the cell of op ``path`` on logical ``device`` reads, and those that it writes."""
         return self.completed.ops[path].vtensors(self.graph[path], device)
+
+
+def step_of(function: str, given: Any) -> StepPlan:
+    """``given``, or the plan of the lowered or compiled step that it is; raises PlanError for anything else."""
+    step = given if isinstance(given, StepPlan) else getattr(given, "plan", None)
+    if not isinstance(step, StepPlan):
+        raise PlanError(f"{function} takes a lowered step, train_step.lower(state, batch), or its plan, not {shown(given)}")
+    return step

@@ -28,6 +28,7 @@ from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.op import RANGES, range_mark
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import MICROBATCH, accumulate
+from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.plans.single import single
@@ -39,6 +40,7 @@ from jscaler.xla_model.work import work_of
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 
 
+@checked
 def pipeline(
     stages: int,
     microbatches: int,
