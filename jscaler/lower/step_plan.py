@@ -20,6 +20,7 @@ from jscaler.primitives import Plan
 from jscaler.primitives.shard_checks import stored_leaves
 from jscaler.rules.made_of import made_of
 from jscaler.tables.table import most_live
+from jscaler.text.units import counted
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class StepPlan:
         return f"{name}, turn {turn}" if turn else name
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}, {len(self.blocks)} block(s) on {self.plan.num_devices} device(s))"
+        blocks, devices = counted(len(self.blocks), "block"), counted(self.plan.num_devices, "device")
+        return f"{type(self).__name__}({self.name}, {blocks} on {devices})"
 
     @property
     def name(self) -> str:
