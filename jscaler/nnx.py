@@ -110,7 +110,7 @@ def _filters(argnums: Sequence[Any]) -> dict[int, Any]:
             raise GradientError(f"argnums are the numbers of arguments, or nnx.DiffState objects, not {shown(position)}")
         if position in found:
             raise GradientError(f"argnum {position} is repeated in argnums")
-        found[position] = chosen
+        found[int(position)] = chosen
     return found
 
 

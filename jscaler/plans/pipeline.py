@@ -35,6 +35,7 @@ from jscaler.plans.single import single
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule
 from jscaler.tables.table import cells_of
+from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
@@ -339,8 +340,8 @@ def _of_passes(
         )
     if done + 1 != stages // own:
         raise PlanError(
-            f"pipeline: the model goes {done + 1} times over its own output, and the schedule has {stages // own} passes; "
-            f"give chunks={done + 1}"
+            f"pipeline: the model has {counted(done + 1, 'pass', 'passes')} over its own output, and the schedule "
+            f"{stages // own}; give chunks={done + 1}"
         )
     return found
 
