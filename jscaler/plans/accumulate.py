@@ -17,6 +17,7 @@ import numpy as np
 
 from jscaler.errors import SplitError, check_count
 from jscaler.ir import Factor, Op
+from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_run_in_turn
 from jscaler.plans.per_microbatch_groups import groups_alone
@@ -27,6 +28,7 @@ from jscaler.primitives.per_microbatch import under
 MICROBATCH = "microbatch"
 
 
+@checked
 def accumulate(
     microbatches: int,
     plan: Callable[..., Any] | None = None,

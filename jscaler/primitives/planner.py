@@ -44,6 +44,7 @@ from jscaler.primitives.plan import (
 from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
 from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
+from jscaler.primitives.stage_checks import check_stages
 from jscaler.tables import Published, Table, find_schedule
 
 OpPart = tuple[Op | str, int]  # an op, and the number of its part along its time axis
@@ -437,12 +438,16 @@ class Planner(GraphView):
             axis: the name of that time axis.
 
         Raises:
+            UnknownNameError: no op and no input has such a path.
+            PlanError: devices are not a row for each stage, or there is no such stage.
             JscalerError: what the policy raises.
 
         Example:
             >>> stages = {op.path: int(not op.path.startswith("attention")) for op in graph.forward()}
             >>> graph.on_stages(plans.data_parallel(), stages, devices.reshape(2, 2))
         """
+        devices = _device_array("on_stages", devices)
+        check_stages(self.graph, stage_of, devices)
         first, grids, sharded = len(self._decisions), dict(self._grids), set(self._sharded)
         # a policy for some stages does not meet what one for other stages has said
         elsewhere = {path for path, grid in grids.items() if path not in stage_of and not self._only_in_time(grid)}
@@ -471,7 +476,7 @@ class Planner(GraphView):
             table: a table, its text or file; or a published schedule, or its name: ``"1f1b"``, ``"zb_h1"``.
 
         Raises:
-            PlanError: neither a table nor a name.
+            PlanError: neither a table nor a name; or, when the policy has returned, no op is split in time.
 
         Example:
             >>> graph.schedule("zb_h1")
