@@ -14,7 +14,7 @@ from jscaler.report.step_text import COUNTS, layout_legend
 from jscaler.text.device_list import devices_text
 from jscaler.text.folding import braced, merged
 from jscaler.text.tables import aligned
-from jscaler.text.units import readable_bytes
+from jscaler.text.units import counted, readable_bytes
 
 Section = Literal["ops", "leaves", "memory"]
 SECTIONS: tuple[Section, ...] = ("ops", "leaves", "memory")
@@ -49,8 +49,8 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
 
 def heading(report: StepReport) -> str:
     """The plan's name, its devices, and how many decisions it makes."""
-    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), {meshes_text(report.groups)}"
-    return f"{head}, {report.num_decisions} decisions"
+    head = f"plan {report.plan} ({report.digest}) on {counted(report.num_devices, 'device')}, {meshes_text(report.groups)}"
+    return f"{head}, {counted(report.num_decisions, 'decision')}"
 
 
 def meshes_text(groups: Iterable[Mapping[str, int]]) -> str:
