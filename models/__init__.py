@@ -3,11 +3,12 @@
 from typing import Any
 
 from jscaler.errors import UnknownNameError
-from models import convnet, gpt, moe, swin
+from models import convnet, gpt, mbart, moe, swin
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (gpt.GPT, gpt.SIZES),
     "moe": (moe.MoE, moe.SIZES),
+    "mbart": (mbart.MBart, mbart.SIZES),
     "convnet": (convnet.ConvNet, convnet.SIZES),
     "swin": (swin.Swin, swin.SIZES),
 }
