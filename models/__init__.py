@@ -3,7 +3,7 @@
 from typing import Any
 
 from jscaler.errors import UnknownNameError
-from models import convnet, gpt, mbart, moe, swin
+from models import convnet, evoformer, gpt, mbart, moe, swin
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (gpt.GPT, gpt.SIZES),
@@ -11,6 +11,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mbart": (mbart.MBart, mbart.SIZES),
     "convnet": (convnet.ConvNet, convnet.SIZES),
     "swin": (swin.Swin, swin.SIZES),
+    "evoformer": (evoformer.Evoformer, evoformer.SIZES),
 }
 
 

@@ -95,6 +95,30 @@ def translation_train_step(
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
+def evoformer_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
+    """Twice the cross entropy of masked tokens of an alignment, and 0.3 times that of pairs' distances.
+
+    Args:
+        batch: ``msa`` (b s i) with masked tokens, the ``target`` sequence (b i), ``labels`` (b s i) with what ``weights``
+            (b s i; one in the mean) say that it is judged by, and ``distances`` (b i j) of pairs, as numbers of bins.
+        key: what dropout draws from; None for none.
+    """
+    rngs = None if key is None else {"dropout": key}
+    tokens, distances = apply_fn({"params": params}, batch["msa"], batch["target"], train=key is not None, rngs=rngs)
+    of_tokens = optax.softmax_cross_entropy_with_integer_labels(tokens, batch["labels"])
+    of_pairs = optax.softmax_cross_entropy_with_integer_labels(distances, batch["distances"])
+    return 2 * jnp.mean(of_tokens * batch["weights"]) + 0.3 * jnp.mean(of_pairs)
+
+
+def evoformer_train_step(
+    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`train_step` of an Evoformer, on the loss of `evoformer_loss`; its model recycles."""
+    key = jax.random.fold_in(state.key, state.step)
+    loss, grads = value_and_grad(lambda params: evoformer_loss(state.apply_fn, params, batch, key))(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
 class ImageState(train_state.TrainState):
     """Flax's train state with the running statistics of batch normalisation, if the model has any."""
 
