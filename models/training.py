@@ -147,6 +147,3 @@ def image_train_step(
 
     (loss, (batch_stats, accuracy)), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss, "accuracy": accuracy}
-
-
-TEXT_STEPS: dict[str, Callable[..., Any]] = {"gpt": train_step, "moe": balanced_train_step}
