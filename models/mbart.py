@@ -110,11 +110,11 @@ class MBart(nn.Module):
         c = self.config
         kinds = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         embed = nn.Embed(c.vocabulary, c.hidden, name="embed", **kinds)
-
-        def embedded(tokens: jax.Array, name: str) -> jax.Array:
-            x = embed(tokens) + nn.Embed(c.sequence, c.hidden, name=name, **kinds)(jnp.arange(tokens.shape[1]))
-            return nn.Dropout(c.dropout, deterministic=not train)(x)
-
-        x, y = embedded(source, "source_position"), embedded(tokens, "position")  # both in front: one end of the model
+        # one lookup for both sides: one end of the model, forwards and backwards (the schedule "interlaced" wants that)
+        places = jnp.concatenate([jnp.arange(source.shape[1]), c.sequence + jnp.arange(tokens.shape[1])])
+        position = nn.Embed(2 * c.sequence, c.hidden, name="position", **kinds)
+        both = embed(jnp.concatenate([source, tokens], 1)) + position(places)
+        both = nn.Dropout(c.dropout, deterministic=not train)(both)
+        x, y = jnp.split(both, [source.shape[1]], 1)
         logits = embed.attend(Side(c, name="decoder")(y, Side(c, name="encoder")(x, None, train), train))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

@@ -51,9 +51,9 @@ def side(own: Any, x: np.ndarray, memory: np.ndarray | None) -> np.ndarray:
 
 
 def logits(own: Any, source: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    table = own["embed"]["embedding"]
-    x = table[source] + own["source_position"]["embedding"][: source.shape[1]]
-    y = table[tokens] + own["position"]["embedding"][: tokens.shape[1]]
+    table, places = own["embed"]["embedding"], own["position"]["embedding"]
+    x = table[source] + places[: source.shape[1]]
+    y = table[tokens] + places[TINY.sequence :][: tokens.shape[1]]
     return side(own["decoder"], y, side(own["encoder"], x, None)) @ table.T
 
 
@@ -88,12 +88,18 @@ def test_sixteen_bits_give_nearly_the_same_logits_in_32() -> None:
     np.testing.assert_allclose(few, apply(TINY, made()), rtol=0.1, atol=0.3)
 
 
-@pytest.mark.parametrize("plan", of_the_day(["data_parallel", "megatron(dp=2, tp=2, vocab=False)"], 2))
+PLANS = [
+    "data_parallel", "megatron(dp=2, tp=2, vocab=False)",
+    'pipeline(2, 2, "interlaced", data_parallel(), at=["encoder/layer_0", "decoder/layer_0", "decoder/norm"])',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", of_the_day(PLANS, 3))
 def test_train_step_under_a_plan(plan: str) -> None:
     with jax.enable_x64(True):
         config = dataclasses.replace(TINY, layers=1, dtype=jnp.float64, param_dtype=jnp.float64)
         state = make_state(MBart(config), [(6,), (6,)], optax.sgd(0.1, momentum=0.9))
-        assert_step_like_jit(translation_train_step, state, pair_at(load_bytes() % 11, 0, 4, 6), plan, 4)
+        assert_step_like_jit(translation_train_step, state, pair_at(load_bytes() % 11, 0, 8, 6), plan, 4)
 
 
 def test_masters_of_sixteen_bits() -> None:
