@@ -103,7 +103,7 @@ MISTAKES: list[tuple[str, type[JscalerError] | int, str]] = [
     ("bench-comm --platform nonsense", DeviceError, "no platform 'nonsense'; known: cpu, cuda"),
     ("plan --devices 1000000000", DeviceError, "1000000000 devices are asked for; ask for at most 1048576"),
     # models and data
-    ("train --model gtp", UnknownNameError, "no language model named 'gtp'; did you mean 'gpt'?"),
+    ("train --model gtp", UnknownNameError, "no model named 'gtp'; did you mean 'gpt'?"),
     ("train --model gpt-zillion", UnknownNameError, "no size named 'zillion' of model gpt; known: nano, mini"),
     ("train --size nanoo", UnknownNameError, "no size named 'nanoo' of model gpt; did you mean 'nano'?"),
     ("train --model gpt-mini --size nano", JscalerError, "two sizes are given: --model gpt-mini and --size nano; leave"),

@@ -118,7 +118,11 @@ def test_compare_as_json() -> None:
         (["--plan", "docs/split_one_mlp.py:split_one_mpl"], UnknownNameError, "did you mean 'split_one_mlp'"),
         (["--size", "nanoo"], UnknownNameError, "did you mean 'nano'"),
         (["--model", "gtp"], UnknownNameError, "did you mean 'gpt'"),
-        (["--model", "convnet"], UnknownNameError, "no language model named 'convnet'; known: gpt, moe"),
+        (
+            ["--model", "resnet"],
+            UnknownNameError,
+            "no model named 'resnet'; known: gpt, moe, mbart, convnet, ",
+        ),
         (["--devices", "9"], DeviceError, "9 devices are asked for and 8 are at hand"),
         (["--platform", "tpu"], DeviceError, "no platform 'tpu'"),
         (["--data", "nowhere.txt"], DataError, "no training data at 'nowhere.txt'"),

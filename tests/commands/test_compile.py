@@ -37,7 +37,7 @@ def test_tables_record_and_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [
         (["--target", "8xH10"], UnknownNameError, "no device kind named 'H10'"),
         (["--target", "cpu"], DeviceError, "does not say what its devices are"),
-        (["--model", "gtp-nano"], UnknownNameError, "no language model named 'gtp'; did you mean 'gpt'"),
+        (["--model", "gtp-nano"], UnknownNameError, "no model named 'gtp'; did you mean 'gpt'"),
         (["--model", "gpt-1.4b"], UnknownNameError, "no size named '1.4b' of model gpt; did you mean '1.3b'"),
         (["--model", "gpt-nano", "--size", "mini"], JscalerError, "two sizes are given"),
         (["--model", "moe-nano", "--remat"], JscalerError, "model moe has no --stacked and no --remat"),
