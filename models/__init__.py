@@ -3,13 +3,15 @@
 from typing import Any
 
 from jscaler.errors import UnknownNameError
-from models import convnet, gpt, moe, swin
+from models import convnet, evoformer, gpt, mbart, moe, swin
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (gpt.GPT, gpt.SIZES),
     "moe": (moe.MoE, moe.SIZES),
+    "mbart": (mbart.MBart, mbart.SIZES),
     "convnet": (convnet.ConvNet, convnet.SIZES),
     "swin": (swin.Swin, swin.SIZES),
+    "evoformer": (evoformer.Evoformer, evoformer.SIZES),
 }
 
 

@@ -25,17 +25,24 @@ class MasterState(train_state.TrainState):
     scale: dynamic_scale.DynamicScale | None = None
 
 
+def classification_loss(apply_fn: Callable[..., Any], params: Any, batch: Any) -> jax.Array:
+    """The mean cross entropy of what the model makes of ``batch["x"]``."""
+    logits = jnp.asarray(apply_fn({"params": params}, batch["x"]))
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
 def make_master_state(
-    model: nn.Module, example: jax.Array, optimizer: optax.GradientTransformation, scale: float | None = None, seed: int = 0
+    model: nn.Module, example: Any, optimizer: optax.GradientTransformation, scale: float | None = None, seed: int = 0
 ) -> MasterState:
     """Fresh float32 parameters and moments.
 
     Args:
         model: computes in the dtype that its parameters have.
-        example: what it is initialised with.
+        example: what it is initialised with; a tuple, if that is more than one array.
         scale: the loss scale to start at; None for none.
     """
-    params = jax.jit(model.init)(jax.random.key(seed), example)["params"]
+    params = jax.jit(model.init)(jax.random.key(seed), *(example if isinstance(example, tuple) else (example,)))["params"]
     params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     start = None
     if scale is not None:
@@ -49,30 +56,30 @@ def master_step(
     dtype: Any = jnp.bfloat16,
     of: Literal["cast", "master"] = "cast",
     factor: float = 1.0,
+    loss: Callable[..., jax.Array] = classification_loss,
     value_and_grad: Callable[..., Any] = jscaler.value_and_grad,
 ) -> tuple[MasterState, dict[str, jax.Array]]:
-    """One step on ``batch`` (what the model reads at ``x``, and labels); returns the next state and the mean loss.
+    """One step on ``batch``; returns the next state and the mean loss.
 
     Args:
         dtype: of the parameters in the loss.
         of: what it differentiates with respect to.
         factor: of the loss, where the state has no scale of its own.
+        loss: ``loss(apply_fn, params, batch)``, such as `models.training.translation_loss`.
     """
     times = factor if state.scale is None else state.scale.scale
 
     def loss_fn(params: Any) -> jax.Array:
-        logits = jnp.asarray(state.apply_fn({"params": low(params, dtype)}, batch["x"]))
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean() * times
+        return loss(state.apply_fn, low(params, dtype), batch) * times
 
-    loss, grads = value_and_grad(loss_fn)(low(state.params, dtype) if of == "cast" else state.params)
+    value, grads = value_and_grad(loss_fn)(low(state.params, dtype) if of == "cast" else state.params)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / times, grads, state.params)
     done = state.apply_gradients(grads=grads)
     if state.scale is not None:
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
         done = jax.tree.map(lambda new, old: jnp.where(finite, new, old), done, state)
         done = done.replace(scale=next_scale(state.scale, finite))
-    return done, {"loss": loss / times}
+    return done, {"loss": value / times}
 
 
 def low(params: Any, dtype: Any) -> Any:

@@ -45,3 +45,12 @@ def batch_at(data: np.ndarray, step: int, batch: int, sequence: int, seed: int =
     starts = np.random.default_rng((seed, step)).integers(0, len(data) - sequence, batch)
     windows = np.stack([data[s : s + sequence + 1] for s in starts]).astype(np.int32)
     return {"tokens": windows[:, :-1], "labels": windows[:, 1:]}
+
+
+def pair_at(data: np.ndarray, step: int, batch: int, sequence: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """The batch of step ``step`` for an encoder and a decoder, as of `batch_at`: ``source`` are ``tokens``.
+
+    So the decoder says what follows, byte by byte, of a text that the encoder has read but for its last byte.
+    """
+    windows = batch_at(data, step, batch, sequence, seed)
+    return {"source": windows["tokens"], **windows}

@@ -1,6 +1,6 @@
 """Train steps of the models, written as for one device: what `jscaler train` runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -26,11 +26,18 @@ def make_optimizer(learning_rate: float = 1e-3, warmup: int = 10, steps: int = 1
 
 
 def make_state(
-    model: nn.Module, sequence: int, optimizer: optax.GradientTransformation, seed: int | jax.Array = 0
-) -> TrainState:
-    """Fresh parameters and optimizer state; ``seed`` may be a key."""
+    model: nn.Module, tokens: int | Sequence[tuple[int, ...]], optimizer: optax.GradientTransformation,
+    seed: int | jax.Array = 0,
+) -> TrainState:  # fmt: skip
+    """Fresh parameters and optimizer state.
+
+    Args:
+        tokens: how long a sequence is; or, of a model with several inputs of tokens, their shapes without the batch.
+        seed: it may be a key.
+    """
     init_key, dropout_key = jax.random.split(jax.random.key(seed) if isinstance(seed, int) else seed)
-    params = jax.jit(model.init)(init_key, jnp.zeros((1, sequence), jnp.int32))["params"]
+    shapes = [(tokens,)] if isinstance(tokens, int) else tokens
+    params = jax.jit(model.init)(init_key, *(jnp.zeros((1, *shape), jnp.int32) for shape in shapes))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, key=dropout_key)
 
 
@@ -68,6 +75,50 @@ def balanced_train_step(
     return state.apply_gradients(grads=grads), metrics
 
 
+def translation_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
+    """The mean cross entropy of ``batch``: source b s, and tokens and labels b t, which are the target and what follows.
+
+    Args:
+        key: what dropout draws from; None for none.
+    """
+    rngs = None if key is None else {"dropout": key}
+    logits = apply_fn({"params": params}, batch["source"], batch["tokens"], train=key is not None, rngs=rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def translation_train_step(
+    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`train_step` of an encoder with a decoder (`models.mbart`), on the loss of `translation_loss`."""
+    key = jax.random.fold_in(state.key, state.step)
+    loss, grads = value_and_grad(lambda params: translation_loss(state.apply_fn, params, batch, key))(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def evoformer_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
+    """Twice the cross entropy of masked tokens of an alignment, and 0.3 times that of pairs' distances.
+
+    Args:
+        batch: ``msa`` (b s i) with masked tokens, the ``target`` sequence (b i), ``labels`` (b s i) with what ``weights``
+            (b s i; one in the mean) say that it is judged by, and ``distances`` (b i j) of pairs, as numbers of bins.
+        key: what dropout draws from; None for none.
+    """
+    rngs = None if key is None else {"dropout": key}
+    tokens, distances = apply_fn({"params": params}, batch["msa"], batch["target"], train=key is not None, rngs=rngs)
+    of_tokens = optax.softmax_cross_entropy_with_integer_labels(tokens, batch["labels"])
+    of_pairs = optax.softmax_cross_entropy_with_integer_labels(distances, batch["distances"])
+    return 2 * jnp.mean(of_tokens * batch["weights"]) + 0.3 * jnp.mean(of_pairs)
+
+
+def evoformer_train_step(
+    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`train_step` of an Evoformer, on the loss of `evoformer_loss`; its model recycles."""
+    key = jax.random.fold_in(state.key, state.step)
+    loss, grads = value_and_grad(lambda params: evoformer_loss(state.apply_fn, params, batch, key))(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
 class ImageState(train_state.TrainState):
     """Flax's train state with the running statistics of batch normalisation, if the model has any."""
 
@@ -75,10 +126,11 @@ class ImageState(train_state.TrainState):
 
 
 def make_image_state(
-    model: nn.Module, images: tuple[int, ...], optimizer: optax.GradientTransformation, seed: int = 0
+    model: nn.Module, images: tuple[int, ...], optimizer: optax.GradientTransformation, seed: int | jax.Array = 0
 ) -> ImageState:
-    """Fresh parameters, statistics and optimizer state for images of shape ``images`` (h w c)."""
-    variables = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, *images), jnp.float32))
+    """Fresh parameters, statistics and optimizer state for images of shape ``images`` (h w c); ``seed`` may be a key."""
+    key = jax.random.key(seed) if isinstance(seed, int) else seed
+    variables = jax.jit(model.init)(key, jnp.zeros((1, *images), jnp.float32))
     return ImageState.create(apply_fn=model.apply, tx=optimizer, **variables)
 
 
@@ -95,6 +147,3 @@ def image_train_step(
 
     (loss, (batch_stats, accuracy)), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss, "accuracy": accuracy}
-
-
-TEXT_STEPS: dict[str, Callable[..., Any]] = {"gpt": train_step, "moe": balanced_train_step}

@@ -1,4 +1,4 @@
-"""The built-in language models as jobs, as ``--model`` and the options beside it describe them."""
+"""The built-in models as jobs, as ``--model`` and the options beside it describe them."""
 
 import dataclasses
 import itertools
@@ -21,15 +21,15 @@ def built_in_job(
     stacked: bool | None = None, remat: bool = False, data: Path | None = None, learning_rate: float = 3e-3,
     steps: int = 100, seed: int = 0,
 ) -> Job:  # fmt: skip
-    """A built-in model with its train step, on text.
+    """A built-in model with its train step and its data.
 
     Args:
         model, size: as ``model_and_size`` takes them.
-        batch: sequences per step.
+        batch: rows per step: sequences, images, alignments.
         seq: tokens per sequence; None for the model's own.
         dtype: a key of ``DTYPES``; None for the model's own.
         stacked, remat: of the model; None for its own.
-        data: a text file or a folder; None for the text of Python's documentation.
+        data: a text file or a folder; None for the text of Python's documentation, or for data that is made up.
         steps: over which the learning rate decays.
         seed: of the data's order.
 
@@ -39,51 +39,57 @@ def built_in_job(
         DataError: there is no text.
     """
     from models import make_model
-    from models.text import batch_at, load_bytes
-    from models.training import TEXT_STEPS, make_optimizer
-    from models.training import make_state as state_of
+    from models.recipes import OPTIONS, RECIPES
+    from models.training import make_optimizer
 
     if not 0 < learning_rate < math.inf:
         raise JscalerError(f"--learning-rate is a positive number, not {learning_rate}")
     name, size = model_and_size(model, size)
     made, config = make_model(name, size)
-    changes = {"sequence": seq, "dtype": _dtype(dtype), "stacked": stacked, "remat": remat or None}
-    if name != "gpt" and (stacked or remat):
-        raise JscalerError(f"model {name} has no --stacked and no --remat; leave them out")
+    recipe = RECIPES[name]
+    given = {"seq": seq, "data": data, "stacked": stacked, "remat": remat}
+    lacking = [option for option in OPTIONS if option not in recipe.options]
+    if any(given[option] for option in lacking):
+        raise JscalerError(f"model {name} has no {' and no '.join(f'--{option}' for option in lacking)}; leave them out")
+    changes = {"sequence": seq, "dtype": _dtype(dtype), "remat": remat or None}
+    changes |= {"stacked": stacked} if "stacked" in recipe.options else {}
     config = dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
-    module, optimizer, text = type(made)(config), make_optimizer(learning_rate, steps=steps), load_bytes(data)
+    module, optimizer, batch_at = type(made)(config), make_optimizer(learning_rate, steps=steps), recipe.data(config, data)
 
     def make_state(key: Any) -> Any:
-        return state_of(module, config.sequence, optimizer, key)
+        return recipe.make_state(module, config, optimizer, key)
 
     def batches() -> Iterator[Any]:
-        return (batch_at(text, step, batch, config.sequence, seed) for step in itertools.count())
+        return (batch_at(step, batch, seed) for step in itertools.count())
 
     words = [f"{name}-{size}", *([str(config.dtype)] if config.dtype else [])]
-    words += [what for what in ("stacked", "remat") if getattr(config, what)]
-    return Job(make_state, TEXT_STEPS[name], batches, ", ".join(words))
+    words += [what for what in ("stacked", "remat") if getattr(config, what, False)]
+    return Job(make_state, recipe.step, batches, ", ".join(words))
 
 
 def model_and_size(model: str, size: str | None) -> tuple[str, str]:
     """``gpt-1.3b`` as (``gpt``, ``1.3b``); the size may come apart, and is ``nano`` where nobody says it.
 
     Raises:
-        UnknownNameError: no such language model.
+        UnknownNameError: no such model.
         JscalerError: two sizes are given.
     """
-    from models.training import TEXT_STEPS
+    from models import MODELS
 
     name, _, said = model.partition("-")
-    if name not in TEXT_STEPS:
-        raise UnknownNameError("language model", name, TEXT_STEPS)
+    if name not in MODELS:
+        raise UnknownNameError("model", name, MODELS)
     if said and size and said != size:
         raise JscalerError(f"two sizes are given: --model {model} and --size {size}; leave one out")
     return name, said or size or "nano"
 
 
 def stacked_by_default(model: str, stacked: bool | None) -> bool:
-    """Whether layers are to be one scan, where nobody says: of a GPT, so that planning and compiling take that of one."""
-    return model.partition("-")[0] == "gpt" if stacked is None else stacked
+    """Whether layers are one scan, where nobody says: if they can, so that planning and compiling take that of one."""
+    from models.recipes import RECIPES
+
+    recipe = RECIPES.get(model.partition("-")[0])
+    return recipe is not None and "stacked" in recipe.options if stacked is None else stacked
 
 
 def _dtype(name: str | None) -> str | None:

@@ -14,7 +14,9 @@ PLAN_HELP = (
     "plan: path.json. Built in are " + ", ".join([*plans.PLANS, *plans.ALIASES])
 )
 
-Model = Annotated[str, typer.Option(help="model: gpt or moe (a mixture of experts), with its size if wanted: gpt-1.3b")]
+MODEL_HELP = "model: gpt, moe (a mixture of experts), mbart, swin, evoformer or convnet, with its size if wanted: gpt-1.3b"
+
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 JobFile = Annotated[
     str | None,
     typer.Option(
@@ -27,7 +29,9 @@ PlanName = Annotated[str, typer.Option("--plan", help=PLAN_HELP)]
 Devices = Annotated[int | None, typer.Option(help="number of devices; by default all, or those of a saved plan")]
 Platform = Annotated[str | None, typer.Option(help="'cpu' makes as many virtual CPU devices as are asked for")]
 Data = Annotated[Path | None, typer.Option(help="text file or folder; Python's own documentation by default")]
-Batch = Annotated[int, typer.Option(help="sequences per step, over all devices", min=1, max=1 << 20)]
+Batch = Annotated[
+    int, typer.Option(help="sequences (or images, alignments) per step, over all devices", min=1, max=1 << 20)
+]
 Sequence = Annotated[
     int | None, typer.Option("--seq", help="tokens per sequence; the model's own by default", min=1, max=1 << 22)
 ]
@@ -35,7 +39,9 @@ Seed = Annotated[int, typer.Option(help="seed of parameters, dropout and data or
 Dtype = Annotated[str | None, typer.Option(help="what the model computes in: bf16, fp16 or f32; parameters stay float32")]
 Stacked = Annotated[
     bool | None,
-    typer.Option("--stacked/--no-stacked", help="a gpt's layers as one scan, compiled once; on for plan and compile"),
+    typer.Option(
+        "--stacked/--no-stacked", help="layers as one scan, compiled once; on for plan and compile, if the model can"
+    ),
 ]
 Schedule = Annotated[
     str | None, typer.Option(help="the schedule of the plan's stages: a name (zb_h1), or a file with a table: .csv, .txt")
