@@ -30,8 +30,11 @@ from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import MICROBATCH, accumulate
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
+from jscaler.plans.factors import Dims
+from jscaler.plans.find_ends import find_ends
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.plans.single import single
+from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule
 from jscaler.tables.table import cells_of
@@ -54,6 +57,7 @@ def pipeline(
     per_microbatch: Any = None,
     chunks: int | None = None,
     ends: Callable[..., Any] | None = None,
+    vocabulary: Dims | None = None,
 ) -> Callable[..., None]:
     """``plan`` on the devices of each stage, and micro-batches that follow each other through the stages.
 
@@ -64,18 +68,20 @@ def pipeline(
             file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand.
         chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one. For
             ``"3f1b"`` how often the model goes over its own output.
-        ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``, with ``at=``
-            or ``layers=``); by default ``plan``.
+        ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``); by default
+            `vocab_parallel` where ends are found, else ``plan``.
+        vocabulary: tables of words, at which the ends are found that lie on all devices; as for `vocab_parallel`.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
-            balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
+            balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them. With
+            ``"interlaced"`` the stages between the ends; or two more, which say where these are.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
             many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on
-            all devices, and are brought to their stages once a step. With ``"interlaced"`` the ends lie outside the loop.
+            all devices, and are brought to their stages once a step.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
-        PlanError: stages do not divide the devices; the model has too few places to be cut.
+        PlanError: stages do not divide the devices; the model has too few places to be cut, or no ends.
         UnknownNameError: no module, or no input, is called so.
         SplitError: the batch does not divide.
 
@@ -92,12 +98,6 @@ def pipeline(
     everywhere = isinstance(wanted, Published) and wanted.everywhere
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
-    if everywhere and at is None and layers is None:
-        raise PlanError(
-            f"pipeline: '{schedule}' lays both ends of the model on all devices: say with at= where the first stage "
-            f"between begins, the second …, and where the last end begins: {count - 1} modules; or, where the layers are "
-            f"one loop, with layers= how many each of the {stages} stages between takes"
-        )
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
@@ -106,8 +106,9 @@ def pipeline(
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
         in_parts = len(set(lies)) == len(lies) and turned is None
         found: dict[str, int] = {}
+        words = tables_of_words(graph, vocabulary) if everywhere else None
         if count > 1:
-            found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0, everywhere)
+            found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0, words)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 
@@ -126,7 +127,7 @@ def pipeline(
             between = {path: stage - everywhere for path, stage in stage_of.items() if path not in outside}
             graph.on_stages(inner, between, grid[lies], None if turned is None else grid[turned], MICROBATCH)
             if everywhere:
-                graph.on_stages(ends or inner, dict.fromkeys(outside, 0), devices.reshape(1, -1))
+                graph.on_stages(ends or (vocab_parallel(vocabulary) if words else inner), dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
             graph.schedule(wanted)
 
@@ -188,7 +189,7 @@ def find_stages(
     batch: str = "batch",
     in_parts: bool = True,
     passes: int = 0,
-    ends: bool = False,
+    words: Sequence[tuple[PTensor, int]] | None = None,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -196,10 +197,10 @@ def find_stages(
     Args:
         in_parts: whether stacks whose ranges are of one size may lie in parts, as each group has one stage.
         passes: of a model that goes over its own output, how many stages one pass has.
-        ends: whether ``layers`` leaves out the first and the last stage.
+        words: if the first and the last stage are the model's ends, its tables of words, with their dims of words.
 
     Raises:
-        PlanError: there are too few places where the model can be cut.
+        PlanError: there are too few places where the model can be cut, or it has no ends.
         UnknownNameError: no module is called so.
     """
     known = _known_everywhere(graph, batch)
@@ -215,19 +216,22 @@ def find_stages(
 
     def cuts_of(chain: Sequence[Unit], stages: int) -> list[int]:
         if layers is not None:
-            return _between_layers(chain, layers, stages, at, ends)
+            return _between_layers(chain, layers, stages, at)
         return _named(chain, at, stages) if at is not None else _balanced(graph, chain, stages, known)
 
-    def stages_of(chain: Sequence[Unit]) -> list[int]:
-        if passes:
-            return _of_passes(graph, chain, stages, passes, cuts_of)
-        cuts = cuts_of(chain, stages)
-        return [sum(i >= cut for cut in cuts) for i in range(len(chain))]
+    def stages_of(chain: Sequence[Unit]) -> dict[tuple[int, int], int]:
+        if words is not None and (at is None or len(at) != stages - 1):
+            chain, cuts = _between_ends(graph, chain, words, lambda between: cuts_of(between, stages - 2))
+        elif passes:
+            return dict(zip((u.key for u in chain), _of_passes(graph, chain, stages, passes, cuts_of), strict=True))
+        else:
+            cuts = cuts_of(chain, stages)
+        return {unit.key: sum(i >= cut for cut in cuts) for i, unit in enumerate(chain)}
 
     try:
-        stage_of = {unit.key: s for own in _chains(graph, units) for unit, s in zip(own, stages_of(own), strict=True)}
+        stage_of = {key: stage for own in _chains(graph, units) for key, stage in stages_of(own).items()}
     except PlanError:  # one of them is too short
-        stage_of = dict(zip((unit.key for unit in units), stages_of(units), strict=True))
+        stage_of = stages_of(units)
     stage_of_unit = [stage_of[unit.key] for unit in units]
     staged: list[tuple[Item, dict[int, int]]] = []
     for item, own in itertools.groupby(zip(units, stage_of_unit, strict=True), key=lambda pair: pair[0].item):
@@ -346,25 +350,44 @@ def _of_passes(
     return found
 
 
-def _between_layers(
-    units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None, ends: bool
-) -> list[int]:
+def _between_ends(
+    graph: Planner, units: Sequence[Unit], words: Sequence[tuple[PTensor, int]], cuts_of: Callable[[Sequence[Unit]], list[int]]
+) -> tuple[list[Unit], list[int]]:
+    """The units in another order, the model's first end in front and its last behind, and the places where stages begin.
+
+    Args:
+        cuts_of: the places between units that are of no end.
+
+    Raises:
+        PlanError: it has no ends.
+    """
+    ends = find_ends(graph, [unit.item for unit in units if unit.iteration == 0], words)
+    if ends is None:
+        tables = ", ".join(table.name for table, _ in words) or "none"
+        raise PlanError(
+            "pipeline: both ends of the model are to lie on all devices, which are found where words are looked up in a table, "
+            "layers follow, and logits of as many words are made behind them; this model has no such ends (tables of words: "
+            f"{tables}): say with vocabulary={{pattern: dim}} which tables have words; or with at= where the first stage "
+            "between the ends begins, the second …, and where the last end begins; or take another schedule"
+        )
+    of_item: dict[int, list[Unit]] = {}
+    for unit in units:
+        of_item.setdefault(id(unit.item), []).append(unit)
+    parts = [[unit for item in part for unit in of_item[id(item)]] for part in (ends.first, ends.between, ends.last)]
+    first, between, _ = map(len, parts)
+    return [*itertools.chain(*parts)], [first, *(first + cut for cut in cuts_of(parts[1])), first + between]
+
+
+def _between_layers(units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None) -> list[int]:
     """The places between layers of a loop where stages begin that take so many of them."""
     lengths = {unit.of: i - unit.iteration for i, unit in enumerate(units) if unit.of > 1}
-    wanted = stages - 2 * ends
-    if at is not None or len(layers) != wanted or min(layers) < 1 or sum(layers) not in lengths:
+    if at is not None or len(layers) != stages or min(layers) < 1 or sum(layers) not in lengths:
         counts = " or ".join(map(str, lengths)) or "no such loop"
         raise PlanError(
             f"pipeline: layers={list(layers)} are {sum(layers)} layers of one loop on {len(layers)} stages; there are "
-            f"{wanted} stages, and loops over layers with {counts}; each stage has one or more, and at= is not given"
+            f"{stages} stages, and loops over layers with {counts}; each stage has one or more, and at= is not given"
         )
-    first = lengths[sum(layers)]
-    cuts = [first + own for own in itertools.accumulate(layers[:-1])]
-    if ends and not 0 < first < first + sum(layers) < len(units):
-        raise PlanError(
-            "pipeline: the ends lie outside the loop over layers, and the model has nothing in front of it, or behind"
-        )
-    return [first, *cuts, first + sum(layers)] if ends else cuts
+    return [lengths[sum(layers)] + own for own in itertools.accumulate(layers[:-1])]
 
 
 def _named(units: Sequence[Unit], at: Sequence[str], stages: int) -> list[int]:
