@@ -42,6 +42,7 @@ from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
+UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
 
 
 @checked
@@ -417,6 +418,9 @@ def _is_in(path: str, pattern: str) -> bool:
 def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
 
+    More tensors go across where the slowest stage would else take half as long again: all of a decoder's layers read what
+    its encoder has made, so one stage would have them all.
+
     Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
     where they are used. If they do not divide, the first ranges have one more.
     """
@@ -431,13 +435,19 @@ def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTe
     def slowest(cuts: Sequence[int]) -> float:
         return max(sums[j] - sums[i] for i, j in itertools.pairwise([0, *cuts, len(units)]))
 
+    best: list[int] | None = None
+    allowed: set[int] = set()
+    least = max([sums[-1] / stages, *seconds])
     for count in sorted({len(tensors) for tensors in across[1:]}):
         places = [i for i in range(1, len(units)) if len(across[i]) <= count and sums[i] > 0]
-        best = _bottleneck(sums, places, nbytes, stages)
-        if best is None:
-            continue
+        found = _bottleneck(sums, places, nbytes, stages)
+        if found is not None and (best is None or slowest(found) * UNEVEN < slowest(best)):
+            best, allowed = found, set(places)
+        if best is not None and slowest(best) <= least * UNEVEN:
+            break
+    if best is not None:
         layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
-        even = (cuts for cuts in _even(units, places, sums, nbytes, stages) if set(cuts) <= set(places))
+        even = (cuts for cuts in _even(units, sorted(allowed), sums, nbytes, stages) if set(cuts) <= allowed)
         return next((cuts for cuts in even if slowest(cuts) <= slowest(best) + layer * (1 + 1e-9)), best)
     raise PlanError(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
