@@ -29,10 +29,11 @@ from jscaler.ir.op import RANGES, range_mark
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import MICROBATCH, accumulate
 from jscaler.plans.argument_types import checked
+from jscaler.plans.attention import holds_contraction
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.factors import Dims
 from jscaler.plans.find_ends import find_ends
-from jscaler.plans.layers import modules_of, of_parameters, stacks_of
+from jscaler.plans.layers import modules_of, of_parameters, stacks_of, weights_of
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
@@ -418,13 +419,15 @@ def _is_in(path: str, pattern: str) -> bool:
 def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
 
-    More tensors go across where the slowest stage would else take half as long again: all of a decoder's layers read what
-    its encoder has made, so one stage would have them all.
+    What all layers read alike (an encoder's result) does not count. More tensors go across where the slowest stage would
+    else take half as long again.
 
     Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
     where they are used. If they do not divide, the first ranges have one more.
     """
     across = _across(graph, units, known)
+    passes = _passing_by(graph, units)
+    counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
     device = graph.device or find_kind(BALANCED_FOR)
     of_body: dict[Body, float] = {}
     of_item = {id(unit.item): _seconds(unit.item, device, of_body) for unit in units}
@@ -438,8 +441,8 @@ def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTe
     best: list[int] | None = None
     allowed: set[int] = set()
     least = max([sums[-1] / stages, *seconds])
-    for count in sorted({len(tensors) for tensors in across[1:]}):
-        places = [i for i in range(1, len(units)) if len(across[i]) <= count and sums[i] > 0]
+    for count in sorted(set(counts[1:])):
+        places = [i for i in range(1, len(units)) if counts[i] <= count and sums[i] > 0]
         found = _bottleneck(sums, places, nbytes, stages)
         if found is not None and (best is None or slowest(found) * UNEVEN < slowest(best)):
             best, allowed = found, set(places)
@@ -519,6 +522,26 @@ def _across(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> list[
         if unit.iteration and isinstance(unit.item, Nest):
             across[i] += [c.inside for c in unit.item.loop.carries if c.inside is not c.out]
     return across
+
+
+def _passing_by(graph: Planner, units: Sequence[Unit]) -> dict[PTensor, set[int]]:
+    """In front of which units a tensor passes by that layers read alike: those behind read it as those before did, and a
+    product with a kernel stands between."""
+    weights = weights_of(graph)
+    heavy = [isinstance(u.item, Nest) or (holds_contraction(u.item) and not weights.isdisjoint(u.item.inputs)) for u in units]
+    products = [*itertools.accumulate(heavy, initial=0)]
+    readers: dict[PTensor, list[tuple[int, int]]] = {}
+    for i, unit in enumerate(units):
+        for tensor in set(reads_of(unit.item)) - set(made_by(unit.item)):
+            readers.setdefault(tensor, []).append((i, id(unit.item.body if isinstance(unit.item, Op) else unit.item)))
+    found: dict[PTensor, set[int]] = {}
+    for tensor, own in readers.items():
+        last = max({key: i for i, key in reversed(own)}.values())  # that reads it as none before did
+        for (one, _), (other, _) in itertools.pairwise(pair for pair in own if pair[0] >= last):
+            loop = isinstance(units[one].item, Nest)
+            places = (i for i in range(one + 1, other + 1) if loop or products[i] > products[one + 1])
+            found.setdefault(tensor, set()).update(places)
+    return found
 
 
 def _known_everywhere(graph: Planner, batch: str) -> set[PTensor]:
