@@ -116,12 +116,17 @@ def in_order(
     waits: Mapping[T, Set[T]],
     name: Callable[[T], str] = str,
     told: Callable[[T], str] | None = None,
+    devices: Sequence[Sequence[int]] | None = None,
 ) -> list[list[T]]:
     """The entries of all rows round by round: in each, those heads of rows for which nothing is left to wait.
+
+    What runs on devices of several rows stands in a round by itself, as early as it can: so blocks of all devices follow each
+    other, where else those of single rows would stand between them, and all devices wait for the longest each time.
 
     Args:
         name: what errors call an entry.
         told: what they say of those that wait; by default as they call it.
+        devices: those of each row; by default they share none.
 
     Raises:
         OrderError: blocks wait for each other; says what each head waits for.
@@ -138,6 +143,12 @@ def in_order(
                 f"{(told or name)(head)} waits for {', '.join(sorted(map(name, waits[head] - done)))}" for head in heads
             ]
             raise OrderError(f"blocks wait for each other: {'; '.join(lines)}")
+        busy: set[int] = set()
+        for number in ready if devices is not None else ():
+            if busy.isdisjoint(devices[number]):
+                busy.update(devices[number])
+            else:
+                ready = [other for other in ready if other != number]
         found.append([rows[number][at[number]] for number in ready])
         done.update(found[-1])
         for number in ready:

@@ -25,7 +25,7 @@ from jscaler.tables import SCHEDULES
 from models.mbart import MBart, MBartConfig
 
 HIDDEN, WORDS, TOKENS, ROWS = 16, 32, 8, 8
-TX = optax.adam(1e-2)
+TX = optax.sgd(0.1, momentum=0.9)
 
 
 class Translator(nn.Module):
