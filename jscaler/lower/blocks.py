@@ -267,8 +267,9 @@ class _Levels:
         self.least = {}
 
     def gather(self, items: Sequence[Item]) -> None:
-        """Let a stage's forward be one block, and its backward, though what it reads arrives bit by bit: an encoder's result
-        has gradients from several stages of a decoder. It waits for the last then, unless another block waits for it."""
+        """Let a stage's forward be one block, and its backward one, though what these read arrives bit by bit: an encoder's
+        result has gradients from several stages of a decoder. They wait for the last, unless another block waits for them.
+        """
         start, marks = dict(self.of_tensor), {key: set(own) for key, own in self.marks.items()}
         tried: dict[tuple[int, Mark], int] = {}
         while True:

@@ -1,5 +1,5 @@
-"""The interlaced pipeline: a large table of words on all devices, and the layers in stages of a few. (Lin et al., SuperScaler,
-2023, and nnScaler, OSDI 2024, section 6: mBART, whose vocabulary is of hundreds of thousands of words.)
+"""The interlaced pipeline: a large table of words on all devices, and the layers in stages of a few. (Lin et al.,
+SuperScaler, 2023, and nnScaler, OSDI 2024, section 6, of an mBART with a vocabulary of hundreds of thousands of words.)
 
 ::
 
@@ -7,20 +7,20 @@
     tokens ──► look-up, a part ──► [ layers ──► layers ] ──► logits, a part ──► loss
                of the words each                             of the words each
 
-    all     0F0 0F1 . 3F0 3B0 . 0B0 0F2 . 3F1 3B1 . 0B1 ..     time ──►
-    group 0         1F0 1F1 .  .  1B0 .  1F2 .  .  1B1 ..      in each step the ends run on all devices, and in
-    group 1             2F0 . 2B0 .  2F1 .  .  2B1 ..          between each group runs a forward or a backward
+    all      0F0 0F1  .  3F0 3B0  .  0B0 0F2  .  3F1 3B1  .  0B1 ..       time ──►
+    group 0          1F0  .   .  1B0  .   .  1F1  .   .  1B1 ..
+    group 1           .  2F0  .  2B0  .   .  2F1  .   .  2B1 ..
 
-In a pipeline the stages of the table would do more than others, and hold more; here each of n devices has an n-th of its
-words, of their updates and of the optimizer's state, and an n-th of the look-ups, logits and cross entropy. For a micro-batch
-of b sequences of s tokens in d dims that sends, beside what a pipeline of the layers sends: of each look-up the n parts of
-b·s·d, which are added on their way to the first stage of its layers (by one all-reduce, or there), and backward one gradient of
-b·s·d to all; of the logits their input of b·s·d to all, its gradient back, added in the same way, and three all-reduces of b·s
-numbers (a maximum, and two sums). Words' gradients stay where the words are, and nothing of the size of the table or of the
-logits is sent, or copied.
+In a pipeline the stages with the table would do more than others, and hold more. Here each of n devices has an n-th of
+its words, of their updates and optimizer state, and does an n-th of the look-ups, the logits and the cross entropy. Nothing
+of the size of the table, or of the logits, is sent or copied. Of a micro-batch of b sequences of s tokens in d dims there go
 
-Where the ends are, the dataflow says (`jscaler.plans.find_ends`): look-ups of an encoder and of a decoder, and the logits with
-all that stands behind them.
+    of each look-up  its n parts, which are added up (an all-reduce of b·s·d); backward a gradient of b·s·d to all devices
+    of the logits    their input of b·s·d to all devices; backward its gradient, in n parts, which are added up; and three
+                     all-reduces of b·s numbers: a maximum, and two sums
+
+Where the ends are, the dataflow says (`jscaler.plans.find_ends`): look-ups of an encoder and of a decoder, and the logits
+with all that stands behind them.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +52,8 @@ def interlaced(
         stages: how many groups of devices have layers; must divide the number of devices.
         microbatches: how many follow each other; must divide each device's part of the batch.
         plan: the policy for the layers of one stage on its devices; `single` by default.
-        recompute: whether each stage computes its layers again in front of their backward, as one block with it (the paper's
-            *interlaced blocks*); as ``plan=recompute_layers(plan)``.
+        recompute: whether each stage computes its layers again as a part of its backward block (the paper's *interlaced
+            blocks*); as ``plan=recompute_layers(plan)``.
         vocabulary: ``{pattern: dim}`` of tables of words, as for `vocab_parallel`; by default they are found.
         at: shell patterns of the modules with which the second stage between the ends begins, the third, and so on; by
             default stages are balanced.

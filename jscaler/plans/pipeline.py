@@ -43,6 +43,7 @@ from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
+Words = Sequence[tuple[PTensor, int]]  # tables of words, and their dims of words
 UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
 
 
@@ -129,7 +130,8 @@ def pipeline(
             between = {path: stage - everywhere for path, stage in stage_of.items() if path not in outside}
             graph.on_stages(inner, between, grid[lies], None if turned is None else grid[turned], MICROBATCH)
             if everywhere:
-                graph.on_stages(ends or (vocab_parallel(vocabulary) if words else inner), dict.fromkeys(outside, 0), devices.reshape(1, -1))
+                at_ends = ends or (vocab_parallel(vocabulary) if words else inner)
+                graph.on_stages(at_ends, dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
             graph.schedule(wanted)
 
@@ -191,7 +193,7 @@ def find_stages(
     batch: str = "batch",
     in_parts: bool = True,
     passes: int = 0,
-    words: Sequence[tuple[PTensor, int]] | None = None,
+    words: Words | None = None,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -353,7 +355,7 @@ def _of_passes(
 
 
 def _between_ends(
-    graph: Planner, units: Sequence[Unit], words: Sequence[tuple[PTensor, int]], cuts_of: Callable[[Sequence[Unit]], list[int]]
+    graph: Planner, units: Sequence[Unit], words: Words, cuts_of: Callable[[Sequence[Unit]], list[int]]
 ) -> tuple[list[Unit], list[int]]:
     """The units in another order, the model's first end in front and its last behind, and the places where stages begin.
 
@@ -367,10 +369,10 @@ def _between_ends(
     if ends is None:
         tables = ", ".join(table.name for table, _ in words) or "none"
         raise PlanError(
-            "pipeline: both ends of the model are to lie on all devices, which are found where words are looked up in a table, "
-            "layers follow, and logits of as many words are made behind them; this model has no such ends (tables of words: "
-            f"{tables}): say with vocabulary={{pattern: dim}} which tables have words; or with at= where the first stage "
-            "between the ends begins, the second …, and where the last end begins; or take another schedule"
+            "pipeline: both ends of the model are to lie on all devices: look-ups in a table of words, and logits of as "
+            f"many words behind its layers; this model has no such ends (tables of words: {tables}): say with "
+            "vocabulary={pattern: dim} which tables have words; or with at= where the first stage between the ends begins, "
+            "the second …, and where the last end begins; or take another schedule"
         )
     of_item: dict[int, list[Unit]] = {}
     for unit in units:
@@ -528,8 +530,11 @@ def _passing_by(graph: Planner, units: Sequence[Unit]) -> dict[PTensor, set[int]
     """In front of which units a tensor passes by that layers read alike: those behind read it as those before did, and a
     product with a kernel stands between."""
     weights = weights_of(graph)
-    heavy = [isinstance(u.item, Nest) or (holds_contraction(u.item) and not weights.isdisjoint(u.item.inputs)) for u in units]
-    products = [*itertools.accumulate(heavy, initial=0)]
+
+    def has_kernel(item: Item) -> bool:
+        return isinstance(item, Nest) or (holds_contraction(item) and not weights.isdisjoint(item.inputs))
+
+    products = [*itertools.accumulate((has_kernel(unit.item) for unit in units), initial=0)]
     readers: dict[PTensor, list[tuple[int, int]]] = {}
     for i, unit in enumerate(units):
         for tensor in set(reads_of(unit.item)) - set(made_by(unit.item)):

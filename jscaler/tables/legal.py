@@ -120,8 +120,8 @@ def in_order(
 ) -> list[list[T]]:
     """The entries of all rows round by round: in each, those heads of rows for which nothing is left to wait.
 
-    What runs on devices of several rows stands in a round by itself, as early as it can: so blocks of all devices follow each
-    other, where else those of single rows would stand between them, and all devices wait for the longest each time.
+    Entries of one round share no devices, and those of the first rows go first. So blocks of all devices follow each other,
+    where else those of single rows would stand between them, and all devices wait for the longest each time.
 
     Args:
         name: what errors call an entry.
@@ -143,15 +143,21 @@ def in_order(
                 f"{(told or name)(head)} waits for {', '.join(sorted(map(name, waits[head] - done)))}" for head in heads
             ]
             raise OrderError(f"blocks wait for each other: {'; '.join(lines)}")
-        busy: set[int] = set()
-        for number in ready if devices is not None else ():
-            if busy.isdisjoint(devices[number]):
-                busy.update(devices[number])
-            else:
-                ready = [other for other in ready if other != number]
+        ready = ready if devices is None else _apart(ready, devices)
         found.append([rows[number][at[number]] for number in ready])
         done.update(found[-1])
         for number in ready:
             at[number] += 1
         left = [number for number in left if at[number] < len(rows[number])]
     return found
+
+
+def _apart(rows: Sequence[int], devices: Sequence[Sequence[int]]) -> list[int]:
+    """The first of ``rows``, and those behind it that share no devices with others taken."""
+    taken: list[int] = []
+    busy: set[int] = set()
+    for row in rows:
+        if busy.isdisjoint(devices[row]):
+            taken.append(row)
+            busy.update(devices[row])
+    return taken
