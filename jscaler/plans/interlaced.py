@@ -13,7 +13,7 @@ SuperScaler, 2023, and nnScaler, OSDI 2024, section 6, of an mBART with a vocabu
 
 In a pipeline the stages with the table would do more than others, and hold more. Here each of n devices has an n-th of
 its words, of their updates and optimizer state, and does an n-th of the look-ups, the logits and the cross entropy. Nothing
-of the size of the table, or of the logits, is sent or copied. Of a micro-batch of b sequences of s tokens in d dims there go
+of the size of the table, or of the logits, is sent or copied. Of a micro-batch (b sequences, s tokens, d dims) there go
 
     of each look-up  its n parts, which are added up (an all-reduce of b·s·d); backward a gradient of b·s·d to all devices
     of the logits    their input of b·s·d to all devices; backward its gradient, in n parts, which are added up; and three
