@@ -132,6 +132,23 @@ def moe(dtype: Any) -> Case:
     return Case(loss, cast(params, dtype), batches)
 
 
+def mbart(dtype: Any, **changes: Any) -> Case:
+    """An encoder and a decoder, and one table of words; ``changes`` may stack their layers."""
+    from models.mbart import MBart, MBartConfig
+    from models.text import load_bytes, pair_at
+
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, **changes}
+    batches = [pair_at(load_bytes(), i, 8, 16) for i in range(STEPS)]
+    model, texts = MBart(MBartConfig(**sizes, **kinds(dtype))), (batches[0]["source"], batches[0]["tokens"])
+    params = MBart(MBartConfig(**sizes)).init(jax.random.key(0), *texts)["params"]
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        logits = model.apply({"params": params}, batch["source"], batch["tokens"], train=True, rngs={"dropout": key})
+        return cross_entropy(logits, batch["labels"]), rest
+
+    return Case(loss, cast(params, dtype), batches)
+
+
 def convnet(dtype: Any) -> Case:
     """Convolutions with batch normalisation; what is not trained are its running statistics."""
     from models.convnet import ConvConfig, ConvNet
@@ -327,6 +344,8 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("accumulate(2, expert_parallel())", 4),
         ],
     ),
+    "mBART": (mbart, [Run("vocab_parallel", 8), Run("accumulate(2, data_parallel())", 2)]),
+    "stacked mBART": (functools.partial(mbart, stacked=True), [Run("accumulate(4)", 1)]),
     # layers in one loop, of which stages take ranges: equal ones, and those of five layers on two and four stages
     "stacked GPT, 4 layers": (functools.partial(gpt, stacked=True, layers=4), []),
     "stacked GPT, 5 layers with remat": (functools.partial(gpt, stacked=True, remat=True, layers=5), []),
@@ -383,7 +402,19 @@ PIPELINES: dict[str, list[Run]] = {
         *pipelines(0, {plan: n for plan, n in INNER.items() if "recompute" not in plan}),
         Run("pipeline(2, 2, 'gpipe', plan=expert_parallel())", 4),
     ],
-    "stacked GPT, 4 layers": [*pipelines(1, INNER), Run("pipeline(3, 2)", 3)],
+    "mBART": [
+        Run("interlaced(2, 4)", 2, quick=True),
+        Run("interlaced(4, 2)", 4),
+        Run("interlaced(2, 2, data_parallel())", 4, blocks=2),
+        Run("interlaced(2, 4, tensor_parallel(), recompute=True)", 4),
+        Run("pipeline(4, 4)", 4),
+    ],
+    "stacked mBART": [
+        Run("interlaced(2, 2, megatron(dp=2, tp=2))", 8, blocks=2),
+        Run("interlaced(4, 4, recompute=True)", 4),
+        Run("pipeline(2, 4, 'gpipe')", 2),
+    ],
+    "stacked GPT, 4 layers": [*pipelines(1, INNER), Run("interlaced(2, 4)", 2), Run("pipeline(3, 2)", 3)],
     "stacked GPT, 5 layers with remat": pipelines(2, INNER),
     "stacked nnx GPT": pipelines(3, INNER),
 }

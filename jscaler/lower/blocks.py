@@ -246,6 +246,7 @@ class _Levels:
     of_op: dict[str, tuple[int, int, Mark | None]] = field(default_factory=dict)  # path -> level, group; of this phase
     of_tensor: dict[PTensor, tuple[int, int, Mark | None]] = field(default_factory=dict)
     marks: dict[tuple[int, DeviceMesh, int], set[Mark]] = field(default_factory=dict)
+    least: dict[tuple[int, Mark], int] = field(default_factory=dict)  # group, stage -> the level of its block
 
     def __post_init__(self) -> None:
         self.number = {group: number for number, group in enumerate(self.completed.groups)}
@@ -263,6 +264,29 @@ class _Levels:
         self.phase, self.in_loop = phase, in_loop
         self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in inputs.items()}
         self.of_tensor.update({t: (0, group, None) for t, group in carried.items()})
+        self.least = {}
+
+    def gather(self, items: Sequence[Item]) -> None:
+        """Let a stage's forward be one block, and its backward one, though what these read arrives bit by bit: an encoder's
+        result has gradients from several stages of a decoder. They wait for the last, unless another block waits for them.
+        """
+        start, marks = dict(self.of_tensor), {key: set(own) for key, own in self.marks.items()}
+        tried: dict[tuple[int, Mark], int] = {}
+        while True:
+            self.of_op, self.of_tensor, self.least = {}, dict(start), tried
+            for item in items:
+                self.add(item)
+            levels: dict[tuple[int, Mark], set[int]] = {}
+            for level, group, mark in self.of_op.values():
+                if mark is not None and mark[0] is not None:
+                    levels.setdefault((group, mark), set()).add(level)
+            apart = {key: max(own) for key, own in levels.items() if len(own) > 1}
+            raised = tried | apart
+            if not apart or max(raised.values()) > 2 * HOP * len(levels):  # some block waits for itself
+                break
+            tried = raised
+        self.least = {} if apart else tried
+        self.of_op, self.of_tensor, self.marks = {}, start, marks
 
     def add(self, item: Item) -> int:
         """Give ``item`` its level; what it reads and waits for has one. Returns its group."""
@@ -278,6 +302,7 @@ class _Levels:
             stages = [(level, stage) for level, stage in here if stage is not None]
             mark = max(stages, default=(0, None))[1], mark[1]
         level = max((level + HOP * (other != group or self._is_cut(own, mark)) for level, other, own in before), default=0)
+        level = max(level, self.least.get((group, mark), 0))
         key = level, group, mark
         if self.in_loop:
             self.marks.setdefault((self.phase, self.completed.groups[group], level), set()).add(mark)
@@ -410,6 +435,7 @@ class _Blocks:
         for self.phase in phases:
             there = {c.inside: number_of(y) for c, y in zip(loop.carries, laid.carries, strict=True)}
             self.levels.start(there, True, self.phase)
+            self.levels.gather(self.phases[self.phase].items)
             self._write(self.phases[self.phase].items)
 
         def writer_of(tensor: PTensor, layout: Layout) -> Writer:

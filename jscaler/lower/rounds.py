@@ -48,7 +48,7 @@ class Rounds:
         self.graph, self.blocks = graph, blocks
         self.spanning, self.iterations, self.turns = spanning, spanning.loop.length, len(spanning.phases)
         self.own = [number for number, block in enumerate(blocks) if block.phase in spanning.phases]
-        self.rows: dict[object, list[int]] = {}
+        self.rows: dict[DeviceMesh, list[int]] = {}
         for number in sorted(self.own, key=lambda n: (blocks[n].phase, blocks[n].level)):
             self.rows.setdefault(blocks[number].group, []).append(number)
         self._wait(transfers, spanning)
@@ -246,7 +246,7 @@ class Rounds:
         }
         home = {cell: entry for row in rows for entry in row for cell in entry}
         needed = {entry: {home[cell] for cell in before} for entry, before in waits.items()}
-        return in_order(rows, needed, self._text, self._told)
+        return in_order(rows, needed, self._text, self._told, [group.devices for group in self.rows])
 
     def _text(self, entry: tuple[Cell, ...]) -> str:
         return ";".join("+".join(map(str, self._cells(cell))) for cell in entry)

@@ -3,6 +3,7 @@
 fences_apart           a fence in front of ops on several groups becomes one on each
 made_where_read        what depends on inputs, literals or the micro-batch's number alone is made by every group that reads
 joined_behind_loops    gradients of a parameter that several groups use add up on each, and are joined once, behind the loop
+joined_per_group       gradients of what several groups read (an encoder's result) cross as one per group
 summed_per_group       scalars of all leaves (a global norm) cross as one per group
 one_of_equals          of equal results of an update one crosses
 """
@@ -12,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jax.extend import core
 
+from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate, literal_key, make_jaxpr, params_key
 from jscaler.capture.recompute import with_fence_body
-from jscaler.ir import Carry, Graph, Loop, Op, PTensor
+from jscaler.ir import Carry, FactorNames, Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
@@ -85,6 +87,35 @@ def joined_behind_loops(at: Planned) -> Planned:
     return dataclasses.replace(at, graph=graph)
 
 
+def joined_per_group(at: Planned) -> Planned:
+    """Gradients that several groups have for one tensor are added on each first, where the group has several of them."""
+    home, placed = _homes(at)
+    if home is None:
+        return at
+    through, found = ThroughLoops(at.graph), list[Op]()
+    for op in at.graph.ops:
+        by_group: dict[DeviceMesh, list[PTensor]] = {}
+        for tensor in op.inputs if _is_join(op) and op.path not in placed else ():
+            maker = through.maker(tensor)
+            by_group.setdefault(home[maker.path if maker is not None else op.path], []).append(tensor)
+        if 1 < len(by_group) < len(op.inputs):
+            parts = list[PTensor]()
+            for group, own in by_group.items():
+                found += [_join_of(op, own, _on(group), at.bodies)] if len(own) > 1 else []
+                parts += found[-1].outputs if len(own) > 1 else own
+            op = _join_of(op, parts, "", at.bodies)
+        found.append(op)
+    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(found)))
+
+
+def _join_of(join: Op, parts: Sequence[PTensor], mark: str, bodies: BodyTable) -> Op:
+    """``join`` of some of its operands; ``mark`` follows its name."""
+    made = dataclasses.replace(join.outputs[0], name=join.outputs[0].name + mark)
+    body = bodies.join(made.aval, len(parts))
+    named = join.named and FactorNames(join.named.tensors[-1:] * (len(parts) + 1), join.named.reserved)
+    return dataclasses.replace(join, path=join.path + mark, inputs=tuple(parts), outputs=(made,), body=body, named=named)
+
+
 def summed_per_group(at: Planned) -> Planned:
     """Scalars that are added up (a global norm over all leaves) are added on their group first. One per group crosses."""
     home, placed = _homes(at)
@@ -134,6 +165,7 @@ GROUP_PASSES: tuple[Pass[Planned], ...] = (
     fences_apart,
     made_where_read,
     joined_behind_loops,
+    joined_per_group,
     summed_per_group,
     one_of_equals,
 )
@@ -293,11 +325,8 @@ class _Apart:
         part = parts[0]
         if len(parts) > 1:
             assert join is not None
-            part = dataclasses.replace(join.outputs[0], name=join.outputs[0].name + on)
-            body = self._bodies.join(part.aval, len(parts))
-            self._inside.append(
-                dataclasses.replace(join, path=join.path + on, inputs=tuple(parts), outputs=(part,), body=body)
-            )
+            self._inside.append(_join_of(join, parts, on, self._bodies))
+            (part,) = self._inside[-1].outputs
         self._before.append(dataclasses.replace(start, path=start.path + mark, outputs=(init,)))
         self._inside.append(dataclasses.replace(more, path=more.path + on, inputs=(inside, part), outputs=(out,)))
         return Carry(init, inside, out, final, carry.is_sum)

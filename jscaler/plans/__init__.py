@@ -9,6 +9,7 @@ from jscaler.plans.accumulate import accumulate
 from jscaler.plans.co_shard import co_shard
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.expert_parallel import expert_parallel
+from jscaler.plans.interlaced import interlaced
 from jscaler.plans.megatron import megatron
 from jscaler.plans.parse import PlanCall, parse_call, with_arguments
 from jscaler.plans.pipeline import pipeline
@@ -38,6 +39,7 @@ PLANS: dict[str, Factory] = {
     "zero3": zero3,
     "accumulate": accumulate,
     "pipeline": pipeline,
+    "interlaced": interlaced,
     "co_shard": co_shard,
     "recompute_layers": recompute_layers,
     "selective_recompute": selective_recompute,
@@ -122,7 +124,7 @@ def _inner(plan: PlanCall | str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "fsdp", "megatron", "pipeline",
-    "recompute_layers", "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel",
+    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "fsdp", "interlaced", "megatron",
+    "pipeline", "recompute_layers", "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel",
     "vocab_parallel", "with_schedule", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ With ``zero``, what a column holds copies of is split over it, on top of the cut
 sums of gradients over micro-batches, or parameters too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -121,7 +121,8 @@ def megatron(
     policy.__name__ = "megatron"
     if microbatches is None:
         return policy
-    staged = pipeline(pp, microbatches, schedule, policy, at, layers, batch, chunks=chunks, ends=ends)
+    words = vocab if isinstance(vocab, Mapping) else None
+    staged = pipeline(pp, microbatches, schedule, policy, at, layers, batch, chunks=chunks, ends=ends, vocabulary=words)
     staged.__name__ = "megatron"
     staged.without_stages = megatron(dp and dp * pp, tp, sequence, vocab, zero, batch, columns, gather_once=gather_once)
     return staged

@@ -55,7 +55,7 @@ def segments(graph: Planner, call: int | None, weights: Set[PTensor]) -> list[Se
         weights: parameters, and what is made of them alone.
     """
     written = [item for item in graph.tree if _flows(item, call)]
-    items = _as_late_as_possible(written)
+    items = as_late_as_possible(written)
     made = {t for item in items for t in _made(item) if t not in weights and np.issubdtype(t.dtype, np.inexact)}
     reads = [tuple(t for t in dict.fromkeys(reads_of(item)) if t in made) for item in items]
     readers: dict[PTensor, list[int]] = {}
@@ -71,7 +71,7 @@ def segments(graph: Planner, call: int | None, weights: Set[PTensor]) -> list[Se
     )
 
 
-def _as_late_as_possible(items: Sequence[Item]) -> list[Item]:
+def as_late_as_possible(items: Sequence[Item]) -> list[Item]:
     """``items`` with each close in front of who reads it: a decoder's keys, made of an encoder's result, in their layer."""
     maker = {t: i for i, item in enumerate(items) for t in _made(item)}
     readers: dict[int, list[int]] = {i: [] for i in range(len(items))}

@@ -29,9 +29,13 @@ from jscaler.ir.op import RANGES, range_mark
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import MICROBATCH, accumulate
 from jscaler.plans.argument_types import checked
+from jscaler.plans.attention import holds_contraction
 from jscaler.plans.data_parallel import data_parallel
-from jscaler.plans.layers import modules_of, of_parameters, stacks_of
+from jscaler.plans.factors import Dims
+from jscaler.plans.find_ends import find_ends
+from jscaler.plans.layers import modules_of, of_parameters, stacks_of, weights_of
 from jscaler.plans.single import single
+from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule
 from jscaler.tables.table import cells_of
@@ -39,6 +43,8 @@ from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
+Words = Sequence[tuple[PTensor, int]]  # tables of words, and their dims of words
+UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
 
 
 @checked
@@ -54,6 +60,7 @@ def pipeline(
     per_microbatch: Any = None,
     chunks: int | None = None,
     ends: Callable[..., Any] | None = None,
+    vocabulary: Dims | None = None,
 ) -> Callable[..., None]:
     """``plan`` on the devices of each stage, and micro-batches that follow each other through the stages.
 
@@ -64,18 +71,20 @@ def pipeline(
             file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand.
         chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one. For
             ``"3f1b"`` how often the model goes over its own output.
-        ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``, with ``at=``
-            or ``layers=``); by default ``plan``.
+        ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``); by default
+            `vocab_parallel` where ends are found, else ``plan``.
+        vocabulary: tables of words, at which the ends are found that lie on all devices; as for `vocab_parallel`.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
-            balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them.
+            balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them. With
+            ``"interlaced"`` the stages between the ends; or two more, which say where these are.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
             many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on
-            all devices, and are brought to their stages once a step. With ``"interlaced"`` the ends lie outside the loop.
+            all devices, and are brought to their stages once a step.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
-        PlanError: stages do not divide the devices; the model has too few places to be cut.
+        PlanError: stages do not divide the devices; the model has too few places to be cut, or no ends.
         UnknownNameError: no module, or no input, is called so.
         SplitError: the batch does not divide.
 
@@ -92,12 +101,6 @@ def pipeline(
     everywhere = isinstance(wanted, Published) and wanted.everywhere
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
-    if everywhere and at is None and layers is None:
-        raise PlanError(
-            f"pipeline: '{schedule}' lays both ends of the model on all devices: say with at= where the first stage "
-            f"between begins, the second …, and where the last end begins: {count - 1} modules; or, where the layers are "
-            f"one loop, with layers= how many each of the {stages} stages between takes"
-        )
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
@@ -106,8 +109,9 @@ def pipeline(
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
         in_parts = len(set(lies)) == len(lies) and turned is None
         found: dict[str, int] = {}
+        words = tables_of_words(graph, vocabulary) if everywhere else None
         if count > 1:
-            found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0, everywhere)
+            found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0, words)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 
@@ -126,7 +130,8 @@ def pipeline(
             between = {path: stage - everywhere for path, stage in stage_of.items() if path not in outside}
             graph.on_stages(inner, between, grid[lies], None if turned is None else grid[turned], MICROBATCH)
             if everywhere:
-                graph.on_stages(ends or inner, dict.fromkeys(outside, 0), devices.reshape(1, -1))
+                at_ends = ends or (vocab_parallel(vocabulary) if words else inner)
+                graph.on_stages(at_ends, dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
             graph.schedule(wanted)
 
@@ -188,7 +193,7 @@ def find_stages(
     batch: str = "batch",
     in_parts: bool = True,
     passes: int = 0,
-    ends: bool = False,
+    words: Words | None = None,
 ) -> dict[str, int]:
     """The stage of every forward op that is not made of the batch, keys and literals alone; loops over layers whose layers
     lie in several are cut into ranges. An average over state that the step follows has none.
@@ -196,10 +201,10 @@ def find_stages(
     Args:
         in_parts: whether stacks whose ranges are of one size may lie in parts, as each group has one stage.
         passes: of a model that goes over its own output, how many stages one pass has.
-        ends: whether ``layers`` leaves out the first and the last stage.
+        words: if the first and the last stage are the model's ends, its tables of words, with their dims of words.
 
     Raises:
-        PlanError: there are too few places where the model can be cut.
+        PlanError: there are too few places where the model can be cut, or it has no ends.
         UnknownNameError: no module is called so.
     """
     known = _known_everywhere(graph, batch)
@@ -215,19 +220,22 @@ def find_stages(
 
     def cuts_of(chain: Sequence[Unit], stages: int) -> list[int]:
         if layers is not None:
-            return _between_layers(chain, layers, stages, at, ends)
+            return _between_layers(chain, layers, stages, at)
         return _named(chain, at, stages) if at is not None else _balanced(graph, chain, stages, known)
 
-    def stages_of(chain: Sequence[Unit]) -> list[int]:
-        if passes:
-            return _of_passes(graph, chain, stages, passes, cuts_of)
-        cuts = cuts_of(chain, stages)
-        return [sum(i >= cut for cut in cuts) for i in range(len(chain))]
+    def stages_of(chain: Sequence[Unit]) -> dict[tuple[int, int], int]:
+        if words is not None and (at is None or len(at) != stages - 1):
+            chain, cuts = _between_ends(graph, chain, words, lambda between: cuts_of(between, stages - 2))
+        elif passes:
+            return dict(zip((u.key for u in chain), _of_passes(graph, chain, stages, passes, cuts_of), strict=True))
+        else:
+            cuts = cuts_of(chain, stages)
+        return {unit.key: sum(i >= cut for cut in cuts) for i, unit in enumerate(chain)}
 
     try:
-        stage_of = {unit.key: s for own in _chains(graph, units) for unit, s in zip(own, stages_of(own), strict=True)}
+        stage_of = {key: stage for own in _chains(graph, units) for key, stage in stages_of(own).items()}
     except PlanError:  # one of them is too short
-        stage_of = dict(zip((unit.key for unit in units), stages_of(units), strict=True))
+        stage_of = stages_of(units)
     stage_of_unit = [stage_of[unit.key] for unit in units]
     staged: list[tuple[Item, dict[int, int]]] = []
     for item, own in itertools.groupby(zip(units, stage_of_unit, strict=True), key=lambda pair: pair[0].item):
@@ -346,25 +354,44 @@ def _of_passes(
     return found
 
 
-def _between_layers(
-    units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None, ends: bool
-) -> list[int]:
+def _between_ends(
+    graph: Planner, units: Sequence[Unit], words: Words, cuts_of: Callable[[Sequence[Unit]], list[int]]
+) -> tuple[list[Unit], list[int]]:
+    """The units in another order, the model's first end in front and its last behind, and the places where stages begin.
+
+    Args:
+        cuts_of: the places between units that are of no end.
+
+    Raises:
+        PlanError: it has no ends.
+    """
+    ends = find_ends(graph, [unit.item for unit in units if unit.iteration == 0], words)
+    if ends is None:
+        tables = ", ".join(table.name for table, _ in words) or "none"
+        raise PlanError(
+            "pipeline: both ends of the model are to lie on all devices: look-ups in a table of words, and logits of as "
+            f"many words behind its layers; this model has no such ends (tables of words: {tables}): say with "
+            "vocabulary={pattern: dim} which tables have words; or with at= where the first stage between the ends begins, "
+            "the second …, and where the last end begins; or take another schedule"
+        )
+    of_item: dict[int, list[Unit]] = {}
+    for unit in units:
+        of_item.setdefault(id(unit.item), []).append(unit)
+    parts = [[unit for item in part for unit in of_item[id(item)]] for part in (ends.first, ends.between, ends.last)]
+    first, between, _ = map(len, parts)
+    return [*itertools.chain(*parts)], [first, *(first + cut for cut in cuts_of(parts[1])), first + between]
+
+
+def _between_layers(units: Sequence[Unit], layers: Sequence[int], stages: int, at: Sequence[str] | None) -> list[int]:
     """The places between layers of a loop where stages begin that take so many of them."""
     lengths = {unit.of: i - unit.iteration for i, unit in enumerate(units) if unit.of > 1}
-    wanted = stages - 2 * ends
-    if at is not None or len(layers) != wanted or min(layers) < 1 or sum(layers) not in lengths:
+    if at is not None or len(layers) != stages or min(layers) < 1 or sum(layers) not in lengths:
         counts = " or ".join(map(str, lengths)) or "no such loop"
         raise PlanError(
             f"pipeline: layers={list(layers)} are {sum(layers)} layers of one loop on {len(layers)} stages; there are "
-            f"{wanted} stages, and loops over layers with {counts}; each stage has one or more, and at= is not given"
+            f"{stages} stages, and loops over layers with {counts}; each stage has one or more, and at= is not given"
         )
-    first = lengths[sum(layers)]
-    cuts = [first + own for own in itertools.accumulate(layers[:-1])]
-    if ends and not 0 < first < first + sum(layers) < len(units):
-        raise PlanError(
-            "pipeline: the ends lie outside the loop over layers, and the model has nothing in front of it, or behind"
-        )
-    return [first, *cuts, first + sum(layers)] if ends else cuts
+    return [lengths[sum(layers)] + own for own in itertools.accumulate(layers[:-1])]
 
 
 def _named(units: Sequence[Unit], at: Sequence[str], stages: int) -> list[int]:
@@ -394,10 +421,15 @@ def _is_in(path: str, pattern: str) -> bool:
 def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
 
+    What all layers read alike (an encoder's result) does not count. More tensors go across where the slowest stage would
+    else take half as long again.
+
     Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
     where they are used. If they do not divide, the first ranges have one more.
     """
     across = _across(graph, units, known)
+    passes = _passing_by(graph, units)
+    counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
     device = graph.device or find_kind(BALANCED_FOR)
     of_body: dict[Body, float] = {}
     of_item = {id(unit.item): _seconds(unit.item, device, of_body) for unit in units}
@@ -408,13 +440,19 @@ def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTe
     def slowest(cuts: Sequence[int]) -> float:
         return max(sums[j] - sums[i] for i, j in itertools.pairwise([0, *cuts, len(units)]))
 
-    for count in sorted({len(tensors) for tensors in across[1:]}):
-        places = [i for i in range(1, len(units)) if len(across[i]) <= count and sums[i] > 0]
-        best = _bottleneck(sums, places, nbytes, stages)
-        if best is None:
-            continue
+    best: list[int] | None = None
+    allowed: set[int] = set()
+    least = max([sums[-1] / stages, *seconds])
+    for count in sorted(set(counts[1:])):
+        places = [i for i in range(1, len(units)) if counts[i] <= count and sums[i] > 0]
+        found = _bottleneck(sums, places, nbytes, stages)
+        if found is not None and (best is None or slowest(found) * UNEVEN < slowest(best)):
+            best, allowed = found, set(places)
+        if best is not None and slowest(best) <= least * UNEVEN:
+            break
+    if best is not None:
         layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
-        even = (cuts for cuts in _even(units, places, sums, nbytes, stages) if set(cuts) <= set(places))
+        even = (cuts for cuts in _even(units, sorted(allowed), sums, nbytes, stages) if set(cuts) <= allowed)
         return next((cuts for cuts in even if slowest(cuts) <= slowest(best) + layer * (1 + 1e-9)), best)
     raise PlanError(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
@@ -486,6 +524,29 @@ def _across(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> list[
         if unit.iteration and isinstance(unit.item, Nest):
             across[i] += [c.inside for c in unit.item.loop.carries if c.inside is not c.out]
     return across
+
+
+def _passing_by(graph: Planner, units: Sequence[Unit]) -> dict[PTensor, set[int]]:
+    """In front of which units a tensor passes by that layers read alike: those behind read it as those before did, and a
+    product with a kernel stands between."""
+    weights = weights_of(graph)
+
+    def has_kernel(item: Item) -> bool:
+        return isinstance(item, Nest) or (holds_contraction(item) and not weights.isdisjoint(item.inputs))
+
+    products = [*itertools.accumulate((has_kernel(unit.item) for unit in units), initial=0)]
+    readers: dict[PTensor, list[tuple[int, int]]] = {}
+    for i, unit in enumerate(units):
+        for tensor in set(reads_of(unit.item)) - set(made_by(unit.item)):
+            readers.setdefault(tensor, []).append((i, id(unit.item.body if isinstance(unit.item, Op) else unit.item)))
+    found: dict[PTensor, set[int]] = {}
+    for tensor, own in readers.items():
+        last = max({key: i for i, key in reversed(own)}.values())  # that reads it as none before did
+        for (one, _), (other, _) in itertools.pairwise(pair for pair in own if pair[0] >= last):
+            loop = isinstance(units[one].item, Nest)
+            places = (i for i in range(one + 1, other + 1) if loop or products[i] > products[one + 1])
+            found.setdefault(tensor, set()).update(places)
+    return found
 
 
 def _known_everywhere(graph: Planner, batch: str) -> set[PTensor]:

@@ -99,7 +99,7 @@ class AxisWriter(ABC):
             behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
             forms = {t: behind[t] if t not in self.regions.forms else forms.get(t) for t in op.inputs}
         part = passed_on(op, forms, self.book)
-        if part is not None or op.kind == "update" or op.anywhere or op.body is None or not self._between(op):
+        if part is not None or op.kind == "update" or op.anywhere == "fence" or op.body is None or not self._between(op):
             return part
         for tensor, dims in zip(op.inputs, self.book.rule(op).operands, strict=True):
             form = forms.get(tensor)

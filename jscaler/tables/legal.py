@@ -116,12 +116,17 @@ def in_order(
     waits: Mapping[T, Set[T]],
     name: Callable[[T], str] = str,
     told: Callable[[T], str] | None = None,
+    devices: Sequence[Sequence[int]] | None = None,
 ) -> list[list[T]]:
     """The entries of all rows round by round: in each, those heads of rows for which nothing is left to wait.
+
+    Entries of one round share no devices, and those of the first rows go first. So blocks of all devices follow each other,
+    where else those of single rows would stand between them, and all devices wait for the longest each time.
 
     Args:
         name: what errors call an entry.
         told: what they say of those that wait; by default as they call it.
+        devices: those of each row; by default they share none.
 
     Raises:
         OrderError: blocks wait for each other; says what each head waits for.
@@ -138,9 +143,21 @@ def in_order(
                 f"{(told or name)(head)} waits for {', '.join(sorted(map(name, waits[head] - done)))}" for head in heads
             ]
             raise OrderError(f"blocks wait for each other: {'; '.join(lines)}")
+        ready = ready if devices is None else _apart(ready, devices)
         found.append([rows[number][at[number]] for number in ready])
         done.update(found[-1])
         for number in ready:
             at[number] += 1
         left = [number for number in left if at[number] < len(rows[number])]
     return found
+
+
+def _apart(rows: Sequence[int], devices: Sequence[Sequence[int]]) -> list[int]:
+    """The first of ``rows``, and those behind it that share no devices with others taken."""
+    taken: list[int] = []
+    busy: set[int] = set()
+    for row in rows:
+        if busy.isdisjoint(devices[row]):
+            taken.append(row)
+            busy.update(devices[row])
+    return taken

@@ -62,7 +62,7 @@ def simulate_table(
     tasks: list[Task] = []
     entries: dict[int, Entry] = {}
     number_of: dict[Entry, int] = {}
-    for entry in (entry for entries_now in in_order(table.rows, waits) for entry in entries_now):
+    for entry in (entry for entries_now in in_order(table.rows, waits, devices=own) for entry in entries_now):
         row = row_of[entry]
         arrived = []
         for other in sorted(waits[entry], key=lambda one: number_of[one]):

@@ -39,7 +39,7 @@ class Clock:
         self.needs: dict[str, set[str]] = {}
         self.queues: dict[tuple[str, int, int], list[str]] = {}
         home = {c: (row, entry) for row, entries in enumerate(table.rows) for entry in entries for c in entry.cells}
-        for row, entry in self._one_after_another(table, home):
+        for row, entry in self._one_after_another(table, home, devices):
             self.length[str(entry)] = sum(seconds[c.kind] for c in entry.cells)
             before = {home[other] for c in entry.cells for other in needed(c) if other in home}
             self.needs[str(entry)] = {str(other) for source, other in before if source == row}
@@ -52,17 +52,23 @@ class Clock:
             for device in devices[row]:
                 self.queues.setdefault(("device", device, device), []).append(str(entry))
 
-    def _one_after_another(self, table: Table, home: Mapping[TableCell, tuple[int, object]]) -> list[tuple[int, object]]:
-        """Rows that share a device start their entries round by round; the first row first."""
+    def _one_after_another(
+        self, table: Table, home: Mapping[TableCell, tuple[int, object]], devices: Sequence[Sequence[int]]
+    ) -> list[tuple[int, object]]:
+        """Rows start their entries round by round; of those that share a device one a round, the first row first."""
         at, done, found = [0] * len(table.rows), set(), []
         while sum(at) < sum(map(len, table.rows)):
             heads = [(row, entries[at[row]]) for row, entries in enumerate(table.rows) if at[row] < len(entries)]
             ready = [(r, e) for r, e in heads if all(c in done for o in e.cells for c in needed(o) if c in home)]
             assert ready, "they wait for each other"
+            begun: list[tuple[int, object]] = []
             for row, entry in ready:
+                if any(set(devices[row]) & set(devices[other]) for other, _ in begun):
+                    continue
+                begun.append((row, entry))
                 at[row] += 1
                 done |= set(entry.cells)
-            found += ready
+            found += begun
         return found
 
     def run(self) -> Times:
