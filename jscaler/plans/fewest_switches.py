@@ -71,9 +71,8 @@ class _Chooser:
                 self.choices[op] = (rows if op in cores else []) or free
         self.last_read: dict[PTensor, int] = {}
         for place, item in enumerate(self._in_order(graph.tree)):
-            reads = reads_of(item) if isinstance(item, Op) else (*item.operands, *item.returned)
+            reads = reads_of(item) if isinstance(item, Op) else (*item.operands, *item.returned, *(c.final for c in item.carries))
             self.last_read.update(dict.fromkeys(reads, place))
-        self.place = 0
 
     def _in_order(self, items: Iterable[Item]) -> Iterator[Op | Loop]:
         """The forward ops, and each loop before and after those in it."""
@@ -89,29 +88,46 @@ class _Chooser:
     def best(self) -> Way:
         ways, inside = [Way()], list[Loop]()
         for place, item in enumerate(self._in_order(self.graph.tree)):
+            times = math.prod(loop.length for loop in inside)
             found: Iterable[Way] = ways
             if isinstance(item, Op):
-                times = math.prod(loop.length for loop in inside)
                 names = self.choices.get(item, ())
                 found = [self._with(way, item, name, times) for way in ways for name in names] or ways
             elif item in inside:
-                found = [self._left(way, item, math.prod(loop.length for loop in inside)) for way in ways]
+                found = [self._left(way, item, times) for way in ways]
                 inside.remove(item)
             else:
                 found = [one for way in ways for one in self._entered(way, item)]
                 inside.append(item)
-            ways = self._kept(found, place)
+            ways = self._kept(found, place, inside)
         return ways[0]
 
-    def _kept(self, ways: Iterable[Way], place: int) -> list[Way]:
-        """The cheapest of those between which the rest of the program makes no difference."""
-        best: dict[frozenset[tuple[PTensor, frozenset[Cut]]], Way] = {}
-        for way in ways:
+    def _kept(self, ways: Iterable[Way], place: int, inside: Sequence[Loop]) -> list[Way]:
+        """The cheapest, without those that differ from a cheaper one by more than it costs to bring that to the same.
+
+        Those whose loops have carries that lie otherwise are no rivals yet.
+        """
+        carried = [c.final for loop in inside for c in loop.carries]
+        times = math.prod(loop.length for loop in inside)
+        rivals: dict[object, list[Way]] = {}
+        for way in sorted(ways, key=lambda way: way.cost):
             lies = {t: cuts for t, cuts in way.lies.items() if self.last_read.get(t, -1) > place}
-            key = frozenset(lies.items())
-            if key not in best or way.cost < best[key].cost:
-                best[key] = Way(way.cost, lies, way.last)
-        return sorted(best.values(), key=lambda way: way.cost)[:KEPT]
+            way = Way(way.cost, lies, way.last)
+            kept = rivals.setdefault(tuple(lies.get(t) for t in carried), [])
+            if len(kept) < KEPT and not any(self._serves(other, way, times) for other in kept):
+                kept.append(way)
+        return sorted(itertools.chain(*rivals.values()), key=lambda way: way.cost)
+
+    def _serves(self, way: Way, other: Way, times: int) -> bool:
+        """Whether ``way`` costs no more than ``other``, with all that is read later brought to where that has it."""
+        cost = way.cost
+        for tensor, cuts in other.lies.items():
+            here = way.lies[tensor]
+            if here != cuts:
+                cost += times * sum(self._price(tensor, here, cut) for cut in cuts)
+                if cost > other.cost:
+                    return False
+        return True
 
     def _with(self, way: Way, op: Op, name: str, times: int) -> Way:
         rule = self.graph.rule(op)
