@@ -39,6 +39,7 @@ from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
+MUCH = 1.5  # so many times slower may the slowest stage be, for fewer tensors across
 
 
 @checked
@@ -394,6 +395,7 @@ def _is_in(path: str, pattern: str) -> bool:
 def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
     """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
 
+    More tensors cross where few leave nearly all work to one stage: behind an embedding, before a second one joins it.
     Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
     where they are used. If they do not divide, the first ranges have one more.
     """
@@ -408,10 +410,15 @@ def _balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTe
     def slowest(cuts: Sequence[int]) -> float:
         return max(sums[j] - sums[i] for i, j in itertools.pairwise([0, *cuts, len(units)]))
 
+    ways: list[tuple[list[int], list[int]]] = []  # by how many tensors cross: the places, and the best of them
     for count in sorted({len(tensors) for tensors in across[1:]}):
         places = [i for i in range(1, len(units)) if len(across[i]) <= count and sums[i] > 0]
         best = _bottleneck(sums, places, nbytes, stages)
-        if best is None:
+        if best is not None:
+            ways.append((places, best))
+    least = min((slowest(best) for _, best in ways), default=0.0)
+    for places, best in ways:
+        if slowest(best) > MUCH * least:
             continue
         layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
         even = (cuts for cuts in _even(units, places, sums, nbytes, stages) if set(cuts) <= set(places))
