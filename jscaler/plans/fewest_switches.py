@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jscaler.ir import Op, PTensor
-from jscaler.ir.loop import Item, Loop, made_by, reads_of
+from jscaler.ir.loop import Item, Loop
 from jscaler.ir.rule import Rule, TensorFactors
 from jscaler.plans.attention import cores_of, holds_contraction
 from jscaler.plans.factors import Factors, can_be_split
@@ -71,7 +71,11 @@ class _Chooser:
                 self.choices[op] = (rows if op in cores else []) or free
         self.last_read: dict[PTensor, int] = {}
         for place, item in enumerate(self._in_order(graph.tree)):
-            reads = reads_of(item) if isinstance(item, Op) else (*item.operands, *item.returned, *(c.final for c in item.carries))
+            reads = (
+                reads_of(item)
+                if isinstance(item, Op)
+                else (*item.operands, *item.returned, *(c.final for c in item.carries))
+            )
             self.last_read.update(dict.fromkeys(reads, place))
 
     def _in_order(self, items: Iterable[Item]) -> Iterator[Op | Loop]:
