@@ -71,11 +71,8 @@ class _Chooser:
                 self.choices[op] = (rows if op in cores else []) or free
         self.last_read: dict[PTensor, int] = {}
         for place, item in enumerate(self._in_order(graph.tree)):
-            reads = (
-                reads_of(item)
-                if isinstance(item, Op)
-                else (*item.operands, *item.returned, *(c.final for c in item.carries))
-            )
+            finals = [] if isinstance(item, Op) else [c.final for c in item.carries]  # which say how carries lie
+            reads = item.inputs if isinstance(item, Op) else (*item.operands, *item.returned, *finals)
             self.last_read.update(dict.fromkeys(reads, place))
 
     def _in_order(self, items: Iterable[Item]) -> Iterator[Op | Loop]:
