@@ -7,6 +7,7 @@ overlapped entry; a backward whose halves are blocks of their own) is an entry o
 import functools
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from jscaler.errors import OrderError, PlanError, ScheduleWarning, listing
@@ -83,6 +84,11 @@ class Rounds:
             own = marks.get((block.phase, block.group, block.level // HOP * HOP), ())
             own = sorted((stage, back) for stage, back in own if stage is not None)
             found[number] = [(stage, "B" if back else "F") for stage, back in own]
+        # what reads nothing of other stages (a second pass's embedding) could run early, but does where it is read
+        places = Counter((self.blocks[n].phase, *name) for n in self._whole for name in found[n])
+        for number in self._whole:
+            alone = [name for name in found[number] if places[self.blocks[number].phase, *name] == 1]
+            found[number] = alone or found[number]
         every = [(self.blocks[n].phase, *name) for n in self._whole for name in found[n]]
         return found if all(found[n] for n in self._whole) and len(set(every)) == len(every) else None
 

@@ -7,6 +7,7 @@ from typing import Any
 from jscaler.errors import PlanError, UnknownNameError, shown
 from jscaler.plans.accumulate import accumulate
 from jscaler.plans.co_shard import co_shard
+from jscaler.plans.dap import dap
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.expert_parallel import expert_parallel
 from jscaler.plans.interlaced import interlaced
@@ -19,6 +20,7 @@ from jscaler.plans.sequence_parallel import sequence_parallel
 from jscaler.plans.single import single
 from jscaler.plans.spatial import spatial
 from jscaler.plans.tensor_parallel import tensor_parallel
+from jscaler.plans.three_f_one_b import three_f_one_b
 from jscaler.plans.vocab_parallel import vocab_parallel
 from jscaler.plans.zero import zero1, zero2, zero3
 from jscaler.primitives import Plan
@@ -34,12 +36,14 @@ PLANS: dict[str, Factory] = {
     "megatron": megatron,
     "expert_parallel": expert_parallel,
     "spatial": spatial,
+    "dap": dap,
     "zero1": zero1,
     "zero2": zero2,
     "zero3": zero3,
     "accumulate": accumulate,
     "pipeline": pipeline,
     "interlaced": interlaced,
+    "three_f_one_b": three_f_one_b,
     "co_shard": co_shard,
     "recompute_layers": recompute_layers,
     "selective_recompute": selective_recompute,
@@ -124,7 +128,7 @@ def _inner(plan: PlanCall | str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "PLANS", "accumulate", "by_name", "co_shard", "data_parallel", "expert_parallel", "fsdp", "interlaced", "megatron",
-    "pipeline", "recompute_layers", "selective_recompute", "sequence_parallel", "single", "spatial", "tensor_parallel",
-    "vocab_parallel", "with_schedule", "zero1", "zero2", "zero3",
+    "PLANS", "accumulate", "by_name", "co_shard", "dap", "data_parallel", "expert_parallel", "fsdp", "interlaced",
+    "megatron", "pipeline", "recompute_layers", "selective_recompute", "sequence_parallel", "single", "spatial",
+    "tensor_parallel", "three_f_one_b", "vocab_parallel", "with_schedule", "zero1", "zero2", "zero3",
 ]  # fmt: skip

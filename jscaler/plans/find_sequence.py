@@ -6,7 +6,7 @@ In the products of an attention's core, positions are one operand's own, where r
 no core is in the graph (a fused attention), the sequence is the dim behind the first that every product carries.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jscaler.errors import PlanError
 from jscaler.ir import Op, PTensor
@@ -40,6 +40,27 @@ def sequence_of(graph: Planner, given: Dims | None, remedy: str) -> list[tuple[P
             raise PlanError(
                 f"dims {dims} of '{tensor.name}' may each be the sequence; {remedy} as {{'{tensor.name}': {dim}}}"
             )
+    return found
+
+
+def axes_of(graph: Planner, given: Mapping[str, int | Sequence[int]] | None, remedy: str) -> list[tuple[PTensor, int]]:
+    """Inputs and dims of theirs along which they are axial, several of one input too: what is ``given``, or by default all
+    that attention mixes and kernels carry along.
+
+    Raises:
+        UnknownNameError: no input matches what is given.
+        PlanError: nothing is found.
+    """
+    if given is not None:
+        pairs = [(pattern, dim) for pattern, dims in given.items() for dim in ([dims] if isinstance(dims, int) else dims)]
+        return [one for pattern, dim in pairs for one in required(graph, {pattern: dim}, remedy)]
+    data = data_inputs(graph.graph)
+    found = _found(graph, data)
+    if not found:
+        raise PlanError(
+            "no dims of the data are axes, which attention mixes in turn, and kernels carry along; "
+            f"{remedy} as {{input: (dim, dim)}}; data: {', '.join(map(str, data)) or 'none'}"
+        )
     return found
 
 

@@ -14,6 +14,7 @@ of the micro-batches that are under way. Stages are cut where few tensors cross 
 import fnmatch
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,12 +210,7 @@ def find_stages(
     """
     known = _known_everywhere(graph, batch)
     apart = known | _of_parameters(graph, batch)  # what is made of these stands in no stage's way, wherever it is written
-    stacks = stacks_of(graph, _leaves_of_a_forward(graph, batch))
-    units: list[Unit] = []
-    for item in graph.tree:
-        if next(flat([item])).kind == "forward" and not set(made_by(item)) <= apart:
-            count = item.loop.length if isinstance(item, Nest) and item.loop.name in stacks else 1
-            units += [Unit(item, i, count) for i in range(count)]
+    units = _units(graph, batch, apart)
     if graph.stored and not graph.calls and not units:
         return {}
 
@@ -245,6 +241,30 @@ def find_stages(
     for item, sizes in staged:
         found.update(_staged(graph, item, sizes, mixed))
     return _with_makers(graph, found, batch)
+
+
+def _units(graph: Planner, batch: str, apart: set[PTensor]) -> list[Unit]:
+    """What lies in stages, in order: all of the forward pass that does not stand ``apart``."""
+    stacks = stacks_of(graph, _leaves_of_a_forward(graph, batch))
+    units: list[Unit] = []
+    for item in graph.tree:
+        if next(flat([item])).kind == "forward" and not set(made_by(item)) <= apart:
+            count = item.loop.length if isinstance(item, Nest) and item.loop.name in stacks else 1
+            units += [Unit(item, i, count) for i in range(count)]
+    return units
+
+
+def passes_of(graph: Planner, batch: str = "batch") -> int:
+    """How often a model goes over its own output: how often what is trained is read, most of it."""
+    known = _known_everywhere(graph, batch)
+    read = Counter(key for key in _read(graph, _units(graph, batch, known | _of_parameters(graph, batch))) if key[0])
+    return Counter(read.values()).most_common(1)[0][0] if read else 1
+
+
+def _read(graph: Planner, units: Sequence[Unit]) -> list[tuple[frozenset[PTensor], int]]:
+    """What each unit reads of what is trained, and of a loop in which iteration."""
+    trained = {t for call in graph.calls for t in call.wrt}
+    return [(frozenset(t for t in reads_of(unit.item) if t in trained), unit.iteration) for unit in units]
 
 
 def _chains(graph: Planner, units: Sequence[Unit]) -> list[list[Unit]]:
@@ -326,8 +346,7 @@ def _of_passes(
     Raises:
         PlanError: the passes are not as many as the schedule has.
     """
-    trained = {t for call in graph.calls for t in call.wrt}
-    read = [(frozenset(t for t in reads_of(unit.item) if t in trained), unit.iteration) for unit in units]
+    read = _read(graph, units)
     first: dict[object, int] = {}
     again = next((i for i, key in enumerate(read) if key[0] and first.setdefault(key, i) != i), len(units))
     cuts = cuts_of(units[:again], own)
