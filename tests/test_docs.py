@@ -120,6 +120,10 @@ def test_the_gallery_of_schedules_is_what_its_command_draws() -> None:
     run("docs/gallery.py", "--check")
 
 
+def test_the_zoo_of_plans_is_what_its_command_writes() -> None:
+    run("docs/plan_zoo.py", "--check")
+
+
 def test_the_blocks_on_fitting_run() -> None:
     lines = run("-c", "\n".join(blocks("python", "docs/fit.md"))).splitlines()
     assert any(line.split("│")[1].strip() == "data_parallel" and "does not fit" in line for line in lines if "│" in line)

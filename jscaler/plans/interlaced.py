@@ -52,8 +52,8 @@ def interlaced(
         stages: how many groups of devices have layers; must divide the number of devices.
         microbatches: how many follow each other; must divide each device's part of the batch.
         plan: the policy for the layers of one stage on its devices; `single` by default.
-        recompute: whether each stage computes its layers again as a part of its backward block (the paper's *interlaced
-            blocks*); as ``plan=recompute_layers(plan)``.
+        recompute: whether each stage computes its layers again as a part of its backward block (the paper's interlaced
+            blocks); as ``plan=recompute_layers(plan)``.
         vocabulary: ``{pattern: dim}`` of tables of words, as for `vocab_parallel`; by default they are found.
         at: shell patterns of the modules with which the second stage between the ends begins, the third, and so on; by
             default stages are balanced.
