@@ -88,14 +88,14 @@ def joined_behind_loops(at: Planned) -> Planned:
 
 
 def joined_per_group(at: Planned) -> Planned:
-    """Gradients that several groups have for one tensor are added on each first, where the group has several of them."""
+    """Gradients that several groups have for one tensor of a micro-batch are added on each first, where that has several."""
     home, placed = _homes(at)
     if home is None:
         return at
     through, found = ThroughLoops(at.graph), list[Op]()
     for op in at.graph.ops:
         by_group: dict[DeviceMesh, list[PTensor]] = {}
-        for tensor in op.inputs if _is_join(op) and op.path not in placed else ():
+        for tensor in op.inputs if op.loop is not None and _is_join(op) and op.path not in placed else ():
             maker = through.maker(tensor)
             by_group.setdefault(home[maker.path if maker is not None else op.path], []).append(tensor)
         if 1 < len(by_group) < len(op.inputs):
