@@ -24,7 +24,9 @@ def evoformer(rows: int = 2, layers: int = 1, recycles: int = 0, **changes: Any)
     model, batch = Evoformer(config), alignment_at(0, rows, config.sequences, config.residues, config.bins)
 
     def step(state: Any, batch: Any) -> Any:
-        loss, grads = jscaler.value_and_grad(lambda p: evoformer_loss(model.apply, p, batch, jax.random.key(7)))(state["params"])
+        loss, grads = jscaler.value_and_grad(lambda p: evoformer_loss(model.apply, p, batch, jax.random.key(7)))(
+            state["params"]
+        )
         updates, opt = TX.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 

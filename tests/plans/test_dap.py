@@ -37,14 +37,18 @@ def test_a_block_of_an_evoformer_switches_four_times() -> None:
 def test_a_stack_of_them_switches_as_often() -> None:
     plan = planned(dap(), evoformer(layers=2, stacked=True), 4)
     found = forward(plan, "blocks/")
-    carried = Counter(s.kind for a in plan.program.adapters if a.tensor.name == "stack/scan:carry0" for s in a.adapter.steps)
+    carried = Counter(
+        s.kind for a in plan.program.adapters if a.tensor.name == "stack/scan:carry0" for s in a.adapter.steps
+    )
     assert found + carried == BLOCK
 
 
 def test_attention_runs_along_whole_rows() -> None:
     plan = planned(dap(), evoformer(), 4)
     split = {op: set(factors) for op, factors in plan.plan.split_factors.items() if op.endswith("attn/dot")}
-    assert split == {f"stack/block_0/{name}/attn/dot": {"b"} for name in ("row_attention", "column_attention", "starting", "ending")}
+    assert split == {
+        f"stack/block_0/{name}/attn/dot": {"b"} for name in ("row_attention", "column_attention", "starting", "ending")
+    }
 
 
 def test_of_images_by_any_name() -> None:
@@ -63,7 +67,9 @@ def test_of_images_by_any_name() -> None:
         3,
     ),
 )
-def test_the_numbers_of_an_evoformer_are_those_of_one_device(policy: object, devices: int, changes: dict[str, object]) -> None:
+def test_the_numbers_of_an_evoformer_are_those_of_one_device(
+    policy: object, devices: int, changes: dict[str, object]
+) -> None:
     assert_same_numbers(policy, lambda: evoformer(**changes), devices)
 
 
