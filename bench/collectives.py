@@ -5,7 +5,8 @@ device sends. Data parallelism reduces each gradient once. Tensor parallelism re
 five times; with data parallelism beside it, all gradients combine into a sixth. Sequence parallelism has a reduce-scatter
 and an all-gather of the same bytes for each. (XLA's CPU backend makes no reduce-scatters of its own: there GSPMD keeps the
 all-reduces and sends more.) Expert parallelism has four all-to-alls per layer and step. ZeRO
-scatters each gradient once, and all-reduces scalars only.
+scatters each gradient once, and all-reduces scalars only. Dynamic axial parallelism has at most six all-to-alls and six
+gathers or scatters in an Evoformer's block forward, which have a row each. (Backward, each gather is a scatter.)
 
 Over micro-batches, gradients are added on each device and reduced once behind the loop: ``accumulate(8)`` sends what the
 plan sends without it. ZeRO-2 and ZeRO-3 reduce-scatter in every iteration, and ZeRO-3 gathers its parameters there.
@@ -124,6 +125,12 @@ ACCUMULATED = [  # 12 gradients and parameters; the loss is all-reduced once
     ),
 ]
 
+AXIAL = {  # step -> how the names begin of what a block's forward pass makes
+    "evoformer-nano f32": ("stack/block_0/",),
+    "evoformer-nano f32, stacked": ("stack/blocks.", "stack/scan:carry"),
+}
+AXIAL_BOUNDS = {("all_to_all",): 6, ("all_gather", "reduce_scatter"): 6, ("all_reduce",): 0}
+
 
 def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
     from jscaler.report.targets import described_devices
@@ -140,6 +147,9 @@ def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
             if case.step not in steps:
                 steps[case.step] = STEPS[case.step]()
             yield from case_rows(case, steps[case.step], devices, target, sent)
+    for step, block in AXIAL.items():
+        if not (target or (quick and "stacked" in step)):
+            yield from axial_rows(step, block, devices)
     for accumulated in ACCUMULATED:
         yield from accumulated_rows(accumulated, steps[MLP], devices, target)
 
@@ -193,6 +203,23 @@ def case_rows(
         yield {**row, "op": "all, ratio to GSPMD, which adds in bfloat16"}
     else:
         yield {**row, "value": ratio, "bound": 1.02}
+
+
+def axial_rows(step: str, block: tuple[str, ...], devices: Sequence[Any]) -> Iterator[Row]:
+    """A row for each collective in a block's forward pass, as planned, and one per bound."""
+    fun, args = STEPS[step]()
+    plan = jscaler.parallelize("dap(dp=2)", devices=devices)(fun).lower(*args).plan
+    counts = dict.fromkeys(AXIAL_BOUNDS, 0)
+    where = {"case": step, "plan": "dap(dp=2)", "target": f"cpu:{len(devices)}"}
+    for adapt in plan.program.adapters:
+        name = adapt.tensor.name
+        if name.startswith(block) and "@" not in name:  # behind which stand loops of the backward pass
+            for kind, sent in adapt.sent(adapt.tensor.itemsize):
+                counts.update({kinds: n + (kind in kinds) for kinds, n in counts.items()})
+                yield {**where, "op": f"{kind} of {name}", "tensors": 1, "sent": round(sent)}
+    for kinds, bound in AXIAL_BOUNDS.items():
+        row = {**where, "op": f"{' + '.join(kinds)}, of a block's forward", "tensors": counts[kinds]}
+        yield {**row, "value": counts[kinds], "bound": bound}
 
 
 def accumulated_rows(case: Accumulated, made: Step, devices: Sequence[Any], target: str | None) -> Iterator[Row]:

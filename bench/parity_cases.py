@@ -186,6 +186,23 @@ def convnet_alone(dtype: Any, microbatches: int = 2) -> Case:
     return dataclasses.replace(case, alone=alone)
 
 
+def evoformer(dtype: Any, **changes: Any) -> Case:
+    """The smallest Evoformer, one block, with dropout; ``changes`` may stack it, and let it recycle."""
+    from models.alignments import alignment_at
+    from models.evoformer import SIZES, Evoformer
+    from models.training import evoformer_loss
+
+    config = dataclasses.replace(SIZES["nano"], **{"layers": 1, "recycles": 0, **changes})
+    batches = [alignment_at(i, 4, config.sequences, config.residues, config.bins) for i in range(STEPS)]
+    params = Evoformer(config).init(jax.random.key(0), batches[0]["msa"], batches[0]["target"])["params"]
+    model = Evoformer(dataclasses.replace(config, **kinds(dtype)))
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        return evoformer_loss(model.apply, params, batch, key), rest
+
+    return Case(loss, cast(params, dtype), batches)
+
+
 def mlp(dtype: Any) -> Case:
     from models.mlp import MLP
 
@@ -346,6 +363,14 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
     ),
     "mBART": (mbart, [Run("vocab_parallel", 8), Run("accumulate(2, data_parallel())", 2)]),
     "stacked mBART": (functools.partial(mbart, stacked=True), [Run("accumulate(4)", 1)]),
+    "Evoformer": (
+        evoformer,
+        [Run("data_parallel", 4), Run("dap", 4, quick=True), Run("dap(dp=2)", 8), Run("recompute_layers(dap())", 2)],
+    ),
+    "stacked Evoformer that recycles": (
+        functools.partial(evoformer, stacked=True, remat=True, layers=2, recycles=1),
+        [Run("dap(dp=2)", 4)],
+    ),
     # layers in one loop, of which stages take ranges: equal ones, and those of five layers on two and four stages
     "stacked GPT, 4 layers": (functools.partial(gpt, stacked=True, layers=4), []),
     "stacked GPT, 5 layers with remat": (functools.partial(gpt, stacked=True, remat=True, layers=5), []),
@@ -417,4 +442,5 @@ PIPELINES: dict[str, list[Run]] = {
     "stacked GPT, 4 layers": [*pipelines(1, INNER), Run("interlaced(2, 4)", 2), Run("pipeline(3, 2)", 3)],
     "stacked GPT, 5 layers with remat": pipelines(2, INNER),
     "stacked nnx GPT": pipelines(3, INNER),
+    "stacked Evoformer that recycles": [Run("three_f_one_b(2, 4)", 2), Run("three_f_one_b(2, 2, plan=dap())", 4)],
 }

@@ -61,10 +61,23 @@ def moe(size: str, **changes: Any) -> Step:
     return balanced_train_step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
 
 
+def evoformer(size: str, **changes: Any) -> Step:
+    """The Evoformer, with two passes without a gradient; an alignment for each of two devices."""
+    from models.alignments import alignment_at
+    from models.evoformer import SIZES, Evoformer
+    from models.training import evoformer_train_step, make_optimizer, make_state
+
+    config = dataclasses.replace(SIZES[size], **changes)
+    state = make_state(Evoformer(config), [(config.sequences, config.residues), (config.residues,)], make_optimizer())
+    return evoformer_train_step, (state, alignment_at(0, 2, config.sequences, config.residues, config.bins))
+
+
 STEPS: dict[str, Callable[[], Step]] = {
     "mlp-6 f32": mlp,
     "gpt-nano f32": lambda: gpt("nano", heads=8),
     "gpt-mini f32": lambda: gpt("mini"),
     "moe-nano f32, 2 layers": lambda: moe("nano"),
     "gpt-nano bf16 compute": lambda: gpt("nano", heads=8, dtype=jnp.bfloat16),
+    "evoformer-nano f32": lambda: evoformer("nano", recycles=0),
+    "evoformer-nano f32, stacked": lambda: evoformer("nano", recycles=0, stacked=True),
 }
