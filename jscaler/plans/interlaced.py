@@ -61,8 +61,7 @@ def interlaced(
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
-        PlanError: the model has no table of words with layers between its look-up and its logits, or too few layers; stages
-            do not divide the devices.
+        PlanError: no layers lie between look-ups and logits of words, or too few; stages do not divide the devices.
         UnknownNameError: no module, or no input, is called so.
         SplitError: the vocabulary does not divide by the number of devices, or the batch by that of micro-batches.
 
