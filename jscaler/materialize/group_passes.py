@@ -88,7 +88,7 @@ def joined_behind_loops(at: Planned) -> Planned:
 
 
 def joined_per_group(at: Planned) -> Planned:
-    """Gradients that several groups have for one tensor of a micro-batch are added on each first, where that has several."""
+    """Gradients that several groups have for one tensor of a micro-batch are added on each first, if it has several."""
     home, placed = _homes(at)
     if home is None:
         return at
