@@ -29,6 +29,7 @@ from jscaler.runtime.modules import parallel_module
 from jscaler.runtime.step_capture import StepResult, capture_call
 from jscaler.runtime.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 from jscaler.stages import Captured, lower, transform
+from jscaler.text.units import counted
 
 PlanLike = str | os.PathLike[str] | Plan | Callable[..., Any]
 
@@ -215,7 +216,7 @@ class Parallelized(Shown):
         last = [lowered.plan.overview() for lowered in list(self._lowered.values())[-1:]]
         lines = [
             f"{self._name} under {plan}, on {count} devices",
-            f"lowered for {len(self._lowered)} form(s) of its arguments, compiled for {len(self._compiled)}",
+            f"lowered for {counted(len(self._lowered), 'form')} of its arguments, compiled for {len(self._compiled)}",
             *(line for made in last for line in made.lines),
         ]
         more = f"{self._name}.lower(…) plans it for arguments, .graph(…) captures it, .fun is the undecorated one"

@@ -32,7 +32,7 @@ from jscaler.runtime.executable import lowered as lowered_segments
 from jscaler.stages import lower
 from jscaler.text.device_list import devices_text
 from jscaler.text.tables import table
-from jscaler.text.units import readable_bytes
+from jscaler.text.units import counted, readable_bytes
 
 TEXT_WIDTH = 120  # columns of a comparison as text
 
@@ -320,7 +320,7 @@ def _share(step: StepPlan, compiled: Sequence[Any], devices: Sequence[int]) -> t
 
 def comparison_table(result: Comparison) -> Table:
     """A plan and its GSPMD twin, column by column."""
-    title = f"plan {result.plan} on {result.devices} device(s), {result.steps} steps"
+    title = f"plan {result.plan} on {counted(result.devices, 'device')}, {counted(result.steps, 'step')}"
     ours, gspmd = result.ours, result.gspmd
     split = "same split" if gspmd.digest == ours.digest else f"split of {gspmd.plan} over all"
     rows: list[tuple[str, str, str, str]] = [

@@ -280,7 +280,7 @@ def near_names(name: str, known: Sequence[str]) -> list[str]:
 
 
 class SplitError(PlanError):
-    """An op cannot be split as asked.
+    """An op cannot be split as asked; ``comes_from`` says which dim of an argument the factor is.
 
     Example:
         >>> raise jscaler.SplitError("attn/qkv", "h", 12, 8)
@@ -288,9 +288,20 @@ class SplitError(PlanError):
         jscaler.errors.SplitError: 'attn/qkv' cannot split factor 'h' of size 12 into 8 parts; legal: 1, 2, 3, 4, 6, 12
     """
 
-    def __init__(self, op: str, factor: str, size: int, parts: int, why: str = ""):
+    def __init__(self, op: str, factor: str, size: int, parts: int, why: str = "", comes_from: str = ""):
+        self.factor, self._asked = factor, (op, factor, size, parts, why)
         reason = why or "legal: " + ", ".join(map(str, divisors(size)))
-        super().__init__(f"'{op}' cannot split factor '{factor}' of size {size} into {parts} parts; {reason}")
+        named = f"; '{factor}' is {comes_from}" if comes_from else ""
+        super().__init__(f"'{op}' cannot split factor '{factor}' of size {size} into {parts} parts; {reason}{named}")
+
+    def of(self, comes_from: str) -> "SplitError":
+        """The same error, which says what the factor is."""
+        return SplitError(*self._asked, comes_from)
+
+
+def factor_name(factor: str, comes_from: str = "") -> str:
+    """``'d' (up.kernel[1])``: a factor for the middle of a sentence, with what it is, if known."""
+    return f"'{factor}' ({comes_from})" if comes_from else f"'{factor}'"
 
 
 def divisors(number: int) -> list[int]:

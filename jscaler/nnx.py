@@ -8,11 +8,13 @@ random keys) is written back into the caller's objects. A Variable that is share
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 
 from jscaler.capture import gradient
+from jscaler.errors import GradientError, shown
 from jscaler.runtime import graph_nodes
 from jscaler.runtime.graph_nodes import flax_nnx
 
@@ -36,7 +38,7 @@ def value_and_grad(
         gradients of a module are an ``nnx.State``.
 
     Raises:
-        TypeError: a differentiated leaf is not real floating point, or the value is not a real scalar.
+        GradientError: a differentiated leaf is not real floating point, or the value is not a real scalar.
         CaptureError: ``f`` changes more in a module than its arrays.
 
     Example:
@@ -47,9 +49,13 @@ def value_and_grad(
         (2, 3)
     """
     if holomorphic or allow_int:
-        raise TypeError("gradients are taken of real floating-point arrays only: holomorphic and allow_int must be False")
+        raise GradientError(
+            "gradients are taken of real floating-point arrays only: holomorphic and allow_int must be False"
+        )
     if f is None:
         return functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux)
+    if not callable(f):
+        raise GradientError(f"a gradient is taken of a function of nnx modules and arrays, not of {shown(f)}")
     fun, several = f, isinstance(argnums, Sequence)
     filters = _filters(argnums if several else (argnums,))
 
@@ -74,7 +80,7 @@ def grad(
         A function with ``f``'s arguments that returns the gradients, or ``(gradients, aux)``.
 
     Raises:
-        TypeError, CaptureError: as `value_and_grad`.
+        GradientError, CaptureError: as `value_and_grad`.
 
     Example:
         >>> from flax import nnx
@@ -100,9 +106,11 @@ def _filters(argnums: Sequence[Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for entry in argnums:
         position, chosen = (entry.argnum, entry.filter) if isinstance(entry, nnx.DiffState) else (entry, nnx.Param)
+        if not isinstance(position, Integral):
+            raise GradientError(f"argnums are the numbers of arguments, or nnx.DiffState objects, not {shown(position)}")
         if position in found:
-            raise ValueError(f"argnum {position} is repeated in argnums")
-        found[position] = chosen
+            raise GradientError(f"argnum {position} is repeated in argnums")
+        found[int(position)] = chosen
     return found
 
 
@@ -119,7 +127,7 @@ class _Loss:
 
     def differentiate(self, filters: dict[int, Any], several: bool) -> Any:
         if bad := [n for n in filters if not -self.num_args <= n < self.num_args]:
-            raise TypeError(f"argnums {bad} with {self.num_args} positional arguments; legal: 0 to {self.num_args - 1}")
+            raise GradientError(f"argnums {bad} with {self.num_args} positional arguments; legal: 0 to {self.num_args - 1}")
         chosen = {str(n % self.num_args): f for n, f in filters.items()}
         wanted, rest = {}, {}
         for key, state in dict(self.state).items():
@@ -143,7 +151,7 @@ class _Loss:
         args = [values.pop(str(i)) for i in range(self.num_args)]
         out = self.fun(*args, **values)
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
+            raise GradientError(
                 f"with has_aux=True the loss function returns a pair (value, aux); it returned {type(out).__name__}"
             )
         graphdef, state = flax_nnx().split(nodes)

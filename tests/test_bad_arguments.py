@@ -20,13 +20,16 @@ from jscaler.errors import (
     GradientError,
     JobError,
     JscalerError,
+    OutputError,
     PlanError,
+    PlanFileError,
     UnknownNameError,
 )
 
 FIVE: Any = 5
 FOUR: Any = np.float32(4)
 NAME: Any = "q"
+NONE: Any = None
 
 # -- what the decorator is given, and what stands around it
 
@@ -78,6 +81,14 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
     "a plan of stages in one": (lambda: lowered("recompute_layers(5)"), PlanError, "recompute_layers"),
     "an unknown inner plan": (lambda: lowered("pipeline(2, 4, plan='zero4')"), UnknownNameError, "no plan named 'zero4'"),
     "too many stages": (lambda: lowered("pipeline(8, 4)"), PlanError, "too few for 8 stages with work in each"),
+    "a plan of stages by a number": (lambda: plans.pipeline(2, 4, plan=FIVE), PlanError, "argument 'plan' is a plan or No"),
+    "a plan in words": (lambda: plans.accumulate(2, NAME), PlanError, "argument 'plan' is a plan or None, not 'q'"),
+    "micro-batches of none": (lambda: plans.pipeline(2, NONE), PlanError, "argument 'microbatches' is int, not None"),
+    "modules as a number": (lambda: plans.co_shard(2, on=FIVE), PlanError, "plan 'co_shard': its argument 'on' is "),
+    "stages at a number": (lambda: plans.pipeline(2, 4, at=FIVE), PlanError, "plan 'pipeline': its argument 'at' is Seq"),
+    "keeping nothing": (lambda: plans.recompute_layers(keep=NONE), PlanError, "'recompute_layers': its argument 'keep' is"),
+    "a plan named by a number": (lambda: plans.by_name(FIVE), PlanError, "by_name takes the name of a plan, such as 'dat"),
+    "a schedule of none": (lambda: plans.with_schedule("pipeline(2, 4)", NONE), PlanError, "schedule is the text of a pl"),
     "a passing plan": (lambda: lowered(plans.pipeline), PlanError, "plans.pipeline makes a policy of its arguments: call"),
 }  # fmt: skip
 single = jscaler.parallelize("single", devices=1)(step)
@@ -191,6 +202,10 @@ def deleted() -> jax.Array:
     return gone
 
 
+def planned() -> Any:
+    return single.lower(PARAMS, BATCH)
+
+
 def followed(fun: Step, **options: Any) -> Any:
     single.lower(PARAMS, BATCH)
     return single.follow(fun, **options).lower(PARAMS, BATCH)
@@ -228,6 +243,62 @@ BESIDE: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
         lambda: jscaler.compare(NAME, PARAMS, BATCH),
         CaptureError,
         "compare takes a step that jscaler.parallelize has made, and its arguments, not a str",
+    ),
+    "simulating a number": (
+        lambda: jscaler.simulate(FIVE, "4xH100-80GB"),
+        PlanError,
+        "simulate takes a lowered step, train_step.lower(state, batch), or its plan, not 5",
+    ),
+    "simulating a step": (lambda: jscaler.simulate(single), PlanError, "simulate takes a lowered step, train_step.lower(s"),
+    "seconds of no block": (lambda: jscaler.simulate(planned(), seconds=FIVE), PlanError, "seconds= has the seconds of ea"),
+    "seconds in words": (lambda: jscaler.simulate(planned(), seconds=[NAME]), PlanError, "of the step's 1 blocks, not ['"),
+    "seconds of two blocks": (lambda: jscaler.simulate(planned(), seconds=[1, 2]), PlanError, "has 2 entries, and the ste"),
+    "hops of a number": (
+        lambda: jscaler.simulate(planned(), seconds=[1], hops=FIVE),
+        PlanError,
+        "hops= has the seconds of each of the step's 0 transfers, not 5",
+    ),
+    "sends of a number": (
+        lambda: jscaler.simulate(planned(), seconds=[1], sends=FIVE),
+        PlanError,
+        "sends are 'asynchronous' or 'rendezvous', not 5",
+    ),
+    "the cost of a number": (
+        lambda: jscaler.cost(FIVE, "single", "H100-80GB"),
+        PlanError,
+        "cost takes a step's graph, train_step.graph(state, batch), or a lowered step…not 5",
+    ),
+    "the cost of a number for a plan": (
+        lambda: jscaler.cost(single.graph(PARAMS, BATCH), FIVE, "H100-80GB"),
+        PlanError,
+        "a plan is a policy, a plan's name or a Plan, not 5",
+    ),
+    "fitting nothing": (lambda: jscaler.fit(NONE, "V100-32GB"), PlanError, "fit takes a train step's graph, train_step.gr"),
+    "fitting one plan": (
+        lambda: jscaler.fit(single.graph(PARAMS, BATCH), "V100-32GB", "single"),
+        PlanError,
+        "fit: plans are names in a list, such as ['single', 'zero3()'], not 'single'",
+    ),
+    "verifying a number": (lambda: jscaler.verify(FIVE), PlanError, "verify takes a lowered step, train_step.lower(state,"),
+    "verifying no rule": (lambda: jscaler.verify_rule(FIVE), CaptureError, "verify_rule takes a function or a primitive,"),
+    "a rule of nothing": (lambda: jscaler.verify_rule(jnp.tanh, None), CaptureError, "argument 0 is an array or a number"),
+    "a trace of a number": (lambda: jscaler.write_trace("x.json", FIVE), PlanError, "write_trace takes a timeline, as jsc"),
+    "a trace to a number": (lambda: jscaler.write_trace(FIVE, FIVE), OutputError, "the trace is written to a path, as te"),
+    "a picture of nothing": (lambda: jscaler.draw_timelines("x.svg", NONE), PlanError, "takes timelines in a list, not N"),
+    "a picture of a number": (lambda: jscaler.draw_timelines("x.svg", [FIVE]), PlanError, "draw_timelines takes a timelin"),
+    "a picture to a number": (lambda: jscaler.draw_timelines(FIVE, []), OutputError, "the picture is written to a path, "),
+    "a plan from a number": (lambda: Plan.load(FIVE), PlanFileError, "a plan's file is named by its path, as text or a pa"),
+    "a plan of no text": (lambda: Plan.from_json(NONE), PlanFileError, "a plan is read from text, as plan.to_json() has g"),
+    "a plan to a number": (lambda: Plan("p", 8).save(FIVE), PlanFileError, "a plan's file is named by its path, as text o"),
+    "a module's gradient of a number": (
+        lambda: jscaler.nnx.grad(FIVE),
+        GradientError,
+        "a gradient is taken of a function of nnx modules and arrays, not of 5",
+    ),
+    "a module's gradient by nothing": (
+        lambda: jscaler.nnx.value_and_grad(step, argnums=None),
+        GradientError,
+        "argnums are the numbers of arguments, or nnx.DiffState objects, not None",
     ),
     "no such block": (lambda: single.lower(PARAMS, BATCH).as_text(5), PlanError, "the step has 1 blocks, 0 to 0, and no 5"),
     "no such pass": (lambda: single.lower(PARAMS, BATCH).passes.after("nope"), UnknownNameError, "no pass named 'nope'; k"),

@@ -286,6 +286,29 @@ def test_a_damaged_checkpoint(part: str, checkpoint: Path, tmp_path: Path) -> No
         restore(tmp_path / "run", 3, target(state(4)))
 
 
+def test_a_checkpoint_of_a_newer_jscaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its state looks like, it is not called damaged."""
+    from jscaler.runtime import checkpoint as module
+
+    monkeypatch.setattr(module, "WRITTEN", {"jscaler": {"format": 2, "orbax": "99.1"}})
+    module.save(tmp_path / "run", 3, {"leaves": [KERNEL]})
+    sentence = r"after 3 steps in .* is of format 2, and this jscaler reads format 1: a newer jscaler has written it; go on"
+    with pytest.raises(DataError, match=sentence):
+        module.restore(tmp_path / "run", 3, target(state(4)))
+
+
+def test_a_checkpoint_of_a_newer_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is damaged here, as one is of which this Orbax does not know how it lies."""
+    from jscaler.runtime import checkpoint as module
+
+    monkeypatch.setattr(module, "WRITTEN", {"jscaler": {"format": 1, "orbax": "99.1"}})
+    module.save(tmp_path / "run", 3, state(4))
+    assert jnp.array_equal(module.restore(tmp_path / "run", 3, target(state(4)))["params"]["kernel"], KERNEL)
+    (tmp_path / "run" / "3" / "default" / "_METADATA").write_text("{}")
+    with pytest.raises(DataError, match=r"cannot be read: Orbax 99\.1 has written it, and this one is .*--upgrade orbax"):
+        module.restore(tmp_path / "run", 3, target(state(4)))
+
+
 def test_a_checkpoint_that_cannot_be_written(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import errno
 

@@ -9,7 +9,7 @@ import pytest
 from test_bad_inputs import lowered, pattern
 
 import jscaler
-from jscaler import Plan, Replicate, Split, TimeSplit
+from jscaler import Plan, Replicate, Split, TimeSplit, plans
 from jscaler.errors import JscalerError, OrderError, PlanError, UnknownNameError
 from jscaler.ir import Place
 
@@ -93,6 +93,11 @@ POLICIES: dict[str, Case] = {
     "sharded over some": (lambda g, d: g.shard("params/a", 0, d[:4]), PlanError, "give an array of all 8, each once, whos"),
     "sharded twice": (lambda g, d: [g.shard("params/a", dim, d) for dim in (0, 1)], PlanError, "'params/a' was sharded be"),
     "a schedule of a number": (lambda g, d: g.schedule(5), PlanError, "a schedule is a name, a Table, its text, or a file"),
+    "a schedule of no micro-batches": (
+        lambda g, d: g.schedule("1f1b"),
+        PlanError,
+        "'schedule  1f1b' is the order of micro-batches on device groups, and 'policy' has no op that runs in several: cut",
+    ),
     "a dtype of whole numbers": (lambda g, d: g.reduce_dtype("int32"), PlanError, "a floating dtype like 'bfloat16', not"),
     "yes": (lambda g, d: g.accumulation(each_time="no"), PlanError, "accumulation: each_time is True or False, not 'no'"),
     "no micro-batches": (lambda g, d: g.per_microbatch(None), PlanError, "per_microbatch takes ops, grids and patterns, n"),
@@ -107,6 +112,27 @@ POLICIES: dict[str, Case] = {
     "an unknown op on devices": (lambda g, d: g.on_devices(["loss/dt"], [0]), UnknownNameError, "did you mean 'loss/dot'?"),
     "on no devices": (lambda g, d: g.on_devices(["loss/dot"], []), PlanError, "ops are to run on devices []…there are 8:"),
     "on half a device": (lambda g, d: g.on_devices(["loss/dot"], [0.5]), PlanError, "takes the numbers of devices, 0 and"),
+    "a misspelt op of a stage": (
+        lambda g, d: g.on_stages(plans.single(), {"loss/dt": 0}, d.reshape(2, 4)),
+        UnknownNameError,
+        "no op or input named 'loss/dt' (on_stages); did you mean 'loss/dot'? known: loss/dot",
+    ),
+    "a misspelt input of a stage": (
+        lambda g, d: g.on_stages(plans.single(), {"params/aa": 0}, d.reshape(2, 4)),
+        UnknownNameError,
+        "no op or input named 'params/aa' (on_stages); did you mean 'params/a'?",
+    ),
+    "a third stage of two": (
+        lambda g, d: g.on_stages(plans.single(), {"loss/dot": 2}, d.reshape(2, 4)),
+        PlanError,
+        "on_stages: 'loss/dot' is of stage 2; devices have a row for each of 2 stages, 0 to 1",
+    ),
+    "ops without stages": (lambda g, d: g.on_stages(plans.single(), ["loss/dot"], d.reshape(2, 4)), PlanError, "not ['los"),
+    "stages in one row": (
+        lambda g, d: g.on_stages(plans.single(), {"loss/dot": 0}, d),
+        PlanError,
+        "on_stages takes an array of devices with a row for each stage, not one of shape (8,)",
+    ),
     "fusing in a list": (lambda g, d: g.fuse(["loss/dot", "loss/dot.1"]), PlanError, "fuse takes an op or the path of one"),
     "fusing updates": (lambda g, d: g.fuse(*g.update()), PlanError, "fuse takes forward ops, and their backwards follow"),
     "a name of a number": (lambda g, d: g.fuse("loss/dot", name=5), PlanError, "fuse: name is the path of the new op, not"),

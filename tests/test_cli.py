@@ -74,13 +74,13 @@ def test_a_saved_plan_brings_its_number_of_devices(tmp_path: Path) -> None:
     assert [devices_for(path, None), devices_for(path, 8), devices_for("single", None)] == [3, 8, None]
     with pytest.raises(DeviceError, match="is for 3 devices, and 2 are given"):
         run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path, "--devices", "2")
-    assert "on 3 device(s)" in run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path)
+    assert "on 3 devices" in run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path)
 
 
 def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     run("plan", *SMALL, "--devices", "2", "--plan", "data_parallel", "--save", path)
-    assert "on 2 device(s)" in run("train", "--plan", path, "--steps", "1")
+    assert "on 2 devices" in run("train", "--plan", path, "--steps", "1")
     for flags, sentence in (
         (["--no-stacked"], "was made with --stacked, and --no-stacked is given; leave --stacked out"),
         (["--dtype", "f32"], "was made with --dtype bf16, and --dtype f32 is given; leave --dtype out"),

@@ -41,7 +41,7 @@ def test_both_sides_agree_after_five_steps() -> None:
     assert result.ours.memory["argument"] == result.gspmd.memory["argument"]
     assert result.time_ratio > 0
     assert result.compile_ratio > 0
-    assert "plan data_parallel on 8 device(s), 5 steps" in str(result)
+    assert "plan data_parallel on 8 devices, 5 steps" in str(result)
     assert json.loads(json.dumps(result.as_json()))["devices"] == 8
 
 

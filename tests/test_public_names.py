@@ -18,7 +18,7 @@ from jscaler.primitives.planner import Planner
 
 API = "docs/api.md"
 STEPS = ("Parallelized", "Lowered", "Compiled", "Planner", "Plan", "OpRule")  # classes whose methods may raise
-RAISE_NOTHING = ("Planner.of_kind", "Planner.rule", "Planner.select_inputs", "Planner.plan")
+RAISE_NOTHING = ("Planner.of_kind", "Planner.rule", "Planner.factor_names", "Planner.select_inputs", "Planner.plan")
 DEVICES = 4  # of the planner in the examples, as of their step
 
 

@@ -23,6 +23,7 @@ from jscaler.report.trace_file import write_trace
 from jscaler.report.written import writing
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.graph_nodes import holds_nodes
+from jscaler.text.units import counted
 
 TRACED = 3  # steps behind the first
 
@@ -113,10 +114,8 @@ def train(
     if records:
         first, last = records[0], records[-1]
         middle = sorted(r.seconds for r in records)[len(records) // 2]
-        show(
-            console,
-            f"loss {first.loss:.3f} -> {last.loss:.3f} in {len(steps)} steps; median step {1000 * middle:.0f} ms",
-        )
+        taken = counted(len(steps), "step")
+        show(console, f"loss {first.loss:.3f} -> {last.loss:.3f} in {taken}; median step {1000 * middle:.0f} ms")
     return state
 
 
@@ -127,7 +126,8 @@ def _told(records: Sequence[StepRecord], steps: range) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         done = steps.start + len(records)
-        lost = f"{len(records)} steps of this run are not saved: a checkpoint is written behind the last step"
+        are = "is" if len(records) == 1 else "are"
+        lost = f"{counted(len(records), 'step')} of this run {are} not saved: a checkpoint is written behind the last step"
         raise KeyboardInterrupt(f"after step {done} of {steps.stop}; {lost}") from None
 
 

@@ -12,7 +12,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.text.device_list import devices_text
 from jscaler.text.folding import folded
 from jscaler.text.tables import aligned
-from jscaler.text.units import readable_bytes, readable_seconds
+from jscaler.text.units import counted, readable_bytes, readable_seconds
 
 MOST_OPS = 12
 MOST_TENSORS = 8
@@ -235,7 +235,7 @@ def _totals(cost: Cost) -> list[str]:
     out = f", out of the busiest host {readable_bytes(sent.leaving)}" if sent.leaving else ""
     waiting = f", waiting {readable_seconds(seconds.waiting)}" if len(cost.shares) > 1 else ""
     return [
-        f"plan {cost.plan} on {cost.num_devices} device(s) of {cost.cluster.name}",
+        f"plan {cost.plan} on {counted(cost.num_devices, 'device')} of {cost.cluster.name}",
         f"seconds: {readable_seconds(seconds.total)} (computing {readable_seconds(seconds.compute)}, communicating "
         f"{readable_seconds(seconds.communication)}{waiting}; {cost.flops:.4g} FLOPs of products per device)",
         f"sent per device: {links}{out} ({kinds or 'no communication'})",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.errors import DeviceError, JscalerError, PlanWarning, UnknownNameError
+from jscaler.errors import DeviceError, JscalerError, PlanError, PlanWarning, UnknownNameError, check_flag, shown
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.fit_result import Fit, Tried
 from jscaler.estimate.query import cost
@@ -44,13 +44,18 @@ def fit(
     Raises:
         DeviceError: the cluster does not say how much memory its devices have.
         UnknownNameError: no cluster or plan has the name.
-        PlanError: a plan's arguments are not those that it takes.
+        PlanError: a plan's arguments are not those that it takes; or ``graph`` is none.
 
     Example:
         >>> found = jscaler.fit(train_step.graph(state, batch), "V100-32GB")
         >>> found.chosen.plan, found.chosen.headroom > 30e9  # bytes to spare
         ('single', True)
     """
+    if not isinstance(graph, Graph):
+        raise PlanError(f"fit takes a train step's graph, train_step.graph(state, batch), not {shown(graph)}")
+    if plans is not None and (isinstance(plans, str) or not isinstance(plans, Iterable)):
+        raise PlanError(f"fit: plans are names in a list, such as ['single', 'zero3()'], not {shown(plans)}")
+    check_flag("fit: every", every)
     on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(cluster))
     rungs = ladder(on.num_devices, batch_size(graph)) if plans is None else list(plans)
     found = []

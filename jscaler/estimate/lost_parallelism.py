@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from jscaler.clusters.transition_kinds import sends
+from jscaler.errors import factor_name
 from jscaler.estimate.traffic import moved_by_reader
 from jscaler.estimate.works import works
 from jscaler.ir import Factor, Graph, Op, PTensor, Rule
@@ -200,7 +201,7 @@ def _priced(graph: Graph, found: _Found, work: tuple[float, float], gathers: Map
     op, cut, parts = found.op, found.cut, found.parts
     unshared = 1 - 1 / parts if found.copied else 0.0
     return LostOp(
-        op.path, cut.tensor.name, cut.dim, parts, _why(graph.rule(op), found), cut.behind, found.copied,
+        op.path, cut.tensor.name, cut.dim, parts, _why(graph, found), cut.behind, found.copied,
         work[0] * unshared, work[1] * unshared, gathers.get((op.path, cut.tensor.name), 0.0), op.source,
     )  # fmt: skip
 
@@ -334,7 +335,7 @@ class _Finder:
         found.axes.add(cut.axis)
 
 
-def _why(rule: Rule, found: _Found) -> str:
+def _why(graph: Graph, found: _Found) -> str:
     """Why an op is not split along what cuts its operand, and the remedy."""
     factor, parts = found.factor, found.parts
     if found.meets:
@@ -344,13 +345,14 @@ def _why(rule: Rule, found: _Found) -> str:
     if factor is None or not found.copied:
         return "its other operands are split along the same devices; op_trans says how it shall be split"
     if not factor.splittable:
-        return blocked(factor, rule, parts)
+        return blocked(factor, graph.rule(found.op), parts)
+    named = factor_name(factor.name, graph.factor_names(found.op).get(factor.name, ""))
     asks = f"op_trans(op, Split({factor.name!r}, {parts}))"
     if factor.size % parts:
-        return f"its factor '{factor.name}' of size {factor.size} does not divide into {parts} parts"
+        return f"its factor {named} of size {factor.size} does not divide into {parts} parts"
     if factor.kind == "blocked":
-        return f"its factor '{factor.name}' is blocked: {factor.reason}; {asks} cuts the op there"
-    return f"a copy was cheaper than to split its factor '{factor.name}'; {asks} asks for that"
+        return f"its factor {named} is blocked: {factor.reason}; {asks} cuts the op there"
+    return f"a copy was cheaper than to split its factor {named}; {asks} asks for that"
 
 
 def _carried(op: Op, rule: Rule, factor: Factor, cut: _Cut) -> Iterator[tuple[PTensor, int]]:

@@ -9,12 +9,13 @@ from typing import Any
 
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.errors import PlanError
+from jscaler.errors import PlanError, check_flag, shown
 from jscaler.estimate.cost import Cost, OpCost, Share
 from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.traffic import RESULTS, Traffic, sum_of, traffic_by_reader, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
 from jscaler.estimate.works import works_of
+from jscaler.ir import Graph
 from jscaler.lower.instructions import Send
 from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.lower.step_plan import StepPlan
@@ -61,6 +62,7 @@ def cost(
         (True, 0.0, True)
     """
     on = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
+    check_flag("cost: donated", donated)
     step = planned(graph, plan, on, devices)
     by_op: dict[str, OpCost] = {}
     blocks: list[_BlockCost] = []
@@ -104,13 +106,19 @@ def planned(graph: Any, plan: Any, cluster: Cluster, devices: int | None = None)
         captured = Captured.of(graph.source)
         devices = devices or graph.num_devices
         policy = plan if plan is not None else graph.plan("decisions so far")
-    else:
-        given: Any = graph
-        captured = given if isinstance(given, Captured) else Captured.of(given)
+    elif isinstance(graph, Captured | Graph):
+        captured = graph if isinstance(graph, Captured) else Captured.of(graph)
         policy = plan
+    else:
+        raise PlanError(
+            "cost takes a step's graph, train_step.graph(state, batch), or a lowered step, train_step.lower(state, batch), "
+            f"not {shown(graph)}"
+        )
     if policy is None:
         raise PlanError("a graph costs nothing without a plan: give a policy, a built-in plan's name or a Plan")
     policy = plans.by_name(policy) if isinstance(policy, str) else policy
+    if not callable(policy) and not isinstance(policy, Plan):
+        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {shown(policy)}")
     count = devices or (policy.num_devices if isinstance(policy, Plan) else cluster.num_devices)
     return lower(captured, transform(captured, policy, count, cost=cluster), cluster)
 

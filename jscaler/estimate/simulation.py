@@ -1,15 +1,16 @@
 """``jscaler.simulate``: a step on several device groups in time, without running or compiling anything."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.errors import PlanError, UnknownNameError
+from jscaler.errors import PlanError, UnknownNameError, check_flag, shown
 from jscaler.estimate.memory import memory_over_time
 from jscaler.estimate.query import block_seconds, hop_seconds
-from jscaler.estimate.timed_step import Sends, timed_step
-from jscaler.lower.step_plan import StepPlan
+from jscaler.estimate.timed_step import Sends, check_sends, timed_step
+from jscaler.lower.step_plan import StepPlan, step_of
 from jscaler.tables.timeline import Timeline
 
 
@@ -34,7 +35,8 @@ def simulate(
         donated: whether the step updates its state in place (``donate_argnames``).
 
     Raises:
-        PlanError: neither a cluster nor seconds are given; the cluster does not say what its devices are.
+        PlanError: neither a cluster nor seconds are given; the cluster does not say what its devices are; the step is not
+            lowered, or there are not as many seconds as blocks or transfers.
         UnknownNameError: no block is called so.
 
     Example:
@@ -42,7 +44,9 @@ def simulate(
         >>> found.makespan < 1e-3, found.bubble, found.exposed, found.peak(0) > 0  # seconds, share, seconds, bytes
         (True, 0.0, 0.0, True)
     """
-    step: StepPlan = lowered if isinstance(lowered, StepPlan) else lowered.plan
+    step = step_of("simulate", lowered)
+    check_sends(sends)
+    check_flag("simulate: donated", donated)
     on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(cluster)
     if seconds is None and (on is None or on.device is None):
         raise PlanError(
@@ -54,7 +58,9 @@ def simulate(
         blocks = block_seconds(step, on)
     else:
         blocks = _by_number(step, seconds)
-    hops = hops if hops is not None else [0.0] * len(step.transfers) if on is None else hop_seconds(step, on)
+    if hops is None:
+        hops = [0.0] * len(step.transfers) if on is None else hop_seconds(step, on)
+    hops = _as_many("hops", hops, [transfer.tensor.name for transfer in step.transfers], "transfers")
     runs, sent = timed_step(step, blocks, hops, sends)
     alone, _ = timed_step(step, blocks, [0.0] * len(hops))
     exposed = max((one.end for one in runs), default=0.0) - max((one.end for one in alone), default=0.0)
@@ -65,12 +71,20 @@ def simulate(
 def _by_number(step: StepPlan, seconds: Mapping[str, float] | Sequence[float]) -> list[float]:
     names = [step.block_name(number) for number in range(len(step.blocks))]
     if not isinstance(seconds, Mapping):
-        if len(seconds) != len(names):
-            raise PlanError(
-                f"seconds= has {len(seconds)} entries, and the step has {len(names)} blocks: {', '.join(names)}"
-            )
-        return list(seconds)
+        return _as_many("seconds", seconds, names, "blocks")
     for name in seconds:
         if name not in names:
             raise UnknownNameError("block", name, names)
-    return [seconds.get(name, 0.0) for name in names]
+    return _as_many("seconds", [seconds.get(name, 0.0) for name in names], names, "blocks")
+
+
+def _as_many(argument: str, seconds: Any, names: Sequence[str], what: str) -> list[float]:
+    """Seconds of each of ``names``; raises PlanError where they are no numbers, or not as many."""
+    given = list(seconds) if isinstance(seconds, Iterable) else None
+    if given is None or not all(isinstance(one, Real) for one in given):
+        raise PlanError(f"{argument}= has the seconds of each of the step's {len(names)} {what}, not {shown(seconds)}")
+    if len(given) != len(names):
+        raise PlanError(
+            f"{argument}= has {len(given)} entries, and the step has {len(names)} {what}: {', '.join(names) or 'none'}"
+        )
+    return given

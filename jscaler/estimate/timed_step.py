@@ -6,14 +6,21 @@ between two groups follow one another, beside the blocks; or, as a *rendezvous*,
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal, get_args
 
+from jscaler.errors import PlanError, shown
 from jscaler.lower.instructions import Run, Send, Slot
 from jscaler.lower.step_plan import StepPlan
 from jscaler.tables.simulator import Task, times_of
 from jscaler.tables.timeline import Devices, TimedRun, TimedSend
 
 Sends = Literal["asynchronous", "rendezvous"]
+
+
+def check_sends(sends: Any) -> None:
+    """Raises PlanError where ``sends`` are of no kind that there is."""
+    if sends not in get_args(Sends):
+        raise PlanError(f"sends are {' or '.join(map(repr, get_args(Sends)))}, not {shown(sends)}")
 
 
 def timed_step(

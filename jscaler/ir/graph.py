@@ -1,7 +1,7 @@
 """``Graph``: the captured program as ops over PTensors, in an order that respects data dependencies. Immutable."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -25,6 +25,8 @@ class RuleSource(Protocol):
     def rule(self, op: Op) -> Rule: ...
 
     def factor_of(self, graph: "Graph", path: str, dim: int) -> Mapping[Op, str]: ...
+
+    def named_factors(self, graph: "Graph") -> Mapping[str, Mapping[str, str]]: ...
 
     def pieces(self, op: Op, factors: tuple[str, ...]) -> tuple[str, ...]: ...
 
@@ -187,6 +189,20 @@ class Graph(Shown):
         """
         return self.rules.factor_of(self, path, dim)
 
+    @cached_property
+    def named_factors(self) -> Mapping[str, Mapping[str, str]]:
+        """By op path and factor what it is: the dim of the argument, or of the parameter, that it comes from."""
+        return self.rules.named_factors(self)
+
+    def factor_names(self, op: Op) -> Mapping[str, str]:
+        """What the factors of ``op`` are: by factor the dim of the argument, else of the parameter, that it comes from."""
+        return self.named_factors.get(op.path, {})
+
+    def factors_text(self, op: Op, factors: Iterable[str] | None = None) -> str:
+        """``a=tokens[0] d=up.kernel[1]``: what the factors of ``op`` (or these of them) are, if known."""
+        named = self.factor_names(op)
+        return " ".join(f"{f}={named[f]}" for f in (named if factors is None else factors) if f in named)
+
     def require_gradient(self) -> None:
         """Raises CaptureError unless the step has a gradient call that plans can see."""
         if self.calls:
@@ -224,9 +240,10 @@ class Graph(Shown):
         return count_text({kind: len(self.of_kind(kind)) for kind in kinds})
 
     def __str__(self) -> str:
-        """One line per op: path, rule, shapes, source line. Backward handles are shown by their forward op's line."""
-        rows = [(op.path, str(self.rule(op)), op.shapes, op.source) for op in self.ops if op.kind != "backward"]
-        widths = [min(max((len(r[i]) for r in rows), default=0), WIDEST) for i in range(3)]
+        """One line per op: path, rule, shapes, source line, factors. Backward handles are shown by their forward op's."""
+        shown = [op for op in self.ops if op.kind != "backward"]
+        rows = [(op.path, str(self.rule(op)), op.shapes, op.source, self.factors_text(op)) for op in shown]
+        widths = [min(max((len(r[i]) for r in rows), default=0), WIDEST) for i in range(4)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, (*widths, 0), strict=True)).rstrip() for r in rows]
         return "\n".join([f"Graph: {len(self.ops)} ops ({self._kinds}), {len(self.inputs)} inputs", *lines])
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from jscaler.errors import UnknownNameError
+from jscaler.ir.overview import FoldingTable, Overview, Shown
 
 State = TypeVar("State")
 Pass = Callable[[State], State]
+MOST_LISTED = 16
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ def name_of(one: Callable[..., object]) -> str:
     return getattr(one, "__name__", str(one))
 
 
-@dataclass(frozen=True)
-class Passes:
+@dataclass(frozen=True, repr=False)
+class Passes(Shown):
     """The passes that a step went through, in order; prints as a table.
 
     Example:
@@ -75,6 +77,24 @@ class Passes:
     def as_json(self) -> list[dict[str, object]]:
         """A record for each pass."""
         return [{"name": r.name, "before": r.before, "after": r.after, "seconds": r.seconds} for r in self.runs]
+
+    def overview(self) -> Overview:
+        """How many, and of those that change the count of ops the first; in a notebook all."""
+        changing = [f"{run.name}: {run.before} ops to {run.after}" for run in self.runs if run.before != run.after]
+        rest, seconds = len(changing) - MOST_LISTED, sum(run.seconds for run in self.runs)
+        lines = [
+            f"{len(self.runs)} passes in {seconds:.3g} s; {len(changing)} change the count of ops",
+            *changing[:MOST_LISTED],
+            *([f"and {rest} more of these"] if rest > 0 else []),
+            "print(lowered.passes) has a line for every pass, lowered.passes.after(name) is what one has left",
+        ]
+
+        def cells(run: PassRun[object]) -> tuple[str, ...]:
+            return str(run.before), str(run.after), f"{run.seconds:.4f}", run.why
+
+        header = "ops before", "after", "seconds", "why"
+        table = FoldingTable("passes", header, self.runs, lambda run: run.name, cells, "print(lowered.passes)")
+        return Overview(lines, lambda: [table])
 
     def __str__(self) -> str:
         rows = [("pass", "ops before", "after", "seconds", "why")]

@@ -4,8 +4,10 @@ import functools
 import os
 from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from jscaler.clusters import FEW_STEPS, CostModel
+from jscaler.errors import PlanError, shown
 from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
 from jscaler.lower.blocks import SpanningLoop, Transfer
@@ -18,6 +20,7 @@ from jscaler.primitives import Plan
 from jscaler.primitives.shard_checks import stored_leaves
 from jscaler.rules.made_of import made_of
 from jscaler.tables.table import most_live
+from jscaler.text.units import counted
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class StepPlan:
         return f"{name}, turn {turn}" if turn else name
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}, {len(self.blocks)} block(s) on {self.plan.num_devices} device(s))"
+        blocks, devices = counted(len(self.blocks), "block"), counted(self.plan.num_devices, "device")
+        return f"{type(self).__name__}({self.name}, {blocks} on {devices})"
 
     @property
     def name(self) -> str:
@@ -124,3 +128,11 @@ class StepPlan:
     def vtensors(self, path: str, device: int) -> tuple[tuple[VTensor, ...], tuple[VTensor, ...]]:
         """The parts of tensors that the cell of op ``path`` on logical ``device`` reads, and those that it writes."""
         return self.completed.ops[path].vtensors(self.graph[path], device)
+
+
+def step_of(function: str, given: Any) -> StepPlan:
+    """``given``, or the plan of the lowered or compiled step that it is; raises PlanError for anything else."""
+    step = given if isinstance(given, StepPlan) else getattr(given, "plan", None)
+    if not isinstance(step, StepPlan):
+        raise PlanError(f"{function} takes a lowered step, train_step.lower(state, batch), or its plan, not {shown(given)}")
+    return step

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jscaler.errors import PlanError, UnknownNameError
+from jscaler.errors import PlanError, UnknownNameError, shown
 from jscaler.plans.accumulate import accumulate
 from jscaler.plans.co_shard import co_shard
 from jscaler.plans.data_parallel import data_parallel
@@ -64,6 +64,10 @@ def by_name(name: str) -> Callable[..., Any] | Plan:
         >>> policy.__name__
         'accumulate'
     """
+    if not isinstance(name, str):
+        raise PlanError(
+            f"by_name takes the name of a plan, such as 'data_parallel' or 'megatron(dp=2, tp=4)', not {shown(name)}"
+        )
     if name.endswith(".json"):
         return Plan.load(name)
     called, arguments = parse_call(name)
@@ -90,6 +94,9 @@ def with_schedule(name: str, schedule: str, **more: Any) -> str:
         >>> plans.with_schedule("pipeline(2, 4)", "zb_h1", microbatches=8)
         "pipeline(2, 8, schedule='zb_h1')"
     """
+    for what, text in (("name", name), ("schedule", schedule)):
+        if not isinstance(text, str):
+            raise PlanError(f"with_schedule: {what} is the text of a plan or of a schedule, not {shown(text)}")
     called, _ = parse_call(name)
     if called not in PLANS:
         raise PlanError(

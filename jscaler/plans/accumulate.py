@@ -17,6 +17,7 @@ import numpy as np
 
 from jscaler.errors import SplitError, check_count
 from jscaler.ir import Factor, Op
+from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_run_in_turn
 from jscaler.plans.per_microbatch_groups import groups_alone
@@ -27,6 +28,7 @@ from jscaler.primitives.per_microbatch import under
 MICROBATCH = "microbatch"
 
 
+@checked
 def accumulate(
     microbatches: int,
     plan: Callable[..., Any] | None = None,
@@ -91,7 +93,8 @@ def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) ->
     factor = graph.rule(op).factors[name]
     if op.kind == "forward" and op.backward is not None and factor.size > 1:
         why = f"it needs the whole batch: {factor.reason or 'its parts overlap'}; {_remedy(op, factor)}"
-        raise SplitError(op.path, name, factor.size, parts, why if factor.size % parts == 0 else "")
+        why = why if factor.size % parts == 0 else ""
+        raise SplitError(op.path, name, factor.size, parts, why, graph.factor_names(op).get(name, ""))
     return False
 
 

@@ -1,14 +1,43 @@
-"""Whether arguments of plans are of the types that their signatures say: in a plan's text anything may be typed."""
+"""Whether arguments of plans are of the types that their signatures say: in a plan's text, and in a call, anything may be
+typed."""
 
+import functools
 import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
-from jscaler.errors import PlanError
+import numpy as np
+
+from jscaler.errors import PlanError, shown
 
 CHECKED_THERE = ("batch", "dp", "tp")  # of which plans say more than their type
+P = ParamSpec("P")
+
+
+def checked(factory: Callable[P, Callable[..., None]]) -> Callable[P, Callable[..., None]]:
+    """``factory``, which makes a policy of its arguments, with `check_types` behind its own checks, which say more."""
+
+    @functools.wraps(factory)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Callable[..., None]:
+        try:
+            policy = factory(*args, **kwargs)
+        except TypeError:
+            _check_call(factory, args, kwargs)
+            raise
+        _check_call(factory, args, kwargs)
+        return policy
+
+    return made
+
+
+def _check_call(factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    try:
+        bound = inspect.signature(factory).bind(*args, **kwargs)
+    except TypeError:
+        return  # Python says what it takes
+    check_types(factory.__name__, factory, bound.arguments)
 
 
 def check_types(plan: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -18,7 +47,7 @@ def check_types(plan: str, factory: Callable[..., Any], arguments: Mapping[str, 
         wanted = signature.parameters[name].annotation
         if (name not in CHECKED_THERE or value is None) and not matches(value, wanted):
             said = " or ".join("None" if one is type(None) else _word(one) for one in _choices(wanted))
-            raise PlanError(f"plan '{plan}': its argument '{name}' is {said}, not {value!r}")
+            raise PlanError(f"plan '{plan}': its argument '{name}' is {said}, not {shown(value)}")
 
 
 def matches(value: Any, wanted: Any) -> bool:
@@ -40,6 +69,8 @@ def _matches_one(value: Any, wanted: Any) -> bool:
     if isinstance(origin, str):  # a name for type checkers alone: of what can be typed, text
         return not isinstance(value, (bool, int, float, complex, bytes, list, tuple, dict, set))
     if origin is Any or not isinstance(origin, type):
+        return True
+    if origin is int and isinstance(value, np.integer):
         return True
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
         return False

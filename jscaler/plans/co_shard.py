@@ -25,6 +25,7 @@ from jscaler.ir.loop import chain_of, inside, made_by, reads_of
 from jscaler.ir.op import RANGES
 from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
+from jscaler.plans.argument_types import checked
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.column_row_pairs import columns_of
 from jscaler.plans.factors import Dims, Factors, can_run_in_turn, reached
@@ -36,6 +37,7 @@ from jscaler.rules.reached_factors import reached_factors
 CO_SHARD, TOKENS = "co_shard", "tokens"
 
 
+@checked
 def co_shard(
     parts: int,
     on: Dims | Sequence[str] | None = None,

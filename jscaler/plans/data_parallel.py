@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from jscaler.errors import SplitError, divisors
+from jscaler.plans.argument_types import checked
 from jscaler.plans.batch import batch_leaves
 from jscaler.plans.factors import Factors, reached, split
 from jscaler.primitives import Planner
 
 
+@checked
 def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
     """Split dim 0 of every input that ``batch`` names over all devices.
 

@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, by_dim, reached, required, split
 from jscaler.plans.find_experts import ExpertKernel, find_experts
 from jscaler.primitives import Planner
 
 
+@checked
 def expert_parallel(experts: str | Sequence[str] | None = None, batch: str = "batch") -> Callable[..., None]:
     """Split the batch over all devices, and between dispatch and combine the experts over the same ones.
 

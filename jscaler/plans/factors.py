@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jscaler.capture.jaxprs import all_equations
-from jscaler.errors import PlanError, PlanWarning, SplitError, UnknownNameError, check_count
+from jscaler.errors import PlanError, PlanWarning, SplitError, UnknownNameError, check_count, factor_name
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.ir.op import is_of_ranges, without_range
@@ -176,10 +176,11 @@ def _warn_of_whole(graph: Planner, parts: int, table: Factors) -> None:
     if not ops:
         return
     op, factor = ops[0], graph.rule(ops[0]).factors[table[ops[0]]]
+    named = factor_name(factor.name, graph.factor_names(op).get(factor.name, ""))
     why = f"it has size {factor.size}" if factor.splittable else blocked(factor, graph.rule(op), parts)
     warnings.warn(
         f"nothing is split over {parts} devices, not '{op.path}' ({op.source}), which carries what the plan splits as its "
-        f"factor '{factor.name}': {why}",
+        f"factor {named}: {why}",
         PlanWarning,
         stacklevel=2,
     )

@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 
 from jscaler.errors import PlanError
+from jscaler.plans.argument_types import checked
 from jscaler.plans.column_row_pairs import columns_of
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Dims, Factors, device_grid, reached, split
@@ -35,6 +36,7 @@ from jscaler.primitives import Planner
 from jscaler.tables import Published, Table
 
 
+@checked
 def megatron(
     dp: int | None = None,
     tp: int | None = None,

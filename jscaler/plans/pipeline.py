@@ -28,17 +28,20 @@ from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.op import RANGES, range_mark
 from jscaler.ir.walk import closure
 from jscaler.plans.accumulate import MICROBATCH, accumulate
+from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
 from jscaler.plans.single import single
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule
 from jscaler.tables.table import cells_of
+from jscaler.text.units import counted
 from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 
 
+@checked
 def pipeline(
     stages: int,
     microbatches: int,
@@ -337,8 +340,8 @@ def _of_passes(
         )
     if done + 1 != stages // own:
         raise PlanError(
-            f"pipeline: the model goes {done + 1} times over its own output, and the schedule has {stages // own} passes; "
-            f"give chunks={done + 1}"
+            f"pipeline: the model has {counted(done + 1, 'pass', 'passes')} over its own output, and the schedule "
+            f"{stages // own}; give chunks={done + 1}"
         )
     return found
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from jscaler.plans.argument_types import checked
 from jscaler.plans.layers import find_layers
 from jscaler.plans.single import single
 from jscaler.primitives import Planner
 
 
+@checked
 def recompute_layers(
     plan: Callable[..., Any] | None = None,
     every: int = 1,

@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from jscaler.plans.argument_types import checked
 from jscaler.plans.attention import find_cores
 from jscaler.plans.single import single
 from jscaler.primitives import Planner
 
 
+@checked
 def selective_recompute(
     plan: Callable[..., Any] | None = None, on: str | Sequence[str] | None = None
 ) -> Callable[..., None]:  # fmt: skip

@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jscaler.plans.argument_types import checked
 from jscaler.plans.column_row_pairs import columns_of
 from jscaler.plans.factors import Dims, reached, split
 from jscaler.plans.find_sequence import sequence_of
 from jscaler.primitives import Planner
 
 
+@checked
 def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dims | None = None) -> Callable[..., None]:
     """`tensor_parallel`, and the sequence over the same devices wherever heads and hidden units do not reach.
 

@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jscaler.plans.argument_types import checked
 from jscaler.primitives import Planner
 
 
+@checked
 def single() -> Callable[..., None]:
     """No splits. On more than one device every op is replicated.
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import PTensor
+from jscaler.plans.argument_types import checked
 from jscaler.plans.batch import batch_leaves
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import device_grid, reached, required, split
@@ -24,6 +25,7 @@ from jscaler.primitives import Planner
 IMAGES = "batch/image*"
 
 
+@checked
 def spatial(
     image: str = IMAGES, dim: int = 1, grid: Sequence[int] | None = None, dp: int = 1, batch: str = "batch"
 ) -> Callable[..., None]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jscaler.plans.argument_types import checked
 from jscaler.plans.column_row_pairs import columns_of
 from jscaler.plans.factors import Dims, reached, split
 from jscaler.plans.vocab_parallel import tables_of_words
@@ -28,6 +29,7 @@ from jscaler.plans.zero import shard_rest, without_followers
 from jscaler.primitives import Planner
 
 
+@checked
 def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[..., None]:
     """Split the columns of the first kernel of each pair, and all ops that they reach, over all devices.
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jscaler.ir import PTensor
 from jscaler.ir.walk import closure
+from jscaler.plans.argument_types import checked
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.column_row_pairs import meets_rows, products_of, weights_of
 from jscaler.plans.factors import Dims, reached, required, select, split
@@ -85,6 +86,7 @@ def _is_looked_up(graph: Planner, table: PTensor, weights: set[PTensor]) -> bool
     return False
 
 
+@checked
 def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
     """Split the vocabulary of each table that matches, and all ops that it reaches, over all devices.
 

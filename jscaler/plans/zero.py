@@ -27,11 +27,13 @@ from jscaler.errors import PlanWarning, listing
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.walk import closure
+from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_be_split, split
 from jscaler.primitives import Planner, Replicate
 
 
+@checked
 def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
     """`data_parallel`, with the optimizer's state and the updates split over all devices.
 
@@ -49,6 +51,7 @@ def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]
     return _zero("zero1", batch, reduce_dtype, stored=False)
 
 
+@checked
 def zero3(batch: str = "batch", reduce_dtype: Any = None, gather_once: bool = False) -> Callable[..., None]:
     """`zero1`, with the parameters themselves split too: fully sharded data parallelism.
 
@@ -68,6 +71,7 @@ def zero3(batch: str = "batch", reduce_dtype: Any = None, gather_once: bool = Fa
     return _zero("zero3", batch, reduce_dtype, stored=True, gather_once=gather_once)
 
 
+@checked
 def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
     """`zero1`, with the gradients split too where they add up over micro-batches: they are reduced and scattered each time.
 

@@ -169,6 +169,18 @@ class GraphView(Shown):
         """
         return self.graph.factor_of(path, dim)
 
+    def factor_names(self, op: Op) -> Mapping[str, str]:
+        """What the factors of an op are: by factor the dim of the argument, else of the parameter, that it comes from.
+
+        Args:
+            op: an op of this graph.
+
+        Example:
+            >>> print(graph.factor_names(graph["mlp/dot"]))
+            {'a': 'tokens[0]', 'b': 'tokens[1]', 'c': 'words[1]', 'd': 'up[1]'}
+        """
+        return self.graph.factor_names(op)
+
     def require_gradient(self) -> None:
         """Do nothing, if the step takes a gradient that plans can see.
 

@@ -1,11 +1,12 @@
 """``Grid``: the cells that ``op_trans`` made of an op. Indexing gives cells or sub-grids, as with an array."""
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jscaler.errors import PlanError
-from jscaler.ir import Op
+from jscaler.ir import Graph, Op
 from jscaler.ir.overview import clipped
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.plan import Index
@@ -22,6 +23,7 @@ class Grid:
         pieces: what the op does, piece by piece, where splitting it so cuts it at its inner reductions: then every cell
             is a group of ops, which are placed together.
         chunks: the parts of every cell that run one after another in it.
+        graph: the op's, which knows what its factors are.
     """
 
     op: Op
@@ -29,12 +31,17 @@ class Grid:
     index: Index
     pieces: tuple[str, ...] = ()
     chunks: tuple[GridAxis, ...] = ()
+    graph: Graph | None = field(default=None, compare=False)
 
     @staticmethod
     def whole(
-        op: Op, axes: tuple[GridAxis, ...], pieces: tuple[str, ...] = (), chunks: tuple[GridAxis, ...] = ()
+        op: Op,
+        axes: tuple[GridAxis, ...],
+        pieces: tuple[str, ...] = (),
+        chunks: tuple[GridAxis, ...] = (),
+        graph: Graph | None = None,
     ) -> "Grid":
-        return Grid(op, axes, tuple((0, a.parts) for a in axes), pieces, chunks)
+        return Grid(op, axes, tuple((0, a.parts) for a in axes), pieces, chunks, graph)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +64,7 @@ class Grid:
         index = list(self.index)
         for axis, one in enumerate(keys):
             index[axis] = self._range(axis, one)
-        return Grid(self.op, self.axes, tuple(index), self.pieces, self.chunks)
+        return dataclasses.replace(self, index=tuple(index))
 
     def _range(self, axis: int, key: int | slice) -> tuple[int, int]:
         start, stop = self.index[axis]
@@ -72,7 +79,9 @@ class Grid:
         return start + key % size, start + key % size + 1
 
     def __repr__(self) -> str:
-        return clipped(str(self))
+        factors = [a.factor for a in (*self.axes, *self.chunks) if a.factor is not None]
+        named = self.graph.factors_text(self.op, dict.fromkeys(factors)) if self.graph is not None else ""
+        return clipped(" ".join(filter(None, (str(self), named))))
 
     def __str__(self) -> str:
         axes = ", ".join([*map(str, self.axes), *(f"{a} chunks" for a in self.chunks)])

@@ -9,7 +9,8 @@ import numpy as np
 from jscaler.capture.bodies import BodyTable
 from jscaler.errors import PlanError, shown
 from jscaler.ir import Graph
-from jscaler.primitives.plan import Decision, Plan
+from jscaler.ir.overview import clipped
+from jscaler.primitives.plan import Decision, Plan, Schedule, Trans
 from jscaler.primitives.planner import Planner
 
 
@@ -26,7 +27,8 @@ def make_plan(
     ``bodies`` interns the bodies of fused ops; ``device`` is the kind of the devices, where that is known.
 
     Raises:
-        PlanError: the policy takes other arguments than the graph and the devices; and what its decisions raise.
+        PlanError: the policy takes other arguments than the graph and the devices; it has a schedule, and nothing in time;
+            and what its decisions raise.
     """
     _check_policy(policy)
     planner = Planner(graph, num_devices, bodies, stores, device)
@@ -41,7 +43,20 @@ def make_plan(
             f"'{name}' has decided nothing and returned {shown(made)}: a policy calls graph.op_trans and graph.op_assign, "
             "and what it returns is not read"
         )
+    _check_schedule(plan)
     return plan
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Raises PlanError for a schedule of no micro-batches; a policy may name it before it cuts the batch."""
+    said = next((d for d in reversed(plan.decisions) if isinstance(d, Schedule)), None)
+    in_time = any(axis.time for d in plan.decisions if isinstance(d, Trans) for axis in d.axes)
+    if said is not None and not in_time:
+        raise PlanError(
+            f"'{clipped(str(said))}' is the order of micro-batches on device groups, and '{plan.name}' has no op that runs "
+            "in several: cut the batch in time (plans.accumulate(4, policy), or graph.op_trans(op, TimeSplit('a', 4))), or "
+            "leave the schedule out"
+        )
 
 
 def _check_policy(policy: Callable[..., Any]) -> None:

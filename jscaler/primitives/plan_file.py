@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jscaler.errors import PlanFileError, near_names
+from jscaler.errors import PlanFileError, near_names, shown
 from jscaler.primitives.made_for import MadeFor, OpRecord, RuleRecord
 from jscaler.primitives.records import Places, Table, make, make_place, place_data, record
 
@@ -112,6 +112,8 @@ def read(text: str, kinds: Kinds) -> Contents:
     Raises:
         PlanFileError: it is no plan file, of a newer version, or malformed.
     """
+    if not isinstance(text, str):
+        raise PlanFileError(f"a plan is read from text, as plan.to_json() has given it, not from {shown(text)}")
     try:
         data = json.loads(text, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
@@ -209,13 +211,19 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
+def _path(path: Any) -> Path:
+    if isinstance(path, str | os.PathLike):
+        return Path(path)
+    raise PlanFileError(f"a plan's file is named by its path, as text or a pathlib.Path, not by {shown(path)}")
+
+
 def save(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path``, whole or not at all: whoever reads meanwhile sees the old file or the new one.
 
     Raises:
         PlanFileError: there is no such folder, or it cannot be written to.
     """
-    target = Path(path)
+    target = _path(path)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with open(draft, "w", encoding="utf-8", newline="\n") as file:
@@ -236,6 +244,6 @@ def load(path: str | os.PathLike[str]) -> str:
         PlanFileError: there is no such file, or it is no text.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return _path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise PlanFileError(f"'{os.fspath(path)}' cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.errors import PlanError, SplitError, check_count, check_flag, shown
+from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count, check_flag, shown
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
@@ -44,6 +44,7 @@ from jscaler.primitives.plan import (
 from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
 from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
+from jscaler.primitives.stage_checks import check_stages
 from jscaler.tables import Published, Table, find_schedule
 
 OpPart = tuple[Op | str, int]  # an op, and the number of its part along its time axis
@@ -147,14 +148,20 @@ class Planner(GraphView):
             raise PlanError(f"'{target.path}' was split before, into {self._grids[target.path]}; split that grid further")
         rule = self.graph.rule(target)
         for algorithm in algorithms:
-            axis = grid_axis(target, rule, algorithm, (*axes, *chunks), target.path in self.alone)
+            try:
+                axis = grid_axis(target, rule, algorithm, (*axes, *chunks), target.path in self.alone)
+            except SplitError as error:
+                raise error.of(self.graph.factor_names(target).get(error.factor, "")) from None
+            except UnknownNameError as error:
+                error.args = (f"{error}{self._factors_of(target)}",)
+                raise
             if not isinstance(algorithm, Chunk):
                 axes = (*axes, axis)
             elif chunks:
                 raise PlanError(f"'{target.path}' runs in chunks of {chunks[0]} already; an op is chunked along one factor")
             else:
                 chunks = (axis,)
-        grid = Grid.whole(target, axes, self._pieces(target, rule, axes), chunks)
+        grid = Grid.whole(target, axes, self._pieces(target, rule, axes), chunks, self.graph)
         self._decide(Trans(target.path, axes, chunks))
         self._grids[target.path] = grid
         return grid
@@ -173,6 +180,11 @@ class Planner(GraphView):
             return self.graph[op if isinstance(op, str) else op.path]
         path = self.graph.ops[0].path
         raise PlanError(f"{function} takes an op or the path of one, such as '{path}', not {shown(op)}")
+
+    def _factors_of(self, op: Op) -> str:
+        """The end of an error's sentence: what the letters of an op's factors stand for."""
+        said = self.graph.factors_text(op)
+        return f"; they are {said}" if said else ""
 
     def _only_in_time(self, grid: Grid) -> bool:
         assigned = any(isinstance(d, Assign) and d.op == grid.op.path for d in self._decisions)
@@ -426,12 +438,16 @@ class Planner(GraphView):
             axis: the name of that time axis.
 
         Raises:
+            UnknownNameError: no op and no input has such a path.
+            PlanError: devices are not a row for each stage, or there is no such stage.
             JscalerError: what the policy raises.
 
         Example:
             >>> stages = {op.path: int(not op.path.startswith("attention")) for op in graph.forward()}
             >>> graph.on_stages(plans.data_parallel(), stages, devices.reshape(2, 2))
         """
+        devices = _device_array("on_stages", devices)
+        check_stages(self.graph, stage_of, devices)
         first, grids, sharded = len(self._decisions), dict(self._grids), set(self._sharded)
         # a policy for some stages does not meet what one for other stages has said
         elsewhere = {path for path, grid in grids.items() if path not in stage_of and not self._only_in_time(grid)}
@@ -460,7 +476,7 @@ class Planner(GraphView):
             table: a table, its text or file; or a published schedule, or its name: ``"1f1b"``, ``"zb_h1"``.
 
         Raises:
-            PlanError: neither a table nor a name.
+            PlanError: neither a table nor a name; or, when the policy has returned, no op is split in time.
 
         Example:
             >>> graph.schedule("zb_h1")

@@ -12,7 +12,7 @@ from jscaler.materialize import DeviceMesh
 from jscaler.report.step_text import COUNTS, layout_legend, layout_text
 from jscaler.text.device_list import devices_text
 from jscaler.text.tables import aligned
-from jscaler.text.units import readable_bytes
+from jscaler.text.units import counted, readable_bytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def kept_bytes(step: StepPlan, number: int) -> int:
 def instructions_text(step: StepPlan) -> str:
     """What each device group does, one instruction after another."""
     groups = dict.fromkeys(block.group for block in step.blocks)
-    lines = [f"plan {step.name} ({step.digest}) on {step.plan.num_devices} device(s), as {len(step.blocks)} block(s)"]
+    devices, blocks = counted(step.plan.num_devices, "device"), counted(len(step.blocks), "block")
+    lines = [f"plan {step.name} ({step.digest}) on {devices}, as {blocks}"]
     for group in groups:
         told = any(map(COUNTS.search, lines))
         table = aligned([*_of_group(step, group)])

@@ -3,13 +3,13 @@ and below what the devices hold.
 """
 
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from jscaler.errors import PlanError, shown
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
-from jscaler.report.written import writing
-from jscaler.tables.timeline import Devices, TimedRun, Timeline
+from jscaler.report.written import as_path, writing
+from jscaler.tables.timeline import Devices, TimedRun, Timeline, check_timeline
 from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_seconds
 
@@ -35,11 +35,15 @@ def draw_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
     Raises:
         UnknownNameError: the path's ending says no known format.
         JscalerError: matplotlib is missing, or the file cannot be written.
+        PlanError: ``timelines`` are none.
 
     Example:
         >>> jscaler.draw_timelines("step.png", [jscaler.simulate(lowered, "4xH100-80GB")])
     """
-    path = Path(path)
+    path = as_path("picture", path)
+    if isinstance(timelines, Timeline) or not isinstance(timelines, Iterable):
+        raise PlanError(f"draw_timelines takes timelines in a list, not {shown(timelines)}")
+    timelines = [check_timeline("draw_timelines", one) for one in timelines]
     refuse_picture(path)
     figure = timeline_figure(timelines)
     with writing("picture", path):

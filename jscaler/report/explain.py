@@ -14,7 +14,7 @@ from jscaler.report.step_text import COUNTS, layout_legend
 from jscaler.text.device_list import devices_text
 from jscaler.text.folding import braced, merged
 from jscaler.text.tables import aligned
-from jscaler.text.units import readable_bytes
+from jscaler.text.units import counted, readable_bytes
 
 Section = Literal["ops", "leaves", "memory"]
 SECTIONS: tuple[Section, ...] = ("ops", "leaves", "memory")
@@ -25,14 +25,14 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
     """A report as text.
 
     ``ops``: one line per group of like ops (layer numbers folded), and below it one per tensor that is moved for it. A
-    group's line: where it runs and why, if there are several device groups; its split, who decided and why, the
-    collectives in front of it with the bytes that each device sends, how it leaves its (first) result, and the runner-up
-    of what was filled in. Behind these stand, if there are several groups, what crosses between them, the blocks that they
-    run (how often, their ops, what a device keeps of a micro-batch for the backward block of its stage) and the order in
-    which they run them. Of kind ``again`` are clones of forward ops that the backward pass computes once more; below
-    the table stands what is kept instead, and what is lost: ops that are copied, and tensors that are gathered, though the
-    plan splits what they carry. Layouts are ``R<replicas> V<value shares> D<parts of each dim>``; the first one is put
-    into words below the first table that has any.
+    group's line: where it runs and why, if there are several device groups; its split, what the factors are (the dim of the
+    argument that they come from), who decided and why, the collectives in front of it with the bytes that each device
+    sends, how it leaves its (first) result, and the runner-up of what was filled in. Behind these stand, if there are
+    several groups, what crosses between them, the blocks that they run (how often, their ops, what a device keeps of a
+    micro-batch for the backward block of its stage) and the order in which they run them. Of kind ``again`` are clones of
+    forward ops that the backward pass computes once more; below the table stands what is kept instead, and what is lost:
+    ops that are copied, and tensors that are gathered, though the plan splits what they carry. Layouts are
+    ``R<replicas> V<value shares> D<parts of each dim>``; the first is put into words below the first table that has any.
 
     ``leaves``: how the leaves of the step's arguments lie, who decided, and the runner-up; and what stays whole though
     others are split. ``memory``: bytes by kind of tensor, and what lives at the peak.
@@ -49,8 +49,8 @@ def explain(report: StepReport, sections: Iterable[Section] = SECTIONS) -> str:
 
 def heading(report: StepReport) -> str:
     """The plan's name, its devices, and how many decisions it makes."""
-    head = f"plan {report.plan} ({report.digest}) on {report.num_devices} device(s), {meshes_text(report.groups)}"
-    return f"{head}, {report.num_decisions} decisions"
+    head = f"plan {report.plan} ({report.digest}) on {counted(report.num_devices, 'device')}, {meshes_text(report.groups)}"
+    return f"{head}, {counted(report.num_decisions, 'decision')}"
 
 
 def meshes_text(groups: Iterable[Mapping[str, int]]) -> str:
@@ -74,7 +74,18 @@ def _ops(report: StepReport) -> list[str]:
     several = len(report.groups) > 1
     on = ("runs on",) if several else ()
     table = [
-        ("kind", "ops", "n", *on, "split", "decided", "collectives in front (bytes per device)", "leaves", "runner-up")
+        (
+            "kind",
+            "ops",
+            "n",
+            *on,
+            "split",
+            "factors",
+            "decided",
+            "collectives in front (bytes per device)",
+            "leaves",
+            "runner-up",
+        )
     ]
     below: list[Sequence[str]] = [[]]
     for row in _merged_updates(rows):
@@ -83,7 +94,7 @@ def _ops(report: StepReport) -> list[str]:
         split = f"{row.split} in time {row.in_time}" if row.in_time else row.split
         on = (_runs_on(row),) if several else ()
         what = kind, row.path, str(row.count), *on
-        table.append((*what, split, row.decided, moved_text(row.moved), row.layout, runner_up))
+        table.append((*what, split, row.factors, row.decided, moved_text(row.moved), row.layout, runner_up))
         below.append(_details(row.moves))
     lines = aligned(table, below) if rows else []
     lines += layout_legend(lines)
@@ -138,7 +149,9 @@ def _merged_updates(rows: Sequence[OpRow]) -> list[OpRow]:
 
     def join(path: str, found: Sequence[OpRow]) -> OpRow:
         moves = grouped_moves([move for row in found for move in row.moves])
-        return dataclasses.replace(found[0], path=path, count=sum(row.count for row in found), moves=moves)
+        factors = found[0].factors + (", …" if len({row.factors for row in found}) > 1 else "")
+        count = sum(row.count for row in found)
+        return dataclasses.replace(found[0], path=path, count=count, moves=moves, factors=factors)
 
     def rest(row: OpRow) -> tuple[object, ...]:
         return row.split, row.decided, row.layout, row.runners_up, bool(row.moves), row.devices, row.home

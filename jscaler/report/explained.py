@@ -14,7 +14,7 @@ from jscaler.report.explain import SECTIONS, Section, explain, meshes_text
 from jscaler.report.leaves import local_bytes
 from jscaler.report.moved_tensors import all_moved, moved_text
 from jscaler.report.step_report import StepReport, memory_rows, memory_text, step_report
-from jscaler.text.units import readable_bytes
+from jscaler.text.units import counted, readable_bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,8 +54,8 @@ class ExplainedPlan(Shown, StepPlan):
         mesh = meshes_text(dict(group.axes) for group in completed.groups)
         crossings = f"; {len(self.sent)} tensors cross between device groups" if self.sent else ""
         return [
-            f"plan {self.name} on {self.plan.num_devices} device(s), {mesh}, {len(self.plan.decisions)} decisions",
-            f"{len(graph.ops)} ops in {len(self.blocks)} block(s), {len(graph.inputs)} leaves of arguments",
+            f"plan {self.name} on {counted(self.plan.num_devices, 'device')}, {mesh}, {len(self.plan.decisions)} decisions",
+            f"{len(graph.ops)} ops in {counted(len(self.blocks), 'block')}, {len(graph.inputs)} leaves of arguments",
             f"per device: {memory_text(memory_rows(graph, completed))}",
             f"a device sends: {moved_text(all_moved(self.segments)) or 'nothing'}{crossings}",
             "print(lowered.plan.explain()) shows every group of ops and of leaves, lowered.plan.report is the same as data",

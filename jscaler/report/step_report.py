@@ -41,6 +41,7 @@ class OpRow:
         path: their path, layer numbers as ``*``.
         count: how often they run in a step, over all iterations of loops.
         split: what the mesh axes mean for them: ``a:2 share:4``.
+        factors: what the factors are that are split, or that the runners-up split: ``a=tokens[0]``.
         origin: who decided: ``policy``, ``mirrored`` or ``filled``.
         decided: the same with the reason.
         layout: how they leave their (first) result, in R V D text.
@@ -67,6 +68,7 @@ class OpRow:
     in_time: str = ""
     devices: tuple[int, ...] = ()
     home: str = ""
+    factors: str = ""
 
     @property
     def moved(self) -> Moved:
@@ -237,8 +239,16 @@ def _op_rows(
         idle = idle and all(op.path not in lost for op in ops)
         count = sum(_times(graph, op) for op in ops)
         again = any(op.again is not None for op in ops)
-        rows.append(OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, in_time, *home))
+        row = OpRow(kind, path, count, split, origin, decided, left, runners_up, mine, idle, again, in_time, *home)
+        rows.append(dataclasses.replace(row, factors=_factors(graph, ops[0], completed)))
     return tuple(rows)
+
+
+def _factors(graph: Graph, op: Op, completed: Completed) -> str:
+    """What the factors are that an op is split along, or would be by its runners-up."""
+    place = completed.ops[op.path].placement
+    others = [word.partition(":")[0] for other in place.runners_up for word in other.what.split()]
+    return graph.factors_text(op, dict.fromkeys((*place.parts, *others)))
 
 
 def _in_time(graph: Graph, op: Op) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jscaler.clusters import Cluster
 from jscaler.estimate.memory import MEMORY_KINDS, Memory, preallocation
+from jscaler.ir.overview import FoldingTable, Overview, Shown
 from jscaler.lower.instructions import Send
 from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
@@ -18,7 +19,7 @@ from jscaler.report.hlo import HloCollective, collectives
 from jscaler.report.xla_memory import Contributor, DeviceMemory
 from jscaler.text.device_list import devices_text
 from jscaler.text.tables import table
-from jscaler.text.units import readable_bytes
+from jscaler.text.units import counted, readable_bytes
 
 MOST_ROWS = 12
 SEND = "send"
@@ -104,8 +105,8 @@ class CompiledBlock(Inspectable):
     compiled: Any = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
-class TargetReport(Inspectable):
+@dataclass(frozen=True, repr=False)
+class TargetReport(Shown, Inspectable):
     """A step compiled for a described cluster: does it fit, what takes the memory, and what travels.
 
     Attributes:
@@ -187,8 +188,27 @@ class TargetReport(Inspectable):
             "seconds": self.seconds,
         }
 
+    def overview(self) -> Overview:
+        """Whether it fits, the bytes by kind, and what travels; in a notebook also what is held at the peak."""
+        kinds = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in self.memory.by_kind.items() if size)
+        lines = [
+            heading(self),
+            verdict(self.memory),
+            f"the fullest device: {kinds}",
+            f"a device sends {readable_bytes(self.sent)} in a step, and executes {self.flops:.4g} FLOPs",
+            f"{counted(len(self.blocks), 'block')} compiled in {sum(self.seconds.values()):.1f} s",
+            "print(report) has the tables, .contributors and .collectives are their rows, .as_text() is XLA's text",
+        ]
+        header = "bytes", "kind", "arrays", "source"
+        table = FoldingTable("held at the peak", header, self.contributors, lambda one: one.op, _cells, "print(report)")
+        return Overview(lines, lambda: [table])
+
     def __str__(self) -> str:
         return as_text(self)
+
+
+def _cells(one: Contributor) -> tuple[str, ...]:
+    return readable_bytes(one.nbytes), one.kind, f"{one.count} × {one.shape}" if one.shape else "", one.source
 
 
 def xla_bytes(stats: Any) -> dict[str, int]:
@@ -323,7 +343,10 @@ def blocks_table(report: TargetReport) -> Table:
 def contributors_table(report: TargetReport, most: int = MOST_ROWS) -> Table:
     """What is held at the peak, the largest first."""
     shown = report.contributors[:most]
-    rows = [(readable_bytes(c.nbytes), c.kind, f"{c.count} × {c.shape}" if c.shape else "", c.op, c.source) for c in shown]
+    rows = []
+    for one in shown:
+        nbytes, kind, arrays, source = _cells(one)
+        rows.append((nbytes, kind, arrays, one.op, source))
     rest = sum(c.nbytes for c in report.contributors[most:])
     if rest:
         rows.append((readable_bytes(rest), "", "", f"{len(report.contributors) - most} more", ""))

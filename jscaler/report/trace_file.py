@@ -3,11 +3,10 @@
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from jscaler.report.written import writing
-from jscaler.tables.timeline import TimedSend, Timeline
+from jscaler.report.written import as_path, writing
+from jscaler.tables.timeline import TimedSend, Timeline, check_timeline
 
 MICRO = 1e6  # the format's unit is a microsecond
 LINKS = 1_000_000  # the process that has the links as its threads
@@ -41,14 +40,17 @@ def write_trace(path: str | os.PathLike[str], timeline: Timeline) -> None:
 
     Raises:
         OutputError: the file cannot be written.
+        PlanError: ``timeline`` is none.
 
     Example:
         >>> jscaler.write_trace("step.json", jscaler.simulate(lowered, "4xH100-80GB"))
     """
+    target = as_path("trace", path)
+    check_timeline("write_trace", timeline)
     text = json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"})
-    with writing("trace", path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
+    with writing("trace", target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
 
 
 def _links(timeline: Timeline) -> Iterator[dict[str, Any]]:

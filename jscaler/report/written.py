@@ -5,8 +5,9 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from jscaler.errors import OutputError
+from jscaler.errors import OutputError, shown
 
 
 @contextlib.contextmanager
@@ -20,6 +21,13 @@ def writing(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"cannot write the {what} '{path}': {error.strerror or error}; choose another path") from error
+
+
+def as_path(what: str, path: Any) -> Path:
+    """``path`` of what is to be written; raises OutputError where it is none."""
+    if isinstance(path, str | os.PathLike):
+        return Path(path)
+    raise OutputError(f"the {what} is written to a path, as text or a pathlib.Path, not to {shown(path)}")
 
 
 def check_file(what: str, path: Path | None) -> None:

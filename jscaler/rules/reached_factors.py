@@ -47,17 +47,17 @@ def _factors_at(graph: Graph, op: Op, tensor: PTensor, dim: int) -> list[str]:
     found: list[str] = []
     for mine, factors in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
         if mine == tensor:
-            found += _leading(rule, factors[dim])
+            found += leading(rule, factors[dim])
     return found
 
 
 def _carriers(graph: Graph, op: Op, factor: str) -> list[tuple[PTensor, int]]:
     rule = graph.rule(op)
     tensors = (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True))
-    return [(t, d) for t, dims in tensors for d, names in enumerate(dims) if _leading(rule, names) == [factor]]
+    return [(t, d) for t, dims in tensors for d, names in enumerate(dims) if leading(rule, names) == [factor]]
 
 
-def _leading(rule: Rule, names: DimFactors) -> list[str]:
+def leading(rule: Rule, names: DimFactors) -> list[str]:
     """The sub-dim that stands for a dim; none where the dim has no factor."""
     return [n for n in names if rule.factors[n].splittable][:1] or list(names[:1])
 

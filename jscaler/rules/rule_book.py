@@ -26,6 +26,7 @@ from jscaler.rules.derive import derive_rule
 from jscaler.rules.expansion import Site, Step
 from jscaler.rules.factor_states import INDEPENDENT, SPLIT, Blocked, Leaves, interpret
 from jscaler.rules.localize import Localizer
+from jscaler.rules.named_factors import named_factors
 from jscaler.rules.reached_factors import reached_factors
 from jscaler.rules.user_rules import user_names
 
@@ -97,6 +98,9 @@ class RuleBook:
 
     def factor_of(self, graph: Graph, path: str, dim: int) -> Mapping[Op, str]:
         return reached_factors(graph, graph.input(path), dim)
+
+    def named_factors(self, graph: Graph) -> Mapping[str, Mapping[str, str]]:
+        return named_factors(graph)
 
     def analysis(self, op: Op) -> Analysis:
         """The analysed body of ``op``, its dims refined as the names that they have from elsewhere say."""

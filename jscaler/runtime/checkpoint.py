@@ -1,5 +1,7 @@
 """Checkpoints of ``jscaler train``: a folder that Orbax writes, one state per number of steps taken."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ except ImportError:
     raise JscalerError('checkpoints need Orbax, which is not installed: pip install "jscaler[checkpoint]"') from None
 
 SIDES = ("the checkpoint", "the model")
+FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read it
+WRITTEN = {"jscaler": {"format": FORMAT, "orbax": ocp.__version__}}  # beside every state
 
 
 def save(folder: Path, step: int, state: Any) -> None:
@@ -25,7 +29,7 @@ def save(folder: Path, step: int, state: Any) -> None:
     """
     try:
         with writing("checkpoint", folder), ocp.CheckpointManager(folder.absolute()) as manager:
-            saved = manager.save(step, args=ocp.args.StandardSave(state))
+            saved = manager.save(step, args=ocp.args.StandardSave(state), custom_metadata=WRITTEN)
     except OutputError:
         raise
     except Exception as error:  # Orbax hands on what its storage raises, of whatever class
@@ -66,7 +70,7 @@ def restore(folder: Path, step: int, target: Any) -> Any:
     """The state after ``step`` steps, laid out as ``target`` says: a tree of structs with shardings.
 
     Raises:
-        DataError: the checkpoint is of another model, or damaged.
+        DataError: the checkpoint is of another model, of a newer jscaler, or damaged.
     """
     _check_folder(folder)
     which = f"the checkpoint after {step} steps in {folder}"
@@ -75,6 +79,8 @@ def restore(folder: Path, step: int, target: Any) -> Any:
         if step not in (known := manager.all_steps()):
             found = f"those after {', '.join(map(str, sorted(known)))}" if known else "none"
             raise DataError(f"there is no state after {step} steps in {folder}; it has {found}")
+        written = _written(folder, step)
+        _check_format(which, written.get("format", FORMAT))
         saved, wanted = _saved_leaves(manager, step), _leaves(target)
         if saved.keys() == wanted.keys() and saved != wanted:  # Orbax would say it in a hundred lines
             raise DataError(_foreign(which, saved, wanted))
@@ -83,10 +89,39 @@ def restore(folder: Path, step: int, target: Any) -> Any:
         except Exception as error:  # of whatever class
             if saved and saved != wanted:
                 raise DataError(_foreign(which, saved, wanted)) from error
+            if _numbers(by := str(written.get("orbax", ""))) > _numbers(ocp.__version__):
+                raise DataError(
+                    f"{which} cannot be read: Orbax {by} has written it, and this one is {ocp.__version__} "
+                    f"({_line(error)}); pip install --upgrade orbax-checkpoint"
+                ) from error
             raise DataError(
                 f"{which} is damaged: {_line(error)}; remove {folder / str(step)} to go on from an earlier one, if there "
                 "is one, or train anew into another folder"
             ) from error
+
+
+def _written(folder: Path, step: int) -> dict[str, Any]:
+    """What `save` has said of a state; nothing where an older jscaler, or a script, has written it.
+
+    It is read as Orbax writes it: asked for it, Orbax reads all of the state's metadata, which it may not know.
+    """
+    try:
+        return dict(json.loads((folder / str(step) / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]["jscaler"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _check_format(which: str, found: Any) -> None:
+    if found != FORMAT:
+        raise DataError(
+            f"{which} is of format {found}, and this jscaler reads format {FORMAT}: a newer jscaler has written it; go on "
+            "with that one, or train anew into another folder"
+        )
+
+
+def _numbers(version: str) -> list[int]:
+    """``0.12.8`` as numbers that can be compared."""
+    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def _check_folder(folder: Path) -> None:

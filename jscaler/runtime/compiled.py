@@ -29,6 +29,7 @@ from jscaler.runtime.target import Target, compile_for, find_target
 from jscaler.runtime.tracing import Measured, Tracer
 from jscaler.stages import Captured
 from jscaler.tables.timeline import Timeline
+from jscaler.text.units import counted
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,9 +149,8 @@ class Lowered(Shown):
         return Overview(["Lowered; print(lowered) lists the instructions of each device group", *plan.lines], plan.tables)
 
     def __repr__(self) -> str:
-        return (
-            f"Lowered({self.plan.name}, {len(self.segments)} block(s) on {self.plan.plan.num_devices} device(s)); see .plan"
-        )
+        blocks, devices = counted(len(self.segments), "block"), counted(self.plan.plan.num_devices, "device")
+        return f"Lowered({self.plan.name}, {blocks} on {devices}); see .plan"
 
     def __str__(self) -> str:
         """What each device group does, one instruction after another."""

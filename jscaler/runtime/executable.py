@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jscaler.capture.jaxprs import dtype, shape
 from jscaler.capture.wishes import no_mesh
 from jscaler.ir import PTensor
+from jscaler.ir.overview import Overview, Shown
 from jscaler.lower.alike import program_keys
 from jscaler.lower.donation import donated_imports, donated_inputs
 from jscaler.lower.emit import boundary_shardings, emit, physical_mesh, sharding, value_shape
@@ -25,8 +26,10 @@ from jscaler.materialize import Layout
 from jscaler.runtime.crossings import Hop, find_hop
 from jscaler.runtime.failures import failure
 from jscaler.runtime.leaf_ends import Joined, LeafEnds
+from jscaler.text.units import counted
 
 FEW_BITS = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+MOST_LISTED = 16
 MOST_STARTED = 8  # programs of several devices that run at once: XLA's CPU backend aborts at some number of these
 
 
@@ -52,6 +55,12 @@ class BlockFunction:
     watched: int | None = None
     few_bits: bool = False
 
+    @property
+    def described(self) -> str:
+        """What it takes and computes, in numbers."""
+        taken, values = counted(len(self.takes), "leaf", "leaves"), counted(len(self.values), "value")
+        return f"takes {taken} and {values} of other blocks, computes {counted(len(self.computed), 'value')}"
+
 
 @dataclass(frozen=True)
 class Between:
@@ -68,8 +77,8 @@ class Between:
     counts: Mapping[int, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Executable:
+@dataclass(frozen=True, repr=False)
+class Executable(Shown):
     """A step as jitted functions of flat leaves, with the shardings of its arguments and results.
 
     Attributes:
@@ -91,6 +100,21 @@ class Executable:
     returned: Mapping[int, int] = field(default_factory=dict)
     failed: Callable[..., Exception] = field(default=lambda error, *_: error, repr=False)
     known: Joined = field(default_factory=Joined, repr=False, compare=False)
+
+    def overview(self) -> Overview:
+        """How many blocks and leaves, and what the first blocks take and compute."""
+        taken = counted(len(self.ins.shardings), "leaf", "leaves")
+        made = counted(len(self.outs.shardings), "leaf", "leaves")
+        rest = len(self.blocks) - MOST_LISTED
+        return Overview(
+            [
+                f"Executable of {counted(len(self.blocks), 'block')}: {taken} in, {len(self.donated)} donated; {made} out, "
+                f"{len(self.returned)} as they came",
+                *(f"block {number}: {one.described}" for number, one in enumerate(self.blocks[:MOST_LISTED])),
+                *([f"and {rest} more"] if rest > 0 else []),
+                "print(lowered) lists the instructions of each device group, lowered.as_text() is StableHLO",
+            ]
+        )
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jscaler.errors import PlanError, shown
 from jscaler.tables.table import TableCell
 from jscaler.text.device_list import devices_text
 from jscaler.text.tables import aligned
@@ -153,3 +154,13 @@ class Timeline:
         for device, runs in sorted(self.by_device.items()):
             found.setdefault(tuple(map(id, runs)), []).append(device)
         return [tuple(own) for own in found.values()]
+
+
+def check_timeline(function: str, timeline: Any) -> Timeline:
+    """``timeline``; raises PlanError where it is none."""
+    if isinstance(timeline, Timeline):
+        return timeline
+    raise PlanError(
+        f"{function} takes a timeline, as jscaler.simulate(lowered, cluster) or compiled.trace(…)[1] gives it, not "
+        f"{shown(timeline)}"
+    )

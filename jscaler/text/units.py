@@ -1,6 +1,11 @@
 """Bytes, seconds and counts as people read them."""
 
 
+def counted(number: int, thing: str, things: str = "") -> str:
+    """``1 block``, ``2 blocks``; with ``things`` also ``2 leaves``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {things or f'{thing}s'}"
+
+
 def readable_bytes(number: float) -> str:
     """``1.5 MiB`` for 1572864."""
     for unit in ("B", "KiB", "MiB", "GiB"):

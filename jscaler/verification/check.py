@@ -32,7 +32,7 @@ from jscaler.lower.emit_crossing import in_one_program
 from jscaler.lower.flat_program import numbered_exchanges
 from jscaler.lower.program import Program
 from jscaler.lower.segment import Segment
-from jscaler.lower.step_plan import StepPlan
+from jscaler.lower.step_plan import StepPlan, step_of
 from jscaler.materialize import DeviceMesh
 from jscaler.materialize.edges import Edge
 from jscaler.runtime.compiled import Compiled, Lowered
@@ -136,6 +136,7 @@ def verify(step: Lowered | Compiled | StepPlan) -> Report:
 
     Raises:
         VerificationError: the emitted program is wrong; says in which step, on which device, and how.
+        PlanError: ``step`` is none.
 
     Example:
         >>> jscaler.verify(lowered).exchanges  # six all-reduces
@@ -143,7 +144,7 @@ def verify(step: Lowered | Compiled | StepPlan) -> Report:
     """
     if isinstance(step, Compiled):
         step = step.lowered
-    plan = step.plan if isinstance(step, Lowered) else step
+    plan = step_of("verify", step)
     return _StepCheck(plan, step if isinstance(step, Lowered) else None).run()
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from jscaler.capture.bodies import BodyTable, holds_custom_vjp
 from jscaler.capture.jaxprs import dtype, evaluate, shape, trace_flat
 from jscaler.capture.wishes import no_mesh
-from jscaler.errors import RuleError, UnknownNameError, VerificationError
+from jscaler.errors import CaptureError, RuleError, UnknownNameError, VerificationError, shown
 from jscaler.ir import Factor
 from jscaler.text.tables import table
 from jscaler.verification.whole_against_parts import FragmentInParts, PartsComparison, compare_all
@@ -84,6 +84,7 @@ def verify_rule(
     Raises:
         VerificationError: the rule lies; with the factor, the parts, the result and the difference. Or nothing was tried.
         UnknownNameError: there is no such factor, or it is blocked.
+        CaptureError: ``fun`` is no function, or an argument no array.
 
     Example:
         >>> report = jscaler.verify_rule(jnp.matmul, np.ones((4, 6)), np.ones((6, 8)))
@@ -138,6 +139,8 @@ def _prepared(
     fun: Any, args: Sequence[Any], wanted: list[str] | None, parts: Sequence[int]
 ) -> tuple[list[_Run], list[tuple[str, str, str]]]:
     """The directions of a function with the splits to try, and why there is no backward."""
+    if not callable(fun) and not isinstance(fun, core.Primitive):
+        raise CaptureError(f"verify_rule takes a function or a primitive, and then its arguments, not {shown(fun)}")
     call = fun.bind if isinstance(fun, core.Primitive) else fun
     name = getattr(fun, "__name__", None) or getattr(fun, "name", type(fun).__name__)
     args = tuple(_value(x, i) for i, x in enumerate(args))
@@ -171,8 +174,11 @@ def _prepared(
 
 def _value(x: Any, index: int) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise TypeError(f"verify_rule runs what it verifies: argument {index} is a shape, give it an array of numbers")
-    return x if hasattr(x, "dtype") else jnp.asarray(x)
+        raise CaptureError(f"verify_rule runs what it verifies: argument {index} is a shape, give it an array of numbers")
+    try:
+        return x if hasattr(x, "dtype") else jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise CaptureError(f"verify_rule: argument {index} is an array or a number, not {shown(x)}") from None
 
 
 def _program(what: str, made: FragmentInParts, factor: str, n: int) -> core.Jaxpr:

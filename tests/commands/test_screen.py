@@ -18,6 +18,7 @@ from jscaler.commands.interrupts import INTERRUPTED, finished_before_interrupts
 
 ROOT = Path(__file__).parents[2]
 NARROW, WIDE = 80, 200
+ROWS = {NARROW: "24", WIDE: "50"}
 NANO = "--model gpt --size nano --seq 8 --batch 8"
 OWN = "--job {folder}/my_model.py:job"
 
@@ -63,15 +64,18 @@ SMALLER = {
     ),
     "jscaler bench-comm --platform cpu --devices 4 --quick": (
         "bench-comm --devices 2 --quick",
-        (NARROW,),
+        (NARROW, WIDE),
     ),
 }
+BESIDE = f'schedules {OWN} --plan "pipeline(2, 2)" --target 2xH100-80GB'  # which the README does not show
 USES_ROOM = ("compile", "plan", "fit", "redistribute")  # have more to show than 80 columns
 SEEN = [
     pytest.param(smaller, columns, id=f"{smaller.split()[0]}-{number}-{columns}")
-    for number, (smaller, widths) in enumerate(SMALLER.values())
+    for number, (smaller, widths) in enumerate([*SMALLER.values(), (BESIDE, (NARROW, WIDE))])
     for columns in widths
 ]
+SLOW = ("megatron(dp=1", "split_one_mlp")  # to compile, and what they show others show
+PIPED = [smaller for smaller, _ in SMALLER.values() if not any(one in smaller for one in SLOW)] + [BESIDE]
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -125,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def seen(arguments: list[str], columns: int, code: int = 0) -> list[str]:
     """A command's lines on a terminal, in this process."""
-    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "50"}
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": ROWS[columns]}
     result = CliRunner(env=terminal).invoke(app, arguments)
     assert result.exit_code == code, (result.output, result.exception)
     return shown(result.output_bytes, columns)
@@ -134,6 +138,7 @@ def seen(arguments: list[str], columns: int, code: int = 0) -> list[str]:
 def test_each_command_of_the_readme_is_here() -> None:
     found = re.findall(r"^(jscaler [a-z-]+ --.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert found == list(SMALLER)
+    assert {param.values[0].split()[0] for param in SEEN} == {*typer.main.get_command(app).commands}
 
 
 @pytest.mark.parametrize(("command", "columns"), SEEN)
@@ -150,6 +155,20 @@ def test_a_command_on_a_terminal(command: str, columns: int, folder: Path, monke
 @pytest.mark.parametrize("columns", [NARROW, WIDE])
 def test_help_on_a_terminal(command: str | None, columns: int) -> None:
     assert not faults(seen([*([command] if command else []), "--help"], columns), columns)
+
+
+@pytest.mark.parametrize("command", PIPED, ids=[f"{one.split()[0]}-{number}" for number, one in enumerate(PIPED)])
+def test_a_command_in_a_pipe(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the terminal around it: no control codes, and cells and columns as on a wide one."""
+    if command.startswith("compile"):
+        on_cpu(monkeypatch)
+    result = CliRunner(env={"COLUMNS": "40", "LINES": "10"}).invoke(app, shlex.split(command.format(folder=folder)))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "\x1b" not in result.output
+    assert "\r" not in result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) > 40
+    assert not faults(lines, max(map(len, lines))), lines
 
 
 def test_a_pipe_has_one_width_and_no_control_codes() -> None:

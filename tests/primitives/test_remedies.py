@@ -17,7 +17,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "running maximum": (lambda x: jax.lax.cummax(x, 0), "a", r"Prefix\('a', 2\) in place of Split .*; free here: b \(6\)"),
     "both dims": (lambda x: x @ x.T, "a", r"two dims of one tensor; it is free in ops .*; free here: b \(6\)"),
     "mixed": (lambda x: x.reshape(3, 8), "a", "a reshape mixes it .*; cut the neighbouring factor, or reshape so"),
-    "sorted": (lambda x: jnp.sort(x, 1), "b", r"it is sorted; nothing frees it, .*; free here: a \(4\)$"),
+    "sorted": (lambda x: jnp.sort(x, 1), "b", r"it is sorted; nothing frees it, .*; free here: a \(4\); 'b' is x\[1\]$"),
     "largest": (lambda x: jax.lax.top_k(x, 2), "b", r"largest are taken; nothing frees it; take the largest of parts by"),
     "place of the largest": (lambda x: x.argmax(1), "b", "cannot be joined; nothing frees it: no collective joins"),
     "callback": (
@@ -25,7 +25,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "a",
         "the host callback 'asarray' .* sees it whole; put the callback in a scope of its own",
     ),
-    "nothing": (lambda x: jnp.sort(x[0]), "a", "no factor of the op can be split: copy it, by Replicate$"),
+    "nothing": (lambda x: jnp.sort(x[0]), "a", r"no factor of the op can be split: copy it, by Replicate; .a. is x\[1\]$"),
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def test_explain_has_a_line_for_each_block(lowered: Lowered):
 
 def test_a_pipeline_prints_as_instructions_of_each_group(lowered: Lowered):
     head, first, second = str(lowered).split("\n\n")
-    assert "as 7 block(s)" in head
+    assert "as 7 blocks" in head
     assert first.startswith("devices [0 1]\n")
     assert second.startswith("devices [2 3]\n")
     for one, other in ((first, second), (second, first)):

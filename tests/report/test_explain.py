@@ -27,7 +27,7 @@ def test_explain_names_splits_deciders_and_bytes() -> None:
     text = compiled.lower(jnp.ones((8, 8)), jnp.ones((4, 8))).plan.explain()
     lines = text.splitlines()
     assert lines[0].startswith("plan data_parallel (")
-    assert "on 4 device(s), mesh x0=4" in lines[0]
+    assert "on 4 devices, mesh x0=4" in lines[0]
     assert any("loss/dot" in line and "a:4" in line and "policy" in line for line in lines)
     assert any("loss/dot@backward" in line and "mirrored" in line for line in lines)
     gradient = 2 * (4 - 1) / 4 * 8 * 8 * 4  # what each device sends in one all-reduce of the weights' gradient

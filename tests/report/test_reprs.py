@@ -1,16 +1,21 @@
 """What a user holds (a step, its graph, its plan, lowered and compiled) in a few lines, and as HTML that folds."""
 
+import dataclasses
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from report.stand_in import on_cpu
 
 import jscaler
 from bench.reprs import gpt, held, vit
 from jscaler import Split
 from jscaler.ir.overview import MOST_BYTES, MOST_LINES
+from jscaler.ir.passes import Passes, run_passes
+from jscaler.report.target_report import heading, verdict
 from tests.ir.test_overview import Page
 
 
@@ -50,8 +55,8 @@ def arguments() -> Any:
 def test_it_says_what_a_thing_is_with_the_numbers(decorated: Any, arguments: Any) -> None:
     assert repr(decorated).splitlines()[0] == "step under plan data_parallel, on 4 devices"
     lowered = decorated.lower(*arguments)
-    assert "lowered for 1 form(s) of its arguments, compiled for 0" in repr(decorated)
-    assert repr(lowered) == "Lowered(data_parallel, 1 block(s) on 4 device(s)); see .plan"
+    assert "lowered for 1 form of its arguments, compiled for 0" in repr(decorated)
+    assert repr(lowered) == "Lowered(data_parallel, 1 block on 4 devices); see .plan"
     graph = lowered.captured.graph
     kinds = ", ".join(f"{len(graph.of_kind(kind))} {kind}" for kind in ("forward", "backward", "update"))
     assert repr(graph).splitlines()[:3] == [
@@ -61,14 +66,49 @@ def test_it_says_what_a_thing_is_with_the_numbers(decorated: Any, arguments: Any
     ]
     first, second, memory, sent, _ = repr(lowered.plan).splitlines()
     decisions = len(lowered.plan.plan.decisions)
-    assert first == f"plan data_parallel on 4 device(s), mesh x0=4, {decisions} decisions"
-    assert second == f"{len(lowered.graph.ops)} ops in 1 block(s), 3 leaves of arguments"
+    assert first == f"plan data_parallel on 4 devices, mesh x0=4, {decisions} decisions"
+    assert second == f"{len(lowered.graph.ops)} ops in 1 block, 3 leaves of arguments"
     assert "parameter 1.0 KiB of 1.0 KiB" in memory
     assert "input 256 B of 1.0 KiB" in memory
     assert f"{2 * 3 / 4 * 256 * 4 / 1024:.1f} KiB" in sent, "the gradients' all-reduces"
     assert repr(lowered.plan.plan).startswith(f"Plan data_parallel on 4 devices: {decisions} decisions\n")
     compiled = lowered.compile()
     assert repr(compiled).splitlines()[1:] == repr(lowered.plan).splitlines()
+
+
+def test_passes_are_few_lines(decorated: Any, arguments: Any) -> None:
+    lines = repr(decorated.lower(*arguments).passes).splitlines()
+    assert re.match(r"\d+ passes in .* s; \d+ change the count of ops", lines[0])
+    assert "print(lowered.passes) has a line for every pass" in lines[-1]
+    _, runs = run_passes(0, [lambda number: number + 1] * 30, lambda number: number)
+    many = repr(Passes(runs)).splitlines()
+    assert len(many) <= MOST_LINES
+    assert many[1] == "<lambda>: 0 ops to 1"
+    assert many[-2] == "and 14 more of these"
+    assert "passes: 30" in Page(Passes(runs)._repr_html_()).found["summary"]
+
+
+def test_an_executable_is_few_lines(decorated: Any, arguments: Any) -> None:
+    executable = decorated.lower(*arguments).executable
+    head, block, more = repr(executable).splitlines()
+    assert head == "Executable of 1 block: 3 leaves in, 0 donated; 2 leaves out, 0 as they came"
+    assert block == "block 0: takes 3 leaves and 0 values of other blocks, computes 2 values"
+    assert "print(lowered)" in more
+    many = repr(dataclasses.replace(executable, blocks=executable.blocks * 30)).splitlines()
+    assert len(many) <= MOST_LINES
+    assert many[-2] == "and 14 more"
+
+
+def test_a_target_s_report_is_few_lines(decorated: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch)
+    report = decorated.lower(*arguments).compile(target="4xH100-80GB")
+    lines = repr(report).splitlines()
+    assert len(lines) <= MOST_LINES
+    assert lines[:2] == [heading(report), verdict(report.memory)]
+    assert any(line.startswith("the fullest device: parameters 1.0 KiB") for line in lines)
+    assert "1 block compiled in" in lines[-2]
+    assert "print(report) has the tables" in lines[-1]
+    assert f"held at the peak: {len(report.contributors)}" in Page(report._repr_html_()).found["summary"]
 
 
 def test_a_notebook_folds_by_module(decorated: Any, arguments: Any) -> None:
@@ -92,5 +132,5 @@ def test_handles_are_one_line(decorated: Any, arguments: Any) -> None:
 
     jscaler.parallelize(policy, devices=4)(step).lower(*arguments)
     assert seen["op"] == "Op(up/dot, forward, f32[32,8], f32[8,16] -> f32[32,16])"
-    assert seen["grid"] == "Grid(up/dot [a:4])"
+    assert seen["grid"] == "Grid(up/dot [a:4]) a=batch[0]"
     assert seen["graph"] == repr(decorated.graph(*arguments))

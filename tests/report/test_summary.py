@@ -17,7 +17,7 @@ def test_five_lines() -> None:
     )
     plan, split, memory, total, lost = summary(lowered.plan.report).splitlines()
     assert plan.startswith("plan data_parallel (")
-    assert "on 4 device(s)" in plan
+    assert "on 4 devices" in plan
     assert split == "split: 2 of 3 forward ops, 2 of 4 backward ops, 0 of 1 update ops"
     assert memory.startswith("per device: parameter 128 B of 128 B")
     assert "input 128 B of 512 B; peak, as estimated, " in memory

@@ -16,7 +16,7 @@ def test_a_comparison_shows_both_sides_and_their_ratio() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(comparison_table(Comparison("mine", 8, 5, ours, gspmd, 1e-7, 2e-7, 3e-7, 4e-7, 0.5)))
     text = console.export_text()
-    for shown in ("plan mine on 8 device(s)", "10.0 ms", "20.0 ms", "0.500", "2.000", "2.0 KiB", "none", "3e-07", "4e-07"):
+    for shown in ("plan mine on 8 devices", "10.0 ms", "20.0 ms", "0.500", "2.000", "2.0 KiB", "none", "3e-07", "4e-07"):
         assert shown in text
 
 
