@@ -192,7 +192,7 @@ def passed_on(op: Op, forms: Mapping[PTensor, Form], book: RuleBook, inside: boo
     Only what costs next to nothing is done for every part: joins, casts, scalars.
 
     Args:
-        inside: whether it stands in a loop over layers that runs part by part: whatever it costs, it can stand nowhere else.
+        inside: whether it stands in a loop over layers that runs part by part: whatever it costs, it has no other place.
     """
     inputs = tuple(forms.get(t) for t in op.inputs)
     if op.anywhere == "fence":
