@@ -2,7 +2,8 @@
 
 Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism, 2024 (arXiv 2411.05288): GPT of 4B on 8
 A100-80GB, 8 stages of 4 layers, sequence 2,048, 128 micro-batches of one row, no recompute. Plain 1F1B has the embedding
-in its first stage and the logits in its last; interlaced lays both on all devices. ``mfu`` is that of the model's own products.
+in its first stage and the logits in its last; interlaced lays both on all devices. ``mfu`` is that of the model's own
+products.
 """
 
 from collections.abc import Iterator
