@@ -150,23 +150,25 @@ ZOO = [
 def graph_of(model: str) -> Graph:
     job = built_in_job(model, None, ROWS)
     state = jax.eval_shape(job.make_state, jax.random.key(0))
-    return jscaler.parallelize("single", devices=1)(job.train_step).graph(state, next(job.batches()))
+    batches = job.batches() if callable(job.batches) else job.batches
+    return jscaler.parallelize("single", devices=1)(job.train_step).graph(state, next(iter(batches)))
 
 
 def lines_of(plan: str) -> int:
-    """Lines of code of the function that makes a policy, without its docstring and comments."""
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(plans.PLANS[plan.partition("(")[0]])))).body
+    """Lines of the function that makes a policy, without its decorator, signature and docstring, and without comments."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(plans.PLANS[plan.partition("(")[0]])))
+    (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     body = function.body[1:] if ast.get_docstring(function) else function.body
-    code = {
-        line for one in body for node in ast.walk(one) if hasattr(node, "lineno") for line in (node.lineno, node.end_lineno)
-    }
-    return 1 + len(code)
+    lines = source.splitlines()[body[0].lineno - 1 :]
+    return sum(not line.isspace() and bool(line) and not line.lstrip().startswith("#") for line in lines)
 
 
 def decided(entry: Entry) -> str:
     """How often a plan calls each primitive, and what else it decides."""
-    made = make_plan(plans.by_name(entry.plan), graph_of(entry.model), DEVICES)
+    policy = plans.by_name(entry.plan)
+    assert not isinstance(policy, decisions.Plan)
+    made = make_plan(policy, graph_of(entry.model), DEVICES)
     counts = Counter(PRIMITIVES.get(type(one)) or _called(type(one).__name__) for one in made.decisions)
     in_order = sorted(counts, key=[*PRIMITIVES.values(), *counts].index)
     return ", ".join(f"{counts[name]} `{name}`" for name in in_order)
@@ -184,8 +186,8 @@ def row(entry: Entry) -> tuple[str, ...]:
     lines = lines_of(entry.plan)
     assert lines <= LONGEST, entry.plan
     return (
-        f"{entry.title} ({entry.source})",
-        f"`{entry.plan}`",
+        f"{entry.title}<br>`{entry.plan}`",
+        entry.source,
         str(lines),
         decided(entry),
         f"`{test}`",
@@ -210,8 +212,8 @@ INTRODUCTION = """# Plan zoo
 The published plans that are built in, drawn up by `python docs/plan_zoo.py`. Each is made for the nano size of a model on
 four devices: GPT, or where a plan is for such a model, ConvNet, MoE, mBART or the Evoformer.
 
-*lines*: of code of the function that makes the policy. *decides*: how often it calls each primitive, and what else it
-decides. *numbers*: the tests that compare the plan's numbers with those of one device.
+*lines*: of the function that makes the policy, without its signature and docstring. *decides*: how often it calls each
+primitive, and what else it decides. *numbers*: the tests that compare the plan's numbers with those of one device.
 """
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ from jscaler.clusters.built_in import CLUSTERS, find_cluster
 from jscaler.clusters.cluster import Cluster
 from jscaler.clusters.cluster_file import cluster_toml, load_cluster
 from jscaler.clusters.cost_model import BYTES, FEW_STEPS, Bytes, CostModel, Line
-from jscaler.clusters.device import DEVICE_KINDS, DeviceKind, Peak
+from jscaler.clusters.device import DEVICE_KINDS, DeviceKind, Peak, Reached
 from jscaler.clusters.link import Link
 
 __all__ = [
     "BYTES", "CLUSTERS", "DEVICE_KINDS", "FEW_STEPS", "Bytes", "Cluster", "CostModel", "DeviceKind", "Line", "Link", "Peak",
-    "cluster_toml", "find_cluster", "load_cluster",
+    "Reached", "cluster_toml", "find_cluster", "load_cluster",
 ]  # fmt: skip

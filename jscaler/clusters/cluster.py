@@ -1,6 +1,6 @@
 """``Cluster``: hosts of devices, and the α–β model of the links inside a host and between hosts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,6 +58,25 @@ class Cluster:
     @property
     def local_step(self) -> float:
         return 1e-9
+
+    def as_reached(self) -> "Cluster":
+        """The same, whose seconds are no bounds by data sheets, but what programs have been seen to reach.
+
+        Raises:
+            DeviceError: that is not known of its devices, or it does not say what they are.
+
+        Example:
+            >>> find_cluster("a100").as_reached().inside.bandwidth < find_cluster("a100").inside.bandwidth
+            True
+        """
+        if self.device is None:
+            raise DeviceError(f"cluster '{self.name}' does not say what its devices are, nor what they reach")
+        if self.device.reached is not None:
+            return self
+        device = self.device.as_reached()
+        assert device.reached is not None
+        inside, between = self.inside.times(device.reached.inside), self.between.times(device.reached.between)
+        return replace(self, inside=inside, between=between, device=device)
 
     def collective(self, kind: str, groups: np.ndarray) -> Line:
         """Seconds against the bytes that each member sends; all groups run at once and share their hosts' networks.

@@ -14,7 +14,7 @@ from jscaler.clusters.link import Link, is_positive, usual_links
 from jscaler.errors import DeviceError, UnknownNameError, shown
 
 _PEAKS = tuple(field.name for field in dataclasses.fields(Peak))
-_FIELDS = tuple(field.name for field in dataclasses.fields(DeviceKind) if field.name != "peak")
+_FIELDS = tuple(field.name for field in dataclasses.fields(DeviceKind) if field.name not in ("peak", "reached"))
 _FRACTIONS = ("bandwidth", "clock")  # of the fields, those that need not be whole numbers
 
 

@@ -4,9 +4,10 @@ Cores, memory, caches and FLOP/s are those of NVIDIA's data sheets of the SXM bo
 ``memory`` is what the driver reports on such a board, a little less or more than its name says.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from jscaler.errors import UnknownNameError
+from jscaler.errors import DeviceError, UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,26 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """What programs have been seen to reach of a device's peaks and of its links (docs/clusters.md has the sources).
+
+    Attributes:
+        products: FLOP/s of large matrix products.
+        half: FLOPs of a product that runs at half of that: tiles and waves that are not full, and its start.
+        bandwidth: of the memory, where kernels go over all of a large tensor, bytes per second.
+        launch: seconds from one kernel to the next.
+        inside, between: the parts of the bandwidths of links inside a host and between hosts.
+    """
+
+    products: Peak
+    half: float
+    bandwidth: float
+    launch: float
+    inside: float
+    between: float
+
+
+@dataclass(frozen=True)
 class DeviceKind:
     """A GPU, as XLA's compiler and the cost model know it.
 
@@ -54,6 +75,7 @@ class DeviceKind:
         l2_cache: bytes.
         clock: boost clock, GHz.
         peak: FLOP/s by type.
+        reached: what of this is reached; None where seconds are bounds, by the peaks.
     """
 
     name: str
@@ -69,9 +91,37 @@ class DeviceKind:
     clock: float
     peak: Peak
     threads_per_core: int = 2048
+    reached: Reached | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    def product_seconds(self, flops: float, dtype: str) -> float:
+        """Of one product whose operands are of type ``dtype``."""
+        if self.reached is None:
+            return flops / self.peak.of(dtype)
+        return (flops + self.reached.half) / self.reached.products.of(dtype)
+
+    def kernel_seconds(self, flops: Iterable[tuple[str, float]], nbytes: float) -> float:
+        """Of a kernel that computes, and meanwhile reads and writes ``nbytes`` (the roofline).
+
+        Args:
+            flops: operations by unit: the dtype of a product's operands, or ``vector``.
+
+        Example:
+            >>> v100, ten = DEVICE_KINDS["V100-32GB"], [("float16", 1e10)]
+            >>> v100.kernel_seconds(ten, 0) < v100.as_reached().kernel_seconds(ten, 0)
+            True
+        """
+        known = [(n / self.peak.float32 if unit == "vector" else self.product_seconds(n, unit)) for unit, n in flops]
+        bandwidth, launch = (self.bandwidth, 0.0) if self.reached is None else (self.reached.bandwidth, self.reached.launch)
+        return max(sum(known), nbytes / bandwidth) + launch
+
+    def as_reached(self) -> "DeviceKind":
+        """The same, whose seconds are not bounds but what has been seen; raises DeviceError where nobody has looked."""
+        if self.reached is None and self.name not in REACHED:
+            raise DeviceError(f"no figures are known of what {self.name} reaches; known: {', '.join(REACHED)}")
+        return self if self.reached is not None else replace(self, reached=REACHED[self.name])
 
 
 # fmt: off
@@ -92,6 +142,13 @@ DEVICE_KINDS = {
         DeviceKind("H100-80GB", "NVIDIA H100 80GB HBM3", *_HOPPER, 84_929_347_584, 3352.32e9, 50 << 20, 1.98, _H100_PEAK),
         DeviceKind("H200-141GB", "NVIDIA H200", *_HOPPER, 151_397_597_184, 4800e9, 50 << 20, 1.98, _H100_PEAK),
     )
+}
+_V100_REACHED = Peak(7.0e12, 14e12, 0.0, 95e12, 0.0)
+_A100_REACHED = Peak(17.4e12, 17.4e12, 116e12, 230e12, 230e12)
+REACHED = {
+    "V100-16GB": Reached(_V100_REACHED, 1e9, 784e9, 4.3e-6, 0.87, 0.88),
+    "V100-32GB": Reached(_V100_REACHED, 1e9, 784e9, 4.3e-6, 0.87, 0.88),
+    "A100-80GB": Reached(_A100_REACHED, 1e9, 1616e9, 4.3e-6, 0.77, 0.88),
 }
 # fmt: on
 

@@ -33,6 +33,10 @@ class Link:
                 f"{shown(self.latency)} and {shown(self.bandwidth)}"
             )
 
+    def times(self, bandwidth: float) -> "Link":
+        """The same with so many times the bandwidth."""
+        return Link(self.latency, self.bandwidth * bandwidth)
+
 
 def is_positive(value: Any, kind: type = float) -> bool:
     """Whether ``value`` is a positive number, whole where ``kind`` is int; a NaN, an infinity and a truth are none."""

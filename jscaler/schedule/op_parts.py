@@ -186,17 +186,21 @@ def _is_cheap(op: Op) -> bool:
     return join or cast or not any(t.shape for t in op.outputs)
 
 
-def passed_on(op: Op, forms: Mapping[PTensor, Form], book: RuleBook) -> OpPart | None:
+def passed_on(op: Op, forms: Mapping[PTensor, Form], book: RuleBook, inside: bool = False) -> OpPart | None:
     """How an op that no plan splits goes on with parts: a fence takes anything, a linear op passes sums on.
 
     Only what costs next to nothing is done for every part: joins, casts, scalars.
+
+    Args:
+        inside: whether it stands in a loop over layers that runs part by part: whatever it costs, it has no other place.
     """
     inputs = tuple(forms.get(t) for t in op.inputs)
     if op.anywhere == "fence":
         return OpPart(inputs, inputs)
-    if op.anywhere == "sum":  # a sum of summands, if both are
-        return OpPart(inputs, inputs[1:]) if inputs[0] == inputs[1] == Summed("add") else None
-    if op.body is None or not all(f is None or f == Summed("add") for f in inputs) or not _is_cheap(op):
+    if op.anywhere == "sum":  # a sum of summands, or of parts, if both are
+        alike = inputs[0] == inputs[1] and (inputs[0] == Summed("add") or (inside and isinstance(inputs[0], Sliced)))
+        return OpPart(inputs, inputs[1:]) if alike else None
+    if op.body is None or not all(f is None or f == Summed("add") for f in inputs) or not (inside or _is_cheap(op)):
         return None
     made = book.passes(op, ["add" if f is not None else None for f in inputs])
     if made is None or any(m not in (None, "add") for m in made):

@@ -36,6 +36,7 @@ class TimeRegion:
     loops: frozenset[str] = frozenset()
 
 
+Follow = Callable[[Op, Mapping[PTensor, Form], bool], "OpPart | None"]
 WriteRegion = Callable[[TimeRegion, "str | None"], "list[Item]"]
 
 
@@ -54,7 +55,8 @@ class TimeRegions:
     Attributes:
         graph: the graph.
         parts: what the ops do for one part; grows by the ops that go on with parts though no plan splits them.
-        follow: how an op that no plan splits goes on with the parts that it reads, if it can.
+        follow: how an op that no plan splits goes on with the parts that it reads, if it can; and whether it stands in a
+            loop that runs part by part.
         closed: loops that do not run part by part as a whole.
         forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
         lifts: loop -> whether its whole body runs part by part; grows level by level.
@@ -64,7 +66,7 @@ class TimeRegions:
 
     graph: Graph
     parts: dict[str, OpPart]
-    follow: Callable[[Op, Mapping[PTensor, Form]], OpPart | None]
+    follow: Follow
     closed: Set[str] = frozenset()
     forms: dict[PTensor, Form] = field(default_factory=dict)
     lifts: dict[str, bool] = field(default_factory=dict)
@@ -125,7 +127,7 @@ class TimeRegions:
         if item.path not in self.planned:
             seen = self._seen(sources, nodes)
             seen = {t: seen.get(t) for t in item.inputs}
-            part = self.follow(item, seen) if any(f is not None for f in seen.values()) else None
+            part = self.follow(item, seen, False) if any(f is not None for f in seen.values()) else None
             if part is None and item.again is not None and item.kind != "update":
                 part = self._behind_a_fence(item, sources, nodes)
             if part is None:
@@ -255,7 +257,7 @@ class TimeRegions:
             seen[op.inputs[0]] = seen[op.inputs[1]]
         if not any(f is not None for f in seen.values()):
             return dict.fromkeys(op.outputs)
-        part = self.follow(op, seen)
+        part = self.follow(op, seen, True)
         if part is None:
             return None
         self.parts[op.path] = part

@@ -93,13 +93,13 @@ class AxisWriter(ABC):
         """Whether ``reader`` finds the part of ``tensor`` that another region makes while it runs."""
         return True
 
-    def _follow(self, op: Op, forms: Mapping[PTensor, Form]) -> OpPart | None:
+    def _follow(self, op: Op, forms: Mapping[PTensor, Form], inside: bool) -> OpPart | None:
         """How an op goes on with the parts that it reads though no plan says so."""
         if op.anywhere == "fence":  # what it takes whole, and who stands behind it reads in parts, is cut first
             behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
             forms = {t: behind[t] if t not in self.regions.forms else forms.get(t) for t in op.inputs}
-        part = passed_on(op, forms, self.book)
-        if part is not None or op.kind == "update" or op.anywhere == "fence" or op.body is None or not self._between(op):
+        part = passed_on(op, forms, self.book, inside)
+        if part is not None or op.kind == "update" or op.anywhere or op.body is None or not self._between(op):
             return part
         for tensor, dims in zip(op.inputs, self.book.rule(op).operands, strict=True):
             form = forms.get(tensor)

@@ -31,10 +31,8 @@ class KernelWork:
     times: int = 1
 
     def seconds(self, device: DeviceKind) -> float:
-        """At the device's peak, once."""
-        peak = device.peak
-        computing = sum(n / (peak.float32 if unit == "vector" else peak.of(unit)) for unit, n in self.flops)
-        return max(computing, (self.read + self.written) / device.bandwidth)
+        """Once: at the device's peak, or as is reached of it where that is known."""
+        return device.kernel_seconds(self.flops, self.read + self.written)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""The paper's evaluation by estimate: for each model, at 4 to 32 V100s, the best configuration of each plan, new and old.
+
+GPT-3, Swin, mBART and AlphaFold2's Evoformer in SuperScaler's sizes on its cluster (4 hosts of 8 V100-32GB, 100 Gb/s each),
+a step of 512 rows (Evoformer 128). A sweep goes over (dp, tp, pp, rows of a micro-batch, parts), see `bench.paper_sweep`;
+nothing is compiled. ``step_seconds`` and ``peak_bytes`` are those of ``jscaler.cost``, with what programs have been seen
+to reach of a V100's peaks (docs/clusters.md), one model of cost for all plans. ``tflops`` counts the model's own products,
+nothing twice. ``speedup`` of a new plan is over the best old one; ``sensitivity`` is that ratio where devices, or links,
+are 30 % slower and faster, both plans as they are. ``decides`` says what a ratio that misses the paper's rests on.
+
+``--vocabulary`` holds the same model of cost against arXiv 2411.05288 (A100s, GPT of 4B), see `bench.paper_vocabulary`.
+
+Estimates are kept in build/paper.jsonl: an interrupted run goes on, and ``--anew`` forgets them.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from bench.harness import Row, main
+from bench.paper_models import GPUS, SIZES, Model, model_for
+from bench.paper_plans import Config, configs
+from bench.paper_rivals import alpa_like, offloaded
+from bench.paper_sweep import KEPT, Estimate, Sweep, cluster_for, model_flops, scaled
+
+COLUMNS = (
+    "model", "gpus", "plan", "new", "fits", "peak_bytes", "step_seconds", "tflops", "speedup", "paper", "sensitivity",
+    "decides", "estimates", "sweep_seconds", "mfu", "published", "value",
+)  # fmt: skip
+PAPER = {"swin": 3.5, "gpt": 1.5, "mbart": 2.8, "evoformer": 1.4}
+CHANGED = {"compute -30 %": (0.7, 1.0), "compute +30 %": (1.3, 1.0), "links -30 %": (1.0, 0.7), "links +30 %": (1.0, 1.3)}
+QUICK = ("data_parallel", "megatron", "co_shard")
+RIVALS = ("alpa_like", "zero3_offload")
+Found = tuple[Config, Estimate]
+
+
+def rows(quick: bool, model: str, gpus: int | None, seq: int | None, vocabulary: bool, anew: bool) -> Iterator[Row]:
+    if anew:
+        KEPT.unlink(missing_ok=True)
+    if vocabulary:
+        from bench.paper_vocabulary import vocabulary_rows
+
+        yield from vocabulary_rows(quick)
+        return
+    chosen = ["gpt"] if quick and not model else [name for name in SIZES if model in name]
+    changes = {} if seq is None else {"sequence": seq}
+    for name in chosen:
+        for count in (n for n in GPUS if gpus in (None, n) and (not quick or n == (gpus or 4))):
+            yield from rows_of(model_for(name, count, **changes), count, quick)
+
+
+def rows_of(model: Model, gpus: int, quick: bool = False) -> Iterator[Row]:
+    """A row for each plan, at its best, the new ones last."""
+    sweep = Sweep(model, cluster_for(gpus), None if quick else KEPT, most=3 if quick else None)
+    flops = model_flops(model)
+    every = [one for one in configs(model, gpus) if not quick or _is_quick(one)]
+    old: Found | None = None
+    plans = [*dict.fromkeys(one.plan for one in every), *(() if quick else RIVALS)]
+    for plan in sorted(plans, key=lambda plan: any(one.new for one in every if one.plan == plan)):
+        started, before = time.perf_counter(), sweep.estimated
+        best = _best(sweep, plan, every)
+        row: Row = {"model": model.shown, "gpus": gpus, "plan": plan, "fits": best is not None}
+        row |= {"estimates": sweep.estimated - before, "sweep_seconds": round(time.perf_counter() - started, 1)}
+        if best is None:
+            yield row | {"decides": "memory: no configuration that was estimated fits"}
+            continue
+        config, found = best
+        row |= {"plan": f"{plan}: {config.text}", "new": config.new, "peak_bytes": found.peak}
+        row |= {"step_seconds": round(found.seconds, 2), "tflops": round(flops / found.seconds / gpus / 1e12, 1)}
+        if config.new and old is not None:
+            row |= compared(sweep, best, old)
+        elif not config.new and (old is None or found.seconds < old[1].seconds):
+            old = best
+        yield row
+
+
+def _best(sweep: Sweep, plan: str, every: list[Config]) -> Found | None:
+    if plan == "zero3_offload":
+        return offloaded(sweep, every)
+    return sweep.best(alpa_like(sweep) if plan == "alpa_like" else [one for one in every if one.plan == plan])
+
+
+def _is_quick(one: Config) -> bool:
+    return one.plan in QUICK and one.rows == 4 and one.zero < 2 and (one.saved == "recompute" or one.parts == 4)
+
+
+def compared(sweep: Sweep, new: Found, old: Found) -> Row:
+    """A new plan against the best old one, and what the ratio rests on."""
+    ratio = old[1].seconds / new[1].seconds
+    cluster, name = sweep.cluster, sweep.model.name
+    changed = {}
+    for said, (compute, links) in CHANGED.items():
+        other = scaled(cluster, compute, links)
+        slower, faster = (sweep.estimate(one.text, other).seconds for one, _ in (old, new))
+        changed[said] = round(slower / faster, 2)
+    row: Row = {"speedup": round(ratio, 2), "paper": PAPER[name]}
+    row["sensitivity"] = ", ".join(f"{said} {value}" for said, value in changed.items())
+    if ratio < PAPER[name]:
+        row["decides"] = decides(ratio, changed, old, sweep.cluster.memory)
+    return row
+
+
+def decides(ratio: float, changed: dict[str, float], old: Found, memory: int) -> str:
+    """What of the model of cost moves a ratio most."""
+    most = max(changed, key=lambda said: abs(changed[said] - ratio))
+    moved = abs(changed[most] - ratio) / ratio
+    rates = f"{most} makes it {changed[most]}" if moved > 0.05 else "no rate moves it by more than 5 %"
+    full = old[1].peak / memory
+    return f"{rates}; the old plan's estimate fills {full:.0%} of a device, and is free of fragmentation and workspaces"
+
+
+if __name__ == "__main__":
+    options: dict[str, Any] = {
+        "model": {"default": "", "metavar": "TEXT", "help": "only models whose name holds this text"},
+        "gpus": {"type": int, "choices": GPUS, "help": "only the size for so many"},
+        "seq": {"type": int, "metavar": "TOKENS", "help": "another sequence than the model's own"},
+        "vocabulary": {"action": "store_true", "help": "hold the model of cost against arXiv 2411.05288"},
+        "anew": {"action": "store_true", "help": "forget kept estimates"},
+    }
+    main("paper", __doc__ or "", COLUMNS, rows, devices=1, options=options)
