@@ -195,7 +195,10 @@ def evoformer(dtype: Any, **changes: Any) -> Case:
     config = dataclasses.replace(SIZES["nano"], **{"layers": 1, "recycles": 0, **changes})
     batches = [alignment_at(i, 4, config.sequences, config.residues, config.bins) for i in range(STEPS)]
     params = Evoformer(config).init(jax.random.key(0), batches[0]["msa"], batches[0]["target"])["params"]
-    model = Evoformer(dataclasses.replace(config, **kinds(dtype)))
+    model, draws = Evoformer(dataclasses.replace(config, **kinds(dtype))), np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda p: p + 0.1 * draws.normal(size=p.shape), params
+    )  # zeros, with which blocks begin, hide much
 
     def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
         return evoformer_loss(model.apply, params, batch, key), rest

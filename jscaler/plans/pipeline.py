@@ -264,6 +264,7 @@ def passes_of(graph: Planner, batch: str = "batch") -> int:
 def _read(graph: Planner, units: Sequence[Unit]) -> list[tuple[frozenset[PTensor], int]]:
     """What each unit reads of what is trained, and of a loop in which iteration."""
     trained = {t for call in graph.calls for t in call.wrt}
+    trained.update(t for t in graph.inputs if not graph.calls and t.name in graph.stored)  # of an evaluation
     return [(frozenset(t for t in reads_of(unit.item) if t in trained), unit.iteration) for unit in units]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jscaler.errors import check_count
+from jscaler.errors import PlanError, check_count
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.pipeline import passes_of, pipeline
@@ -61,6 +61,11 @@ def three_f_one_b(
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         chunks = passes or passes_of(graph, batch)
+        if chunks == 1:
+            raise PlanError(
+                "three_f_one_b is for models that go over their own output, and this one reads its parameters once: "
+                f"pipeline({stages}, {microbatches}) is for others; or say passes=, if it does"
+            )
         staged = pipeline(stages, microbatches, SCHEDULE, plan, at, layers, batch, accumulate_dtype, chunks=chunks)
         staged(graph, devices)
 

@@ -23,7 +23,7 @@ def forward(plan: StepPlan, module: str) -> Counter[str]:
 
 
 BLOCK = {
-    "all_to_all": 4,  # m behind row attention and at the end, z behind the first triangle product and between attentions
+    "all_to_all": 4,  # m behind row attention, and at the end; z behind the first triangles, and between attentions
     "all_gather": 4,  # three biases of attention, and one operand of the outer product
     "reduce_scatter": 2,  # both products of triangles
 }

@@ -68,5 +68,7 @@ def test_an_evoformer_recycles_over_two_stages(stacked: bool) -> None:
 def test_mistakes() -> None:
     with pytest.raises(PlanError, match=r"the model has 3 passes over its own output, and the schedule 2; give chunks=3"):
         planned(three_f_one_b(2, 4, passes=2), recycling())
+    with pytest.raises(PlanError, match=r"reads its parameters once: pipeline\(2, 4\) is for others"):
+        planned(three_f_one_b(2, 4), recycling(1))
     with pytest.raises(PlanError, match="three_f_one_b: passes"):
         three_f_one_b(2, 4, passes=0)
