@@ -7,9 +7,9 @@ SuperScaler, 2023, and nnScaler, OSDI 2024, section 6, of an mBART with a vocabu
     tokens ──► look-up, a part ──► [ layers ──► layers ] ──► logits, a part ──► loss
                of the words each                             of the words each
 
-    all      0F0 0F1  .  3F0 3B0  .  0B0 0F2  .  3F1 3B1  .  0B1 ..       time ──►
-    group 0          1F0  .   .  1B0  .   .  1F1  .   .  1B1 ..
-    group 1           .  2F0  .  2B0  .   .  2F1  .   .  2B1 ..
+    all      0F0  .   .  3F0 3B0 0F1  .   .  3F1 3B1 0F2  .   .  ..       time ──►
+    group 0      1F0  .               1F1  .              1F2 1B0 ..
+    group 1       .  2F0              2B0 2F1             2B1 2F2 ..
 
 In a pipeline the stages with the table would do more than others, and hold more. Here each of n devices has an n-th of
 its words, of their updates and optimizer state, and does an n-th of the look-ups, the logits and the cross entropy. Nothing
@@ -68,7 +68,7 @@ def interlaced(
     Example:
         >>> planned = train_step.under(plans.interlaced(2, 2)).lower(state, batch).plan
         >>> print(planned.instructions.table)  # two groups of two devices; the first row is that of all four
-        0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1
+        0F0 3F0 3B0 0F1 3F1 3B1 0B0 0B1
         1F0 1F1 1B0 1B1
         2F0 2B0 2F1 2B1
     """
