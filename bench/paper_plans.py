@@ -19,6 +19,7 @@ class Config:
     Attributes:
         plan: the row of the table that it belongs to.
         new: whether it is one of the paper's own plans.
+        tp: tensor parallelism; of tables of the Evoformer that of their axes, if ``axial``.
         rows: of a micro-batch on each device.
         saved: what is done to hold less: ``""``, ``"recompute"`` or ``"co_shard"``, in ``parts``.
         zero: what is split over ``dp``.
@@ -39,22 +40,28 @@ class Config:
     sequence: bool = False
     schedule: str = "1f1b"
     loss: bool = True
+    axial: bool = False
 
     @property
     def inner(self) -> str:
         """What the devices of a stage do."""
-        if self.tp > 1:
+        if self.axial and self.tp > 1:
+            plan = f"dap(dap={self.tp}, dp={self.dp})"
+        elif self.tp > 1:
             more = ", sequence=True" * self.sequence + f", zero={self.zero}" * bool(self.zero)
             plan = f"megatron(dp={self.dp}, tp={self.tp}{more})"
         else:
             plan = f"zero{self.zero}()" if self.zero else "data_parallel()"
         if self.saved == "co_shard":
             return f"co_shard({self.parts}{'' if self.loss else ', loss=False'}, plan={plan})"
-        return f"recompute_layers({plan})" if self.saved else plan
+        return f"recompute_layers({plan})" if self.saved and self.schedule != "interlaced" else plan
 
     @property
     def text(self) -> str:
         """As on the command line."""
+        if self.pp > 1 and self.schedule in STAGED:
+            recompute = ", recompute=True" if self.saved and self.schedule == "interlaced" else ""
+            return f"{STAGED[self.schedule]}({self.pp}, {self.microbatches}, plan={self.inner}{recompute})"
         if self.pp > 1:
             schedule = "" if self.schedule == "1f1b" else f", schedule='{self.schedule}'"
             return f"pipeline({self.pp}, {self.microbatches}{schedule}, plan={self.inner})"
@@ -68,31 +75,42 @@ class Config:
     @property
     def waiting(self) -> float:
         """Of a schedule: how much longer it takes than its micro-batches one after the other."""
-        chunks = 2 if self.schedule in ("interleaved", "chimera") else 1
+        if self.schedule == "interlaced":
+            return 1.0  # only the layers wait, which may be little of all
+        chunks = 1 if self.schedule in ("1f1b", "gpipe") else 2
         return 1 + (self.pp - 1) / (chunks * self.microbatches)
 
 
 SAVED = (("", 1), ("recompute", 1))
 PARTS = (("co_shard", 2), ("co_shard", 4), ("co_shard", 8), ("co_shard", 16))
+STAGED = {"interlaced": "interlaced", "3f1b": "three_f_one_b"}
 SCHEDULES = {"megatron": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved", "chimera": "chimera"}
 
 
 def configs(model: Model, gpus: int) -> Iterator[Config]:
-    """All configurations of all plans."""
+    """All configurations of all plans. Of AlphaFold2 the rivals are ZeRO and axial parallelism: nobody splits its kernels."""
+    grids = grids_of(model, gpus)
+    staged, axial = [grid for grid in grids if grid[2] > 1], model.name == "evoformer"
     for zero, plan in enumerate(("data_parallel", "zero1", "zero2", "zero3")):
         yield from spread(model, gpus, plan, False, SAVED, zeros=(zero,), grids=[(gpus, 1, 1)])
+    if axial:
+        yield from spread(model, gpus, "dap", False, SAVED, grids=[g for g in grids if g[1] > 1 and g[2] == 1])
+        yield from spread(model, gpus, "three_f_one_b", True, SAVED, grids=staged, schedule="3f1b")
+        return
     for plan, schedule in SCHEDULES.items():
-        grids = [g for g in grids_of(model, gpus) if g[1:] != (1, 1) and (schedule == "1f1b" or g[2] > 1)]
+        own = [g for g in grids if g[1:] != (1, 1)] if schedule == "1f1b" else staged
         sequences = (False, True) if model.name in ("gpt", "mbart") else (False,)
-        yield from spread(model, gpus, plan, False, SAVED, grids=grids, schedule=schedule, sequences=sequences)
+        yield from spread(model, gpus, plan, False, SAVED, grids=own, schedule=schedule, sequences=sequences)
     if model.name in ("gpt", "swin"):
-        grids = grids_of(model, gpus)
         yield from spread(model, gpus, "co_shard", True, PARTS, zeros=(0, 1, 2, 3), grids=grids)
+    if model.name == "mbart":
+        for plan, saved in (("interlaced blocks", SAVED[1:]), ("interlaced", SAVED[:1])):
+            yield from spread(model, gpus, plan, True, saved, grids=staged, schedule="interlaced")
 
 
 def grids_of(model: Model, gpus: int) -> list[tuple[int, int, int]]:
     """(dp, tp, pp): stages have as many layers each."""
-    tps = [n for n in divisors(gpus) if (n <= HOST and model.name != "evoformer") or n == 1]
+    tps = [n for n in divisors(gpus) if n <= HOST]
     return [(gpus // tp // pp, tp, pp) for tp in tps for pp in divisors(gpus // tp) if model.depth % pp == 0]
 
 
@@ -111,4 +129,5 @@ def spread(
         if zero > 1 and pp > 1:  # a gradient's parts would be sent for every micro-batch of every stage
             continue
         loss = model.name != "swin"
-        yield Config(plan, new, dp, tp, pp, rows, microbatches, how, parts, zero, sequence, schedule, loss)
+        axial = model.name == "evoformer"
+        yield Config(plan, new, dp, tp, pp, rows, microbatches, how, parts, zero, sequence, schedule, loss, axial)

@@ -18,7 +18,7 @@ from jscaler.clusters import find_cluster
 STAGES, MICROBATCHES, LAYERS = 8, 128, [4] * 8
 PLANS = {
     "1f1b": f"pipeline({STAGES}, {MICROBATCHES}, layers={LAYERS})",
-    "interlaced": f"megatron(dp=1, tp=1, pp={STAGES}, microbatches={MICROBATCHES}, schedule='interlaced', layers={LAYERS})",
+    "interlaced": f"interlaced({STAGES}, {MICROBATCHES}, layers={LAYERS})",
 }
 PUBLISHED = {("1f1b", 32): 0.46, ("1f1b", 256): 0.25, ("interlaced", 32): 0.51, ("interlaced", 256): 0.51}
 OFF = 0.20
