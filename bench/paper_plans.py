@@ -88,7 +88,7 @@ SCHEDULES = {"megatron": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved",
 
 
 def configs(model: Model, gpus: int) -> Iterator[Config]:
-    """All configurations of all plans. Of AlphaFold2 the rivals are ZeRO and axial parallelism: nobody splits its kernels."""
+    """All configurations of all plans. AlphaFold2's rivals are ZeRO and axial parallelism: nobody splits its kernels."""
     grids = grids_of(model, gpus)
     staged, axial = [grid for grid in grids if grid[2] > 1], model.name == "evoformer"
     for zero, plan in enumerate(("data_parallel", "zero1", "zero2", "zero3")):
