@@ -6,7 +6,7 @@ from typing import Any
 from jscaler.errors import PlanError
 from jscaler.ir import Op
 from jscaler.ir.kinds import tensor_kinds
-from jscaler.ir.loop import made_by, reads_of
+from jscaler.ir.loop import chain_of, made_by, reads_of
 from jscaler.ir.walk import dependents
 from jscaler.lax_primitives import contracts
 from jscaler.primitives import Planner
@@ -38,10 +38,10 @@ def find_cores(graph: Planner, on: Sequence[str] | None = None) -> tuple[Ops, ..
     return cores
 
 
-def cores_of(graph: Planner) -> tuple[Ops, ...]:
-    """The ops of each core that the dataflow shows; of a training step those that a gradient flows through."""
-    finder = _Finder(graph)
-    softmaxes = [op for op in graph.forward() if _normalises(op) and (op.backward is not None or not graph.calls)]
+def cores_of(graph: Planner, every: bool = False) -> tuple[Ops, ...]:
+    """The ops of each core that the dataflow shows; of a training step those with a gradient, or ``every``."""
+    finder, every = _Finder(graph), every or not graph.calls
+    softmaxes = [op for op in graph.forward() if _normalises(op) and (every or op.backward is not None)]
     return tuple(dict.fromkeys(core for op in softmaxes for core in finder.around(op)))
 
 
@@ -50,9 +50,11 @@ class _Finder:
         self.graph = graph
         kinds = tensor_kinds(graph.graph)
         self.weights = {t for t, kind in kinds.items() if kind == "parameter"}
-        for loop in graph.loops.values():
-            self.weights |= {x.slice for x in loop.xs if x.stack in self.weights}
+        loops = dict(graph.loops)
         for op in graph.forward():
+            for name in chain_of(op.loop, graph.loops):  # whose stacks an op in front may have taken apart
+                if loop := loops.pop(name, None):
+                    self.weights |= {x.slice for x in loop.xs if x.stack in self.weights}
             large = [t for t in op.inputs if t.shape]
             if large and all(t in self.weights for t in large):
                 self.weights.update(op.outputs)

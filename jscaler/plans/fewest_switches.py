@@ -60,7 +60,7 @@ def fewest_switches(graph: Planner, dims: Iterable[tuple[PTensor, int]], parts: 
 class _Chooser:
     def __init__(self, graph: Planner, dims: Iterable[tuple[PTensor, int]], parts: int):
         self.graph, self.parts = graph, parts
-        cores = {op for core in cores_of(graph) for op in core if holds_contraction(op)}
+        cores = {op for core in cores_of(graph, every=True) for op in core if holds_contraction(op)}
         self.choices: dict[Op, Sequence[str]] = {}
         for op, names in all_reached_factors(graph.graph, dims).items():
             if op.kind == "forward":

@@ -12,7 +12,7 @@ from plan_steps import assert_same_numbers, made_once
 import jscaler
 from jscaler.errors import PlanError
 from jscaler.lower.step_plan import StepPlan
-from jscaler.plans import three_f_one_b
+from jscaler.plans import dap, three_f_one_b
 from jscaler.primitives import OnDevices
 from jscaler.tables import SCHEDULES
 
@@ -63,6 +63,15 @@ def test_an_evoformer_recycles_over_two_stages(stacked: bool) -> None:
     sizes = [len(d.ops) for d in plan.plan.decisions if isinstance(d, OnDevices)]
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
+
+
+@pytest.mark.filterwarnings("ignore::jscaler.errors.PlanWarning")  # pairs are added to their transposes
+def test_axial_parallelism_in_stages() -> None:
+    """Also in passes without a gradient, and behind ops that take stacks of parameters apart."""
+    plan = planned(three_f_one_b(2, 2, plan=dap()), evoformer(rows=2, layers=2, recycles=1, stacked=True), 4)
+    split = {op: set(names) for op, names in plan.plan.split_factors.items() if "attn/dot" in op and "dot." not in op}
+    assert len(split) == 4 * 2 * 2
+    assert all(names & {"b"} for names in split.values())
 
 
 def test_mistakes() -> None:
