@@ -3,9 +3,9 @@ the blocks of stages. (Lin et al., SuperScaler, 2023, and nnScaler, OSDI 2024, s
 
 In each step every stage runs a forward and a backward, and behind it all devices run their blocks: the logits of the
 micro-batch that has come through, the embedding's backward of another, the embedding of the next. So all wait for each
-other once a step, which takes F + B. Even stages run F first, odd ones and the last B: a forward goes through two stages in a
-step, from an even to an odd one, and a backward through one. So stage 0 holds half as many micro-batches again as in 1F1B:
-(3p + 1) // 2 of p > 1 stages, where m is large enough; the last holds one.
+other once a step, which takes F + B. Even stages run F first, odd ones and the last B: a forward goes through two stages in
+a step, from an even to an odd one, and a backward through one. So stage 0 holds half as many micro-batches again as in
+1F1B: (3p + 1) // 2 of p > 1 stages, where m is large enough; the last holds one.
 """
 
 from jscaler.tables.published import Published
