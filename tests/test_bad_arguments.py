@@ -84,6 +84,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
     "a plan of stages by a number": (lambda: plans.pipeline(2, 4, plan=FIVE), PlanError, "argument 'plan' is a plan or No"),
     "a plan in words": (lambda: plans.accumulate(2, NAME), PlanError, "argument 'plan' is a plan or None, not 'q'"),
     "micro-batches of none": (lambda: plans.pipeline(2, NONE), PlanError, "argument 'microbatches' is int, not None"),
+    "axes in words": (lambda: plans.dap(axes={"batch": NAME}), PlanError, "argument 'axes' is Mapping[str, int | Sequence"),
     "modules as a number": (lambda: plans.co_shard(2, on=FIVE), PlanError, "plan 'co_shard': its argument 'on' is "),
     "stages at a number": (lambda: plans.pipeline(2, 4, at=FIVE), PlanError, "plan 'pipeline': its argument 'at' is Seq"),
     "keeping nothing": (lambda: plans.recompute_layers(keep=NONE), PlanError, "'recompute_layers': its argument 'keep' is"),

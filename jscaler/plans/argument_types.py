@@ -56,6 +56,8 @@ def matches(value: Any, wanted: Any) -> bool:
     Example:
         >>> matches(["a", 3], Sequence[str]), matches({"a": None}, Mapping[str, int | None]), matches(3, Callable | None)
         (False, True, False)
+        >>> matches("a", Sequence[str]), matches("a", Sequence[int])  # a text is one of it
+        (True, False)
     """
     return any(_matches_one(value, one) for one in _choices(wanted))
 
@@ -76,7 +78,9 @@ def _matches_one(value: Any, wanted: Any) -> bool:
         return False
     if origin is Mapping and inner:
         return all(matches(k, inner[0]) and matches(v, inner[1]) for k, v in value.items())
-    return not (origin is Sequence and inner) or isinstance(value, str) or all(matches(v, inner[0]) for v in value)
+    if origin is not Sequence or not inner:
+        return True
+    return matches(value, inner[0]) if isinstance(value, str) else all(matches(v, inner[0]) for v in value)
 
 
 def _choices(wanted: Any) -> tuple[Any, ...]:
