@@ -86,15 +86,6 @@ def translation_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
 
-def translation_train_step(
-    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`train_step` of an encoder with a decoder (`models.mbart`), on the loss of `translation_loss`."""
-    key = jax.random.fold_in(state.key, state.step)
-    loss, grads = value_and_grad(lambda params: translation_loss(state.apply_fn, params, batch, key))(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
 def evoformer_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
     """Twice the cross entropy of masked tokens of an alignment, and 0.3 times that of pairs' distances.
 
@@ -110,13 +101,21 @@ def evoformer_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: j
     return 2 * jnp.mean(of_tokens * batch["weights"]) + 0.3 * jnp.mean(of_pairs)
 
 
-def evoformer_train_step(
-    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`train_step` of an Evoformer, on the loss of `evoformer_loss`; its model recycles."""
-    key = jax.random.fold_in(state.key, state.step)
-    loss, grads = value_and_grad(lambda params: evoformer_loss(state.apply_fn, params, batch, key))(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
+def train_step_on(loss: Callable[..., jax.Array]) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """`train_step` on ``loss(apply_fn, params, batch, key)``."""
+
+    def step(
+        state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(state.key, state.step)
+        value, grads = value_and_grad(lambda params: loss(state.apply_fn, params, batch, key))(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return step
+
+
+translation_train_step = train_step_on(translation_loss)  # of models.mbart
+evoformer_train_step = train_step_on(evoformer_loss)  # of models.evoformer, which recycles
 
 
 class ImageState(train_state.TrainState):

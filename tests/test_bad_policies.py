@@ -96,7 +96,7 @@ POLICIES: dict[str, Case] = {
     "a schedule of no micro-batches": (
         lambda g, d: g.schedule("1f1b"),
         PlanError,
-        "'schedule  1f1b' is the order of micro-batches on device groups, and 'policy' has no op that runs in several: cut",
+        "'1f1b' is the order of micro-batches on groups of devices, and no op of 'policy' runs in several: cut",
     ),
     "a dtype of whole numbers": (lambda g, d: g.reduce_dtype("int32"), PlanError, "a floating dtype like 'bfloat16', not"),
     "yes": (lambda g, d: g.accumulation(each_time="no"), PlanError, "accumulation: each_time is True or False, not 'no'"),

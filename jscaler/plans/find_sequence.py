@@ -26,14 +26,12 @@ def sequence_of(graph: Planner, given: Dims | None, remedy: str) -> list[tuple[P
     """
     if given is not None:
         return required(graph, given, remedy)
-    data = data_inputs(graph.graph)
-    found = _found(graph, data)
-    if not found:
-        raise PlanError(
-            "no dim of the data is a sequence, which kernels carry position by position and attention mixes; "
-            f"{remedy} as {{input: dim}}; where positions arise inside (patches with a token in front of them), give the "
-            f"step what is made so, or leave the sequence whole; data: {', '.join(map(str, data)) or 'none'}"
-        )
+    found = _found(
+        graph,
+        "no dim of the data is a sequence, which kernels carry position by position and attention mixes; "
+        f"{remedy} as {{input: dim}}; where positions arise inside (patches with a token in front of them), give the "
+        "step what is made so, or leave the sequence whole",
+    )
     for tensor, dim in found:
         if others := [d for t, d in found if t == tensor and d != dim]:
             dims = " and ".join(map(str, [dim, *others]))
@@ -54,17 +52,13 @@ def axes_of(graph: Planner, given: Mapping[str, int | Sequence[int]] | None, rem
     if given is not None:
         pairs = [(pattern, dim) for pattern, dims in given.items() for dim in ([dims] if isinstance(dims, int) else dims)]
         return [one for pattern, dim in pairs for one in required(graph, {pattern: dim}, remedy)]
+    none = "no dims of the data are axes, which attention mixes in turn, and kernels carry along; "
+    return _found(graph, f"{none}{remedy} as {{input: (dim, dim)}}")
+
+
+def _found(graph: Planner, none: str) -> list[tuple[PTensor, int]]:
+    """All dims of data that attention mixes and kernels carry along; raises PlanError, which says ``none``, without any."""
     data = data_inputs(graph.graph)
-    found = _found(graph, data)
-    if not found:
-        raise PlanError(
-            "no dims of the data are axes, which attention mixes in turn, and kernels carry along; "
-            f"{remedy} as {{input: (dim, dim)}}; data: {', '.join(map(str, data)) or 'none'}"
-        )
-    return found
-
-
-def _found(graph: Planner, data: list[PTensor]) -> list[tuple[PTensor, int]]:
     cores = {op for core in cores_of(graph) for op in core if holds_contraction(op)}
     weights = weights_of(graph)
     found: list[tuple[PTensor, int]] = []
@@ -76,6 +70,8 @@ def _found(graph: Planner, data: list[PTensor]) -> list[tuple[PTensor, int]]:
             mixed = any(_is_of_one(graph, op, name) for op, name in products.items() if op in cores)
             if (mixed and any(_carry(graph, of_weights))) if cores else (dim and products and all(_carry(graph, products))):
                 found.append((tensor, dim))
+    if not found:
+        raise PlanError(f"{none}; data: {', '.join(map(str, data)) or 'none'}")
     return found
 
 

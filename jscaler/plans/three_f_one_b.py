@@ -20,7 +20,8 @@ import numpy as np
 from jscaler.errors import PlanError, check_count
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
-from jscaler.plans.pipeline import passes_of, pipeline
+from jscaler.plans.find_stages import passes_of
+from jscaler.plans.pipeline import pipeline
 from jscaler.primitives import Planner
 
 SCHEDULE = "3f1b"

@@ -53,7 +53,7 @@ def _check_schedule(plan: Plan) -> None:
     in_time = any(axis.time for d in plan.decisions if isinstance(d, Trans) for axis in d.axes)
     if said is not None and not in_time:
         raise PlanError(
-            f"'{clipped(str(said))}' is the order of micro-batches on device groups, and '{plan.name}' has no op that runs "
+            f"{clipped(said.table)!r} is the order of micro-batches on groups of devices, and no op of '{plan.name}' runs "
             "in several: cut the batch in time (plans.accumulate(4, policy), or graph.op_trans(op, TimeSplit('a', 4))), or "
             "leave the schedule out"
         )

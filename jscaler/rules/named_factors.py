@@ -7,11 +7,11 @@ an argument that is no state if there is one, else of a parameter, and of severa
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.op import without_range
 from jscaler.ir.walk import Sets
-from jscaler.rules.reached_factors import leading
+from jscaler.rules.reached_factors import carried
 from jscaler.text.folding import folded
 
 Place = tuple[str, str | int]  # an op and its factor, or a tensor and its dim
@@ -24,7 +24,7 @@ def named_factors(graph: Graph) -> Mapping[str, Mapping[str, str]]:
     factors: dict[str, list[str]] = {}
     for op in graph.ops:
         rule = graph.rule(op) if op.body is not None else None  # asked of a handle, its rule might trace its body
-        for factor, tensor, dim in _carried(graph, op) if rule is not None else ():
+        for factor, tensor, dim in carried(rule, op) if rule is not None else ():
             sets.join(("op " + op.path, factor), (tensor.name, dim))
         factors[op.path] = list(rule.factors) if rule is not None else []
     for one, other, shift in _alike(graph):
@@ -39,16 +39,6 @@ def named_factors(graph: Graph) -> Mapping[str, Mapping[str, str]]:
 def _of_op(path: str, factors: Sequence[str], sets: Sets[Place], names: Mapping[Place, str]) -> dict[str, str]:
     roots = {factor: sets.root(("op " + path, factor)) for factor in factors}
     return {factor: names[root] for factor, root in roots.items() if root in names}
-
-
-def _carried(graph: Graph, op: Op) -> Iterator[tuple[str, PTensor, int]]:
-    """The dims of an op's tensors, and the factor that each stands for."""
-    rule = graph.rule(op)
-    tensors = (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True))
-    for tensor, dims in tensors:
-        for dim, names in enumerate(dims):
-            for factor in leading(rule, names):
-                yield factor, tensor, dim
 
 
 def _alike(graph: Graph) -> Iterator[tuple[PTensor, PTensor, int]]:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 
 from jscaler.errors import check_dim
 from jscaler.ir import Graph, Op, PTensor, Rule
-from jscaler.ir.rule import DimFactors
 from jscaler.ir.walk import closure
 
 
@@ -29,10 +28,11 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
         producer = graph.producer.get(here)
         readers = graph.consumers.get(here, ())
         for op in (*readers, *((producer,) if producer else ())):
-            for factor in _factors_at(graph, op, here, place):
+            every = list(carried(graph.rule(op), op))
+            for factor in [f for f, tensor, dim in every if (tensor, dim) == (here, place)]:
                 if factor not in by_op.setdefault(op, set()):
                     by_op[op].add(factor)
-                    yield from _carriers(graph, op, factor)
+                    yield from ((tensor, dim) for f, tensor, dim in every if f == factor)
         for other, shift in graph.linked.get(here, ()):  # into loops and out of them; the dim of iterations stays outside
             if place + shift >= 0:
                 yield other, place + shift
@@ -42,24 +42,12 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
     return {op: factors for op, factors in by_op.items() if factors}
 
 
-def _factors_at(graph: Graph, op: Op, tensor: PTensor, dim: int) -> list[str]:
-    rule = graph.rule(op)
-    found: list[str] = []
-    for mine, factors in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
-        if mine == tensor:
-            found += leading(rule, factors[dim])
-    return found
-
-
-def _carriers(graph: Graph, op: Op, factor: str) -> list[tuple[PTensor, int]]:
-    rule = graph.rule(op)
-    tensors = (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True))
-    return [(t, d) for t, dims in tensors for d, names in enumerate(dims) if leading(rule, names) == [factor]]
-
-
-def leading(rule: Rule, names: DimFactors) -> list[str]:
-    """The sub-dim that stands for a dim; none where the dim has no factor."""
-    return [n for n in names if rule.factors[n].splittable][:1] or list(names[:1])
+def carried(rule: Rule, op: Op) -> Iterator[tuple[str, PTensor, int]]:
+    """The dims of an op's tensors, and the factor that each stands for: of several sub-dims the one that is followed."""
+    for tensor, dims in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
+        for dim, names in enumerate(dims):
+            for factor in [n for n in names if rule.factors[n].splittable][:1] or names[:1]:
+                yield factor, tensor, dim
 
 
 def _first(graph: Graph, op: Op, names: set[str]) -> str:

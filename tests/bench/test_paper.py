@@ -19,7 +19,7 @@ NANO = Model("gpt", "nano", 32, (("layers", 4),))
 def test_a_quick_run_has_a_row_for_old_and_new_plans() -> None:
     found = list(rows_of(NANO, 4, quick=True))
     assert [row["new"] for row in found] == [False, False, True]
-    assert all(row["fits"] and row["step_seconds"] >= 0 and row["peak_bytes"] > 0 for row in found)
+    assert all(row["fits"] and row["step_seconds"] > 0 and row["peak_bytes"] > 0 for row in found)
     assert found[-1]["speedup"] > 0
     assert "links" in found[-1]["sensitivity"]
 

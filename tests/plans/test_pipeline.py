@@ -17,7 +17,7 @@ from jscaler import PlanError, SplitError, UnknownNameError, plans
 from jscaler.clusters import Peak, find_cluster
 from jscaler.clusters.device import find_kind
 from jscaler.errors import OrderError
-from jscaler.plans.pipeline import _bottleneck
+from jscaler.plans.balance import bottleneck
 from jscaler.tables.gpipe import gpipe
 from models.gpt import GPT, GPTConfig
 
@@ -225,7 +225,7 @@ def test_the_cuts_are_the_best_of_all() -> None:
         seconds, stages = rng.integers(0, 5, 7), int(rng.integers(2, 5))
         sums, nbytes = np.concatenate([[0], np.cumsum(seconds)]).astype(float), [0] * 7
         places = sorted(rng.choice(range(1, 7), int(rng.integers(1, 7)), replace=False).tolist())
-        found = _bottleneck(sums, places, nbytes, stages)
+        found = bottleneck(sums, places, nbytes, stages)
 
         def slowest(cuts: tuple[int, ...], sums: np.ndarray = sums) -> float:
             bounds = [0, *cuts, len(sums) - 1]

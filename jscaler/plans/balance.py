@@ -1,0 +1,183 @@
+"""Where a row of ops, loops and layers is cut into stages, such that few tensors go across and the slowest is fastest.
+
+Cuts are chosen by dynamic programming, from those places where the fewest tensors go across; seconds are those of forward
+ops on the cluster's devices, as `jscaler.cost` has them. (After Narayanan et al., PipeDream, 2019, who measure
+layers.)
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jscaler.clusters.device import DeviceKind, find_kind
+from jscaler.errors import PlanError
+from jscaler.ir import Body, Nest, Op, PTensor
+from jscaler.ir.loop import Item, flat, made_by, reads_of
+from jscaler.plans.attention import holds_contraction
+from jscaler.plans.layers import weights_of
+from jscaler.primitives import Planner
+from jscaler.xla_model.work import work_of
+
+BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
+UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What lies in one stage: an op, a loop, or an iteration of a loop over layers."""
+
+    item: Item
+    iteration: int = 0
+    of: int = 1  # iterations that may lie apart
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.item), self.iteration
+
+    @property
+    def ops(self) -> Iterator[Op]:
+        return flat([self.item])
+
+
+def balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
+    """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
+
+    What all layers read alike (an encoder's result) does not count. More tensors go across where the slowest stage would
+    else take half as long again.
+
+    Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
+    where they are used. If they do not divide, the first ranges have one more.
+    """
+    across = _across(graph, units, known)
+    passes = _passing_by(graph, units)
+    counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
+    device = graph.device or find_kind(BALANCED_FOR)
+    of_body: dict[Body, float] = {}
+    of_item = {id(unit.item): _seconds(unit.item, device, of_body) for unit in units}
+    seconds = [of_item[id(unit.item)] / unit.of for unit in units]
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    nbytes = [sum(t.nbytes for t in tensors) for tensors in across]
+
+    def slowest(cuts: Sequence[int]) -> float:
+        return max(sums[j] - sums[i] for i, j in itertools.pairwise([0, *cuts, len(units)]))
+
+    best: list[int] | None = None
+    allowed: set[int] = set()
+    least = max([sums[-1] / stages, *seconds])
+    for count in sorted(set(counts[1:])):
+        places = [i for i in range(1, len(units)) if counts[i] <= count and sums[i] > 0]
+        found = bottleneck(sums, places, nbytes, stages)
+        if found is not None and (best is None or slowest(found) * UNEVEN < slowest(best)):
+            best, allowed = found, set(places)
+        if best is not None and slowest(best) <= least * UNEVEN:
+            break
+    if best is not None:
+        layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
+        even = (cuts for cuts in _even(units, sorted(allowed), sums, nbytes, stages) if set(cuts) <= allowed)
+        return next((cuts for cuts in even if slowest(cuts) <= slowest(best) + layer * (1 + 1e-9)), best)
+    raise PlanError(
+        f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "
+        "with work in each; a loop is cut where it takes a stack of parameters apart, layer by layer (nn.scan, lax.scan)"
+    )
+
+
+def _even(
+    units: Sequence[Unit], places: Sequence[int], sums: np.ndarray, nbytes: Sequence[int], stages: int
+) -> Iterator[list[int]]:
+    """Cuts into ranges as equal as can be: of the one loop over layers; or of several, each over some of the stages."""
+    stacks = [i for i, unit in enumerate(units) if unit.of > 1 and unit.iteration == 0]
+    if len(stacks) == 1 and units[stacks[0]].of >= stages:
+        least, more = divmod(units[stacks[0]].of, stages)
+        sizes = [least + (stage < more) for stage in range(stages)]
+        yield [stacks[0] + own for own in itertools.accumulate(sizes[:-1])]
+    for parts in range(stages, 1, -1):
+        even = [i for i in places if units[i].of == 1 or units[i].iteration * parts % units[i].of == 0]
+        found = bottleneck(sums, even, nbytes, stages)
+        if found is not None and _is_equal(units, found):
+            yield found
+
+
+def _is_equal(units: Sequence[Unit], cuts: Sequence[int]) -> bool:
+    """Whether each loop over layers lies in ranges of one size."""
+    sizes: dict[int, list[int]] = {}
+    for start, stop in itertools.pairwise([0, *cuts, len(units)]):
+        for item, own in itertools.groupby(units[start:stop], key=lambda unit: id(unit.item)):
+            sizes.setdefault(item, []).append(len(list(own)))
+    return all(len(set(own)) == 1 for own in sizes.values())
+
+
+def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], stages: int) -> list[int] | None:
+    """Cuts at ``places`` by dynamic programming; None where there are too few with work in between."""
+    end = len(sums) - 1
+    best: dict[int, tuple[float, float, list[int]]] = {i: (sums[i], float(nbytes[i]), [i]) for i in places}
+
+    def ways_to(i: int, sent_here: float) -> list[tuple[float, float, list[int]]]:
+        """One stage more, which ends at ``i``."""
+        return [
+            (max(slowest, sums[i] - sums[j]), sent + sent_here, [*cuts, i])
+            for j, (slowest, sent, cuts) in best.items()
+            if j < i and sums[i] > sums[j]
+        ]
+
+    for _ in range(stages - 2):
+        best = {i: min(ways) for i in places if (ways := ways_to(i, nbytes[i]))}
+    ways = ways_to(end, 0.0)
+    return min(ways)[2][:-1] if ways else None
+
+
+def _across(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> list[list[PTensor]]:
+    """In front of each unit: what those before it make and those from it on read."""
+    start = {id(unit.item): i - unit.iteration for i, unit in enumerate(units)}
+    ends = {item: i + units[i].of - 1 for item, i in start.items()}
+    every = [(unit.item, i) for i, unit in enumerate(units) if unit.iteration == 0]
+    place = {t: ends[id(item)] for item, _ in every for t in made_by(item)}
+    last = dict(place)
+    for item, i in every:
+        throughout = set(reads_of(item)) if isinstance(item, Op) else {t for one in item.items for t in reads_of(one)}
+        last.update((t, i) for t in reads_of(item) if t in place)
+        last.update((t, ends[id(item)]) for t in throughout if t in place)
+    across: list[list[PTensor]] = [[] for _ in units]
+    for tensor, first in place.items():
+        if tensor not in known:
+            for i in range(first + 1, last[tensor] + 1):
+                across[i].append(tensor)
+    for i, unit in enumerate(units):
+        if unit.iteration and isinstance(unit.item, Nest):
+            across[i] += [c.inside for c in unit.item.loop.carries if c.inside is not c.out]
+    return across
+
+
+def _passing_by(graph: Planner, units: Sequence[Unit]) -> dict[PTensor, set[int]]:
+    """In front of which units a tensor passes by that layers read alike: those behind read it as those before did, and a
+    product with a kernel stands between."""
+    weights = weights_of(graph)
+
+    def has_kernel(item: Item) -> bool:
+        return isinstance(item, Nest) or (holds_contraction(item) and not weights.isdisjoint(item.inputs))
+
+    products = [*itertools.accumulate((has_kernel(unit.item) for unit in units), initial=0)]
+    readers: dict[PTensor, list[tuple[int, int]]] = {}
+    for i, unit in enumerate(units):
+        for tensor in set(reads_of(unit.item)) - set(made_by(unit.item)):
+            readers.setdefault(tensor, []).append((i, id(unit.item.body if isinstance(unit.item, Op) else unit.item)))
+    found: dict[PTensor, set[int]] = {}
+    for tensor, own in readers.items():
+        last = max({key: i for i, key in reversed(own)}.values())  # that reads it as none before did
+        for (one, _), (other, _) in itertools.pairwise(pair for pair in own if pair[0] >= last):
+            loop = isinstance(units[one].item, Nest)
+            places = (i for i in range(one + 1, other + 1) if loop or products[i] > products[one + 1])
+            found.setdefault(tensor, set()).update(places)
+    return found
+
+
+def _seconds(item: Item, device: DeviceKind, known: dict[Body, float]) -> float:
+    """Of all iterations of a loop; equal layers' bodies are the same."""
+    if isinstance(item, Nest):
+        return item.loop.length * sum(_seconds(one, device, known) for one in item.items)
+    if item.body is None:
+        return 0.0
+    if item.body not in known:
+        known[item.body] = work_of(item.body.jaxpr).seconds(device)
+    return known[item.body]
