@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jscaler
+from bench.paper_memory import compiled_peak
 from bench.paper_models import CLUSTERS, Model
 from bench.paper_plans import Config
 from jscaler.clusters import Cluster, find_cluster
@@ -30,12 +31,13 @@ KEPT = Path("build/paper.jsonl")
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a configuration takes; why it cannot be, if it cannot."""
+    """What a configuration takes; why it cannot be, if it cannot; who says its peak."""
 
     seconds: float
     peak: int
     fits: bool
     error: str = ""
+    memory: str = "estimate"
 
 
 def scaled(cluster: Cluster, compute: float = 1.0, links: float = 1.0) -> Cluster:
@@ -88,6 +90,13 @@ class Sweep:
             self.estimated += 1
             self._keep(key)
         return self.kept[key]
+
+    def compiled(self, text: str) -> None:
+        """Have XLA say the peak of a plan that was estimated."""
+        key = (self.model.shown, f"{self.cluster.name} {_rates(self.cluster)}", text)
+        peak = compiled_peak(self.model, text, self.cluster)
+        self.kept[key] = replace(self.kept[key], peak=peak, fits=peak <= self.cluster.memory, memory="XLA")
+        self._keep(key)
 
     def best(self, candidates: Iterable[Config]) -> tuple[Config, Estimate] | None:
         """The fastest that fits; None where none does."""

@@ -4,6 +4,7 @@ import re
 import shlex
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from terminal import in_terminal
 from typer.testing import CliRunner
 
 from jscaler.cli import app
-from jscaler.commands.interrupts import INTERRUPTED, finished_before_interrupts
+from jscaler.commands.interrupts import INTERRUPTED, finished_before_interrupts, on_screen
 
 ROOT = Path(__file__).parents[2]
 NARROW, WIDE = 80, 200
@@ -213,7 +214,7 @@ def test_what_was_trained_and_is_not_saved_is_told(folder: Path) -> None:
 
 
 def finished(presses: int, done: list[str]) -> None:
-    with finished_before_interrupts():
+    with finished_before_interrupts("its checkpoint is complete"):
         for _ in range(presses):
             signal.raise_signal(signal.SIGINT)
         done.append("written")
@@ -238,6 +239,29 @@ def test_what_is_under_way_is_finished() -> None:
         finished(2, done)  # whoever presses twice does not wait
     assert len(done) == 2
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("moment", ["begins", "is shown", "ends"])
+def test_an_interrupt_takes_a_display_back_whole(moment: str) -> None:
+    seen = list[str]()
+
+    def at(now: str) -> None:
+        if now == moment:
+            signal.raise_signal(signal.SIGINT)
+        seen.append(now)
+
+    @contextmanager
+    def display() -> Iterator[None]:
+        at("begins")
+        try:
+            yield
+        finally:
+            at("ends")
+
+    with pytest.raises(KeyboardInterrupt), on_screen(display()):
+        at("is shown")
+    assert (seen[0], seen[-1]) == ("begins", "ends")
 
 
 @pytest.mark.parametrize(
