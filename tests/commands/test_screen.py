@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from of_the_day import of_the_day
 from report.stand_in import on_cpu
 from screens import faults, shown
 from terminal import in_terminal
@@ -142,7 +143,7 @@ def test_each_command_of_the_readme_is_here() -> None:
     assert {param.values[0].split()[0] for param in SEEN} == {*typer.main.get_command(app).commands}
 
 
-@pytest.mark.parametrize(("command", "columns"), SEEN)
+@pytest.mark.parametrize(("command", "columns"), of_the_day(SEEN, 3))
 def test_a_command_on_a_terminal(command: str, columns: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command.startswith("compile"):
         on_cpu(monkeypatch)
@@ -158,7 +159,7 @@ def test_help_on_a_terminal(command: str | None, columns: int) -> None:
     assert not faults(seen([*([command] if command else []), "--help"], columns), columns)
 
 
-@pytest.mark.parametrize("command", PIPED, ids=[f"{one.split()[0]}-{number}" for number, one in enumerate(PIPED)])
+@pytest.mark.parametrize("command", of_the_day(PIPED, 3), ids=lambda command: command.split()[0])
 def test_a_command_in_a_pipe(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the terminal around it: no control codes, and cells and columns as on a wide one."""
     if command.startswith("compile"):
