@@ -11,6 +11,7 @@ from jscaler import plans
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, CaptureWarning, DeviceError, PlanError, PlanWarning, check_flag, shown, warn
+from jscaler.estimate.loops_apart import loops_apart
 from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
@@ -472,12 +473,12 @@ class Parallelized(Shown):
 
 
 def _say_lost(step: StepPlan, strict: bool) -> None:
-    """Warn of parallelism that a plan loses; raises PlanError where that is ``strict``."""
+    """Warn of parallelism that a plan loses, and of loops that it takes apart; raises PlanError where that is ``strict``."""
     lost = lost_parallelism(step)
-    if lost.ops and strict:
-        raise PlanError(f"plan '{step.name}' is refused, since strict=True: {lost}")
-    if lost.ops:
-        warn(f"plan '{step.name}': {lost}", PlanWarning)
+    for said in filter(None, (str(lost) if lost.ops else "", loops_apart(step))):
+        if strict:
+            raise PlanError(f"plan '{step.name}' is refused, since strict=True: {said}")
+        warn(f"plan '{step.name}': {said}", PlanWarning)
 
 
 def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:

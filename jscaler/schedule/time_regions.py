@@ -253,9 +253,7 @@ class TimeRegions:
             self.late[loop.name] = late.keys()
         return forms
 
-    def _through(
-        self, nest: Nest, known: dict[PTensor, Form], late: dict[str, Set[PTensor]]
-    ) -> dict[PTensor, Form] | None:
+    def _through(self, nest: Nest, known: dict[PTensor, Form], late: dict[str, Set[PTensor]]) -> dict[PTensor, Form] | None:
         """The forms of all that a loop's body makes; None where something needs what only all parts give.
 
         Args:
