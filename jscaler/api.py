@@ -64,8 +64,8 @@ def parallelize(
         without_passes: passes for XLA's scheduler or code generation to leave out (``"swapped_dots"``,
             ``"products_before_loops"``, ``"pairs_together"``), to see what each is worth; ``lowered.passes`` lists all.
         strict: whether a plan that loses parallelism is refused. Ops that are copied on every device though they carry
-            what the plan splits, and activations that are gathered though no decision asked for it, are a `PlanWarning`
-            otherwise; ``explain()`` lists them.
+            what the plan splits, activations that are gathered though no decision asked for it, and micro-batches that run
+            in several loops are a `PlanWarning` otherwise; ``explain()`` lists them.
 
     Returns:
         A decorator: of a function it makes a `Parallelized`, of a module class a subclass, of a module one like it.
@@ -473,7 +473,7 @@ class Parallelized(Shown):
 
 
 def _say_lost(step: StepPlan, strict: bool) -> None:
-    """Warn of parallelism that a plan loses, and of loops that it takes apart; raises PlanError where that is ``strict``."""
+    """Warn of parallelism that a plan loses, and of loops it takes apart; raises PlanError where that is ``strict``."""
     lost = lost_parallelism(step)
     for said in filter(None, (str(lost) if lost.ops else "", loops_apart(step))):
         if strict:

@@ -31,9 +31,9 @@ def loops_apart(step: StepPlan) -> str:
     why = _between(graph, loops)
     because = f", since '{folded(why[0].path)}' needs what all of them make of '{folded(why[1].name)}'" if why else ""
     return (
-        f"memory is lost: micro-batches run in {len(loops)} loops, one behind the other{because}: {readable_bytes(held)} more are held in "
-        "all than in one loop; where it may be done on each micro-batch alone, which gives other numbers, say "
-        "per_microbatch= with its module"
+        f"memory is lost: micro-batches run in {len(loops)} loops, one behind the other{because}: {readable_bytes(held)} "
+        "more are held in all than in one loop; where it may be done on each micro-batch alone, which gives other numbers, "
+        "say per_microbatch= with its module"
     )
 
 

@@ -288,10 +288,9 @@ class TimeRegions:
 
     def _may_wait(self, item: Item, nest: Nest, known: Mapping[PTensor, Form]) -> bool:
         """Whether ``item`` of a backward loop reads sums of its own iteration alone, and is split by no plan."""
-        own = [op for op in flat([item])]
         homes = (self.graph.homes.get(t) for t in {*reads_of(item)} - {*made_by(item)})
         return (
-            all(op.kind == "backward" and op.again is None and op.path not in self.planned for op in own)
+            all(op.kind == "backward" and op.again is None and op.path not in self.planned for op in flat([item]))
             and all(known.get(t) in (None, Summed("add")) for t in reads_of(item))
             and all(home in (None, nest.loop.name, *self._around(nest.loop)) for home in homes)
         )
