@@ -1,7 +1,7 @@
 """Micro-batches that run in several loops: what one loop hands to the next is held for all of them.
 
-one loop       for each micro-batch: forward ──► backward                one micro-batch's activations live at a time
-loops apart    for each: forward ──► all activations ──► for each: backward        whoever stands between needs sums over all
+one loop       for each micro-batch: forward ──► backward            one micro-batch's activations live at a time
+loops apart    for each: forward ──► all activations ──► for each: backward     who stands between needs sums over all
 """
 
 import math
