@@ -129,6 +129,7 @@ class _Completer:
         self.inputs: dict[PTensor, Layout] = dict(stored)
         self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
         self.step_inputs = frozenset(graph.inputs)
+        self.state = frozenset(graph.inputs[i] for i in graph.next_version.values())
         pairs = [pair for call in graph.calls for pair in zip(call.gradients, call.wrt, strict=True)]
         self.joined = {g: p for g, p in pairs if g in graph.producer and graph.producer[g].forward is None}
         self.summands = summands(graph)
@@ -270,7 +271,7 @@ class _Completer:
             self._want(self.fetched[tensor], layout)
             self.at_hand[tensor] = [self.at_hand[self.fetched[tensor]][0]]
         if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
-            self.at_hand[tensor] = [self.shards.leaf(tensor, self._storable(layout))]
+            self.at_hand[tensor] = [self.shards.leaf(tensor, self._storable(layout, tensor in self.state))]
             if tensor in self.step_inputs:
                 self.inputs[tensor] = self.at_hand[tensor][0]
         if layout not in self.at_hand[tensor]:
@@ -283,9 +284,12 @@ class _Completer:
         layout = self.at_hand[tensor][0] if tensor in self.at_hand else self.inputs[tensor]
         return self._storable(layout)
 
-    def _storable(self, layout: Layout) -> Layout:
-        """How an array lies that is read, or made, in ``layout``: in the order of its group's mesh."""
-        return storable(dataclasses.replace(layout, mesh=self.group_of(layout.mesh)))
+    def _storable(self, layout: Layout, is_state: bool = False) -> Layout:
+        """How an array lies that is read, or made, in ``layout``: in the order of its group's mesh.
+
+        State stays in parts, if of another dim: it lies so between steps.
+        """
+        return storable(dataclasses.replace(layout, mesh=self.group_of(layout.mesh)), elsewhere=is_state)
 
     def _place(self, op: Op) -> Placement:
         group = self.home[op.path]

@@ -63,7 +63,7 @@ def interlaced(
     Raises (when the plan is made):
         PlanError: no layers lie between look-ups and logits of words, or too few; stages do not divide the devices.
         UnknownNameError: no module, or no input, is called so.
-        SplitError: the vocabulary does not divide by the number of devices, or the batch by that of micro-batches.
+        SplitError: the batch does not divide by the number of micro-batches.
 
     Example:
         >>> planned = train_step.under(plans.interlaced(2, 2)).lower(state, batch).plan
