@@ -140,7 +140,8 @@ def _fence(graph: Graph, region: RecomputeRegion, parts: _Parts, again: Mapping[
         reads += [*graph.loops[name].operands, *graph.loops[name].returned]
     outside = tuple(t for t in dict.fromkeys(reads) if t not in inside)
     fenced = tuple(PTensor(f"{t.name}@fence@{region.name}", t.aval, t.role) for t in outside)
-    return Op(f"{region.name}@fence", "backward", outside, fenced, call=parts.forward[0].call, anywhere="fence")
+    call, remat = parts.forward[0].call, (region,) if apart else ()
+    return Op(f"{region.name}@fence", "backward", outside, fenced, call=call, remat=remat, anywhere="fence")
 
 
 def _whole_loops(graph: Graph, first: int, last: int, depth: int) -> tuple[int, int]:

@@ -237,6 +237,12 @@ def _ops(item: Item) -> list[Op]:
     return [item] if isinstance(item, Op) else list(item.ops())
 
 
+def _region_of(op: Op) -> RecomputeRegion | None:
+    """The region that ``op`` computes again, or stands in front of as a fence."""
+    regions = op.again.remat if op.again is not None else op.remat if op.anywhere == "fence" else ()
+    return next(iter(regions), None)
+
+
 @dataclass
 class _Levels:
     """The level of every op of a phase, and of what it makes."""
@@ -299,7 +305,7 @@ class _Levels:
         operands += item.loop.operands if isinstance(item, Nest) else []
         before = [self.of_tensor[t] for t in operands if t in self.of_tensor]
         before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
-        mark = self._mark(ops, before)
+        mark = self._mark(ops)
         if mark[0] is None:  # it goes with what it reads
             here = ((level, own[0]) for level, other, own in before if other == group and own is not None)
             stages = [(level, stage) for level, stage in here if stage is not None]
@@ -327,14 +333,12 @@ class _Levels:
             if None not in (own[0], mark[0])
         ]
 
-    def _mark(self, ops: Sequence[Op], before: Sequence[tuple[int, int, Mark | None]]) -> Mark:
+    def _mark(self, ops: Sequence[Op]) -> Mark:
         found: Op | None = ops[0]
         while found is not None and found.path not in self.stage_of and found.whole not in self.stage_of:
             found = found.forward or found.again
         stage = None if found is None else self.stage_of.get(found.path, self.stage_of.get(found.whole))
-        if self.cuts.recompute and ops[0].anywhere == "fence":
-            return stage, max((own[1] for *_, own in before if own is not None), key="FRB".index, default="F")
-        if self.cuts.recompute and all(op.again is not None for op in ops):
+        if self.cuts.recompute and all(map(_region_of, ops)):
             return stage, "R"
         return stage, "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"
 
@@ -412,7 +416,7 @@ class _Blocks:
         return found if found is not None and self.phases[found[0]].loop is None else (self.phase, group)
 
     def _write(self, items: Iterable[Item]) -> None:
-        again: dict[tuple[Key, RecomputeRegion], dict[str, int]] = {}
+        again: dict[tuple[Key, RecomputeRegion | None], dict[str, int]] = {}
         for item in items:
             group = self.levels.add(item)
             key = self.phase, group
@@ -425,7 +429,7 @@ class _Blocks:
             self.own_levels[key] = max(self.own_levels[key], level)
             self.pinned[key].update((op.path, level) for op in _ops(item) if op.path in self.ordered)
             if mark is not None and mark[1] == "R":
-                again.setdefault((key, _ops(item)[0].again.remat[0]), {}).update((op.path, level) for op in _ops(item))
+                again.setdefault((key, _region_of(_ops(item)[0])), {}).update((op.path, level) for op in _ops(item))
             made = (*_ops(item), item) if isinstance(item, Nest) else (item,)
             for tensor in (t for one in made for t in (one.outputs if isinstance(one, Op) else one.loop.results)):
                 self.held[tensor, group] = key

@@ -84,6 +84,8 @@ def pipeline(
     everywhere = isinstance(wanted, Published) and wanted.everywhere
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
+    table = wanted.table(stages, microbatches, chunks) if isinstance(wanted, Published) else wanted
+    again = sorted({cell.stage for cell in table.cells() if cell.kind == "R"})
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
@@ -116,6 +118,8 @@ def pipeline(
                 at_ends = ends or (vocab_parallel(vocabulary) if words else inner)
                 graph.on_stages(at_ends, dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
+            for stage in again:
+                _compute_again(graph, [path for path, where in here.items() if where == stage])
             graph.schedule(wanted)
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
@@ -149,6 +153,13 @@ def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: i
             "a schedule that is published so ('chimera'), or a policy of one's own with graph.on_devices(turned=)"
         )
     return [found[stage] for stage in range(len(found))]
+
+
+def _compute_again(graph: Planner, stage: Sequence[str]) -> None:
+    """Have the forward ops of a stage keep what enters it alone, for each gradient that flows through it."""
+    ops = [graph.by_path[path] for path in stage]
+    for call in dict.fromkeys(op.call for op in ops if op.backward is not None):
+        graph.recompute([op for op in ops if op.call == call], whole=True)
 
 
 def _spread(graph: Planner, devices: np.ndarray, batch: str) -> None:
