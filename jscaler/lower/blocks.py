@@ -9,8 +9,8 @@ on the longest way to it, times `HOP`::
     group 1             └──► level 2 ──────┘                stays where it is; one that another group reads crosses
 
 A table may ask for more blocks: between two stages of one group, between a stage's forward and its backward, of a backward
-pass for the gradients of weights (W), which no crossing waits for, and for what is computed again (R), which waits for none.
-These two are left between levels: a W `WEIGHTS` behind that of the backward, an R `AGAIN` behind that of the forward.
+pass for the gradients of weights (W), which no crossing waits for, and for what is computed again (R), which waits for
+none: these two run between levels, a W `WEIGHTS` behind that of the backward, an R `AGAIN` behind that of the forward.
 
 `lower.cut` cuts each program by these levels. A value that goes from program to program is an array of its devices' parts,
 one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh has
@@ -34,10 +34,11 @@ from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.materialize.crossing import Crossing, find_crossing
 from jscaler.rules.rule_book import RuleBook
+from jscaler.tables import BlockKind
 from jscaler.tables.cuts import Cuts
 
 Key = tuple[int, int]  # number of a phase, number of a group: a program
-Mark = tuple[int | None, str]  # a stage, if the plan says which, and what is done: F, R or B
+Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
 HOP = 3  # what a crossing adds to a level
 WEIGHTS, AGAIN = 1, 2  # behind a level what nobody waits for, and what is computed again
 FRONT = -1  # the level of what is there before the first block of a phase, or of an iteration, runs

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
-from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS
 from jscaler.lax_primitives import is_fence
+from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS
 from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, all_items, has_effects, reads, results, with_reads
 from jscaler.lower.loop_halves import in_halves
 from jscaler.lower.program import Program
@@ -40,7 +40,8 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
         return (uncut(program, flat),), count
     flat = _with_halves(program, flat, ends, own)
     at = _latest(program, flat, ends, own)
-    flat, ends = _unfenced(flat, ends, at)
+    flat = _unfenced(flat, at)
+    ends = _ends(program, flat)
     made = {v: at[id(item)] for item in flat.items for v in results(item)}
     places = [(number, atom, layout, _place(atom, level, made, own)) for number, atom, layout, level in ends]
     parts = [[item for item in flat.items if at[id(item)] == level] for level in own]
@@ -53,9 +54,7 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
 
 
-def _with_halves(
-    program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]
-) -> FlatProgram:
+def _with_halves(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]) -> FlatProgram:
     """``flat`` with loops in two that make what other stages wait for, and gradients of weights, which none does."""
     if not any(level % HOP == WEIGHTS for level in own):
         return flat
@@ -106,9 +105,7 @@ def _ends(program: Program, flat: FlatProgram) -> list[Ending]:
     return list(zip(numbers, flat.outputs, layouts, levels, strict=True))
 
 
-def _latest(
-    program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]
-) -> dict[int, int]:
+def _latest(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]) -> dict[int, int]:
     """The level at which each item runs, by its identity: one of ``own``."""
     last = own[-1]
     latest = _asked(ends, last)
@@ -137,26 +134,25 @@ def _latest(
 
 def _pins(program: Program, flat: FlatProgram, item: Item) -> list[int]:
     """The levels at which an item must run: that of ops which are in order, and of what is computed again."""
-    made = (v for one in all_items([item]) for v in results(one))
-    return [program.pinned[op] for v in made if (op := flat.origins.op.get(v)) in program.pinned]
+    ops = (flat.origins.op.get(v, "") for one in all_items([item]) for v in results(one))
+    return [program.pinned[op] for op in ops if op in program.pinned]
 
 
-def _unfenced(flat: FlatProgram, ends: Sequence[Ending], at: dict[int, int]) -> tuple[FlatProgram, list[Ending]]:
-    """``flat`` without the fences around what is computed again in a block of its own: there is nothing to merge it with."""
+def _unfenced(flat: FlatProgram, at: dict[int, int]) -> FlatProgram:
+    """``flat`` without the fences of what is computed again in a block of its own: nothing can be merged with it there."""
     if not any(level % HOP == AGAIN for level in at.values()):
-        return flat, list(ends)
+        return flat
     table: dict[core.Var, Atom] = {}
     items: list[Item] = []
     for item in flat.items:
-        own = with_reads(item, table)
-        if at[id(item)] % HOP == AGAIN and is_fence(own) and any(v in flat.origins.op for v in results(own)):
-            table.update(zip(own.outvars, own.invars, strict=True))
-            continue
-        at[id(own)] = at[id(item)]
-        items.append(own)
-    return dataclasses.replace(flat, items=tuple(items)), [
-        (number, table.get(atom, atom) if isinstance(atom, core.Var) else atom, *more) for number, atom, *more in ends
-    ]
+        level, item = at[id(item)], with_reads(item, table)
+        if level % HOP == AGAIN and is_fence(item) and any(v in flat.origins.op for v in results(item)):
+            table.update(zip(item.outvars, item.invars, strict=True))
+        else:
+            at[id(item)] = level
+            items.append(item)
+    outputs = tuple(table.get(atom, atom) if isinstance(atom, core.Var) else atom for atom in flat.outputs)
+    return dataclasses.replace(flat, items=tuple(items), outputs=outputs)
 
 
 def _first(flat: FlatProgram, arrived: Mapping[core.Var, int]) -> dict[int, int]:

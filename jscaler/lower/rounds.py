@@ -1,8 +1,8 @@
 """``Rounds``: the blocks of a loop over groups in time, as a table has them.
 
 A table's cells stand for blocks: a forward, what is computed again, a backward, or the two halves of one. What it runs as
-one executable (an overlapped entry; a backward whose halves, or what it computes again, are blocks of their own) is an entry
-of several blocks.
+one executable (an overlapped entry; a backward whose halves, or what it computes again, are blocks by themselves) is an
+entry of several blocks.
 """
 
 import dataclasses
@@ -56,6 +56,8 @@ class Rounds:
             self.rows.setdefault(blocks[number].group, []).append(number)
         self._wait(transfers, spanning)
         self.names = self._by_marks(marks or {}) or self._by_levels(transfers)
+        for number, reader in self._again.items():
+            self.names[number] = [(stage, "R") for stage, kind in self.names[reader] if kind == "B"]
         self._halve()
         self._ordered(before)
 
@@ -83,9 +85,9 @@ class Rounds:
         found: dict[int, list[Name]] = {}
         for number in self.own:
             block = self.blocks[number]
-            level = block.level if block.level % HOP == AGAIN else block.level // HOP * HOP
-            own = [(stage, kind) for stage, kind in marks.get((block.phase, block.group, level), ()) if stage is not None]
-            found[number] = sorted(own, key=lambda name: (name[0], "FRB".index(name[1])))
+            own = marks.get((block.phase, block.group, block.level // HOP * HOP), ())
+            stages = [(stage, kind) for stage, kind in own if stage is not None]
+            found[number] = sorted(stages, key=lambda name: (name[0], name[1] == "B"))
         # what reads nothing of other stages (a second pass's embedding) could run early, but does where it is read
         places = Counter((self.blocks[n].phase, *name) for n in self._whole for name in found[n])
         for number in self._whole:
@@ -105,10 +107,8 @@ class Rounds:
     def _again(self) -> dict[int, int]:
         """The blocks of what is computed again, and of each the first that reads it."""
         own = [n for n in self.own if self.blocks[n].level % HOP == AGAIN]
-        return {n: min((m for m, i in self.waits if i == 0 and (n, 0) in self.waits[m, 0]), key=self._level) for n in own}
-
-    def _level(self, number: int) -> int:
-        return self.blocks[number].level
+        readers = {n: [m for m in self.own if (n, 0) in self.waits[m, 0]] for n in own}
+        return {n: min(readers[n], key=lambda m: self.blocks[m].level) for n in own}
 
     def _at(self, number: int, levels: int) -> int | None:
         """The block of the same group that stands so many ``levels`` behind another."""
@@ -133,10 +133,6 @@ class Rounds:
                 found[number].append((stage, "F"))
             for stage, number in enumerate(back, max(len(ahead) - len(back), 0)):
                 found[number].append((stage, "B"))
-        for number in self._again:
-            block = self.blocks[number]
-            own = [n for n in self.rows[block.group] if self.blocks[n].phase == block.phase and self.blocks[n].level < block.level]
-            found[number] = [(stage, "R") for n in own for stage, kind in found[n] if kind == "F"][-1:]
         return found
 
     def _halve(self) -> None:
@@ -264,7 +260,8 @@ class Rounds:
             ran: set[Cell] = set()  # a block that stands for cells of several entries runs with the first
             entries: list[tuple[Cell, ...]] = []
             for entry in row:
-                own = dict.fromkeys(own for cell in entry.cells for own in _blocks_of(cell, of_cell, named) if own not in ran)
+                asked = (own for cell in entry.cells for own in _blocks_of(cell, of_cell, named))
+                own = dict.fromkeys(own for own in asked if own not in ran)
                 entries += [tuple(own)] if own else []
                 ran.update(own)
             rows.append(entries)
@@ -276,7 +273,10 @@ class Rounds:
         home = {cell: entry for row in rows for entry in row for cell in entry}
         needed = {entry: {home[cell] for cell in before} for entry, before in waits.items()}
         devices = [group.devices for group in self.rows]
-        return in_order(rows, needed, self._text, self._told, devices, lambda entry: all(n in self._again for n, _ in entry))
+        return in_order(rows, needed, self._text, self._told, devices, self._is_recompute)
+
+    def _is_recompute(self, entry: tuple[Cell, ...]) -> bool:
+        return all(number in self._again for number, _ in entry)
 
     def _text(self, entry: tuple[Cell, ...]) -> str:
         return ";".join("+".join(map(str, self._cells(cell))) for cell in entry)

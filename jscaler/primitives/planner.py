@@ -623,8 +623,8 @@ class Planner(GraphView):
             keep: of these, the ops whose results are saved (or single results, by name): what an all-reduce has made, say.
                 What an op's own backward needs beyond its results is computed again from its inputs.
             instead: dissolve regions that hold any of these ops already (the model's own); what else they hold is saved.
-            whole: of a loop all of whose ops are selected run all iterations again before the backward begins, as a block of
-                its own needs (R, see `Table`); by default each iteration runs again in front of its own backward.
+            whole: of a loop all of whose ops are selected run all iterations again before the backward begins, as a block
+                of its own does (R, see `Table`); by default each iteration runs again in front of its own backward.
 
         Raises:
             UnknownNameError: nothing is called so, or what is kept is not among the selected.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = {
-    "F": "forward", "R": "forward again", "B": "backward", "I": "input gradient", "W": "weight gradient", "": "other blocks",
+    "F": "forward", "R": "forward again", "B": "backward", "I": "input gradient", "W": "weight gradient",
+    "": "other blocks",
 }  # fmt: skip
 KIND_COLORS = dict(zip(KINDS, (COLORS[i] for i in (0, 5, 2, 3, 1, 7)), strict=True))
 MOST_ARROWS = 400

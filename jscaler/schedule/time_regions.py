@@ -139,8 +139,10 @@ class TimeRegions:
 
     def _runs_with_readers(self, item: Op) -> bool:
         """Whether it is a fence in front of what runs apart from its backward: in every part, though it may read none."""
-        return bool(item.remat) and item.anywhere == "fence" and any(
-            reader.path in self.parts for t in item.outputs for reader in self.graph.consumers.get(t, ())
+        return (
+            bool(item.remat)
+            and item.anywhere == "fence"
+            and any(reader.path in self.parts for t in item.outputs for reader in self.graph.consumers.get(t, ()))
         )
 
     def _behind_a_fence(self, clone: Op, sources: Set[int], nodes: Sequence[_Node]) -> OpPart | None:

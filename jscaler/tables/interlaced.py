@@ -7,12 +7,12 @@ other once a step, which takes F + B. Even stages run F first, odd ones and the 
 a step, from an even to an odd one, and a backward through one. So stage 0 holds half as many micro-batches again as in
 1F1B: (3p + 1) // 2 of p > 1 stages, where m is large enough; the last holds one.
 
-Where stages compute their forward again, and that is a part of the backward (the publication's *interlaced blocks*), nothing
-else changes. As a block R of its own it fills the time in which a backward waited, and a backward goes through two stages in
-a step, too, which takes F + R + B::
+Where stages compute their forward again as a part of the backward (the publication's *interlaced blocks*), nothing else
+changes. As a block R of its own it runs while a backward would wait: a backward goes through two stages in a step, too,
+which takes F + R + B. Stage 0 holds what enters it of 2((p - 1) // 2) + 2 micro-batches, and all else of one::
 
-    even stage   F0  R0  B0 ──       an odd stage's B is sent while the even one runs F and R, and its R is for the next step
-    odd stage    B0 ──  F0  R1
+    even stage   F1 R0 B0 ──       the odd stage's B is on its way while the even one runs F and R;
+    odd stage    B0 ── F1 R1       its own R is for the B of the next step
 """
 
 from jscaler.tables.published import Published
@@ -61,9 +61,11 @@ def interlaced_again(groups: int, microbatches: int, chunks: int = 1) -> Table:
 
 
 def _row(stage: int, places: str, steps: dict[BlockKind, int], microbatches: int) -> tuple[TableCell, ...]:
-    """A stage's blocks: those of micro-batch i run i steps behind those of the first, and in a step in the order ``places``."""
+    """A stage's blocks: those of micro-batch i run i steps behind the first's, and in a step in the order ``places``."""
     at: Times = {
-        TableCell(stage + 1, kind, i): (i + step, places.index(kind)) for kind, step in steps.items() for i in range(microbatches)
+        TableCell(stage + 1, kind, i): (i + step, places.index(kind))
+        for kind, step in steps.items()
+        for i in range(microbatches)
     }
     return tuple(sorted(at, key=lambda cell: at[cell]))
 

@@ -152,7 +152,7 @@ def in_order(
         now: list[T] = []
         for row in (left[number] for number in ready):
             own = [row.pop(0)]
-            while row and aside(row[0]) and waits[row[0]].difference(own) <= done:
+            while row and aside(row[0]) and waits[row[0]] - {*own} <= done:
                 own.append(row.pop(0))
             now += own
         found.append(now)

@@ -1,19 +1,18 @@
-"""Published schedules with recompute as a block of its own: R, what a stage computes again of its forward, in front of its B.
+"""Published schedules with recompute as a block of its own: R, what a stage computes again, in front of its backward.
 
 ::
 
     d0   0F0 0F1 0R0  ·  0B0── 0R1 0B1──     1F1B of two stages: R runs while the gradient is on its way. Where backwards
     d1    ·  1F0 1B0── 1F1 1B1──             follow their forwards at once, all is there still: such a stage has no R
 
-R waits for its F alone, and B finds done what it reads. What R makes is held until B; of F only what R reads. A schedule may
-have a table of its own for such blocks (`interlaced`).
+R waits for its F alone, and B finds done what it reads. What R makes is held until B; of F only what R reads. A schedule
+may have a table of its own for such blocks (`interlaced`).
 """
 
 import dataclasses
-import itertools
 
 from jscaler.tables.published import Published
-from jscaler.tables.table import Entry, Table, TableCell
+from jscaler.tables.table import Entry, Table, TableCell, cells_of
 
 MARK = "+R"  # behind the name of a schedule
 
@@ -36,18 +35,16 @@ def recomputing(schedule: Published) -> Published:
 
 def with_recompute(table: Table) -> Table:
     """``table`` with an R right in front of each backward of the stages whose backwards do not all follow at once."""
-    pairs = [pair for row in table.rows for pair in itertools.pairwise((None, *row))]
-    again = {cell.stage for before, entry in pairs for cell in _backwards(entry) if not _has_run(cell, before)}
+    pairs = [({*cells_of(row[n - 1 : n])}, entry) for row in table.rows for n, entry in enumerate(row)]
+    again = {
+        c.stage for before, entry in pairs for c in _backwards(entry) if TableCell(c.stage, "F", c.microbatch) not in before
+    }
     rows = (((*_again(entry, again), entry) for entry in row) for row in table.rows)
     return Table(tuple(tuple(entry for own in row for entry in own) for row in rows))
 
 
 def _backwards(entry: Entry) -> list[TableCell]:
     return [cell for cell in entry.cells if cell.kind in "BI"]
-
-
-def _has_run(backward: TableCell, before: Entry | None) -> bool:
-    return before is not None and TableCell(backward.stage, "F", backward.microbatch) in before.cells
 
 
 def _again(entry: Entry, stages: set[int]) -> list[TableCell]:

@@ -62,7 +62,8 @@ def simulate_table(
     tasks: list[Task] = []
     entries: dict[int, Entry] = {}
     number_of: dict[Entry, int] = {}
-    for entry in (entry for entries_now in in_order(table.rows, waits, devices=own, aside=is_recompute) for entry in entries_now):
+    rounds = in_order(table.rows, waits, devices=own, aside=is_recompute)
+    for entry in (entry for entries_now in rounds for entry in entries_now):
         row = row_of[entry]
         arrived = []
         for other in sorted(waits[entry], key=lambda one: number_of[one]):

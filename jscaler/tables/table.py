@@ -5,9 +5,9 @@
 
 A row stands for a device group, in the order of their first stages. A cell is stage, kind of block, micro-batch. Kinds are
 F, forward; B, backward; or instead of one B two blocks: I, the gradient of the stage's input, which the stage before it
-waits for, and W, the gradients of its weights, which nobody does. R is what a plan computes again of a stage's forward, and
-its backward reads; it waits for nothing but its F, and is a part of B (or I) where a table does not name it. ``(4F3;0B1)`` is
-an overlapped entry: two blocks as one executable, in which one's communication may hide behind the other's arithmetic.
+waits for, and W, the gradients of its weights, which nobody does. R is what a plan computes again of a stage's forward, for
+its backward; it waits for nothing but its F, and is a part of B (or I) where a table does not name it. ``(4F3;0B1)`` is an
+overlapped entry: two blocks as one executable, in which one's communication may hide behind the other's arithmetic.
 """
 
 import re
