@@ -158,15 +158,13 @@ def _of_blocks(entry: tuple[Cell, ...]) -> tuple[Parts, tuple[int, ...]]:
 
 
 def _names(parts: Parts, names: Mapping[int, Sequence[Name]]) -> list[tuple[Name, int]]:
-    """What an executable does, and the place of the micro-batch of each; both halves of a backward are one, and what is
-    computed again is a part of it."""
+    """What an executable does, and the place of the micro-batch of each; both halves of a backward are one."""
     every = [(name, place) for number, place in parts for name in names[number]]
     whole: list[tuple[Name, int]] = []
     for (stage, kind), place in every:
         other: BlockKind | None = "W" if kind == "I" else "I" if kind == "W" else None
         both = other is not None and ((stage, other), place) in every
-        if kind != "R" or not any(((stage, back), place) in every for back in ("B", "I")):
-            whole.append(((stage, "B" if both else kind), place))
+        whole.append(((stage, "B" if both else kind), place))
     return list(dict.fromkeys(whole))
 
 

@@ -139,11 +139,8 @@ class TimeRegions:
 
     def _runs_with_readers(self, item: Op) -> bool:
         """Whether it is a fence in front of what runs apart from its backward: in every part, though it may read none."""
-        return (
-            bool(item.remat)
-            and item.anywhere == "fence"
-            and any(reader.path in self.parts for t in item.outputs for reader in self.graph.consumers.get(t, ()))
-        )
+        clones = (op for op in self.graph.ops if op.again is not None and op.again.remat[:1] == item.remat)
+        return item.anywhere == "fence" and any(op.path in self.parts for op in clones)
 
     def _behind_a_fence(self, clone: Op, sources: Set[int], nodes: Sequence[_Node]) -> OpPart | None:
         """A clone of what all parts share (a cast of parameters) runs in every part, as the fence in front of it does."""
