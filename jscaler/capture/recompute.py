@@ -9,7 +9,8 @@ and cotangents), so that nobody merges the clones with the forward ops, or runs 
 clones stand in another body than the forward ops, and read what is saved for each iteration: the region's inputs.
 
 Where clones are to run *apart* from the backward ops, as a block of their own, only what the forward ops read passes the
-fence: so they wait for no cotangent, and blocks are programs of their own, which nobody merges.
+fence: so they wait for no cotangent, and blocks are programs of their own, which nobody merges. Those of a loop's body
+stand in a loop of their own in front of the backward's, whose iterations read what is saved for each.
 
 A region is what the user checkpointed (``jax.checkpoint``, ``nn.remat``) or what a plan selects (``graph.recompute``). Its
 results are saved for whoever else reads them; what it keeps (``op.kept``) is saved too, and then clones and backward ops
@@ -105,9 +106,14 @@ def _expanded(graph: Graph, region: RecomputeRegion, apart: bool) -> Graph:
     parts = _parts(graph, region)
     if parts is None:
         return graph
-    names = {name: name + AGAIN for name in parts.inner}
+    names, loops, first = {name: name + AGAIN for name in parts.inner}, dict(graph.loops), parts.first
     if region.loop is not None:
-        names[region.loop] = chain_of(graph.ops[parts.first].loop, graph.loops)[parts.depth - 1]
+        names[region.loop] = chain_of(graph.ops[first].loop, graph.loops)[parts.depth - 1]
+    if apart and region.loop is not None and graph.loops[region.loop].parent is None:
+        first = next(i for i, op in enumerate(graph.ops) if names[region.loop] in chain_of(op.loop, graph.loops))
+        names[region.loop] = region.loop + AGAIN
+        own = graph.loops[region.loop]
+        loops[names[region.loop]] = Loop(names[region.loop], own.length, own.reverse, unroll=own.unroll)
     made = [t for op in parts.forward for t in op.outputs]
     made += [t for name in parts.inner for t in (*graph.loops[name].inner, *graph.loops[name].results)]
     again: Tensors = {t: PTensor(t.name + AGAIN, t.aval) for t in made}
@@ -117,12 +123,11 @@ def _expanded(graph: Graph, region: RecomputeRegion, apart: bool) -> Graph:
         fence = [_fence(graph, region, parts, table, apart)]
         table |= dict(zip(fence[0].inputs, fence[0].outputs, strict=True))
     clones = [_clone(op, again, table, names) for op in parts.forward]
-    loops = dict(graph.loops)
     loops |= {name: loop.renamed(table, table) for name in parts.below for loop in (graph.loops[name],)}
     loops |= {names[name]: _clone_loop(graph.loops[name], table, names) for name in parts.inner}
     own = {op.path for op in parts.backward}
     renamed = [op.renamed(table) if op.path in own else op for op in graph.ops[parts.first : parts.last]]
-    ops = (*graph.ops[: parts.first], *fence, *clones, *renamed, *graph.ops[parts.last :])
+    ops = (*graph.ops[:first], *fence, *clones, *graph.ops[first : parts.first], *renamed, *graph.ops[parts.last :])
     return dataclasses.replace(graph, ops=ops, loops=loops)
 
 

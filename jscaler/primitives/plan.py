@@ -198,19 +198,16 @@ class Recompute:
         ops: in the order of the program.
         keep: of these the ops whose results are saved, or single results by their names.
         instead: whether regions that hold any of these ops already (the model's own) are dissolved.
-        whole: whether loops all of whose ops these are run again as a whole, and not iteration by iteration.
     """
 
     ops: tuple[str, ...]
     keep: tuple[str, ...] = ()
     instead: bool = False
-    whole: bool = False
 
     def __str__(self) -> str:
         kept = f", keeping {' + '.join(self.keep)}" if self.keep else ""
         instead = ", instead of the regions around" if self.instead else ""
-        whole = ", loops as a whole" if self.whole else ""
-        return f"recompute {' + '.join(self.ops)}{kept}{instead}{whole}"
+        return f"recompute {' + '.join(self.ops)}{kept}{instead}"
 
 
 @dataclass(frozen=True)

@@ -609,7 +609,7 @@ class Planner(GraphView):
         check_residuals(known)
         self._decide(SaveResiduals(known.path, mode))
 
-    def recompute(self, selection: Any, keep: Any = (), instead: bool = False, whole: bool = False) -> None:
+    def recompute(self, selection: Any, keep: Any = (), instead: bool = False) -> None:
         """Compute forward ops again for the backward pass, instead of saving what they make.
 
         The ops become one region: what enters it is saved, its ops run once more when the backward pass arrives, and their
@@ -623,8 +623,6 @@ class Planner(GraphView):
             keep: of these, the ops whose results are saved (or single results, by name): what an all-reduce has made, say.
                 What an op's own backward needs beyond its results is computed again from its inputs.
             instead: dissolve regions that hold any of these ops already (the model's own); what else they hold is saved.
-            whole: of a loop all of whose ops are selected run all iterations again before the backward begins, as a block
-                of its own does (R, see `Table`); by default each iteration runs again in front of its own backward.
 
         Raises:
             UnknownNameError: nothing is called so, or what is kept is not among the selected.
@@ -638,7 +636,7 @@ class Planner(GraphView):
             return  # an evaluation that follows a train step: it has no backward pass
         self.graph.require_gradient()
         ops = selected(self.graph, selection)
-        decision = Recompute(ops, named(self.graph, ops, keep), instead, whole)
+        decision = Recompute(ops, named(self.graph, ops, keep), instead)
         self._regions = with_region(self._marked(), decision)
         self._decide(decision)
 

@@ -40,7 +40,7 @@ def with_region(graph: Graph, decision: Recompute) -> Graph:
     if decision.instead:
         graph = _dissolved(graph, {region for path in decision.ops for region in graph[path].remat})
     members = [graph[path] for path in decision.ops]
-    loop = _check(graph, members, decision.whole)
+    loop = _check(graph, members)
     region = RecomputeRegion(_name(graph, members), loop)
     kept = _kept(members, decision.keep)
     around = _regions_around(graph, members)
@@ -72,7 +72,7 @@ def with_ops(graph: Graph, changed: Mapping[str, Op]) -> Graph:
     return dataclasses.replace(graph, ops=tuple(ops))
 
 
-def _check(graph: Graph, members: Sequence[Op], whole: bool) -> str | None:
+def _check(graph: Graph, members: Sequence[Op]) -> str | None:
     """The loop that the region of ``members`` stands in; raises PlanError if they cannot be one region."""
     names = listing([op.path for op in members])
     if not members:
@@ -85,8 +85,6 @@ def _check(graph: Graph, members: Sequence[Op], whole: bool) -> str | None:
     if all(op.backward is None for op in members):
         raise PlanError(f"no gradient flows through {names}: their results are for the forward pass alone, and not saved")
     loop = _loop_around(graph, members)
-    while whole and loop is not None and {op for op in graph.ops if loop in chain_of(op.loop, graph.loops)} <= {*members}:
-        loop = graph.loops[loop].parent
     items = _items_in(graph, loop)
     own = {op.path for op in members}
     for item in items:
