@@ -125,7 +125,7 @@ def test_a_stage_without_layers_keeps_what_enters_it() -> None:
         expected = jax.jit(functools.partial(unlike, value_and_grad=jax.value_and_grad))(*given)
         assert_trees_close(found.compile()(*given), expected)
     assert kept_bytes(found.plan, block(found.plan, "0F")) == 0
-    assert [v.aval.shape for v in found.plan.blocks[block(found.plan, "0R")].flat.outputs] == [(ROWS // 4,)]
+    assert [v.aval.shape for v in found.plan.blocks[block(found.plan, "0R")].flat.outputs] == [(ROWS // 4, 1)]
 
 
 def by_hand(table: str, again: Callable[..., None]) -> Callable[..., None]:
