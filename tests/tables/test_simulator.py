@@ -11,7 +11,7 @@ from hypothesis import given
 from of_the_day import drawn
 
 from jscaler.errors import OrderError
-from jscaler.tables import SCHEDULES, BlockKind, Table, TableCell, published
+from jscaler.tables import SCHEDULES, BlockKind, Entry, Table, TableCell, published
 from jscaler.tables.simulator import Task, idle, simulate_table, times_of
 from jscaler.tables.timeline import Timeline
 
@@ -57,7 +57,7 @@ class Clock:
 
     def _one_after_another(
         self, table: Table, home: Mapping[TableCell, tuple[int, object]], devices: Sequence[Sequence[int]]
-    ) -> list[tuple[int, object]]:
+    ) -> list[tuple[int, Entry]]:
         """Rows start their entries round by round; of those that share a device one a round, the first row first. An R goes
         into the round of the entry before it, unless it needs another of that round."""
         at, done, found = [0] * len(table.rows), set(), []
