@@ -80,7 +80,7 @@ def reads(item: Item) -> list[core.Var]:
     return [a for a in atoms if isinstance(a, core.Var)]
 
 
-def with_reads(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
+def with_reads(item: Item, table: Mapping[core.Var, Atom]) -> Item:
     """``item``, which reads other variables of the program around it."""
 
     def new(atom: Atom) -> Atom:

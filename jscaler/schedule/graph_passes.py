@@ -72,8 +72,11 @@ def backward_bodies(at: Planned) -> Planned:
 
 
 def recomputed(at: Planned) -> Planned:
-    """Backward ops of a region read clones of its forward ops, behind a fence. So what enters it is all that is kept."""
-    return dataclasses.replace(at, graph=recompute(at.graph, at.bodies))
+    """Backward ops of a region read clones of its forward ops, behind a fence. So what enters it is all that is kept.
+
+    If the plan's table has blocks for what is computed again, the clones wait for no cotangent.
+    """
+    return dataclasses.replace(at, graph=recompute(at.graph, at.bodies, at.plan.cuts.recompute))
 
 
 def time_loops(at: Planned) -> Planned:

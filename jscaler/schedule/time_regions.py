@@ -148,7 +148,8 @@ class TimeRegions:
         if item.path not in self.planned:
             seen = self._seen(sources, nodes)
             seen = {t: seen.get(t) for t in item.inputs}
-            part = self.follow(item, seen, False) if any(f is not None for f in seen.values()) else None
+            enters = any(f is not None for f in seen.values()) or self._runs_with_readers(item)
+            part = self.follow(item, seen, False) if enters else None
             if part is None and item.again is not None and item.kind != "update":
                 part = self._behind_a_fence(item, sources, nodes)
             if part is None:
@@ -156,6 +157,11 @@ class TimeRegions:
             self.parts[item.path] = part
         self.forms.update(zip(item.outputs, self.parts[item.path].outputs, strict=True))
         return True
+
+    def _runs_with_readers(self, item: Op) -> bool:
+        """Whether it is a fence in front of what runs apart from its backward: in every part, though it may read none."""
+        clones = (op for op in self.graph.ops if op.again is not None and op.again.remat[:1] == item.remat)
+        return item.anywhere == "fence" and any(op.path in self.parts for op in clones)
 
     def _behind_a_fence(self, clone: Op, sources: Set[int], nodes: Sequence[_Node]) -> OpPart | None:
         """A clone of what all parts share (a cast of parameters) runs in every part, as the fence in front of it does."""

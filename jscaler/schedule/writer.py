@@ -97,6 +97,8 @@ class AxisWriter(ABC):
         """How an op goes on with the parts that it reads though no plan says so."""
         if op.anywhere == "fence":  # what it takes whole, and who stands behind it reads in parts, is cut first
             behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
+            if op.remat:
+                behind = {t: form if form is not None else self._begun_with(t) for t, form in behind.items()}
             forms = {t: behind[t] if t not in self.regions.forms else forms.get(t) for t in op.inputs}
         part = passed_on(op, forms, self.book, inside)
         if part is not None or op.kind == "update" or op.anywhere or op.body is None or not self._between(op):
@@ -113,6 +115,11 @@ class AxisWriter(ABC):
         pairs = [(op, self.regions.parts.get(op.path)) for op in self.graph.consumers.get(tensor, ())]
         wanted = {part.inputs[op.inputs.index(tensor)] if part is not None else None for op, part in pairs}
         return wanted.pop() if len(wanted) == 1 else None
+
+    def _begun_with(self, tensor: PTensor) -> Form:
+        """The part of ``tensor`` that a loop in time begins with: so does the loop that computes it again."""
+        carries = (c for loop in self.graph.loops.values() for c in loop.carries if c.init == tensor)
+        return next((form for c in carries if (form := self.regions.forms.get(c.inside)) is not None), None)
 
     def _between(self, op: Op) -> bool:
         """Whether ``op`` stands between ops that the plan splits, or is the backward of one that does."""

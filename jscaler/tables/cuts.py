@@ -13,10 +13,12 @@ class Cuts:
     Attributes:
         forward: a backward is not run at once behind its forward, where it could be: on the last stage.
         weights: some gradients of weights run apart from those of inputs (W and I).
+        recompute: what is computed again runs apart from the backward that reads it (R).
     """
 
     forward: bool = False
     weights: bool = False
+    recompute: bool = False
 
 
 def cuts_of(table: Table | None) -> Cuts:
@@ -36,4 +38,5 @@ def cuts_of(table: Table | None) -> Cuts:
         and (second.cells[0].stage, second.cells[0].microbatch) == (one.stage, one.microbatch)
     }
     apart = any(stage == last and (stage, number) not in at_once for stage, number in backward)
-    return Cuts(apart, any(cell.kind == "W" for cell in cells))
+    kinds = {cell.kind for cell in cells}
+    return Cuts(apart, "W" in kinds, "R" in kinds)

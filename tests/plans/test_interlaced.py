@@ -17,9 +17,9 @@ import jscaler
 from bench.schedules import out_of_order
 from jscaler.errors import PlanError
 from jscaler.lower.step_plan import StepPlan
-from jscaler.plans import data_parallel, interlaced, megatron, pipeline
+from jscaler.plans import data_parallel, interlaced, megatron, pipeline, recompute_layers
 from jscaler.primitives import OnDevices
-from jscaler.tables import SCHEDULES
+from jscaler.tables import SCHEDULES, published
 from jscaler.tables.simulator import UNITS, simulate_table
 from models.mbart import MBart, MBartConfig
 
@@ -92,6 +92,7 @@ CASES = {
     "stacked mbart on 4": (interlaced(4, 4, recompute=True), stacked_mbart, 4),
     "mbart, megatron's own": (megatron(tp=2, pp=2, microbatches=4, schedule="interlaced"), mbart, 4),
     "gpt": (interlaced(2, 4, recompute=True), long_gpt, 2),
+    "gpt, interlaced blocks": (interlaced(2, 4, recompute_layers()), long_gpt, 2),
     "gpt, dp": (interlaced(2, 2, data_parallel()), long_gpt, 4),
     "stacked gpt": (interlaced(2, 4), stacked_gpt, 2),
     "stacked gpt, dp and tp": (interlaced(2, 2, megatron(dp=2, tp=2)), stacked_gpt, 8),
@@ -114,11 +115,15 @@ def lowered(policy: Any, make: Callable[..., Any], devices: int) -> StepPlan:
     return found.plan
 
 
-@pytest.mark.parametrize(("make", "stages"), [(mbart, 4), (translator, 4), (stacked_gpt, 2)])
-def test_the_published_order_runs_with_words_in_parts_on_all_devices(make: Callable[..., Any], stages: int) -> None:
+@pytest.mark.parametrize(("make", "stages", "mark"), [(mbart, 4, "+R"), (translator, 4, ""), (stacked_gpt, 2, "+R")])
+def test_the_published_order_runs_with_words_in_parts_on_all_devices(
+    make: Callable[..., Any], stages: int, mark: str
+) -> None:
     """No device has a copy of a table, of its moments or of logits; each stage between has layers."""
-    plan = lowered(interlaced(stages, 4), make, stages)
-    assert plan.instructions.table == SCHEDULES["interlaced"].table(stages, 4)
+    plan = lowered(interlaced(stages, 4, recompute=mark == "+R"), make, stages)
+    schedule = published(f"interlaced{mark}")
+    assert schedule is not None
+    assert plan.instructions.table == schedule.table(stages, 4)
     assert out_of_order(plan) == []
     words = [layout for t, layout in plan.completed.inputs.items() if WORDS in t.shape and t.name.startswith("state/")]
     assert words
@@ -157,7 +162,7 @@ def test_a_model_without_words_has_no_ends() -> None:
 
 
 def test_blocks_of_all_devices_wait_once_for_those_of_groups() -> None:
-    """With four groups, eight micro-batches and one unit for each F, I and W; recompute is part of a backward."""
+    """With four groups, eight micro-batches and one unit for each F, I and W; maybe all compute again in B."""
     devices = [range(4), *([n] for n in range(4))]
     table = SCHEDULES["interlaced"].table(4, 8)
     spans = [simulate_table(table, {**UNITS, "B": b}, devices=[*map(list, devices)]).makespan for b in (2, 3)]
