@@ -58,6 +58,7 @@ class Graph(Shown):
         loops: the loops that some of the ops stand in, by name.
         leaf_parts, result_parts: how many consecutive inputs each leaf of the arguments is, and outputs each of the result;
             empty where each is one.
+        memo: what others work out of this very graph, by keys of their own.
     """
 
     ops: tuple[Op, ...]
@@ -71,6 +72,7 @@ class Graph(Shown):
     loops: Mapping[str, Loop] = field(default_factory=dict)
     leaf_parts: tuple[int, ...] = ()
     result_parts: tuple[int, ...] = ()
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         made = [*self.inputs, *(t for t, _ in self.constants), *(t for op in self.ops for t in op.outputs)]

@@ -1,6 +1,7 @@
 """``Rule``: the factors of an op. For each operand and result dim, which factors it carries; like an einsum."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from jscaler.errors import UnknownNameError
@@ -83,6 +84,24 @@ class Rule:
     results: tuple[TensorFactors, ...]
     shares: dict[tuple[str, int], Combiner] = field(default_factory=dict)
     halos: dict[tuple[str, int, int], Halo] = field(default_factory=dict)
+
+    @cached_property
+    def followed(self) -> dict[tuple[int, int], str]:
+        """Number of a tensor, operands first, and dim -> its factor: of several sub-dims' the first that can be split."""
+        return {
+            (number, dim): next((n for n in names if self.factors[n].splittable), names[0])
+            for number, dims in enumerate((*self.operands, *self.results))
+            for dim, names in enumerate(dims)
+            if names
+        }
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[int, int]]]:
+        """Factor -> the dims that stand for it, as `followed` has them."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for place, factor in self.followed.items():
+            found.setdefault(factor, []).append(place)
+        return found
 
     def factor(self, name: str, op: str) -> Factor:
         """The factor called ``name``; raises UnknownNameError with the near ones."""

@@ -7,6 +7,7 @@ Passes over it (`jscaler.flat_passes`) look at one level at a time: the items of
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,21 +59,21 @@ class FlatLoop:
         """What an iteration leaves."""
         return [*(out for _, _, out, _ in self.carries), *(piece for piece, _ in self.ys)]
 
-    @property
-    def reads(self) -> list[core.Var]:
+    @functools.cached_property
+    def reads(self) -> tuple[core.Var, ...]:
         """The variables of the program around it."""
         inner = self.inner
         found: list[Atom] = [*(init for init, *_ in self.carries), *(stack for stack, _ in self.xs), *self.returned]
         for item in self.items:
             found += reads(item)
             inner |= set(results(item))
-        return list(dict.fromkeys(v for v in found if isinstance(v, core.Var) and v not in inner))
+        return tuple(dict.fromkeys(v for v in found if isinstance(v, core.Var) and v not in inner))
 
 
 Item = core.JaxprEqn | Exchange | FlatLoop
 
 
-def reads(item: Item) -> list[core.Var]:
+def reads(item: Item) -> Sequence[core.Var]:
     """The variables that an item reads; of a loop, all that its body reads of the program around it."""
     if isinstance(item, FlatLoop):
         return item.reads

@@ -241,7 +241,7 @@ class Writer:
     def compute(self, op: Op) -> None:
         laid = self.completed.ops[op.path]
         if laid.placement.as_it_lies(op):
-            jaxpr, indexed = _anywhere(op, [layout.local_shape for layout in laid.inputs]), ()
+            jaxpr, indexed = self._anywhere(op, [layout.local_shape for layout in laid.inputs]), ()
         else:
             place = laid.placement
             jaxpr, indexed = self.book.local(op, place.parts, place.sizes, place.chunks)
@@ -254,6 +254,15 @@ class Writer:
         parts = tuple(members(group, own, laid.placement.factors[f]) for f in indexed)
         self.results[op.path] = outputs
         self.tasks.append(Compute(op, jaxpr, inputs, outputs, parts, self._before(op.path, op.path)))
+
+    def _anywhere(self, op: Op, shapes: Sequence[tuple[int, ...]]) -> core.Jaxpr:
+        """The body of an op that takes any part of its inputs."""
+        avals = tuple(t.aval.update(shape=shape) for t, shape in zip(op.inputs, shapes, strict=True))
+        key, memo = ("anywhere", op.anywhere, avals), self.book.memo
+        if key not in memo:
+            fence, add = lambda *xs: list(lax.optimization_barrier(xs)), lambda a, b: [a + b]
+            memo[key] = trace_flat(fence if op.anywhere == "fence" else add, avals)
+        return memo[key]
 
     def repeat(self, nest: Nest) -> None:
         """Write a loop: its body's tasks, and what comes in and goes out."""
@@ -286,12 +295,3 @@ class Writer:
             if own[level] == item and first[level] in self.results:  # one of another block has run
                 found += self.results[first[level]]
         return tuple(found)
-
-
-def _anywhere(op: Op, shapes: Sequence[tuple[int, ...]]) -> core.Jaxpr:
-    """The body of an op that takes any part of its inputs."""
-    assert op.body is not None
-    avals = [t.aval.update(shape=shape) for t, shape in zip(op.inputs, shapes, strict=True)]
-    if op.anywhere == "fence":
-        return trace_flat(lambda *xs: list(lax.optimization_barrier(xs)), avals)
-    return trace_flat(lambda a, b: [a + b], avals)

@@ -24,15 +24,13 @@ from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.groups import Groups, Home, ThroughLoops, find_groups, homes
+from jscaler.materialize.groups import OnGroups, ThroughLoops, on_groups
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
     Decided,
     Placement,
-    check_devices,
     chunked_ops,
-    decided_placements,
     operand_layout,
     placed_grids,
     placement_of,
@@ -56,45 +54,30 @@ def complete(
 ) -> Completed:
     """Fill in what the policy left open.
 
+    A reader on another group than its operand's finds it there in the layout that it reads: `lower.blocks` crosses.
+
     Args:
         pieces: path of an op that was cut -> paths of the ops that stand for it.
 
     Raises:
         PlanError: incomplete or contradictory decisions.
     """
-    decided = decided_placements(graph, plan)
-    check_devices(decided)
-    return complete_on_groups(graph, plan, decided, book, cost, pieces or {})
-
-
-def complete_on_groups(
-    graph: Graph,
-    plan: Plan,
-    decided: Mapping[str, Decided],
-    book: RuleBook,
-    cost: CostModel,
-    pieces: Mapping[str, tuple[str, ...]],
-) -> Completed:
-    """`complete` for ops that are ``decided`` to lie on any device groups.
-
-    A reader on another group than its operand's finds it there in the layout that it reads: `lower.blocks` crosses.
-    """
+    pieces = {} if pieces is None else pieces
+    found = on_groups(graph, plan, pieces)
+    decided, groups = found.decided, found.groups
     grids = placed_grids(decided)
-    groups = find_groups(plan, decided)
     given = {p: placement_of(d, *groups.grids[grids[p]]) for p, d in decided.items() if not d.any_order}
     unordered = {p: d for p, d in decided.items() if d.any_order}
     shards = find_shards(graph, plan, groups.grids)
     stored = stored_layouts(graph, plan, groups.grids)
-    home = homes(graph, groups, pieces)
-    return _Completer(graph, groups, home, given, unordered, book, cost, pieces, chunked_ops(plan), shards, stored).run()
+    return _Completer(graph, found, given, unordered, book, cost, pieces, chunked_ops(plan), shards, stored).run()
 
 
 class _Completer:
     def __init__(
         self,
         graph: Graph,
-        groups: Groups,
-        home: Mapping[str, Home],
+        found: OnGroups,
         given: Mapping[str, Placement],
         unordered: Mapping[str, Decided],
         book: RuleBook,
@@ -105,10 +88,14 @@ class _Completer:
         stored: Mapping[PTensor, Layout],
     ):
         self.graph = graph
-        self.groups, self.group_of = groups.meshes, groups.group_of
-        self.homes = home
-        self.home = {path: one.group for path, one in home.items()}  # op path -> the group that it runs on
+        self.groups, self.group_of = found.groups.meshes, found.groups.group_of
+        self.homes = found.homes
+        self.home = {path: one.group for path, one in found.homes.items()}  # op path -> the group that it runs on
         self.of_loop = {op.loop: self.home[op.path] for op in reversed(graph.ops)}  # loop -> the group of its first op
+        self.in_loop: dict[str, set[DeviceMesh]] = {}  # loop -> the groups of all ops in it
+        for op in graph.ops:
+            for name in chain_of(op.loop, graph.loops):
+                self.in_loop.setdefault(name, set()).add(found.of_op[op.path])
         self.through = ThroughLoops(graph)
         self.given = given
         self.unordered = unordered
@@ -468,9 +455,9 @@ class _Completer:
         """Where a loop leaves ``tensor``, or finds it: on its own group; of several where it is made, or else read."""
         if len(self.groups) == 1:
             return self.groups[0]
-        own = {self.group_of(self.home[op.path]) for op in nest.ops()}
+        own = self.in_loop[nest.loop.name]
         if len(own) == 1:
-            return own.pop()
+            return next(iter(own))
         readers = self.graph.consumers.get(tensor, ())
         op = self.through.maker(tensor) or next(iter(readers), None)
         return self.home[op.path if op is not None else next(iter(nest.ops())).path]

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from jscaler.ir import Op, PTensor, VTensor
 from jscaler.materialize.edges import Edge, extended_mask
 from jscaler.materialize.groups import Home
 from jscaler.materialize.layout import Layout
-from jscaler.materialize.mesh import Axes, DeviceMesh, in_its_order
+from jscaler.materialize.mesh import Axes, DeviceMesh, by_devices
 from jscaler.materialize.placement import Placement
 
 
@@ -64,4 +66,8 @@ class Completed:
 
     def group_of(self, mesh: DeviceMesh) -> DeviceMesh:
         """The group on whose devices ``mesh`` lies, in whatever order."""
-        return in_its_order(self.groups, mesh)
+        return self._by_devices[mesh.unordered]
+
+    @cached_property
+    def _by_devices(self) -> dict[Any, DeviceMesh]:
+        return by_devices(self.groups)

@@ -21,9 +21,8 @@ from jscaler.ir.loop import chain_of
 from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.lax_primitives import known, may_merge
-from jscaler.materialize.groups import ThroughLoops, find_groups, homes, on_one_group
+from jscaler.materialize.groups import ThroughLoops, on_groups, on_one_group
 from jscaler.materialize.mesh import DeviceMesh
-from jscaler.materialize.placement import check_devices, decided_placements
 from jscaler.schedule.graph_passes import Planned
 
 
@@ -35,8 +34,8 @@ def fences_apart(at: Planned) -> Planned:
     through, found, renamed = ThroughLoops(at.graph), list[Op](), dict[tuple[PTensor, DeviceMesh], PTensor]()
     for op in at.graph.ops:
         found += _fence_by_group(op, home, through, at, renamed) if op.anywhere == "fence" else [op]
-    ops = (dataclasses.replace(op, inputs=tuple(renamed.get((t, home.get(op.path)), t) for t in op.inputs)) for op in found)  # type: ignore[arg-type]
-    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(ops)))
+    ops = [_reading(op, tuple(renamed.get((t, home.get(op.path)), t) for t in op.inputs)) for op in found]  # type: ignore[arg-type]
+    return _with_ops(at, ops)
 
 
 def _fence_by_group(
@@ -73,7 +72,7 @@ def made_where_read(at: Planned) -> Planned:
     home, placed = _homes(at)
     if home is None:
         return at
-    return dataclasses.replace(at, graph=_Copies(at.graph, home, frozenset(placed)).graph())
+    return _with_ops(at, _Copies(at.graph, home, frozenset(placed)).ops())
 
 
 def joined_behind_loops(at: Planned) -> Planned:
@@ -84,7 +83,7 @@ def joined_behind_loops(at: Planned) -> Planned:
     graph = at.graph
     for loop in [loop for loop in graph.loops.values() if loop.time and loop.parent is None]:
         graph = _Apart(graph, home, loop, at).graph()
-    return dataclasses.replace(at, graph=graph)
+    return at if graph is at.graph else dataclasses.replace(at, graph=graph)
 
 
 def joined_per_group(at: Planned) -> Planned:
@@ -105,7 +104,7 @@ def joined_per_group(at: Planned) -> Planned:
                 parts += found[-1].outputs if len(own) > 1 else own
             op = _join_of(op, parts, "", at.bodies)
         found.append(op)
-    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(found)))
+    return _with_ops(at, found)
 
 
 def _join_of(join: Op, parts: Sequence[PTensor], mark: str, bodies: BodyTable) -> Op:
@@ -125,7 +124,7 @@ def summed_per_group(at: Planned) -> Planned:
     for op in at.graph.ops:
         parts = _scalar_sum(op) if op.path not in placed and op.kind == "update" else None
         found += [op] if parts is None else _by_group(op, *parts, home, through, at)
-    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(found)))
+    return _with_ops(at, found)
 
 
 def one_of_equals(at: Planned) -> Planned:
@@ -139,11 +138,8 @@ def one_of_equals(at: Planned) -> Planned:
             first: dict[object, PTensor] = {}
             for tensor, number in zip(op.outputs, _numbers(op.body.jaxpr), strict=True):
                 same[tensor] = first.setdefault(number, tensor)
-    ops = (
-        dataclasses.replace(op, inputs=tuple(same.get(t, t) for t in op.inputs)) if op.kind == "update" else op
-        for op in at.graph.ops
-    )
-    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(ops)))
+    ops = (_reading(op, tuple(same.get(t, t) for t in op.inputs)) if op.kind == "update" else op for op in at.graph.ops)
+    return _with_ops(at, list(ops))
 
 
 def _numbers(jaxpr: core.Jaxpr) -> list[object]:
@@ -175,13 +171,22 @@ def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]
     """The group of every op, and the ops that the plan itself places; None where there is one group."""
     if on_one_group(at.plan):
         return None, ()
-    decided = decided_placements(at.graph, at.plan)
-    check_devices(decided)
-    groups = find_groups(at.plan, decided)
-    if len(groups.meshes) == 1:
+    found = on_groups(at.graph, at.plan, at.pieces)
+    if len(found.groups.meshes) == 1:
         return None, ()
-    found = homes(at.graph, groups, at.pieces)
-    return {path: groups.group_of(home.group) for path, home in found.items()}, groups.of.keys()
+    return found.of_op, found.groups.of.keys()
+
+
+def _with_ops(at: Planned, ops: Sequence[Op]) -> Planned:
+    """``at`` with other ops; itself, where they are the same, of which more is known already."""
+    if len(ops) == len(at.graph.ops) and all(new is old for new, old in zip(ops, at.graph.ops, strict=True)):
+        return at
+    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(ops)))
+
+
+def _reading(op: Op, inputs: tuple[PTensor, ...]) -> Op:
+    """``op``, which reads ``inputs``; itself, if it does."""
+    return op if inputs == op.inputs else dataclasses.replace(op, inputs=inputs)
 
 
 def _on(group: DeviceMesh) -> str:
@@ -189,7 +194,7 @@ def _on(group: DeviceMesh) -> str:
 
 
 class _Copies:
-    """A graph with copies of cheap ops of what all groups know, one for each group that reads them."""
+    """The ops of a graph, and copies of cheap ones of what all groups know, one for each group that reads them."""
 
     def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], placed: Set[str]):
         self._graph, self._home, self._placed = graph, home, placed
@@ -220,7 +225,7 @@ class _Copies:
         first, last = (own if op.path in self._placed else [], own if linked or not found else [])
         return list(dict.fromkeys([*first, *found, *last]))
 
-    def graph(self) -> Graph:
+    def ops(self) -> list[Op]:
         for op in reversed(self._graph.ops):
             if op.path in self._free:
                 self._of[op.path] = self._groups(op)
@@ -235,7 +240,7 @@ class _Copies:
                 outputs = tuple(dataclasses.replace(t, name=t.name + _on(group)) for t in op.outputs)
                 copies.update({(old, group): new for old, new in zip(op.outputs, outputs, strict=True)})
                 made.append(dataclasses.replace(here, path=op.path + _on(group), outputs=outputs, backward=None))
-        return dataclasses.replace(self._graph, ops=tuple(made)) if copies else self._graph
+        return made
 
 
 def _contracts(op: Op) -> bool:

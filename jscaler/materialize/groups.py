@@ -8,6 +8,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import chain_of
@@ -16,11 +18,11 @@ from jscaler.materialize.mesh import (
     DeviceMesh,
     OnMesh,
     PlacedGrid,
+    by_devices,
     common_mesh,
     find_common_mesh,
-    in_its_order,
 )
-from jscaler.materialize.placement import Decided, placed_grids
+from jscaler.materialize.placement import Decided, check_devices, decided_placements, placed_grids
 from jscaler.materialize.shards import shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs
 from jscaler.primitives import Assign, OnDevices, Plan, Trans
@@ -44,7 +46,11 @@ class Groups:
 
     def group_of(self, mesh: DeviceMesh) -> DeviceMesh:
         """The group on whose devices ``mesh`` lies, in whatever order."""
-        return in_its_order(self.meshes, mesh)
+        return self._by_devices[mesh.unordered]
+
+    @cached_property
+    def _by_devices(self) -> dict[Any, DeviceMesh]:
+        return by_devices(self.meshes)
 
 
 def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
@@ -183,8 +189,10 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
             home = like(reader)
             if home is not None:
                 made[tensor, home.group] = max(made.get((tensor, home.group), 0), nbytes(tensor, reader))
-        sent = read | made  # once to each group
-        total = {group: sum(n for (_, other), n in sent.items() if other != group) for _, group in sent}
+        lie: dict[DeviceMesh, int] = {}  # of what is sent, once to each group
+        for (_, group), size in (read | made).items():
+            lie[group] = lie.get(group, 0) + size
+        total = {group: sum(lie.values()) - size for group, size in lie.items()}
         if not read:
             return None
         near = {group for t, group in read if graph.homes.get(t) == op.loop}
@@ -216,6 +224,36 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
 
 
+@dataclass(frozen=True)
+class OnGroups:
+    """A graph on the device groups of a plan: what the plan decides on ops, its groups, and where every op runs."""
+
+    decided: Mapping[str, Decided]
+    groups: Groups
+    homes: Mapping[str, Home]
+
+    @cached_property
+    def of_op(self) -> dict[str, DeviceMesh]:
+        """Op path -> the group that it runs on, in the order of its state."""
+        return {path: self.groups.group_of(home.group) for path, home in self.homes.items()}
+
+
+def on_groups(graph: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]]) -> OnGroups:
+    """Worked out once for each graph: most passes over several groups leave it as it was.
+
+    Raises:
+        UnknownNameError, PlanError: incomplete or contradictory decisions.
+    """
+    key, memo = ("on groups", id(plan), id(pieces)), graph.memo
+    if key not in memo:
+        decided = decided_placements(graph, plan)
+        check_devices(decided)
+        groups = find_groups(plan, decided)
+        kept = plan, pieces  # so that none other has their identities
+        memo[key] = OnGroups(decided, groups, homes(graph, groups, pieces)), kept
+    return memo[key][0]
+
+
 class ThroughLoops:
     """Who makes and who reads a tensor, seen through the loops that hand it on."""
 
@@ -234,6 +272,8 @@ class ThroughLoops:
 
     def maker(self, tensor: PTensor) -> Op | None:
         """The op that makes ``tensor``; of what a loop leaves, or finds, the op inside, or in front of it."""
+        if tensor in self._graph.producer:
+            return self._graph.producer[tensor]
         found = closure([tensor], lambda t: self._sources.get(t, ()))
         return next((self._graph.producer[t] for t in found if t in self._graph.producer), None)
 
@@ -242,6 +282,8 @@ class ThroughLoops:
 
         What a carry starts as that nobody reads inside is for who makes its next value.
         """
+        if tensor not in self._targets:
+            return list(self._graph.consumers.get(tensor, ()))
         linked = closure([tensor], lambda t: self._targets.get(t, ()))
         found = sorted({op.path for t in linked for op in self._graph.consumers.get(t, ())}, key=self._place.__getitem__)
         maker = self.maker(self._next[tensor]) if tensor in self._next else None

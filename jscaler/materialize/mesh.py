@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,9 +94,9 @@ class DeviceMesh:
         return array.transpose(order).reshape(-1, self.size(axes))
 
 
-def in_its_order(groups: Sequence[DeviceMesh], mesh: DeviceMesh) -> DeviceMesh:
-    """Of ``groups`` the one on whose devices ``mesh`` lies, in whatever order."""
-    return next(group for group in groups if group.unordered == mesh.unordered)
+def by_devices(groups: Sequence[DeviceMesh]) -> dict[Any, DeviceMesh]:
+    """`DeviceMesh.unordered` -> the first of ``groups`` on these devices, in whatever order."""
+    return {group.unordered: group for group in reversed(groups)}
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ class Plan(Shown):
         """The dtype in which gradients are added between devices; None for their own."""
         return next((d.dtype for d in reversed(self.decisions) if isinstance(d, ReduceDtype)), None)
 
-    @property
+    @cached_property
     def accumulation(self) -> Accumulation:
         """How gradients add up over parts in time."""
         return next((d for d in reversed(self.decisions) if isinstance(d, Accumulation)), Accumulation())
@@ -350,7 +350,7 @@ class Plan(Shown):
         table = self.table
         return cuts_of(table.example if isinstance(table, Published) else table)
 
-    @property
+    @cached_property
     def alone(self) -> frozenset[str]:
         """The forward ops that run on each part in time alone."""
         return frozenset(path for d in self.decisions if isinstance(d, PerMicrobatch) for path in d.ops)

@@ -8,7 +8,6 @@ from jscaler.capture.loop_ranges import with_ranges
 from jscaler.ir import Graph
 from jscaler.primitives.leaf_parts import with_leaf_parts
 from jscaler.primitives.plan import Decision, Fuse, LeafParts, LoopRanges
-from jscaler.rules.rule_book import RuleBook
 
 
 def restructured(graph: Graph, decisions: Iterable[Decision], bodies: BodyTable) -> Graph:
@@ -18,11 +17,10 @@ def restructured(graph: Graph, decisions: Iterable[Decision], bodies: BodyTable)
     """
     for decision in decisions:
         if isinstance(decision, (Fuse, LoopRanges, LeafParts)):
-            assert isinstance(graph.rules, RuleBook)
-            key, memo = ("restructured", id(graph), decision), graph.rules.memo
+            key, memo = ("restructured", decision), graph.memo
             if key not in memo:
-                memo[key] = graph, _carried_out(graph, decision, bodies)  # it is kept, so that none other has its identity
-            graph = memo[key][1]
+                memo[key] = _carried_out(graph, decision, bodies)
+            graph = memo[key]
     return graph
 
 

@@ -11,7 +11,6 @@ from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.op import without_range
 from jscaler.ir.walk import Sets
-from jscaler.rules.reached_factors import carried
 from jscaler.text.folding import folded
 
 Place = tuple[str, str | int]  # an op and its factor, or a tensor and its dim
@@ -24,8 +23,9 @@ def named_factors(graph: Graph) -> Mapping[str, Mapping[str, str]]:
     factors: dict[str, list[str]] = {}
     for op in graph.ops:
         rule = graph.rule(op) if op.body is not None else None  # asked of a handle, its rule might trace its body
-        for factor, tensor, dim in carried(rule, op) if rule is not None else ():
-            sets.join(("op " + op.path, factor), (tensor.name, dim))
+        tensors = (*op.inputs, *op.outputs)
+        for (number, dim), factor in rule.followed.items() if rule is not None else ():
+            sets.join(("op " + op.path, factor), (tensors[number].name, dim))
         factors[op.path] = list(rule.factors) if rule is not None else []
     for one, other, shift in _alike(graph):
         for dim in range(max(0, -shift), len(one.shape)):

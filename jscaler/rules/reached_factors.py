@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from jscaler.errors import check_dim
-from jscaler.ir import Graph, Op, PTensor, Rule
+from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.walk import closure
 
 
@@ -28,11 +28,12 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
         producer = graph.producer.get(here)
         readers = graph.consumers.get(here, ())
         for op in (*readers, *((producer,) if producer else ())):
-            every = list(carried(graph.rule(op), op))
-            for factor in [f for f, tensor, dim in every if (tensor, dim) == (here, place)]:
-                if factor not in by_op.setdefault(op, set()):
+            rule, tensors = graph.rule(op), (*op.inputs, *op.outputs)
+            for number in [i for i, tensor in enumerate(tensors) if tensor.name == here.name]:
+                factor = rule.followed.get((number, place))
+                if factor is not None and factor not in by_op.setdefault(op, set()):
                     by_op[op].add(factor)
-                    yield from ((tensor, dim) for f, tensor, dim in every if f == factor)
+                    yield from ((tensors[i], dim) for i, dim in rule.places[factor])
         for other, shift in graph.linked.get(here, ()):  # into loops and out of them; the dim of iterations stays outside
             if place + shift >= 0:
                 yield other, place + shift
@@ -40,14 +41,6 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
     for _ in closure(dims, onward):
         pass
     return {op: factors for op, factors in by_op.items() if factors}
-
-
-def carried(rule: Rule, op: Op) -> Iterator[tuple[str, PTensor, int]]:
-    """The dims of an op's tensors, and the factor that each stands for: of several sub-dims the one that is followed."""
-    for tensor, dims in (*zip(op.inputs, rule.operands, strict=True), *zip(op.outputs, rule.results, strict=True)):
-        for dim, names in enumerate(dims):
-            for factor in [n for n in names if rule.factors[n].splittable][:1] or names[:1]:
-                yield factor, tensor, dim
 
 
 def _first(graph: Graph, op: Op, names: set[str]) -> str:

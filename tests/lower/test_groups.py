@@ -15,7 +15,7 @@ from jscaler.lower.blocks import make_programs
 from jscaler.lower.flat_program import FlatProgram, results
 from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Program
-from jscaler.materialize.complete import complete_on_groups
+from jscaler.materialize.complete import complete
 from jscaler.materialize.completed import Completed
 from jscaler.materialize.groups import find_groups, homes
 from jscaler.materialize.placement import decided_placements
@@ -54,7 +54,7 @@ def lowered() -> tuple[Captured, Completed, tuple[Program, ...], list[FlatProgra
     captured = jscaler.parallelize("single", devices=1)(towers).lower(one, one).captured
     plan = make_plan(by_tower, captured.graph, 4, captured.bodies, ())
     graph, rules = captured.graph, captured.rules
-    completed = complete_on_groups(graph, plan, decided_placements(graph, plan), rules, FEW_STEPS, {})
+    completed = complete(graph, plan, rules)
     made = make_programs(graph, graph.ops, completed, rules, {}, FEW_STEPS)
     programs = made.programs
     assert not made.transfers
