@@ -409,9 +409,17 @@ class _Completer:
         return total
 
     def _goal(self, tensor: PTensor) -> Layout | None:
-        """Where several gradients of one parameter go when they are joined: its update follows the parameter."""
+        """Where several gradients of one tensor go when they are joined: a parameter's update follows the parameter, and
+        the backward of what has made an activation runs as that did."""
         parameter = self.joined.get(tensor)
-        return self.at_hand[parameter][0] if parameter in self.at_hand else None
+        if parameter in self.at_hand:
+            return self.at_hand[parameter][0]
+        maker = self.graph.producer.get(tensor)
+        if maker is None or maker.kind != "backward" or maker.forward is not None or maker.again is not None:
+            return None
+        readers = ((op.forward, i) for op in self.graph.consumers.get(tensor, ()) for i, t in op.cotangents if t == tensor)
+        made = [self.ops[op.path].outputs[i] for op, i in readers if op is not None and op.path in self.ops]
+        return dataclasses.replace(made[0], values=()) if made else None
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
         if placement.as_it_lies(op):
