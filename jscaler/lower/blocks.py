@@ -5,8 +5,8 @@ stands in front of that loop, its body (of one that takes several micro-batches 
 groups: what it does for each), and what stands behind. Within a phase an op's *level* is the number of crossings
 on the longest way to it, times `HOP`::
 
-    group 0   │ level 0 ├──────────────────┤ level 4 │      a value that a later level of the same group reads
-    group 1             └──► level 2 ──────┘                stays where it is; one that another group reads crosses
+    group 0   │ level 0 ├──────────────────┤ level 6 │      a value that a later level of the same group reads
+    group 1             └──► level 3 ──────┘                stays where it is; one that another group reads crosses
 
 A table may ask for more blocks: between two stages of one group, between a stage's forward and its backward, of a backward
 pass for the gradients of weights (W), which no crossing waits for, and for what is computed again (R), which waits for
