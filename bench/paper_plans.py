@@ -68,11 +68,6 @@ class Config:
         return f"accumulate({self.microbatches}, {self.inner})" if self.microbatches > 1 else self.inner
 
     @property
-    def alone(self) -> tuple[str, int, int]:
-        """What one device does with a micro-batch if it does all of it."""
-        return self.saved, self.parts, self.rows
-
-    @property
     def waiting(self) -> float:
         """Of a schedule: how much longer it takes than its micro-batches one after the other."""
         if self.schedule == "interlaced":
@@ -88,16 +83,19 @@ SCHEDULES = {"megatron": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved",
 
 
 def configs(model: Model, gpus: int) -> Iterator[Config]:
-    """All configurations of all plans. AlphaFold2's rivals are ZeRO and axial parallelism: nobody splits its kernels."""
+    """All configurations of all plans. AlphaFold2's rivals are ZeRO, axial parallelism, and stages of it: nobody splits its
+    kernels. Swin has none with two stages of a stack on one group, as Chimera's are."""
     grids = grids_of(model, gpus)
     staged, axial = [grid for grid in grids if grid[2] > 1], model.name == "evoformer"
     for zero, plan in enumerate(("data_parallel", "zero1", "zero2", "zero3")):
         yield from spread(model, gpus, plan, False, SAVED, zeros=(zero,), grids=[(gpus, 1, 1)])
     if axial:
-        yield from spread(model, gpus, "dap", False, SAVED, grids=[g for g in grids if g[1] > 1 and g[2] == 1])
+        yield from spread(model, gpus, "dap", False, SAVED, grids=[g for g in grids if g[1:] != (1, 1)])
         yield from spread(model, gpus, "three_f_one_b", True, SAVED, grids=staged, schedule="3f1b")
         return
     for plan, schedule in SCHEDULES.items():
+        if plan == "chimera" and model.name == "swin":
+            continue
         own = [g for g in grids if g[1:] != (1, 1)] if schedule == "1f1b" else staged
         sequences = (False, True) if model.name in ("gpt", "mbart") else (False,)
         yield from spread(model, gpus, plan, False, SAVED, grids=own, schedule=schedule, sequences=sequences)
@@ -109,9 +107,11 @@ def configs(model: Model, gpus: int) -> Iterator[Config]:
 
 
 def grids_of(model: Model, gpus: int) -> list[tuple[int, int, int]]:
-    """(dp, tp, pp): stages have as many layers each."""
+    """(dp, tp, pp): stages have as many layers each, where layers are alike."""
     tps = [n for n in divisors(gpus) if n <= HOST]
-    return [(gpus // tp // pp, tp, pp) for tp in tps for pp in divisors(gpus // tp) if model.depth % pp == 0]
+    depth, alike = model.depth, model.name != "swin"
+    every = ((gpus // tp // pp, tp, pp) for tp in tps for pp in divisors(gpus // tp))
+    return [(dp, tp, pp) for dp, tp, pp in every if pp <= depth and not (alike and depth % pp)]
 
 
 def spread(

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.harness import Row
 from bench.paper_models import GPUS, Model
-from bench.paper_sweep import cluster_for, model_flops
+from bench.paper_sweep import Sweep, cluster_for
 from jscaler.clusters import Cluster
 from jscaler.estimate.query import block_seconds, hop_seconds, planned
 from jscaler.estimate.timed_step import Sends, timed_step
@@ -38,13 +38,14 @@ def scaling_rows(quick: bool) -> Iterator[Row]:
     for gpus in GPUS[-1:] if quick else GPUS:
         cluster, (tp, pp) = cluster_for(gpus), GRIDS[gpus]
         text = f"megatron(dp=1, tp={tp}, pp={pp}, microbatches={model.batch // ROWS})"
+        flops = Sweep(model, cluster, None).model_flops()
         step = planned(model.graph, text, cluster)
         for sends in ("asynchronous", "rendezvous"):
             seconds = {variant: step_seconds(step, cluster, variant, sends) for variant in VARIANTS}
             for variant, found in seconds.items():
                 row: Row = {"model": model.shown, "gpus": gpus, "plan": f"{variant}, {sends}: {text}"}
                 row |= {"step_seconds": float(f"{found:.4g}"), "speedup": round(seconds["p2p"] / found, 2)}
-                row |= {"tflops": round(model_flops(model) / found / gpus / 1e12, 1)}
+                row |= {"tflops": round(flops / found / gpus / 1e12, 1)}
                 yield row | {"value": round(seconds["searched"] / found, 4), "bound": 1.0}
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from bench.harness import Row
 from bench.paper_models import Model
-from bench.paper_sweep import Sweep, model_flops, scaled
+from bench.paper_sweep import Sweep, scaled
 from jscaler.clusters import find_cluster
 
 STAGES, MICROBATCHES, LAYERS = 8, 128, [4] * 8
@@ -36,8 +36,9 @@ def vocabulary_rows(quick: bool) -> Iterator[Row]:
         if quick and thousands > 32:
             continue
         model = gpt_4b(thousands)
-        found = Sweep(model, cluster, None).estimate(PLANS[plan])
-        mfu = model_flops(model) / found.seconds / cluster.num_devices / cluster.device.peak.bfloat16
+        sweep = Sweep(model, cluster, None)
+        found = sweep.estimate(PLANS[plan])
+        mfu = sweep.model_flops() / found.seconds / cluster.num_devices / cluster.device.peak.bfloat16
         row: Row = {"model": f"gpt-4b, vocabulary {thousands}k", "gpus": STAGES, "plan": f"{plan}: {PLANS[plan]}"}
         row |= {"fits": found.fits, "peak_bytes": found.peak, "step_seconds": round(found.seconds, 2), "mfu": round(mfu, 3)}
         yield row | {"published": published, "value": round(abs(mfu / published - 1), 3), "bound": OFF}
