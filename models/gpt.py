@@ -10,6 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from models.flash import attention
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -17,6 +19,7 @@ class GPTConfig:
 
     ``dtype`` is what it computes in (parameters stay float32 unless ``param_dtype`` says so). ``stacked`` layers are one
     ``nn.scan`` whose parameters have the layer as dim 0; ``remat`` computes each block again in the backward pass.
+    ``flash`` attention is one kernel (`models.flash`), whose weights no dropout can reach.
     """
 
     hidden: int
@@ -29,6 +32,7 @@ class GPTConfig:
     param_dtype: Any = jnp.float32
     stacked: bool = False
     remat: bool = False
+    flash: bool = False
 
 
 # The last four are those of SuperScaler's evaluation (32 V100): hidden, layers, heads.
@@ -52,13 +56,16 @@ class Attention(nn.Module):
         heads = (c.heads, c.hidden // c.heads)
         kinds = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         q, k, v = (nn.DenseGeneral(heads, name=name, **kinds)(x) for name in ("query", "key", "value"))  # b s h k
-        scores = jnp.einsum("bshk,bthk->bhst", q, k) / jnp.sqrt(heads[1]).astype(q.dtype)
-        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        mixed = attention(q, k, v) if c.flash else self._mixed(q, k, v, train)
+        return nn.DenseGeneral(c.hidden, axis=(-2, -1), name="out", **kinds)(mixed)
+
+    def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, train: bool) -> jax.Array:
+        scores = jnp.einsum("bshk,bthk->bhst", q, k) / jnp.sqrt(q.shape[-1]).astype(q.dtype)
+        causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
         scores = jnp.where(causal, scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), -1e9)
         weights = nn.softmax(scores).astype(q.dtype)
-        weights = nn.Dropout(c.dropout, deterministic=not train)(weights)
-        mixed = jnp.einsum("bhst,bthk->bshk", weights, v)
-        return nn.DenseGeneral(c.hidden, axis=(-2, -1), name="out", **kinds)(mixed)
+        weights = nn.Dropout(self.config.dropout, deterministic=not train)(weights)
+        return jnp.einsum("bhst,bthk->bshk", weights, v)
 
 
 class MLP(nn.Module):

@@ -262,7 +262,7 @@ class _Completer:
             if tensor in self.step_inputs:
                 self.inputs[tensor] = self.at_hand[tensor][0]
         if layout not in self.at_hand[tensor]:
-            self.at_hand[tensor].append(layout)
+            self.at_hand[tensor] = [*self.at_hand[tensor], layout]  # no list changes: `_state` keeps them
 
     def _output(self, index: int, tensor: PTensor) -> Layout:
         """A state leaf leaves as it came; anything else as it was made, with value shares joined."""
@@ -602,13 +602,12 @@ class _Completer:
         return [layout.stacked(length) for layout in options]
 
     def _state(self) -> tuple[Any, ...]:
-        at_hand = {t: list(layouts) for t, layouts in self.at_hand.items()}
-        return dict(self.ops), at_hand, dict(self.inputs), dict(self.waiting), set(self.undecided)
+        return dict(self.ops), dict(self.at_hand), dict(self.inputs), dict(self.waiting), set(self.undecided)
 
     def _restore(self, state: tuple[Any, ...]) -> None:
         ops, at_hand, inputs, waiting, undecided = state
-        self.ops, self.inputs, self.waiting, self.undecided = dict(ops), dict(inputs), dict(waiting), set(undecided)
-        self.at_hand = {t: list(layouts) for t, layouts in at_hand.items()}
+        self.ops, self.at_hand, self.inputs = dict(ops), dict(at_hand), dict(inputs)
+        self.waiting, self.undecided = dict(waiting), set(undecided)
 
 
 def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:
