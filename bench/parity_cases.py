@@ -398,7 +398,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
         functools.partial(evoformer, stacked=True, remat=True, layers=2, recycles=1),
         [Run("dap(dp=2)", 4)],
     ),
-    "Swin": (swin, [Run("data_parallel", 4), Run("tensor_parallel", 2, quick=True)]),
+    "Swin": (swin, []),
     "linen GPT, 257 words": (functools.partial(gpt, vocabulary=257), []),
     "stacked GPT, 16-bit parameters": (functools.partial(gpt_of_masters, stacked=True, layers=4), []),
     # layers in one loop, of which stages take ranges: equal ones, and those of five layers on two and four stages
