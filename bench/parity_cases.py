@@ -420,8 +420,12 @@ def inner(columns: str, layers: str) -> dict[str, int]:
 ALONE = ", per_microbatch='*/norm/*'"
 # Steps on several device groups: as many executables, so no rows of `bench.same_programs`.
 PIPELINES: dict[str, list[Run]] = {
-    "mlp": [Run("pipeline(2, 4)", 2, quick=True), *pipelines(0, inner(FIRST, "layer_*"))],
-    "linen GPT": pipelines(1, INNER),
+    "mlp": [
+        Run("pipeline(2, 4)", 2, quick=True),
+        Run("pipeline(2, 4, '1f1b+R')", 2),
+        *pipelines(0, inner(FIRST, "layer_*")),
+    ],
+    "linen GPT": [*pipelines(1, INNER), Run("pipeline(2, 4, '1f1b+R', plan=tensor_parallel())", 4)],
     "GPT, masked loss": [Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8), Run("pipeline(2, 4, 'gpipe')", 2)],
     "nnx GPT": pipelines(2, {plan.replace("layers()", "layers(on='0/blocks/*')"): n for plan, n in INNER.items()}),
     "conv + BatchNorm, alone": pipelines(3, inner('{"*/same_1/conv/kernel": 3}', "down_*"), ALONE),
@@ -442,7 +446,12 @@ PIPELINES: dict[str, list[Run]] = {
         Run("interlaced(4, 4, recompute=True)", 4),
         Run("pipeline(2, 4, 'gpipe')", 2),
     ],
-    "stacked GPT, 4 layers": [*pipelines(1, INNER), Run("interlaced(2, 4)", 2), Run("pipeline(3, 2)", 3)],
+    "stacked GPT, 4 layers": [
+        *pipelines(1, INNER),
+        Run("interlaced(2, 4)", 2),
+        Run("pipeline(3, 2)", 3),
+        Run("pipeline(2, 4, 'zb_h1+R')", 2),
+    ],
     "stacked GPT, 5 layers with remat": pipelines(2, INNER),
     "stacked nnx GPT": pipelines(3, INNER),
     "stacked Evoformer that recycles": [Run("three_f_one_b(2, 4)", 2), Run("three_f_one_b(2, 2, plan=dap())", 4)],
