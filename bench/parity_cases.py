@@ -470,9 +470,14 @@ CO_SHARD = "co_shard(2, plan=megatron(dp=2, tp=2))"
 ALONE = ", per_microbatch='*/norm/*'"
 # Steps on several device groups: as many executables, so no rows of `bench.same_programs`.
 PIPELINES: dict[str, list[Run]] = {
-    "mlp": [Run("pipeline(2, 4)", 2, quick=True), *pipelines(0, inner(FIRST, "layer_*"))],
+    "mlp": [
+        Run("pipeline(2, 4)", 2, quick=True),
+        Run("pipeline(2, 4, '1f1b+R')", 2),
+        *pipelines(0, inner(FIRST, "layer_*")),
+    ],
     "linen GPT": [
         *pipelines(1, INNER),
+        Run("pipeline(2, 4, '1f1b+R', plan=tensor_parallel())", 4),
         Run(CO_SHARD, 4),
         Run(f"pipeline(2, 2, plan={CO_SHARD})", 8),
         Run("interlaced(2, 4, recompute=True)", 2),
@@ -512,6 +517,7 @@ PIPELINES: dict[str, list[Run]] = {
         Run("pipeline(3, 2)", 3),
         *rivals()[:3],
         Run("pipeline(2, 4, 'chimera')", 2),
+        Run("pipeline(2, 4, 'zb_h1+R')", 2),
     ],
     "stacked GPT, 5 layers with remat": pipelines(2, INNER),
     "stacked nnx GPT": pipelines(3, INNER),

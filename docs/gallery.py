@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from jscaler.report.draw_timeline import draw_timelines
-from jscaler.tables import SCHEDULES, BlockKind, Published, published
+from jscaler.tables import SCHEDULES, BlockKind, Published, schedule_named
 from jscaler.tables.picture import picture
 from jscaler.tables.simulator import UNITS, simulate_table
 from jscaler.tables.timeline import Timeline
@@ -29,7 +29,7 @@ def page(text: str) -> str:
     """``text`` with the pictures as they are."""
 
     def drawn(match: re.Match[str]) -> str:
-        one = published(match[2])
+        one = schedule_named(match[2])
         assert one is not None, f"there is no schedule '{match[2]}'"
         units = "F, I and W" if match[2] in SCHEDULES else "F, R, I and W"
         shown = picture(timeline(one, GROUPS, MICROBATCHES), title=f"in time; {units} one unit each")

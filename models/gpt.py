@@ -56,16 +56,18 @@ class Attention(nn.Module):
         heads = (c.heads, c.hidden // c.heads)
         kinds = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         q, k, v = (nn.DenseGeneral(heads, name=name, **kinds)(x) for name in ("query", "key", "value"))  # b s h k
-        mixed = attention(q, k, v) if c.flash else self._mixed(q, k, v, train)
+        drop = nn.Dropout(c.dropout, deterministic=not train)
+        mixed = attention(q, k, v) if c.flash else plain_attention(q, k, v, drop)
         return nn.DenseGeneral(c.hidden, axis=(-2, -1), name="out", **kinds)(mixed)
 
-    def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, train: bool) -> jax.Array:
-        scores = jnp.einsum("bshk,bthk->bhst", q, k) / jnp.sqrt(q.shape[-1]).astype(q.dtype)
-        causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
-        scores = jnp.where(causal, scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), -1e9)
-        weights = nn.softmax(scores).astype(q.dtype)
-        weights = nn.Dropout(self.config.dropout, deterministic=not train)(weights)
-        return jnp.einsum("bhst,bthk->bshk", weights, v)
+
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, drop: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Causal attention, (batch, sequence, heads, head size), whose weights ``drop`` thins out."""
+    scores = jnp.einsum("bshk,bthk->bhst", q, k) / jnp.sqrt(q.shape[-1]).astype(q.dtype)
+    causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    scores = jnp.where(causal, scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), -1e9)
+    weights = drop(nn.softmax(scores).astype(q.dtype))
+    return jnp.einsum("bhst,bthk->bshk", weights, v)
 
 
 class MLP(nn.Module):

@@ -14,7 +14,7 @@ from jscaler.ir.overview import FoldingTable, Overview, Shown, count_text
 from jscaler.primitives import plan_file
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.made_for import MadeFor
-from jscaler.tables import Published, Table, published
+from jscaler.tables import Published, Table, schedule_named
 from jscaler.tables.cuts import Cuts, cuts_of
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
@@ -342,7 +342,7 @@ class Plan(Shown):
         """In which order device groups run the micro-batches of a loop over groups, or a schedule that has a table for
         so many groups and micro-batches; None where the plan says nothing."""
         text = next((d.table for d in reversed(self.decisions) if isinstance(d, Schedule)), None)
-        return None if text is None else published(text) or Table.parse(text)
+        return None if text is None else schedule_named(text) or Table.parse(text)
 
     @property
     def cuts(self) -> Cuts:

@@ -19,7 +19,7 @@ _ALL = (GPIPE, ONE_F_ONE_B, EAGER_1F1B, INTERLEAVED, BREADTH_FIRST, ZB_H1, ZB_H2
 SCHEDULES = {one.name: one for one in _ALL}
 
 
-def published(name: str) -> Published | None:
+def schedule_named(name: str) -> Published | None:
     """The schedule of that name; with ``+R`` behind it the one with recompute as blocks of their own."""
     found = SCHEDULES.get(name.removesuffix(MARK))
     return recomputing(found) if found is not None and name.endswith(MARK) else found

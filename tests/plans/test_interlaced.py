@@ -19,7 +19,7 @@ from jscaler.errors import PlanError
 from jscaler.lower.step_plan import StepPlan
 from jscaler.plans import data_parallel, interlaced, megatron, pipeline, recompute_layers
 from jscaler.primitives import OnDevices
-from jscaler.tables import SCHEDULES, published
+from jscaler.tables import SCHEDULES, schedule_named
 from jscaler.tables.simulator import UNITS, simulate_table
 from models.mbart import MBart, MBartConfig
 
@@ -121,7 +121,7 @@ def test_the_published_order_runs_with_words_in_parts_on_all_devices(
 ) -> None:
     """No device has a copy of a table, of its moments or of logits; each stage between has layers."""
     plan = lowered(interlaced(stages, 4, recompute=mark == "+R"), make, stages)
-    schedule = published(f"interlaced{mark}")
+    schedule = schedule_named(f"interlaced{mark}")
     assert schedule is not None
     assert plan.instructions.table == schedule.table(stages, 4)
     assert out_of_order(plan) == []

@@ -18,7 +18,7 @@ from jscaler import plans
 from jscaler.errors import PlanError, PlanWarning
 from jscaler.lower.instructions import Run
 from jscaler.primitives import OnDevices, Planner
-from jscaler.tables import SCHEDULES, Published, Table, published
+from jscaler.tables import SCHEDULES, Published, Table, schedule_named
 
 WIDTH, ROWS = 4, 16
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
@@ -96,7 +96,7 @@ class Case:
 
 
 def schedule_of(name: str) -> Published:
-    found = published(name)
+    found = schedule_named(name)
     assert found is not None
     return found
 

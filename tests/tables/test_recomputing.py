@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from jscaler.errors import UnknownNameError
-from jscaler.tables import SCHEDULES, Entry, Overlap, Published, Table, TableCell, find_schedule, published
+from jscaler.tables import SCHEDULES, Entry, Overlap, Published, Table, TableCell, find_schedule, schedule_named
 from jscaler.tables.legal import check_chain
 from jscaler.tables.simulator import most_activations, simulate_table
 from jscaler.tables.table import most_live
@@ -15,7 +15,7 @@ SMALL = list(itertools.product(range(1, 6), range(1, 9), range(1, 4)))  # groups
 
 
 def with_r(name: str) -> Published:
-    found = published(f"{name}+R")
+    found = schedule_named(f"{name}+R")
     assert found is not None
     assert found.name == f"{name}+R"
     return found

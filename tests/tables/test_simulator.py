@@ -11,7 +11,7 @@ from hypothesis import given
 from of_the_day import drawn
 
 from jscaler.errors import OrderError
-from jscaler.tables import SCHEDULES, BlockKind, Entry, Table, TableCell, published
+from jscaler.tables import SCHEDULES, BlockKind, Entry, Table, TableCell, schedule_named
 from jscaler.tables.simulator import Task, idle, simulate_table, times_of
 from jscaler.tables.timeline import Timeline
 
@@ -136,7 +136,7 @@ hops = st.one_of(st.just(0.0), st.sampled_from([0.25, 1.0, 3.5]), st.floats(0, 9
 def test_blocks_run_when_a_clock_lets_them(
     name: str, groups: int, microbatches: int, chunks: int, seconds: Mapping[BlockKind, float], hop: float
 ) -> None:
-    schedule = published(name)
+    schedule = schedule_named(name)
     assert schedule is not None
     chunks = schedule.chunks or max(chunks, 2)
     if schedule.why_not(groups, microbatches, chunks) is None:
