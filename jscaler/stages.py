@@ -23,7 +23,7 @@ from jscaler.lower.blocks import make_programs
 from jscaler.lower.cut import cut
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.instructions import instructions
-from jscaler.lower.numbering import flatten
+from jscaler.lower.numbering import Keys, flatten
 from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import complete
@@ -135,10 +135,11 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     segments: list[Segment] = []
     cuts, stage_of = _asked(plan, at.pieces)
     made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts, stage_of)
-    values = made.values
+    values, keys = made.values, Keys()
     several = len(completed.groups) > 1
     for program in made.programs:
-        flat, flattened = run_passes(flatten(program, captured.source), BEFORE_CUT if several else passes, _num_items)
+        flat = flatten(program, captured.source, keys)
+        flat, flattened = run_passes(flat, BEFORE_CUT if several else passes, _num_items)
         blocks, values = cut(program, flat, values)
         runs += flattened
         if several:  # what a pass fences or merges runs at once: it must not wait for another block's

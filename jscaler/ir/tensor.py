@@ -44,5 +44,8 @@ class PTensor:
         """Its dtype and shape: ``f32[4,8]``."""
         return self.aval.str_short(short_dtypes=True)
 
+    def __hash__(self) -> int:  # tables of tensors are asked all the time
+        return hash(self.name)
+
     def __str__(self) -> str:
         return f"{self.name}: {self.type}"

@@ -75,10 +75,11 @@ Item = core.JaxprEqn | Exchange | FlatLoop
 
 def reads(item: Item) -> Sequence[core.Var]:
     """The variables that an item reads; of a loop, all that its body reads of the program around it."""
+    if isinstance(item, core.JaxprEqn):
+        return [a for a in item.invars if isinstance(a, core.Var)]
     if isinstance(item, FlatLoop):
         return item.reads
-    atoms = [item.input] if isinstance(item, Exchange) else item.invars
-    return [a for a in atoms if isinstance(a, core.Var)]
+    return [item.input] if isinstance(item.input, core.Var) else []
 
 
 def with_reads(item: Item, table: Mapping[core.Var, Atom]) -> Item:
@@ -100,11 +101,9 @@ def with_reads(item: Item, table: Mapping[core.Var, Atom]) -> Item:
     )
 
 
-def results(item: Item) -> list[core.Var]:
+def results(item: Item) -> Sequence[core.Var]:
     """What an item defines."""
-    if isinstance(item, Exchange):
-        return [item.output]
-    return [v for v in item.outvars if isinstance(v, core.Var)]
+    return [item.output] if isinstance(item, Exchange) else item.outvars
 
 
 def has_effects(item: Item) -> bool:

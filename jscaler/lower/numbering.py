@@ -24,9 +24,40 @@ from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Slot,
 from jscaler.lower.scopes import op_scope
 
 
-def flatten(program: Program, like: core.Jaxpr) -> FlatProgram:
-    """Number the values of ``program``; the debug info of ``like``, any jaxpr, is carried on."""
-    numbering = _Numbering()
+class Keys:
+    """Numbers for what equations do: equal where primitive and parameters, or literals, are. Equal ops hold the same
+    objects, which are looked at once, for all programs of a step."""
+
+    def __init__(self) -> None:
+        self._number: dict[Any, int] = {}
+        self._known: dict[int, tuple[Any, int | None]] = {}  # by identity of what is kept here, too
+
+    def equation(self, eqn: core.JaxprEqn) -> int | None:
+        """That of an equation; None where it is not merged with its equals."""
+        if id(eqn) not in self._known:
+            number = self._of((eqn.primitive, params_key(eqn.params))) if may_merge(eqn) else None
+            self._known[id(eqn)] = eqn, number
+        return self._known[id(eqn)][1]
+
+    def atom(self, atom: Atom) -> Any:
+        """A variable, or the number of a literal."""
+        if not isinstance(atom, core.Literal):
+            return atom
+        if id(atom) not in self._known:
+            self._known[id(atom)] = atom, self._of(literal_key(atom))
+        return self._known[id(atom)][1]
+
+    def _of(self, key: Any) -> int:
+        return self._number.setdefault(key, len(self._number))
+
+
+def flatten(program: Program, like: core.Jaxpr, keys: Keys | None = None) -> FlatProgram:
+    """Number the values of ``program``; the debug info of ``like``, any jaxpr, is carried on.
+
+    Args:
+        keys: those of other programs of the step.
+    """
+    numbering = _Numbering(keys or Keys())
     inputs = []
     for (slot, layout), tensor in zip(program.inputs, program.tensors, strict=True):
         var = core.Var(tensor.aval.update(shape=layout.local_shape))
@@ -41,11 +72,11 @@ def flatten(program: Program, like: core.Jaxpr) -> FlatProgram:
 
 @dataclass
 class _Numbering:
+    keys: Keys
     slots: dict[Slot, Atom] = field(default_factory=dict)
     indices: dict[Members, core.Var] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
     known: ChainMap[Any, list[core.Var]] = field(default_factory=lambda: ChainMap())
-    keys: dict[int, Any] = field(default_factory=dict)
     makers: dict[core.Var, str] = field(default_factory=dict)
     tensors: dict[core.Var, PTensor] = field(default_factory=dict)
     done: dict[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -97,13 +128,13 @@ class _Numbering:
         atoms = self._late(task, [self.slots[s] for s in task.inputs])
         atoms += [self._index(who) for who in task.parts]
         env: dict[core.Var, Atom] = dict(zip(task.jaxpr.invars, atoms, strict=True))
-        scope = source_info_util.new_name_stack(op_scope(task.op))
+        scope, info = source_info_util.new_name_stack(op_scope(task.op)), task.op.source_info
+        info = info and info.replace(name_stack=scope)
         done = []
         for eqn in task.jaxpr.eqns:
             reads = [v if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-            info = task.op.source_info or eqn.source_info
             before = len(self.items)
-            made = self._number(eqn, reads, info.replace(name_stack=scope))
+            made = self._number(eqn, reads, info, scope)
             env.update(zip(eqn.outvars, made, strict=True))
             done.append(len(self.items) > before)
             if done[-1]:
@@ -122,7 +153,7 @@ class _Numbering:
     def adapt(self, task: Adapt) -> None:
         source = self.slots[task.input]
         # what a backward op sums again is the sum that its forward has made
-        key = ("adapter", _atom_key(source), task.adapter, task.reduce_dtype)
+        key = ("adapter", self.keys.atom(source), task.adapter, task.reduce_dtype)
         if key not in self.known:
             out = core.Var(source.aval.update(shape=task.adapter.target.local_shape))
             self.items.append(Exchange(task, source, out))
@@ -133,28 +164,25 @@ class _Numbering:
     def extend(self, task: Extend) -> None:
         """Equal halos of one value are exchanged once, whatever tensors it stands for."""
         source = self.slots[task.input]
-        key = ("halo", task.edges, _atom_key(source))
+        key = ("halo", task.edges, self.keys.atom(source))
         if key not in self.known:
             self.known[key] = [core.Var(source.aval.update(shape=task.local_shape))]
             self.items.append(Exchange(task, source, self.known[key][0]))
         self.slots[task.output] = self.known[key][0]
 
-    def _number(self, eqn: core.JaxprEqn, reads: list[Atom], info: Any) -> list[core.Var]:
-        key = (eqn.primitive, self._params(eqn), tuple(map(_atom_key, reads))) if may_merge(eqn) else None
-        table = self.known.maps[0] if known(eqn.primitive).refilled else self.known
-        if key is not None and key in table:
-            return self.known[key]
+    def _number(self, eqn: core.JaxprEqn, reads: list[Atom], info: Any = None, scope: Any = None) -> list[core.Var]:
+        """The results of ``eqn`` that reads ``reads``: those of an equal one, or else as ``info``, or its own, has it."""
+        number = self.keys.equation(eqn)
+        key = None if number is None else (number, *map(self.keys.atom, reads))
+        found = None if key is None else (self.known.maps[0] if known(eqn.primitive).refilled else self.known).get(key)
+        if found is not None:
+            return found
         outvars = [fresh(v) for v in eqn.outvars]
-        self.items.append(eqn.replace(invars=reads, outvars=outvars, source_info=info or eqn.source_info))
+        info = info or (eqn.source_info if scope is None else eqn.source_info.replace(name_stack=scope))
+        self.items.append(eqn.replace(invars=reads, outvars=outvars, source_info=info))
         if key is not None:
             self.known[key] = outvars
         return outvars
-
-    def _params(self, eqn: core.JaxprEqn) -> Any:
-        # equal layers hold the same equation objects, so their parameters are read once
-        if id(eqn) not in self.keys:
-            self.keys[id(eqn)] = params_key(eqn.params)
-        return self.keys[id(eqn)]
 
     def _index(self, who: Members) -> core.Var:
         if who not in self.indices:
@@ -182,12 +210,8 @@ class _Numbering:
         if not reads or not made:
             return {}
         eqn = trace_flat(lambda *xs: in_order_p.bind(*xs, late=len(reads)), [a.aval for a in (*reads, *made)]).eqns[0]
-        return dict(zip(reads, self._number(eqn, [*reads, *made], None), strict=False))
+        return dict(zip(reads, self._number(eqn, [*reads, *made]), strict=False))
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape"))  # noqa: B009
-
-
-def _atom_key(atom: Atom) -> Any:
-    return literal_key(atom) if isinstance(atom, core.Literal) else atom

@@ -66,8 +66,11 @@ def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
     found: dict[PlacedGrid, OnMesh] = {}
     meshes: dict[frozenset[int], list[DeviceMesh]] = {}
     state = {*map(shard_grid, plan.shards.values()), *map(stored_grid, stored_inputs(plan))}
-    for devices in names:
-        own, any_order = ([g for g in which if sets[g.devices] == devices] for which in (ordered, free))
+    lying: dict[frozenset[int], tuple[list[PlacedGrid], list[PlacedGrid]]] = {devices: ([], []) for devices in names}
+    for number, which in enumerate((ordered, free)):
+        for grid in which:
+            lying[sets[grid.devices]][number].append(grid)
+    for devices, (own, any_order) in lying.items():
         first, *others = _regular(list(dict.fromkeys(own)), tuple(sorted(devices)))
         turned = [other for other in others if state.isdisjoint(other)]
         mesh, covered = _mesh_of(first, any_order, turned, tuple(sorted(devices)))

@@ -155,6 +155,7 @@ class _Parts:
     def graph_in_parts(self) -> Graph:
         """Rewrite it: parts of ops in the place of ops, and what joins and takes apart where that has to be."""
         graph, self.ops, self.whole = self.graph, list[Op](), dict[PTensor, PTensor]()
+        self.known: dict[PTensor, tuple[PTensor, ...]] = {}
         starts: dict[int, int] = {}  # of gradient calls, where their backward belongs
         for tensor in (t for t in graph.inputs if t in self.taken):
             self._take_apart(tensor, graph.consumers.get(tensor, graph.ops)[0])
@@ -180,9 +181,12 @@ class _Parts:
 
     def parts(self, tensor: PTensor) -> tuple[PTensor, ...]:
         """The parts of a tensor, in order."""
-        form = self.forms.get(tensor) or self.taken[tensor]
-        avals = (tensor.aval.update(shape=form.shape(tensor.shape, i)) for i in range(len(self.sizes)))
-        return tuple(PTensor(tensor.name + mark, aval, tensor.role) for mark, aval in zip(self.marks, avals, strict=True))
+        if tensor not in self.known:
+            form = self.forms.get(tensor) or self.taken[tensor]
+            avals = (tensor.aval.update(shape=form.shape(tensor.shape, i)) for i in range(len(self.sizes)))
+            pairs = zip(self.marks, avals, strict=True)
+            self.known[tensor] = tuple(PTensor(tensor.name + mark, aval, tensor.role) for mark, aval in pairs)
+        return self.known[tensor]
 
     def _write(self, op: Op, cell: CellParts) -> None:
         joins: list[Op] = []

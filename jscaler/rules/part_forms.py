@@ -147,14 +147,17 @@ def cell_parts(op: Op, factor: str, sizes: tuple[int, ...], book: RuleBook, bodi
     for i, dims in enumerate(rule.results):
         combiner = rule.shares.get((factor, i))
         outputs.append(Summed(combiner) if combiner is not None else _ranged(rule, dims, factor, sizes))
-    made = tuple(bodies.intern(book.cell(op, factor, sizes, i)) for i in range(len(sizes)))
+    made = [book.cell(op, factor, sizes, i) for i in range(len(sizes))]
+    known = {id(jaxpr): bodies.intern(jaxpr) for jaxpr in {id(jaxpr): jaxpr for jaxpr in made}.values()}
 
     def named(size: int) -> FactorNames:
         tensors = (*rule.operands, *rule.results)
         own = {f: size if f == factor else rule.factors[f].size for f in rule.factors}
         return FactorNames(tuple(tuple(tuple((f, own[f]) for f in dim) for dim in dims) for dims in tensors), tuple(own))
 
-    return CellParts(tuple(inputs), tuple(outputs), bodies=made, names=tuple(map(named, sizes)))
+    names = {size: named(size) for size in sizes}
+    of_cells = tuple(known[id(jaxpr)] for jaxpr in made), tuple(names[size] for size in sizes)
+    return CellParts(tuple(inputs), tuple(outputs), bodies=of_cells[0], names=of_cells[1])
 
 
 def _ranged(rule: Rule, dims: TensorFactors, name: str, sizes: tuple[int, ...]) -> Ranged | None:
