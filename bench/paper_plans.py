@@ -68,6 +68,16 @@ class Config:
         return f"accumulate({self.microbatches}, {self.inner})" if self.microbatches > 1 else self.inner
 
     @property
+    def grid(self) -> tuple[int, ...]:
+        """How devices share state."""
+        return self.dp, self.tp, self.pp, self.zero
+
+    @property
+    def saving(self) -> tuple[float, ...]:
+        """Of two configurations of a grid the larger holds less."""
+        return -self.rows, bool(self.saved), self.parts, self.sequence
+
+    @property
     def waiting(self) -> float:
         """Of a schedule: how much longer it takes than its micro-batches one after the other."""
         if self.schedule == "interlaced":

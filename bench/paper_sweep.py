@@ -115,11 +115,16 @@ class Sweep:
 
     def best(self, candidates: Iterable[Config]) -> tuple[Config, Estimate] | None:
         """The fastest that fits; None where none does."""
-        waiting = [(0.0, 0, place, one) for place, one in enumerate(candidates)]
+        every = sorted(candidates, key=lambda one: one.saving)
+        leanest = {one.grid: one for one in every}
+        full = set[tuple[int, ...]]()  # grids that even their leanest configuration does not fit
+        waiting = [(0.0, 0, place, one) for place, one in enumerate(every)]
         best: tuple[Config, Estimate] | None = None
         above: list[float] = []
         while waiting and (self.most is None or len(above) < self.most):
             bound, level, place, one = heapq.heappop(waiting)
+            if one.grid in full:
+                continue
             nearest = min(above) if len(above) >= LEARNED else 1.0
             if best is not None and bound * nearest >= best[1].seconds * (1 - CLOSE):
                 break
@@ -132,6 +137,8 @@ class Sweep:
             above.append(found.seconds / bound)
             if found.fits and (best is None or found.seconds < best[1].seconds):
                 best = one, found
+            if not found.fits and _too_large(self.estimate(leanest[one.grid].text)):
+                full.add(one.grid)
         return best
 
     def least(self, config: Config, level: int) -> float:
@@ -150,6 +157,10 @@ class Sweep:
             self.path.parent.mkdir(exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps([*key, vars(self.kept[key])]) + "\n" for key in keys)
+
+
+def _too_large(found: Estimate) -> bool:
+    return not found.fits and not found.error
 
 
 def _described(cluster: Cluster, planned: Cluster) -> str:
