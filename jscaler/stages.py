@@ -34,7 +34,7 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
 from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
 from jscaler.schedule.time_axes import orders_on_groups
-from jscaler.tables.cuts import Cuts
+from jscaler.tables.cuts import Cuts, cuts_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,7 +170,7 @@ def _asked(plan: Plan, pieces: Mapping[str, Sequence[str]]) -> tuple[Cuts, dict[
     named = [d for d in plan.decisions if isinstance(d, OnDevices)] if plan.table is not None else []
     stages = {path: stage for stage, own in enumerate(named) for path in own.ops}
     whole = ((without_turn(path), own) for path, own in pieces.items())
-    return plan.cuts, stages | {piece: stages[path] for path, own in whole if path in stages for piece in own}
+    return cuts_of(plan.table), stages | {piece: stages[path] for path, own in whole if path in stages for piece in own}
 
 
 def _num_ops(at: Planned) -> int:

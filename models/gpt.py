@@ -3,14 +3,13 @@
 Shapes: b batch, s sequence, d hidden, h heads, k head size, v vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-
-from models.flash import attention
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,12 @@ class Attention(nn.Module):
         heads = (c.heads, c.hidden // c.heads)
         kinds = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         q, k, v = (nn.DenseGeneral(heads, name=name, **kinds)(x) for name in ("query", "key", "value"))  # b s h k
-        drop = nn.Dropout(c.dropout, deterministic=not train)
-        mixed = attention(q, k, v) if c.flash else plain_attention(q, k, v, drop)
+        if c.flash:
+            from models.flash import attention  # Pallas, and jscaler's way to declare an op
+
+            mixed = attention(q, k, v)
+        else:
+            mixed = plain_attention(q, k, v, nn.Dropout(c.dropout, deterministic=not train))
         return nn.DenseGeneral(c.hidden, axis=(-2, -1), name="out", **kinds)(mixed)
 
 

@@ -419,7 +419,9 @@ class _Completer:
             return None
         readers = ((op.forward, i) for op in self.graph.consumers.get(tensor, ()) for i, t in op.cotangents if t == tensor)
         made = [self.ops[op.path].outputs[i] for op, i in readers if op is not None and op.path in self.ops]
-        return dataclasses.replace(made[0], values=()) if made else None
+        alike = (layout for layout in made if layout.shape == tensor.shape)  # a part of a gradient has none
+        found = next(alike, None)
+        return None if found is None else dataclasses.replace(found, values=())
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
         if placement.as_it_lies(op):

@@ -15,7 +15,6 @@ from jscaler.primitives import plan_file
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.made_for import MadeFor
 from jscaler.tables import Published, Table, schedule_named
-from jscaler.tables.cuts import Cuts, cuts_of
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
 
@@ -343,12 +342,6 @@ class Plan(Shown):
         so many groups and micro-batches; None where the plan says nothing."""
         text = next((d.table for d in reversed(self.decisions) if isinstance(d, Schedule)), None)
         return None if text is None else schedule_named(text) or Table.parse(text)
-
-    @property
-    def cuts(self) -> Cuts:
-        """What its table asks to have in blocks of their own."""
-        table = self.table
-        return cuts_of(table.example if isinstance(table, Published) else table)
 
     @cached_property
     def alone(self) -> frozenset[str]:

@@ -25,6 +25,7 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.per_microbatch_state import with_alone
 from jscaler.schedule.regions_by_group import regions_by_group
 from jscaler.schedule.timed import timed
+from jscaler.tables.cuts import cuts_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def recomputed(at: Planned) -> Planned:
 
     If the plan's table has blocks for what is computed again, the clones wait for no cotangent.
     """
-    return dataclasses.replace(at, graph=recompute(at.graph, at.bodies, at.plan.cuts.recompute))
+    return dataclasses.replace(at, graph=recompute(at.graph, at.bodies, cuts_of(at.plan.table).recompute))
 
 
 def time_loops(at: Planned) -> Planned:

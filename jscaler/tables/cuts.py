@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
+from jscaler.tables.published import Published
 from jscaler.tables.table import Table
 
 
@@ -21,10 +22,12 @@ class Cuts:
     recompute: bool = False
 
 
-def cuts_of(table: Table | None) -> Cuts:
-    """What a table needs; of a last stage's forward and backward that always follow each other, one block is made."""
+def cuts_of(table: Table | Published | None) -> Cuts:
+    """What a table needs, of a schedule its example's; of a last stage's forward and backward that always follow each
+    other, one block is made."""
     if table is None:
         return Cuts()
+    table = table.example if isinstance(table, Published) else table
     cells = list(table.cells())
     backward = {(cell.stage, cell.microbatch) for cell in cells if cell.kind in "BI"}
     last = max((stage for stage, _ in backward), default=None)
