@@ -9,6 +9,7 @@ one of them, and the second once, on what they add up to::
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Set
 
 from jscaler.ir import Graph, Op, PTensor, Stacked
@@ -32,7 +33,9 @@ def with_tails(graph: Graph, late: Mapping[str, Set[str]]) -> Graph:
 
 
 def _with_tail(graph: Graph, name: str, late: Set[str]) -> Graph:
-    loop, tail = graph.loops[name], f"{name}/tail"
+    loop = graph.loops[name]
+    names = (f"{name}/tail{number or ''}" for number in itertools.count())  # a loop within may have got one before
+    tail = next(n for n in names if n not in graph.loops)
 
     def is_late(op: Op) -> bool:
         return not late.isdisjoint((op.path, *chain_of(op.loop, graph.loops)))

@@ -32,10 +32,11 @@ def shared_by_layers(params: Any, x: jax.Array) -> jax.Array:
 
 def of_a_stack_of_stacks(params: Any, x: jax.Array) -> jax.Array:
     def layer(x: jax.Array, p: Any) -> Any:
-        return of_a_stack({"layers": p}, x), None
+        layers, square = p
+        return of_a_stack({"layers": layers}, x @ wide(square)), None
 
     halves = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), params["layers"])
-    return jax.lax.scan(layer, x, halves)[0]
+    return jax.lax.scan(layer, x, (halves, params["square"][:2]))[0]
 
 
 def made(model: Callable[[Any, jax.Array], jax.Array]) -> tuple[Any, Any, jax.Array]:
