@@ -120,9 +120,9 @@ def rows_of(model: Model, gpus: int, quick: bool = False) -> Iterator[Row]:
         config, found = best
         row |= {"plan": f"{plan}: {config.text}", "new": config.new, "peak_bytes": found.peak, "memory": found.memory}
         row |= {"step_seconds": float(f"{found.seconds:.4g}"), "tflops": round(flops / found.seconds / gpus / 1e12, 1)}
-        if config.new and old is not None:
-            row |= compared(sweep, best, old)
-        elif not config.new and (old is None or found.seconds < old[1].seconds):
+        if config.new:
+            row |= compared(sweep, best, old) if old is not None else {"decides": "memory: no old plan fits"}
+        elif old is None or found.seconds < old[1].seconds:
             old = best
         yield row
 
