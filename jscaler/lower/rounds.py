@@ -86,7 +86,7 @@ class Rounds:
         for number in self.own:
             block = self.blocks[number]
             own = marks.get((block.phase, block.group, block.level // HOP * HOP), ())
-            stages = [(stage, kind) for stage, kind in own if stage is not None]
+            stages: list[Name] = [(stage, kind) for stage, kind in own if stage is not None]
             found[number] = sorted(stages, key=lambda name: (name[0], name[1] == "B"))
         # what reads nothing of other stages (a second pass's embedding) could run early, but does where it is read
         places = Counter((self.blocks[n].phase, *name) for n in self._whole for name in found[n])
