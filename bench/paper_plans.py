@@ -21,7 +21,8 @@ class Config:
         new: whether it is one of the paper's own plans.
         tp: tensor parallelism; of tables of the Evoformer that of their axes, if ``axial``.
         rows: of a micro-batch on each device.
-        saved: what is done to hold less: ``""``, ``"recompute"`` or ``"co_shard"``, in ``parts``.
+        saved: what is done to hold less: ``""``, ``"recompute"``, ``"apart"`` (that in blocks of its own, of
+            stages) or ``"co_shard"``, in ``parts``.
         zero: what is split over ``dp``.
         schedule: of ``pp`` stages.
         loss: whether co-shard runs the loss along the tokens, of which a model of images has none.
@@ -54,13 +55,17 @@ class Config:
             plan = f"zero{self.zero}()" if self.zero else "data_parallel()"
         if self.saved == "co_shard":
             return f"co_shard({self.parts}{'' if self.loss else ', loss=False'}, plan={plan})"
-        return f"recompute_layers({plan})" if self.saved and self.schedule != "interlaced" else plan
+        return f"recompute_layers({plan})" if self.saved and not self._is_apart else plan
+
+    @property
+    def _is_apart(self) -> bool:
+        return self.saved == "apart" and self.pp > 1
 
     @property
     def text(self) -> str:
         """As on the command line."""
         if self.pp > 1 and self.schedule in STAGED:
-            recompute = ", recompute=True" if self.saved and self.schedule == "interlaced" else ""
+            recompute = ", recompute=True" if self._is_apart else ""
             return f"{STAGED[self.schedule]}({self.pp}, {self.microbatches}, plan={self.inner}{recompute})"
         if self.pp > 1:
             schedule = "" if self.schedule == "1f1b" else f", schedule='{self.schedule}'"
@@ -112,7 +117,7 @@ def configs(model: Model, gpus: int) -> Iterator[Config]:
     if model.name in ("gpt", "swin"):
         yield from spread(model, gpus, "co_shard", True, PARTS, zeros=(0, 1, 2, 3), grids=grids)
     if model.name == "mbart":
-        for plan, saved in (("interlaced blocks", SAVED[1:]), ("interlaced", SAVED[:1])):
+        for plan, saved in (("interlaced blocks", SAVED[1:]), ("interlaced", (SAVED[0], ("apart", 1)))):
             yield from spread(model, gpus, plan, True, saved, grids=staged, schedule="interlaced")
 
 
