@@ -21,6 +21,7 @@ from jscaler.clusters import Cluster
 LEVELS = 3
 STATE = 12.0  # bytes per parameter: master and two moments
 GRADIENT = 2.0  # in float16, at least; and of a parameter that is fetched
+COPIES = 6.0  # bytes per parameter, at most, of what an estimate calls temporary: casts, and gradients on their way
 TIMES = (2, 2, 1, 3)  # by ZeRO's stage: a gradient is joined, and it or the parameter is fetched; for every micro-batch
 # the gradient is scattered, and parameters are fetched forwards and backwards
 
@@ -33,7 +34,11 @@ class Found(Protocol):
     @property
     def updating(self) -> float: ...
     @property
+    def inputs(self) -> int: ...
+    @property
     def activations(self) -> int: ...
+    @property
+    def temporaries(self) -> int: ...
 
 
 def alike_on_fewer(model: Model, config: Config, level: int) -> tuple[str, int]:
@@ -52,7 +57,7 @@ def least(model: Model, cluster: Cluster, config: Config, level: int, found: Fou
         found: the estimate of `alike_on_fewer`.
     """
     share = config.tp * config.pp if level < 2 else config.pp
-    if not may_fit(model, cluster, config, found.activations / share if level else 0.0):
+    if not may_fit(model, cluster, config, beside_state(model, config, level, found) if level else 0.0):
         return math.inf
     devices = config.dp * share
     times = 3 if config.saved else 2  # the backward, and the forward again
@@ -62,7 +67,18 @@ def least(model: Model, cluster: Cluster, config: Config, level: int, found: Fou
     return working + found.updating / devices + synchronizing(model, cluster, config)
 
 
-def may_fit(model: Model, cluster: Cluster, config: Config, activations: float) -> bool:
+def beside_state(model: Model, config: Config, level: int, found: Found) -> float:
+    """Bytes of some device: of the batch, of what forwards leave, and of what the layer holds that needs most.
+
+    Only the ends of an interlaced model are spread over its stages; a layer is on one.
+    """
+    tp, alike = (1, config.tp) if level == 2 else (config.tp, 1)
+    held = max(0.0, found.temporaries - COPIES * model.parameters / alike)
+    held /= config.pp if config.schedule == "interlaced" else 1
+    return (found.inputs / config.dp + found.activations / config.pp + held) / tp
+
+
+def may_fit(model: Model, cluster: Cluster, config: Config, beside: float) -> bool:
     """Whether state, gradients, and what is kept of micro-batches under way, are below a device's memory."""
     own = model.parameters / config.tp / config.pp
     state = STATE * own / (config.dp if config.zero else 1)
@@ -70,7 +86,7 @@ def may_fit(model: Model, cluster: Cluster, config: Config, activations: float) 
     row = model.exchanged / 2 / (config.tp if config.sequence else 1)  # what enters the layers
     row += 0 if config.saved else model.operands / config.tp
     under_way = config.microbatches if config.schedule == "gpipe" else min(config.pp, config.microbatches)
-    return state + gradient + max(activations, row / config.pp * config.rows * under_way) <= cluster.memory
+    return state + gradient + max(beside, row / config.pp * config.rows * under_way) <= cluster.memory
 
 
 def synchronizing(model: Model, cluster: Cluster, config: Config) -> float:

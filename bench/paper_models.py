@@ -105,7 +105,7 @@ def batch_of(name: str, config: Any, rows: int) -> dict[str, Any]:
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
     if name == "swin":
-        return {"images": of(config.image, config.image, 3, dtype=jnp.float32), "labels": of()}
+        return {"images": of(config.image, config.image, 3, dtype=jnp.uint8), "labels": of()}  # as files have them
     if name == "evoformer":
         table = (config.sequences, config.residues)
         return {

@@ -37,7 +37,8 @@ class Estimate:
     Attributes:
         updating: seconds of the optimizer's ops.
         flops: of products, on each device.
-        peak, state, activations: bytes of a device: in all; parameters and optimizer; what forwards leave.
+        peak, state, inputs, activations, temporaries: bytes of a device: in all; parameters and optimizer; the batch; what
+            forwards leave; what backwards hold.
         memory: who says the peak: the estimate, or XLA.
     """
 
@@ -48,7 +49,9 @@ class Estimate:
     updating: float = 0.0
     flops: float = 0.0
     state: int = 0
+    inputs: int = 0
     activations: int = 0
+    temporaries: int = 0
     memory: str = "estimate"
 
 
@@ -183,9 +186,11 @@ def _estimated(model: Model, text: str, clusters: Sequence[Cluster]) -> list[Est
         seconds = cost.seconds.total
         assert seconds is not None
         updating = math.fsum(op.seconds or 0.0 for op in cost.by_op.values() if op.kind == "update")
-        state = memory.parameters + memory.optimizer
-        figures = float(updating), float(cost.flops), int(state), int(memory.activations)
-        found.append(Estimate(float(seconds), int(memory.peak), bool(memory.fits), "", *figures))
+        one = Estimate(
+            float(seconds), int(memory.peak), bool(memory.fits), updating=float(updating), flops=float(cost.flops)
+        )
+        sizes = {name: int(getattr(memory, name)) for name in ("inputs", "activations", "temporaries")}
+        found.append(replace(one, state=int(memory.parameters + memory.optimizer), **sizes))
     return found
 
 

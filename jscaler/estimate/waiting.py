@@ -147,8 +147,8 @@ class Waiting:
             var = value if isinstance(value, core.Var) else None
             untouched = place < len(block.results) and var in arguments
             size = nbytes(value) if var is not None and not untouched and place not in in_place else 0
-            what = self.names.of_variable(block.flat, var, size, value)
             tensor = block.flat.origins.tensor.get(var) if var is not None else None
             local = jax.ShapeDtypeStruct(shape(value), dtype(value))
+            what = self.names.of_variable(block.flat, var, size, value.aval.str_short(short_dtypes=True))
             found.append(Held(block.group.devices, what, tensor, local))
         return found

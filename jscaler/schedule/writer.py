@@ -9,7 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from jscaler.capture.bodies import BodyTable
+import jax.numpy as jnp
+
+from jscaler.capture.bodies import BodyTable, filled_with
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, made_by
@@ -237,13 +239,21 @@ class RegionWriter(ABC):
         return self.cut[tensor, form]
 
     def _cut(self, tensor: PTensor, whole: PTensor, form: Piece, reader: Op) -> PTensor:
-        """A piece of ``whole``: of ``tensor`` itself, or of what every part makes whole in its place."""
+        """A piece of ``whole``: of ``tensor`` itself, or of what every part makes whole in its place.
+
+        Of a tensor of one value (zeros, to which the gradients of a loop over layers are added) it is as many of that.
+        """
         number, before = self.number, [t for t, _ in self.cut].count(tensor)
         mark = f"#{before}" if before else ""
         aval = whole.aval.update(shape=form.shape(whole.shape, number), weak_type=False)
         made = PTensor(f"{tensor.name}@{self.name}{mark}{self.mark}", aval, tensor.role)
-        inputs = (whole, *self.index())
-        body = self.writer.bodies.traced(lambda x, i=number: [form.take(x, i)], [t.aval for t in inputs])
+        maker, bodies = self.writer.graph.producer.get(tensor), self.writer.bodies
+        value = filled_with(maker.body) if maker is not None and maker.body is not None else None
+        if value is not None:
+            inputs, body = (), bodies.traced(lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
+        else:
+            inputs = (whole, *self.index())
+            body = bodies.traced(lambda x, i=number: [form.take(x, i)], [t.aval for t in inputs])
         kind = "backward" if reader.kind == "backward" else "forward"
         path = f"{tensor.name}@cut{mark}@{self.name}{self.mark}"
         items, loop = self.levels[-1] if tensor in self.made else self.levels[0]

@@ -144,6 +144,16 @@ def test_what_is_sent_for_words(make: Callable[..., Any], look_ups: int, sides: 
     assert all(row.nbytes <= 4 * tokens * HIDDEN for row in plan.report.crossings)
 
 
+def test_a_tied_table_has_a_sum_for_each_end() -> None:
+    """Between a micro-batch's logits and look-ups its gradient goes through all stages: none of the table's waits there."""
+    plan = lowered(interlaced(4, 4), mbart, 4)
+    left = [pair for b in plan.blocks for pair in zip(b.exports, b.flat.outputs[len(b.results) :], strict=True)]
+    words = {number for number, value in left if value.aval.shape == (WORDS // 4, HIDDEN)}
+    assert plan.spanning is not None
+    assert len(words) == 2 + 2  # that of either end, at the start too
+    assert words <= {number for carry in plan.spanning.carries for number in (carry.init, carry.out)}
+
+
 def test_ends_are_found_by_pipeline_and_megatron_too() -> None:
     """The same stages, and with parts of the batch the same words on each device."""
     first, second = (
