@@ -118,7 +118,7 @@ def configs(model: Model, gpus: int) -> Iterator[Config]:
         yield from spread(model, gpus, "co_shard", True, PARTS, zeros=(0, 1, 2, 3), grids=grids)
     if model.name == "mbart":
         for plan, saved in (("interlaced blocks", SAVED[1:]), ("interlaced", (SAVED[0], ("apart", 1)))):
-            yield from spread(model, gpus, plan, True, saved, grids=staged, schedule="interlaced")
+            yield from spread(model, gpus, plan, True, saved, grids=staged, schedule="interlaced", sequences=(False, True))
 
 
 def grids_of(model: Model, gpus: int) -> list[tuple[int, int, int]]:
