@@ -7,6 +7,9 @@ and an all-gather of the same bytes for each. (XLA's CPU backend makes no reduce
 all-reduces and sends more.) Expert parallelism has four all-to-alls per layer and step. ZeRO
 scatters each gradient once, and all-reduces scalars only. Dynamic axial parallelism has at most six all-to-alls and six
 gathers or scatters in an Evoformer's block forward, which have a row each. (Backward, each gather is a scatter.)
+The interlaced pipeline all-reduces what is looked up and what logits are made of, backward their gradients, and three
+numbers per token; nothing has a table's size, or the logits'. But where words do not divide, a table is exchanged once a
+step, and its gradient.
 
 Over micro-batches, gradients are added on each device and reduced once behind the loop: ``accumulate(8)`` sends what the
 plan sends without it. ZeRO-2 and ZeRO-3 reduce-scatter in every iteration, and ZeRO-3 gathers its parameters there.
@@ -131,6 +134,9 @@ AXIAL = {  # step -> how the names begin of what a block's forward pass makes
 }
 AXIAL_BOUNDS = {("all_to_all",): 6, ("all_gather", "reduce_scatter"): 6, ("all_reduce",): 0}
 
+INTERLACED = ("mbart-nano f32", "mbart-nano f32, 257 words")
+STAGES = 4
+
 
 def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
     from jscaler.report.targets import described_devices
@@ -150,6 +156,9 @@ def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
     for step, block in AXIAL.items():
         if not (target or (quick and "stacked" in step)):
             yield from axial_rows(step, block, devices)
+    for step in INTERLACED:
+        if not (target or (quick and "words" in step)):
+            yield from interlaced_rows(step, devices[:STAGES])
     for accumulated in ACCUMULATED:
         yield from accumulated_rows(accumulated, steps[MLP], devices, target)
 
@@ -220,6 +229,36 @@ def axial_rows(step: str, block: tuple[str, ...], devices: Sequence[Any]) -> Ite
     for kinds, bound in AXIAL_BOUNDS.items():
         row = {**where, "op": f"{' + '.join(kinds)}, of a block's forward", "tensors": counts[kinds]}
         yield {**row, "value": counts[kinds], "bound": bound}
+
+
+def interlaced_rows(step: str, devices: Sequence[Any]) -> Iterator[Row]:
+    """A row for each collective of a step, and for each tensor that the ends and the stages hand each other, as planned."""
+    fun, args = STEPS[step]()
+    state, batch = args
+    shown = f"interlaced({STAGES}, {STAGES})"
+    report = jscaler.parallelize(shown, devices=devices)(fun).lower(*args).plan.report
+    where = {"case": step, "plan": shown, "target": f"cpu:{STAGES}"}
+    for move in (move for moves in (*(row.moves for row in report.ops), report.results) for move in moves):
+        for kind, (count, sent) in move.moved.items():
+            yield {**where, "op": f"{kind} of {_of_whole(move.tensor)}", "tensors": count, "sent": round(sent)}
+    for one in report.crossings:
+        if one.times > 1 and STAGES in (len(one.source), len(one.target)):
+            ends = "to all devices" if len(one.target) == STAGES else "from all devices"
+            yield {**where, "op": f"{_of_whole(one.tensor)}, {ends}", "tensors": one.times, "sent": one.nbytes}
+    words, hidden = state.params["embed"]["embedding"].shape
+    tokens = 4 * batch["tokens"].size  # bytes of one number for each; both texts are looked up, and one has logits
+    least = 2 * (1 - 1 / STAGES) * ((2 * 2 + 2) * hidden + 3) * tokens
+    found = report.total["all_reduce"][1]
+    row = {**where, "op": "all_reduce, beyond the closed form of look-ups and logits", "sent": round(found - least)}
+    yield {**row, "value": abs(found - least), "bound": SCALARS}
+    exchanged = report.total.get("all_to_all", (0, 0.0))[1]
+    part = -(-words // STAGES) * hidden * 4  # bytes of a table's part, padded to the largest
+    row = {**where, "op": "all_to_all, in parts of the table", "sent": exchanged / (part * (1 - 1 / STAGES))}
+    yield {**row, "value": row["sent"], "bound": 2 if words % STAGES else 0}
+
+
+def _of_whole(name: str) -> str:
+    return name.replace("@microbatch:part", "")
 
 
 def accumulated_rows(case: Accumulated, made: Step, devices: Sequence[Any], target: str | None) -> Iterator[Row]:

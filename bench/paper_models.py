@@ -77,8 +77,8 @@ class Model:
 
     @property
     def depth(self) -> int:
-        """Layers that lie behind each other, where they are alike; else 1: nobody says how they divide into stages."""
-        return getattr(self.config, "layers", 1)
+        """Layers, or pairs of them, behind each other: of Swin's those of all its stages, which `pipeline` balances."""
+        return sum(self.config.depths) // 2 if self.name == "swin" else self.config.layers
 
     @property
     def exchanged(self) -> float:
@@ -105,7 +105,7 @@ def batch_of(name: str, config: Any, rows: int) -> dict[str, Any]:
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
     if name == "swin":
-        return {"images": of(config.image, config.image, 3, dtype=jnp.float32), "labels": of()}
+        return {"images": of(config.image, config.image, 3, dtype=jnp.uint8), "labels": of()}  # as files have them
     if name == "evoformer":
         table = (config.sequences, config.residues)
         return {

@@ -21,7 +21,8 @@ class Config:
         new: whether it is one of the paper's own plans.
         tp: tensor parallelism; of tables of the Evoformer that of their axes, if ``axial``.
         rows: of a micro-batch on each device.
-        saved: what is done to hold less: ``""``, ``"recompute"`` or ``"co_shard"``, in ``parts``.
+        saved: what is done to hold less: ``""``, ``"recompute"``, ``"apart"`` (that in blocks of its own, of
+            stages) or ``"co_shard"``, in ``parts``.
         zero: what is split over ``dp``.
         schedule: of ``pp`` stages.
         loss: whether co-shard runs the loss along the tokens, of which a model of images has none.
@@ -54,13 +55,17 @@ class Config:
             plan = f"zero{self.zero}()" if self.zero else "data_parallel()"
         if self.saved == "co_shard":
             return f"co_shard({self.parts}{'' if self.loss else ', loss=False'}, plan={plan})"
-        return f"recompute_layers({plan})" if self.saved and self.schedule != "interlaced" else plan
+        return f"recompute_layers({plan})" if self.saved and not self._is_apart else plan
+
+    @property
+    def _is_apart(self) -> bool:
+        return self.saved == "apart" and self.pp > 1
 
     @property
     def text(self) -> str:
         """As on the command line."""
         if self.pp > 1 and self.schedule in STAGED:
-            recompute = ", recompute=True" if self.saved and self.schedule == "interlaced" else ""
+            recompute = ", recompute=True" if self._is_apart else ""
             return f"{STAGED[self.schedule]}({self.pp}, {self.microbatches}, plan={self.inner}{recompute})"
         if self.pp > 1:
             schedule = "" if self.schedule == "1f1b" else f", schedule='{self.schedule}'"
@@ -68,9 +73,14 @@ class Config:
         return f"accumulate({self.microbatches}, {self.inner})" if self.microbatches > 1 else self.inner
 
     @property
-    def alone(self) -> tuple[str, int, int]:
-        """What one device does with a micro-batch if it does all of it."""
-        return self.saved, self.parts, self.rows
+    def grid(self) -> tuple[int, ...]:
+        """How devices share state."""
+        return self.dp, self.tp, self.pp, self.zero
+
+    @property
+    def saving(self) -> tuple[float, ...]:
+        """Of two configurations of a grid the larger holds less."""
+        return -self.rows, bool(self.saved), self.parts, self.sequence
 
     @property
     def waiting(self) -> float:
@@ -88,30 +98,35 @@ SCHEDULES = {"megatron": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved",
 
 
 def configs(model: Model, gpus: int) -> Iterator[Config]:
-    """All configurations of all plans. AlphaFold2's rivals are ZeRO and axial parallelism: nobody splits its kernels."""
+    """All configurations of all plans. AlphaFold2's rivals are ZeRO, axial parallelism, and stages of it: nobody splits its
+    kernels. Swin has none with two stages of a stack on one group, as Chimera's are."""
     grids = grids_of(model, gpus)
     staged, axial = [grid for grid in grids if grid[2] > 1], model.name == "evoformer"
     for zero, plan in enumerate(("data_parallel", "zero1", "zero2", "zero3")):
         yield from spread(model, gpus, plan, False, SAVED, zeros=(zero,), grids=[(gpus, 1, 1)])
     if axial:
-        yield from spread(model, gpus, "dap", False, SAVED, grids=[g for g in grids if g[1] > 1 and g[2] == 1])
+        yield from spread(model, gpus, "dap", False, SAVED, grids=[g for g in grids if g[1:] != (1, 1)])
         yield from spread(model, gpus, "three_f_one_b", True, SAVED, grids=staged, schedule="3f1b")
         return
     for plan, schedule in SCHEDULES.items():
+        if plan == "chimera" and model.name == "swin":
+            continue
         own = [g for g in grids if g[1:] != (1, 1)] if schedule == "1f1b" else staged
         sequences = (False, True) if model.name in ("gpt", "mbart") else (False,)
         yield from spread(model, gpus, plan, False, SAVED, grids=own, schedule=schedule, sequences=sequences)
     if model.name in ("gpt", "swin"):
         yield from spread(model, gpus, "co_shard", True, PARTS, zeros=(0, 1, 2, 3), grids=grids)
     if model.name == "mbart":
-        for plan, saved in (("interlaced blocks", SAVED[1:]), ("interlaced", SAVED[:1])):
-            yield from spread(model, gpus, plan, True, saved, grids=staged, schedule="interlaced")
+        for plan, saved in (("interlaced blocks", SAVED[1:]), ("interlaced", (SAVED[0], ("apart", 1)))):
+            yield from spread(model, gpus, plan, True, saved, grids=staged, schedule="interlaced", sequences=(False, True))
 
 
 def grids_of(model: Model, gpus: int) -> list[tuple[int, int, int]]:
-    """(dp, tp, pp): stages have as many layers each."""
+    """(dp, tp, pp): stages have as many layers each, where layers are alike."""
     tps = [n for n in divisors(gpus) if n <= HOST]
-    return [(gpus // tp // pp, tp, pp) for tp in tps for pp in divisors(gpus // tp) if model.depth % pp == 0]
+    depth, alike = model.depth, model.name != "swin"
+    every = ((gpus // tp // pp, tp, pp) for tp in tps for pp in divisors(gpus // tp))
+    return [(dp, tp, pp) for dp, tp, pp in every if pp <= depth and not (alike and depth % pp)]
 
 
 def spread(

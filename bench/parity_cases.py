@@ -95,6 +95,14 @@ def gpt(dtype: Any, loss_of: Callable[..., jax.Array] = cross_entropy, **changes
     return Case(loss, cast(params, dtype), batches)
 
 
+def gpt_of_masters(dtype: Any, **changes: Any) -> Case:
+    """The linen GPT, whose parameters are cast for its loss to what it computes in; norms compute in 32 bits at least."""
+    from models.master import low
+
+    case = gpt(dtype, **changes)
+    return dataclasses.replace(case, loss=lambda params, *args: case.loss(low(params, dtype), *args))
+
+
 def gpt_nnx(dtype: Any, **changes: Any) -> Case:
     """The GPT in nnx; what is not trained are the counters of its dropout. ``changes`` may stack its layers."""
     from flax import nnx
@@ -202,6 +210,22 @@ def evoformer(dtype: Any, **changes: Any) -> Case:
 
     def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
         return evoformer_loss(model.apply, params, batch, key), rest
+
+    return Case(loss, cast(params, dtype), batches)
+
+
+def swin(dtype: Any) -> Case:
+    """A Swin of one stage, two pairs of blocks."""
+    from models.images import stripes_at
+    from models.swin import Swin, SwinConfig
+
+    sizes: dict[str, Any] = {"hidden": 16, "heads": 4, "depths": (4,), "window": 2, "image": 8, "patch": 2, "classes": 3}
+    model, batches = Swin(SwinConfig(**sizes, **kinds(dtype))), [stripes_at(i, 8, 8, 3) for i in range(STEPS)]
+    params = Swin(SwinConfig(**sizes)).init(jax.random.key(0), batches[0]["images"])["params"]
+
+    def loss(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
+        images = batch["images"].astype(kinds(dtype)["param_dtype"])
+        return cross_entropy(model.apply({"params": params}, images), batch["labels"]), rest
 
     return Case(loss, cast(params, dtype), batches)
 
@@ -374,6 +398,9 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
         functools.partial(evoformer, stacked=True, remat=True, layers=2, recycles=1),
         [Run("dap(dp=2)", 4)],
     ),
+    "Swin": (swin, []),
+    "linen GPT, 257 words": (functools.partial(gpt, vocabulary=257), []),
+    "stacked GPT, 16-bit parameters": (functools.partial(gpt_of_masters, stacked=True, layers=4), []),
     # layers in one loop, of which stages take ranges: equal ones, and those of five layers on two and four stages
     "stacked GPT, 4 layers": (functools.partial(gpt, stacked=True, layers=4), []),
     "stacked GPT, 5 layers with remat": (functools.partial(gpt, stacked=True, remat=True, layers=5), []),
@@ -417,11 +444,49 @@ def inner(columns: str, layers: str) -> dict[str, int]:
     }  # fmt: skip
 
 
+def rivals(layers: str = "", sequence: bool = True) -> list[Run]:
+    """What the paper's plans are compared with: 3-D parallelism with all of Megatron-LM's choices, ZeRO, and schedules.
+
+    Args:
+        layers: the modules of layers, where they have no names that plans know.
+        sequence: whether the model has one.
+    """
+    on = f", on='{layers}'" if layers else ""
+    inside = f"recompute_layers(megatron(tp=2{', sequence=True' if sequence else ''}){on})"
+    return [
+        Run(f"pipeline(2, 2, plan={inside})", 4),
+        Run("megatron(dp=2, tp=2, pp=2, zero=1, microbatches=2)", 8),
+        Run("pipeline(2, 4, 'interleaved')", 2),
+        Run("pipeline(2, 4, 'gpipe')", 2),
+        Run("pipeline(2, 4)", 2),
+        Run("pipeline(2, 4, 'chimera')", 2),
+        Run("zero1", 4),
+        Run("accumulate(2, zero2())", 4),
+        Run("zero3", 4),
+    ]
+
+
+CO_SHARD = "co_shard(2, plan=megatron(dp=2, tp=2))"
 ALONE = ", per_microbatch='*/norm/*'"
 # Steps on several device groups: as many executables, so no rows of `bench.same_programs`.
 PIPELINES: dict[str, list[Run]] = {
-    "mlp": [Run("pipeline(2, 4)", 2, quick=True), *pipelines(0, inner(FIRST, "layer_*"))],
-    "linen GPT": pipelines(1, INNER),
+    "mlp": [
+        Run("pipeline(2, 4)", 2, quick=True),
+        Run("pipeline(2, 4, '1f1b+R')", 2),
+        *pipelines(0, inner(FIRST, "layer_*")),
+    ],
+    "linen GPT": [
+        *pipelines(1, INNER),
+        Run("pipeline(2, 4, '1f1b+R', plan=tensor_parallel())", 4),
+        Run(CO_SHARD, 4),
+        Run(f"pipeline(2, 2, plan={CO_SHARD})", 8),
+        Run("interlaced(2, 4, recompute=True)", 2),
+    ],
+    "linen GPT, 257 words": [
+        Run("vocab_parallel", 4),
+        Run("megatron(dp=2, tp=4, zero=3)", 8),
+        Run("interlaced(2, 4, data_parallel())", 4),
+    ],
     "GPT, masked loss": [Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8), Run("pipeline(2, 4, 'gpipe')", 2)],
     "nnx GPT": pipelines(2, {plan.replace("layers()", "layers(on='0/blocks/*')"): n for plan, n in INNER.items()}),
     "conv + BatchNorm, alone": pipelines(3, inner('{"*/same_1/conv/kernel": 3}', "down_*"), ALONE),
@@ -436,14 +501,31 @@ PIPELINES: dict[str, list[Run]] = {
         Run("interlaced(2, 2, data_parallel())", 4, blocks=2),
         Run("interlaced(2, 4, tensor_parallel(), recompute=True)", 4),
         Run("pipeline(4, 4)", 4),
+        *rivals(),
     ],
     "stacked mBART": [
         Run("interlaced(2, 2, megatron(dp=2, tp=2))", 8, blocks=2),
         Run("interlaced(4, 4, recompute=True)", 4),
         Run("pipeline(2, 4, 'gpipe')", 2),
     ],
-    "stacked GPT, 4 layers": [*pipelines(1, INNER), Run("interlaced(2, 4)", 2), Run("pipeline(3, 2)", 3)],
+    "Evoformer": [Run("zero1", 4), Run("zero3", 4), Run("accumulate(2, zero2())", 2)],
+    "Swin": [Run(CO_SHARD, 4), Run(f"pipeline(2, 2, plan={CO_SHARD})", 8), *rivals("stage_*/pair_*", sequence=False)],
+    "stacked GPT, 16-bit parameters": [Run("accumulate(4, data_parallel())", 2), Run("pipeline(2, 4)", 2)],
+    "stacked GPT, 4 layers": [
+        *pipelines(1, INNER),
+        Run("interlaced(2, 4)", 2),
+        Run("pipeline(3, 2)", 3),
+        *rivals()[:3],
+        Run("pipeline(2, 4, 'chimera')", 2),
+        Run("pipeline(2, 4, 'zb_h1+R')", 2),
+    ],
     "stacked GPT, 5 layers with remat": pipelines(2, INNER),
     "stacked nnx GPT": pipelines(3, INNER),
-    "stacked Evoformer that recycles": [Run("three_f_one_b(2, 4)", 2), Run("three_f_one_b(2, 2, plan=dap())", 4)],
+    "stacked Evoformer that recycles": [
+        Run("three_f_one_b(2, 4)", 2),
+        Run("three_f_one_b(2, 2, plan=dap())", 4),
+        Run("three_f_one_b(2, 2, plan=data_parallel())", 4),
+        Run("pipeline(2, 2, 'gpipe', plan=dap())", 4),
+        Run("pipeline(2, 4, 'chimera')", 2),
+    ],
 }

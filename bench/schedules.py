@@ -12,7 +12,7 @@ published one, and the groups ran its cells in its order.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from jscaler.materialize import DeviceMesh
 from jscaler.tables import SCHEDULES, BlockKind, TableCell
 from jscaler.tables.legal import halves_of
 from jscaler.tables.simulator import UNITS, idle, most_activations, simulate_table
+from jscaler.tables.table import cells_of
 from jscaler.tables.timeline import Timeline
 
 COLUMNS = (
@@ -130,7 +131,7 @@ def out_of_order(plan: StepPlan) -> list[str]:
     """The rows of a step's table whose cells no group has run in that order.
 
     A block that is cut in two, or several that are one executable, stand for the same cells; where nothing waits for the
-    gradient of a stage's input there is no I.
+    gradient of a stage's input there is no I. An R that the table does not name runs with the backward that reads it.
     """
     ran: dict[DeviceMesh, list[TableCell]] = {}
     for one in plan.instructions.steps:
@@ -139,9 +140,16 @@ def out_of_order(plan: StepPlan) -> list[str]:
     every = {(cell.stage, cell.kind) for row in ran.values() for cell in row}
     table = plan.instructions.table
     rows = table.rows if table is not None else ()
-    wanted = [[c for entry in row for c in _in_halves(entry.cells) if (c.stage, c.kind) in every] for row in rows]
+    named = {cell for row in rows for cell in cells_of(row)}
+    backwards = [[_with_again(entry.cells, named) for entry in row] for row in rows]
+    wanted = [[c for cells in row for c in _in_halves(cells) if (c.stage, c.kind) in every] for row in backwards]
     assert len(wanted) == len(ran), "each group has a row"
     return [str(row[0]) for row in wanted if row not in ran.values()]
+
+
+def _with_again(cells: Sequence[TableCell], named: Set[TableCell]) -> list[TableCell]:
+    again = (dataclasses.replace(cell, kind="R") for cell in cells if cell.kind in "BI")
+    return [*cells, *(cell for cell in again if cell not in named)]
 
 
 def _in_halves(cells: Any) -> list[TableCell]:

@@ -61,6 +61,17 @@ def moe(size: str, **changes: Any) -> Step:
     return balanced_train_step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
 
 
+def mbart(size: str, **changes: Any) -> Step:
+    """mBART with dropout, clipping and AdamW."""
+    from models.mbart import SIZES, MBart
+    from models.text import load_bytes, pair_at
+    from models.training import make_optimizer, make_state, translation_train_step
+
+    config = dataclasses.replace(SIZES[size], **changes)
+    state = make_state(MBart(config), [(config.sequence,)] * 2, make_optimizer())
+    return translation_train_step, (state, pair_at(load_bytes(), 0, DEVICES, config.sequence))
+
+
 def evoformer(size: str, **changes: Any) -> Step:
     """The Evoformer, with two passes without a gradient; an alignment for each of two devices."""
     from models.alignments import alignment_at
@@ -78,6 +89,8 @@ STEPS: dict[str, Callable[[], Step]] = {
     "gpt-mini f32": lambda: gpt("mini"),
     "moe-nano f32, 2 layers": lambda: moe("nano"),
     "gpt-nano bf16 compute": lambda: gpt("nano", heads=8, dtype=jnp.bfloat16),
+    "mbart-nano f32": lambda: mbart("nano"),
+    "mbart-nano f32, 257 words": lambda: mbart("nano", vocabulary=257),
     "evoformer-nano f32": lambda: evoformer("nano", recycles=0),
     "evoformer-nano f32, stacked": lambda: evoformer("nano", recycles=0, stacked=True),
 }

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from jscaler.report.draw_timeline import draw_timelines
-from jscaler.tables import SCHEDULES, BlockKind, Published
+from jscaler.tables import SCHEDULES, BlockKind, Published, schedule_named
 from jscaler.tables.picture import picture
 from jscaler.tables.simulator import UNITS, simulate_table
 from jscaler.tables.timeline import Timeline
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parent / "schedules.md"
 IMAGE = Path(__file__).parent / "images" / "schedules.png"
 GROUPS, MICROBATCHES = 2, 4  # of the pictures in text
 DRAWN = 4, 8  # of the image
-_PICTURE = re.compile(r"(<!-- picture of (\w+) -->\n```text\n).*?(```)", re.DOTALL)
+_PICTURE = re.compile(r"(<!-- picture of ([\w+]+) -->\n```text\n).*?(```)", re.DOTALL)
 
 
 def timeline(one: Published, groups: int, microbatches: int, unit: float = 1.0) -> Timeline:
@@ -29,7 +29,10 @@ def page(text: str) -> str:
     """``text`` with the pictures as they are."""
 
     def drawn(match: re.Match[str]) -> str:
-        shown = picture(timeline(SCHEDULES[match[2]], GROUPS, MICROBATCHES), title="in time; F, I and W one unit each")
+        one = schedule_named(match[2])
+        assert one is not None, f"there is no schedule '{match[2]}'"
+        units = "F, I and W" if match[2] in SCHEDULES else "F, R, I and W"
+        shown = picture(timeline(one, GROUPS, MICROBATCHES), title=f"in time; {units} one unit each")
         return f"{match[1]}{shown}\n{match[3]}"
 
     return _PICTURE.sub(drawn, text)

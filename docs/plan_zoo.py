@@ -145,6 +145,15 @@ ZOO = [
     ),
 ]
 
+CO_SHARD = "co_shard(2, plan=megatron(dp=2, tp=2))"
+# model -> the plans that SuperScaler's evaluation has for it, and on how many devices they are tried
+TRAINED = {
+    "gpt": {CO_SHARD: 4, f"pipeline(2, 4, plan={CO_SHARD})": 8, "interlaced(2, 4)": 4},
+    "swin-mini": {CO_SHARD: 4, f"pipeline(2, 4, plan={CO_SHARD})": 8},
+    "mbart": {"interlaced(stages=4, microbatches=8)": 4},
+    "evoformer": {"dap(dp=2)": 4, "three_f_one_b(2, 4)": 2, "three_f_one_b(2, 4, plan=dap())": 4},
+}
+
 
 @functools.cache
 def graph_of(model: str) -> Graph:
@@ -204,9 +213,21 @@ def page() -> str:
         drawn.append(f"### {name}\n\n{SCHEDULES[name].source}\n\n```text\n{shown}\n```\n")
     rows = [header, ["---"] * len(header), *map(row, ZOO)]
     table = [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join([INTRODUCTION, *table, "", "## Orders", "", *drawn])
+    return "\n".join([INTRODUCTION, *table, "", *training(), "## Orders", "", *drawn])
 
 
+def training() -> list[str]:
+    """How to train the models of SuperScaler's evaluation under its plans."""
+    flags, commands = f"--batch {ROWS} --steps 20 --platform cpu", list[str]()
+    for model, own in TRAINED.items():
+        for plan, devices in own.items():
+            plans.by_name(plan)  # it can be read
+            commands.append(f'jscaler train --model {model} --plan "{plan}" --devices {devices} {flags}')
+    return ["## Training", "", TRAINING, "```sh", *commands, "```", ""]
+
+
+TRAINING = """SuperScaler's plans (Lin et al., 2023) for the models of its evaluation, tried on virtual CPU devices.
+"""
 INTRODUCTION = """# Plan zoo
 
 The published plans that are built in, drawn up by `python docs/plan_zoo.py`. Each is made for the nano size of a model on

@@ -11,6 +11,7 @@ from jscaler import plans
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.errors import CaptureError, CaptureWarning, DeviceError, PlanError, PlanWarning, check_flag, shown, warn
+from jscaler.estimate.loops_apart import loops_apart
 from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
@@ -63,8 +64,8 @@ def parallelize(
         without_passes: passes for XLA's scheduler or code generation to leave out (``"swapped_dots"``,
             ``"products_before_loops"``, ``"pairs_together"``), to see what each is worth; ``lowered.passes`` lists all.
         strict: whether a plan that loses parallelism is refused. Ops that are copied on every device though they carry
-            what the plan splits, and activations that are gathered though no decision asked for it, are a `PlanWarning`
-            otherwise; ``explain()`` lists them.
+            what the plan splits, activations that are gathered though no decision asked for it, and micro-batches that run
+            in several loops are a `PlanWarning` otherwise; ``explain()`` lists them.
 
     Returns:
         A decorator: of a function it makes a `Parallelized`, of a module class a subclass, of a module one like it.
@@ -472,12 +473,12 @@ class Parallelized(Shown):
 
 
 def _say_lost(step: StepPlan, strict: bool) -> None:
-    """Warn of parallelism that a plan loses; raises PlanError where that is ``strict``."""
+    """Warn of parallelism that a plan loses, and of loops it takes apart; raises PlanError where that is ``strict``."""
     lost = lost_parallelism(step)
-    if lost.ops and strict:
-        raise PlanError(f"plan '{step.name}' is refused, since strict=True: {lost}")
-    if lost.ops:
-        warn(f"plan '{step.name}': {lost}", PlanWarning)
+    for said in filter(None, (str(lost) if lost.ops else "", loops_apart(step))):
+        if strict:
+            raise PlanError(f"plan '{step.name}' is refused, since strict=True: {said}")
+        warn(f"plan '{step.name}': {said}", PlanWarning)
 
 
 def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:

@@ -138,7 +138,7 @@ def train(
         return
     state = run(planned.step, state, planned.batches(start), range(start, steps), screen(), log, trace, draw, explain)
     if checkpoint is not None:
-        with finished_before_interrupts():
+        with finished_before_interrupts("behind the last step; its checkpoint is complete"):
             save(checkpoint, steps, state)
 
 

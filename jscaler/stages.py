@@ -35,7 +35,6 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
 from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
 from jscaler.schedule.time_axes import orders_on_groups
-from jscaler.tables import Published
 from jscaler.tables.cuts import Cuts, cuts_of
 
 
@@ -177,11 +176,10 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
 
 def _asked(plan: Plan, pieces: Mapping[str, Sequence[str]]) -> tuple[Cuts, dict[str, int]]:
     """What a plan's table wants to have in blocks of their own, and the stage of each op that the plan places."""
-    table = plan.table.example if isinstance(plan.table, Published) else plan.table
-    named = [d for d in plan.decisions if isinstance(d, OnDevices)] if table is not None else []
+    named = [d for d in plan.decisions if isinstance(d, OnDevices)] if plan.table is not None else []
     stages = {path: stage for stage, own in enumerate(named) for path in own.ops}
     whole = ((without_turn(path), own) for path, own in pieces.items())
-    return cuts_of(table), stages | {piece: stages[path] for path, own in whole if path in stages for piece in own}
+    return cuts_of(plan.table), stages | {piece: stages[path] for path, own in whole if path in stages for piece in own}
 
 
 def _num_ops(at: Planned) -> int:

@@ -3,6 +3,7 @@
 Shapes: b batch, s sequence, d hidden, h heads, k head size, v vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ class GPTConfig:
 
     ``dtype`` is what it computes in (parameters stay float32 unless ``param_dtype`` says so). ``stacked`` layers are one
     ``nn.scan`` whose parameters have the layer as dim 0; ``remat`` computes each block again in the backward pass.
+    ``flash`` attention is one kernel (`models.flash`), whose weights no dropout can reach.
     """
 
     hidden: int
@@ -29,6 +31,7 @@ class GPTConfig:
     param_dtype: Any = jnp.float32
     stacked: bool = False
     remat: bool = False
+    flash: bool = False
 
 
 # The last four are those of SuperScaler's evaluation (32 V100): hidden, layers, heads.
@@ -52,13 +55,22 @@ class Attention(nn.Module):
         heads = (c.heads, c.hidden // c.heads)
         kinds = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         q, k, v = (nn.DenseGeneral(heads, name=name, **kinds)(x) for name in ("query", "key", "value"))  # b s h k
-        scores = jnp.einsum("bshk,bthk->bhst", q, k) / jnp.sqrt(heads[1]).astype(q.dtype)
-        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-        scores = jnp.where(causal, scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), -1e9)
-        weights = nn.softmax(scores).astype(q.dtype)
-        weights = nn.Dropout(c.dropout, deterministic=not train)(weights)
-        mixed = jnp.einsum("bhst,bthk->bshk", weights, v)
+        if c.flash:
+            from models.flash import attention  # Pallas, and jscaler's way to declare an op
+
+            mixed = attention(q, k, v)
+        else:
+            mixed = plain_attention(q, k, v, nn.Dropout(c.dropout, deterministic=not train))
         return nn.DenseGeneral(c.hidden, axis=(-2, -1), name="out", **kinds)(mixed)
+
+
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, drop: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Causal attention, (batch, sequence, heads, head size), whose weights ``drop`` thins out."""
+    scores = jnp.einsum("bshk,bthk->bhst", q, k) / jnp.sqrt(q.shape[-1]).astype(q.dtype)
+    causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    scores = jnp.where(causal, scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), -1e9)
+    weights = drop(nn.softmax(scores).astype(q.dtype))
+    return jnp.einsum("bhst,bthk->bshk", weights, v)
 
 
 class MLP(nn.Module):

@@ -36,6 +36,7 @@ class SwinConfig:
 # The last four are those of SuperScaler's evaluation: image 1536, so that a third stage has 2 x 2 windows of 48 x 48.
 SIZES = {
     "nano": SwinConfig(hidden=8, heads=2, depths=(2, 2), window=4, image=32, classes=10),
+    "mini": SwinConfig(hidden=16, heads=4, depths=(2, 2), window=4, image=32, classes=10),
     "1.8b": SwinConfig(hidden=512, heads=16, depths=(2, 2, 26, 2), window=48, image=1536),
     "5.0b": SwinConfig(hidden=768, heads=24, depths=(2, 2, 34, 2), window=48, image=1536),
     "10.4b": SwinConfig(hidden=1024, heads=32, depths=(2, 2, 42, 2), window=48, image=1536),

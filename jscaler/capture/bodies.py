@@ -119,6 +119,15 @@ class BodyTable:
         return self.intern(pruned), kept
 
 
+def filled_with(body: Body) -> Any | None:
+    """The one value of all elements that ``body`` makes of nothing; None where it is another body."""
+    jaxpr = body.jaxpr
+    if jaxpr.invars or [eqn.primitive.name for eqn in jaxpr.eqns] != ["broadcast_in_dim"] or len(jaxpr.outvars) != 1:
+        return None
+    (operand,) = jaxpr.eqns[0].invars
+    return operand.val if isinstance(operand, core.Literal) else None
+
+
 def holds_custom_vjp(jaxpr: core.Jaxpr) -> bool:
     """Whether a body's own derivative has residuals of its own making, so that they are better saved."""
     return any(_is_custom(e) for e in jaxpr.eqns)

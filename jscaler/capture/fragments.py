@@ -1,8 +1,9 @@
 """Group flat equations into fragments: the ops of the graph.
 
 Neighbouring equations of one scope that share data are one fragment. A contraction ends it (else a tensor that is read
-twice puts one factor on two dims), and so does a reduction to a scalar (what follows would meet a partial sum). Behind a
-gradient, where updates stand, a contraction is a fragment of its own.
+twice puts one factor on two dims), and so does a reduction to a scalar (what follows would meet a partial sum). What
+turns a square, and what reads it as it lies, are two, as with contractions: ``z + z.T``. Behind a gradient, where updates
+stand, a contraction is a fragment of its own.
 Equations that depend on no input (iota, masks) are copied into every fragment that reads them.
 
 Fragments never form a cycle, by levels: a fragment's level is above those of all it reads, and an equation joins a
@@ -26,7 +27,8 @@ TRANSFORMED = re.compile(r"\b(?:vmap|jvp|transpose|checkpoint|remat|jit)\(([^()]
 
 @dataclass(eq=False)
 class Fragment:
-    """A growing group of equations of one scope; ``era`` counts the gradient calls that have begun before it."""
+    """A growing group of equations of one scope; ``era`` counts the gradient calls that have begun before it, and
+    ``squares`` are what it transposes, which then have dims where others of their sizes were."""
 
     call: int | None
     scope: str
@@ -35,6 +37,7 @@ class Fragment:
     era: int = 0
     eqns: list[tuple[int, core.JaxprEqn]] = field(default_factory=list)
     closed: bool = False
+    squares: set[core.Var] = field(default_factory=set)
 
     @property
     def is_preparation(self) -> bool:
@@ -44,7 +47,8 @@ class Fragment:
     def takes(self, preparation: "Fragment") -> bool:
         """Whether ``preparation``, which only this fragment reads, may become part of it."""
         alone = any(_role(e) == "alone" for _, e in self.eqns)
-        return (self.call, self.scope) == (preparation.call, preparation.scope) and not alone
+        turned = any(not preparation.squares.isdisjoint(_variables(e)) for _, e in self.eqns)
+        return (self.call, self.scope) == (preparation.call, preparation.scope) and not (alone or turned)
 
 
 def fragments(
@@ -81,6 +85,16 @@ def _role(eqn: core.JaxprEqn) -> Role:
     return known(eqn.primitive).role
 
 
+def _variables(eqn: core.JaxprEqn) -> list[core.Var]:
+    return [v for v in eqn.invars if isinstance(v, core.Var)]
+
+
+def _squares(eqn: core.JaxprEqn) -> list[core.Var]:
+    """What an equation transposes without another shape."""
+    turns = eqn.primitive.name == "transpose" and shape(eqn.invars[0]) == shape(eqn.outvars[0])
+    return _variables(eqn) if turns else []
+
+
 class _Builder:
     def __init__(self, step: Trace, ends: Set[core.Var] = frozenset()):
         self.ends = ends
@@ -104,6 +118,7 @@ class _Builder:
             return
         fragment = self._choose(eqn, call, reads)
         fragment.eqns.append((index, eqn))
+        fragment.squares.update(_squares(eqn))
         for var in eqn.outvars:
             self.home[var] = fragment
         for var in reads:
@@ -121,6 +136,7 @@ class _Builder:
         sources = [self.home[v] for v in reads if v in self.home]
         beside = [f for v in reads if shape(v) for f in self.readers.get(v, ())]
         below = max((self._level(v) for v in reads), default=0)
+        squares = set(_squares(eqn))
         for candidate in (*sources, *beside):
             others = max((self._level(v) for v in reads if self.home.get(v) is not candidate), default=0)
             joins = (candidate.call, candidate.scope, candidate.scalar, candidate.closed) == (call, scope, scalar, False)
@@ -128,6 +144,8 @@ class _Builder:
             joins = joins and (call is not None or candidate.era == len(self.begun))
             # nor is an evaluation behind the update, which contracts what the update has made: state lies otherwise
             joins = joins and not (call is None and self.begun and _role(eqn) == "contracts")
+            joins = joins and candidate.squares.isdisjoint(reads)
+            joins = joins and not (squares and any(squares.intersection(_variables(e)) for _, e in candidate.eqns))
             if joins and others < candidate.level and _role(eqn) != "alone":
                 return candidate
         # What only prepares an input (a reshape of a bias) lies below all else, so that its reader need not.
@@ -170,6 +188,7 @@ class _Builder:
                 kept.append(fragment)
                 continue
             reader.eqns = sorted(fragment.eqns + reader.eqns, key=lambda pair: pair[0])
+            reader.squares |= fragment.squares
             self.home.update(dict.fromkeys(produced, reader))
         self.fragments = kept
 

@@ -8,6 +8,10 @@ Outside a loop, all that the clones and the backward ops read passes one fence (
 and cotangents), so that nobody merges the clones with the forward ops, or runs them early. In the backward of a loop,
 clones stand in another body than the forward ops, and read what is saved for each iteration: the region's inputs.
 
+Where clones are to run *apart* from the backward ops, as a block of their own, only what the forward ops read passes the
+fence: so they wait for no cotangent, and blocks are programs of their own, which nobody merges. Those of a loop's body
+stand in a loop of their own in front of the backward's, whose iterations read what is saved for each.
+
 A region is what the user checkpointed (``jax.checkpoint``, ``nn.remat``) or what a plan selects (``graph.recompute``). Its
 results are saved for whoever else reads them; what it keeps (``op.kept``) is saved too, and then clones and backward ops
 read that. Clones that nobody reads vanish. A region inside another is part of the outer one.
@@ -29,13 +33,13 @@ AGAIN = "@again"
 Tensors = dict[PTensor, PTensor]
 
 
-def recompute(graph: Graph, bodies: BodyTable) -> Graph:
-    """``graph``, whose backward ops have bodies, with the clones that they need."""
+def recompute(graph: Graph, bodies: BodyTable, apart: bool = False) -> Graph:
+    """``graph``, whose backward ops have bodies, with the clones that they need; these may run ``apart`` from them."""
     regions = dict.fromkeys(op.remat[0] for op in graph.ops if op.remat)
     if not regions:
         return graph
     for region in regions:
-        graph = _expanded(graph, region)
+        graph = _expanded(graph, region, apart)
     graph = without_dead_clones(graph)
     return dataclasses.replace(graph, ops=tuple(with_fence_body(op, bodies) for op in graph.ops))
 
@@ -98,45 +102,51 @@ def _parts(graph: Graph, region: RecomputeRegion) -> _Parts | None:
     return _Parts(forward, tuple(inner), first, last, tuple(backward), tuple(below), depth)
 
 
-def _expanded(graph: Graph, region: RecomputeRegion) -> Graph:
+def _expanded(graph: Graph, region: RecomputeRegion, apart: bool) -> Graph:
     parts = _parts(graph, region)
     if parts is None:
         return graph
-    names = {name: name + AGAIN for name in parts.inner}
+    names, loops, first = {name: name + AGAIN for name in parts.inner}, dict(graph.loops), parts.first
     if region.loop is not None:
-        names[region.loop] = chain_of(graph.ops[parts.first].loop, graph.loops)[parts.depth - 1]
+        names[region.loop] = chain_of(graph.ops[first].loop, graph.loops)[parts.depth - 1]
+    if apart and region.loop is not None and graph.loops[region.loop].parent is None:
+        first = next(i for i, op in enumerate(graph.ops) if names[region.loop] in chain_of(op.loop, graph.loops))
+        names[region.loop] = region.loop + AGAIN
+        own = graph.loops[region.loop]
+        loops[names[region.loop]] = Loop(names[region.loop], own.length, own.reverse, unroll=own.unroll)
     made = [t for op in parts.forward for t in op.outputs]
     made += [t for name in parts.inner for t in (*graph.loops[name].inner, *graph.loops[name].results)]
     again: Tensors = {t: PTensor(t.name + AGAIN, t.aval) for t in made}
     table = {t: new for t, new in again.items() if t not in parts.kept}
     fence: list[Op] = []
     if region.loop is None:
-        fence = [_fence(graph, region, parts, table)]
+        fence = [_fence(graph, region, parts, table, apart)]
         table |= dict(zip(fence[0].inputs, fence[0].outputs, strict=True))
     clones = [_clone(op, again, table, names) for op in parts.forward]
-    loops = dict(graph.loops)
     loops |= {name: loop.renamed(table, table) for name in parts.below for loop in (graph.loops[name],)}
     loops |= {names[name]: _clone_loop(graph.loops[name], table, names) for name in parts.inner}
     own = {op.path for op in parts.backward}
     renamed = [op.renamed(table) if op.path in own else op for op in graph.ops[parts.first : parts.last]]
-    ops = (*graph.ops[: parts.first], *fence, *clones, *renamed, *graph.ops[parts.last :])
+    ops = (*graph.ops[:first], *fence, *clones, *graph.ops[first : parts.first], *renamed, *graph.ops[parts.last :])
     return dataclasses.replace(graph, ops=ops, loops=loops)
 
 
-def _fence(graph: Graph, region: RecomputeRegion, parts: _Parts, again: Mapping[PTensor, PTensor]) -> Op:
-    """A fence of all that a region and its backward read from outside: inputs, what is kept, and cotangents."""
+def _fence(graph: Graph, region: RecomputeRegion, parts: _Parts, again: Mapping[PTensor, PTensor], apart: bool) -> Op:
+    """A fence of all that a region and its backward read from outside: inputs, what is kept, and cotangents. Where they run
+    apart, of what the region reads."""
     between = graph.ops[parts.first : parts.last]
     there = [*parts.inner, *_loops_below(between, parts.depth, graph.loops)]
     inside = set(again) | {t for op in between for t in op.outputs}
     inside |= {t for name in there for t in (*graph.loops[name].inner, *graph.loops[name].results)}
     # what an inner loop makes is saved for each iteration, and read in another loop's: nobody could merge that
     inside |= {t for op in parts.forward if op.loop is not None for t in op.outputs}
-    reads = [t for op in (*parts.forward, *parts.backward) for t in op.inputs]
-    for name in (*parts.inner, *parts.below):
+    reads = [t for op in (*parts.forward, *(() if apart else parts.backward)) for t in op.inputs]
+    for name in (*parts.inner, *(() if apart else parts.below)):
         reads += [*graph.loops[name].operands, *graph.loops[name].returned]
     outside = tuple(t for t in dict.fromkeys(reads) if t not in inside)
     fenced = tuple(PTensor(f"{t.name}@fence@{region.name}", t.aval, t.role) for t in outside)
-    return Op(f"{region.name}@fence", "backward", outside, fenced, call=parts.forward[0].call, anywhere="fence")
+    call, remat = parts.forward[0].call, (region,) if apart else ()
+    return Op(f"{region.name}@fence", "backward", outside, fenced, call=call, remat=remat, anywhere="fence")
 
 
 def _whole_loops(graph: Graph, first: int, last: int, depth: int) -> tuple[int, int]:

@@ -3,14 +3,15 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from jscaler.commands.screen import show_error
 
+Display = TypeVar("Display")
 INTERRUPTED = 128 + signal.SIGINT  # the exit code, as shells know it
 
 
@@ -26,8 +27,8 @@ class Interruptible(TyperGroup):
 
 
 @contextmanager
-def finished_before_interrupts() -> Iterator[None]:
-    """What is inside is done whole; an interrupt meanwhile comes behind it, and a second one at once."""
+def finished_before_interrupts(told: str = "") -> Iterator[None]:
+    """What is inside is done whole; an interrupt meanwhile comes behind it, with ``told``, and a second one at once."""
     if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
         yield
         return
@@ -44,4 +45,17 @@ def finished_before_interrupts() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
-        raise KeyboardInterrupt("behind the last step; its checkpoint is complete")
+        raise KeyboardInterrupt(told)
+
+
+@contextmanager
+def on_screen(display: AbstractContextManager[Display]) -> Iterator[Display]:
+    """``display``, which no interrupt leaves half begun or half ended: line and cursor are given back."""
+    with ExitStack() as stack:
+        with finished_before_interrupts():
+            shown = stack.enter_context(display)
+        try:
+            yield shown
+        finally:
+            with finished_before_interrupts():
+                stack.close()

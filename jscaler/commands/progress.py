@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jscaler.commands.interrupts import on_screen
+
 MOST_STAGES = 8  # that are shown: lines above the top of a terminal could not be taken back
 
 
@@ -13,7 +15,7 @@ MOST_STAGES = 8  # that are shown: lines above the top of a terminal could not b
 def stages() -> Iterator[Callable[[str], None]]:
     """A function that is told each stage before it begins; what is shown is on stderr, and gone in the end."""
     columns = SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with on_screen(Progress(*columns, console=Console(stderr=True), transient=True)) as progress:
 
         def begin(stage: str) -> None:
             for task in progress.tasks[-MOST_STAGES:]:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jscaler.api import Parallelized
 from jscaler.capture.names import leaf_names
+from jscaler.commands.interrupts import on_screen
 from jscaler.commands.screen import show
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
@@ -88,14 +89,14 @@ def train(
         JobError: the step does not return its next state and a loss.
     """
     first_batch = next(batches)
-    with console.status("capturing, planning and compiling"):
+    with on_screen(console.status("capturing, planning and compiling")):
         started = time.perf_counter()
         compiled = step.compiled(step.bind(state, first_batch))
     check_result(compiled, state)
     shown = compiled.plan.explain() if explain else f"{summary(compiled.plan.report)}\n(--explain shows every op)"
     show(console, f"{shown}\ncompiled in {time.perf_counter() - started:.1f} s")
     records: list[StepRecord] = []
-    with _told(records, steps), _progress(console) as progress, _opened(log, steps.start) as file:
+    with _told(records, steps), on_screen(_progress(console)) as progress, _opened(log, steps.start) as file:
         task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, what="", seconds=0.0)
         for index, batch in zip(steps, itertools.chain([first_batch], batches), strict=False):
             if (trace or draw) and steps.start < index <= steps.start + TRACED:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from jax.extend import core
 
 from jscaler.estimate.live import HeldKind, LiveTensor, LiveTensors
-from jscaler.estimate.waiting import BlockRun, Devices, Waiting
+from jscaler.estimate.waiting import BlockRun, Devices, Held, Waiting
 from jscaler.ir import PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.lower.donation import donated_imports, donated_inputs
@@ -119,7 +119,8 @@ def memory_by_devices(step: StepPlan, donated: bool = True, capacity: int = 0) -
     for run in waiting.runs():
         runs[run.devices].append(run)
     worst = waiting.worst([one.found.peak for one in needs])
-    return tuple(_of_devices(step, run, runs[devices], needs, waiting, capacity) for devices, run in worst.items())
+    held = zip(worst.values(), waiting.at(worst.values()), strict=True)
+    return tuple(_of_devices(step, run, runs[run.devices], needs, waits, capacity) for run, waits in held)
 
 
 def memory_over_time(
@@ -175,13 +176,13 @@ def _of_devices(
     worst: BlockRun,
     runs: Sequence[BlockRun],
     needs: Sequence[_Needs],
-    waiting: Waiting,
+    waiting: Sequence[Held],
     capacity: int,
 ) -> MemoryEstimate:
     """The memory of one device of a set, most of it in ``worst`` of its runs."""
     held = held_arguments(step, worst.devices[0])
     block = needs[worst.block]
-    waits = [one.what for one in waiting.at(worst)]
+    waits = [one.what for one in waiting]
     live = tuple(sorted((*block.live, *waits), key=lambda t: -t.nbytes))
     gradients, activations = (sum(t.nbytes for t in live if t.kind == kind) for kind in ("gradient", "activation"))
     beside = block.found.peak + sum(t.nbytes for t in waits)

@@ -1,7 +1,7 @@
 """What a program sends: bytes and seconds of every exchange, by the class of links that it crosses."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +41,11 @@ class Traffic:
     def total(self) -> float:
         """Bytes that each device sends."""
         return self.inside + self.between
+
+    def repeated(self, times: int) -> "Traffic":
+        """So many times all of it."""
+        kinds = {kind: (times * n, times * nbytes) for kind, (n, nbytes) in self.kinds.items()}
+        return Traffic(times * self.inside, times * self.between, times * self.leaving, times * self.seconds, kinds)
 
 
 def sum_of(parts: Iterable[Traffic]) -> Traffic:
@@ -106,9 +111,7 @@ def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster
         steps = [(layout, step) for layout, step in task.adapter.walk if sends(step.kind)]
         parts = [_transition(layout, step, itemsize, cluster) for layout, step in steps]
         seconds = sum(price_of(layout, step, itemsize, cluster) for layout, step in steps)
-    every = sum_of(parts)
-    kinds = {kind: (times * n, times * nbytes) for kind, (n, nbytes) in every.kinds.items()}
-    return Traffic(times * every.inside, times * every.between, times * every.leaving, times * seconds, kinds)
+    return replace(sum_of(parts), seconds=seconds).repeated(times)
 
 
 def traffic_of_hop(transfer: Transfer, times: int, cluster: Cluster) -> Traffic:
@@ -116,8 +119,7 @@ def traffic_of_hop(transfer: Transfer, times: int, cluster: Cluster) -> Traffic:
     crossing, itemsize = transfer.crossing, transfer.tensor.itemsize
     numbers = np.array(crossing.devices)
     rounds = [(numbers[np.array(move.pairs)], move.size * itemsize) for move in crossing.hop.rounds]
-    one = _messages("send", rounds, len(crossing.source.mesh.devices), cluster)
-    return sum_of([one] * times)
+    return _messages("send", rounds, len(crossing.source.mesh.devices), cluster).repeated(times)
 
 
 def _transition(layout: Layout, step: Transition, itemsize: int, cluster: Cluster) -> Traffic:

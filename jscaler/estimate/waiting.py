@@ -5,7 +5,7 @@ are of the same groups hold alike, so that the walk over the instructions has a 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -14,6 +14,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import dtype, shape
 from jscaler.estimate.live import HeldKind, LiveTensor, LiveTensors
 from jscaler.ir import PTensor
+from jscaler.lower.blocks import Transfer
 from jscaler.lower.donation import donated_inputs
 from jscaler.lower.instructions import Instruction, Run, Send, Slot
 from jscaler.lower.step_plan import StepPlan
@@ -76,6 +77,7 @@ class Waiting:
     def __init__(self, step: StepPlan, names: LiveTensors, donate: frozenset[int] = frozenset()):
         self.step, self.names = step, names
         self._left = [self._leaves(number, donate) for number in range(len(step.blocks))]
+        self._sent = [self._arrives(transfer) for transfer in step.transfers]  # alike for every micro-batch
         self.alike = devices_alike(step)
         groups = {frozenset(block.group.devices) for block in step.blocks}
         groups |= {frozenset(t.crossing.target.mesh.devices) for t in step.sent}
@@ -97,10 +99,11 @@ class Waiting:
                 found[run.devices] = nbytes, run
         return {devices: run for devices, (_, run) in found.items()}
 
-    def at(self, run: BlockRun) -> list[Held]:
-        """What waits on the devices of ``run`` when it begins."""
-        slots = next(slots for place, _, slots, _ in self.states() if place == run.place)
-        return [held for held in slots.values() if run.devices[0] in held.devices and held.what.nbytes]
+    def at(self, runs: Collection[BlockRun]) -> list[list[Held]]:
+        """For each of ``runs`` what waits on its devices when it begins."""
+        places = {run.place for run in runs}
+        waits = {place: list(slots.values()) for place, _, slots, _ in self.states() if place in places}
+        return [[held for held in waits[run.place] if run.devices[0] in held.devices and held.what.nbytes] for run in runs]
 
     def states(self) -> Iterator[tuple[int, Instruction, dict[Slot, Held], list[dict[HeldKind, int]]]]:
         """In front of each instruction what lies in the slots, and how many bytes that is on each set of devices."""
@@ -121,15 +124,17 @@ class Waiting:
         if isinstance(one, Run):
             return dict(zip(one.writes, self._left[one.block], strict=True))
         if isinstance(one, Send):
-            sent = self.step.transfers[one.transfer]
-            there, tensor = sent.crossing.target, sent.tensor
-            what = self.names.of_tensor(tensor, math.prod(there.local_shape) * tensor.itemsize)
-            local = jax.ShapeDtypeStruct(there.local_shape, tensor.dtype)
-            return {one.target: Held(there.mesh.devices, what, tensor, local)}
+            return {one.target: self._sent[one.transfer]}
         pieces = [slots[slot] for slot in one.pieces]
         whole = replace(pieces[0].what, nbytes=sum(held.what.nbytes for held in pieces))
         local = jax.ShapeDtypeStruct((len(pieces), *pieces[0].local.shape), pieces[0].local.dtype)
         return {one.target: replace(pieces[0], what=whole, local=local)}
+
+    def _arrives(self, sent: Transfer) -> Held:
+        """What a transfer writes."""
+        there, tensor = sent.crossing.target, sent.tensor
+        what = self.names.of_tensor(tensor, math.prod(there.local_shape) * tensor.itemsize)
+        return Held(there.mesh.devices, what, tensor, jax.ShapeDtypeStruct(there.local_shape, tensor.dtype))
 
     def _leaves(self, number: int, donate: frozenset[int]) -> list[Held]:
         """What a block writes; of what takes an argument's place, or is one, nothing."""
@@ -142,8 +147,8 @@ class Waiting:
             var = value if isinstance(value, core.Var) else None
             untouched = place < len(block.results) and var in arguments
             size = nbytes(value) if var is not None and not untouched and place not in in_place else 0
-            what = self.names.of_variable(block.flat, var, size, value)
             tensor = block.flat.origins.tensor.get(var) if var is not None else None
             local = jax.ShapeDtypeStruct(shape(value), dtype(value))
+            what = self.names.of_variable(block.flat, var, size, value.aval.str_short(short_dtypes=True))
             found.append(Held(block.group.devices, what, tensor, local))
         return found

@@ -7,7 +7,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, Protocol, get_args
 
-from jscaler.errors import CaptureError, PlanError, UnknownNameError, shown
+from jscaler.errors import CaptureError, PlanError, UnknownNameError, check_dim, shown
 from jscaler.ir.loop import Item, Loop, nested
 from jscaler.ir.op import Op, OpKind, matches
 from jscaler.ir.overview import FoldingTable, Overview, Shown, count_text
@@ -189,7 +189,15 @@ class Graph(Shown):
         Where a dim reaches an op as two factors (query and key positions of self-attention), the one that comes first
         in the op's rule is given. Ops it does not reach are absent.
         """
-        return self.rules.factor_of(self, path, dim)
+        key = path, check_dim(path, self.input(path).shape, dim)
+        if key not in self._reached:
+            self._reached[key] = self.rules.factor_of(self, *key)
+        return self._reached[key]
+
+    @cached_property
+    def _reached(self) -> dict[tuple[str, int], Mapping[Op, str]]:
+        """What `factor_of` has found, which every policy asks again."""
+        return {}
 
     @cached_property
     def named_factors(self) -> Mapping[str, Mapping[str, str]]:

@@ -115,7 +115,7 @@ class Op:
         residuals: what its backward reads: its ``inputs``, or residuals that it has ``saved`` behind its outputs.
         primal: on a forward op that saves residuals, the body it had before.
         loop: the name of the loop in whose body it stands; None outside.
-        remat: the checkpointed regions it is part of, outermost first.
+        remat: the checkpointed regions it is part of, outermost first; of a fence that whose clones run apart behind it.
         kept: those of its outputs that are saved though it lies in a checkpointed region.
         again: on an op that computes a checkpointed region again, the op that it repeats.
         saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.

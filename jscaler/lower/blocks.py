@@ -5,11 +5,12 @@ stands in front of that loop, its body (of one that takes several micro-batches 
 groups: what it does for each), and what stands behind. Within a phase an op's *level* is the number of crossings
 on the longest way to it, times `HOP`::
 
-    group 0   │ level 0 ├──────────────────┤ level 4 │      a value that a later level of the same group reads
-    group 1             └──► level 2 ──────┘                stays where it is; one that another group reads crosses
+    group 0   │ level 0 ├──────────────────┤ level 6 │      a value that a later level of the same group reads
+    group 1             └──► level 3 ──────┘                stays where it is; one that another group reads crosses
 
-A table may ask for more blocks: between two stages of one group, between a stage's forward and its backward, and of a
-backward pass for the gradients of weights (W), which no crossing waits for: these are left behind an odd level.
+A table may ask for more blocks: between two stages of one group, between a stage's forward and its backward, of a backward
+pass for the gradients of weights (W), which no crossing waits for, and for what is computed again (R), which waits for
+none: these two run between levels, a W `WEIGHTS` behind that of the backward, an R `AGAIN` behind that of the forward.
 
 `lower.cut` cuts each program by these levels. A value that goes from program to program is an array of its devices' parts,
 one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh has
@@ -26,17 +27,20 @@ from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.op import RecomputeRegion
 from jscaler.ir.walk import closure
 from jscaler.lower.program import Program, Slot, Writer
 from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.materialize.crossing import Crossing, find_crossing
 from jscaler.rules.rule_book import RuleBook
+from jscaler.tables import BlockKind
 from jscaler.tables.cuts import Cuts
 
 Key = tuple[int, int]  # number of a phase, number of a group: a program
-Mark = tuple[int | None, bool]  # a stage, if the plan says which, and whether it is its backward pass
-HOP = 2  # what a crossing adds to a level; what nobody waits for runs at the odd one behind its level
+Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
+HOP = 3  # what a crossing adds to a level
+WEIGHTS, AGAIN = 1, 2  # behind a level what nobody waits for, and what is computed again
 FRONT = -1  # the level of what is there before the first block of a phase, or of an iteration, runs
 
 
@@ -234,6 +238,12 @@ def _ops(item: Item) -> list[Op]:
     return [item] if isinstance(item, Op) else list(item.ops())
 
 
+def _region_of(op: Op) -> RecomputeRegion | None:
+    """The region that ``op`` computes again, or stands in front of as a fence."""
+    regions = op.again.remat if op.again is not None else op.remat if op.anywhere == "fence" else ()
+    return next(iter(regions), None)
+
+
 @dataclass
 class _Levels:
     """The level of every op of a phase, and of what it makes."""
@@ -296,12 +306,13 @@ class _Levels:
         operands += item.loop.operands if isinstance(item, Nest) else []
         before = [self.of_tensor[t] for t in operands if t in self.of_tensor]
         before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
-        mark = self._mark(ops[0])
+        mark = self._mark(ops)
         if mark[0] is None:  # it goes with what it reads
             here = ((level, own[0]) for level, other, own in before if other == group and own is not None)
             stages = [(level, stage) for level, stage in here if stage is not None]
             mark = max(stages, default=(0, None))[1], mark[1]
         level = max((level + HOP * (other != group or self._is_cut(own, mark)) for level, other, own in before), default=0)
+        level = level // HOP * HOP + AGAIN * (mark[1] == "R")
         level = max(level, self.least.get((group, mark), 0))
         key = level, group, mark
         if self.in_loop:
@@ -323,18 +334,22 @@ class _Levels:
             if None not in (own[0], mark[0])
         ]
 
-    def _mark(self, op: Op) -> Mark:
-        found: Op | None = op
+    def _mark(self, ops: Sequence[Op]) -> Mark:
+        found: Op | None = ops[0]
         while found is not None and found.path not in self.stage_of and found.whole not in self.stage_of:
             found = found.forward or found.again
         stage = None if found is None else self.stage_of.get(found.path, self.stage_of.get(found.whole))
-        return stage, op.kind == "backward" or op.again is not None
+        if self.cuts.recompute and all(map(_region_of, ops)):
+            return stage, "R"
+        return stage, "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"
 
     def _is_cut(self, before: Mark | None, mark: Mark) -> bool:
         """Whether a block ends between two ops of one group; what was there before the loop is of no block."""
         if not self.in_loop or before is None:
             return False
-        return (None not in (before[0], mark[0]) and before[0] != mark[0]) or (self.cuts.forward and before[1] < mark[1])
+        if None not in (before[0], mark[0]) and before[0] != mark[0]:
+            return True
+        return (before[1], mark[1]) == ("R", "B") or (self.cuts.forward and (before[1], mark[1]) == ("F", "B"))
 
 
 @dataclass
@@ -402,6 +417,7 @@ class _Blocks:
         return found if found is not None and self.phases[found[0]].loop is None else (self.phase, group)
 
     def _write(self, items: Iterable[Item]) -> None:
+        again: dict[tuple[Key, RecomputeRegion | None], dict[str, int]] = {}
         for item in items:
             group = self.levels.add(item)
             key = self.phase, group
@@ -413,10 +429,14 @@ class _Blocks:
             level, _, mark = self.levels.of_op[_ops(item)[0].path]
             self.own_levels[key] = max(self.own_levels[key], level)
             self.pinned[key].update((op.path, level) for op in _ops(item) if op.path in self.ordered)
+            if mark is not None and mark[1] == "R":
+                again.setdefault((key, _region_of(_ops(item)[0])), {}).update((op.path, level) for op in _ops(item))
             made = (*_ops(item), item) if isinstance(item, Nest) else (item,)
             for tensor in (t for one in made for t in (one.outputs if isinstance(one, Op) else one.loop.results)):
                 self.held[tensor, group] = key
-                self.made[tensor] = key, level, mark is not None and mark[1]
+                self.made[tensor] = key, level, mark is not None and mark[1] == "B"
+        for (key, _), levels in again.items():  # a region runs when all that it reads is there
+            self.pinned[key].update(dict.fromkeys(levels, max(levels.values())))
 
     def _repeat(self, loop: Loop, phases: range) -> None:
         """The body of a loop over groups, once for all iterations."""
@@ -457,9 +477,9 @@ class _Blocks:
         self.spanning = SpanningLoop(loop, phases, tuple(carried), tuple(exits), indices)
 
     def _exit(self, tensor: PTensor, writer: Writer) -> int | None:
-        """Behind which level an iteration leaves ``tensor``: that of its op, or the odd one behind if it is a gradient."""
+        """Behind which level an iteration leaves ``tensor``: that of its op, or the one of weights behind it."""
         key, level, is_backward = self.made.get(tensor, (None, 0, False))
-        return level + (is_backward and self.weights_apart) if key == writer.key else None
+        return level + WEIGHTS * (is_backward and self.weights_apart) if key == writer.key else None
 
     def _check_counts(self, loop: Loop, stack: PTensor) -> None:
         maker = self.graph.producer.get(stack)
@@ -592,7 +612,8 @@ class _Blocks:
         else:
             source = self._leave(holder, slot, leaving, level)
         self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
-        self._import(key, tensor, arriving, target, level + HOP if origin[0] == key[0] and level != FRONT else 0)
+        behind = level // HOP * HOP + HOP
+        self._import(key, tensor, arriving, target, behind if origin[0] == key[0] and level != FRONT else 0)
 
     def _in_order(self, layout: Layout, key: Key) -> Layout:
         """``layout`` in the order of its program's mesh, in which values leave and arrive."""

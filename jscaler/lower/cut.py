@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom
-from jscaler.lower.blocks import HOP
-from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, has_effects, reads, results
+from jscaler.lax_primitives import is_fence
+from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS
+from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, all_items, has_effects, reads, results, with_reads
 from jscaler.lower.loop_halves import in_halves
 from jscaler.lower.program import Program
 from jscaler.lower.saved import Cuttable, saved_or_again
@@ -22,6 +23,7 @@ from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import Layout
 
 End = tuple[int, Atom, Layout | None, int]  # number, what it is, how it lies, behind which level it leaves
+Ending = tuple[int, Atom, Layout | None, int | None]  # the same, before levels are given
 
 
 def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBlock, ...], int]:
@@ -38,6 +40,8 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
         return (uncut(program, flat),), count
     flat = _with_halves(program, flat, ends, own)
     at = _latest(program, flat, ends, own)
+    flat = _unfenced(flat, at)
+    ends = _ends(program, flat)
     made = {v: at[id(item)] for item in flat.items for v in results(item)}
     places = [(number, atom, layout, _place(atom, level, made, own)) for number, atom, layout, level in ends]
     parts = [[item for item in flat.items if at[id(item)] == level] for level in own]
@@ -45,16 +49,14 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     free = {*(v for v in flat.inputs if not arrived.get(v, 0)), *(v for _, v in flat.part_indices)}
     arrive = {v: bisect.bisect_left(own, level) for v, level in arrived.items() if level}
     ends_of = zip(parts, left, own, strict=True)
-    whole = [Cuttable(tuple(items), tuple(out), level % HOP == 0) for items, out, level in ends_of]
+    whole = [Cuttable(tuple(items), tuple(out), level % HOP != WEIGHTS) for items, out, level in ends_of]
     parts, originals = saved_or_again(whole, arrive, free)
     return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
 
 
-def _with_halves(
-    program: Program, flat: FlatProgram, ends: Sequence[tuple[int, Atom, Layout | None, int | None]], own: Sequence[int]
-) -> FlatProgram:
+def _with_halves(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]) -> FlatProgram:
     """``flat`` with loops in two that make what other stages wait for, and gradients of weights, which none does."""
-    if not any(level % HOP for level in own):
+    if not any(level % HOP == WEIGHTS for level in own):
         return flat
     latest = _asked(ends, own[-1])
     items: list[Item] = []
@@ -63,7 +65,7 @@ def _with_halves(
         level = min((latest.get(v, own[-1]) for v in results(item)), default=own[-1])
         late = {v for v in results(item) if latest.get(v) == level + 1}
         halves: list[Item | None] = [item]
-        if isinstance(item, FlatLoop) and late and level % HOP == 0:
+        if isinstance(item, FlatLoop) and late and level % HOP == 0 and not _pins(program, flat, item):
             halves = [*in_halves(item, {v for v in results(item) if v not in late}, originals)]
         for half in (half for half in reversed(halves) if half is not None):
             items.append(half)
@@ -73,7 +75,7 @@ def _with_halves(
     return _with_origins(dataclasses.replace(flat, items=tuple(items[::-1])), originals)
 
 
-def _asked(ends: Sequence[tuple[int, Atom, Layout | None, int | None]], last: int) -> dict[core.Var, int]:
+def _asked(ends: Sequence[Ending], last: int) -> dict[core.Var, int]:
     """The level behind which what leaves a program is wanted."""
     latest: dict[core.Var, int] = {}
     for _, atom, _, level in ends:
@@ -96,16 +98,14 @@ def uncut(program: Program, flat: FlatProgram) -> PlacedBlock:
     return PlacedBlock(program.group, program.phase, 0, flat, program.tensors, (), program.results, (), *layouts)
 
 
-def _ends(program: Program, flat: FlatProgram) -> list[tuple[int, Atom, Layout | None, int | None]]:
+def _ends(program: Program, flat: FlatProgram) -> list[Ending]:
     numbers = (*program.results, *program.exports)
     levels = (*itertools.repeat(None, len(program.results)), *program.export_levels)
     layouts = [layout for _, layout in program.outputs]
     return list(zip(numbers, flat.outputs, layouts, levels, strict=True))
 
 
-def _latest(
-    program: Program, flat: FlatProgram, ends: Sequence[tuple[int, Atom, Layout | None, int | None]], own: Sequence[int]
-) -> dict[int, int]:
+def _latest(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]) -> dict[int, int]:
     """The level at which each item runs, by its identity: one of ``own``."""
     last = own[-1]
     latest = _asked(ends, last)
@@ -118,11 +118,11 @@ def _latest(
     at: dict[int, int] = {}
     for item in reversed(flat.items):
         level = min((latest.get(v, last) for v in results(item)), default=last)
-        level = min([level, *(program.pinned.get(flat.origins.op.get(v, ""), level) for v in results(item))])
+        level = min([level, *_pins(program, flat, item)])
         if has_effects(item):
             level = first[id(item)]
-        if level % HOP and any(also.get(v, level) > level for v in results(item)):
-            level -= 1  # what another stage reads, too, does not wait for gradients of weights
+        if level % HOP == WEIGHTS and any(also.get(v, level) > level for v in results(item)):
+            level -= WEIGHTS  # what another stage reads, too, does not wait for gradients of weights
         level = max((x for x in own if x <= level), default=own[0])
         assert level >= first[id(item)], "an item would run before what it reads arrives"
         at[id(item)] = level
@@ -130,6 +130,29 @@ def _latest(
             latest[v] = min(latest.get(v, last), level)
             also[v] = max(also.get(v, 0), level)
     return at
+
+
+def _pins(program: Program, flat: FlatProgram, item: Item) -> list[int]:
+    """The levels at which an item must run: that of ops which are in order, and of what is computed again."""
+    ops = (flat.origins.op.get(v, "") for one in all_items([item]) for v in results(one))
+    return [program.pinned[op] for op in ops if op in program.pinned]
+
+
+def _unfenced(flat: FlatProgram, at: dict[int, int]) -> FlatProgram:
+    """``flat`` without the fences of what is computed again in a block of its own: nothing can be merged with it there."""
+    if not any(level % HOP == AGAIN for level in at.values()):
+        return flat
+    table: dict[core.Var, Atom] = {}
+    items: list[Item] = []
+    for item in flat.items:
+        level, item = at[id(item)], with_reads(item, table)
+        if level % HOP == AGAIN and is_fence(item) and any(v in flat.origins.op for v in results(item)):
+            table.update(zip(item.outvars, item.invars, strict=True))
+        else:
+            at[id(item)] = level
+            items.append(item)
+    outputs = tuple(table.get(atom, atom) if isinstance(atom, core.Var) else atom for atom in flat.outputs)
+    return dataclasses.replace(flat, items=tuple(items), outputs=outputs)
 
 
 def _first(flat: FlatProgram, arrived: Mapping[core.Var, int]) -> dict[int, int]:

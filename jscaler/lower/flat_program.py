@@ -82,7 +82,7 @@ def reads(item: Item) -> Sequence[core.Var]:
     return [item.input] if isinstance(item.input, core.Var) else []
 
 
-def with_reads(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
+def with_reads(item: Item, table: Mapping[core.Var, Atom]) -> Item:
     """``item``, which reads other variables of the program around it."""
 
     def new(atom: Atom) -> Atom:

@@ -196,7 +196,7 @@ class _Writer:
         self.count = results
         self.counts: dict[Slot, tuple[int, int]] = {}
         self.carries: dict[int, CarriedValue] = {}
-        self.inside_of: dict[int, list[int]] = {}  # what an iteration leaves of a carry -> what the next takes
+        self.leaving: dict[int, list[CarriedValue]] = {}  # what leaves a block of the loop -> the carries that it is of
         self.behind: dict[int, list[int]] = {}  # what leaves a block of the loop -> what crosses then
         self.repeated: set[int] = set()  # values that each iteration has for itself
         if spanning is not None:
@@ -205,7 +205,7 @@ class _Writer:
             self.repeated |= {t.target for t in transfers if t.phase in spanning.phases}
             self.carries = {c.inside: c for c in spanning.carries}
             for carry in spanning.carries:
-                self.inside_of.setdefault(carry.out, []).append(carry.inside)
+                self.leaving.setdefault(carry.out, []).append(carry)
             self.sums = sums_of(body, spanning)
             for number, transfer in enumerate(transfers):
                 if transfer.phase in spanning.phases and transfer.level != FRONT:
@@ -299,8 +299,8 @@ class _Writer:
             microbatches = tuple(self.spanning.microbatch(block.phase, i) for i in iterations)
             self.steps.append(Run(number, reads, writes, microbatches))
             for value, place in block.left:
-                for inside in self.inside_of.get(value, ()):
-                    self.sofar.setdefault(inside, []).append(self._slot(value, iterations[place]))
+                for carry in self.leaving.get(value, ()):
+                    self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, iterations[place]))
         for number, iterations in runs:
             for value, place in self.blocks[number].left:
                 for transfer in self.behind.get(value, ()):

@@ -1,9 +1,11 @@
 """``Rounds``: the blocks of a loop over groups in time, as a table has them.
 
-A table's cells stand for blocks: a forward, a backward, or the two halves of one. What it runs as one executable (an
-overlapped entry; a backward whose halves are blocks of their own) is an entry of several blocks.
+A table's cells stand for blocks: a forward, what is computed again, a backward, or the two halves of one. What it runs as
+one executable (an overlapped entry; a backward whose halves, or what it computes again, are blocks by themselves) is an
+entry of several blocks.
 """
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from jscaler.errors import OrderError, PlanError, ScheduleWarning, listing
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
-from jscaler.lower.blocks import HOP, Mark, SpanningLoop, Transfer
+from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS, Mark, SpanningLoop, Transfer
 from jscaler.lower.segment import PlacedBlock, made_by
 from jscaler.materialize import DeviceMesh
 from jscaler.tables import BlockKind, Published, Table, TableCell
@@ -54,6 +56,8 @@ class Rounds:
             self.rows.setdefault(blocks[number].group, []).append(number)
         self._wait(transfers, spanning)
         self.names = self._by_marks(marks or {}) or self._by_levels(transfers)
+        for number, reader in self._again.items():
+            self.names[number] = [(stage, "R") for stage, kind in self.names[reader] if kind == "B"]
         self._halve()
         self._ordered(before)
 
@@ -82,8 +86,8 @@ class Rounds:
         for number in self.own:
             block = self.blocks[number]
             own = marks.get((block.phase, block.group, block.level // HOP * HOP), ())
-            own = sorted((stage, back) for stage, back in own if stage is not None)
-            found[number] = [(stage, "B" if back else "F") for stage, back in own]
+            stages: list[Name] = [(stage, kind) for stage, kind in own if stage is not None]
+            found[number] = sorted(stages, key=lambda name: (name[0], name[1] == "B"))
         # what reads nothing of other stages (a second pass's embedding) could run early, but does where it is read
         places = Counter((self.blocks[n].phase, *name) for n in self._whole for name in found[n])
         for number in self._whole:
@@ -94,11 +98,26 @@ class Rounds:
 
     @functools.cached_property
     def _whole(self) -> list[int]:
-        """The blocks without those that make gradients of weights behind another, which makes that of the input."""
-        at = {(b.phase, b.group, b.level) for n in self.own for b in [self.blocks[n]]}
-        return [
-            n for n in self.own for b in [self.blocks[n]] if b.level % HOP == 0 or (b.phase, b.group, b.level - 1) not in at
-        ]
+        """The blocks without those that compute again, or make gradients of weights behind another, which makes that of the
+        input."""
+        found = [n for n in self.own if n not in self._again]
+        return [n for n in found if self.blocks[n].level % HOP == 0 or self._at(n, -WEIGHTS) is None]
+
+    @functools.cached_property
+    def _again(self) -> dict[int, int]:
+        """The blocks of what is computed again, and of each the first that reads it."""
+        own = [n for n in self.own if self.blocks[n].level % HOP == AGAIN]
+        readers = {n: [m for m in self.own if (n, 0) in self.waits[m, 0]] for n in own}
+        return {n: min(readers[n], key=lambda m: self.blocks[m].level) for n in own}
+
+    def _at(self, number: int, levels: int) -> int | None:
+        """The block of the same group that stands so many ``levels`` behind another."""
+        block = self.blocks[number]
+        return self._places.get((block.phase, block.group, block.level + levels))
+
+    @functools.cached_property
+    def _places(self) -> dict[tuple[int, DeviceMesh, int], int]:
+        return {(b.phase, b.group, b.level): n for n in self.own for b in [self.blocks[n]]}
 
     def _by_levels(self, transfers: Sequence[Transfer]) -> dict[int, list[Name]]:
         """Forward stages are numbered from the first level on. Backward ones go back from the last: first stages whose
@@ -119,11 +138,10 @@ class Rounds:
     def _halve(self) -> None:
         """A backward block behind which gradients of weights are made is I, and that which makes them is W. Where no stage
         waits for a gradient (of tokens, say), W is all there is."""
-        at = {(b.phase, b.group, b.level): n for n in self.own for b in [self.blocks[n]]}
         for number in self.own:
-            block = self.blocks[number]
-            if block.level % HOP:
-                inputs = at.get((block.phase, block.group, block.level - 1), number)
+            if self.blocks[number].level % HOP == WEIGHTS:
+                inputs = self._at(number, -WEIGHTS)
+                inputs = number if inputs is None else inputs
                 names = self.names[inputs]
                 self.names[inputs] = [(stage, "I" if kind == "B" else kind) for stage, kind in names]
                 self.names[number] = [(stage, "W") for stage, kind in names if kind == "B"]
@@ -236,12 +254,14 @@ class Rounds:
             OrderError: they would wait for each other.
         """
         of_cell = {cell: (n, i) for n in self.own for i in range(self.iterations) for cell in self._cells((n, i))}
+        named = set(table.cells())
         rows = []
         for row in table.rows:
             ran: set[Cell] = set()  # a block that stands for cells of several entries runs with the first
             entries: list[tuple[Cell, ...]] = []
             for entry in row:
-                own = dict.fromkeys(own for cell in entry.cells for own in _blocks_of(cell, of_cell) if own not in ran)
+                asked = (own for cell in entry.cells for own in _blocks_of(cell, of_cell, named))
+                own = dict.fromkeys(own for own in asked if own not in ran)
                 entries += [tuple(own)] if own else []
                 ran.update(own)
             rows.append(entries)
@@ -252,7 +272,11 @@ class Rounds:
         }
         home = {cell: entry for row in rows for entry in row for cell in entry}
         needed = {entry: {home[cell] for cell in before} for entry, before in waits.items()}
-        return in_order(rows, needed, self._text, self._told, [group.devices for group in self.rows])
+        devices = [group.devices for group in self.rows]
+        return in_order(rows, needed, self._text, self._told, devices, self._is_recompute)
+
+    def _is_recompute(self, entry: tuple[Cell, ...]) -> bool:
+        return all(number in self._again for number, _ in entry)
 
     def _text(self, entry: tuple[Cell, ...]) -> str:
         return ";".join("+".join(map(str, self._cells(cell))) for cell in entry)
@@ -310,10 +334,17 @@ class Rounds:
         ready = [cell for left in turns if (cell := self._next(left, done, most(left))) is not None]
         return min(ready, key=lambda cell: (cell[1], -self.blocks[cell[0]].level), default=None)
 
+    def _needs(self, number: int, iteration: int) -> set[Cell]:
+        """What a block waits for; what is computed again also for what its reader does, or it would be held for longer."""
+        needed = self.waits[number, iteration]
+        if number not in self._again:
+            return needed
+        return needed | {cell for cell in self.waits[self._again[number], iteration] if cell[0] not in self._again}
+
     def _next(self, left: dict[int, list[int]], done: Set[Cell], most: int) -> Cell | None:
         """A new micro-batch if not too many are under way, else what has come furthest."""
         first, last = next(iter(left)), next(reversed(left))
-        ready = {n: next((i for i in cells if self.waits[n, i] <= done), None) for n, cells in left.items()}
+        ready = {n: next((i for i in cells if self._needs(n, i) <= done), None) for n, cells in left.items()}
         if first != last and len(left[last]) - len(left[first]) >= most:
             ready[first] = None
         number = first if ready[first] is not None else next((n for n in reversed(ready) if ready[n] is not None), first)
@@ -321,13 +352,16 @@ class Rounds:
         return None if place is None else (number, place)
 
 
-def _blocks_of(cell: TableCell, known: Mapping[TableCell, Cell]) -> Iterable[Cell]:
-    """The blocks that a cell stands for: of a whole backward maybe two, and of a half none, where it has nothing to do."""
-    if cell in known:
-        return [known[cell]]
-    stage, number = cell.stage, cell.microbatch
-    others: tuple[BlockKind, ...] = ("I", "W") if cell.kind == "B" else ("B",) if cell.kind == "I" else ()
-    return [known[other] for kind in others if (other := TableCell(stage, kind, number)) in known]
+def _blocks_of(cell: TableCell, known: Mapping[TableCell, Cell], named: Set[TableCell]) -> Iterable[Cell]:
+    """The blocks that a cell stands for: of a whole backward maybe two, and of a half none, where it has nothing to do. In
+    front of a backward stands what it computes again, if that has no cell among those ``named`` in the table."""
+    others: tuple[BlockKind, ...] = (cell.kind,)
+    if cell not in known:
+        others = ("I", "W") if cell.kind == "B" else ("B",) if cell.kind == "I" else ()
+    again = dataclasses.replace(cell, kind="R")
+    every = [again] if cell.kind in "BI" and again not in named else []
+    every += [dataclasses.replace(cell, kind=kind) for kind in others]
+    return [known[one] for one in every if one in known]
 
 
 def published_table(plan: Published, rows: int, stages: int, spanning: SpanningLoop) -> Table:

@@ -116,6 +116,7 @@ class _Completer:
         self.inputs: dict[PTensor, Layout] = dict(stored)
         self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
         self.step_inputs = frozenset(graph.inputs)
+        self.state = frozenset(graph.inputs[i] for i in graph.next_version.values())
         pairs = [pair for call in graph.calls for pair in zip(call.gradients, call.wrt, strict=True)]
         self.joined = {g: p for g, p in pairs if g in graph.producer and graph.producer[g].forward is None}
         self.summands = summands(graph)
@@ -257,11 +258,11 @@ class _Completer:
             self._want(self.fetched[tensor], layout)
             self.at_hand[tensor] = [self.at_hand[self.fetched[tensor]][0]]
         if tensor not in self.at_hand:  # an input of the step lies as its first reader wants it
-            self.at_hand[tensor] = [self.shards.leaf(tensor, self._storable(layout))]
+            self.at_hand[tensor] = [self.shards.leaf(tensor, self._storable(layout, tensor in self.state))]
             if tensor in self.step_inputs:
                 self.inputs[tensor] = self.at_hand[tensor][0]
         if layout not in self.at_hand[tensor]:
-            self.at_hand[tensor].append(layout)
+            self.at_hand[tensor] = [*self.at_hand[tensor], layout]  # no list changes: `_state` keeps them
 
     def _output(self, index: int, tensor: PTensor) -> Layout:
         """A state leaf leaves as it came; anything else as it was made, with value shares joined."""
@@ -270,9 +271,12 @@ class _Completer:
         layout = self.at_hand[tensor][0] if tensor in self.at_hand else self.inputs[tensor]
         return self._storable(layout)
 
-    def _storable(self, layout: Layout) -> Layout:
-        """How an array lies that is read, or made, in ``layout``: in the order of its group's mesh."""
-        return storable(dataclasses.replace(layout, mesh=self.group_of(layout.mesh)))
+    def _storable(self, layout: Layout, is_state: bool = False) -> Layout:
+        """How an array lies that is read, or made, in ``layout``: in the order of its group's mesh.
+
+        State stays in parts, if of another dim: it lies so between steps.
+        """
+        return storable(dataclasses.replace(layout, mesh=self.group_of(layout.mesh)), elsewhere=is_state)
 
     def _place(self, op: Op) -> Placement:
         group = self.home[op.path]
@@ -405,9 +409,19 @@ class _Completer:
         return total
 
     def _goal(self, tensor: PTensor) -> Layout | None:
-        """Where several gradients of one parameter go when they are joined: its update follows the parameter."""
+        """Where several gradients of one tensor go when they are joined: a parameter's update follows the parameter, and
+        the backward of what has made an activation runs as that did."""
         parameter = self.joined.get(tensor)
-        return self.at_hand[parameter][0] if parameter in self.at_hand else None
+        if parameter in self.at_hand:
+            return self.at_hand[parameter][0]
+        maker = self.graph.producer.get(tensor)
+        if maker is None or maker.kind != "backward" or maker.forward is not None or maker.again is not None:
+            return None
+        readers = ((op.forward, i) for op in self.graph.consumers.get(tensor, ()) for i, t in op.cotangents if t == tensor)
+        made = [self.ops[op.path].outputs[i] for op, i in readers if op is not None and op.path in self.ops]
+        alike = (layout for layout in made if layout.shape == tensor.shape)  # a part of a gradient has none
+        found = next(alike, None)
+        return None if found is None else dataclasses.replace(found, values=())
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
         if placement.as_it_lies(op):
@@ -590,13 +604,12 @@ class _Completer:
         return [layout.stacked(length) for layout in options]
 
     def _state(self) -> tuple[Any, ...]:
-        at_hand = {t: list(layouts) for t, layouts in self.at_hand.items()}
-        return dict(self.ops), at_hand, dict(self.inputs), dict(self.waiting), set(self.undecided)
+        return dict(self.ops), dict(self.at_hand), dict(self.inputs), dict(self.waiting), set(self.undecided)
 
     def _restore(self, state: tuple[Any, ...]) -> None:
         ops, at_hand, inputs, waiting, undecided = state
-        self.ops, self.inputs, self.waiting, self.undecided = dict(ops), dict(inputs), dict(waiting), set(undecided)
-        self.at_hand = {t: list(layouts) for t, layouts in at_hand.items()}
+        self.ops, self.at_hand, self.inputs = dict(ops), dict(at_hand), dict(inputs)
+        self.waiting, self.undecided = dict(waiting), set(undecided)
 
 
 def _only(sizes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Axes]) -> dict[str, tuple[int, ...]]:

@@ -89,7 +89,7 @@ class Crossing:
         """What consumers then hand on to one another."""
         return tuple(move for move in self.hop.rounds if move.source)
 
-    @property
+    @cached_property
     def sent(self) -> int:
         """Elements that go from device to device between the groups, in all messages."""
         return sum(move.size * len(move.pairs) for move in self.moves)

@@ -2,13 +2,14 @@
 
 fences_apart           a fence in front of ops on several groups becomes one on each
 made_where_read        what depends on inputs, literals or the micro-batch's number alone is made by every group that reads
-joined_behind_loops    gradients of a parameter that several groups use add up on each, and are joined once, behind the loop
+joined_behind_loops    gradients of a parameter that several stages use add up for each; behind the loop they are joined
 joined_per_group       gradients of what several groups read (an encoder's result) cross as one per group
 summed_per_group       scalars of all leaves (a global norm) cross as one per group
 one_of_equals          of equal results of an update one crosses
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jax.extend import core
@@ -20,6 +21,7 @@ from jscaler.ir import Carry, FactorNames, Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
+from jscaler.ir.walk import closure
 from jscaler.lax_primitives import known, may_merge
 from jscaler.materialize.groups import ThroughLoops, on_groups, on_one_group
 from jscaler.materialize.mesh import DeviceMesh
@@ -76,7 +78,11 @@ def made_where_read(at: Planned) -> Planned:
 
 
 def joined_behind_loops(at: Planned) -> Planned:
-    """Gradients of what several groups use (a tied table) add up on each group. Behind the loop one joins them once."""
+    """Gradients of what several groups use (a tied table) add up on each group. Behind the loop one joins them once.
+
+    So do those of one group between which a micro-batch goes through others: the first would wait there for the last, for
+    every micro-batch under way.
+    """
     home, _ = _homes(at)
     if home is None:
         return at
@@ -249,7 +255,7 @@ def _contracts(op: Op) -> bool:
 
 
 class _Apart:
-    """A graph whose loop over groups carries a sum for each group, and turn, that adds to it, where it had one for all."""
+    """A graph whose loop over groups carries a sum for each stage, and turn, that adds to it, where it had one for all."""
 
     def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], loop: Loop, at: Planned):
         self._graph, self._home, self._loop, self._bodies = graph, home, loop, at.bodies
@@ -273,15 +279,21 @@ class _Apart:
     def _carries(self, carry: Carry) -> list[Carry]:
         start = self._graph.producer.get(carry.init)
         added = self._added(carry)
-        by_place: dict[tuple[DeviceMesh, Op], list[PTensor]] = {}
+        by_place: dict[tuple[DeviceMesh, Op, int], list[PTensor]] = {}
         summands = [(tensor, more) for more in added for tensor in self._summands(more)]
         for tensor, more in sorted(summands, key=lambda pair: self._first_use(pair[0])):
-            by_place.setdefault((self._home[self._maker(tensor).path], more), []).append(tensor)
+            group = self._home[self._maker(tensor).path]
+            own = (by_place.get((group, more, number), []) for number in itertools.count())
+            place = next(i for i, parts in enumerate(own) if not any(self._go_elsewhere(group, t, tensor) for t in parts))
+            by_place.setdefault((group, more, place), []).append(tensor)
         if start is None or len(by_place) < 2:
             return [carry]
         joins = {more: join for more in added if (join := self._join(more)) is not None}
         self._gone |= {start.path, *(op.path for op in (*added, *joins.values()))}
-        found = [self._one(carry, more, joins.get(more), start, group, parts) for (group, more), parts in by_place.items()]
+        found = [
+            self._one(carry, more, joins.get(more), start, _on(group) + f"#{place}" * bool(place), parts)
+            for (group, more, place), parts in by_place.items()
+        ]
         finals = tuple(c.final for c in found)
         body = self._bodies.join(carry.final.aval, len(finals))
         like = next(iter(joins.values()), added[0])
@@ -289,6 +301,15 @@ class _Apart:
             Op(f"{like.path}@behind", like.kind, finals, (carry.final,), body, call=like.call, loop=self._loop.parent)
         )
         return found
+
+    def _go_elsewhere(self, group: DeviceMesh, *tensors: PTensor) -> bool:
+        """Whether what makes one of two tensors waits for another group, and that for what makes the other."""
+        made, made_of = self._graph.producer, self._through.made_of
+        for first, last in itertools.permutations(tensors):
+            apart = [t for t in closure([last], made_of) if t in made and self._home[made[t].path] != group]
+            if any(made.get(t) == self._maker(first) for t in closure(apart, made_of)):
+                return True
+        return False
 
     def _added(self, carry: Carry) -> list[Op]:
         """The ops that add to ``carry``, one for each turn of an iteration, first ones first; none if it is read else."""
@@ -321,11 +342,9 @@ class _Apart:
         maker = self._maker(gradient)
         return self._graph.position.get((maker.forward or maker).path, len(self._graph.ops))
 
-    def _one(
-        self, carry: Carry, more: Op, join: Op | None, start: Op, group: DeviceMesh, parts: Sequence[PTensor]
-    ) -> Carry:
-        """The sum of what one group makes at one turn."""
-        on, mark = _on(group), turn_mark(more.turn) + _on(group)
+    def _one(self, carry: Carry, more: Op, join: Op | None, start: Op, on: str, parts: Sequence[PTensor]) -> Carry:
+        """The sum of what one stage makes at one turn; ``on`` names its group."""
+        mark = turn_mark(more.turn) + on
         init, inside, out, final = (dataclasses.replace(t, name=t.name + mark) for t in carry.tensors)
         part = parts[0]
         if len(parts) > 1:

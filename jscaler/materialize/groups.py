@@ -280,6 +280,11 @@ class ThroughLoops:
         found = closure([tensor], lambda t: self._sources.get(t, ()))
         return next((self._graph.producer[t] for t in found if t in self._graph.producer), None)
 
+    def made_of(self, tensor: PTensor) -> Iterable[PTensor]:
+        """What the op reads that makes ``tensor``; of what a loop leaves, or finds, what is inside, or in front of it."""
+        maker = self._graph.producer.get(tensor)
+        return maker.inputs if maker is not None else self._sources.get(tensor, ())
+
     def readers(self, tensor: PTensor) -> list[Op]:
         """The ops that read ``tensor``, in their order; of what a loop takes, or hands on, those inside it, or behind it.
 

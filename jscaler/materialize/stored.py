@@ -54,7 +54,26 @@ def store_of(leaf: str, layout: Layout) -> Store:
     return Store(leaf, grid, layout.mesh.devices, cuts)
 
 
-def storable(layout: Layout) -> Layout:
-    """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say."""
+def storable(layout: Layout, elsewhere: bool = False) -> Layout:
+    """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say.
+
+    Args:
+        elsewhere: whether cuts of a dim that does not divide are made along another that does, rather than nowhere.
+    """
     plain = without_values(layout)
+    if not plain.even and elsewhere:
+        plain = _divided_elsewhere(plain)
     return plain if plain.even and plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)
+
+
+def _divided_elsewhere(layout: Layout) -> Layout:
+    """``layout`` with the axes that cut dims into unequal parts on dims that they divide, the last first."""
+    unequal = {i for i, axes in enumerate(layout.cuts) if layout.sizes[i] % layout.mesh.size(axes)} | {*dict(layout.uneven)}
+    cuts = [() if i in unequal else axes for i, axes in enumerate(layout.cuts)]
+    for index in unequal:
+        axes = layout.cuts[index]
+        free = (i for i in reversed(range(len(cuts))) if not cuts[i] and i not in unequal)
+        other = next((i for i in free if layout.sizes[i] % layout.mesh.size(axes) == 0), None)
+        if other is not None:
+            cuts[other] = axes
+    return dataclasses.replace(layout, cuts=tuple(cuts), uneven=())

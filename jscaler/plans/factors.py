@@ -18,6 +18,7 @@ from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.ir.op import is_of_ranges, without_range
 from jscaler.lax_primitives import contracts
+from jscaler.materialize.layout import ceil_blocks
 from jscaler.primitives import Algorithm, Planner, Replicate, Split
 from jscaler.primitives.remedies import blocked
 
@@ -100,15 +101,18 @@ def _taken_apart(graph: Planner, path: str, dim: int) -> bool:
     return any(op.kind == "forward" and not graph.rule(op).factors[name].splittable for op, name in found)
 
 
-def reached(graph: Planner, leaves: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
+def reached(graph: Planner, leaves: Sequence[tuple[PTensor, int]], parts: int, unequal: bool = False) -> Factors:
     """The factor of every op that one of ``leaves`` reaches; the first leaf that reaches an op decides.
+
+    Args:
+        unequal: whether parts need not be equal.
 
     Raises:
         SplitError: a leaf's dim does not divide into ``parts``.
     """
     table: Factors = {}
     for tensor, dim in leaves:
-        if tensor.shape[dim] % parts:
+        if tensor.shape[dim] % parts and not unequal:
             raise SplitError(tensor.name, f"dim {dim}", tensor.shape[dim], parts)
         readers = graph.consumers.get(tensor, ())
         if not readers or any(op not in table for op in readers):
@@ -140,10 +144,13 @@ def can_run_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool =
     return not whole and factor.size % parts == 0 and all(slid != name for slid, _, _ in rule.halos)
 
 
-def split(graph: Planner, grid: np.ndarray, *tables: Factors) -> None:
+def split(graph: Planner, grid: np.ndarray, *tables: Factors, unequal: Factors | None = None) -> None:
     """Split and place every op that a table names: axis i of ``grid`` by table i, or copied where that names none.
 
     A factor that the op cannot split (blocked: it needs the whole; or of another size) is not split on that axis.
+
+    Args:
+        unequal: the factors whose last part may be shorter.
 
     Warns:
         PlanWarning: no op at all is split on an axis, though products are among them.
@@ -158,10 +165,12 @@ def split(graph: Planner, grid: np.ndarray, *tables: Factors) -> None:
         for axis, (size, table) in enumerate(axes):
             name = table.get(op, "")
             count = size * parts.get(name, 1)
-            if can_be_split(graph, op, name, count):
+            shorter = name not in parts and (unequal or {}).get(op) == name
+            if can_be_split(graph, op, name, count, shorter):
+                length = graph.rule(op).factors[name].size
                 parts[name] = count
                 whole.pop(axis, None)
-                algorithms.append(Split(name, size))
+                algorithms.append(Split(name, sizes=ceil_blocks(length, size)) if length % count else Split(name, size))
             else:
                 algorithms.append(Replicate(size))
         if parts:
@@ -186,10 +195,16 @@ def _warn_of_whole(graph: Planner, parts: int, table: Factors) -> None:
     )
 
 
-def can_be_split(graph: Planner, op: Op, name: str, parts: int) -> bool:
-    """Whether factor ``name`` is one of ``op``, and it need not be whole, and divides."""
+def can_be_split(graph: Planner, op: Op, name: str, parts: int, unequal: bool = False) -> bool:
+    """Whether factor ``name`` is one of ``op``, and it need not be whole, and divides.
+
+    Args:
+        unequal: whether the last part may be shorter.
+    """
     factor = graph.rule(op).factors.get(name) if name else None
-    return factor is not None and factor.splittable and factor.size % parts == 0
+    if factor is None or not factor.splittable:
+        return False
+    return factor.size % parts == 0 or (unequal and not factor.even_only and ceil_blocks(factor.size, parts)[-1] > 0)
 
 
 def device_grid(devices: np.ndarray, plan: str, **sizes: int | None) -> np.ndarray:

@@ -29,7 +29,6 @@ from typing import Any
 from jscaler.plans.argument_types import checked
 from jscaler.plans.factors import Dims
 from jscaler.plans.pipeline import pipeline
-from jscaler.plans.recompute_layers import recompute_layers
 from jscaler.plans.vocab_parallel import vocab_parallel
 
 
@@ -52,8 +51,9 @@ def interlaced(
         stages: how many groups of devices have layers; must divide the number of devices.
         microbatches: how many follow each other; must divide each device's part of the batch.
         plan: the policy for the layers of one stage on its devices; `single` by default.
-        recompute: whether each stage computes its layers again as a part of its backward block (the paper's interlaced
-            blocks); as ``plan=recompute_layers(plan)``.
+        recompute: whether each stage but the last computes its layers again, in blocks of their own that run while it would
+            wait for a gradient. The paper's *interlaced blocks*, where that is a part of backward blocks, and layer by
+            layer, are ``plan=recompute_layers(plan)`` instead.
         vocabulary: ``{pattern: dim}`` of tables of words, as for `vocab_parallel`; by default they are found.
         at: shell patterns of the modules with which the second stage between the ends begins, the third, and so on; by
             default stages are balanced.
@@ -63,7 +63,7 @@ def interlaced(
     Raises (when the plan is made):
         PlanError: no layers lie between look-ups and logits of words, or too few; stages do not divide the devices.
         UnknownNameError: no module, or no input, is called so.
-        SplitError: the vocabulary does not divide by the number of devices, or the batch by that of micro-batches.
+        SplitError: the batch does not divide by the number of micro-batches.
 
     Example:
         >>> planned = train_step.under(plans.interlaced(2, 2)).lower(state, batch).plan
@@ -72,10 +72,10 @@ def interlaced(
         1F0 1F1 1B0 1B1
         2F0 2B0 2F1 2B1
     """
-    inner = recompute_layers(plan) if recompute else plan
     ends = vocab_parallel(vocabulary)
     policy = pipeline(
-        stages, microbatches, "interlaced", inner, at, layers, batch, accumulate_dtype, per_microbatch,
+        stages, microbatches, "interlaced+R" if recompute else "interlaced", plan, at, layers, batch, accumulate_dtype,
+        per_microbatch,
         ends=ends, vocabulary=vocabulary,
     )  # fmt: skip
     policy.__name__ = "interlaced"

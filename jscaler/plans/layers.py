@@ -43,11 +43,14 @@ class Series:
     is_loop: bool = False
 
 
-def find_layers(graph: Planner, on: str | Sequence[str] | None = None, every: int = 1) -> tuple[Ops, ...]:
+def find_layers(
+    graph: Planner, on: str | Sequence[str] | None = None, every: int = 1, needed: bool = True
+) -> tuple[Ops, ...]:
     """The ops of every layer, or of every ``every`` layers in a row.
 
     Args:
         on: shell patterns of module paths, each of whose modules is a layer; by default stacks, and what repeats.
+        needed: whether nothing that looks like layers is an error.
 
     Raises:
         UnknownNameError: no module matches.
@@ -64,6 +67,11 @@ def find_layers(graph: Planner, on: str | Sequence[str] | None = None, every: in
     else:
         found = _matching(ops, patterns)
         taken = {op for series in found for layer in series.layers for op in layer}
+    if needed and not found:
+        raise PlanError(
+            "the model has no stack of layers (nn.scan), nor a chain of alike parts that hand one activation on; say which "
+            "modules are layers: on='encoder/*'"
+        )
     groups: list[Ops] = []
     for series in found:
         if series.is_loop and every > 1:
@@ -107,11 +115,6 @@ def _found(graph: Planner, ops: Sequence[Op], weights: set[PTensor]) -> list[Ser
     found = [Series(name, (tuple(members),), True) for name, members in loops.items()]
     for call in dict.fromkeys(op.call for op in ops if op.backward is not None):
         found += _written_out(segments(graph, call, weights), stacks)
-    if not found:
-        raise PlanError(
-            "the model has no stack of layers (nn.scan), nor a chain of alike parts that hand one activation on; say which "
-            "modules are layers: on='encoder/*'"
-        )
     return found
 
 

@@ -30,7 +30,7 @@ from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Dims, Factors, device_grid, reached, split
 from jscaler.plans.find_sequence import sequence_of
 from jscaler.plans.pipeline import pipeline
-from jscaler.plans.vocab_parallel import tables_of_words
+from jscaler.plans.vocab_parallel import tables_of_words, word_factors
 from jscaler.plans.zero import shard_parameters, without_followers
 from jscaler.primitives import Planner
 from jscaler.tables import Published, Table
@@ -75,7 +75,7 @@ def megatron(
     Raises (when the plan is made):
         PlanError: dp × tp is not the number of devices, or there is no such stage of ZeRO.
         UnknownNameError: no batch or kernel matches.
-        SplitError: the batch, the heads, the vocabulary or the sequence does not divide.
+        SplitError: the batch, the heads or the sequence does not divide.
 
     Example:
         >>> planned = train_step.under(plans.megatron(dp=2, tp=2, columns={"*/up": 1})).lower(state, batch).plan
@@ -86,23 +86,26 @@ def megatron(
     def on_grid(graph: Planner, devices: np.ndarray, tp: int | None, columns: Dims | Sequence[str] | None) -> None:
         grid = device_grid(devices, "megatron", dp=dp, tp=tp)
         rows, parts = grid.shape
-        table = _tensor_factors(graph, parts, columns)
+        words = _word_factors(graph, parts)
+        table = _tensor_factors(graph, parts, columns, words)
         if zero:
             shard_parameters(graph, grid, stored=zero == 3, cuts=table)
             if zero > 1:
                 graph.accumulation(each_time=True, gather_once=gather_once)
             table = without_followers(graph, table, stored=zero == 3)
-        split(graph, grid, batch_factors(graph, batch, rows), table)
+        split(graph, grid, batch_factors(graph, batch, rows), table, unequal=words)
 
-    def _tensor_factors(graph: Planner, parts: int, columns: Dims | Sequence[str] | None) -> Factors:
+    def _word_factors(graph: Planner, parts: int) -> Factors:
+        if parts == 1 or not vocab:
+            return {}
+        return word_factors(graph, tables_of_words(graph, None if vocab is True else vocab), parts)
+
+    def _tensor_factors(graph: Planner, parts: int, columns: Dims | Sequence[str] | None, words: Factors) -> Factors:
         if parts == 1:
             return {}
         given = columns is None or bool(columns)
         kernels = columns_of(graph, columns, parts, "pass megatron(columns=...)") if given else []
-        table = reached(graph, kernels, parts)
-        if vocab:
-            words = tables_of_words(graph, None if vocab is True else vocab)
-            table = reached(graph, words, parts) | table
+        table = words | reached(graph, kernels, parts)
         if sequence:
             tokens = sequence_of(graph, None if sequence is True else sequence, "pass megatron(sequence=...)")
             table = reached(graph, tokens, parts) | table

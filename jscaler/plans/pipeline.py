@@ -12,7 +12,7 @@ of the micro-batches that are under way. Stages are cut where few tensors cross 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.factors import Dims
 from jscaler.plans.find_stages import find_stages, stages_of_all, taken_apart
+from jscaler.plans.layers import find_layers
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
@@ -84,6 +85,8 @@ def pipeline(
     everywhere = isinstance(wanted, Published) and wanted.everywhere
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
+    table = wanted.table(stages, microbatches, chunks) if isinstance(wanted, Published) else wanted
+    again = {cell.stage for cell in table.cells() if cell.kind == "R"}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
@@ -116,6 +119,7 @@ def pipeline(
                 at_ends = ends or (vocab_parallel(vocabulary) if words else inner)
                 graph.on_stages(at_ends, dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
+            _compute_again(graph, {path: where for path, where in here.items() if where in again})
             graph.schedule(wanted)
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
@@ -149,6 +153,17 @@ def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: i
             "a schedule that is published so ('chimera'), or a policy of one's own with graph.on_devices(turned=)"
         )
     return [found[stage] for stage in range(len(found))]
+
+
+def _compute_again(graph: Planner, stage_of: Mapping[str, int]) -> None:
+    """Have the layers of stages keep what enters them alone; stages without layers, what enters the stage."""
+    for regions in (find_layers(graph, needed=False), [graph.forward()]):
+        for ops in regions:
+            own = [op for op in ops if op.path in stage_of]
+            for stage, call in dict.fromkeys((stage_of[op.path], op.call) for op in own if op.backward is not None):
+                graph.recompute([op for op in own if (stage_of[op.path], op.call) == (stage, call)])
+        done = {stage_of[op.path] for ops in regions for op in ops if op.path in stage_of}
+        stage_of = {path: stage for path, stage in stage_of.items() if stage not in done}
 
 
 def _spread(graph: Planner, devices: np.ndarray, batch: str) -> None:

@@ -23,8 +23,8 @@ import numpy as np
 
 from jscaler.plans.argument_types import checked
 from jscaler.plans.column_row_pairs import columns_of
-from jscaler.plans.factors import Dims, reached, split
-from jscaler.plans.vocab_parallel import tables_of_words
+from jscaler.plans.factors import Dims, Factors, reached, split
+from jscaler.plans.vocab_parallel import tables_of_words, word_factors
 from jscaler.plans.zero import shard_rest, without_followers
 from jscaler.primitives import Planner
 
@@ -55,13 +55,13 @@ def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[...
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         leaves = columns_of(graph, columns, devices.size, "pass tensor_parallel(columns=...)")
-        table = reached(graph, leaves, devices.size)
+        table, words = reached(graph, leaves, devices.size), Factors()
         if columns is None:
-            words = [(t, dim) for t, dim in tables_of_words(graph) if t.shape[dim] % devices.size == 0]
-            table = reached(graph, words, devices.size) | table
-            shard_rest(graph, devices, table)
-            table = without_followers(graph, table, stored=True)
-        split(graph, devices, table)
+            words = word_factors(graph, tables_of_words(graph), devices.size)
+            shard_rest(graph, devices, words | table, words)
+            updates = {op: name for op, name in words.items() if op.kind == "update"}
+            table = without_followers(graph, words | table, stored=True) | updates
+        split(graph, devices, table, unequal=words)
 
     policy.__name__ = "tensor_parallel"
     return policy

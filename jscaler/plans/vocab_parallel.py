@@ -8,18 +8,25 @@
 
 The look-up ends in one all-reduce of activations; the cross entropy reduces one maximum and two sums per token, and never
 gathers logits. The gradients of embedding and head stay with their rows.
+
+Words that do not divide (GPT-2's 50,257) lie in parts of which the last is shorter; all devices compute as if it were not,
+and what is too much counts nowhere. No array can lie so between steps: table and moments lie in equal parts of another dim,
+and once a step the table is exchanged for its use, and its gradient for the update.
 """
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from jscaler.errors import PlanWarning
 from jscaler.ir import PTensor
 from jscaler.ir.walk import closure
+from jscaler.materialize.layout import ceil_blocks
 from jscaler.plans.argument_types import checked
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.column_row_pairs import meets_rows, products_of, weights_of
-from jscaler.plans.factors import Dims, reached, required, select, split
+from jscaler.plans.factors import Dims, Factors, reached, required, select, split
 from jscaler.primitives import Planner
 
 # Tables of words: rows of an embedding, columns of an untied head.
@@ -56,6 +63,32 @@ def tables_of_words(graph: Planner, vocabulary: Dims | None = None) -> list[tupl
     logits = {tensor.shape[dim] for tensor, dim in heads}
     found += [(t, 0) for t in tables if t.shape[0] in logits] + heads
     return list({tensor: (tensor, dim) for tensor, dim in reversed(found)}.values())[::-1]
+
+
+def word_factors(graph: Planner, words: Sequence[tuple[PTensor, int]], parts: int) -> Factors:
+    """The factor of every op that words reach; of updates of tables whose words do not divide another dim's, if one does.
+
+    Warns:
+        PlanWarning: a table has too few words for a part each, and stays whole.
+    """
+    few = [(t, dim) for t, dim in words if not ceil_blocks(t.shape[dim], parts)[-1]]
+    if few:
+        told = ", ".join(f"'{t.name}' of {t.shape}" for t, _ in few)
+        warnings.warn(
+            f"tables of words stay whole, since {parts} devices cannot have a part each: {told}; give them words that "
+            "nothing looks up, and leave those out of the loss",
+            PlanWarning,
+            stacklevel=2,
+        )
+    words = [pair for pair in words if pair not in few]
+    table = reached(graph, words, parts, unequal=True)
+    for tensor, dim in words:
+        others = [d for d, size in enumerate(tensor.shape) if d != dim and size % parts == 0]
+        if tensor.shape[dim] % parts and others:
+            other = graph.factor_of(tensor.name, others[-1])
+            updates = [op for op in graph.factor_of(tensor.name, dim) if op.kind == "update"]
+            table |= {op: other[op] for op in updates if op in other}
+    return table
 
 
 def _makes_logits(graph: Planner, kernel: PTensor, dim: int, weights: set[PTensor]) -> bool:
@@ -97,7 +130,6 @@ def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
 
     Raises (when the plan is made):
         UnknownNameError: no table matches.
-        SplitError: the vocabulary does not divide by the number of devices: pad it.
 
     Example:
         >>> planned = train_step.under(plans.vocab_parallel({"*/words": 0})).lower(state, batch).plan
@@ -109,7 +141,8 @@ def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
         leaves = tables_of_words(graph, vocabulary)
         if not leaves:
             leaves = required(graph, vocabulary or VOCABULARY, "pass vocab_parallel(vocabulary=...)")
-        split(graph, devices, reached(graph, leaves, devices.size))
+        table = word_factors(graph, leaves, devices.size)
+        split(graph, devices, table, unequal=table)
 
     policy.__name__ = "vocab_parallel"
     return policy

@@ -136,9 +136,12 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
         )
 
 
-def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors) -> None:
+def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors, unequal: Factors) -> None:
     """Let kernels and tables that ``cuts`` leaves whole lie in parts, where a dim of theirs divides; what reads them is
     computed everywhere.
+
+    Args:
+        unequal: the cuts whose last part may be shorter.
 
     Warns:
         PlanWarning: no dim of some divides.
@@ -146,7 +149,7 @@ def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors) -> None:
     if devices.size == 1 or not graph.calls:
         return
     forward = ((op, name) for op, name in cuts.items() if op.kind == "forward")
-    legal = {op: name for op, name in forward if can_be_split(graph, op, name, devices.size)}
+    legal = {op: f for op, f in forward if can_be_split(graph, op, f, devices.size, unequal.get(op) == f)}
     readers: dict[Op, None] = {}
     whole: list[str] = []
     for tensor, kind in tensor_kinds(graph.graph).items():

@@ -181,7 +181,7 @@ def grid_axis(
     if sizes is not None and len(set(sizes)) > 1 and factor.even_only:
         raise SplitError(op.path, factor.name, rest, parts, f"its parts must be of one size: {factor.even_only}")
     if sizes is None and rest % parts:
-        raise SplitError(op.path, factor.name, rest, parts, _legal_parts(factor.name, rest, parts, bool(nested)))
+        raise SplitError(op.path, factor.name, rest, parts, _legal_parts(factor.name, rest, parts, nested))
     even = sizes is None or len(set(sizes)) == 1
     return GridAxis(factor.name, parts, None if even else sizes)
 
@@ -235,10 +235,12 @@ def _own_sizes(op: Op, algorithm: Split) -> tuple[int, ...] | None:
     return tuple(map(int, sizes))
 
 
-def _legal_parts(name: str, size: int, parts: int, nested: bool) -> str:
+def _legal_parts(name: str, size: int, parts: int, nested: Sequence[GridAxis]) -> str:
     """What to write in place of a number of parts that does not divide."""
     legal = "legal: " + ", ".join(map(str, divisors(size)))
-    if nested or parts > size:
+    if nested:
+        return f"{legal}, since it is split already: {', '.join(map(str, nested))}"
+    if parts > size:
         return legal
     sizes = tuple(size // parts + (i < size % parts) for i in range(parts))
     return f"{legal}; or unequal parts by sizes, like Split('{name}', sizes={sizes})"

@@ -29,9 +29,12 @@ from jscaler.rules.rule_book import RuleBook
 
 
 def leaves_in(graph: Graph, stacks: Iterable[PTensor], sizes: Sequence[int], bodies: BodyTable) -> tuple[str, ...]:
-    """The leaves of the state that lie in parts of ``sizes``, if ``stacks`` do; in the order of the step's inputs."""
+    """The leaves of the state that lie in parts of ``sizes``, if ``stacks`` do; in the order of the step's inputs.
+
+    Not those that a stack is a reshape of, whose dim 0 is another.
+    """
     found = _Parts(graph, tuple(sizes), bodies, stacks=stacks).forms
-    return tuple(t.name for t in graph.inputs if t in found)
+    return tuple(t.name for t in graph.inputs if t in found and t.shape[:1] == (sum(sizes),))
 
 
 def with_leaf_parts(graph: Graph, leaves: Sequence[str], sizes: Sequence[int], bodies: BodyTable) -> Graph:

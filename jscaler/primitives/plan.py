@@ -14,7 +14,7 @@ from jscaler.ir.overview import FoldingTable, Overview, Shown, count_text
 from jscaler.primitives import plan_file
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.made_for import MadeFor
-from jscaler.tables import SCHEDULES, Published, Table
+from jscaler.tables import Published, Table, schedule_named
 
 Index = tuple[tuple[int, int], ...]  # per grid axis: start, stop
 
@@ -170,7 +170,7 @@ class OnDevices:
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which order device groups run their blocks: the text of a table, or the name of one in ``SCHEDULES``."""
+    """In which order device groups run their blocks: the text of a table, or the name of a published one."""
 
     table: str
 
@@ -341,7 +341,7 @@ class Plan(Shown):
         """In which order device groups run the micro-batches of a loop over groups, or a schedule that has a table for
         so many groups and micro-batches; None where the plan says nothing."""
         text = next((d.table for d in reversed(self.decisions) if isinstance(d, Schedule)), None)
-        return None if text is None else SCHEDULES.get(text) or Table.parse(text)
+        return None if text is None else schedule_named(text) or Table.parse(text)
 
     @cached_property
     def alone(self) -> frozenset[str]:

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "": "other blocks"}
-KIND_COLORS = dict(zip(KINDS, (COLORS[i] for i in (0, 2, 3, 1, 7)), strict=True))
+KINDS = {
+    "F": "forward", "R": "forward again", "B": "backward", "I": "input gradient", "W": "weight gradient",
+    "": "other blocks",
+}  # fmt: skip
+KIND_COLORS = dict(zip(KINDS, (COLORS[i] for i in (0, 5, 2, 3, 1, 7)), strict=True))
 MOST_ARROWS = 400
 MOST_NUMBERS = 600  # of blocks; of more the numbers would be unreadable
 GIB = 1 << 30

@@ -113,8 +113,9 @@ def _ops(report: StepReport) -> list[str]:
 
 
 def _lost(report: StepReport) -> list[str]:
-    """What is copied or gathered though the plan splits it."""
-    return [report.lost.summary, *(f"          └ {line}" for line in report.lost.lines)] if report.lost.ops else []
+    """What is copied or gathered though the plan splits it, and what runs in several loops."""
+    lost = [report.lost.summary, *(f"          └ {line}" for line in report.lost.lines)] if report.lost.ops else []
+    return [*lost, report.apart] if report.apart else lost
 
 
 def _runs_on(row: OpRow) -> str:

@@ -130,9 +130,10 @@ def _decided(graph: Graph, completed: Completed, tensor: PTensor, readers: Seque
             return f"{completed.ops[op.path].placement.origin}: as {who} reads it"
     if not named:
         return "whole: no op reads it"
-    if any(layout.cuts):
+    if any(layout.cuts) and any(storable(reader.layout) for reader in named):
         return "stored so by the plan"
-    return f"whole: no array can lie as {named[0].op} reads it"
+    lies = "in parts of another dim" if any(layout.cuts) else "whole"
+    return f"{lies}: no array can lie as {named[0].op} reads it"
 
 
 def _updates(graph: Graph) -> dict[int, tuple[str, int]]:

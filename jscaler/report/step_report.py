@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jscaler.clusters import Bytes
+from jscaler.estimate.loops_apart import loops_apart
 from jscaler.estimate.lost_parallelism import LostParallelism, lost_parallelism
 from jscaler.estimate.memory import Memory, estimated_memory
 from jscaler.estimate.traffic import Moved, summed
@@ -127,6 +128,7 @@ class StepReport:
         schedule: for each group of a loop over groups what it runs, and when.
         blocks: what groups run between crossings, in the order of the program; none where one program is all.
         lost: ops that are copied, and tensors that are gathered, though the plan splits what they carry.
+        apart: why micro-batches run in several loops, and what that holds; empty where they do not.
     """
 
     plan: str
@@ -147,6 +149,7 @@ class StepReport:
     schedule: tuple[ScheduleRow, ...] = ()
     blocks: tuple[BlockRow, ...] = ()
     lost: LostParallelism = field(default_factory=LostParallelism)
+    apart: str = ""
 
     @property
     def total(self) -> Moved:
@@ -198,6 +201,7 @@ def step_report(step: StepPlan) -> StepReport:
         schedule_rows(step),
         block_rows(step) if len(step.blocks) > 1 else (),
         lost,
+        loops_apart(step),
     )
 
 

@@ -91,9 +91,10 @@ def compiled_memory(
     waiting = Waiting(step, names, frozenset(donate))
     needs = [dump.peak - dump.size("argument") for dump in dumps]
     found = []
-    for run in waiting.worst(needs).values():
+    worst = waiting.worst(needs).values()
+    for run, waits in zip(worst, waiting.at(worst), strict=True):
         owners = _Owners(step, run.block, named[run.block], dumps[run.block])
-        rows = [owners.waits(held) for held in waiting.at(run)]
+        rows = [owners.waits(held) for held in waits]
         rows += _beside_arguments(owners, dumps[run.block])
         held = sum(run.waiting.values()) + needs[run.block]
         assert sum(row[-1] for row in rows) == held, "what is held is not what waits, and what XLA allocates"

@@ -20,7 +20,7 @@ from jscaler.lower.instructions import microbatch_text
 from jscaler.lower.segment import PlacedBlock, own_ops
 from jscaler.lower.step_plan import StepPlan
 
-DOES = {"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
+DOES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
 
 
 def failure(

@@ -25,6 +25,7 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.per_microbatch_state import with_alone
 from jscaler.schedule.regions_by_group import regions_by_group
 from jscaler.schedule.timed import timed
+from jscaler.tables.cuts import cuts_of
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ def backward_bodies(at: Planned) -> Planned:
 
 
 def recomputed(at: Planned) -> Planned:
-    """Backward ops of a region read clones of its forward ops, behind a fence. So what enters it is all that is kept."""
-    return dataclasses.replace(at, graph=recompute(at.graph, at.bodies))
+    """Backward ops of a region read clones of its forward ops, behind a fence. So what enters it is all that is kept.
+
+    If the plan's table has blocks for what is computed again, the clones wait for no cotangent.
+    """
+    return dataclasses.replace(at, graph=recompute(at.graph, at.bodies, cuts_of(at.plan.table).recompute))
 
 
 def time_loops(at: Planned) -> Planned:

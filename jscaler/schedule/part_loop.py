@@ -25,10 +25,11 @@ from jscaler.primitives import Trans
 from jscaler.rules.neutral import neutral
 from jscaler.rules.part_forms import Form, OpPart, Own, Piece, Sliced, Summed
 from jscaler.rules.rule_book import RuleBook
+from jscaler.schedule.loop_tails import with_tails
 from jscaler.schedule.op_parts import like_its_forward, op_part
 from jscaler.schedule.per_microbatch_state import handed_on
 from jscaler.schedule.time_axes import TimeAxes, TimeCut
-from jscaler.schedule.time_regions import TimeRegion, shifted
+from jscaler.schedule.time_regions import BehindSumsError, TimeRegion, shifted
 from jscaler.schedule.wide_sums import wide_sum
 from jscaler.schedule.writer import AxisWriter, RegionWriter
 
@@ -43,6 +44,8 @@ def in_loops(graph: Graph, axes: TimeAxes, axis: str, book: RuleBook, bodies: Bo
         return _Writer(graph, axes, axis, book, bodies, closed).run()
     except TornApartError as torn:
         return in_loops(graph, axes, axis, book, bodies, closed | {torn.loop})
+    except BehindSumsError as behind:
+        return in_loops(with_tails(graph, behind.late), axes, axis, book, bodies, closed)
 
 
 class TornApartError(Exception):

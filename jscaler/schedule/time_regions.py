@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from jscaler.ir import Graph, Loop, Nest, Op, PTensor
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor, flat
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.walk import Sets, closure, in_order
 from jscaler.rules.part_forms import Form, OpPart, Piece, Sliced, Summed
+from jscaler.schedule.loop_tails import item_name
 
 T = TypeVar("T")
 
@@ -34,6 +35,17 @@ class TimeRegion:
     items: tuple[Item, ...]
     ops: frozenset[str] = frozenset()
     loops: frozenset[str] = frozenset()
+
+
+class BehindSumsError(Exception):
+    """In loops over layers that run part by part stand items that need what all parts add up to, and could stand behind.
+
+    Attributes:
+        late: loop -> the names of the items.
+    """
+
+    def __init__(self, late: Mapping[str, Set[str]]):
+        self.late = late
 
 
 Follow = Callable[[Op, Mapping[PTensor, Form], bool], "OpPart | None"]
@@ -60,6 +72,7 @@ class TimeRegions:
         closed: loops that do not run part by part as a whole.
         forms: tensor -> which part of it is made in a region; None there if it is the same for all parts.
         lifts: loop -> whether its whole body runs part by part; grows level by level.
+        late: loop -> what in it cannot, and need not: it may run behind the loop.
         far: whether what one item makes goes whole to another, since they lie on different device groups.
         spans: whether items lie on several device groups; regions that do are one, if they do not wait for each other.
     """
@@ -70,6 +83,7 @@ class TimeRegions:
     closed: Set[str] = frozenset()
     forms: dict[PTensor, Form] = field(default_factory=dict)
     lifts: dict[str, bool] = field(default_factory=dict)
+    late: dict[str, Set[str]] = field(default_factory=dict)
     far: Callable[[Item, Item], bool] = lambda item, other: False
     spans: Callable[[Iterable[Item]], bool] = lambda items: False
 
@@ -94,9 +108,16 @@ class TimeRegions:
         return _sorted(nodes, _joined(nodes, maker), maker, self.spans)
 
     def rewritten(self, items: Sequence[Item], place: str | None, write: WriteRegion) -> list[Item]:
-        """``items`` of the loop ``place``, and what stands in their loops, with every region as ``write`` writes it."""
+        """``items`` of the loop ``place``, and what stands in their loops, with every region as ``write`` writes it.
+
+        Raises:
+            BehindSumsError: loops would run part by part without their last items.
+        """
         found: list[Item] = []
-        for group in self.arranged(items):
+        arranged = self.arranged(items)
+        if self.late:
+            raise BehindSumsError(self.late)
+        for group in arranged:
             if isinstance(group, TimeRegion):
                 found += write(group, place)
                 continue
@@ -127,7 +148,8 @@ class TimeRegions:
         if item.path not in self.planned:
             seen = self._seen(sources, nodes)
             seen = {t: seen.get(t) for t in item.inputs}
-            part = self.follow(item, seen, False) if any(f is not None for f in seen.values()) else None
+            enters = any(f is not None for f in seen.values()) or self._runs_with_readers(item)
+            part = self.follow(item, seen, False) if enters else None
             if part is None and item.again is not None and item.kind != "update":
                 part = self._behind_a_fence(item, sources, nodes)
             if part is None:
@@ -135,6 +157,11 @@ class TimeRegions:
             self.parts[item.path] = part
         self.forms.update(zip(item.outputs, self.parts[item.path].outputs, strict=True))
         return True
+
+    def _runs_with_readers(self, item: Op) -> bool:
+        """Whether it is a fence in front of what runs apart from its backward: in every part, though it may read none."""
+        clones = (op for op in self.graph.ops if op.again is not None and op.again.remat[:1] == item.remat)
+        return item.anywhere == "fence" and any(op.path in self.parts for op in clones)
 
     def _behind_a_fence(self, clone: Op, sources: Set[int], nodes: Sequence[_Node]) -> OpPart | None:
         """A clone of what all parts share (a cast of parameters) runs in every part, as the fence in front of it does."""
@@ -210,7 +237,8 @@ class TimeRegions:
             forms: dict[PTensor, Form] = dict(guess)
             for x in loop.xs:
                 forms[x.slice] = shifted(known[x.stack], -1) if x.stack in known else self._first_wanted(nest, x.slice)
-            if (made := self._through(nest.items, {**known, **forms})) is None:
+            late: dict[str, Set[PTensor]] = {}
+            if (made := self._through(nest, {**known, **forms}, late)) is None:
                 return None
             forms |= made
             after: dict[PTensor, Form] = {c.inside: forms.get(c.out, known.get(c.out)) for c in loop.carries}
@@ -227,24 +255,51 @@ class TimeRegions:
                 return None
         for y in loop.ys:
             forms[y.stack] = shifted(forms.get(y.slice), 1)
+        if late:
+            self.late[loop.name] = late.keys()
         return forms
 
-    def _through(self, items: Sequence[Item], known: dict[PTensor, Form]) -> dict[PTensor, Form] | None:
-        """The forms of all that ``items`` of a loop's body make; None where one needs what only all parts give."""
+    def _through(self, nest: Nest, known: dict[PTensor, Form], late: dict[str, Set[PTensor]]) -> dict[PTensor, Form] | None:
+        """The forms of all that a loop's body makes; None where something needs what only all parts give.
+
+        Args:
+            late: filled here: what does, and may stand behind the loop, by name; and what it makes.
+        """
         found: dict[PTensor, Form] = {}
-        for item in items:
-            if isinstance(item, Nest):
-                made = self._lifted(item, known)
-                if made is None and any(known.get(t) is not None for t in item.reads()):
+        for item in nest.items:
+            waits = any(not own.isdisjoint(reads_of(item)) for own in late.values())
+            made = None if waits else self._made_in_turn(item, known)
+            if made is None:
+                if not self._may_wait(item, nest, known):
                     return None
-                made = made if made is not None else dict.fromkeys(made_by(item))
-            else:
-                made = self._made_by(item, known)
-                if made is None:
-                    return None
+                late[item_name(item)] = {*made_by(item)}
+                made = dict.fromkeys(made_by(item))
             found |= made
             known.update(made)
+        delayed = {t for own in late.values() for t in own}
+        for carry in nest.loop.carries:  # what an iteration waits for cannot stand behind all of them
+            readers = (item for item in nest.items if carry.inside in reads_of(item))
+            if carry.out in delayed and not all(item_name(item) in late for item in readers):
+                return None
         return found
+
+    def _made_in_turn(self, item: Item, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
+        """The forms of what an item in a loop makes; None where it needs what only all parts give."""
+        if isinstance(item, Op):
+            return self._made_by(item, known)
+        made = self._lifted(item, known)
+        if made is None and any(known.get(t) is not None for t in item.reads()):
+            return None
+        return made if made is not None else dict.fromkeys(made_by(item))
+
+    def _may_wait(self, item: Item, nest: Nest, known: Mapping[PTensor, Form]) -> bool:
+        """Whether ``item`` of a backward loop reads sums of its own iteration alone, and is split by no plan."""
+        homes = (self.graph.homes.get(t) for t in {*reads_of(item)} - {*made_by(item)})
+        return (
+            all(op.kind == "backward" and op.again is None and op.path not in self.planned for op in flat([item]))
+            and all(known.get(t) in (None, Summed("add")) for t in reads_of(item))
+            and all(home in (None, nest.loop.name, *self._around(nest.loop)) for home in homes)
+        )
 
     def _made_by(self, op: Op, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
         if op.path in self.planned:

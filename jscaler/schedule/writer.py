@@ -9,7 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from jscaler.capture.bodies import BodyTable
+import jax.numpy as jnp
+
+from jscaler.capture.bodies import BodyTable, filled_with
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, made_by
@@ -97,6 +99,8 @@ class AxisWriter(ABC):
         """How an op goes on with the parts that it reads though no plan says so."""
         if op.anywhere == "fence":  # what it takes whole, and who stands behind it reads in parts, is cut first
             behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
+            if op.remat:
+                behind = {t: form if form is not None else self._begun_with(t) for t, form in behind.items()}
             forms = {t: behind[t] if t not in self.regions.forms else forms.get(t) for t in op.inputs}
         part = passed_on(op, forms, self.book, inside)
         if part is not None or op.kind == "update" or op.anywhere or op.body is None or not self._between(op):
@@ -113,6 +117,11 @@ class AxisWriter(ABC):
         pairs = [(op, self.regions.parts.get(op.path)) for op in self.graph.consumers.get(tensor, ())]
         wanted = {part.inputs[op.inputs.index(tensor)] if part is not None else None for op, part in pairs}
         return wanted.pop() if len(wanted) == 1 else None
+
+    def _begun_with(self, tensor: PTensor) -> Form:
+        """The part of ``tensor`` that a loop in time begins with: so does the loop that computes it again."""
+        carries = (c for loop in self.graph.loops.values() for c in loop.carries if c.init == tensor)
+        return next((form for c in carries if (form := self.regions.forms.get(c.inside)) is not None), None)
 
     def _between(self, op: Op) -> bool:
         """Whether ``op`` stands between ops that the plan splits, or is the backward of one that does."""
@@ -230,13 +239,21 @@ class RegionWriter(ABC):
         return self.cut[tensor, form]
 
     def _cut(self, tensor: PTensor, whole: PTensor, form: Piece, reader: Op) -> PTensor:
-        """A piece of ``whole``: of ``tensor`` itself, or of what every part makes whole in its place."""
+        """A piece of ``whole``: of ``tensor`` itself, or of what every part makes whole in its place.
+
+        Of a tensor of one value (zeros, to which the gradients of a loop over layers are added) it is as many of that.
+        """
         number, before = self.number, [t for t, _ in self.cut].count(tensor)
         mark = f"#{before}" if before else ""
         aval = whole.aval.update(shape=form.shape(whole.shape, number), weak_type=False)
         made = PTensor(f"{tensor.name}@{self.name}{mark}{self.mark}", aval, tensor.role)
-        inputs = (whole, *self.index())
-        body = self.writer.bodies.traced(lambda x, i=number: [form.take(x, i)], [t.aval for t in inputs])
+        maker, bodies = self.writer.graph.producer.get(tensor), self.writer.bodies
+        value = filled_with(maker.body) if maker is not None and maker.body is not None else None
+        if value is not None:
+            inputs, body = (), bodies.traced(lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
+        else:
+            inputs = (whole, *self.index())
+            body = bodies.traced(lambda x, i=number: [form.take(x, i)], [t.aval for t in inputs])
         kind = "backward" if reader.kind == "backward" else "forward"
         path = f"{tensor.name}@cut{mark}@{self.name}{self.mark}"
         items, loop = self.levels[-1] if tensor in self.made else self.levels[0]

@@ -9,9 +9,17 @@ from jscaler.tables.interlaced import INTERLACED
 from jscaler.tables.interleaved import INTERLEAVED
 from jscaler.tables.n_f_one_b import THREE_F_ONE_B
 from jscaler.tables.one_f_one_b import EAGER_1F1B, ONE_F_ONE_B
+from jscaler.tables.published import Published
+from jscaler.tables.recomputing import MARK, recomputing
 from jscaler.tables.zb_v import ZB_V
 from jscaler.tables.zero_bubble import ZB_H1, ZB_H2
 
 _ALL = (GPIPE, ONE_F_ONE_B, EAGER_1F1B, INTERLEAVED, BREADTH_FIRST, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V, CHIMERA, INTERLACED,
         THREE_F_ONE_B, FORWARD_ONLY)  # fmt: skip
 SCHEDULES = {one.name: one for one in _ALL}
+
+
+def schedule_named(name: str) -> Published | None:
+    """The schedule of that name; with ``+R`` behind it the one with recompute as blocks of their own."""
+    found = SCHEDULES.get(name.removesuffix(MARK))
+    return recomputing(found) if found is not None and name.endswith(MARK) else found

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
+from jscaler.tables.published import Published
 from jscaler.tables.table import Table
 
 
@@ -13,16 +14,20 @@ class Cuts:
     Attributes:
         forward: a backward is not run at once behind its forward, where it could be: on the last stage.
         weights: some gradients of weights run apart from those of inputs (W and I).
+        recompute: what is computed again runs apart from the backward that reads it (R).
     """
 
     forward: bool = False
     weights: bool = False
+    recompute: bool = False
 
 
-def cuts_of(table: Table | None) -> Cuts:
-    """What a table needs; of a last stage's forward and backward that always follow each other, one block is made."""
+def cuts_of(table: Table | Published | None) -> Cuts:
+    """What a table needs, of a schedule its example's; of a last stage's forward and backward that always follow each
+    other, one block is made."""
     if table is None:
         return Cuts()
+    table = table.example if isinstance(table, Published) else table
     cells = list(table.cells())
     backward = {(cell.stage, cell.microbatch) for cell in cells if cell.kind in "BI"}
     last = max((stage for stage, _ in backward), default=None)
@@ -36,4 +41,5 @@ def cuts_of(table: Table | None) -> Cuts:
         and (second.cells[0].stage, second.cells[0].microbatch) == (one.stage, one.microbatch)
     }
     apart = any(stage == last and (stage, number) not in at_once for stage, number in backward)
-    return Cuts(apart, any(cell.kind == "W" for cell in cells))
+    kinds = {cell.kind for cell in cells}
+    return Cuts(apart, "W" in kinds, "R" in kinds)

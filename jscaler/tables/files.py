@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from jscaler.errors import PlanError, PlanWarning, UnknownNameError, listing, shown
-from jscaler.tables.catalogue import SCHEDULES
+from jscaler.tables.catalogue import SCHEDULES, schedule_named
 from jscaler.tables.published import Published
 from jscaler.tables.table import Entry, Overlap, Table, parse_entry
 
@@ -34,8 +34,8 @@ def find_schedule(schedule: "Published | Table | str | os.PathLike[str]") -> Pub
     if not isinstance(schedule, str | os.PathLike):
         raise PlanError(f"a schedule is a name, a Table, its text, or a file that holds one, not {shown(schedule)}")
     text = os.fspath(schedule)
-    if text in SCHEDULES:
-        return SCHEDULES[text]
+    if (found := schedule_named(text)) is not None:
+        return found
     is_file = not isinstance(schedule, str) or text.endswith((".csv", ".txt")) or os.path.exists(text)
     if not is_file and len(text.split()) > 1:
         return Table.parse(text)

@@ -2,7 +2,7 @@
 micro-batches under way than there is memory for.
 
 Blocks of a chain of stages wait so: a forward for that of the stage before, a backward (or its I) for the forward and for
-the backward of the stage behind, a W for its I.
+the backward of the stage behind, a W for its I; an R for its forward, and a backward for its R.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def check_cells(
     """Raise unless a table holds the blocks that it should, each once, and where it lies.
 
     Args:
-        rows: the blocks of each group, F and B; the table may have I and W for a B.
+        rows: the blocks of each group, F, R and B; the table may have I and W for a B, and an R in its B.
         names: what errors call the groups.
         runs: what they say that each group runs.
         most: how many micro-batches may be under way on a group at once.
@@ -50,7 +50,8 @@ def check_cells(
     for number, (row, own) in enumerate(zip(table.rows, rows, strict=True)):
         counts = Counter(cells_of(row))
         halved = {whole_of(cell) for cell in counts if cell.kind in "IW"} & own
-        wanted = (own - halved) | {half for cell in halved for half in halves_of(cell)}
+        wanted = {cell for cell in own - halved if cell.kind != "R" or cell in counts}
+        wanted |= {half for cell in halved for half in halves_of(cell)}
         found = {
             "lacks": wanted - counts.keys(),
             "has twice": {cell for cell, count in counts.items() if count > 1},
@@ -108,7 +109,10 @@ def _before(cell: TableCell) -> Iterable[TableCell]:
         return [TableCell(stage, "I", number)]
     if cell.kind == "F":
         return [TableCell(stage - 1, "F", number)]
-    return [TableCell(stage, "F", number), TableCell(stage + 1, "B", number), TableCell(stage + 1, "I", number)]
+    own = [TableCell(stage, "F", number)]
+    if cell.kind == "R":
+        return own
+    return [*own, TableCell(stage, "R", number), TableCell(stage + 1, "B", number), TableCell(stage + 1, "I", number)]
 
 
 def in_order(
@@ -117,6 +121,7 @@ def in_order(
     name: Callable[[T], str] = str,
     told: Callable[[T], str] | None = None,
     devices: Sequence[Sequence[int]] | None = None,
+    aside: Callable[[T], bool] = lambda entry: False,
 ) -> list[list[T]]:
     """The entries of all rows round by round: in each, those heads of rows for which nothing is left to wait.
 
@@ -127,28 +132,31 @@ def in_order(
         name: what errors call an entry.
         told: what they say of those that wait; by default as they call it.
         devices: those of each row; by default they share none.
+        aside: what nothing is sent for takes no round: it runs in that of the entry before it.
 
     Raises:
         OrderError: blocks wait for each other; says what each head waits for.
     """
-    at = [0] * len(rows)
+    left = [list(row) for row in rows]
     done: set[T] = set()
     found: list[list[T]] = []
-    left = [number for number, row in enumerate(rows) if row]
-    while left:
-        ready = [number for number in left if waits[rows[number][at[number]]] <= done]
+    while any(left):
+        ready = [number for number, row in enumerate(left) if row and waits[row[0]] <= done]
         if not ready:
-            heads = [rows[number][at[number]] for number in left]
+            heads = [row[0] for row in left if row]
             lines = [
                 f"{(told or name)(head)} waits for {', '.join(sorted(map(name, waits[head] - done)))}" for head in heads
             ]
             raise OrderError(f"blocks wait for each other: {'; '.join(lines)}")
         ready = ready if devices is None else _apart(ready, devices)
-        found.append([rows[number][at[number]] for number in ready])
-        done.update(found[-1])
-        for number in ready:
-            at[number] += 1
-        left = [number for number in left if at[number] < len(rows[number])]
+        now: list[T] = []
+        for row in (left[number] for number in ready):
+            own = [row.pop(0)]
+            while row and aside(row[0]) and waits[row[0]] - {*own} <= done:
+                own.append(row.pop(0))
+            now += own
+        found.append(now)
+        done.update(now)
     return found
 
 

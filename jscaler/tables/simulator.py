@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.tables.legal import chain_waits, in_order
-from jscaler.tables.table import BlockKind, Entry, Table, cells_of
+from jscaler.tables.table import BlockKind, Entry, Table, cells_of, is_recompute
 from jscaler.tables.timeline import TimedRun, Timeline
 
 
@@ -36,7 +36,7 @@ def times_of(tasks: Sequence[Task]) -> list[tuple[float, float]]:
     return found
 
 
-UNITS: Mapping[BlockKind, float] = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+UNITS: Mapping[BlockKind, float] = {"F": 1.0, "R": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 
 
 def simulate_table(
@@ -62,7 +62,8 @@ def simulate_table(
     tasks: list[Task] = []
     entries: dict[int, Entry] = {}
     number_of: dict[Entry, int] = {}
-    for entry in (entry for entries_now in in_order(table.rows, waits, devices=own) for entry in entries_now):
+    rounds = in_order(table.rows, waits, devices=own, aside=is_recompute)
+    for entry in (entry for entries_now in rounds for entry in entries_now):
         row = row_of[entry]
         arrived = []
         for other in sorted(waits[entry], key=lambda one: number_of[one]):
@@ -85,11 +86,14 @@ def idle(timeline: Timeline, device: int) -> float:
 
 
 def most_activations(row: Sequence[Entry]) -> int:
-    """The most forwards of a group whose activations are held, until B or W; of stages without a backward none are."""
+    """The most forwards of a group whose activations are held, from F (or R, where that makes them again) until B or W; of
+    stages without a backward none are."""
     last = {(cell.stage, cell.microbatch): cell for cell in cells_of(row) if cell.kind in "BW"}
+    first = {(cell.stage, cell.microbatch): cell for kind in "FR" for cell in cells_of(row) if cell.kind == kind}
     live = most = 0
     for entry in row:
-        live += sum(cell.kind == "F" and (cell.stage, cell.microbatch) in last for cell in entry.cells)
+        own = [(cell, (cell.stage, cell.microbatch)) for cell in entry.cells]
+        live += sum(first.get(place) == cell and place in last for cell, place in own)
         most = max(most, live)
-        live -= sum(last.get((cell.stage, cell.microbatch)) == cell for cell in entry.cells)
+        live -= sum(last.get(place) == cell for cell, place in own)
     return most

@@ -5,8 +5,9 @@
 
 A row stands for a device group, in the order of their first stages. A cell is stage, kind of block, micro-batch. Kinds are
 F, forward; B, backward; or instead of one B two blocks: I, the gradient of the stage's input, which the stage before it
-waits for, and W, the gradients of its weights, which nobody does. ``(4F3;0B1)`` is an overlapped entry: two blocks as one
-executable, in which one's communication may hide behind the other's arithmetic.
+waits for, and W, the gradients of its weights, which nobody does. R is what a plan computes again of a stage's forward, for
+its backward; it waits for nothing but its F, and is a part of B (or I) where a table does not name it. ``(4F3;0B1)`` is an
+overlapped entry: two blocks as one executable, in which one's communication may hide behind the other's arithmetic.
 """
 
 import re
@@ -16,7 +17,7 @@ from typing import Literal, get_args
 
 from jscaler.errors import PlanError, shown
 
-BlockKind = Literal["F", "B", "I", "W"]
+BlockKind = Literal["F", "R", "B", "I", "W"]
 _CELL = re.compile(r"(\d+)([A-Z])(\d+)")
 
 
@@ -95,6 +96,11 @@ class Table:
 def cells_of(row: Iterable[Entry]) -> Iterator[TableCell]:
     """The cells of a row, those of overlapped entries one behind the other."""
     return (cell for entry in row for cell in entry.cells)
+
+
+def is_recompute(entry: Entry) -> bool:
+    """Whether an entry computes a forward again, and does nothing else."""
+    return all(cell.kind == "R" for cell in entry.cells)
 
 
 def parse_entry(text: str) -> Entry:

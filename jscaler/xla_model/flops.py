@@ -1,6 +1,7 @@
 """Floating-point operations of one equation, from its shapes."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.extend import core
@@ -46,12 +47,21 @@ def flops_of(eqn: core.JaxprEqn) -> Flops:
 
 
 def _kernel(eqn: core.JaxprEqn) -> Flops:
-    """A kernel's own program, once for each cell of its grid; as products where it has any."""
+    """A kernel's own program, once for each cell of its grid, or what its author says; as products where it has any."""
     cells = math.prod(int(n) for n in eqn.params["grid_mapping"].grid)
     units: dict[str, float] = {}
-    for inner in core.jaxprs_in_params(eqn.params):
-        for found in map(flops_of, open_jaxpr(inner)[0].eqns):
-            units[found.unit] = units.get(found.unit, 0.0) + found.count
+    for found, times in _inside(eqn):
+        units[found.unit] = units.get(found.unit, 0.0) + times * found.count
     products = [(count, unit) for unit, count in units.items() if unit != "vector"]
     count, unit = max(products, default=(units.get("vector", 0.0), "vector"))
-    return Flops(cells * count, unit)
+    said = eqn.params.get("cost_estimate")  # of loops whose length depends on the cell, say
+    return Flops(cells * count if said is None else float(said.flops), unit)
+
+
+def _inside(eqn: core.JaxprEqn) -> Iterator[tuple[Flops, int]]:
+    """What the programs in an equation compute, loops in them too, and how often; a loop of unknown length runs once."""
+    for inner in core.jaxprs_in_params(eqn.params):
+        for one in open_jaxpr(inner)[0].eqns:
+            times = one.params.get("length", 1)
+            found = [*_inside(one)] or [(flops_of(one), 1)]
+            yield from ((flops, times * n) for flops, n in found)

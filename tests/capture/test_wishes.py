@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from losing import losing
 
 import jscaler
 
@@ -115,6 +116,7 @@ def wanted(model: Callable[..., jax.Array]) -> Any:
 
 
 @pytest.mark.smoke
+@losing
 @pytest.mark.parametrize("plan", ["single()", "data_parallel()", "zero3()", "pipeline(2, 2)"])
 @pytest.mark.parametrize("model", [in_context, own_derivative, put])
 def test_a_mesh_around_the_step_is_left_out(in_mesh: AxisType, model: Callable[..., jax.Array], plan: str) -> None:

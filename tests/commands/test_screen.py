@@ -4,17 +4,19 @@ import re
 import shlex
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import typer
+from of_the_day import of_the_day
 from report.stand_in import on_cpu
 from screens import faults, shown
 from terminal import in_terminal
 from typer.testing import CliRunner
 
 from jscaler.cli import app
-from jscaler.commands.interrupts import INTERRUPTED, finished_before_interrupts
+from jscaler.commands.interrupts import INTERRUPTED, finished_before_interrupts, on_screen
 
 ROOT = Path(__file__).parents[2]
 NARROW, WIDE = 80, 200
@@ -141,7 +143,7 @@ def test_each_command_of_the_readme_is_here() -> None:
     assert {param.values[0].split()[0] for param in SEEN} == {*typer.main.get_command(app).commands}
 
 
-@pytest.mark.parametrize(("command", "columns"), SEEN)
+@pytest.mark.parametrize(("command", "columns"), of_the_day(SEEN, 3))
 def test_a_command_on_a_terminal(command: str, columns: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command.startswith("compile"):
         on_cpu(monkeypatch)
@@ -157,7 +159,7 @@ def test_help_on_a_terminal(command: str | None, columns: int) -> None:
     assert not faults(seen([*([command] if command else []), "--help"], columns), columns)
 
 
-@pytest.mark.parametrize("command", PIPED, ids=[f"{one.split()[0]}-{number}" for number, one in enumerate(PIPED)])
+@pytest.mark.parametrize("command", of_the_day(PIPED, 3), ids=lambda command: command.split()[0])
 def test_a_command_in_a_pipe(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the terminal around it: no control codes, and cells and columns as on a wide one."""
     if command.startswith("compile"):
@@ -213,7 +215,7 @@ def test_what_was_trained_and_is_not_saved_is_told(folder: Path) -> None:
 
 
 def finished(presses: int, done: list[str]) -> None:
-    with finished_before_interrupts():
+    with finished_before_interrupts("its checkpoint is complete"):
         for _ in range(presses):
             signal.raise_signal(signal.SIGINT)
         done.append("written")
@@ -238,6 +240,29 @@ def test_what_is_under_way_is_finished() -> None:
         finished(2, done)  # whoever presses twice does not wait
     assert len(done) == 2
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("moment", ["begins", "is shown", "ends"])
+def test_an_interrupt_takes_a_display_back_whole(moment: str) -> None:
+    seen = list[str]()
+
+    def at(now: str) -> None:
+        if now == moment:
+            signal.raise_signal(signal.SIGINT)
+        seen.append(now)
+
+    @contextmanager
+    def display() -> Iterator[None]:
+        at("begins")
+        try:
+            yield
+        finally:
+            at("ends")
+
+    with pytest.raises(KeyboardInterrupt), on_screen(display()):
+        at("is shown")
+    assert (seen[0], seen[-1]) == ("begins", "ends")
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,11 @@ def test_what_waits_is_what_was_written_and_is_read_later(policy: Any, devices: 
     runs = list(waiting.runs())
     assert {run.place for run in runs} == {i for i, one in enumerate(steps) if isinstance(one, Run)}
     assert sorted(d for own in waiting.alike for d in own) == list(range(step.plan.num_devices))
-    for run in runs:
+    for run, waits in zip(runs, waiting.at(runs), strict=True):
         device = run.devices[0]
         alive = [s for s, at in written.items() if at < run.place <= last.get(s, -1) and device in sizes[s][0]]
         assert sum(run.waiting.values()) == sum(sizes[s][1] for s in alive)
-        assert sum(held.what.nbytes for held in waiting.at(run)) == sum(sizes[s][1] for s in alive)
+        assert sum(held.what.nbytes for held in waits) == sum(sizes[s][1] for s in alive)
 
 
 def test_a_stage_holds_as_many_micro_batches_as_are_under_way() -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from of_the_day import of_the_day
 
 import jscaler
 from jscaler import PlanError, Split, TimeSplit
@@ -119,7 +120,7 @@ def planned(groups: Groups, microbatches: int, table: Any = None, rows: int = 24
     return step.lower(*arguments(layers, rows)).plan
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", of_the_day(CASES, 3))
 def test_optimizer_steps_are_those_of_one_device(case: str) -> None:
     groups, microbatches, table = CASES[case]
     layers, devices = layers_in(groups), devices_in(groups)

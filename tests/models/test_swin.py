@@ -74,13 +74,20 @@ def test_stacked_and_rematerialised_pairs_are_the_same_model() -> None:
     np.testing.assert_allclose(ours, jax.jit(Swin(config).apply)({"params": params}, images), rtol=1e-5, atol=1e-5)
 
 
-PLANS = [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2), ("co_shard(2, plan=tensor_parallel())", 2)]
+PLANS = [
+    ("single", 1),
+    ("data_parallel", 2),
+    ("tensor_parallel", 2),
+    ("co_shard(2, plan=tensor_parallel())", 2),
+    ("co_shard(2, plan=megatron(dp=2, tp=2))", 4),
+    ("pipeline(2, 2, plan=co_shard(2, plan=megatron(dp=2, tp=2)))", 8),
+]
 
 
-@pytest.mark.parametrize(("plan", "devices"), of_the_day(PLANS, 2))
+@pytest.mark.parametrize(("plan", "devices"), of_the_day(PLANS, 3))
 def test_train_step_under_a_plan(plan: str, devices: int) -> None:
     with jax.enable_x64(True):
         config = dataclasses.replace(TINY, dtype=jnp.float64, param_dtype=jnp.float64)
         state = make_image_state(Swin(config), (4, 4, 3), optax.sgd(0.1, momentum=0.9))
-        images = jax.random.normal(jax.random.key(1), (4, 4, 4, 3), jnp.float64)
-        assert_step_like_jit(image_train_step, state, {"images": images, "labels": jnp.arange(4) % 3}, plan, devices)
+        images = jax.random.normal(jax.random.key(1), (8, 4, 4, 3), jnp.float64)
+        assert_step_like_jit(image_train_step, state, {"images": images, "labels": jnp.arange(8) % 3}, plan, devices)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from losing import losing
 from of_the_day import of_the_day
 
 import jscaler
@@ -162,6 +163,7 @@ def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
         assert not [loop.ys for loop in graph.loops.values() if loop.ys]
 
 
+@losing
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loss_that_needs_the_sum_before_its_gradient(devices: int) -> None:
     with jax.enable_x64(True):
@@ -170,6 +172,7 @@ def test_a_loss_that_needs_the_sum_before_its_gradient(devices: int) -> None:
         assert_like_the_whole(descend(squared), {"params": params}, batch, plan, devices)
 
 
+@losing
 def test_two_losses_in_a_step() -> None:
     with jax.enable_x64(True):
         params, batch = params_and_batch()

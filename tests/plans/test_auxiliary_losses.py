@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 from test_per_microbatch import PARTS, norm_step
@@ -94,6 +95,7 @@ def with_loss(body: Callable[..., Any]) -> Any:
     return step
 
 
+@losing
 @pytest.mark.parametrize(
     "body", of_the_day([balance, centred, added, importance, root, variation]), ids=lambda f: f.__name__
 )
@@ -124,6 +126,7 @@ def test_what_leaves_for_good_is_the_mean_over_the_parts(body: Callable[..., Any
         assert_trees_close(got, jax.value_and_grad(by_hand, has_aux=True)(w, x))
 
 
+@losing
 @pytest.mark.parametrize("where", ["in the module", "outside", "behind layers"])
 def test_a_count_behind_the_op_is_a_part_s(where: str) -> None:
     """What is no sum, made of a sum and divided by how many rows that has: in an op of its own, a part's count."""
@@ -155,6 +158,7 @@ def test_a_count_behind_the_op_is_a_part_s(where: str) -> None:
         assert_trees_close(lowered.compile()(w, {"x": x}), jax.value_and_grad(by_hand)(w, x))
 
 
+@losing
 @pytest.mark.parametrize("how", of_the_day(["loop", "carried", "stacked"], 2))
 def test_auxiliary_losses_of_layers(how: str) -> None:
     with jax.enable_x64(True):
@@ -172,6 +176,7 @@ def test_auxiliary_losses_of_layers(how: str) -> None:
         assert_trees_close(got, jax.value_and_grad(by_hand, has_aux=True)(params, x))
 
 
+@losing
 def test_an_op_of_inputs_alone_stays_in_the_loop() -> None:
     """What only counts inputs runs before, on all; not what each micro-batch has for itself, by which a loss is divided."""
 

@@ -13,7 +13,7 @@ from plans.plan_steps import TX, activations, assert_same_numbers, gpt, gpt_nnx,
 
 import jscaler
 from jscaler import PlanError, SplitError, UnknownNameError
-from jscaler.plans import accumulate, co_shard, tensor_parallel
+from jscaler.plans import accumulate, co_shard, megatron, pipeline, tensor_parallel
 from jscaler.primitives.plan import Recompute
 from tests.capture.user_ops import attend_op
 
@@ -43,6 +43,8 @@ CASES: dict[str, tuple[Any, Any, int]] = {
     "without recompute": (co_shard(4, recompute=False, loss=False), gpt, 1),
     "tensor parallel": (co_shard(2, plan=tensor_parallel()), gpt, 2),
     "in micro-batches, over layers": (accumulate(2, co_shard(2, plan=tensor_parallel())), STACKED, 2),
+    "dp and tp": (co_shard(2, plan=megatron(dp=2, tp=2)), gpt, 4),
+    "dp, tp and stages": (pipeline(2, 2, plan=co_shard(2, plan=megatron(dp=2, tp=2))), STACKED, 8),
     "nnx": (co_shard(2), gpt_nnx, 1),
     "checkpointed layers": (co_shard(2), functools.partial(STACKED, remat=True), 1),
     "user op": (co_shard(2, on=USER, loss=False), attention, 1),
@@ -80,7 +82,9 @@ def test_a_checkpoint_that_holds_more_than_is_co_sharded_stays() -> None:
 def test_parts_that_do_not_divide() -> None:
     with pytest.raises(SplitError):
         planned(co_shard(3), gpt(), 1)
-    with pytest.raises(SplitError):  # two devices have two heads each
+    with pytest.raises(
+        SplitError, match=r"of size 1 into 2 parts; legal: 1, since it is split already: .:4 in time \(co_shard\)"
+    ):
         planned(co_shard(4, plan=tensor_parallel()), gpt(), 2)
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 
 from tests.part_models import measure_model
@@ -12,6 +13,7 @@ REFUSED = {
 }
 
 
+@losing
 @pytest.mark.parametrize("seed", of_the_day(RIGHT))
 def test_a_micro_batch_has_the_numbers_of_a_step_traced_on_it(seed: int) -> None:
     with jax.enable_x64(True):

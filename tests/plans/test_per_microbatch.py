@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 
@@ -255,6 +256,7 @@ def test_what_it_refuses() -> None:
         lower(standardized, by_user)
 
 
+@losing
 @pytest.mark.parametrize("layers", [(), (2,)], ids=["one layer", "a scan"])
 @pytest.mark.parametrize("squared", [False, True], ids=["a mean", "squared"])
 def test_rows_and_their_gradients_read_the_state_before(squared: bool, layers: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from jscaler import plans
 from jscaler.errors import PlanError, PlanWarning
 from jscaler.lower.instructions import Run
 from jscaler.primitives import OnDevices, Planner
-from jscaler.tables import SCHEDULES
+from jscaler.tables import SCHEDULES, Published, Table, schedule_named
 
 WIDTH, ROWS = 4, 16
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
@@ -89,10 +89,16 @@ class Case:
     @property
     def at(self) -> list[str] | None:
         """Between a first and a last layer on all devices, stages as equal as can be; else it is left open."""
-        if not SCHEDULES[self.schedule].everywhere:
+        if not schedule_of(self.schedule).everywhere:
             return None
         own = self.model.layers - 2
         return [f"layer_{1 + own * group // self.groups}" for group in range(self.groups)] + [f"layer_{own + 1}"]
+
+
+def schedule_of(name: str) -> Published:
+    found = schedule_named(name)
+    assert found is not None
+    return found
 
 
 def cases() -> Iterator[Case]:
@@ -110,6 +116,12 @@ def cases() -> Iterator[Case]:
     yield Case("interleaved", Model(8), 2, "", 4)
     yield Case("breadth_first", Model(8, stacked=True), 2, "", 4)
     yield Case("3f1b", Model(passes=2), 2, "", 2)
+    for number, (name, known) in enumerate(SCHEDULES.items()):  # with what stages compute again in blocks of its own
+        model = Model(stacked=number % 2 == 0 and not known.everywhere, passes=known.chunks_of(None) if known.passes else 1)
+        if name != "forward_only":
+            yield Case(f"{name}+R", model, 2, INNER[number % 4] if number % 3 else "")
+    yield Case("1f1b+R", Model(8), 4)
+    yield Case("interlaced+R", Model(8), 4)
 
 
 def trained(model: Model, steps: Callable[..., Any], state: Any) -> Any:
@@ -152,8 +164,18 @@ def test_steps_are_those_of_one_device_in_the_table_s_order(case: Case) -> None:
             assert_trees_close(compiled(start(model), batch(0)), jax.jit(model.evaluate)(start(model), batch(0)))
         else:
             assert_trees_close(trained(model, compiled, start(model)), one_device(model))
-    assert lowered.plan.instructions.table == SCHEDULES[case.schedule].table(case.groups, microbatches, case.chunks)
+    table = lowered.plan.instructions.table
+    assert table is not None
+    wanted = schedule_of(case.schedule).table(case.groups, microbatches, case.chunks)
+    assert table == of_stages_that_compute_again(wanted, {c.stage for c in table.cells() if c.kind == "R"})
     assert out_of_order(lowered.plan) == []
+
+
+def of_stages_that_compute_again(table: Table, stages: set[int]) -> Table:
+    """Some do: those with a layer behind the first, which reads the batch, and keeps that and what its backward reads."""
+    assert bool(stages) == any(cell.kind == "R" for cell in table.cells())
+    kept = (tuple(e for e in row if any(c.kind != "R" or c.stage in stages for c in e.cells)) for row in table.rows)
+    return Table(tuple(kept))
 
 
 TABLES = {

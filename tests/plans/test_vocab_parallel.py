@@ -1,5 +1,6 @@
 """The vocabulary in parts: one all-reduce of looked-up rows, a maximum and two sums per token, and no logits are sent."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from plan_steps import activations, assert_same_numbers, collectives, gpt, plann
 
 import jscaler
 from jscaler import Split
-from jscaler.errors import SplitError, UnknownNameError
-from jscaler.plans import megatron, vocab_parallel
+from jscaler.errors import PlanWarning, UnknownNameError
+from jscaler.plans import megatron, tensor_parallel, vocab_parallel
 
 
 @pytest.mark.smoke
@@ -63,6 +64,37 @@ def test_a_tied_table_that_is_split_in_two_ways_lies_in_one(dims: tuple[int, int
     assert moved == [("all_to_all", "state/params/embed/embedding"), ("all_to_all", "d(state/params/embed/embedding)")]
 
 
+ODD = functools.partial(gpt, vocabulary=33)  # on four devices 9, 9, 9 and 6 words
+
+
+def test_words_that_do_not_divide_lie_in_parts_of_which_the_last_is_shorter() -> None:
+    """What is sent is as ever, but that table and gradient are exchanged once: no array can lie as they are used."""
+    plan = planned(vocab_parallel(), ODD(), 4)
+    exchanged = [("all_to_all", "state/params/embed/embedding"), ("all_to_all", "d(state/params/embed/embedding)")]
+    sent = [(kind, t.name) for kind, t in collectives(plan)]
+    assert [one for one in sent if one[0] != "all_reduce"] == exchanged
+    assert len(sent) == 5 + len(exchanged)
+    tables = [layout for t, layout in plan.completed.inputs.items() if t.name.endswith("embed/embedding")]
+    assert [layout.local_shape for layout in tables] == [(33, 4)] * 2, "parameter and momentum"
+    logits = plan.completed.ops["embed.attend/dot"].outputs[0]
+    assert (logits.local_shape, logits.block_sizes(2)) == ((8, 8, 9), (9, 9, 9, 6))
+    assert logits.uneven == (), "the collectives are those of equal parts, padded"
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices"), of_the_day([(vocab_parallel(), 4), (megatron(dp=2, tp=4, zero=3), 8), (tensor_parallel(), 4)], 3)
+)
+def test_odd_words_give_the_numbers_of_one_device(plan: Any, devices: int) -> None:
+    assert_same_numbers(plan, ODD, devices)
+
+
+def test_a_table_with_too_few_words_stays_whole_and_is_named() -> None:
+    with pytest.warns(
+        PlanWarning, match=r"8 devices cannot have a part each: 'state/params/embed/embedding' of \(33, 16\)"
+    ):
+        planned(vocab_parallel(), ODD(), 8)
+
+
 @losing
 def test_a_tied_table_that_is_split_in_two_ways_gives_the_numbers_of_one_device() -> None:
     assert_same_numbers(tied(1, 0), gpt, 4)
@@ -95,5 +127,3 @@ def test_a_penalty_on_kernels_looks_nothing_up() -> None:
 def test_mistakes() -> None:
     with pytest.raises(UnknownNameError, match=r"pass vocab_parallel\(vocabulary=\.\.\.\)"):
         planned(vocab_parallel({"*/words": 0}), gpt(), 4)
-    with pytest.raises(SplitError, match=r"embed/embedding' cannot split factor 'dim 0' of size 32 into 5 parts"):
-        planned(vocab_parallel(), gpt(), 5)

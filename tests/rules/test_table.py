@@ -110,7 +110,7 @@ def elementwise_call(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    "names", of_the_day([ELEMENTWISE_HERE[i : i + 10] for i in range(0, len(ELEMENTWISE_HERE), 10)], 3), ids=" ".join
+    "names", of_the_day([ELEMENTWISE_HERE[i : i + 10] for i in range(0, len(ELEMENTWISE_HERE), 10)], 6), ids=" ".join
 )
 def test_elementwise(names: Sequence[str]) -> None:
     """Ten primitives in one compilation."""
@@ -402,7 +402,7 @@ KNOWN = traced_names()
 SEEN_TO = frozenset(ELEMENTWISE_HERE) | (CASES.keys() & KNOWN)
 
 
-@pytest.mark.parametrize("name", of_the_day(sorted(CASES.keys() & KNOWN), 3))
+@pytest.mark.parametrize("name", of_the_day(sorted(CASES.keys() & KNOWN), 6))
 def test_parts_make_the_whole(name: str) -> None:
     """All cases of a primitive in one compilation: forward and backward, in 2, 3 and 4 parts."""
     verify_rules(CASES[name])

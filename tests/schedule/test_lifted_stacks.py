@@ -49,6 +49,11 @@ def test_layers_stand_in_the_one_loop_over_micro_batches(model: Callable[..., ja
     loops = lowered.graph.loops
     assert [name.split("@")[0] for name, loop in loops.items() if loop.parent is None] == ["microbatch"]
     assert len(loops) == 5  # two stacks, forward and backward, in it
+    graph = lowered.plan.graph
+    read = {*graph.consumers, *graph.linked}
+    filled = [t.shape for op in graph.ops if not op.inputs for t in op.outputs if t in read]
+    assert (ROWS, WIDTH) not in filled  # gradients of what layers close over begin as zeros of a micro-batch's size
+    assert ((ROWS // 4, WIDTH) in filled) == (model is over_memory)
     (after, loss), (expected, its) = planned(state, batch), step(state, batch, jax.value_and_grad)
     np.testing.assert_allclose(loss, its, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, expected)

@@ -58,11 +58,12 @@ def judged(asked: Asked) -> str:
 
 
 def each_once(cells: list[TableCell], wanted: set[TableCell]) -> bool:
-    """Every block of ``wanted`` stands there once, a B maybe as its I and its W; and nothing else does."""
+    """Every block of ``wanted`` stands there once, a B maybe as its I and its W, an R maybe not; and nothing else does."""
     left = list(cells)
     for block in wanted:
         halves = [dataclasses.replace(block, kind="I"), dataclasses.replace(block, kind="W")]
-        for way in [[block], *([halves] if block.kind == "B" else [])]:
+        optional = block.kind == "R" and block not in left
+        for way in [[block], *([halves] if block.kind == "B" else []), *([[]] if optional else [])]:
             if all(left.count(cell) == 1 for cell in way):
                 left = [cell for cell in left if cell not in way]
                 break
@@ -100,26 +101,32 @@ def read_by(cell: TableCell) -> set[TableCell]:
         return {TableCell(s - 1, "F", i)}
     if cell.kind == "W":
         return {TableCell(s, "I", i)}
-    return {TableCell(s, "F", i), TableCell(s + 1, "B", i), TableCell(s + 1, "I", i)}
+    if cell.kind == "R":
+        return {TableCell(s, "F", i)}
+    return {TableCell(s, "F", i), TableCell(s, "R", i), TableCell(s + 1, "B", i), TableCell(s + 1, "I", i)}
 
 
 # -- random tables, and what may be wrong with them
 
 
 def random_table(rng: random.Random, groups: int, microbatches: int, stages: int, turned: bool, frozen: int = 0) -> Asked:
-    """A legal table: at each time any block that can run is next on its group. ``frozen`` first stages go forward alone."""
+    """A legal table: at each time any block that can run is next on its group. ``frozen`` first stages go forward alone,
+    some others compute again, for some micro-batches in blocks of their own."""
     places = [[*range(groups), *(rng.randrange(groups) for _ in range(stages - groups))] for _ in range(2)]
     for own in places:
         rng.shuffle(own)
     halved: set[tuple[int, int]] = set()
-    share = rng.choice([0, 0.5, 1])
+    share, apart = rng.choice([0, 0.5, 1]), rng.choice([0, 0, 0.5, 1])
+    again = {s for s in range(frozen, stages) if rng.random() < apart}
     wanted = [set[TableCell]() for _ in range(groups)]
     left: list[tuple[int, TableCell]] = []
     for s, i in itertools.product(range(stages), range(microbatches)):
         group = places[i % 2 if turned else 0][s]
         wanted[group] |= {TableCell(s, "F", i)} | ({TableCell(s, "B", i)} if s >= frozen else set())
+        wanted[group] |= {TableCell(s, "R", i)} if s in again else set()
         halved |= {(s, i)} if rng.random() < share else set()
         kinds: list[BlockKind] = ["F"] if s < frozen else ["F", "I", "W"] if (s, i) in halved else ["F", "B"]
+        kinds += ["R"] if s in again and (i == 0 or rng.random() < 0.5 + apart / 2) else []
         left += [(group, TableCell(s, kind, i)) for kind in kinds]
     every, ran = {cell for _, cell in left}, set[TableCell]()
     rows: list[list[Entry]] = [[] for _ in range(groups)]
@@ -142,7 +149,7 @@ def overlapped(rng: random.Random, asked: Asked) -> None:
 
 def changed(cell: TableCell, rng: random.Random) -> TableCell:
     """Another stage, another kind or another micro-batch."""
-    kind: BlockKind = rng.choice(("F", "B", "I", "W"))
+    kind: BlockKind = rng.choice(("F", "R", "B", "I", "W"))
     others = [dataclasses.replace(cell, stage=cell.stage + 1), dataclasses.replace(cell, kind=kind)]
     return rng.choice([*others, dataclasses.replace(cell, microbatch=cell.microbatch + 1)])
 
@@ -279,11 +286,12 @@ def test_damaged_rows_are_named_with_their_cells(seed: int) -> None:
 
 
 def what_is_wrong(cells: list[TableCell], wanted: set[TableCell]) -> dict[str, set[TableCell]]:
-    """Of a B whose I or W stands there, the halves are asked for."""
+    """Of a B whose I or W stands there, the halves are asked for; no R is."""
     asked = set[TableCell]()
     for block in wanted:
         halves = {dataclasses.replace(block, kind="I"), dataclasses.replace(block, kind="W")}
         asked |= halves if block.kind == "B" and not halves.isdisjoint(cells) else {block}
+    asked -= {block for block in asked if block.kind == "R" and block not in cells}
     twice = {cell for cell in cells if cells.count(cell) > 1}
     return {"lacks": asked - set(cells), "has twice": twice, "has": set(cells) - asked}
 
@@ -300,6 +308,7 @@ MISTAKES = {
     "0F0 0B0 0F1\n1F0 1B0 1F1 1B1": "row 0 of the table, that of group 0, lacks '0B1'",
     "0F0 0B0 0F1 0B1 0F1\n1F0 1B0 1F1 1B1": "row 0 of the table, that of group 0, has twice '0F1'",
     "0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1 0F0": "row 1 of the table, that of group 1, has '0F0 of group 0'",
+    "0F0 0R0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1": ("row 0 of the table, that of group 0, has '0R0, which does not run anywhere'"),
     "0F0 0B0 0F1 0B1\n1F0 1B0 1F1 2B1": (
         "row 1 of the table, that of group 1, lacks '1B1'; has '2B1, which does not run anywhere'"
     ),
@@ -330,6 +339,20 @@ def test_memory_for_fewer_micro_batches() -> None:
     assert (
         str(error.value) == "row 0 of the table, that of group 0, has 2 micro-batches under way at once; at most 1 may be"
     )
+
+
+def test_what_is_computed_again_runs_behind_its_forward_and_before_its_backward() -> None:
+    """Once, on its group, or not at all: then it is a part of the backward."""
+    again = [own | {TableCell(s, "R", i) for i in range(2)} for s, own in enumerate(chain(2, 2))]
+    check_chain(Table.parse("0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1B0 1F1 1R1 1I1 1W1"), again)
+    for text, wrong in {
+        "0R0 0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1": "0R0 waits for 0F0; 1F0 waits for 0F0",
+        "0F0 0B0 0R0 0F1 0B1\n1F0 1B0 1F1 1B1": "0B0 waits for 0R0; 1F1 waits for 0F1",
+        "0F0 0R0 0B0 0F1 0R0 0B1\n1F0 1B0 1F1 1B1": "group 0, has twice '0R0'",
+        "0F0 0B0 0F1 0B1\n1F0 0R0 1B0 1F1 1B1": "group 1, has '0R0 of group 0'",
+    }.items():
+        with pytest.raises(PlanError, match=wrong):
+            check_chain(Table.parse(text), again)
 
 
 # -- legal ones are run
@@ -387,6 +410,9 @@ HARD = [
     "0F0 0F1 0B0 0I1 0W1\n1F0 1B0 1F1 1B1",  # halves of some backwards, while others are whole
     "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1B0 1F1 1B1",
     "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1I1 1W1",
+    "0F0 0F1 0R1 0B0 0B1\n1F0 1R0 1B0 1F1 1B1",  # computed again in a block of its own, and as a part of a backward
+    "0F0 0R0 0F1 0I0 0R1 0W0 0I1 0W1\n1F0 1F1 1R1 1I1 1W1 1B0",
+    "0F0 (0F1;0R0) (0R1;0B0) 0B1\n1F0 1B0 1F1 1B1",
 ]
 
 

@@ -298,7 +298,7 @@ def test_text_and_csv_are_read_as_they_were_written(chosen: tuple[str, int, int,
         assert parse_csv(csv_text(table)) == table
 
 
-cells = st.tuples(st.integers(0, 2), st.sampled_from("FBIW"), st.integers(0, 3))
+cells = st.tuples(st.integers(0, 2), st.sampled_from("FRBIW"), st.integers(0, 3))
 
 
 @given(st.lists(st.lists(cells, min_size=1, max_size=2)))
@@ -313,7 +313,7 @@ def test_micro_batches_under_way(entries: list[list[tuple[int, str, int]]]) -> N
 
 
 def test_activations_are_held_until_the_last_that_reads_them() -> None:
-    """B, or W; of a stage without a backward none, and of overlapped blocks one another's."""
+    """B, or W; of a stage without a backward none, and of overlapped blocks one another's. They are made by F, or by R."""
     for text, most in {
         "0F0 0F1 0B0 0B1": 2,
         "0F0 0I0 0F1 0W0 0I1 0W1": 2,
@@ -321,6 +321,9 @@ def test_activations_are_held_until_the_last_that_reads_them() -> None:
         "0F0 2F0 0F1 2F1 2B0 2B1": 2,
         "0F0 (0F1;0B0) 0B1": 2,
         "0F0 0F1 0F2": 0,
+        "0F0 0F1 0R0 0B0 0R1 0B1": 1,
+        "0F0 0F1 0R0 0R1 0B0 0I1 0W1": 2,
+        "0F0 0F1 0R1 0B0 0B1": 2,
     }.items():
         assert most_activations(Table.parse(text).rows[0]) == most, text
 

@@ -11,11 +11,12 @@ from hypothesis import given
 from of_the_day import drawn
 
 from jscaler.errors import OrderError
-from jscaler.tables import SCHEDULES, BlockKind, Table, TableCell
+from jscaler.tables import SCHEDULES, BlockKind, Entry, Table, TableCell, schedule_named
 from jscaler.tables.simulator import Task, idle, simulate_table, times_of
 from jscaler.tables.timeline import Timeline
 
 Times = dict[str, tuple[float, float]]
+EVERY = [name + mark for name in sorted(SCHEDULES) for mark in ("", "+R")]
 
 
 def needed(cell: TableCell) -> list[TableCell]:
@@ -25,7 +26,9 @@ def needed(cell: TableCell) -> list[TableCell]:
         return [TableCell(stage - 1, "F", i)]
     if cell.kind == "W":
         return [TableCell(stage, "I", i)]
-    return [TableCell(stage, "F", i), TableCell(stage + 1, "B", i), TableCell(stage + 1, "I", i)]
+    if cell.kind == "R":
+        return [TableCell(stage, "F", i)]
+    return [TableCell(stage, "F", i), TableCell(stage, "R", i), TableCell(stage + 1, "B", i), TableCell(stage + 1, "I", i)]
 
 
 class Clock:
@@ -54,21 +57,30 @@ class Clock:
 
     def _one_after_another(
         self, table: Table, home: Mapping[TableCell, tuple[int, object]], devices: Sequence[Sequence[int]]
-    ) -> list[tuple[int, object]]:
-        """Rows start their entries round by round; of those that share a device one a round, the first row first."""
+    ) -> list[tuple[int, Entry]]:
+        """Rows start their entries round by round; of those that share a device one a round, the first row first. An R goes
+        into the round of the entry before it, unless it needs another of that round."""
         at, done, found = [0] * len(table.rows), set(), []
         while sum(at) < sum(map(len, table.rows)):
             heads = [(row, entries[at[row]]) for row, entries in enumerate(table.rows) if at[row] < len(entries)]
             ready = [(r, e) for r, e in heads if all(c in done for o in e.cells for c in needed(o) if c in home)]
             assert ready, "they wait for each other"
-            begun: list[tuple[int, object]] = []
-            for row, entry in ready:
-                if any(set(devices[row]) & set(devices[other]) for other, _ in begun):
-                    continue
-                begun.append((row, entry))
-                at[row] += 1
-                done |= set(entry.cells)
-            found += begun
+            begun: list[int] = []
+            for row, _ in ready:
+                if not any(set(devices[row]) & set(devices[other]) for other in begun):
+                    begun.append(row)
+            ran = set[TableCell]()
+            for row in begun:
+                own = set[TableCell]()
+                for entry in table.rows[row][at[row] :]:
+                    again = all(c.kind == "R" and set(needed(c)) & set(home) <= done | own for c in entry.cells)
+                    if own and not again:
+                        break
+                    found.append((row, entry))
+                    at[row] += 1
+                    own |= set(entry.cells)
+                ran |= own
+            done |= ran
         return found
 
     def run(self) -> Times:
@@ -115,16 +127,17 @@ def both(table: Table, seconds: Mapping[BlockKind, float], hop: float, devices: 
 
 
 some_seconds = st.one_of(st.integers(0, 5).map(float), st.floats(0, 9, allow_nan=False))
-kinds = st.fixed_dictionaries({"F": some_seconds, "B": some_seconds, "I": some_seconds, "W": some_seconds})
+kinds = st.fixed_dictionaries(dict.fromkeys(("F", "R", "B", "I", "W"), some_seconds))
 hops = st.one_of(st.just(0.0), st.sampled_from([0.25, 1.0, 3.5]), st.floats(0, 9, allow_nan=False))
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 8), st.integers(1, 3), kinds, hops)
+@given(st.sampled_from(EVERY), st.integers(1, 4), st.integers(1, 8), st.integers(1, 3), kinds, hops)
 @drawn(1000)
 def test_blocks_run_when_a_clock_lets_them(
     name: str, groups: int, microbatches: int, chunks: int, seconds: Mapping[BlockKind, float], hop: float
 ) -> None:
-    schedule = SCHEDULES[name]
+    schedule = schedule_named(name)
+    assert schedule is not None
     chunks = schedule.chunks or max(chunks, 2)
     if schedule.why_not(groups, microbatches, chunks) is None:
         table = schedule.table(groups, microbatches, chunks)

@@ -77,7 +77,7 @@ def test_a_field_that_cannot_be_read_is_named(text: str, told: str, tmp_path: Pa
 @pytest.mark.parametrize("text", ["0X1", "F0", "0F", "-1F0", "0F0.5", "(0F0", "(0F0;)", "()", "0F0OVERLAP_F_B"])
 def test_a_cell_that_cannot_be_read(text: str) -> None:
     with pytest.raises(
-        PlanError, match=r"is no cell of a table: a cell is stage, kind \(F, B, I, W\) and micro-batch, as in 0F3"
+        PlanError, match=r"is no cell of a table: a cell is stage, kind \(F, R, B, I, W\) and micro-batch, as in 0F3"
     ):
         parse_entry(text)
     with pytest.raises(PlanError, match="is no cell of a table"):

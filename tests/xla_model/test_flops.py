@@ -1,5 +1,6 @@
 """Operations of products: against XLA's own count, and by hand where XLA counts a loop once."""
 
+import functools
 from typing import Any
 
 import jax
@@ -64,6 +65,19 @@ def test_a_kernel_counts_for_each_cell_of_its_grid() -> None:
 
     (eqn,) = jax.make_jaxpr(fun)(jnp.ones((32, 16)), jnp.ones((16, 16))).eqns
     assert flops_of(eqn) == Flops(2.0 * 32 * 16 * 16, "float32")
+
+
+def test_loops_of_a_kernel_count_as_often_as_they_run_or_as_its_author_says() -> None:
+    def kernel(x: Any, y: Any, out: Any) -> None:
+        out[...] = lax.fori_loop(0, 3, lambda i, total: total @ y[...], x[...])
+
+    def fun(x: jax.Array, y: jax.Array, said: pl.CostEstimate | None) -> jax.Array:
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 16), jnp.float32), cost_estimate=said)(x, y)
+
+    said = pl.CostEstimate(flops=1000, transcendentals=0, bytes_accessed=0)
+    for one, flops in ((None, 3 * 2.0 * 8 * 16 * 16), (said, 1000.0)):
+        (eqn,) = jax.make_jaxpr(functools.partial(fun, said=one))(jnp.ones((8, 16)), jnp.ones((16, 16))).eqns
+        assert flops_of(eqn) == Flops(flops, "float32")
 
 
 def test_of_the_branches_of_a_cond_the_larger_counts() -> None:

@@ -1,0 +1,65 @@
+"""Micro-batches that run in several loops: what one loop hands to the next is held for all of them.
+
+one loop       for each micro-batch: forward ──► backward            one micro-batch's activations live at a time
+loops apart    for each: forward ──► all activations ──► for each: backward     who stands between needs sums over all
+"""
+
+import math
+from collections.abc import Mapping
+
+from jscaler.estimate.lost_parallelism import LEAST
+from jscaler.ir import Graph, Loop, Op, PTensor
+from jscaler.ir.loop import chain_of
+from jscaler.ir.walk import closure
+from jscaler.lower.step_plan import StepPlan
+from jscaler.plans.accumulate import MICROBATCH
+from jscaler.schedule.tensor_flow import Flows
+from jscaler.text.folding import folded
+from jscaler.text.units import readable_bytes
+
+
+def loops_apart(step: StepPlan) -> str:
+    """A sentence on how many loops micro-batches run in, what is held between these, and why.
+
+    Empty where that is less than a thousandth of what the step is given.
+    """
+    graph = step.graph
+    loops = {name: loop for name, loop in graph.loops.items() if loop.time == MICROBATCH}
+    held = _held(graph, loops) if len(loops) > 1 else 0
+    if held <= LEAST * sum(t.nbytes for t in graph.inputs):
+        return ""
+    why = _between(graph, loops)
+    because = f", since '{folded(why[0].path)}' needs what all of them make of '{folded(why[1].name)}'" if why else ""
+    return (
+        f"memory is lost: micro-batches run in {len(loops)} loops, one behind the other{because}: {readable_bytes(held)} "
+        "more are held in all than in one loop; where it may be done on each micro-batch alone, which gives other numbers, "
+        "say per_microbatch= with its module"
+    )
+
+
+def _held(graph: Graph, loops: Mapping[str, Loop]) -> int:
+    """The bytes of what loops hand to others, without those of one part."""
+    behind = Flows(graph).behind
+    taken: dict[PTensor, set[str]] = {}
+    for name, loop in loops.items():
+        for x in loop.xs:
+            taken.setdefault(x.stack, set()).add(name)
+    total = 0
+    for name, loop in loops.items():
+        times = math.prod(graph.loops[outer].length for outer in chain_of(loop.parent, graph.loops))
+        for y in loop.ys:
+            readers = closure([y.stack], lambda t: behind.get(t, ()))
+            if any(taken.get(t, set()) - {name} for t in readers):
+                total += times * y.stack.nbytes * (loop.length - 1) // loop.length
+    return total
+
+
+def _between(graph: Graph, loops: Mapping[str, Loop]) -> tuple[Op, PTensor] | None:
+    """The first op that reads the sum which a loop leaves, in a loop over layers if there is one; with that sum."""
+    sums = {c.final for loop in loops.values() for c in loop.carries}
+    outside = [op for op in graph.ops if op.kind != "update" and loops.keys().isdisjoint(chain_of(op.loop, graph.loops))]
+    for op in sorted(outside, key=lambda op: op.loop is None):
+        for tensor in op.inputs:
+            if tensor in sums:
+                return op, tensor
+    return None
