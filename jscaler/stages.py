@@ -1,7 +1,7 @@
 """The chain: capture, transform, schedule, materialize, lower. Each stage is a call; nothing else happens here."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from jscaler.lower.instructions import instructions
 from jscaler.lower.numbering import Keys, flatten
 from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
+from jscaler.lower.twins import twin_key, twin_of
 from jscaler.materialize import complete
 from jscaler.materialize.group_passes import GROUP_PASSES
 from jscaler.primitives import Decision, OnDevices, Order, Plan, Store, make_plan
@@ -137,7 +138,13 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts, stage_of)
     values, keys = made.values, Keys()
     several = len(completed.groups) > 1
+    known: dict[Hashable, Segment] = {}
     for program in made.programs:
+        key = twin_key(program) if several else None
+        if key in known:
+            segment, values = twin_of(known[key], program, values)
+            segments.append(segment)
+            continue
         flat = flatten(program, captured.source, keys)
         flat, flattened = run_passes(flat, BEFORE_CUT if several else passes, _num_items)
         blocks, values = cut(program, flat, values)
@@ -146,6 +153,8 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
             placed, each = run_passes(CutProgram(blocks), [in_each_block(one) for one in passes], CutProgram.num_items)
             blocks, runs = placed.blocks, [*runs, *each]
         segments.append(Segment(program, flat, blocks))
+        if key is not None:
+            known[key] = segments[-1]
     every = [block for segment in segments for block in segment.blocks]
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
     outputs = len(graph.outputs)

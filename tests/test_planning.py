@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jscaler
+from jscaler import stages
 from jscaler.capture import bodies
 from jscaler.materialize.filling import Filling
 from jscaler.materialize.mesh import DeviceMesh
@@ -23,8 +24,8 @@ from models.training import TrainState, make_optimizer, train_step
 CONFIG = GPTConfig(hidden=16, layers=2, heads=8, sequence=8, vocabulary=32)
 
 
-def lowered(layers: int, rows: int, stacked: bool = False) -> Any:
-    """A GPT's train step for ``rows`` × 8 devices, which need not be there."""
+def lowered(layers: int, rows: int, stacked: bool = False, pp: int = 1) -> Any:
+    """A GPT's train step for ``rows`` × 8 devices in each stage, which need not be there."""
     model, optimizer = GPT(dataclasses.replace(CONFIG, layers=layers, stacked=stacked)), make_optimizer()
 
     def make_state() -> TrainState:
@@ -32,8 +33,8 @@ def lowered(layers: int, rows: int, stacked: bool = False) -> Any:
         return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, key=jax.random.key(1))
 
     tokens = jax.ShapeDtypeStruct((128, 8), jnp.int32)
-    plan = jscaler.plans.megatron(dp=rows, tp=8)
-    step = jscaler.parallelize(plan, devices=8 * rows, donate_argnames="state")(train_step)
+    plan = jscaler.plans.megatron(dp=rows, tp=8, pp=pp, microbatches=4 if pp > 1 else None)
+    step = jscaler.parallelize(plan, devices=8 * rows * pp, donate_argnames="state")(train_step)
     return step.lower(jax.eval_shape(make_state), {"tokens": tokens, "labels": tokens})
 
 
@@ -80,6 +81,20 @@ def test_more_devices_are_no_more_work(work: Counter[str], stacked: bool) -> Non
     assert dict(work) == before
     kinds = [[kind for kind, _ in itertools.groupby(made.plan.flat.items, key=type)] for made in (few, many)]
     assert kinds[0] == kinds[1]
+
+
+def test_more_stages_of_a_stack_are_no_more_work(work: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is traced, flattened and cut is that of the first stage, of one in the middle, and of the last."""
+    for name in ("flatten", "cut"):
+        real = getattr(stages, name)
+        monkeypatch.setattr(stages, name, lambda *a, real=real, name=name: work.update([name]) or real(*a))
+    counts = []
+    for number in (4, 6):
+        work.clear()
+        lowered(2 * number, 1, True, number)
+        counts.append({name: work[name] for name in ("trace_flat", "run", "flatten", "cut")})
+    assert counts[0] == counts[1]
+    assert counts[0]["flatten"] == counts[0]["cut"] == 9  # in front of the loop over micro-batches, in it and behind it
 
 
 def test_equal_arrays_of_devices_are_one_object() -> None:

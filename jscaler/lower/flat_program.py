@@ -46,9 +46,9 @@ class FlatLoop:
     ys: tuple[tuple[Atom, core.Var], ...]
 
     @property
-    def inner(self) -> set[core.Var]:
+    def inner(self) -> list[core.Var]:
         """What the loop defines for its body."""
-        return {inside for _, inside, _, _ in self.carries} | {piece for _, piece in self.xs}
+        return [*(inside for _, inside, _, _ in self.carries), *(piece for _, piece in self.xs)]
 
     @property
     def outvars(self) -> list[core.Var]:
@@ -62,7 +62,7 @@ class FlatLoop:
     @functools.cached_property
     def reads(self) -> tuple[core.Var, ...]:
         """The variables of the program around it."""
-        inner = self.inner
+        inner = set(self.inner)
         found: list[Atom] = [*(init for init, *_ in self.carries), *(stack for stack, _ in self.xs), *self.returned]
         for item in self.items:
             found += reads(item)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from jscaler.errors import PlanError
@@ -29,6 +29,7 @@ class PlacedBlock:
         inputs, outputs: how each of these lies; None for what only blocks of this group hand on: what each device has.
         parts: of several blocks that are one executable: these, each with the place of its micro-batch among the run's.
         import_places, export_places: of these, the place of the micro-batch of each import and export; else all are of one.
+        like: the block of another group's program that it is the twin of (`lower.twins`), if it is one.
     """
 
     group: DeviceMesh
@@ -44,6 +45,7 @@ class PlacedBlock:
     parts: tuple[tuple["PlacedBlock", int], ...] = ()
     import_places: tuple[int, ...] = ()
     export_places: tuple[int, ...] = ()
+    like: "PlacedBlock | None" = field(default=None, compare=False, repr=False)
 
     @property
     def taken(self) -> tuple[tuple[int, int], ...]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.jaxprs import CALLS, CUSTOM_VJP, evaluate, inline, trace_flat
+from jscaler.capture.jaxprs import CALLS, CUSTOM_VJP, Atom, evaluate, inline, make_jaxpr, trace_flat
 from jscaler.capture.residuals import saved_pair
 from jscaler.capture.user_op import op_p
 from jscaler.errors import check_dim
@@ -283,14 +283,17 @@ def _one_index(jaxpr: core.Jaxpr, num_inputs: int, number: int | None) -> core.J
 
     Or with none, where ``number`` says which part it is.
     """
-    avals = [v.aval for v in jaxpr.invars[: num_inputs + (number is None)]]
-    spare = len(jaxpr.invars) - num_inputs
+    own, spare = jaxpr.invars[:num_inputs], jaxpr.invars[num_inputs:]
+    if not spare:
+        return jaxpr
+    index = spare[0] if number is None else core.Literal(np.asarray(number, np.int32), spare[0].aval)
+    table = dict.fromkeys(spare, index)
 
-    def run(*args: Any) -> list[Any]:
-        index = args[num_inputs:] * spare if number is None else [jnp.asarray(number, jnp.int32)] * spare
-        return evaluate(jaxpr, [*args[:num_inputs], *index])
+    def read(atoms: Sequence[Atom]) -> list[Atom]:
+        return [table.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
 
-    return inline(trace_flat(run, avals))
+    eqns = [e.replace(invars=read(e.invars)) for e in jaxpr.eqns]
+    return make_jaxpr(eqns, [*own, *([spare[0]] if number is None else [])], read(jaxpr.outvars), jaxpr)
 
 
 def _shared_names(analysis: Analysis, given: FactorNames) -> dict[int, str]:

@@ -1,0 +1,101 @@
+"""Programs of the middle stages of a stack are twins: what is copied of the first is what each would be by itself."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jscaler
+from jscaler import plans
+from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
+from jscaler.lower.alike import program_keys
+from jscaler.lower.cut import cut
+from jscaler.lower.numbering import flatten
+from jscaler.lower.segment import CutProgram, PlacedBlock, Segment, in_each_block
+from jscaler.lower.step_plan import StepPlan
+from jscaler.lower.twins import twin_key
+
+STAGES = 5
+
+
+def step(state: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    """Momentum for a stack of layers with a dropout, between two ends."""
+
+    def loss_of(params: Any) -> jax.Array:
+        def layer(x: jax.Array, at: Any) -> tuple[jax.Array, None]:
+            kept = jax.random.bernoulli(jax.random.fold_in(batch["key"], at["number"]), 0.9, x.shape)
+            return x + jnp.tanh(x @ at["w"]) * kept, None
+
+        layers = {"w": params["layers"], "number": jnp.arange(2 * STAGES)}
+        return jnp.mean((lax.scan(layer, batch["x"] @ params["first"], layers)[0] @ params["last"]) ** 2)
+
+    params, moments = state
+    loss, grads = value_and_grad(loss_of)(params)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), loss
+
+
+def arguments() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    sizes = {"first": (4, 4), "layers": (2 * STAGES, 4, 4), "last": (4, 4)}
+    params = {name: jnp.asarray(rng.normal(size=size) / 2, jnp.float32) for name, size in sizes.items()}
+    batch = {"x": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32), "key": jax.random.key(1)}
+    return (params, jax.tree.map(jnp.zeros_like, params)), batch
+
+
+def planned(schedule: str) -> StepPlan:
+    plan = plans.pipeline(STAGES, 4, schedule, plans.data_parallel())
+    return jscaler.parallelize(plan, devices=2 * STAGES)(step).lower(*arguments()).plan
+
+
+@pytest.fixture(scope="module", params=["1f1b", "zb_h1"])
+def made(request: pytest.FixtureRequest) -> StepPlan:
+    return planned(request.param)
+
+
+def twins(made: StepPlan) -> list[Segment]:
+    return [segment for segment in made.segments if any(block.like is not None for block in segment.blocks)]
+
+
+def test_the_programs_of_middle_stages_are_twins(made: StepPlan) -> None:
+    """In each phase: the first of them is flattened and cut, and no other."""
+    first, *middle, last = made.completed.groups
+    phases = {segment.program.phase for segment in made.segments}
+    assert [s.program.group for s in twins(made)] == [group for _ in phases for group in middle[1:]]
+    assert all(block.like is not None and block.like.group == middle[0] for s in twins(made) for block in s.blocks)
+    alone = [twin_key(s.program) for s in made.segments if s.program.group in (first, last)]
+    assert len(set(alone)) == len(alone)
+
+
+def test_a_twin_is_what_its_program_would_be_by_itself(made: StepPlan) -> None:
+    for segment in twins(made):
+        flat = flatten(segment.program, made.segments[0].flat.source)
+        for one in BEFORE_CUT:
+            flat = one(flat)
+        assert str(segment.flat) == str(flat)
+        whole = CutProgram(cut(segment.program, flat, 0)[0])
+        for one in flat_passes():
+            whole = in_each_block(one)(whole)
+        for block, alone in zip(segment.blocks, whole.blocks, strict=True):
+            assert str(block.flat) == str(alone.flat)
+            assert _scopes(block) == _scopes(alone)
+            for name in ("group", "phase", "level", "takes", "results", "inputs", "outputs"):
+                assert getattr(block, name) == getattr(alone, name), name
+            known = {*segment.program.imports, *segment.program.exports}  # other numbers are of what blocks hand on
+            for mine, its in zip((*block.imports, *block.exports), (*alone.imports, *alone.exports), strict=True):
+                assert mine == its if its in known else mine not in known
+            assert program_keys([block, alone])[0] == program_keys([block, alone])[1]
+
+
+def _scopes(block: PlacedBlock) -> list[str]:
+    return [str(eqn.source_info.name_stack) for eqn in block.flat.equations]
+
+
+def test_a_step_of_twins_gives_one_device_s_numbers() -> None:
+    plan = plans.pipeline(STAGES - 1, 4)
+    expected = jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))(*arguments())
+    found = jscaler.parallelize(plan, devices=STAGES - 1)(step)(*arguments())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
