@@ -23,8 +23,12 @@ from jscaler.materialize.point_to_point import BoxMove
 Hop = Callable[[jax.Array], jax.Array]
 
 
-def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: Any) -> Hop:
-    """From the one end of ``crossing`` to the other, where the value lies as ``arriving`` says; what is given is kept."""
+def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: Any, known: "dict[Any, CrossingRun]") -> Hop:
+    """From the one end of ``crossing`` to the other, where the value lies as ``arriving`` says; what is given is kept.
+
+    Args:
+        known: the runs of other values between ``devices``, of which equal ones are compiled once; filled here.
+    """
     alone = len(crossing.source.mesh.devices) == len(crossing.target.mesh.devices) == 1
     if not crossing.source.sizes or alone:
         # JAX takes a sixth longer where it is given the sharding that a device is
@@ -32,7 +36,8 @@ def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: A
         return lambda value: jax.device_put(value, there)
     if crossing.is_equal or _all_whole(crossing):
         return _WholeParts(crossing, devices, arriving)
-    run = CrossingRun(crossing, dtype, devices)
+    key = crossing, jnp.dtype(dtype)
+    run = known[key] = known[key] if key in known else CrossingRun(crossing, dtype, devices)
     return lambda value: rewrapped(run(value), arriving)
 
 

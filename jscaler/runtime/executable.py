@@ -23,7 +23,7 @@ from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, S
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
-from jscaler.runtime.crossings import Hop, find_hop
+from jscaler.runtime.crossings import CrossingRun, Hop, find_hop
 from jscaler.runtime.failures import failure
 from jscaler.runtime.leaf_ends import Joined, LeafEnds
 from jscaler.text.units import counted
@@ -241,8 +241,9 @@ def _between(step: StepPlan, functions: Sequence[BlockFunction], devices: Sequen
     pairs = zip(step.blocks, functions, strict=True)
     arriving = {t.source: _value_sharding(physical_mesh(t.crossing.source.mesh, devices)) for t in step.transfers}
     arriving.update((v, s.sharding) for block, one in pairs for v, s in zip(block.imports, one.values, strict=True))
+    known: dict[Any, CrossingRun] = {}
     hops = tuple(
-        find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target]) if t.target in arriving else None
+        find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target], known) if t.target in arriving else None
         for t in step.transfers
     )
     numbers = step.instructions.counts.items()
