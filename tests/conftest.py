@@ -3,7 +3,8 @@
 import gc
 import os
 
-from of_the_day import says
+import pytest
+from of_the_day import runs_today, says
 from quick import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # the tests are about virtual devices, also where a GPU is at hand
@@ -19,3 +20,13 @@ gc.set_threshold(100_000, 20, 20)  # jaxprs and graphs live long: the default wa
 def pytest_report_header() -> str:
     """Which cases of the sweeps run."""
     return says()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that run on another day, unless they are asked for by name."""
+    if config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    days = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("one_day_in"))}
+    left = [item for item, one_in in days.items() if not runs_today(item.nodeid, one_in)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]

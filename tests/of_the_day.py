@@ -1,12 +1,14 @@
-"""Sweeps too long for every run: each day has a share of their cases, and all days together have all.
+"""Sweeps, and tests, too long for every run: each day has a share of their cases, and all days together have all.
 
 The controller of a run draws the day's seed, prints it (`conftest`), and hands it to its workers in the environment.
-``JSCALER_SWEEPS=<seed>`` repeats a day, ``JSCALER_SWEEPS=all`` runs every case.
+``JSCALER_SWEEPS=<seed>`` repeats a day, ``JSCALER_SWEEPS=all`` runs every case. A test of several seconds is marked
+``one_day_in(n)``: of any n days it runs on one; so does each case of it; and whenever it is asked for by its name.
 """
 
 import datetime
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +34,11 @@ def drawn(max_examples: int, one_in: int = 4, **more: Any) -> Callable[[Callable
         return hypothesis.settings(max_examples=max_examples, **more)
     share = hypothesis.settings(max_examples=-(-max_examples // one_in), derandomize=False, **more)
     return lambda test: share(hypothesis.seed(int(SEED))(test))
+
+
+def runs_today(name: str, one_in: int) -> bool:
+    """Whether a test that runs on one day in ``one_in`` does today."""
+    return SEED == "all" or (int(SEED) + zlib.crc32(name.encode())) % one_in == 0
 
 
 def says() -> str:

@@ -172,6 +172,7 @@ def test_mistakes(command: str, kind: type[JscalerError] | int, sentence: str, f
     assert len(message) < 600
 
 
+@pytest.mark.one_day_in(2)
 def test_a_full_disk_is_told(folder: Path) -> None:
     command = ["train", "--size", "nano", "--seq", "8", "--batch", "8", "--devices", "1", "--plan", "single"]
     result = CliRunner().invoke(app, [*command, "--data", str(folder / "text.txt"), "--log", "/dev/full", "--steps", "1"])

@@ -25,6 +25,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
+@pytest.mark.one_day_in(3)
 def test_train_logs_every_step_and_another_plan_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     log, folder, text = tmp_path / "runs" / "log.jsonl", tmp_path / "checkpoint", tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 20)
@@ -68,6 +69,7 @@ def test_a_folder_with_the_state_of_another_run_is_not_trained_into(tmp_path: Pa
         run("train", *SMALL, "--plan", "single", "--devices", "1", "--checkpoint", str(tmp_path))
 
 
+@pytest.mark.one_day_in(2)
 def test_a_saved_plan_brings_its_number_of_devices(tmp_path: Path) -> None:
     Plan("mine", 3).save(tmp_path / "plan.json")
     path = str(tmp_path / "plan.json")
@@ -77,6 +79,7 @@ def test_a_saved_plan_brings_its_number_of_devices(tmp_path: Path) -> None:
     assert "on 3 devices" in run("plan", "--model", "gpt-nano", "--seq", "8", "--batch", "6", "--plan", path)
 
 
+@pytest.mark.one_day_in(3)
 def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     run("plan", *SMALL, "--devices", "2", "--plan", "data_parallel", "--save", path)
@@ -91,6 +94,7 @@ def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: P
             run("train", *flags, "--plan", path, "--steps", "1")
 
 
+@pytest.mark.one_day_in(2)
 def test_train_a_mixture_of_experts() -> None:
     model = ["--model", "moe", *SMALL, "--plan", "expert_parallel", "--devices", "4"]
     output = run("train", "--explain", *model, "--steps", "2")
@@ -99,6 +103,7 @@ def test_train_a_mixture_of_experts() -> None:
     assert "all_to_all" in output
 
 
+@pytest.mark.one_day_in(3)
 def test_compare_as_json() -> None:
     output = run("compare", *SMALL, "--plan", "data_parallel", "--devices", "4", "--rounds", "1", "--json")
     result = json.loads(output.splitlines()[-1])
@@ -134,6 +139,7 @@ def test_mistakes_are_named(arguments: list[str], error: type[Exception], messag
         CliRunner().invoke(app, ["train", "--steps", "1", *arguments], catch_exceptions=False)
 
 
+@pytest.mark.one_day_in(2)
 def test_plans_with_stages_are_simulated_and_drawn(tmp_path: Path) -> None:
     plan, target = "megatron(dp=2, tp=2, pp=2, microbatches=4)", "8xH100-80GB"
     table = tmp_path / "mine.csv"
@@ -150,6 +156,7 @@ def test_plans_with_stages_are_simulated_and_drawn(tmp_path: Path) -> None:
     assert any("1I0" in event["name"] for event in json.loads(trace.read_text())["traceEvents"])
 
 
+@pytest.mark.one_day_in(3)
 def test_all_schedules_of_a_plan(tmp_path: Path) -> None:
     command = ["schedules", *SMALL, "--plan", "megatron(dp=2, tp=1, pp=2, microbatches=4)", "--target", "4xH100-80GB"]
     found = json.loads(run(*command, "--json"))["schedules"]
@@ -176,6 +183,7 @@ def test_a_plan_for_which_no_schedule_is_possible(tmp_path: Path) -> None:
     assert not picture.exists()
 
 
+@pytest.mark.one_day_in(3)
 def test_a_step_is_traced_while_it_trains(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 20)

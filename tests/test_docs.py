@@ -40,6 +40,7 @@ def test_readme_s_python_blocks_run_one_after_another() -> None:
     assert "1× all_reduce" in output
 
 
+@pytest.mark.one_day_in(3)
 def test_the_first_hour_runs() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/first_hour.md")))
     printed = [line.split() for line in output.splitlines()]
@@ -53,6 +54,7 @@ def test_the_first_hour_runs() -> None:
     assert "37× all_reduce" in output
 
 
+@pytest.mark.one_day_in(2)
 def test_the_notebook_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {"__name__": "tour"}
     cells = json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]
@@ -61,12 +63,14 @@ def test_the_notebook_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -
         assert capsys.readouterr().out == "".join(line for output in cell["outputs"] for line in output["text"])
 
 
+@pytest.mark.one_day_in(3)
 def test_the_blocks_on_splitting_run_one_after_another() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/splitting.md")))
     assert "norm/rsqrt/reduce_sum.1" in output
     assert output.endswith("['b', 'h', 'o', 's']\n")
 
 
+@pytest.mark.one_day_in(2)
 def test_the_blocks_on_training_state_run_one_after_another() -> None:
     lines = run("-c", "\n".join(blocks("python", "docs/state.md"))).splitlines()
     assert lines[0] == "(64, 64)"
@@ -74,6 +78,7 @@ def test_the_blocks_on_training_state_run_one_after_another() -> None:
     assert lines[2] == "True"
 
 
+@pytest.mark.one_day_in(2)
 def test_the_blocks_on_plans_run_one_after_another() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/plans.md")))
     quoted = blocks("text", "docs/plans.md")
@@ -87,6 +92,7 @@ def test_the_blocks_on_plans_run_one_after_another() -> None:
     assert "of size 66 into 4 parts" in differences[2]
 
 
+@pytest.mark.one_day_in(2)
 def test_the_blocks_for_people_from_elsewhere_run_one_after_another() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/coming_from.md")))
     assert "plan hidden_units" in output
@@ -101,6 +107,7 @@ def test_the_reference_names_all_that_is_public() -> None:
     assert all(inspect.getdoc(getattr(jscaler, name)) for name in jscaler.__all__)
 
 
+@pytest.mark.one_day_in(2)
 def test_the_blocks_on_pipelines_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/pipelines.md")))
     quoted = blocks("text", "docs/pipelines.md")
@@ -110,6 +117,7 @@ def test_the_blocks_on_pipelines_run() -> None:
     assert "[[0, 1], [2, 3, 4, 5]]\n" in output
 
 
+@pytest.mark.one_day_in(2)
 def test_the_blocks_on_schedules_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/schedules.md")))
     assert blocks("text", "docs/schedules.md")[0] in output
@@ -120,10 +128,12 @@ def test_the_gallery_of_schedules_is_what_its_command_draws() -> None:
     run("docs/gallery.py", "--check")
 
 
+@pytest.mark.one_day_in(3)
 def test_the_zoo_of_plans_is_what_its_command_writes() -> None:
     run("docs/plan_zoo.py", "--check")
 
 
+@pytest.mark.one_day_in(2)
 def test_the_blocks_on_fitting_run() -> None:
     lines = run("-c", "\n".join(blocks("python", "docs/fit.md"))).splitlines()
     assert any(line.split("│")[1].strip() == "data_parallel" and "does not fit" in line for line in lines if "│" in line)
@@ -131,6 +141,7 @@ def test_the_blocks_on_fitting_run() -> None:
     assert lines[-2].startswith("zero1 ")
 
 
+@pytest.mark.one_day_in(3)
 def test_the_commands_on_a_job_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -145,6 +156,7 @@ def test_the_commands_on_a_job_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sys.modules.pop("my_model")
 
 
+@pytest.mark.one_day_in(2)
 def test_the_blocks_on_jobs_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/jobs.md")))
     assert "plan zero3 on 4 devices" in output
@@ -204,6 +216,7 @@ def test_the_flash_attention_runs() -> None:
     assert "with t in 2 parts: result 0 differs" in output
 
 
+@pytest.mark.one_day_in(2)
 def test_the_chunked_loss_runs() -> None:
     output = run("docs/chunked_loss.py")
     assert "the same gradients" in output

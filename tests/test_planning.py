@@ -62,6 +62,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.one_day_in(2)
 def test_layers_of_a_python_loop_are_planned_once(work: Counter[str]) -> None:
     lowered(1, 1)
     few = dict(work)
@@ -71,6 +72,7 @@ def test_layers_of_a_python_loop_are_planned_once(work: Counter[str]) -> None:
     assert min(few.values()) > 0
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_more_devices_are_no_more_work(work: Counter[str], stacked: bool) -> None:
     few = lowered(2, 2, stacked)
@@ -83,6 +85,7 @@ def test_more_devices_are_no_more_work(work: Counter[str], stacked: bool) -> Non
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.one_day_in(3)
 def test_more_stages_of_a_stack_are_no_more_work(work: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is traced, flattened and cut is that of the first stage, of one in the middle, and of the last."""
     for name in ("flatten", "cut"):

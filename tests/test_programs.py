@@ -13,6 +13,7 @@ SEEDS = range(100, 120)
 TIMED = (2, 17, 19, 25, 29, 63, 172, 221)  # each was wrong once
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize("seed", of_the_day(SEEDS, 4))
 def test_a_random_plan_gives_one_device_s_numbers(seed: int) -> None:
@@ -35,6 +36,7 @@ def test_a_random_plan_with_time_axes_gives_one_device_s_numbers(seed: int) -> N
 FOUND = (1439, 1747)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_random_plan_on_groups_that_was_wrong_once(seed: int) -> None:
@@ -44,6 +46,7 @@ def test_a_random_plan_on_groups_that_was_wrong_once(seed: int) -> None:
     assert not found.refused
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize("seed", of_the_day(range(24), 4))
 def test_a_random_plan_on_several_device_groups_gives_one_device_s_numbers(seed: int) -> None:

@@ -86,6 +86,7 @@ def test_every_public_name_is_documented() -> None:
     assert {name: missing for name, missing in found.items() if missing} == {}
 
 
+@pytest.mark.one_day_in(3)
 def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "examples"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from losing import losing
 
 import jscaler
@@ -76,6 +77,7 @@ def _difference(ours: np.ndarray, true: np.ndarray) -> float:
 SEEDS: Sequence[int] = range(3)
 
 
+@pytest.mark.one_day_in(2)
 def test_random_regions() -> None:
     with jax.enable_x64(True):
         found = [differences(seed) for seed in SEEDS]

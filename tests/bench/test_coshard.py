@@ -16,6 +16,7 @@ def bench() -> Bench:
     return Bench("cpu", jax.devices()[0], 250_000, TINY, unit=16, equal=32, options=OPTIONS)
 
 
+@pytest.mark.one_day_in(2)
 def test_a_row_has_the_longest_that_fits(bench: Bench) -> None:
     row = bench.row(NONE, 16, plain=False)
     found = bench.longest(NONE, coshard.planned)  # known by now

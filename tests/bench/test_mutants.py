@@ -42,6 +42,7 @@ def _project(folder: Path, test: str) -> Copy:
 FAULT = Mutant("jscaler/ir/one.py", "one is two", "ONE = 1", "ONE = 2")
 
 
+@pytest.mark.one_day_in(3)
 def test_a_planted_fault_is_noticed_and_goes_again(tmp_path: Path) -> None:
     copy = _project(tmp_path, "from jscaler.ir.one import ONE\n\n\ndef test_one():\n    assert ONE == 1\n")
     stages = copy.stages(FAULT, everything=True)
@@ -51,6 +52,7 @@ def test_a_planted_fault_is_noticed_and_goes_again(tmp_path: Path) -> None:
     assert (tmp_path / FAULT.file).read_text(encoding="utf-8") == "ONE = 1\n"
 
 
+@pytest.mark.one_day_in(3)
 def test_a_test_that_fails_anyhow_is_no_catch(tmp_path: Path) -> None:
     copy = _project(tmp_path, "def test_one():\n    assert False\n")
     row = {"caught_by": "", "test": "", "seconds": 0.0, "old": "", "ran": []}
@@ -58,6 +60,7 @@ def test_a_test_that_fails_anyhow_is_no_catch(tmp_path: Path) -> None:
         measured(FAULT, row, copy, None, False, Sound())
 
 
+@pytest.mark.one_day_in(2)
 def test_tests_that_hang_are_a_catch(tmp_path: Path) -> None:
     copy = _project(tmp_path, "import time\n\n\ndef test_one():\n    time.sleep(60)\n")
     assert Copy(copy.root, 0, limit=3).run(["tests"]).failed == "hung: no end in 3 s"

@@ -15,6 +15,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "tiny", GPTConfig(hidden=8, layers=1, heads=2, sequence=8))
 
 
+@pytest.mark.one_day_in(2)
 def test_accumulation_by_hand_is_the_train_step() -> None:
     step, by_hand, make = overhead._accumulating("tiny", 8)
     arguments = make()
@@ -31,6 +32,7 @@ def test_memory_row() -> None:
     assert row["bounds"] == {"memory_ratio": 1.02}
 
 
+@pytest.mark.one_day_in(2)
 def test_time_row() -> None:
     row = overhead.accumulation("tiny", "single", 8, rounds=2)
     assert row["case"] == "gpt-tiny, single against a scan by hand"

@@ -21,6 +21,7 @@ from jscaler.materialize import parse_layout
 NANO = Model("gpt", "nano", 32, (("layers", 4),))
 
 
+@pytest.mark.one_day_in(3)
 def test_a_quick_run_has_a_row_for_old_and_new_plans() -> None:
     found = list(rows_of(NANO, 4, quick=True))
     assert [row["new"] for row in found] == [False, False, True]
@@ -29,6 +30,7 @@ def test_a_quick_run_has_a_row_for_old_and_new_plans() -> None:
     assert "links" in found[-1]["sensitivity"]
 
 
+@pytest.mark.one_day_in(3)
 def test_bounds_are_below_what_they_bound_and_the_best_is_that_of_all() -> None:
     sweep = Sweep(NANO, cluster_for(4), None)
     some = [one for one in configs(NANO, 4) if one.dp * one.rows == 2 and one.tp < 4 and one.parts < 4 and not one.sequence]
@@ -61,6 +63,7 @@ def test_estimates_are_kept_for_the_next_run(tmp_path: Path) -> None:
     assert faster.seconds < found.seconds
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("plan", ["pipeline(4, {m})", "accumulate({m}, data_parallel())"])
 def test_seconds_grow_evenly_with_micro_batches_once_stages_are_full(plan: str) -> None:
     """What the simulation of all micro-batches says is what two short ones foretell."""
@@ -95,6 +98,7 @@ def test_every_device_is_sent_all_that_it_needs() -> None:
     assert fetched(copies[0], copies[0], 1, cluster) == 0
 
 
+@pytest.mark.one_day_in(2)
 def test_pictures_of_rows_are_drawn(tmp_path: Path) -> None:
     known = {"gpus": 4, "fits": True, "memory": "XLA", "model": "gpt-1.3b"}
     rows = [

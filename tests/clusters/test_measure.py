@@ -115,6 +115,7 @@ def test_bench_comm_from_devices_to_a_file(tmp_path: Path) -> None:
     assert "# one host: 'between' is a copy of 'inside'" in text
 
 
+@pytest.mark.one_day_in(2)
 def test_bench_comm_as_json() -> None:
     record = json.loads(bench("--devices", "4", "--json"))
     assert record["cluster"]["devices_per_host"] == 4

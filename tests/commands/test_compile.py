@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--model", "gpt-nano", "--seq", "16", "--batch", "8", "--dtype", "f32", "--plan", "data_parallel"]
 
 
+@pytest.mark.one_day_in(2)
 def test_tables_record_and_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_cpu(monkeypatch)
     drawn = tmp_path / "memory.png"

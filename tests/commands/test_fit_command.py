@@ -50,6 +50,7 @@ def small(folder: Path, memory: int) -> list[str]:
     return ["--target", str(path)]
 
 
+@pytest.mark.one_day_in(2)
 def test_it_stops_at_the_first_that_fits(peaks: dict[str, int], tmp_path: Path) -> None:
     assert peaks["recompute_layers"] < peaks["single"]
     drawn = tmp_path / "fit.svg"

@@ -129,6 +129,7 @@ def test_it_trains_as_on_one_device_and_another_plan_goes_on_from_its_checkpoint
     assert json.loads(log.read_text().splitlines()[0]).keys() == {"step", "loss", "seconds", "rows_per_second"}
 
 
+@pytest.mark.one_day_in(2)
 @losing
 def test_every_command_takes_one(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ["--job", f"{file}:job"]

@@ -162,6 +162,7 @@ def test_a_cluster_file_of_one_s_own(tmp_path: Path) -> None:
     assert found["totals"]["seconds"] == pytest.approx(2)  # one step, and 1.024 GB at 1.024 GB per second
 
 
+@pytest.mark.one_day_in(2)
 def test_a_thousand_devices_and_none_at_hand() -> None:
     """No backend is started: there is no platform of that name."""
     command = 'redistribute --shape 4096,4096 --from "R1 V32 D(32,1)" --to "R32 V1 D(1,32)" --devices 1024 --cluster a100'

@@ -143,6 +143,7 @@ def test_each_command_of_the_readme_is_here() -> None:
     assert {param.values[0].split()[0] for param in SEEN} == {*typer.main.get_command(app).commands}
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("command", "columns"), of_the_day(SEEN, 3))
 def test_a_command_on_a_terminal(command: str, columns: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command.startswith("compile"):
@@ -265,6 +266,7 @@ def test_an_interrupt_takes_a_display_back_whole(moment: str) -> None:
     assert (seen[0], seen[-1]) == ("begins", "ends")
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(
     ("arguments", "columns", "rows", "stop_at"),
     [

@@ -68,6 +68,7 @@ def test_what_is_not_legal_says_why(graph: Graph) -> None:
         jscaler.fit(graph, devices(3, 1 << 40), ["single", "zero9"])
 
 
+@pytest.mark.one_day_in(2)
 def test_what_is_missing_and_what_would_help(graph: Graph) -> None:
     found = jscaler.fit(graph, devices(4, 30_000))
     assert found.chosen is None

@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Groups, int]] = {
 }
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_optimizer_steps_are_those_of_one_device(case: str) -> None:
     """Clip, AdamW, a tied weight, a loss and a norm of leaves that lie on different groups."""

@@ -112,6 +112,7 @@ def shapes_of(step: Any) -> dict[str, tuple[int, ...]]:
 CASES = [*itertools.product((STEP, LAYERS), (rows_on, units_on), PAIRS)]
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("step", "policy", "pair"), of_the_day(CASES))
 def test_train_steps_on_two_orders_are_those_of_one_device(step: Any, policy: Any, pair: Any) -> None:
     with jax.enable_x64(True):

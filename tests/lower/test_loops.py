@@ -163,6 +163,7 @@ def test_the_stack_of_parameters_and_its_optimizer_state_lie_as_the_slices_do() 
     assert set(specs.values()) == {jax.sharding.PartitionSpec(None, None, plan.program.group.names[0])}
 
 
+@pytest.mark.one_day_in(2)
 def test_the_twin_has_the_same_numbers() -> None:
     step = lowered(batch_and_hidden, 4, remat=True)
     leaves = jax.tree.leaves((net_state(), net_batch()))

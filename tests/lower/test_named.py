@@ -144,6 +144,7 @@ def differences(adapters: Sequence[Adapter], mesh: DeviceMesh, devices: Sequence
 # Tests
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("dims", "count"), of_the_day([(2, 40), (3, 40)], 2))
 @pytest.mark.parametrize("mesh", of_the_day(MESHES))
 def test_the_path_names_what_the_program_launches(mesh: str, dims: int, count: int) -> None:

@@ -191,6 +191,7 @@ def test_few_micro_batches_are_live(table: str, most: Callable[[int], int]) -> N
         assert peak == most(stage)
 
 
+@pytest.mark.one_day_in(2)
 def test_a_chain_without_a_table_runs_one_forward_one_backward() -> None:
     for stages, microbatches in itertools.product((2, 3), (2, 4)):
         assert planned(chain_of(stages), microbatches).instructions.table == one_f_one_b(stages, microbatches)

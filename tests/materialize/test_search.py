@@ -163,6 +163,7 @@ def test_estimates_never_say_too_much(
 # Device orders
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("cost", "itemsize"), of_the_day([MODELS[0], MODELS[3]], 2), ids=str)
 def test_an_open_order_is_the_best_of_all_orders(cost: CostModel, itemsize: int) -> None:
     """Up to local steps: the open search walks through axes of two, which closed targets may see as one."""

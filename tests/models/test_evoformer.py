@@ -119,6 +119,7 @@ def block() -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, own), {**made, "": jax.tree.map(np.asarray, seen["intermediates"]["__call__"][0])}
 
 
+@pytest.mark.one_day_in(2)
 def test_every_part_is_as_its_algorithm_says() -> None:
     own, made = block()
     m, z = tables()
@@ -149,6 +150,7 @@ def as_one_scan(**changes: Any) -> Any:
     return jax.jit(Evoformer(config).apply)(variables, BATCH["msa"], BATCH["target"])
 
 
+@pytest.mark.one_day_in(2)
 def test_what_is_embedded_and_recycled_is_as_its_algorithms_say() -> None:
     """With no blocks; the second pass reads what the first has made."""
     none, own = dataclasses.replace(TINY, layers=0), jax.tree.map(np.asarray, params()["stack"])
@@ -169,6 +171,7 @@ def test_what_is_embedded_and_recycled_is_as_its_algorithms_say() -> None:
         first, pairs = m[:, 0], z
 
 
+@pytest.mark.one_day_in(3)
 def test_only_the_last_pass_has_a_gradient() -> None:
     config = dataclasses.replace(TINY, layers=1)
     own, stack = params(), EvoformerStack(config)
@@ -186,12 +189,14 @@ def test_only_the_last_pass_has_a_gradient() -> None:
     assert_trees_close(jax.tree.map(lambda x: x / 10, ours), jax.tree.map(lambda x: x / 10, expected))
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("remat", of_the_day([False, True], 2))
 def test_stacked_and_rematerialised_blocks_are_the_same_model(remat: bool) -> None:
     for one, other in zip(as_one_scan(remat=remat), whole(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_day_in(2)
 def test_sixteen_bits_give_nearly_the_same_logits_in_32() -> None:
     for few, many in zip(as_one_scan(dtype=jnp.bfloat16), whole(), strict=True):
         assert few.dtype == jnp.float32
@@ -210,6 +215,7 @@ def test_alignments_are_masked_in_equal_shares() -> None:
 PLANS = [("data_parallel", 4, 1), ('pipeline(2, 2, "3f1b", chunks=2)', 2, 2)]
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(("plan", "devices", "layers"), of_the_day(PLANS, 2))
 def test_train_step_under_a_plan(plan: str, devices: int, layers: int) -> None:
     """Also in the order of 3F1B, which a warning would say that it does not go with."""

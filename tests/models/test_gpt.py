@@ -61,6 +61,7 @@ def test_stacked_layers_are_drawn_apart() -> None:
     assert len(np.unique(np.asarray(kernel[:, 0, 0]))) == 3
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")  # a scan may still be copied
 def test_stacked_and_rematerialised_train_step_under_a_plan() -> None:
     config = GPTConfig(hidden=16, layers=2, heads=2, sequence=8, vocabulary=32, stacked=True, remat=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import jscaler
@@ -17,6 +18,7 @@ CONFIG = GPTConfig(hidden=16, layers=2, heads=2, sequence=8, vocabulary=32)
 TOKENS = jax.random.randint(jax.random.key(0), (3, 8), 0, 32)
 
 
+@pytest.mark.one_day_in(2)
 def test_same_logits_as_linen() -> None:
     params = jax.jit(gpt.GPT(CONFIG).init)(jax.random.key(1), TOKENS)["params"]
     model = gpt_nnx.GPT(CONFIG, nnx.Rngs(0))
@@ -51,6 +53,7 @@ def test_dtypes() -> None:
     assert model(TOKENS).dtype == jnp.float32
 
 
+@pytest.mark.one_day_in(2)
 def test_five_steps_of_adamw_are_linen_s() -> None:
     """Under data_parallel; in float64, which AdamW needs where a true gradient is 0."""
 

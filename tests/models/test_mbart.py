@@ -66,6 +66,7 @@ def apply(config: MBartConfig, params: Any) -> jax.Array:
     return jax.jit(MBart(config).apply)({"params": params}, SOURCE, TOKENS)
 
 
+@pytest.mark.one_day_in(2)
 def test_logits_are_those_of_the_formulas() -> None:
     own = jax.tree.map(lambda p: np.asarray(p, np.float64), made())
     expected = logits(own, np.asarray(SOURCE), np.asarray(TOKENS))
@@ -94,6 +95,7 @@ PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("plan", of_the_day(PLANS, 3))
 def test_train_step_under_a_plan(plan: str) -> None:
     with jax.enable_x64(True):
@@ -102,6 +104,7 @@ def test_train_step_under_a_plan(plan: str) -> None:
         assert_step_like_jit(translation_train_step, state, pair_at(load_bytes() % 11, 0, 8, 6), plan, 4)
 
 
+@pytest.mark.one_day_in(2)
 def test_masters_of_sixteen_bits() -> None:
     """A step in float16 with its loss scaled, data parallel, is nearly one in 32 bits."""
     batch = pair_at(load_bytes() % 11, 0, 4, 6)

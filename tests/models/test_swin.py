@@ -63,6 +63,7 @@ def test_a_plain_block_keeps_windows_apart_and_a_shifted_one_does_not() -> None:
     assert not moved["shifted"].all()
 
 
+@pytest.mark.one_day_in(2)
 def test_stacked_and_rematerialised_pairs_are_the_same_model() -> None:
     config = dataclasses.replace(SIZES["nano"], depths=(4,), image=16, window=2)
     images = jax.random.normal(jax.random.key(0), (1, 16, 16, 3))
@@ -84,6 +85,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("plan", "devices"), of_the_day(PLANS, 3))
 def test_train_step_under_a_plan(plan: str, devices: int) -> None:
     with jax.enable_x64(True):

@@ -29,11 +29,13 @@ BLOCK = {
 }
 
 
+@pytest.mark.one_day_in(2)
 def test_a_block_of_an_evoformer_switches_four_times() -> None:
     plan = planned(dap(), evoformer(layers=2), 4)
     assert forward(plan, "block_0/") == BLOCK
 
 
+@pytest.mark.one_day_in(2)
 def test_a_stack_of_them_switches_as_often() -> None:
     plan = planned(dap(), evoformer(layers=2, stacked=True), 4)
     found = forward(plan, "blocks/")
@@ -43,6 +45,7 @@ def test_a_stack_of_them_switches_as_often() -> None:
     assert found + carried == BLOCK
 
 
+@pytest.mark.one_day_in(2)
 def test_attention_runs_along_whole_rows() -> None:
     plan = planned(dap(), evoformer(), 4)
     split = {op: set(factors) for op, factors in plan.plan.split_factors.items() if op.endswith("attn/dot")}
@@ -56,6 +59,7 @@ def test_of_images_by_any_name() -> None:
     assert forward(plan, "") == {"all_to_all": 3, "all_reduce": 2}  # between four attentions; two means, at the end
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(
     ("policy", "devices", "changes"),
     of_the_day(

@@ -54,6 +54,7 @@ def test_four_all_to_alls_per_layer() -> None:
     assert all("/experts/" in name for name in cut)
 
 
+@pytest.mark.one_day_in(2)
 def test_the_numbers_are_those_of_one_device() -> None:
     with jax.enable_x64(True):
         step, (state, batch) = moe(layers=1)

@@ -111,6 +111,7 @@ def lowered(plan: Any, model: nn.Module, data: np.ndarray, devices: int) -> tupl
     ), variables
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_found(name: str) -> None:
     """What one layer reduces and gathers between heads or units and positions: two and two in each direction."""

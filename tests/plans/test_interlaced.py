@@ -103,6 +103,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("case", of_the_day(CASES, 8))
 def test_the_numbers_are_those_of_one_device(case: str) -> None:
     assert_same_numbers(*CASES[case])
@@ -115,6 +116,7 @@ def lowered(policy: Any, make: Callable[..., Any], devices: int) -> StepPlan:
     return found.plan
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("make", "stages", "mark"), [(mbart, 4, "+R"), (translator, 4, ""), (stacked_gpt, 2, "+R")])
 def test_the_published_order_runs_with_words_in_parts_on_all_devices(
     make: Callable[..., Any], stages: int, mark: str
@@ -133,6 +135,7 @@ def test_the_published_order_runs_with_words_in_parts_on_all_devices(
     assert all(any(op.endswith(("/dot", "/dot[0:1]", "/dot[1:2]")) for op in d.ops) for d in between)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("make", "look_ups", "sides"), [(mbart, 1, 2), (translator, 2, 2), (long_gpt, 1, 1)])
 def test_what_is_sent_for_words(make: Callable[..., Any], look_ups: int, sides: int) -> None:
     """Of four devices all-reduces of a micro-batch: for each look-up its parts, and backward what goes to all; the logits'
@@ -144,6 +147,7 @@ def test_what_is_sent_for_words(make: Callable[..., Any], look_ups: int, sides: 
     assert all(row.nbytes <= 4 * tokens * HIDDEN for row in plan.report.crossings)
 
 
+@pytest.mark.one_day_in(2)
 def test_a_tied_table_has_a_sum_for_each_end() -> None:
     """Between a micro-batch's logits and look-ups its gradient goes through all stages: none of the table's waits there."""
     plan = lowered(interlaced(4, 4), mbart, 4)
@@ -154,6 +158,7 @@ def test_a_tied_table_has_a_sum_for_each_end() -> None:
     assert words <= {number for carry in plan.spanning.carries for number in (carry.init, carry.out)}
 
 
+@pytest.mark.one_day_in(3)
 def test_ends_are_found_by_pipeline_and_megatron_too() -> None:
     """The same stages, and with parts of the batch the same words on each device."""
     first, second = (

@@ -69,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("name", of_the_day(CASES, 3))
 def test_optimizer_steps_are_those_of_one_device(name: str, one_device: Any) -> None:
     wanted, losses = one_device

@@ -143,6 +143,7 @@ PLANS = {  # plan -> devices
 HOW = (of_a_part, stopped, zeroed)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("how", "where", "plan"), of_the_day([(h, w, p) for h in HOW for w in FROZEN for p in PLANS], 12))
 def test_layers_may_be_frozen(how: Any, where: str, plan: str) -> None:
     with jax.enable_x64(True):
@@ -230,6 +231,7 @@ def adversaries(params: Any, in_turn: bool = False) -> Any:
     return make, (state, tuple(map(TX.init, state)))
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("how", "params", "plan"),
     of_the_day([(h, p, n) for h in (two_losses, adversaries) for p in (layers, stack) for n in PLANS], 8),

@@ -147,6 +147,7 @@ def one_device(model: Model) -> Any:
     return trained(model, jax.jit(functools.partial(model.step, value_and_grad=jax.value_and_grad)), start(model))
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("case", of_the_day(cases(), 4), ids=str)
 def test_steps_are_those_of_one_device_in_the_table_s_order(case: Case) -> None:
     microbatches, model = 2 * case.groups, case.model

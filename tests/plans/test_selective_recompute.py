@@ -12,6 +12,7 @@ from jscaler import PlanError, UnknownNameError
 from jscaler.plans import by_name, selective_recompute
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("inner", "make", "devices"),
     of_the_day(

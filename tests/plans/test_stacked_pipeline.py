@@ -83,6 +83,7 @@ CASES = {  # plan -> devices, layers
 }
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("name", of_the_day(CASES, 3))
 def test_optimizer_steps_are_those_of_one_device(name: str) -> None:
     devices, layers = CASES[name]
@@ -107,6 +108,7 @@ def staged() -> Any:
     return train, state
 
 
+@pytest.mark.one_day_in(2)
 def test_a_stack_is_one_array_whose_parts_the_stages_have(staged: Any) -> None:
     train, first = staged
     state = jax.tree.map(jnp.copy, first)

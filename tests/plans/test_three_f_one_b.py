@@ -55,6 +55,7 @@ def test_passes_are_found(passes: int) -> None:
     assert plan.instructions.table == SCHEDULES["3f1b"].table(2, 4, passes)
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("stacked", of_the_day([False, True], 2))
 def test_an_evoformer_recycles_over_two_stages(stacked: bool) -> None:
     """Each pass has one block of two in each stage, though its embedding needs nothing of the pass before."""
@@ -65,6 +66,7 @@ def test_an_evoformer_recycles_over_two_stages(stacked: bool) -> None:
     assert max(sizes) < 1.2 * min(sizes)
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.filterwarnings("ignore::jscaler.errors.PlanWarning")  # pairs are added to their transposes
 def test_axial_parallelism_in_stages() -> None:
     """Also in passes without a gradient, and behind ops that take stacks of parameters apart."""

@@ -154,6 +154,7 @@ def test_a_stack_that_is_cast_before_its_loop_is_whole_one_layer_at_a_time(plan:
     assert_same_numbers(plan, cast_stack, 4)
 
 
+@pytest.mark.one_day_in(2)
 def test_the_first_stage_scatters_the_gradients_of_a_layer_in_its_own_iteration() -> None:
     """No device holds a whole stack of gradients: of GPT 1.3B that would be a quarter of the peak."""
     plan = planned(zero1(), stacked(), 8)

@@ -144,6 +144,7 @@ def test_the_numbers_are_those_of_one_device(plan: Any, make: Any) -> None:
     assert_same_numbers(plan, make, 4)
 
 
+@pytest.mark.one_day_in(2)
 def test_co_shard_in_micro_batches_with_parameters_in_parts() -> None:
     assert_same_numbers(accumulate(2, co_shard(2, plan=zero3(), loss=False)), layers, 2)
 

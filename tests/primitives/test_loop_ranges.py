@@ -72,6 +72,7 @@ def test_ranges_of_every_loop_compute_what_it_does(loss_fn: Callable[..., Any]) 
         check(graph, changed, jax.tree.leaves(arguments))
 
 
+@pytest.mark.one_day_in(3)
 @drawn(24, 8)
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.booleans(), st.booleans(), st.sampled_from("abcd"))
 def test_leaves_in_parts_compute_what_whole_ones_do(sizes: list[int], reverse: bool, remat: bool, kind: str) -> None:

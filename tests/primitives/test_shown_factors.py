@@ -104,6 +104,7 @@ def shown(known: Captured) -> Iterator[tuple[str, str]]:
         yield from ((op.path, f.name) for f in factors if f.splittable and f.size % 2 == 0)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore::jscaler.PlanWarning")  # of what else is copied
 def test_every_shown_factor_of_every_op_is_lowered(name: str) -> None:

@@ -402,6 +402,7 @@ KNOWN = traced_names()
 SEEN_TO = frozenset(ELEMENTWISE_HERE) | (CASES.keys() & KNOWN)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", of_the_day(sorted(CASES.keys() & KNOWN), 6))
 def test_parts_make_the_whole(name: str) -> None:
     """All cases of a primitive in one compilation: forward and backward, in 2, 3 and 4 parts."""

@@ -58,6 +58,7 @@ def over_microbatches(graph: Graph) -> list[str]:
     return [name for name, loop in graph.loops.items() if loop.time]
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("plan", ["accumulate(4, data_parallel('x'), batch='x')", "pipeline(2, 4, batch='x')"])
 @pytest.mark.parametrize("model", [of_a_stack, shared_by_layers, of_a_stack_of_stacks])
 def test_numbers_of_one_device_in_one_loop_over_microbatches(model: Any, plan: str) -> None:

@@ -74,6 +74,7 @@ def draws(seed: int, number: int) -> Iterator[tuple[tuple[int, str], str, tuple[
         yield every[i]
 
 
+@pytest.mark.one_day_in(2)
 @losing
 @pytest.mark.parametrize("devices", of_the_day([1, 2], 2))
 def test_two_axes_of_any_counts_are_right(devices: int) -> None:

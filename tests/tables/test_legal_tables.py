@@ -249,6 +249,7 @@ def told(asked: Asked) -> str:
     return "legal"
 
 
+@pytest.mark.one_day_in(2)
 @given(st.integers(0, 2**32 - 1))
 @drawn(10_000, one_in=10)
 def test_tables_are_judged_by_the_rules(seed: int) -> None:
@@ -256,6 +257,7 @@ def test_tables_are_judged_by_the_rules(seed: int) -> None:
     assert told(asked) == judged(asked), f"{asked.table}\n{asked.wanted}\nmost {asked.most}"
 
 
+@pytest.mark.one_day_in(2)
 def test_the_random_tables_are_of_all_sorts() -> None:
     found = Counter(judged(random_asked(seed)) for seed in range(1000))
     assert {sort: count >= 40 for sort, count in found.items()} == dict.fromkeys(
