@@ -392,7 +392,12 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
     "stacked mBART": (functools.partial(mbart, stacked=True), [Run("accumulate(4)", 1)]),
     "Evoformer": (
         evoformer,
-        [Run("data_parallel", 4), Run("dap", 4, quick=True), Run("dap(dp=2)", 8), Run("recompute_layers(dap())", 2)],
+        [
+            Run("data_parallel", 4),
+            Run("dap", 4, quick=True),
+            Run("dap(dp=2)", 8),
+            Run("recompute_layers(dap(), on='*/block_0')", 2),
+        ],
     ),
     "stacked Evoformer that recycles": (
         functools.partial(evoformer, stacked=True, remat=True, layers=2, recycles=1),
