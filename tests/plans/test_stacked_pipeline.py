@@ -189,27 +189,28 @@ def test_layers_of_stages_are_as_asked_for_or_even() -> None:
         jscaler.parallelize(plans.pipeline(16, 2, batch="x"), devices=16)(step).lower(state_of(3), x)
 
 
-def test_two_stacks_are_even_if_that_costs_little() -> None:
-    """Layers of the second take 1.4 times as long: 10, 10, 8 and 4, 8, 8 and 8 would be faster, and stored everywhere."""
+def test_two_stacks_are_even_if_that_costs_little_and_they_are_large() -> None:
+    """Layers of the second take longer: other ranges would be faster, and gathered on every device."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for name in ("encoder", "decoder"):
             x = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w[0]) @ w[1], None), x, params[name])[0]
         return x.sum()
 
-    def ranges(wider: int) -> list[str]:
-        sizes = {"encoder": 512, "decoder": 512 * wider // 10}
+    def ranges(layers: int, width: int, wider: float) -> list[str]:
+        sizes = {"encoder": width, "decoder": int(width * wider)}
         params = {
-            name: [jax.ShapeDtypeStruct((32, *shape), "float32") for shape in ((512, n), (n, 512))]
+            name: [jax.ShapeDtypeStruct((layers, *shape), "float32") for shape in ((width, n), (n, width))]
             for name, n in sizes.items()
         }
         policy = plans.pipeline(4, 4, batch="x")
-        x = jax.ShapeDtypeStruct((4096, 512), "float32")
+        x = jax.ShapeDtypeStruct((4096, width), "float32")
         lowered = jscaler.parallelize(policy, devices=4)(jscaler.value_and_grad(loss)).lower(params, x)
         return [f"[{loop.name.split('[')[1]}" for loop in lowered.plan.source.loops.values() if loop.forward is None]
 
-    assert ranges(14) == ["[0:16]", "[16:32]"] * 2
-    assert ranges(22) != ["[0:16]", "[16:32]"] * 2
+    assert ranges(32, 4096, 1.4) == ["[0:16]", "[16:32]"] * 2
+    assert ranges(32, 4096, 2.2) != ["[0:16]", "[16:32]"] * 2
+    assert ranges(32, 512, 1.4) != ["[0:16]", "[16:32]"] * 2
 
 
 def test_a_model_that_is_a_stack_alone_has_two_blocks_for_each_stage_but_the_last() -> None:
