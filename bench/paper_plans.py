@@ -9,7 +9,9 @@ from jscaler.errors import divisors
 
 ROWS = (1, 2, 4, 8)  # of a micro-batch on a device
 MANY = 1 << 30
-HOST = 8  # devices; tensor parallelism stays inside, as Megatron-LM advises
+HOST = (
+    8  # devices; tensor parallelism stays inside, as Megatron-LM advises, but for Megatron's own, which may have no choice
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def configs(model: Model, gpus: int) -> Iterator[Config]:
     for plan, schedule in SCHEDULES.items():
         if plan == "chimera" and model.name == "swin":
             continue
-        own = [g for g in grids if g[1:] != (1, 1)] if schedule == "1f1b" else staged
+        own = [g for g in grids_of(model, gpus, gpus) if g[1:] != (1, 1)] if plan == "megatron" else staged
         sequences = (False, True) if model.name in ("gpt", "mbart") else (False,)
         yield from spread(model, gpus, plan, False, SAVED, grids=own, schedule=schedule, sequences=sequences)
     if model.name in ("gpt", "swin"):
@@ -121,9 +123,9 @@ def configs(model: Model, gpus: int) -> Iterator[Config]:
             yield from spread(model, gpus, plan, True, saved, grids=staged, schedule="interlaced", sequences=(False, True))
 
 
-def grids_of(model: Model, gpus: int) -> list[tuple[int, int, int]]:
-    """(dp, tp, pp): stages have as many layers each, where layers are alike."""
-    tps = [n for n in divisors(gpus) if n <= HOST]
+def grids_of(model: Model, gpus: int, most: int = HOST) -> list[tuple[int, int, int]]:
+    """(dp, tp, pp): stages have as many layers each, where layers are alike; tp is ``most`` at most."""
+    tps = [n for n in divisors(gpus) if n <= most]
     depth, alike = model.depth, model.name != "swin"
     every = ((gpus // tp // pp, tp, pp) for tp in tps for pp in divisors(gpus // tp))
     return [(dp, tp, pp) for dp, tp, pp in every if pp <= depth and not (alike and depth % pp)]
