@@ -9,9 +9,7 @@ from jscaler.errors import divisors
 
 ROWS = (1, 2, 4, 8)  # of a micro-batch on a device
 MANY = 1 << 30
-HOST = (
-    8  # devices; tensor parallelism stays inside, as Megatron-LM advises, but for Megatron's own, which may have no choice
-)
+HOST = 8  # devices; tensor parallelism stays inside, as Megatron-LM advises; its own may have no choice
 
 
 @dataclass(frozen=True)
