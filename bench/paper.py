@@ -93,8 +93,8 @@ def compiled_rows(model: Model, gpus: int) -> list[Row]:
         if not due:
             return found
         sweep = Sweep(model, cluster_for(gpus))
-        for row in due:
-            sweep.compiled(str(row["plan"]).split(": ", 1)[1])
+        for text in dict.fromkeys(str(row["plan"]).split(": ", 1)[1] for row in due):
+            sweep.compiled(text)
 
 
 def _leading(found: list[Row]) -> Iterator[Row]:
