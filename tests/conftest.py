@@ -27,6 +27,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.keyword or any("::" in argument for argument in config.args):
         return
     days = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("one_day_in"))}
-    left = [item for item, one_in in days.items() if not runs_today(item.nodeid, one_in)]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    left = {item for item, one_in in days.items() if not runs_today(item.nodeid, one_in)}
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]

@@ -283,8 +283,9 @@ class _Apart:
         summands = [(tensor, more) for more in added for tensor in self._summands(more)]
         for tensor, more in sorted(summands, key=lambda pair: self._first_use(pair[0])):
             group = self._home[self._maker(tensor).path]
-            own = (by_place.get((group, more, number), []) for number in itertools.count())
-            place = next(i for i, parts in enumerate(own) if not any(self._go_elsewhere(group, t, tensor) for t in parts))
+            stages = [parts for (other, turn, _), parts in by_place.items() if (other, turn) == (group, more)]
+            fit = (i for i, parts in enumerate(stages) if not any(self._others_between(group, t, tensor) for t in parts))
+            place = next(fit, len(stages))
             by_place.setdefault((group, more, place), []).append(tensor)
         if start is None or len(by_place) < 2:
             return [carry]
@@ -302,7 +303,7 @@ class _Apart:
         )
         return found
 
-    def _go_elsewhere(self, group: DeviceMesh, *tensors: PTensor) -> bool:
+    def _others_between(self, group: DeviceMesh, *tensors: PTensor) -> bool:
         """Whether what makes one of two tensors waits for another group, and that for what makes the other."""
         made, made_of = self._graph.producer, self._through.made_of
         for first, last in itertools.permutations(tensors):

@@ -23,7 +23,7 @@ from jscaler.xla_model.work import work_of
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
 EVEN = 1.25  # … so that a stack's ranges are equal, and each stage stores its own
-MUCH = 0.1  # of a device's memory, for stacks that are brought to their stages
+MUCH = 0.1  # of a device's memory, for stacks that every device gathers
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ def balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTen
         layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
         even = (cuts for cuts in _even(units, sorted(allowed), sums, nbytes, stages) if set(cuts) <= allowed)
         stacks = {x.stack for unit in units if unit.of > 1 and isinstance(unit.item, Nest) for x in unit.item.loop.xs}
-        much = sum(stack.nbytes for stack in stacks) > MUCH * device.memory
-        most = max(slowest(best) + layer * (1 + 1e-9), slowest(best) * EVEN * much)
+        most = slowest(best) + layer * (1 + 1e-9)
+        if sum(stack.nbytes for stack in stacks) > MUCH * device.memory:
+            most = max(most, slowest(best) * EVEN)
         return next((cuts for cuts in even if slowest(cuts) <= most), best)
     raise PlanError(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "

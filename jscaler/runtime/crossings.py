@@ -37,7 +37,9 @@ def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: A
     if crossing.is_equal or _all_whole(crossing):
         return _WholeParts(crossing, devices, arriving)
     key = crossing, jnp.dtype(dtype)
-    run = known[key] = known[key] if key in known else CrossingRun(crossing, dtype, devices)
+    if key not in known:
+        known[key] = CrossingRun(crossing, dtype, devices)
+    run = known[key]
     return lambda value: rewrapped(run(value), arriving)
 
 
