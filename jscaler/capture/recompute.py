@@ -6,7 +6,8 @@
 
 Outside a loop, all that the clones and the backward ops read passes one fence (an ``optimization_barrier`` over inputs
 and cotangents), so that nobody merges the clones with the forward ops, or runs them early. In the backward of a loop,
-clones stand in another body than the forward ops, and read what is saved for each iteration: the region's inputs.
+clones stand in another body than the forward ops, and read what is saved for each iteration: the region's inputs. A loop
+of one iteration is none to XLA: its clones stand behind a fence as those outside do.
 
 Where clones are to run *apart* from the backward ops, as a block of their own, only what the forward ops read passes the
 fence: so they wait for no cotangent, and blocks are programs of their own, which nobody merges. Those of a loop's body
@@ -119,8 +120,9 @@ def _expanded(graph: Graph, region: RecomputeRegion, apart: bool) -> Graph:
     again: Tensors = {t: PTensor(t.name + AGAIN, t.aval) for t in made}
     table = {t: new for t, new in again.items() if t not in parts.kept}
     fence: list[Op] = []
-    if region.loop is None:
-        fence = [_fence(graph, region, parts, table, apart)]
+    if region.loop is None or _runs_once(graph, region.loop, names[region.loop]):
+        within = names[region.loop] if region.loop is not None else None
+        fence = [_fence(graph, region, parts, table, apart and within is None, within)]
         table |= dict(zip(fence[0].inputs, fence[0].outputs, strict=True))
     clones = [_clone(op, again, table, names) for op in parts.forward]
     loops |= {name: loop.renamed(table, table) for name in parts.below for loop in (graph.loops[name],)}
@@ -131,22 +133,35 @@ def _expanded(graph: Graph, region: RecomputeRegion, apart: bool) -> Graph:
     return dataclasses.replace(graph, ops=ops, loops=loops)
 
 
-def _fence(graph: Graph, region: RecomputeRegion, parts: _Parts, again: Mapping[PTensor, PTensor], apart: bool) -> Op:
-    """A fence of all that a region and its backward read from outside: inputs, what is kept, and cotangents. Where they run
-    apart, of what the region reads."""
+def _runs_once(graph: Graph, loop: str, backward: str) -> bool:
+    """Whether XLA sees a loop's body and its backward's as one piece of text: of one iteration it makes no loop. Not where
+    the clones have a loop of their own, which is in another program."""
+    return graph.loops[loop].length == 1 and backward != loop + AGAIN
+
+
+def _fence(
+    graph: Graph,
+    region: RecomputeRegion,
+    parts: _Parts,
+    again: Mapping[PTensor, PTensor],
+    apart: bool,
+    loop: str | None,
+) -> Op:
+    """A fence of all that a region and its backward, in ``loop``, read from outside: inputs, what is kept, and cotangents.
+    Where they run apart, of what the region reads."""
     between = graph.ops[parts.first : parts.last]
     there = [*parts.inner, *_loops_below(between, parts.depth, graph.loops)]
     inside = set(again) | {t for op in between for t in op.outputs}
     inside |= {t for name in there for t in (*graph.loops[name].inner, *graph.loops[name].results)}
     # what an inner loop makes is saved for each iteration, and read in another loop's: nobody could merge that
-    inside |= {t for op in parts.forward if op.loop is not None for t in op.outputs}
+    inside |= {t for op in parts.forward if op.loop != region.loop for t in op.outputs}
     reads = [t for op in (*parts.forward, *(() if apart else parts.backward)) for t in op.inputs]
     for name in (*parts.inner, *(() if apart else parts.below)):
         reads += [*graph.loops[name].operands, *graph.loops[name].returned]
     outside = tuple(t for t in dict.fromkeys(reads) if t not in inside)
     fenced = tuple(PTensor(f"{t.name}@fence@{region.name}", t.aval, t.role) for t in outside)
     call, remat = parts.forward[0].call, (region,) if apart else ()
-    return Op(f"{region.name}@fence", "backward", outside, fenced, call=call, remat=remat, anywhere="fence")
+    return Op(f"{region.name}@fence", "backward", outside, fenced, call=call, remat=remat, loop=loop, anywhere="fence")
 
 
 def _whole_loops(graph: Graph, first: int, last: int, depth: int) -> tuple[int, int]:

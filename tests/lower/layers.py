@@ -175,6 +175,18 @@ def checkpointed_stacks(p: Any, b: Any) -> Any:
     return x.sum() + (more**2).sum()
 
 
+def checkpointed_once(p: Any, b: Any) -> Any:
+    """Checkpointed stacks of one layer, outside and in each layer of a stack; two regions in the layer."""
+    layer = jax.checkpoint(lambda x, w: _layer(x, w, p))
+
+    def once(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda y, w: (layer(y, w) + layer(y + p["c"], w), y.sum()), x, ws)
+
+    x, sums = once(b["x"], p["w"][:1])
+    x, more = lax.scan(lambda y, ws: once(y, ws[:1]), x, p["v"])
+    return x.sum() + (sums**2).sum() + (more**2).sum()
+
+
 def handed_through(p: Any, b: Any) -> Any:
     """Checkpointed stacks of which the backward reads the slices alone, or what passes unchanged or changes places."""
     h = b["x"] @ p["s"]
@@ -207,7 +219,10 @@ def barely_loops(p: Any, b: Any) -> Any:
     return (x * every[1] * none).sum() + nones.sum() + y.sum() * jnp.sum(twos) * jnp.sum(threes)
 
 
-PROGRAMS = (shared_and_stacked, many_carries, unread_and_replaced, loops_in_loops, checkpointed, checkpointed_stacks)
+PROGRAMS = (
+    shared_and_stacked, many_carries, unread_and_replaced, loops_in_loops, checkpointed, checkpointed_stacks,
+    checkpointed_once,
+)  # fmt: skip
 
 
 def step_of(loss_fn: Callable[[Any, Any], Any]) -> Callable[..., Any]:
