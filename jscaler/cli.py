@@ -15,7 +15,7 @@ from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.fit_command import fit_
-from jscaler.commands.interrupts import Interruptible, finished_before_interrupts
+from jscaler.commands.interrupts import Interruptible
 from jscaler.commands.options import (
     Batch,
     Data,
@@ -85,7 +85,11 @@ def train(
     seq: Sequence = None,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     log: Annotated[Path | None, typer.Option(help="write one JSON line per step to this file")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="save the state in this folder after the last step")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="save the state in this folder: after the last step, and on Ctrl-C or SIGTERM")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="and after every so many steps", min=1)] = None,
+    keep: Annotated[int | None, typer.Option(help="states that stay, the latest; all by default", min=1)] = None,
     resume: Annotated[bool, typer.Option(help="start from the checkpoint, which may be another plan's")] = False,
     seed: Seed = 0,
     dtype: Dtype = None,
@@ -113,8 +117,9 @@ def train(
     """
     from jscaler.commands.training import train as run
 
-    if resume and checkpoint is None:
-        raise typer.BadParameter("give the --checkpoint to start from", param_hint="--resume")
+    for option, given in (("--resume", resume), ("--save-every", save_every), ("--keep", keep)):
+        if given and checkpoint is None:
+            raise typer.BadParameter("give the --checkpoint that it is about", param_hint=option)
     refuse_picture(draw)
     check_file("log", log)  # before, not after hours of training
     check_folder("traces", trace)
@@ -122,7 +127,7 @@ def train(
     devices = devices_for(plan, devices)
     use_platform(platform, devices)
     if checkpoint is not None:
-        from jscaler.runtime.checkpoint import check_unused, save
+        from jscaler.runtime.checkpoint import Checkpoints, check_unused
 
         if not resume:
             check_folder("checkpoint", checkpoint)
@@ -136,10 +141,11 @@ def train(
     if start >= steps:
         show(screen(), f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
         return
-    state = run(planned.step, state, planned.batches(start), range(start, steps), screen(), log, trace, draw, explain)
-    if checkpoint is not None:
-        with finished_before_interrupts("behind the last step; its checkpoint is complete"):
-            save(checkpoint, steps, state)
+    if checkpoint is not None and (told := planned.told_of(checkpoint, start)):
+        show(screen(), told)
+    kept = Checkpoints(checkpoint, save_every, keep, planned.about) if checkpoint is not None else None
+    batches = planned.batches(start)
+    run(planned.step, state, batches, range(start, steps), screen(), log, trace, draw, explain, kept)
 
 
 @app.command()

@@ -362,6 +362,16 @@ class CaptureWarning(UserWarning):
     """
 
 
+class CheckpointWarning(UserWarning):
+    """A state of a checkpoint cannot be read, and the one before it is taken.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", jscaler.CheckpointWarning)  # an error in its place
+    """
+
+
 class UnknownPrimitiveWarning(UserWarning):
     """A primitive without a rule: ops that contain it are replicated, never split.
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class PlannedJob:
     """
 
     def __init__(self, job: Job, plan: str, devices: Any, seed: int = 0, strict: bool = False):
-        self.job, self.seed = job, seed
+        self.job, self.seed, self.plan_text = job, seed, plan
         self.step: Parallelized = parallelize(
             plans.by_name(plan), devices=devices, donate_argnums=0, strict=strict
         )(job.train_step)  # fmt: skip
@@ -113,10 +114,25 @@ class PlannedJob:
         make_state, given = self.job.make_state, {self.batch_name: self.first_batch}
         if checkpoint is None:
             return 0, self.step.init(make_state, self.key, **given)
-        from jscaler.runtime.checkpoint import latest_step, restore
+        from jscaler.runtime.checkpoint import latest_step, restore_latest
 
-        step = latest_step(checkpoint)
-        return step, restore(checkpoint, step, self.step.abstract_state(make_state, self.key, **given))
+        latest_step(checkpoint)  # before minutes of planning: there is one
+        return restore_latest(checkpoint, self.step.abstract_state(make_state, self.key, **given))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint says of the run that it is of."""
+        versions = {"jscaler": metadata.version("jscaler"), "jax": jax.__version__}
+        return {"job": self.job.name, "plan": self.plan_text, "seed": self.seed, **versions}
+
+    def told_of(self, checkpoint: Path, step: int) -> str:
+        """What is another in this run than in that of the checkpoint, and tells on its numbers; "" where nothing is."""
+        from jscaler.runtime.checkpoint import written_beside
+
+        there = written_beside(checkpoint, step).get("run", {})
+        if there.get("seed", self.seed) == self.seed:
+            return ""
+        return f"the checkpoint's run had --seed {there['seed']}, this one has --seed {self.seed}: its batches are others"
 
     def arguments(self) -> tuple[Any, Any]:
         """Shapes of a state and a batch. The state is not allocated."""

@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import jax
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jscaler.api import Parallelized
 from jscaler.capture.names import leaf_names
-from jscaler.commands.interrupts import on_screen
+from jscaler.commands.interrupts import Stopped, noted, on_screen
 from jscaler.commands.screen import show
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
@@ -26,7 +27,11 @@ from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.graph_nodes import holds_nodes
 from jscaler.text.units import counted
 
+if TYPE_CHECKING:  # which needs the extra that has Orbax
+    from jscaler.runtime.checkpoint import Checkpoints
+
 TRACED = 3  # steps behind the first
+STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,11 @@ def train(
     trace: Path | None = None,
     draw: Path | None = None,
     explain: bool = False,
+    checkpoints: "Checkpoints | None" = None,
 ) -> Any:
     """Run the optimizer steps of these numbers; print the plan first, then progress.
+
+    A first SIGINT or SIGTERM ends it behind the step that runs, where checkpoints are written with one of that state.
 
     Args:
         step: the train step of a `Job`.
@@ -81,12 +89,14 @@ def train(
         trace: the folder to which timelines of the first steps behind the first go, for Perfetto.
         draw: where the picture of the last of these goes.
         explain: whether the plan is shown op by op, not in five lines.
+        checkpoints: where states are written, as often as they are due and behind the last step.
 
     Returns:
         The state after the last step.
 
     Raises:
         JobError: the step does not return its next state and a loss.
+        Stopped: a signal came.
     """
     first_batch = next(batches)
     with on_screen(console.status("capturing, planning and compiling")):
@@ -96,22 +106,31 @@ def train(
     shown = compiled.plan.explain() if explain else f"{summary(compiled.plan.report)}\n(--explain shows every op)"
     show(console, f"{shown}\ncompiled in {time.perf_counter() - started:.1f} s")
     records: list[StepRecord] = []
-    with _told(records, steps), on_screen(_progress(console)) as progress, _opened(log, steps.start) as file:
+    with (
+        checkpoints or nullcontext(), _told(records, steps, checkpoints), on_screen(_progress(console)) as progress,
+        _opened(log, steps.start) as file,
+    ):  # fmt: skip
         task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, what="", seconds=0.0)
-        for index, batch in zip(steps, itertools.chain([first_batch], batches), strict=False):
-            if (trace or draw) and steps.start < index <= steps.start + TRACED:
-                _traced(compiled, state, batch, index, trace, draw)
-            began = time.perf_counter()
-            state, metrics = _state_and_metrics(compiled(state, batch), state)
-            loss = float(_loss(metrics))  # waits for the step
-            seconds = time.perf_counter() - began
-            record = StepRecord(index, loss, seconds, Speed.of(batch, seconds))
-            records.append(record)
-            if file:
-                with writing("log", file.name):
-                    file.write(json.dumps(record.as_json()).encode() + b"\n")
-            what, speed = record.speed
-            progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
+        with noted(*STOP, at_once=lambda: progress.update(task, description="stopping behind this step")) as signals:
+            for index, batch in zip(steps, itertools.chain([first_batch], batches), strict=False):
+                if (trace or draw) and steps.start < index <= steps.start + TRACED:
+                    _traced(compiled, state, batch, index, trace, draw)
+                began = time.perf_counter()
+                state, metrics = _state_and_metrics(compiled(state, batch), state)
+                loss = float(_loss(metrics))  # waits for the step
+                seconds = time.perf_counter() - began
+                record = StepRecord(index, loss, seconds, Speed.of(batch, seconds))
+                records.append(record)
+                if file:
+                    with writing("log", file.name):
+                        file.write(json.dumps(record.as_json()).encode() + b"\n")
+                what, speed = record.speed
+                progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
+                stops = bool(signals)  # asked once: what comes later waits for the next step
+                if checkpoints and (stops or index + 1 == steps.stop or checkpoints.is_due(index + 1)):
+                    checkpoints.save(index + 1, state)
+                if stops:
+                    raise Stopped("", signals[0])
     if records:
         first, last = records[0], records[-1]
         middle = sorted(r.seconds for r in records)[len(records) // 2]
@@ -121,15 +140,21 @@ def train(
 
 
 @contextmanager
-def _told(records: Sequence[StepRecord], steps: range) -> Iterator[None]:
-    """An interrupt says what is lost."""
+def _told(records: Sequence[StepRecord], steps: range, checkpoints: "Checkpoints | None") -> Iterator[None]:
+    """An interrupt says what is saved, and what is lost."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         done = steps.start + len(records)
-        are = "is" if len(records) == 1 else "are"
-        lost = f"{counted(len(records), 'step')} of this run {are} not saved: a checkpoint is written behind the last step"
-        raise KeyboardInterrupt(f"after step {done} of {steps.stop}; {lost}") from None
+        saved = (checkpoints and checkpoints.latest) or steps.start
+        told = f"after step {done} of {steps.stop}; "
+        if checkpoints and done == saved and records:
+            told += f"its state is saved in {checkpoints.folder}: go on with --resume"
+        else:
+            are = "is" if done - saved == 1 else "are"
+            remedy = "one is written on --checkpoint" if checkpoints is None else "a second signal does not wait for one"
+            told += f"{counted(done - saved, 'step')} of this run {are} in no checkpoint: {remedy}"
+        raise Stopped(told, stopped.number if isinstance(stopped, Stopped) else signal.SIGINT) from None
 
 
 def check_result(compiled: Compiled, state: Any) -> None:

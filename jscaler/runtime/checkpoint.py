@@ -1,14 +1,20 @@
-"""Checkpoints of ``jscaler train``: a folder that Orbax writes, one state per number of steps taken."""
+"""Checkpoints of ``jscaler train``: a folder that Orbax writes, one state per number of steps taken.
+
+A state is whole or not there: Orbax writes beside it and renames at the end. A file of it that is gone or cut short is
+noticed when it is read; a bit that has turned in the numbers themselves is not.
+"""
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jscaler.errors import DataError, JscalerError, OutputError
-from jscaler.report.written import writing
+from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, warn
+from jscaler.report.written import check_folder, writing
 
 try:
     import orbax.checkpoint as ocp
@@ -20,30 +26,99 @@ FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read
 WRITTEN = {"jscaler": {"format": FORMAT, "orbax": ocp.__version__}}  # beside every state
 
 
-def save(folder: Path, step: int, state: Any) -> None:
-    """Save ``state``, as it is after ``step`` steps.
+class DamagedError(DataError):
+    """A state that cannot be read, for no fault of whoever asks for it."""
+
+
+class Checkpoints:
+    """The states of a run, written into a folder while the run goes on: each is complete, or not there.
+
+    `save` waits until the state is copied from the devices, and until the one before is written; the last is written
+    where the ``with`` block ends. What a run that was killed has left half written is taken away.
+
+    Args:
+        folder: where they are written, one folder for each.
+        every: steps between two; None for no more than who saves asks for.
+        keep: how many stay, the latest; None for all.
+        about: what is written beside each, as JSON holds it.
 
     Raises:
-        DataError: there is a state of as many steps, or of more.
-        OutputError: it cannot be written.
+        OutputError: when it is entered, saves or ends: what was to be written cannot be; those before stay.
     """
+
+    def __init__(
+        self, folder: Path, every: int | None = None, keep: int | None = None, about: Mapping[str, Any] | None = None
+    ):
+        self.folder, self.every = folder, every
+        self.latest: int | None = None  # the last that this run has saved
+        self._about = {"jscaler": WRITTEN["jscaler"] | {"run": dict(about or {})}}
+        self._keep = keep
+        self._manager: ocp.CheckpointManager | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        check_folder("checkpoint", self.folder)
+        with _saying(self.folder):
+            self._manager = _manager(self.folder, max_to_keep=self._keep, cleanup_tmp_directories=True)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        assert self._manager is not None
+        manager, self._manager = self._manager, None
+        with _saying(self.folder):
+            try:
+                manager.wait_until_finished()
+            finally:
+                manager.close()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after ``step`` steps is to be saved."""
+        return self.every is not None and step % self.every == 0
+
+    def save(self, step: int, state: Any) -> None:
+        """Save ``state``, as it is after ``step`` steps.
+
+        Raises:
+            DataError: there is a state of as many steps, or of more.
+            OutputError: it cannot be written, or the one before could not.
+        """
+        assert self._manager is not None, "checkpoints are saved within their with block"
+        with _saying(self.folder):
+            saved = self._manager.save(step, args=ocp.args.StandardSave(state), custom_metadata=self._about)
+        if not saved:  # Orbax says so, and no more
+            last = self._manager.latest_step()
+            raise DataError(f"the state after {step} steps is not saved: {self.folder} has one after {last}")
+        self.latest = step
+
+
+@contextmanager
+def _saying(folder: Path) -> Iterator[None]:
+    """What goes wrong within is that a checkpoint cannot be written."""
     try:
-        with writing("checkpoint", folder), ocp.CheckpointManager(folder.absolute()) as manager:
-            saved = manager.save(step, args=ocp.args.StandardSave(state), custom_metadata=WRITTEN)
+        with writing("checkpoint", folder):
+            yield
     except OutputError:
         raise
     except Exception as error:  # Orbax hands on what its storage raises, of whatever class
         raise OutputError(f"cannot write the checkpoint '{folder}': {_line(error)}; choose another path") from error
-    if not saved:  # Orbax says so, and no more
-        raise DataError(f"the state after {step} steps is not saved: {folder} has one after {found_step(folder)}")
+
+
+def save(folder: Path, step: int, state: Any) -> None:
+    """Save one state, see `Checkpoints`."""
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(step, state)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The numbers of steps taken by the states in ``folder``, in order."""
+    if not folder.is_dir():
+        return []
+    with _manager(folder) as manager:
+        return sorted(manager.all_steps())
 
 
 def found_step(folder: Path) -> int | None:
     """The number of steps taken by the latest state in ``folder``, where there is one."""
-    if not folder.is_dir():
-        return None
-    with ocp.CheckpointManager(folder.absolute()) as manager:
-        return manager.latest_step()
+    return max(steps_in(folder), default=None)
 
 
 def check_unused(folder: Path) -> None:
@@ -66,6 +141,28 @@ def latest_step(folder: Path) -> int:
     raise DataError(f"there is no checkpoint in {folder}: train with --checkpoint {folder} first, without --resume")
 
 
+def restore_latest(folder: Path, target: Any) -> tuple[int, Any]:
+    """The latest state that is whole, and the number of its steps.
+
+    One that is damaged is put aside, as ``damaged-N``, with a warning that names it, and the one before is taken.
+
+    Raises:
+        DataError: there is none, none is whole, or they are of another model.
+    """
+    while True:
+        step = latest_step(folder)
+        try:
+            return step, restore(folder, step, target)
+        except DamagedError as error:
+            earlier = [n for n in steps_in(folder) if n < step]
+            if not earlier:
+                raise
+            aside = folder / f"damaged-{step}"
+            with writing("checkpoint", folder):
+                (folder / str(step)).rename(aside)
+            warn(f"{error}; it is put aside as {aside}, and the one after {max(earlier)} steps is taken", CheckpointWarning)
+
+
 def restore(folder: Path, step: int, target: Any) -> Any:
     """The state after ``step`` steps, laid out as ``target`` says: a tree of structs with shardings.
 
@@ -74,18 +171,20 @@ def restore(folder: Path, step: int, target: Any) -> Any:
     """
     _check_folder(folder)
     which = f"the checkpoint after {step} steps in {folder}"
-    handler = ocp.StandardCheckpointHandler()  # who says how to read what it says of a state, before it is read
-    with ocp.CheckpointManager(folder.absolute(), item_handlers=handler) as manager:
+    with _manager(folder) as manager:
         if step not in (known := manager.all_steps()):
             found = f"those after {', '.join(map(str, sorted(known)))}" if known else "none"
             raise DataError(f"there is no state after {step} steps in {folder}; it has {found}")
-        written = _written(folder, step)
+        written = written_beside(folder, step)
         _check_format(which, written.get("format", FORMAT))
         saved, wanted = _saved_leaves(manager, step), _leaves(target)
         if saved.keys() == wanted.keys() and saved != wanted:  # Orbax would say it in a hundred lines
             raise DataError(_foreign(which, saved, wanted))
         try:
-            return manager.restore(step, args=ocp.args.StandardRestore(target))
+            found = manager.restore(step, args=ocp.args.StandardRestore(target))
+            if _types(found) != _types(target):  # it does not know any more which of its numbers are a key
+                raise TypeError("its leaves have other types than were saved")
+            return found
         except Exception as error:  # of whatever class
             if saved and saved != wanted:
                 raise DataError(_foreign(which, saved, wanted)) from error
@@ -94,13 +193,23 @@ def restore(folder: Path, step: int, target: Any) -> Any:
                     f"{which} cannot be read: Orbax {by} has written it, and this one is {ocp.__version__} "
                     f"({_line(error)}); pip install --upgrade orbax-checkpoint"
                 ) from error
-            raise DataError(
+            raise DamagedError(
                 f"{which} is damaged: {_line(error)}; remove {folder / str(step)} to go on from an earlier one, if there "
                 "is one, or train anew into another folder"
             ) from error
 
 
-def _written(folder: Path, step: int) -> dict[str, Any]:
+def _manager(folder: Path, **options: Any) -> ocp.CheckpointManager:
+    """Of one damaged state it opens the others all the same; and it knows how to read what a state says of itself."""
+    given = ocp.CheckpointManagerOptions(lightweight_initialize=True, **options)
+    return ocp.CheckpointManager(folder.absolute(), item_handlers=ocp.StandardCheckpointHandler(), options=given)
+
+
+def _types(tree: Any) -> list[tuple[Any, Any]]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+
+def written_beside(folder: Path, step: int) -> dict[str, Any]:
     """What `save` has said of a state; nothing where an older jscaler, or a script, has written it.
 
     It is read as Orbax writes it: asked for it, Orbax reads all of the state's metadata, which it may not know.

@@ -211,7 +211,7 @@ def test_what_was_trained_and_is_not_saved_is_told(folder: Path) -> None:
     job = f"--job {folder}/my_model.py:stopped_behind_two_steps"
     command = f"train {job} --plan single --devices 1 --steps 9 --checkpoint {folder}/stopped"
     words = " ".join(" ".join(seen(shlex.split(command), NARROW, INTERRUPTED)).split())
-    assert "interrupted after step 2 of 9; 2 steps of this run are not saved" in words
+    assert "interrupted after step 2 of 9; 2 steps of this run are in no checkpoint: a second signal" in words
     assert not list((folder / "stopped").iterdir())
 
 
