@@ -1,5 +1,6 @@
 """The command line: ``jscaler train`` and ``jscaler compare``; the other commands have files of their own."""
 
+import functools
 import itertools
 import json
 import platform as platform_
@@ -36,11 +37,21 @@ from jscaler.commands.options import (
 )  # fmt: skip
 from jscaler.commands.plan_command import plan_
 from jscaler.commands.planned_job import PlannedJob, devices_for
+from jscaler.commands.processes import (
+    Coordinator,
+    Distributed,
+    Process,
+    Processes,
+    devices_of_one,
+    join,
+    run_locally,
+    without,
+)  # fmt: skip
 from jscaler.commands.redistribute import redistribute
 from jscaler.commands.schedules import schedules_
 from jscaler.commands.screen import screen, show, show_error
 from jscaler.commands.told_model import telling_sizes
-from jscaler.errors import JscalerError
+from jscaler.errors import DeviceError, JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.written import check_file, check_folder
@@ -104,6 +115,16 @@ def train(
     ] = None,
     strict: Strict = False,
     explain: Annotated[bool, typer.Option("--explain", help="show the plan op by op, not in five lines")] = False,
+    local_processes: Annotated[
+        int | None, typer.Option(help="share the virtual CPU devices out to so many processes, started here", min=1)
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(help="start them again from the checkpoint, so often, where one of them fails", min=0)
+    ] = 0,
+    coordinator: Coordinator = None,
+    processes: Processes = None,
+    process: Process = None,
+    distributed: Distributed = False,
 ) -> None:
     """Train a model under a plan: a built-in one on text, or yours on its data.
 
@@ -114,10 +135,12 @@ def train(
     Example: jscaler train --model gpt --size nano --plan "megatron(dp=2, tp=4)" --devices 8 --platform cpu
 
     Example: jscaler train --job my_model.py:job --plan zero3 --devices 8 --platform cpu
+
+    In a job of many processes all get the same command; --distributed under a launcher, --coordinator without one.
     """
     from jscaler.commands.training import train as run
 
-    for option, given in (("--resume", resume), ("--save-every", save_every), ("--keep", keep)):
+    for option, given in (("--resume", resume), ("--save-every", save_every), ("--keep", keep), ("--restarts", restarts)):
         if given and checkpoint is None:
             raise typer.BadParameter("give the --checkpoint that it is about", param_hint=option)
     refuse_picture(draw)
@@ -125,7 +148,18 @@ def train(
     check_folder("traces", trace)
     plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
-    use_platform(platform, devices)
+    if local_processes is not None:
+        devices_of_one(devices, local_processes)
+        if platform != "cpu" or devices is None:
+            raise DeviceError("--local-processes shares out virtual CPU devices: give --platform cpu and --devices")
+        words = without(sys.argv[1:], "--local-processes", "--restarts")
+        run_locally(local_processes, restarts, words, checkpoint)
+        return
+    joins = functools.partial(join, coordinator, processes, process, distributed)
+    use_platform(platform, devices_of_one(devices, processes), joins)
+    console = screen(quiet=jax.process_index() > 0)
+    if jax.process_index() > 0:
+        log = trace = draw = None
     if checkpoint is not None:
         from jscaler.runtime.checkpoint import Checkpoints, check_unused
 
@@ -139,13 +173,13 @@ def train(
     planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
     start, state = planned.start(checkpoint if resume else None)
     if start >= steps:
-        show(screen(), f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
+        show(console, f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
         return
     if checkpoint is not None and (told := planned.told_of(checkpoint, start)):
-        show(screen(), told)
+        show(console, told)
     kept = Checkpoints(checkpoint, save_every, keep, planned.about) if checkpoint is not None else None
     batches = planned.batches(start)
-    run(planned.step, state, batches, range(start, steps), screen(), log, trace, draw, explain, kept)
+    run(planned.step, state, batches, range(start, steps), console, log, trace, draw, explain, kept)
 
 
 @app.command()

@@ -140,6 +140,17 @@ class DeviceError(JscalerError):
     """
 
 
+class ProcessError(JscalerError):
+    """A process of a job has ended too early, or is about something else than the others.
+
+    Example:
+        >>> # jscaler train --local-processes 2 --platform cpu --devices 4, and one of the two is killed
+        >>> raise jscaler.ProcessError("process 1 of 2 was killed by SIGKILL; the others were ended")
+        Traceback (most recent call last):
+        jscaler.errors.ProcessError: process 1 of 2 was killed by SIGKILL; ...
+    """
+
+
 class BlockError(JscalerError, RuntimeError):
     """A block of a step has failed while it ran: which one, of which stage, on which devices, for which
     micro-batch, with its ops and their source lines. The error that XLA, or a host callback, has raised is its cause.

@@ -19,13 +19,14 @@ VARIABLE = "JSCALER_SWEEPS"
 SEED = os.environ.setdefault(VARIABLE, str(datetime.datetime.now(tz=datetime.UTC).date().toordinal()))
 
 
-def of_the_day(cases: Iterable[T], one_in: int = 4) -> Sequence[T]:
-    """The day's share of ``cases``, in their order: one in ``one_in``, and one at least."""
+def of_the_day(cases: Iterable[T], one_in: int = 4, always: Iterable[T] = ()) -> Sequence[T]:
+    """The day's share of ``cases``, in their order: one in ``one_in``, and one at least; with those that run ``always``,
+    since no other case notices what they do."""
     found = list(cases)
     if SEED == "all":
         return found
     places = random.Random(f"{SEED} {len(found)}").sample(range(len(found)), -(-len(found) // one_in))
-    return [found[place] for place in sorted(places)]
+    return [found[place] for place in sorted({*places, *map(found.index, always)})]
 
 
 def drawn(max_examples: int, one_in: int = 4, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,5 +1,6 @@
 """``jscaler bench-comm``: what communication costs on the devices at hand, as a cluster file for the search."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from jscaler.clusters import Cluster, cluster_toml
 from jscaler.commands.options import use_platform
+from jscaler.commands.processes import Coordinator, Distributed, Process, Processes, join
 from jscaler.commands.screen import screen, show
 from jscaler.errors import DeviceError
 from jscaler.report.written import check_file, writing
@@ -31,10 +33,10 @@ def bench_comm(
     rounds: Annotated[int, typer.Option(help="timed runs of each; the least counts", min=1)] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="three sizes up to 1 MiB, two runs of each")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
-    distributed: Annotated[bool, typer.Option("--distributed", help="join the processes of a job first")] = False,
-    coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of process 0, where no launcher says it")] = None,
-    num_processes: Annotated[int | None, typer.Option(help="processes of the job, one per host")] = None,
-    process_id: Annotated[int | None, typer.Option(help="the number of this process")] = None,
+    distributed: Distributed = False,
+    coordinator: Coordinator = None,
+    processes: Processes = None,
+    process: Process = None,
 ) -> None:
     """Measure collectives, and fit the latency and bandwidth of each class of links.
 
@@ -45,9 +47,8 @@ def bench_comm(
 
     _refuse_suffix(out)
     check_file("cluster file", out)
-    use_platform(platform, devices)
-    if distributed or coordinator:
-        _join(coordinator, num_processes, process_id)
+    joins = functools.partial(join, coordinator, processes, process, distributed)
+    use_platform(platform, devices, joins)
     hosts = measure.by_host(resolve_devices(None if jax.process_count() > 1 else devices), devices)
     sizes = measure.sizes_up_to(1 << 20, factor=32) if quick else measure.sizes_up_to(largest)
     console = Console(stderr=True, quiet=jax.process_index() != 0)
@@ -147,13 +148,3 @@ def _rate(bandwidth: float) -> str:
 def _refuse_suffix(out: Path | None) -> None:
     if out is not None and out.suffix != ".toml":
         raise DeviceError(f"a cluster file is named *.toml, not '{out}'; give --out {out.with_suffix('.toml')}")
-
-
-def _join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    try:
-        jax.distributed.initialize(coordinator, num_processes, process_id)
-    except (ValueError, RuntimeError) as error:
-        raise DeviceError(
-            f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI or on Cloud TPU, or give "
-            "--coordinator HOST:PORT --num-processes N --process-id I on every host"
-        ) from None

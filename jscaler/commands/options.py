@@ -1,5 +1,6 @@
 """Options that several commands share, and the choice of JAX's platform."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -50,13 +51,17 @@ Strict = Annotated[bool, typer.Option("--strict", help="refuse a plan that copie
 Remat = Annotated[bool, typer.Option("--remat", help="compute each layer again in the backward pass")]
 
 
-def use_platform(platform: str | None, devices: int | None) -> None:
+def use_platform(platform: str | None, devices: int | None, join: Callable[[], None] = lambda: None) -> None:
     """Choose JAX's platform before it is first used; ``cpu`` makes ``devices`` virtual devices.
+
+    Args:
+        join: what joins the processes of a job, of which each has as many devices; it must come before the first use.
 
     Raises:
         DeviceError: the platform is not known, is not there, or JAX runs already with other devices.
     """
     if platform is None:
+        join()
         return
     known = ("cpu", "cuda")
     if platform not in known:
@@ -65,6 +70,7 @@ def use_platform(platform: str | None, devices: int | None) -> None:
     try:
         if platform == "cpu" and devices is not None and devices > 0:
             jax.config.update("jax_num_cpu_devices", devices)
+        join()
         jax.devices(platform)
     except RuntimeError as error:
         why = str(error).partition("\n")[0]

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from jscaler.capture.names import leaf_names
 from jscaler.errors import CaptureError, DataError, listing
 from jscaler.job import Job
 from jscaler.primitives import Plan
+from jscaler.runtime.agreement import agree, digest
 from jscaler.runtime.arguments import LeafType, leaf_type
 from jscaler.runtime.training_state import TracedState, trace_state
 
@@ -112,12 +114,24 @@ class PlannedJob:
     def start(self, checkpoint: Path | None = None) -> tuple[int, Any]:
         """The first step, and the state in the plan's layout: a fresh one, or the latest of ``checkpoint``."""
         make_state, given = self.job.make_state, {self.batch_name: self.first_batch}
+        self._agree()
         if checkpoint is None:
             return 0, self.step.init(make_state, self.key, **given)
         from jscaler.runtime.checkpoint import latest_step, restore_latest
 
         latest_step(checkpoint)  # before minutes of planning: there is one
         return restore_latest(checkpoint, self.step.abstract_state(make_state, self.key, **given))
+
+    def _agree(self) -> None:
+        """Raises ProcessError where the processes of a job are about something else, before anything is compiled."""
+        if jax.process_count() == 1:
+            return
+        flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
+        facts = {name: str(value) for name, value in self.about.items()}
+        agree(facts | {"XLA_FLAGS": flags, "first batch": digest(*jax.tree.leaves(self.first_batch))})
+        lowered = self.step.lower(*self.arguments())
+        texts = (one.as_text() for one in lowered.segments)
+        agree({"plan": f"{lowered.plan.name} ({lowered.plan.digest})", "lowered step": digest(*texts)})
 
     @property
     def about(self) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from jscaler.text.narrowing import narrowed
 PIPED = 200  # columns of a table where the output is no terminal
 
 
-def screen() -> Console:
-    """The output."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED)
+def screen(quiet: bool = False) -> Console:
+    """The output; ``quiet`` for a process of a job for which another speaks."""
+    console = Console(quiet=quiet)
+    return console if console.is_terminal else Console(width=PIPED, quiet=quiet)
 
 
 def show_error(mark: str, text: str) -> None:

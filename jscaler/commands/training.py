@@ -23,6 +23,7 @@ from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.summary import summary
 from jscaler.report.trace_file import write_trace
 from jscaler.report.written import writing
+from jscaler.runtime.agreement import any_process
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.graph_nodes import holds_nodes
 from jscaler.text.units import counted
@@ -126,11 +127,11 @@ def train(
                         file.write(json.dumps(record.as_json()).encode() + b"\n")
                 what, speed = record.speed
                 progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
-                stops = bool(signals)  # asked once: what comes later waits for the next step
+                stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
                 if checkpoints and (stops or index + 1 == steps.stop or checkpoints.is_due(index + 1)):
                     checkpoints.save(index + 1, state)
                 if stops:
-                    raise Stopped("", signals[0])
+                    raise Stopped("", stops)
     if records:
         first, last = records[0], records[-1]
         middle = sorted(r.seconds for r in records)[len(records) // 2]

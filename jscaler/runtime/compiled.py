@@ -9,7 +9,7 @@ import jax
 
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, CostModel
-from jscaler.errors import CaptureError, PlanError, check_count
+from jscaler.errors import CaptureError, DeviceError, PlanError, check_count
 from jscaler.ir import Graph
 from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes
@@ -117,6 +117,11 @@ class Lowered(Shown):
             return compile_for(step, cluster, self.executable.donated)
         if not self.devices:
             resolve_devices(self.plan.plan.num_devices)
+        if len(self.segments) > 1 and jax.process_count() > 1:
+            raise DeviceError(
+                f"plan '{self.plan.name}' has {len(self.segments)} blocks on several device groups, which "
+                f"{jax.process_count()} processes cannot share yet: start one process, or give a plan on one group"
+            )
         return Compiled(self, tuple(one.compile() for one in self.segments))
 
     @property

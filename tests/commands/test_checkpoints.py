@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -112,11 +113,13 @@ def train(model: Path, folder: Path, *more: str, job: str = "job", code: int = 0
 
 
 def state_of(folder: Path, step: int) -> list[np.ndarray]:
-    """The leaves of a state as they were written."""
-    import orbax.checkpoint as ocp
-
-    with ocp.CheckpointManager(folder.absolute(), item_handlers=ocp.StandardCheckpointHandler()) as manager:
-        found = jax.tree.leaves(manager.restore(step))
+    """The leaves of a state as they were written, from whatever devices."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    made: dict[str, Any] = {}
+    exec(MODEL, made)
+    structs = jax.eval_shape(made["make_state"], jax.random.key(0))
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), structs)
+    found = jax.tree.leaves(restore(folder, step, target))
     return [np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in found]
 
 

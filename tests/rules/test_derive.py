@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import hypothesis.strategies as st
@@ -182,6 +183,11 @@ def test_shares_of_inputs_pass_what_is_linear() -> None:
         interpret(analysis, (), {left: "add", right: "add"})
     with pytest.raises(Blocked, match="partial max"):
         interpret(analysis, (), {left: "max"})
+    for type_, passes in ((jnp.float32, True), (jnp.int32, False)):  # an integer's division rounds each share
+        halves = fragment(lambda x: jax.lax.div(x, jnp.full((4,), 2, x.dtype)), jnp.ones(4, type_)).analysis
+        share = {halves.jaxpr.invars[0]: "add"}
+        with nullcontext() if passes else pytest.raises(Blocked, match="partial add"):
+            assert interpret(halves, (), share)[halves.jaxpr.outvars[0]] == "add"
 
 
 # Random programs. A program is a list of steps; a step names an operation and picks its operand and its details by

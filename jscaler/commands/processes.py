@@ -1,0 +1,181 @@
+"""The processes of a job: each joins the others before JAX sees a device, or one command starts all on its machine.
+
+    jscaler train … --local-processes 2
+        ├── jscaler train … --coordinator localhost:PORT --processes 2 --process 0     speaks for all
+        └── jscaler train … --coordinator localhost:PORT --processes 2 --process 1
+
+Who starts them watches: where one ends with an error, the others would wait for it in a collective, so they are ended too.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated
+
+import jax
+import typer
+
+from jscaler.commands.interrupts import Stopped, noted
+from jscaler.errors import DeviceError, ProcessError
+
+Coordinator = Annotated[
+    str | None, typer.Option(help="HOST:PORT of process 0, where no launcher (Slurm, Open MPI, Kubernetes) says it")
+]
+Processes = Annotated[int | None, typer.Option(help="processes of the job", min=1)]
+Process = Annotated[int | None, typer.Option(help="the number of this one, from 0", min=0)]
+Distributed = Annotated[bool, typer.Option("--distributed", help="join the processes that a launcher has started")]
+
+GRACE = 5.0  # seconds that processes have to end by themselves, once one has
+LINES = 12  # of what a process said at last
+
+
+def join(coordinator: str | None, processes: int | None, process: int | None, distributed: bool) -> None:
+    """Join the other processes, where there are some. JAX must not have seen a device yet.
+
+    Raises:
+        DeviceError: they are not there, or JAX runs already.
+    """
+    if not distributed and coordinator is None:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(coordinator, processes, process)
+    except (ValueError, RuntimeError) as error:
+        raise DeviceError(
+            f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI or on Cloud TPU, or give "
+            "--coordinator HOST:PORT --processes N --process I on every host"
+        ) from None
+
+
+def devices_of_one(devices: int | None, processes: int | None) -> int | None:
+    """How many of ``devices`` one of the processes has.
+
+    Raises:
+        DeviceError: they do not divide.
+    """
+    if devices is None or processes is None:
+        return devices
+    if devices % processes:
+        raise DeviceError(f"{devices} devices are not shared by {processes} processes: give a multiple of {processes}")
+    return devices // processes
+
+
+@dataclass(frozen=True)
+class _Started:
+    number: int
+    process: "subprocess.Popen[bytes]"
+    said: IO[bytes]
+
+    @property
+    def end(self) -> str:
+        """How it has ended, in words; "" where it has not, or as it should."""
+        code = self.process.poll()
+        if not code:
+            return ""
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def last_lines(self) -> str:
+        self.said.seek(0)
+        return "\n".join(self.said.read().decode(errors="replace").splitlines()[-LINES:])
+
+
+def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Path | None) -> None:
+    """Start ``jscaler`` with ``words`` as ``count`` processes on this machine, and wait for them.
+
+    Args:
+        restarts: how often they are started again, from the last checkpoint, where one has failed.
+
+    Raises:
+        ProcessError: one has failed, once more than that.
+        Stopped: a signal came; the processes have been told.
+    """
+    for left in reversed(range(restarts + 1)):
+        resumed = ["--resume"] if checkpoint is not None and _has_state(checkpoint) and "--resume" not in words else []
+        with ExitStack() as stack:
+            started = _start(count, [*words, *resumed], stack)
+            failed = _watched(started)
+            if failed is None:
+                return
+            told = f"process {failed.number} of {count} {failed.end}; the others were ended"
+            lines = failed.last_lines() if failed.number else ""
+        if not left:
+            told += f", and said:\n{lines}" if lines else ""
+            raise ProcessError(told if checkpoint is None else f"{told}\ngo on from the last checkpoint with --resume")
+        sys.stderr.write(f"{told}; started again, {left} times at most\n")
+
+
+def _has_state(folder: Path) -> bool:
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
+def _start(count: int, words: Sequence[str], stack: ExitStack) -> list[_Started]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    found = []
+    for number in range(count):
+        own = ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(number)]
+        said: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jscaler", *words, *own], stdout=said if number else None,
+            stderr=said if number else None, start_new_session=True,  # a Ctrl-C of the terminal comes once, from here
+        )  # fmt: skip
+        stack.callback(_end, process)
+        found.append(_Started(number, process, said))
+    return found
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _watched(started: Sequence[_Started]) -> _Started | None:
+    """The first that fails; the others are given a moment to say why. A signal is handed on to all."""
+    with noted(signal.SIGINT, signal.SIGTERM) as signals:
+        told = False
+        while any(one.process.poll() is None for one in started):
+            if signals and not told:
+                told = True
+                for one in started:
+                    one.process.send_signal(signals[0])
+            if _failed(started) and not told:
+                _wait(started)
+                break
+            time.sleep(0.05)
+    if signals:
+        raise Stopped("", signals[0])
+    return next(iter(_failed(started)), None)
+
+
+def _failed(started: Sequence[_Started]) -> list[_Started]:
+    """Those that have ended and should not have; one that was killed comes first, since others fail for want of it."""
+    return sorted((one for one in started if one.end), key=lambda one: one.process.returncode >= 0)
+
+
+def _wait(started: Sequence[_Started]) -> None:
+    until = time.monotonic() + GRACE
+    while time.monotonic() < until and any(one.process.poll() is None for one in started):
+        time.sleep(0.05)
+
+
+def without(words: Sequence[str], *options: str) -> list[str]:
+    """A command's words without these options and their values."""
+    found: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in options:
+            skip = True
+        elif word.partition("=")[0] not in options:
+            found.append(word)
+    return found

@@ -1,0 +1,60 @@
+"""Whether all processes of a job are about the same: asked before the first compile, since what differs would hang later.
+
+In a job of many processes each runs the same script. A step's collectives meet only if plan, graph and versions are the
+same everywhere; where they are not, JAX waits for partners that never come.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jscaler.errors import ProcessError
+
+WIDTH = 160  # bytes of a fact that are compared and shown
+
+
+def agree(facts: Mapping[str, str]) -> None:
+    """Compare ``facts``, by name, with those of the other processes. Alone, there is nothing to compare.
+
+    Raises:
+        ProcessError: on every process, where one has another; it names the fact and both.
+    """
+    if jax.process_count() == 1:
+        return
+    own = np.zeros((len(facts), WIDTH), np.uint8)
+    for row, text in zip(own, facts.values(), strict=True):
+        letters = text.encode()[:WIDTH]
+        row[: len(letters)] = list(letters)
+    # first how many there are: arrays of two shapes would not meet
+    counts = multihost_utils.process_allgather(np.array(len(facts)))
+    if len(set(counts.tolist())) > 1:
+        raise ProcessError(f"the processes compare {counts.tolist()} facts: they run different versions of jscaler")
+    every = multihost_utils.process_allgather(own)
+    for number, name in enumerate(facts):
+        found = [bytes(one).rstrip(b"\0").decode(errors="replace") for one in every[:, number]]
+        other = next((process for process, text in enumerate(found) if text != found[0]), None)
+        if other is not None:
+            raise ProcessError(
+                f"process {other} has another {name} than process 0: '{found[other]}' and '{found[0]}'; start all "
+                "processes with the same command, versions and files"
+            )
+
+
+def any_process(said: int) -> int:
+    """The largest of what the processes say: a signal that one of them has got ends them all behind the same step."""
+    if jax.process_count() == 1:
+        return said
+    return int(multihost_utils.process_allgather(np.array(said)).max())
+
+
+def digest(*values: Any) -> str:
+    """Of texts and arrays, in twelve letters."""
+    found = hashlib.sha256()
+    for value in values:
+        array = None if isinstance(value, str) else np.asarray(value)
+        found.update(value.encode() if array is None else f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return found.hexdigest()[:12]

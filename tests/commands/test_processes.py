@@ -1,0 +1,136 @@
+"""Jobs of several processes on one machine: the numbers of one, one end for all, and another start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands.test_checkpoints import MODEL, state_of
+from typer.testing import CliRunner
+
+import jscaler
+from jscaler.cli import app
+from jscaler.commands.interrupts import SIGNALLED
+from jscaler.commands.processes import devices_of_one, without
+from jscaler.errors import DeviceError
+from jscaler.runtime.agreement import agree, any_process, digest
+from jscaler.runtime.checkpoint import latest_step, steps_in
+
+LIMIT = 120.0  # seconds that any of these jobs has
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("job") / "my_model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def started(model: Path, folder: Path, *more: str) -> "subprocess.Popen[str]":
+    words = ["train", "--job", f"{model}:job", "--plan", "zero3", "--devices", "4", "--platform", "cpu"]
+    words += ["--checkpoint", str(folder), "--save-every", "2", *more]
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "jscaler", *words], env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def ended(process: "subprocess.Popen[str]") -> str:
+    try:
+        return " ".join(process.communicate(timeout=LIMIT)[0].split())
+    finally:
+        process.kill()
+
+
+def wait_for(true: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    until = time.monotonic() + LIMIT
+    while not true():
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def child(launcher: int, number: int) -> int:
+    """The process of this number among those that a command has started."""
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if parent == launcher and words[-3:-1] == [b"--process", str(number).encode()]:
+            return int(entry.name)
+    raise AssertionError("no such process")
+
+
+@pytest.mark.one_day_in(3)
+def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model: Path, tmp_path: Path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    output = ended(started(model, alone, "--steps", "12", "--local-processes", "1"))
+    assert steps_in(alone) == [2, 4, 6, 8, 10, 12], output
+    process = started(model, killed, "--steps", "40", "--local-processes", "2", "--restarts", "1")
+    wait_for(lambda: (killed / "4").is_dir(), process)
+    os.kill(child(process.pid, 1), signal.SIGKILL)
+    output = ended(process)
+    assert process.returncode == 0, output
+    assert "process 1 of 2 was killed by SIGKILL; the others were ended; started again, 1 times at most" in output
+    assert latest_step(killed) == 40
+    for ours, theirs in zip(state_of(killed, 12), state_of(alone, 12), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.one_day_in(3)
+def test_a_signal_ends_all_behind_the_same_step(model: Path, tmp_path: Path) -> None:
+    process = started(model, tmp_path, "--steps", "99999", "--local-processes", "2")
+    wait_for(lambda: (tmp_path / "2").is_dir(), process)
+    process.send_signal(signal.SIGTERM)
+    output = ended(process)
+    assert process.returncode == SIGNALLED + signal.SIGTERM, output
+    assert f"its state is saved in {tmp_path}" in output
+    assert f"interrupted after step {latest_step(tmp_path)} of 99999" in output
+
+
+@pytest.mark.one_day_in(3)
+def test_processes_of_different_commands_say_so(model: Path, tmp_path: Path) -> None:
+    port = 20000 + os.getpid() % 20000
+    job = ["--steps", "3", "--coordinator", f"localhost:{port}", "--processes", "2"]
+    every = [started(model, tmp_path, *job, "--process", str(i), "--seed", str(i)) for i in (0, 1)]
+    for output in map(ended, every):
+        assert "ProcessError: process 1 has another seed than process 0: '1' and '0'" in output
+
+
+def test_a_pipeline_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jscaler.value_and_grad(lambda p: ((jnp.tanh(batch @ p["a"]) @ p["b"]) ** 2).mean())(state)
+        return jax.tree.map(lambda x, g: x - g, state, grads), loss
+
+    state = {name: jnp.ones((4, 4)) for name in "ab"}
+    lowered = jscaler.parallelize("pipeline(2, 2)", devices=2)(step).lower(state, jnp.ones((8, 4)))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(DeviceError, match=r"plan 'pipeline' has \d+ blocks on several device groups, which 2 processes"):
+        lowered.compile()
+
+
+def test_words_and_shares() -> None:
+    words = ["train", "--restarts", "3", "--steps=4", "--local-processes=2", "--seed", "1"]
+    assert without(words, "--local-processes", "--restarts") == ["train", "--steps=4", "--seed", "1"]
+    assert (devices_of_one(8, 4), devices_of_one(None, 4), devices_of_one(8, None)) == (2, None, 8)
+    with pytest.raises(DeviceError, match="6 devices are not shared by 4 processes: give a multiple of 4"):
+        devices_of_one(6, 4)
+    result = CliRunner().invoke(app, ["train", "--local-processes", "2"])
+    assert isinstance(result.exception, DeviceError)
+
+
+def test_alone_there_is_nothing_to_agree_on() -> None:
+    agree({"plan": "zero3"})
+    assert any_process(15) == 15
+    assert digest("a", np.ones(2)) != digest("a", np.ones(2, np.float32)) != digest("a", np.ones((2, 1), np.float32))
