@@ -109,6 +109,20 @@ def test_it_delivers_next_to_nothing(shape: Sequence[int], source: str, target: 
     crossed(find_crossing(before, after, SMALL))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "each"),
+    [
+        ("R2 V1 D(1,1) on [0 1]", "R2 V1 D(1,1) on [4 5]", True),
+        ("R1 V1 D(1,2) on [0 1]", "R1 V1 D(1,2) on [5 4]", True),
+        ("R1 V1 D(1,1) on [0]", "R1 V2 D(1,1) on [4 5]", False),  # 5 has zeros of its own
+        ("R1 V1 D(1,2) on [0 1]", "R1 V1 D(2,1) on [4 5]", False),
+    ],
+)
+def test_parts_go_as_they_are_if_each_consumer_gets_one(source: str, target: str, each: bool) -> None:
+    before, after = (parse_layout(text, (4, 6)) for text in (source, target))
+    assert find_crossing(before, after, SMALL).is_equal is each  # type: ignore[arg-type]
+
+
 def test_a_scalar_crosses() -> None:
     before, after = (Layout(mesh_of(2, devices=range(at, at + 2)), (), (), (), ()) for at in (0, 3))
     crossed(find_crossing(dataclasses.replace(before, values=(("x0", "add"),)), after, SMALL))
