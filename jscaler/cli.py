@@ -143,6 +143,8 @@ def train(
     for option, given in (("--resume", resume), ("--save-every", save_every), ("--keep", keep), ("--restarts", restarts)):
         if given and checkpoint is None:
             raise typer.BadParameter("give the --checkpoint that it is about", param_hint=option)
+    if restarts and local_processes is None:
+        raise typer.BadParameter("it is for --local-processes: a launcher has its own", param_hint="--restarts")
     refuse_picture(draw)
     check_file("log", log)  # before, not after hours of training
     check_folder("traces", trace)

@@ -128,6 +128,8 @@ def test_words_and_shares() -> None:
         devices_of_one(6, 4)
     result = CliRunner().invoke(app, ["train", "--local-processes", "2"])
     assert isinstance(result.exception, DeviceError)
+    result = CliRunner().invoke(app, ["train", "--restarts", "2", "--checkpoint", "runs"])
+    assert (result.exit_code, "it is for --local-processes" in result.output) == (2, True)
 
 
 def test_alone_there_is_nothing_to_agree_on() -> None:
