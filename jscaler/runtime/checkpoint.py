@@ -83,6 +83,7 @@ class Checkpoints:
         """
         assert self._manager is not None, "checkpoints are saved within their with block"
         with _saying(self.folder):
+            self._manager.wait_until_finished()  # Orbax may leave out what comes while it writes
             saved = self._manager.save(step, args=ocp.args.StandardSave(state), custom_metadata=self._about)
         if not saved:  # Orbax says so, and no more
             last = self._manager.latest_step()

@@ -152,6 +152,15 @@ def test_a_signal_saves_and_a_resumed_run_is_the_same_to_the_bit(
     assert_same_bits(tmp_path, whole, 8)
 
 
+def test_a_state_waits_for_the_one_before_to_be_written(tmp_path: Path) -> None:
+    """Megabytes, as fast as they come."""
+    state = {"w": jax.random.normal(jax.random.key(0), (1024, 2048))}
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
 def test_the_latest_are_kept(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path, "--steps", "7", "--save-every", "2", "--keep", "2")
     assert steps_in(tmp_path) == [6, 7]
