@@ -38,6 +38,7 @@ from jscaler.commands.options import (
 from jscaler.commands.plan_command import plan_
 from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.processes import (
+    PANEL,
     Coordinator,
     Distributed,
     Process,
@@ -116,10 +117,10 @@ def train(
     strict: Strict = False,
     explain: Annotated[bool, typer.Option("--explain", help="show the plan op by op, not in five lines")] = False,
     local_processes: Annotated[
-        int | None, typer.Option(help="share the virtual CPU devices out to so many processes, started here", min=1)
+        int | None, typer.Option(help="share the CPU devices out to so many, started here", min=1, rich_help_panel=PANEL)
     ] = None,
     restarts: Annotated[
-        int, typer.Option(help="start them again from the checkpoint, so often, where one of them fails", min=0)
+        int, typer.Option(help="of these, from the checkpoint, where one of them fails", min=0, rich_help_panel=PANEL)
     ] = 0,
     coordinator: Coordinator = None,
     processes: Processes = None,

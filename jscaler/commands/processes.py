@@ -25,12 +25,18 @@ import typer
 from jscaler.commands.interrupts import Stopped, noted
 from jscaler.errors import DeviceError, ProcessError
 
+PANEL = "Processes"  # of the help
 Coordinator = Annotated[
-    str | None, typer.Option(help="HOST:PORT of process 0, where no launcher (Slurm, Open MPI, Kubernetes) says it")
+    str | None,
+    typer.Option(
+        help="HOST:PORT of process 0, where no launcher (Slurm, Open MPI, Kubernetes) says it", rich_help_panel=PANEL
+    ),
 ]
-Processes = Annotated[int | None, typer.Option(help="processes of the job", min=1)]
-Process = Annotated[int | None, typer.Option(help="the number of this one, from 0", min=0)]
-Distributed = Annotated[bool, typer.Option("--distributed", help="join the processes that a launcher has started")]
+Processes = Annotated[int | None, typer.Option(help="processes of the job", min=1, rich_help_panel=PANEL)]
+Process = Annotated[int | None, typer.Option(help="the number of this one, from 0", min=0, rich_help_panel=PANEL)]
+Distributed = Annotated[
+    bool, typer.Option("--distributed", help="join the processes that a launcher has started", rich_help_panel=PANEL)
+]
 
 GRACE = 5.0  # seconds that processes have to end by themselves, once one has
 LINES = 12  # of what a process said at last

@@ -77,13 +77,13 @@ def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     output = ended(started(model, alone, "--steps", "12", "--local-processes", "1"))
     assert steps_in(alone) == [2, 4, 6, 8, 10, 12], output
-    process = started(model, killed, "--steps", "40", "--local-processes", "2", "--restarts", "1")
+    process = started(model, killed, "--steps", "80", "--local-processes", "2", "--restarts", "1")
     wait_for(lambda: (killed / "4").is_dir(), process)
     os.kill(child(process.pid, 1), signal.SIGKILL)
     output = ended(process)
     assert process.returncode == 0, output
     assert "process 1 of 2 was killed by SIGKILL; the others were ended; started again, 1 times at most" in output
-    assert latest_step(killed) == 40
+    assert latest_step(killed) == 80
     for ours, theirs in zip(state_of(killed, 12), state_of(alone, 12), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
