@@ -161,8 +161,10 @@ def train(
     joins = functools.partial(join, coordinator, processes, process, distributed)
     use_platform(platform, devices_of_one(devices, processes), joins)
     console = screen(quiet=jax.process_index() > 0)
+    if jax.process_count() > 1 and (trace or draw):
+        raise DeviceError(f"--trace and --draw watch one process, and the job has {jax.process_count()}: leave them out")
     if jax.process_index() > 0:
-        log = trace = draw = None
+        log = None
     if checkpoint is not None:
         from jscaler.runtime.checkpoint import Checkpoints, check_unused
 

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated
@@ -22,7 +22,7 @@ from typing import IO, Annotated
 import jax
 import typer
 
-from jscaler.commands.interrupts import Stopped, noted
+from jscaler.commands.interrupts import SIGNALLED, noted
 from jscaler.errors import DeviceError, ProcessError
 
 PANEL = "Processes"  # of the help
@@ -46,9 +46,14 @@ def join(coordinator: str | None, processes: int | None, process: int | None, di
     """Join the other processes, where there are some. JAX must not have seen a device yet.
 
     Raises:
-        DeviceError: they are not there, or JAX runs already.
+        DeviceError: they are not there, nobody says where, or JAX runs already.
     """
     if not distributed and coordinator is None:
+        if processes is not None or process is not None:
+            raise DeviceError(
+                f"--processes {processes} and --process {process} say nothing of where the others are: give --coordinator "
+                "HOST:PORT too, or --distributed under a launcher"
+            )
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -100,9 +105,9 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
 
     Raises:
         ProcessError: one has failed, once more than that.
-        Stopped: a signal came; the processes have been told.
+        typer.Exit: a signal came, and all have ended as it asked; process 0 has said where.
     """
-    for left in reversed(range(restarts + 1)):
+    for restart in range(restarts + 1):
         resumed = ["--resume"] if checkpoint is not None and _has_state(checkpoint) and "--resume" not in words else []
         with ExitStack() as stack:
             started = _start(count, [*words, *resumed], stack)
@@ -111,13 +116,14 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
                 return
             told = f"process {failed.number} of {count} {failed.end}; the others were ended"
             lines = failed.last_lines() if failed.number else ""
-        if not left:
+        if restart == restarts:
             told += f", and said:\n{lines}" if lines else ""
             raise ProcessError(told if checkpoint is None else f"{told}\ngo on from the last checkpoint with --resume")
-        sys.stderr.write(f"{told}; started again, {left} times at most\n")
+        sys.stderr.write(f"{told}; restart {restart + 1} of {restarts}\n")
 
 
 def _has_state(folder: Path) -> bool:
+    """Asked without Orbax, which would take this process a device."""
     return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
 
@@ -145,26 +151,40 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _watched(started: Sequence[_Started]) -> _Started | None:
-    """The first that fails; the others are given a moment to say why. A signal is handed on to all."""
-    with noted(signal.SIGINT, signal.SIGTERM) as signals:
-        told = False
+    """The first that fails; the others are given a moment to say why. A signal is handed on to all, and is no failure; a
+    second one ends them at once."""
+    asked: tuple[int, ...] = ()  # how those end that do as a signal asked: behind a step, or at once where they have none
+    with _raising(signal.SIGTERM), noted(signal.SIGINT, signal.SIGTERM) as signals:
         while any(one.process.poll() is None for one in started):
-            if signals and not told:
-                told = True
+            if signals and not asked:
+                asked = SIGNALLED + signals[0], -signals[0]
                 for one in started:
                     one.process.send_signal(signals[0])
-            if _failed(started) and not told:
+            if _failed(started, asked):
                 _wait(started)
                 break
             time.sleep(0.05)
-    if signals:
-        raise Stopped("", signals[0])
-    return next(iter(_failed(started)), None)
+    failed = _failed(started, asked)
+    if signals and not failed:
+        raise typer.Exit(SIGNALLED + signals[0])
+    return next(iter(failed), None)
 
 
-def _failed(started: Sequence[_Started]) -> list[_Started]:
-    """Those that have ended and should not have; one that was killed comes first, since others fail for want of it."""
-    return sorted((one for one in started if one.end), key=lambda one: one.process.returncode >= 0)
+@contextmanager
+def _raising(number: int) -> Iterator[None]:
+    """The signal is an exception: what it leaves is put in order, so no process stays behind."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _failed(started: Sequence[_Started], asked: Sequence[int]) -> list[_Started]:
+    """Those that have ended and should not have, nor with an exit code that was ``asked`` for; one that was killed comes
+    first, since others fail for want of it."""
+    found = (one for one in started if one.end and one.process.returncode not in asked)
+    return sorted(found, key=lambda one: one.process.returncode >= 0)
 
 
 def _wait(started: Sequence[_Started]) -> None:

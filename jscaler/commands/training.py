@@ -153,8 +153,8 @@ def _told(records: Sequence[StepRecord], steps: range, checkpoints: "Checkpoints
             told += f"its state is saved in {checkpoints.folder}: go on with --resume"
         else:
             are = "is" if done - saved == 1 else "are"
-            remedy = "one is written on --checkpoint" if checkpoints is None else "a second signal does not wait for one"
-            told += f"{counted(done - saved, 'step')} of this run {are} in no checkpoint: {remedy}"
+            why = "no --checkpoint was given" if checkpoints is None else "a second signal does not wait for one"
+            told += f"{counted(done - saved, 'step')} of this run {are} in no checkpoint: {why}"
         raise Stopped(told, stopped.number if isinstance(stopped, Stopped) else signal.SIGINT) from None
 
 

@@ -27,7 +27,9 @@ def agree(facts: Mapping[str, str]) -> None:
         return
     own = np.zeros((len(facts), WIDTH), np.uint8)
     for row, text in zip(own, facts.values(), strict=True):
-        letters = text.encode()[:WIDTH]
+        letters = text.encode()
+        if len(letters) > WIDTH:  # as much as goes, and what tells the rest
+            letters = letters[: WIDTH - 13] + f"…{digest(text)}".encode()[-13:]
         row[: len(letters)] = list(letters)
     # first how many there are: arrays of two shapes would not meet
     counts = multihost_utils.process_allgather(np.array(len(facts)))

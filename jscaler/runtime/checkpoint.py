@@ -4,6 +4,7 @@ A state is whole or not there: Orbax writes beside it and renames at the end. A 
 noticed when it is read; a bit that has turned in the numbers themselves is not.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import jax
 
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, warn
 from jscaler.report.written import check_folder, writing
+from jscaler.runtime.agreement import any_process
 
 try:
     import orbax.checkpoint as ocp
@@ -152,16 +154,32 @@ def restore_latest(folder: Path, target: Any) -> tuple[int, Any]:
     """
     while True:
         step = latest_step(folder)
+        damaged: DamagedError | None = None
+        found = None
         try:
-            return step, restore(folder, step, target)
+            found = restore(folder, step, target)
         except DamagedError as error:
-            earlier = [n for n in steps_in(folder) if n < step]
-            if not earlier:
-                raise
-            aside = folder / f"damaged-{step}"
-            with writing("checkpoint", folder):
-                (folder / str(step)).rename(aside)
-            warn(f"{error}; it is put aside as {aside}, and the one after {max(earlier)} steps is taken", CheckpointWarning)
+            damaged = error
+        if not any_process(damaged is not None):
+            return step, found
+        damaged = damaged or DamagedError(f"the checkpoint after {step} steps in {folder} is damaged for another process")
+        earlier = [n for n in steps_in(folder) if n < step]
+        if not earlier:
+            raise damaged
+        aside = _put_aside(folder, step)
+        warn(f"{damaged}; it is put aside as {aside}, and the one after {max(earlier)} steps is taken", CheckpointWarning)
+
+
+def _put_aside(folder: Path, step: int) -> Path:
+    """Rename a state, as the first process of a job does for all; none goes on before it is done."""
+    names = itertools.chain([f"damaged-{step}"], (f"damaged-{step}-{n}" for n in itertools.count(2)))
+    aside = next(folder / name for name in names if not (folder / name).exists())
+    any_process(False)  # all have looked which name is free
+    if jax.process_index() == 0:
+        with writing("checkpoint", folder):
+            (folder / str(step)).rename(aside)
+    any_process(False)
+    return aside
 
 
 def restore(folder: Path, step: int, target: Any) -> Any:

@@ -222,6 +222,9 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole: Path, model: P
     with pytest.warns(CheckpointWarning, match=r"after 8 steps in .* is damaged: .*damaged-8, and the one after 6 steps"):
         train(model, folder, "--steps", "8", "--resume")
     assert_same_bits(folder, whole, 8)
+    damage(folder / "8" / "default" / "manifest.ocdbt", 20)
+    with pytest.warns(CheckpointWarning, match=r"after 8 steps in .* is damaged: .*damaged-8-2, and the one after 6 steps"):
+        train(model, folder, "--steps", "7", "--resume")
 
 
 @pytest.fixture

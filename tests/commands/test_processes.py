@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands.test_checkpoints import MODEL, state_of
+from jax.experimental import multihost_utils
 from typer.testing import CliRunner
 
 import jscaler
 from jscaler.cli import app
 from jscaler.commands.interrupts import SIGNALLED
-from jscaler.commands.processes import devices_of_one, without
-from jscaler.errors import DeviceError
+from jscaler.commands.processes import devices_of_one, join, without
+from jscaler.errors import DeviceError, ProcessError
 from jscaler.runtime.agreement import agree, any_process, digest
 from jscaler.runtime.checkpoint import latest_step, steps_in
 
@@ -82,7 +83,7 @@ def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model:
     os.kill(child(process.pid, 1), signal.SIGKILL)
     output = ended(process)
     assert process.returncode == 0, output
-    assert "process 1 of 2 was killed by SIGKILL; the others were ended; started again, 1 times at most" in output
+    assert "process 1 of 2 was killed by SIGKILL; the others were ended; restart 1 of 1" in output
     assert latest_step(killed) == 80
     for ours, theirs in zip(state_of(killed, 12), state_of(alone, 12), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
@@ -97,6 +98,7 @@ def test_a_signal_ends_all_behind_the_same_step(model: Path, tmp_path: Path) -> 
     assert process.returncode == SIGNALLED + signal.SIGTERM, output
     assert f"its state is saved in {tmp_path}" in output
     assert f"interrupted after step {latest_step(tmp_path)} of 99999" in output
+    assert output.count("interrupted") == 1  # one speaks for all
 
 
 @pytest.mark.one_day_in(3)
@@ -130,6 +132,43 @@ def test_words_and_shares() -> None:
     assert isinstance(result.exception, DeviceError)
     result = CliRunner().invoke(app, ["train", "--restarts", "2", "--checkpoint", "runs"])
     assert (result.exit_code, "it is for --local-processes" in result.output) == (2, True)
+
+
+def test_what_differs_is_named_also_behind_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, of which the other one's facts are put beside our own."""
+    facts = {"plan": "zero3", "XLA_FLAGS": "--xla_a=1 " * 40}
+
+    def written(given: dict[str, str]) -> list[np.ndarray]:
+        """What a process hands in."""
+        handed: list[np.ndarray] = []
+
+        def gather(own: np.ndarray) -> np.ndarray:
+            handed.append(own)
+            return np.stack([own, own])
+
+        monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+        agree(given)
+        return handed
+
+    def agree_with(other: dict[str, str]) -> None:
+        theirs = iter(written(other))
+        monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([own, next(theirs)]))
+        agree(facts)
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    agree_with(dict(facts))
+    with pytest.raises(ProcessError, match="process 1 has another plan than process 0: 'zero1' and 'zero3'; start all"):
+        agree_with(facts | {"plan": "zero1"})
+    with pytest.raises(ProcessError, match="process 1 has another XLA_FLAGS than process 0"):
+        agree_with(facts | {"XLA_FLAGS": facts["XLA_FLAGS"] + "--xla_b=2"})
+    with pytest.raises(ProcessError, match=r"compare \[2, 3\] facts: they run different versions"):
+        agree_with(facts | {"more": ""})
+
+
+def test_processes_without_a_place_to_meet_are_refused() -> None:
+    with pytest.raises(DeviceError, match="--processes 2 and --process 1 say nothing of where the others are"):
+        join(None, 2, 1, distributed=False)
+    join(None, None, None, distributed=False)
 
 
 def test_alone_there_is_nothing_to_agree_on() -> None:
