@@ -141,7 +141,7 @@ def delivers(crossing: Any, seed: int) -> bool:
     rows = [jax.device_put(part, d) for part, d in zip(parts, here, strict=True)]
     sharding = NamedSharding(Mesh(np.array(here), ("x",)), P("x"))
     given = jax.make_array_from_single_device_arrays(stacked(len(parts), parts.shape[1:]), sharding, rows)
-    came = np.asarray(CrossingRun(crossing, np.int32, devices)(given))
+    came = np.asarray(CrossingRun(crossing, np.int32, devices, {})(given))
     came = came.reshape(len(crossing.target.mesh.devices), *crossing.target.local_shape)
     try:
         check_parts(crossing.target, list(came), whole)

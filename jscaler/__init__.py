@@ -43,6 +43,7 @@ from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
 from jscaler.rules.user_rules import register_rule
 from jscaler.runtime.compiled import Compiled, Lowered
+from jscaler.runtime.fetching import fetch
 from jscaler.tables import SCHEDULES, Table
 from jscaler.tables.timeline import Timeline
 from jscaler.verification import verify, verify_rule
@@ -95,6 +96,7 @@ __all__ = [
     "compare",
     "cost",
     "draw_timelines",
+    "fetch",
     "fit",
     "grad",
     "nnx",

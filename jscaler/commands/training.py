@@ -25,6 +25,7 @@ from jscaler.report.trace_file import write_trace
 from jscaler.report.written import writing
 from jscaler.runtime.agreement import any_process
 from jscaler.runtime.compiled import Compiled
+from jscaler.runtime.fetching import fetch
 from jscaler.runtime.graph_nodes import holds_nodes
 from jscaler.text.units import counted
 
@@ -118,7 +119,7 @@ def train(
                     _traced(compiled, state, batch, index, trace, draw)
                 began = time.perf_counter()
                 state, metrics = _state_and_metrics(compiled(state, batch), state)
-                loss = float(_loss(metrics))  # waits for the step
+                loss = float(fetch(_loss(metrics)))  # waits for the step
                 seconds = time.perf_counter() - began
                 record = StepRecord(index, loss, seconds, Speed.of(batch, seconds))
                 records.append(record)

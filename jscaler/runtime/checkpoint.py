@@ -17,6 +17,7 @@ import jax
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, warn
 from jscaler.report.written import check_folder, writing
 from jscaler.runtime.agreement import any_process
+from jscaler.runtime.spreading import brought_home, spread, spread_structs
 
 try:
     import orbax.checkpoint as ocp
@@ -86,7 +87,7 @@ class Checkpoints:
         assert self._manager is not None, "checkpoints are saved within their with block"
         with _saying(self.folder):
             self._manager.wait_until_finished()  # Orbax may leave out what comes while it writes
-            saved = self._manager.save(step, args=ocp.args.StandardSave(state), custom_metadata=self._about)
+            saved = self._manager.save(step, args=ocp.args.StandardSave(spread(state)), custom_metadata=self._about)
         if not saved:  # Orbax says so, and no more
             last = self._manager.latest_step()
             raise DataError(f"the state after {step} steps is not saved: {self.folder} has one after {last}")
@@ -200,10 +201,9 @@ def restore(folder: Path, step: int, target: Any) -> Any:
         if saved.keys() == wanted.keys() and saved != wanted:  # Orbax would say it in a hundred lines
             raise DataError(_foreign(which, saved, wanted))
         try:
-            found = manager.restore(step, args=ocp.args.StandardRestore(target))
+            found = manager.restore(step, args=ocp.args.StandardRestore(spread_structs(target)))
             if _types(found) != _types(target):  # it does not know any more which of its numbers are a key
                 raise TypeError("its leaves have other types than were saved")
-            return found
         except Exception as error:  # of whatever class
             if saved and saved != wanted:
                 raise DataError(_foreign(which, saved, wanted)) from error
@@ -216,6 +216,7 @@ def restore(folder: Path, step: int, target: Any) -> Any:
                 f"{which} is damaged: {_line(error)}; remove {folder / str(step)} to go on from an earlier one, if there "
                 "is one, or train anew into another folder"
             ) from error
+    return brought_home(found, target)
 
 
 def _manager(folder: Path, **options: Any) -> ocp.CheckpointManager:

@@ -117,12 +117,8 @@ class Lowered(Shown):
             return compile_for(step, cluster, self.executable.donated)
         if not self.devices:
             resolve_devices(self.plan.plan.num_devices)
-        if len(self.segments) > 1 and jax.process_count() > 1:
-            raise DeviceError(
-                f"plan '{self.plan.name}' has {len(self.segments)} blocks on several device groups, which "
-                f"{jax.process_count()} processes cannot share yet: start one process, or give a plan on one group"
-            )
-        return Compiled(self, tuple(one.compile() for one in self.segments))
+        blocks = zip(self.segments, self.executable.blocks, strict=True)
+        return Compiled(self, tuple(one.compile() if block.here else None for one, block in blocks))
 
     @property
     def lowered(self) -> Any:
@@ -168,7 +164,7 @@ class Compiled(Shown, Inspectable):
 
     Attributes:
         lowered: what was compiled.
-        segments: a ``jax.stages.Compiled`` for each block.
+        segments: a ``jax.stages.Compiled`` for each block; None for what other processes alone run.
 
     Example:
         >>> new, loss = compiled(state, batch)

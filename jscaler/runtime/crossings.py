@@ -1,7 +1,8 @@
-"""A hop between device groups as it runs: whole parts by ``jax.device_put``; or pieces, cut here and joined there.
+"""A hop between device groups as it runs: whole parts; or pieces, cut here and joined there.
 
 A value that crosses is one array of its devices' parts in a row (`lower.emit.stacked`): so any layout has one, value
-shares and uneven blocks too. What else a crossing does is done inside of the groups.
+shares and uneven blocks too. What else a crossing does is done inside of the groups. A process does what its own devices
+have to do with.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,26 +20,33 @@ from jscaler.materialize.canonical import orderless
 from jscaler.materialize.crossing import Crossing
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.point_to_point import BoxMove
+from jscaler.runtime.devices import is_here, own_devices
+from jscaler.runtime.messages import Messages, Parts
 
-Hop = Callable[[jax.Array], jax.Array]
+Hop = Callable[[Any], Any]
 
 
-def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: Any, known: "dict[Any, CrossingRun]") -> Hop:
+def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: Any, known: dict[Any, Any]) -> Hop | None:
     """From the one end of ``crossing`` to the other, where the value lies as ``arriving`` says; what is given is kept.
 
+    It takes and returns None where this process has nothing of the value; at neither end there is no hop.
+
     Args:
-        known: the runs of other values between ``devices``, of which equal ones are compiled once; filled here.
+        known: what hops between ``devices`` run, of which what is equal is compiled once; filled here.
     """
+    ends = [devices[d] for d in crossing.devices]
+    if not any(map(is_here, ends)):
+        return None
     alone = len(crossing.source.mesh.devices) == len(crossing.target.mesh.devices) == 1
-    if not crossing.source.sizes or alone:
+    if (not crossing.source.sizes or alone) and all(map(is_here, ends)):
         # JAX takes a sixth longer where it is given the sharding that a device is
         there = next(iter(arriving.device_set)) if isinstance(arriving, SingleDeviceSharding) else arriving
         return lambda value: jax.device_put(value, there)
-    if crossing.is_equal or _all_whole(crossing):
-        return _WholeParts(crossing, devices, arriving)
+    if not crossing.source.sizes or alone or crossing.is_equal or _all_whole(crossing):
+        return _WholeParts(crossing, dtype, devices, arriving, known)
     key = crossing, jnp.dtype(dtype)
     if key not in known:
-        known[key] = CrossingRun(crossing, dtype, devices)
+        known[key] = CrossingRun(crossing, dtype, devices, known)
     run = known[key]
     return lambda value: rewrapped(run(value), arriving)
 
@@ -46,21 +54,26 @@ def find_hop(crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: A
 class _WholeParts:
     """Every device of the consumers' group gets the part of one of the producers'."""
 
-    def __init__(self, crossing: Crossing, devices: Sequence[Any], arriving: Any) -> None:
+    def __init__(
+        self, crossing: Crossing, dtype: Any, devices: Sequence[Any], arriving: Any, known: dict[Any, Any]
+    ) -> None:
         source = (
             _copies(crossing, devices)
             if _all_whole(crossing)
             else {there: here for move in crossing.moves for here, there in ends_of(crossing, move, devices)}
         )
-        self._arriving = arriving
-        self._to = members(arriving)
-        self._from = [source[device] for device in self._to]
-        self._shape = stacked(len(self._to), crossing.target.local_shape)
+        to = members(arriving)
+        part = crossing.target.local_shape
+        self._messages = Messages([(source[device], device) for device in to], part, dtype, known)
+        self._arriving, self._own = arriving, own_devices(arriving)
+        self._shape = stacked(len(to), part) if part else ()
 
-    def __call__(self, value: jax.Array) -> jax.Array:
-        parts = {shard.device: shard.data for shard in value.addressable_shards}
-        sent = jax.device_put([parts[device] for device in self._from], self._to)
-        return jax.make_array_from_single_device_arrays(self._shape, self._arriving, sent)
+    def __call__(self, value: jax.Array | None) -> jax.Array | None:
+        came = self._messages(_held(value))
+        if not came:
+            return None
+        own = [came[device] for device in self._own]
+        return jax.make_array_from_single_device_arrays(self._shape, self._arriving, own)
 
 
 def _all_whole(crossing: Crossing) -> bool:
@@ -81,42 +94,49 @@ class CrossingRun:
     The parts that come are in the order of the target's mesh.
     """
 
-    def __init__(self, crossing: Crossing, dtype: Any, devices: Sequence[Any]) -> None:
-        self.crossing, self._devices = crossing, devices
+    def __init__(self, crossing: Crossing, dtype: Any, devices: Sequence[Any], known: dict[Any, Any]) -> None:
+        self.crossing = crossing
         here = _flat(crossing.devices[: len(crossing.source.mesh.devices)])
         there = _flat(crossing.target.mesh.devices)
         self._from, self._to = (_sharding(mesh, devices) for mesh in (here, there))
-        pieces = [self._struct(there, m.shape, dtype, self._to) for m in crossing.moves]
-        part = self._struct(here, crossing.source.local_shape, dtype, self._from)
-        self._leave = _program(lambda x: leave(crossing, x, here), self._from, [crossing.source.local_shape], [part])
-        shapes = [m.shape for m in crossing.moves]
-        self._arrive = _program(lambda *xs: (arrive(crossing, xs, there, dtype),), self._to, shapes, pieces)
+        self._leave = self._arrive = None
+        if own_devices(self._from):
+            shape = crossing.source.local_shape
+            part = self._struct(here, shape, dtype, self._from)
+            self._leave = _program(lambda x: leave(crossing, x, here), self._from, [shape], [part])
+        if own_devices(self._to):
+            shapes = [m.shape for m in crossing.moves]
+            pieces = [self._struct(there, shape, dtype, self._to) for shape in shapes]
+            self._arrive = _program(lambda *xs: (arrive(crossing, xs, there, dtype),), self._to, shapes, pieces)
+        self._messages = [Messages(ends_of(crossing, m, devices), m.shape or (1,), dtype, known) for m in crossing.moves]
         self._zeros = [self._nothing(m, dtype) for m in crossing.moves]
 
     @staticmethod
     def _struct(mesh: DeviceMesh, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(stacked(len(mesh.devices), shape), dtype, sharding=sharding)
 
-    def __call__(self, parts: jax.Array) -> jax.Array:
+    def __call__(self, parts: jax.Array | None) -> jax.Array | None:
         """Cross; ``parts`` are kept."""
-        (made,) = self._arrive(*self._hop(self._leave(rewrapped(parts, self._from))))
+        pieces = self._leave(rewrapped(parts, self._from)) if self._leave is not None else [None] * len(self._messages)
+        came = [messages(_held(piece)) for messages, piece in zip(self._messages, pieces, strict=True)]
+        if self._arrive is None:
+            return None
+        (made,) = self._arrive(*map(self._joined, came, self.crossing.moves, self._zeros))
         return made
 
-    def _hop(self, pieces: Sequence[jax.Array]) -> list[jax.Array]:
-        """Every piece to where it goes, in one call; who gets none has zeros."""
-        found = []
-        for move, piece, zeros in zip(self.crossing.moves, pieces, self._zeros, strict=True):
-            rows = {shard.device: shard.data for shard in piece.addressable_shards}
-            came = {receiver: rows[sender] for sender, receiver in ends_of(self.crossing, move, self._devices)}
-            sent = jax.device_put(list(came.values()), list(came))
-            whole = zeros | dict(zip(came, sent, strict=True))
-            shape = stacked(len(whole), move.shape)
-            found.append(jax.make_array_from_single_device_arrays(shape, self._to, list(whole.values())))
-        return found
+    def _joined(self, came: Parts, move: BoxMove, zeros: Parts) -> jax.Array:
+        """A piece on all of the consumers' devices; who gets none has zeros."""
+        own = [came.get(device, zero) for device, zero in zeros.items()]
+        return jax.make_array_from_single_device_arrays(stacked(len(members(self._to)), move.shape), self._to, own)
 
     def _nothing(self, move: BoxMove, dtype: Any) -> dict[Any, jax.Array]:
         part = np.zeros(move.shape or (1,), dtype)
-        return {device: jax.device_put(part, device) for device in members(self._to)}
+        return {device: jax.device_put(part, device) for device in own_devices(self._to)}
+
+
+def _held(value: jax.Array | None) -> dict[Any, jax.Array]:
+    """What the devices of this process have of a value."""
+    return {} if value is None else {shard.device: shard.data for shard in value.addressable_shards}
 
 
 def ends_of(crossing: Crossing, move: BoxMove, devices: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -133,10 +153,12 @@ def members(sharding: Any) -> list[Any]:
     return list(np.ravel(sharding.mesh.devices))  # type: ignore[arg-type]
 
 
-def rewrapped(parts: jax.Array, sharding: Any) -> jax.Array:
+def rewrapped(parts: jax.Array | None, sharding: Any) -> jax.Array | None:
     """The parts, where they lie, in the order of ``sharding``."""
-    held = {shard.device: shard.data for shard in parts.addressable_shards}
-    return jax.make_array_from_single_device_arrays(parts.shape, sharding, [held[d] for d in members(sharding)])
+    if parts is None:
+        return None
+    held = _held(parts)
+    return jax.make_array_from_single_device_arrays(parts.shape, sharding, [held[d] for d in own_devices(sharding)])
 
 
 def _flat(devices: Sequence[int]) -> DeviceMesh:

@@ -1,10 +1,12 @@
-"""The devices that a step is asked to run on: how many, or which."""
+"""The devices that a step is asked to run on: how many, or which; and which of them are this process's."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jscaler.clusters.cluster import MOST_DEVICES
 from jscaler.errors import DeviceError, shown
@@ -52,3 +54,16 @@ def devices_at_hand(devices: Devices) -> tuple[int, tuple[Device, ...]]:
 
 def _is_number(devices: Any) -> TypeGuard[int]:
     return isinstance(devices, (int, np.integer)) and not isinstance(devices, bool)
+
+
+def is_here(device: Device) -> bool:
+    """Whether this process runs it."""
+    return device.process_index == jax.process_index()
+
+
+@functools.lru_cache(maxsize=1024)
+def own_devices(sharding: Any) -> tuple[Device, ...]:
+    """The devices of this process, in the order of the sharding's mesh."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    every = mesh.devices.flat if isinstance(mesh, Mesh) else sharding.device_set
+    return tuple(filter(is_here, every))

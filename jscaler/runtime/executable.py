@@ -23,9 +23,12 @@ from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, S
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
-from jscaler.runtime.crossings import CrossingRun, Hop, find_hop
+from jscaler.runtime.absent import absent, is_absent
+from jscaler.runtime.crossings import Hop, find_hop
+from jscaler.runtime.devices import is_here
 from jscaler.runtime.failures import failure
 from jscaler.runtime.leaf_ends import Joined, LeafEnds
+from jscaler.runtime.messages import wait_on_cpus
 from jscaler.text.units import counted
 
 FEW_BITS = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
@@ -45,6 +48,8 @@ class BlockFunction:
         named: the number of the first block of the same program, whose names XLA's text has.
         few_bits: whether it takes numbers of less than a byte, whose layout JAX's compiled functions refuse, and its jitted
             ones do not.
+        here: whether this process has devices of its group, and so runs it.
+        shared: those of them that are this process's, where it has not all.
     """
 
     jitted: Any
@@ -54,6 +59,8 @@ class BlockFunction:
     values: tuple[jax.ShapeDtypeStruct, ...] = ()
     watched: int | None = None
     few_bits: bool = False
+    here: bool = True
+    shared: tuple[Any, ...] = ()
 
     @property
     def described(self) -> str:
@@ -67,14 +74,16 @@ class Between:
     """What runs between blocks.
 
     Attributes:
-        hops: of every transfer.
+        hops: of every transfer; None where this process has no part in it.
         gathers: by the number of a stack of what iterations leave: what makes it.
         counts: slots that hold the numbers of micro-batches.
+        others: values that lie on other processes' devices.
     """
 
     hops: tuple[Hop | None, ...] = ()
     gathers: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     counts: Mapping[int, Any] = field(default_factory=dict)
+    others: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,6 +98,7 @@ class Executable(Shown):
         donated: positions of the leaves whose buffers the step may reuse.
         returned: output -> the input that it is, untouched: of a frozen layer nothing is copied.
         failed: what an error is raised as, given the number of the block, its leaves and imports, and its micro-batch.
+        types: of its outputs.
     """
 
     blocks: tuple[BlockFunction, ...]
@@ -99,6 +109,7 @@ class Executable(Shown):
     donated: tuple[int, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
     failed: Callable[..., Exception] = field(default=lambda error, *_: error, repr=False)
+    types: tuple[Any, ...] = field(default=(), repr=False)
     known: Joined = field(default_factory=Joined, repr=False, compare=False)
 
     def overview(self) -> Overview:
@@ -127,13 +138,20 @@ class Executable(Shown):
         return self.outs.shardings
 
     def calls(self, compiled: Sequence[Any]) -> tuple[Callable[..., Sequence[Any]], ...]:
-        """What runs each block: what XLA compiled of it, where JAX lets it be called with such numbers."""
+        """What runs each block: what XLA compiled of it, where JAX lets it be called with such numbers; None of others'."""
         return tuple(block.jitted if block.few_bits else one for block, one in zip(self.blocks, compiled, strict=True))
 
     @functools.cached_property
     def between(self) -> Between:
         """What runs between blocks, compiled."""
         return self.make_between()
+
+    @functools.cached_property
+    def absent(self) -> dict[int, jax.Array]:
+        """The outputs that other processes have."""
+        numbers = [i for i, s in enumerate(self.outs.of_parts) if i not in self.returned and is_absent(s)]
+        made = absent([self.types[i] for i in numbers], [self.outs.of_parts[i] for i in numbers])
+        return dict(zip(numbers, made, strict=True))
 
     @functools.cached_property
     def untouched(self) -> frozenset[int]:
@@ -176,7 +194,9 @@ class Executable(Shown):
                     raise self.failed(error, block, given, microbatches) from error
                 for slot, value in zip(writes, made):  # noqa: B905  # (runs hundreds of times a step)
                     slots[slot] = value
-                if watched is not None:
+                if shared := self.blocks[block].shared:
+                    wait_on_cpus(made, shared)
+                elif watched is not None:
                     started.append(made[watched])
                     if len(started) > MOST_STARTED:
                         jax.block_until_ready(started.pop(0))
@@ -189,6 +209,8 @@ class Executable(Shown):
                 slots[slot] = None
         for result, leaf in self.returned.items():
             slots[result] = leaves[leaf]
+        for result, array in self.absent.items():
+            slots[result] = array
         for end in self.ins.stacked:
             if end.number in self.donated:
                 given[end.number].delete()  # its parts have been given away
@@ -197,14 +219,21 @@ class Executable(Shown):
     @functools.cached_property
     def _is_one_program(self) -> bool:
         """Whether one block takes the leaves as they are: where another group has leaves alone, it takes a few of them."""
-        alone = len(self.blocks) == 1 and not self.returned
+        alone = len(self.blocks) == 1 and not self.returned and self.blocks[0].here
         return alone and self.blocks[0].takes == tuple(range(self.ins.total))
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[Any, ...], ...]:
-        """The instructions as tuples: block, way, leaves, slots read and written, what to wait on, slots freed, and the
-        micro-batches."""
-        return tuple(map(self._prepared, self.instructions.steps))
+        """This process's instructions as tuples: block, way, leaves, slots read and written, what to wait on, slots freed,
+        and the micro-batches."""
+        return tuple(map(self._prepared, filter(self._is_here, self.instructions.steps)))
+
+    def _is_here(self, step: Instruction) -> bool:
+        if isinstance(step, Run):
+            return self.blocks[step.block].here
+        if isinstance(step, Send):
+            return self.between.hops[step.transfer] is not None
+        return step.value not in self.between.others
 
     def _prepared(self, step: Instruction) -> tuple[Any, ...]:
         if isinstance(step, Run):
@@ -233,7 +262,8 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], re
     functions = tuple(_function(step, n, program, devices, donate, ins, outs, reuse) for n, program in programs)
     between = functools.partial(_between, step, functions, devices)
     failed = functools.partial(failure, step, devices)
-    return Executable(functions, step.instructions, between, leaves, results, donated, returned, failed)
+    types = tuple(t.aval for t in step.graph.outputs)
+    return Executable(functions, step.instructions, between, leaves, results, donated, returned, failed, types)
 
 
 def _between(step: StepPlan, functions: Sequence[BlockFunction], devices: Sequence[Any]) -> Between:
@@ -241,14 +271,15 @@ def _between(step: StepPlan, functions: Sequence[BlockFunction], devices: Sequen
     pairs = zip(step.blocks, functions, strict=True)
     arriving = {t.source: _value_sharding(physical_mesh(t.crossing.source.mesh, devices)) for t in step.transfers}
     arriving.update((v, s.sharding) for block, one in pairs for v, s in zip(block.imports, one.values, strict=True))
-    known: dict[Any, CrossingRun] = {}
+    known: dict[Any, Any] = {}
     hops = tuple(
         find_hop(t.crossing, t.tensor.dtype, devices, arriving[t.target], known) if t.target in arriving else None
         for t in step.transfers
     )
     numbers = step.instructions.counts.items()
-    counts = {slot: jax.device_put(np.int32(number), arriving[value]) for slot, (value, number) in numbers}
-    return Between(hops, _gathers(step, arriving), counts)
+    others = frozenset(value for value, place in arriving.items() if is_absent(place))
+    counts = {s: jax.device_put(np.int32(number), arriving[v]) for s, (v, number) in numbers if v not in others}
+    return Between(hops, _gathers(step, arriving), counts, others)
 
 
 def _gathers(step: StepPlan, arriving: Mapping[int, Any]) -> dict[int, Callable[..., Any]]:
@@ -333,7 +364,11 @@ def _function(
     jitted = jax.jit(program.run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated) if reuse else ())
     watched = _watched(step, block, devices, program.computed)
     few_bits = any(dtype(v).name in FEW_BITS for v in block.flat.inputs)
-    return BlockFunction(jitted, takes, program.computed, program.named, tuple(imports), watched, few_bits)
+    group = [devices[d] for d in block.group.devices] if devices else []
+    mine = tuple(filter(is_here, group))
+    shared = mine if len(mine) < len(group) else ()
+    here = bool(mine) or not devices
+    return BlockFunction(jitted, takes, program.computed, program.named, tuple(imports), watched, few_bits, here, shared)
 
 
 def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], computed: Sequence[int]) -> int | None:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jscaler.errors import PlanError
 from jscaler.ir import PTensor
 from jscaler.ir.op import without_range
+from jscaler.runtime.devices import own_devices
 
 STAGES = "stages"  # the mesh axis over which the ranges lie
 
@@ -44,22 +45,22 @@ class LeafEnd:
     def _order(self) -> list[tuple[int, int]]:
         """For each device of this process, in the order of the leaf's sharding, the part that it has, and the how-manieth
         of that part's devices it is."""
-        held = {d: (number, at) for number, part in enumerate(self.parts) for at, d in enumerate(_own_devices(part))}
-        return [held[d] for d in _own_devices(self.sharding)]
+        held = {d: (number, at) for number, part in enumerate(self.parts) for at, d in enumerate(own_devices(part))}
+        return [held[d] for d in own_devices(self.sharding)]
 
     def taken_apart(self, leaf: Any, joined: "Joined | None" = None) -> Sequence[Any]:
         """The parts of ``leaf``, which lies as it should: the same memory; what it was joined of, where that is known."""
         known = joined.parts_of(leaf) if joined is not None else None
         if known is not None and known[0] == self.parts:
             return known[1]
-        held = dict(zip(_own_devices(self.sharding), _shards(leaf, self.sharding), strict=True))
-        return [_of_shards(shape, part, held) for shape, part in zip(self.shapes, self.parts, strict=True)]
+        held = dict(zip(own_devices(self.sharding), _shards(leaf, self.sharding), strict=True))
+        return [_of_shards(shape, part, held, leaf.dtype) for shape, part in zip(self.shapes, self.parts, strict=True)]
 
     def joined(self, parts: Sequence[Any], joined: "Joined | None" = None) -> Any:
         """The leaf of which these are the parts: the same memory."""
         shards = [_shards(part, sharding) for part, sharding in zip(parts, self.parts, strict=True)]
         ordered = [shards[number][at] for number, at in self._order]
-        leaf = jax.make_array_from_single_device_arrays(self.shape, self.sharding, ordered)
+        leaf = jax.make_array_from_single_device_arrays(self.shape, self.sharding, ordered, dtype=parts[0].dtype)
         if joined is not None:
             joined.keep(leaf, self.parts, parts)
         return leaf
@@ -82,27 +83,20 @@ class Joined:
         return known[1:] if known is not None and known[0]() is leaf else None
 
 
-@functools.lru_cache(maxsize=1024)
-def _own_devices(sharding: Any) -> tuple[Any, ...]:
-    """The devices of this process, in the order of the sharding."""
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    every = mesh.devices.flat if isinstance(mesh, Mesh) else sharding.device_set
-    return tuple(d for d in every if d in sharding.addressable_devices)
-
-
 def _shards(array: Any, sharding: Any) -> list[Any]:
     """What the devices hold, in the order of the sharding."""
     if isinstance(sharding, SingleDeviceSharding):
-        return [array]
+        return [array] if own_devices(sharding) else []
     if array.is_fully_replicated or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):  # the first device's, else
         held = {shard.device: shard.data for shard in array.addressable_shards}
-        return [held[d] for d in _own_devices(sharding)]
+        return [held[d] for d in own_devices(sharding)]
     return [array.addressable_data(i) for i in range(len(sharding.addressable_devices))]
 
 
-def _of_shards(shape: tuple[int, ...], sharding: Any, held: Mapping[Any, Any]) -> Any:
+def _of_shards(shape: tuple[int, ...], sharding: Any, held: Mapping[Any, Any], dtype: Any) -> Any:
     """The array of what devices hold, in their order (arrays of keys take no other)."""
-    return jax.make_array_from_single_device_arrays(shape, sharding, [held[d] for d in _own_devices(sharding)])
+    own = [held[d] for d in own_devices(sharding)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, own, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jscaler.capture.names import leaf_names
 from jscaler.capture.wishes import implicit_axes, no_mesh
 from jscaler.errors import CaptureError, UnknownNameError
 from jscaler.runtime import graph_nodes
+from jscaler.runtime.absent import absent, is_absent
 from jscaler.runtime.arguments import Arguments
 
 ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -62,14 +63,20 @@ class TracedState:
 
     @no_mesh()
     def fill(self, shardings: Sequence[Any]) -> list[Any]:
-        """The leaves, each made under its sharding, by a program for each device group."""
+        """The leaves, each made under its sharding, by a program for each device group of this process."""
         groups: dict[frozenset[Any], list[int]] = {}
         for number, sharding in enumerate(shardings):
             groups.setdefault(frozenset(sharding.device_set), []).append(number)
         leaves: list[Any] = [None] * len(shardings)
+        avals = [v.aval for v in self.jaxpr.outvars]
         for numbers in groups.values():
-            jitted, arguments = self.program([shardings[i] for i in numbers], numbers)
-            for number, leaf in zip(numbers, jitted(*arguments), strict=True):
+            own = [shardings[i] for i in numbers]
+            if is_absent(own[0]):
+                made = absent([avals[i] for i in numbers], own)
+            else:
+                jitted, arguments = self.program(own, numbers)
+                made = jitted(*arguments)
+            for number, leaf in zip(numbers, made, strict=True):
                 leaves[number] = leaf
         return leaves
 

@@ -72,7 +72,7 @@ def crossed(crossing: Crossing) -> None:
         jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(here), ("x",)), jax.sharding.PartitionSpec("x")),
         [jax.device_put(part.reshape(local), d) for part, d in zip(parts, here, strict=True)],
     )
-    came = np.asarray(CrossingRun(crossing, parts.dtype, devices)(given))
+    came = np.asarray(CrossingRun(crossing, parts.dtype, devices, {})(given))
     shape = len(crossing.target.mesh.devices), *crossing.target.local_shape
     assert_lies_as(crossing.target, list(came.reshape(shape)), whole)
 
