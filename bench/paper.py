@@ -26,6 +26,7 @@ from bench.paper_models import GPUS, SIZES, Model, model_for
 from bench.paper_plans import Config, configs
 from bench.paper_rivals import OFFLOAD, alpa_like, offload, offloaded
 from bench.paper_sweep import KEPT, Estimate, Sweep, cluster_for, scaled
+from jscaler.report.targets import described_devices
 
 COLUMNS = (
     "model", "gpus", "plan", "new", "fits", "peak_bytes", "memory", "step_seconds", "tflops", "speedup", "paper",
@@ -62,6 +63,8 @@ def rows(
 
         yield from scaling_rows(quick)
         return
+    if compiled:
+        described_devices(cluster_for(GPUS[0]))  # before the first computation, behind which CUDA's plugin is not found
     found: list[Row] = []
     for row in _of_models(quick, model, gpus, seq, compiled):
         found.append(row)

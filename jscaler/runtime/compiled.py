@@ -9,7 +9,7 @@ import jax
 
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, CostModel
-from jscaler.errors import CaptureError, DeviceError, PlanError, check_count
+from jscaler.errors import CaptureError, PlanError, check_count
 from jscaler.ir import Graph
 from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes

@@ -15,6 +15,12 @@ def fetch(tree: Any) -> Any:
     A pipeline's loss lies on its last stage, of which other processes have nothing. All processes call it, with trees of
     the same form; alone, it is ``jax.device_get``. It waits for the values.
 
+    Args:
+        tree: of arrays, of any layout.
+
+    Raises:
+        RuntimeError: what JAX raises where the values cannot be computed, or a process has gone.
+
     Example:
         >>> new, loss = compiled(state, batch)
         >>> jscaler.fetch({"loss": loss})["loss"].shape

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jscaler.errors import DeviceError
 from jscaler.estimate.memory import memory_over_time
 from jscaler.estimate.timed_step import step_tasks, with_times
 from jscaler.lower.instructions import Run, Send
@@ -40,6 +41,8 @@ class Tracer:
     """A step whose blocks reuse no buffers, so that all that they leave can be waited for; else as it was compiled."""
 
     def __init__(self, step: StepPlan, devices: Sequence[Any]):
+        if jax.process_count() > 1:
+            raise DeviceError(f"a step is watched in one process, and the job has {jax.process_count()}: start it alone")
         self.step = step
         self.made: Executable = executable(step, devices, (), reuse=False)
         self.compiled = self.made.calls([one.compile() for one in lowered(step, self.made)])

@@ -7,17 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands.test_checkpoints import MODEL, state_of
 from jax.experimental import multihost_utils
 from typer.testing import CliRunner
 
-import jscaler
 from jscaler.cli import app
 from jscaler.commands.interrupts import SIGNALLED
 from jscaler.commands.processes import devices_of_one, join, without
@@ -36,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(model: Path, folder: Path, *more: str) -> "subprocess.Popen[str]":
-    words = ["train", "--job", f"{model}:job", "--plan", "zero3", "--devices", "4", "--platform", "cpu"]
-    words += ["--checkpoint", str(folder), "--save-every", "2", *more]
+    words = ["train", "--job", f"{model}:job", *(() if "--plan" in more else ("--plan", "zero3")), "--devices", "4"]
+    words += ["--platform", "cpu", "--checkpoint", str(folder), "--save-every", "2", *more]
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return subprocess.Popen(
         [sys.executable, "-m", "jscaler", *words], env=environment, text=True, stdout=subprocess.PIPE,
@@ -110,16 +107,21 @@ def test_processes_of_different_commands_say_so(model: Path, tmp_path: Path) -> 
         assert "ProcessError: process 1 has another seed than process 0: '1' and '0'" in output
 
 
-def test_a_pipeline_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(state: Any, batch: Any) -> Any:
-        loss, grads = jscaler.value_and_grad(lambda p: ((jnp.tanh(batch @ p["a"]) @ p["b"]) ** 2).mean())(state)
-        return jax.tree.map(lambda x, g: x - g, state, grads), loss
-
-    state = {name: jnp.ones((4, 4)) for name in "ab"}
-    lowered = jscaler.parallelize("pipeline(2, 2)", devices=2)(step).lower(state, jnp.ones((8, 4)))
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(DeviceError, match=r"plan 'pipeline' has \d+ blocks on several device groups, which 2 processes"):
-        lowered.compile()
+@pytest.mark.one_day_in(3)
+def test_a_pipeline_over_two_processes_is_that_of_one_and_goes_on_as_another_plan(model: Path, tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    words = ["--plan", "pipeline(2, 4)", "--steps", "4"]
+    for folder, count in ((alone, "1"), (shared, "2")):
+        process = started(model, folder, *words, "--local-processes", count)
+        output = ended(process)
+        assert process.returncode == 0, output
+    for ours, theirs in zip(state_of(shared, 4), state_of(alone, 4), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    for plan, steps, count in (("pipeline(2, 2)", 6, "2"), ("zero3", 8, "1")):
+        process = started(model, shared, "--plan", plan, "--steps", str(steps), "--local-processes", count, "--resume")
+        output = ended(process)
+        assert process.returncode == 0, output
+    assert steps_in(shared) == [2, 4, 6, 8]
 
 
 def test_words_and_shares() -> None:
