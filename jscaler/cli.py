@@ -57,6 +57,7 @@ from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.written import check_file, check_folder
 from jscaler.runtime.devices import resolve_devices
+from jscaler.runtime.watch import Watch
 
 COMPARED = 5  # steps after which numbers are compared
 
@@ -126,6 +127,12 @@ def train(
     processes: Processes = None,
     process: Process = None,
     distributed: Distributed = False,
+    hang_after: Annotated[
+        int,
+        typer.Option(
+            help="end where a process is silent for so many seconds, or none goes on", min=1, rich_help_panel=PANEL
+        ),
+    ] = 300,
 ) -> None:
     """Train a model under a plan: a built-in one on text, or yours on its data.
 
@@ -158,7 +165,7 @@ def train(
         words = without(sys.argv[1:], "--local-processes", "--restarts")
         run_locally(local_processes, restarts, words, checkpoint)
         return
-    joins = functools.partial(join, coordinator, processes, process, distributed)
+    joins = functools.partial(join, coordinator, processes, process, distributed, hang_after)
     use_platform(platform, devices_of_one(devices, processes), joins)
     console = screen(quiet=jax.process_index() > 0)
     if jax.process_count() > 1 and (trace or draw):
@@ -175,16 +182,17 @@ def train(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
         data=data, learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
-    planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
-    start, state = planned.start(checkpoint if resume else None)
-    if start >= steps:
-        show(console, f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
-        return
-    if checkpoint is not None and (told := planned.told_of(checkpoint, start)):
-        show(console, told)
-    kept = Checkpoints(checkpoint, save_every, keep, planned.about) if checkpoint is not None else None
-    batches = planned.batches(start)
-    run(planned.step, state, batches, range(start, steps), console, log, trace, draw, explain, kept)
+    with Watch(hang_after) as watch:
+        planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
+        start, state = planned.start(checkpoint if resume else None)
+        if start >= steps:
+            show(console, f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
+            return
+        if checkpoint is not None and (told := planned.told_of(checkpoint, start)):
+            show(console, told)
+        kept = Checkpoints(checkpoint, save_every, keep, planned.about) if checkpoint is not None else None
+        batches = planned.batches(start)
+        run(planned.step, state, batches, range(start, steps), console, log, trace, draw, explain, kept, watch)
 
 
 @app.command()

@@ -38,12 +38,18 @@ Distributed = Annotated[
     bool, typer.Option("--distributed", help="join the processes that a launcher has started", rich_help_panel=PANEL)
 ]
 
+JAX_WAITS = 100  # seconds until JAX takes a process for dead, by itself
 GRACE = 5.0  # seconds that processes have to end by themselves, once one has
 LINES = 12  # of what a process said at last
 
 
-def join(coordinator: str | None, processes: int | None, process: int | None, distributed: bool) -> None:
+def join(
+    coordinator: str | None, processes: int | None, process: int | None, distributed: bool, hang_after: int = 0
+) -> None:
     """Join the other processes, where there are some. JAX must not have seen a device yet.
+
+    Args:
+        hang_after: seconds after which somebody else notices that a process is gone, and says so: JAX waits for longer.
 
     Raises:
         DeviceError: they are not there, nobody says where, or JAX runs already.
@@ -57,7 +63,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None, di
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(coordinator, processes, process)
+        patience = {"heartbeat_timeout_seconds": max(JAX_WAITS, 2 * hang_after)}
+        jax.distributed.initialize(coordinator, processes, process, **patience)
     except (ValueError, RuntimeError) as error:
         raise DeviceError(
             f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI or on Cloud TPU, or give "
@@ -119,7 +126,8 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
         if restart == restarts:
             told += f", and said:\n{lines}" if lines else ""
             raise ProcessError(told if checkpoint is None else f"{told}\ngo on from the last checkpoint with --resume")
-        sys.stderr.write(f"{told}; restart {restart + 1} of {restarts}\n")
+        said = lines.rpartition("\n")[2]
+        sys.stderr.write(f"{told}; restart {restart + 1} of {restarts}\n" + (f"it said: {said}\n" if said else ""))
 
 
 def _has_state(folder: Path) -> bool:

@@ -4,7 +4,7 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from jscaler.runtime.agreement import any_process
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.fetching import fetch
 from jscaler.runtime.graph_nodes import holds_nodes
+from jscaler.runtime.watch import READS, RUNS, Watch
 from jscaler.text.units import counted
 
 if TYPE_CHECKING:  # which needs the extra that has Orbax
@@ -79,6 +80,7 @@ def train(
     draw: Path | None = None,
     explain: bool = False,
     checkpoints: "Checkpoints | None" = None,
+    watch: Watch | None = None,
 ) -> Any:
     """Run the optimizer steps of these numbers; print the plan first, then progress.
 
@@ -92,6 +94,7 @@ def train(
         draw: where the picture of the last of these goes.
         explain: whether the plan is shown op by op, not in five lines.
         checkpoints: where states are written, as often as they are due and behind the last step.
+        watch: that of the processes, which is told what this one does.
 
     Returns:
         The state after the last step.
@@ -100,6 +103,7 @@ def train(
         JobError: the step does not return its next state and a loss.
         Stopped: a signal came.
     """
+    at = watch.at if watch is not None else lambda *_: None
     first_batch = next(batches)
     with on_screen(console.status("capturing, planning and compiling")):
         started = time.perf_counter()
@@ -114,7 +118,7 @@ def train(
     ):  # fmt: skip
         task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, what="", seconds=0.0)
         with noted(*STOP, at_once=lambda: progress.update(task, description="stopping behind this step")) as signals:
-            for index, batch in zip(steps, itertools.chain([first_batch], batches), strict=False):
+            for index, batch in _said(zip(steps, itertools.chain([first_batch], batches), strict=False), steps, at):
                 if (trace or draw) and steps.start < index <= steps.start + TRACED:
                     _traced(compiled, state, batch, index, trace, draw)
                 began = time.perf_counter()
@@ -130,6 +134,7 @@ def train(
                 progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
                 stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
                 if checkpoints and (stops or index + 1 == steps.stop or checkpoints.is_due(index + 1)):
+                    at("saves the state behind", index)
                     checkpoints.save(index + 1, state)
                 if stops:
                     raise Stopped("", stops)
@@ -139,6 +144,14 @@ def train(
         taken = counted(len(steps), "step")
         show(console, f"loss {first.loss:.3f} -> {last.loss:.3f} in {taken}; median step {1000 * middle:.0f} ms")
     return state
+
+
+def _said(batches: Iterator[tuple[int, Any]], steps: range, at: Callable[[str, int], None]) -> Iterator[tuple[int, Any]]:
+    """``batches``, and what this process does with each is said; the first step may take as long as it wants."""
+    for index, batch in batches:
+        at(RUNS if index > steps.start else "begins with", index)
+        yield index, batch
+        at(READS, index + 1)
 
 
 @contextmanager

@@ -87,6 +87,22 @@ def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model:
 
 
 @pytest.mark.one_day_in(3)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stopped_process_is_named_and_all_start_again(model: Path, tmp_path: Path, number: int) -> None:
+    words = ["--steps", "60", "--hang-after", "4", "--local-processes", "2", "--restarts", "1"]
+    process = started(model, tmp_path, "--plan", "pipeline(2, 4)", *words)
+    wait_for(lambda: (tmp_path / "4").is_dir(), process)
+    stopped = child(process.pid, number)
+    os.kill(stopped, signal.SIGSTOP)
+    output = ended(process)
+    assert process.returncode == 0, output
+    assert f"process {number} is silent for" in output
+    assert "restart 1 of 1" in output
+    assert latest_step(tmp_path) == 60
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+@pytest.mark.one_day_in(3)
 def test_a_signal_ends_all_behind_the_same_step(model: Path, tmp_path: Path) -> None:
     process = started(model, tmp_path, "--steps", "99999", "--local-processes", "2")
     wait_for(lambda: (tmp_path / "2").is_dir(), process)

@@ -1,0 +1,230 @@
+"""A watch over the processes of a job: where one is gone, stopped or stuck, all others end, and say which and where.
+
+::
+
+    process 1 ──"runs step 12, for 0.3 s"──►  process 0  ──what all have said, and how long ago──►  process 1
+    process 2 ─────────────────────────────►             ──────────────────────────────────────►  process 2
+
+A process that waits for another in a collective cannot speak, nor be interrupted; a thread beside it can. JAX's own heartbeat
+finds the dead, too, later, and ends a process without a word of which and where.
+"""
+
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Client, Connection, Listener
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jscaler.errors import check_count
+
+HUNG = 75  # the exit code: try again
+RUNS, READS = "runs", "reads a batch for"  # what a process does for a step; all else may take as long as it wants
+LEAVING = 3.0  # seconds that who ends waits for others to hear it
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a process says of itself.
+
+    Attributes:
+        doing: in words.
+        step: for which step; None before the first.
+        seconds: since when.
+        failed: the error that ends it.
+        left: whether it has ended, as it should or not.
+    """
+
+    doing: str = "starts"
+    step: int | None = None
+    seconds: float = 0.0
+    failed: str = ""
+    left: bool = False
+
+    @property
+    def where(self) -> str:
+        return self.doing if self.step is None else f"{self.doing} step {self.step}"
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The last that was heard of a process, how many seconds ago, and whether its connection is gone."""
+
+    beat: Beat = field(default_factory=Beat)
+    silent: float = 0.0
+    gone: bool = False
+
+
+def verdict(heard: Mapping[int, Heard], limit: float) -> str:
+    """What is wrong with a job of these processes, in a sentence; "" where nothing is.
+
+    Args:
+        limit: seconds that a process may be silent, or all may take for one step.
+    """
+    there = {number: one for number, one in heard.items() if not one.beat.left or one.beat.failed}
+    for number, one in there.items():
+        if one.beat.failed:
+            return f"process {number} has failed ({one.beat.where}): {one.beat.failed}"
+        if one.gone:
+            return f"process {number} has gone ({one.beat.where})"
+        if one.silent > limit:
+            return f"process {number} is silent for {one.silent:.0f} s ({one.beat.where}): it was stopped, or is cut off"
+    if there and all(one.beat.doing in (RUNS, READS) and one.beat.seconds > limit for one in there.values()):
+        late = {number: one for number, one in there.items() if one.beat.doing != RUNS} or there
+        who = ", ".join(f"process {number} {one.beat.where} for {one.beat.seconds:.0f} s" for number, one in late.items())
+        return f"no process goes on: {who}"
+    return ""
+
+
+class Watch:
+    """``with Watch(seconds) as watch``: while it is open, this process ends where the job hangs. Alone it does nothing.
+
+    Args:
+        limit: seconds that a process may be silent, or all may take for one step.
+        end: what ends this process, given the sentence and an exit code.
+
+    Raises:
+        PlanError: when it is made: the limit is no number of seconds, from 1.
+    """
+
+    def __init__(self, limit: int, end: Callable[[str, int], None] | None = None):
+        self.limit = check_count("watch: limit", limit)
+        self._every = min(1.0, self.limit / 10)
+        self._end = end or _end
+        self._beat, self._since = Beat(), time.monotonic()
+        self._heard: dict[int, tuple[Beat, float, bool]] = {}  # by process 0: what, when, whether gone
+        self._lock, self._leaving, self._closing = threading.Lock(), threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def at(self, doing: str, step: int | None = None) -> None:
+        """Say what this process does now."""
+        with self._lock:
+            self._beat, self._since = Beat(doing, step), time.monotonic()
+
+    def __enter__(self) -> "Watch":
+        if jax.process_count() > 1:
+            listener, place, key = self._meet()
+            own = jax.process_index()
+            if listener is not None:
+                self._start(self._accept, listener)
+                self._heard = {n: (Beat(), time.monotonic(), False) for n in range(1, jax.process_count())}
+                self._start(self._judge)
+            else:
+                self._start(self._speak, place, key, own)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        failed = f"{type(error).__name__}: {error}".splitlines()[0] if isinstance(error, Exception) else ""
+        with self._lock:
+            self._beat = replace(self._beat, failed=failed, left=True)
+        self._leaving.set()
+        until = time.monotonic() + (LEAVING if failed else self.limit)
+        while self._threads and time.monotonic() < until and not self._all_left():
+            time.sleep(0.05)  # others hear it from here
+        self._closing.set()
+        if self._heard and failed:
+            time.sleep(2 * self._every)
+
+    def _meet(self) -> tuple[Listener | None, tuple[str, int], bytes]:
+        """Process 0 says where it listens, and the word that who comes must know."""
+        listener, said = None, np.zeros(96, np.uint8)
+        if jax.process_index() == 0:
+            key = secrets.token_hex(16).encode()
+            listener = Listener(("", 0), authkey=key)
+            text = f"{_address()} {listener.address[1]} ".encode() + key
+            said[: len(text)] = list(text)
+        text = bytes(multihost_utils.broadcast_one_to_all(said)).rstrip(b"\0")
+        host, port, key = text.split()
+        return listener, (host.decode(), int(port)), key
+
+    def _start(self, run: Callable[..., None], *given: object) -> None:
+        thread = threading.Thread(target=run, args=given, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _own(self) -> Beat:
+        with self._lock:
+            return replace(self._beat, seconds=time.monotonic() - self._since)
+
+    def _all_left(self) -> bool:
+        """Whether nobody has to hear of it any more."""
+        return all(beat.left or gone for beat, _, gone in self._heard.values()) if self._heard else self._closing.is_set()
+
+    def _table(self) -> dict[int, Heard]:
+        now = time.monotonic()
+        found = {number: Heard(beat, now - at, gone) for number, (beat, at, gone) in list(self._heard.items())}
+        return {0: Heard(self._own()), **found}
+
+    def _check(self, table: Mapping[int, Heard]) -> None:
+        others = {number: one for number, one in table.items() if not (number == jax.process_index() and one.beat.failed)}
+        if not self._closing.is_set() and (told := verdict(others, self.limit)):
+            self._end(told, HUNG)
+
+    def _judge(self) -> None:
+        """Process 0's own look at what it has heard."""
+        while not self._closing.wait(self._every):
+            self._check(self._table())
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._closing.is_set():
+            try:
+                connection = listener.accept()
+            except Exception:  # of whoever else knocks
+                continue
+            self._start(self._listen, connection)
+
+    def _listen(self, connection: Connection) -> None:
+        """Hear one of the others, and answer with what all have said."""
+        number, beat = 0, Beat()
+        try:
+            while True:
+                number, beat = connection.recv()
+                self._heard[number] = beat, time.monotonic(), False
+                connection.send(self._table())
+        except (EOFError, OSError):
+            if number:
+                self._heard[number] = beat, time.monotonic(), True
+
+    def _speak(self, place: tuple[str, int], key: bytes, own: int) -> None:
+        """Tell process 0 where this one is, and look at what it answers."""
+        leader = Heard()
+        try:
+            connection = Client(place, authkey=key)
+            while True:
+                beat = self._own()
+                connection.send((own, beat))
+                if not connection.poll(self.limit):
+                    self._check({0: replace(leader, silent=self.limit + 1)})
+                    return
+                table = connection.recv()
+                leader = table[0]
+                self._check(table)
+                if beat.left:
+                    self._closing.set()
+                    return
+                self._leaving.wait(self._every)
+        except (EOFError, OSError):
+            self._check({0: replace(leader, gone=True)})
+
+
+def _address() -> str:
+    """Of this host, as others reach it."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def _end(told: str, code: int) -> None:
+    """The main thread may wait for ever in a collective: nothing but this ends it."""
+    shown = "\033[?25h" if sys.stderr.isatty() else ""  # the cursor, which a progress bar hides
+    sys.stderr.write(f"{shown}\nerror: ProcessError: {told}; process {jax.process_index()} ends\n")
+    sys.stderr.flush()
+    os._exit(code)
