@@ -63,8 +63,8 @@ def join(
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        patience = {"heartbeat_timeout_seconds": max(JAX_WAITS, 2 * hang_after)}
-        jax.distributed.initialize(coordinator, processes, process, **patience)
+        patience = max(JAX_WAITS, 2 * hang_after)
+        jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=patience)
     except (ValueError, RuntimeError) as error:
         raise DeviceError(
             f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI or on Cloud TPU, or give "

@@ -5,8 +5,8 @@
     process 1 ──"runs step 12, for 0.3 s"──►  process 0  ──what all have said, and how long ago──►  process 1
     process 2 ─────────────────────────────►             ──────────────────────────────────────►  process 2
 
-A process that waits for another in a collective cannot speak, nor be interrupted; a thread beside it can. JAX's own heartbeat
-finds the dead, too, later, and ends a process without a word of which and where.
+A process that waits for another in a collective cannot speak, nor be interrupted; a thread beside it can. JAX's own
+heartbeat finds the dead, too, later, and ends a process without a word of which and where.
 """
 
 import os

@@ -39,7 +39,7 @@ def test_where_none_goes_on_those_are_named_that_do_not_wait_in_the_step() -> No
 
 def test_alone_there_is_nothing_to_watch() -> None:
     ended = list[tuple[str, int]]()
-    with Watch(1, end=lambda *told: ended.append(told)) as watch:
+    with Watch(1, end=lambda told, code: ended.append((told, code))) as watch:
         watch.at(RUNS, 3)
     assert jax.process_count() == 1
     assert ended == []
