@@ -17,6 +17,7 @@ from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.fit_command import fit_
 from jscaler.commands.interrupts import Interruptible
+from jscaler.commands.not_finite import NotFinite, OnNan, skipping
 from jscaler.commands.options import (
     Batch,
     Data,
@@ -104,6 +105,9 @@ def train(
     save_every: Annotated[int | None, typer.Option(help="and after every so many steps", min=1)] = None,
     keep: Annotated[int | None, typer.Option(help="states that stay, the latest; all by default", min=1)] = None,
     resume: Annotated[bool, typer.Option(help="start from the checkpoint, which may be another plan's")] = False,
+    on_nan: Annotated[
+        OnNan, typer.Option(help="where a loss is not finite: stop, skip the step, or go back to the checkpoint")
+    ] = OnNan.STOP,
     seed: Seed = 0,
     dtype: Dtype = None,
     stacked: Stacked = None,
@@ -151,6 +155,8 @@ def train(
     for option, given in (("--resume", resume), ("--save-every", save_every), ("--keep", keep), ("--restarts", restarts)):
         if given and checkpoint is None:
             raise typer.BadParameter("give the --checkpoint that it is about", param_hint=option)
+    if on_nan is OnNan.RESTORE and checkpoint is None:
+        raise typer.BadParameter("restore goes back to a state of --checkpoint, which is not given", param_hint="--on-nan")
     if restarts and local_processes is None:
         raise typer.BadParameter("it is for --local-processes: a launcher has its own", param_hint="--restarts")
     refuse_picture(draw)
@@ -182,6 +188,8 @@ def train(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
         data=data, learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
+    if on_nan is OnNan.SKIP:
+        chosen = chosen._replace(train_step=skipping(chosen.train_step))
     with Watch(hang_after) as watch:
         planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
         start, state = planned.start(checkpoint if resume else None)
@@ -191,8 +199,12 @@ def train(
         if checkpoint is not None and (told := planned.told_of(checkpoint, start)):
             show(console, told)
         kept = Checkpoints(checkpoint, save_every, keep, planned.about) if checkpoint is not None else None
-        batches = planned.batches(start)
-        run(planned.step, state, batches, range(start, steps), console, log, trace, draw, explain, kept, watch)
+        read = planned.batches_read(checkpoint, start) if checkpoint is not None else start
+        guard = NotFinite(on_nan, kept, planned.target)
+        run(
+            planned.step, state, planned.batches(read), range(start, steps), console, log, trace, draw, explain, kept,
+            watch, guard, read,
+        )  # fmt: skip
 
 
 @app.command()

@@ -120,7 +120,11 @@ class PlannedJob:
         from jscaler.runtime.checkpoint import latest_step, restore_latest
 
         latest_step(checkpoint)  # before minutes of planning: there is one
-        return restore_latest(checkpoint, self.step.abstract_state(make_state, self.key, **given))
+        return restore_latest(checkpoint, self.target())
+
+    def target(self) -> Any:
+        """The state's types, as the plan lays it out."""
+        return self.step.abstract_state(self.job.make_state, self.key, **{self.batch_name: self.first_batch})
 
     def _agree(self) -> None:
         """Raises ProcessError where the processes of a job are about something else, before anything is compiled."""
@@ -138,6 +142,12 @@ class PlannedJob:
         """What a checkpoint says of the run that it is of."""
         versions = {"jscaler": metadata.version("jscaler"), "jax": jax.__version__}
         return {"job": self.job.name, "plan": self.plan_text, "seed": self.seed, **versions}
+
+    def batches_read(self, checkpoint: Path, step: int) -> int:
+        """How many batches a run had read when it saved the state after ``step`` steps."""
+        from jscaler.runtime.checkpoint import written_beside
+
+        return int(written_beside(checkpoint, step).get("batches", step))
 
     def told_of(self, checkpoint: Path, step: int) -> str:
         """What is another in this run than in that of the checkpoint, and tells on its numbers; "" where nothing is."""

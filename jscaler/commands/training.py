@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jscaler.api import Parallelized
 from jscaler.capture.names import leaf_names
 from jscaler.commands.interrupts import Stopped, noted, on_screen
+from jscaler.commands.not_finite import NotFinite, OnNan
 from jscaler.commands.screen import show
 from jscaler.errors import JobError
 from jscaler.report.draw_timeline import draw_timelines
@@ -48,7 +50,8 @@ class StepRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: the speed is ``tokens_per_second`` of text, ``rows_per_second`` of other data."""
-        return {"step": self.step, "loss": self.loss, "seconds": self.seconds, self.speed.name: self.speed.rate}
+        loss = self.loss if math.isfinite(self.loss) else None  # JSON has no NaN
+        return {"step": self.step, "loss": loss, "seconds": self.seconds, self.speed.name: self.speed.rate}
 
 
 class Speed(NamedTuple):
@@ -81,6 +84,8 @@ def train(
     explain: bool = False,
     checkpoints: "Checkpoints | None" = None,
     watch: Watch | None = None,
+    guard: NotFinite | None = None,
+    read: int | None = None,
 ) -> Any:
     """Run the optimizer steps of these numbers; print the plan first, then progress.
 
@@ -88,13 +93,15 @@ def train(
 
     Args:
         step: the train step of a `Job`.
-        batches: those of these steps.
+        batches: those of these steps, and as many more as the ``guard`` leaves out.
         log: where a JSON line per step goes.
         trace: the folder to which timelines of the first steps behind the first go, for Perfetto.
         draw: where the picture of the last of these goes.
         explain: whether the plan is shown op by op, not in five lines.
         checkpoints: where states are written, as often as they are due and behind the last step.
         watch: that of the processes, which is told what this one does.
+        guard: decides where a loss is not finite; by default the run stops.
+        read: how many batches were read before; as many as steps, by default.
 
     Returns:
         The state after the last step.
@@ -102,7 +109,9 @@ def train(
     Raises:
         JobError: the step does not return its next state and a loss.
         Stopped: a signal came.
+        NotFiniteError: a loss is not finite, and the run is to stop.
     """
+    guard = guard or NotFinite(OnNan.STOP, checkpoints)
     at = watch.at if watch is not None else lambda *_: None
     first_batch = next(batches)
     with on_screen(console.status("capturing, planning and compiling")):
@@ -118,9 +127,13 @@ def train(
     ):  # fmt: skip
         task = progress.add_task("training", total=len(steps), loss=float("nan"), speed=0.0, what="", seconds=0.0)
         with noted(*STOP, at_once=lambda: progress.update(task, description="stopping behind this step")) as signals:
-            for index, batch in _said(zip(steps, itertools.chain([first_batch], batches), strict=False), steps, at):
+            index, first_read, went_back = steps.start, steps.start if read is None else read, False
+            for batches_read, batch in enumerate(itertools.chain([first_batch], batches), first_read + 1):
+                at(RUNS if records else "begins with", index)  # the first step may take as long as it wants
                 if (trace or draw) and steps.start < index <= steps.start + TRACED:
                     _traced(compiled, state, batch, index, trace, draw)
+                if went_back:  # what is restored has no weak types
+                    compiled, went_back = step.compiled(step.bind(state, batch)), False
                 began = time.perf_counter()
                 state, metrics = _state_and_metrics(compiled(state, batch), state)
                 loss = float(fetch(_loss(metrics)))  # waits for the step
@@ -130,28 +143,34 @@ def train(
                 if file:
                     with writing("log", file.name):
                         file.write(json.dumps(record.as_json()).encode() + b"\n")
-                what, speed = record.speed
-                progress.update(task, advance=1, loss=loss, speed=speed, what=what, seconds=seconds)
                 stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
-                if checkpoints and (stops or index + 1 == steps.stop or checkpoints.is_due(index + 1)):
-                    at("saves the state behind", index)
-                    checkpoints.save(index + 1, state)
+                saved = checkpoints is not None and bool(stops or index + 1 == steps.stop or checkpoints.is_due(index + 1))
+                at("looks at the state behind", index)
+                if (back := guard.after(index, loss, state, saved)) is not None:
+                    show(console, f"step {index} is not finite: back to the state after {back[0]} steps")
+                    (index, state), went_back = back, True
+                    progress.update(task, completed=index - steps.start)
+                    if stops:
+                        raise Stopped("", stops)
+                    continue
+                index += 1
+                what, speed = record.speed
+                progress.update(task, completed=index - steps.start, loss=loss, speed=speed, what=what, seconds=seconds)
+                if checkpoints and saved:
+                    at("saves the state behind", index - 1)
+                    checkpoints.save(index, state, batches_read)
                 if stops:
                     raise Stopped("", stops)
+                if index == steps.stop:
+                    break
+                at(READS, index)
     if records:
         first, last = records[0], records[-1]
         middle = sorted(r.seconds for r in records)[len(records) // 2]
         taken = counted(len(steps), "step")
-        show(console, f"loss {first.loss:.3f} -> {last.loss:.3f} in {taken}; median step {1000 * middle:.0f} ms")
+        skipped = f"; {counted(guard.skipped, 'step')} skipped" if guard.skipped else ""
+        show(console, f"loss {first.loss:.3f} -> {last.loss:.3f} in {taken}; median step {1000 * middle:.0f} ms{skipped}")
     return state
-
-
-def _said(batches: Iterator[tuple[int, Any]], steps: range, at: Callable[[str, int], None]) -> Iterator[tuple[int, Any]]:
-    """``batches``, and what this process does with each is said; the first step may take as long as it wants."""
-    for index, batch in batches:
-        at(RUNS if index > steps.start else "begins with", index)
-        yield index, batch
-        at(READS, index + 1)
 
 
 @contextmanager
@@ -160,7 +179,7 @@ def _told(records: Sequence[StepRecord], steps: range, checkpoints: "Checkpoints
     try:
         yield
     except KeyboardInterrupt as stopped:
-        done = steps.start + len(records)
+        done = records[-1].step + 1 if records else steps.start
         saved = (checkpoints and checkpoints.latest) or steps.start
         told = f"after step {done} of {steps.stop}; "
         if checkpoints and done == saved and records:

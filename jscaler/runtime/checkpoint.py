@@ -26,7 +26,7 @@ except ImportError:
 
 SIDES = ("the checkpoint", "the model")
 FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read it
-WRITTEN = {"jscaler": {"format": FORMAT, "orbax": ocp.__version__}}  # beside every state
+WRITTEN = {"format": FORMAT, "orbax": ocp.__version__}  # beside every state
 
 
 class DamagedError(DataError):
@@ -54,7 +54,7 @@ class Checkpoints:
     ):
         self.folder, self.every = folder, every
         self.latest: int | None = None  # the last that this run has saved
-        self._about = {"jscaler": WRITTEN["jscaler"] | {"run": dict(about or {})}}
+        self._about = WRITTEN | {"run": dict(about or {})}
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
 
@@ -77,8 +77,11 @@ class Checkpoints:
         """Whether the state after ``step`` steps is to be saved."""
         return self.every is not None and step % self.every == 0
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, batches: int | None = None) -> None:
         """Save ``state``, as it is after ``step`` steps.
+
+        Args:
+            batches: how many have been read; as many as steps, if nothing is said.
 
         Raises:
             DataError: there is a state of as many steps, or of more.
@@ -87,11 +90,23 @@ class Checkpoints:
         assert self._manager is not None, "checkpoints are saved within their with block"
         with _saying(self.folder):
             self._manager.wait_until_finished()  # Orbax may leave out what comes while it writes
-            saved = self._manager.save(step, args=ocp.args.StandardSave(spread(state)), custom_metadata=self._about)
+            about = {"jscaler": self._about | ({} if batches is None else {"batches": batches})}
+            saved = self._manager.save(step, args=ocp.args.StandardSave(spread(state)), custom_metadata=about)
         if not saved:  # Orbax says so, and no more
             last = self._manager.latest_step()
             raise DataError(f"the state after {step} steps is not saved: {self.folder} has one after {last}")
         self.latest = step
+
+    def back(self, target: Any) -> tuple[int, Any] | None:
+        """The latest state that is whole, which may be an earlier run's, and the number of its steps; None where none is.
+
+        Args:
+            target: how it is to lie, as `restore` takes it.
+        """
+        assert self._manager is not None, "checkpoints are read within their with block"
+        with _saying(self.folder):
+            self._manager.wait_until_finished()
+        return restore_latest(self.folder, target) if steps_in(self.folder) else None
 
 
 @contextmanager
