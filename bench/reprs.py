@@ -66,7 +66,7 @@ def vit(layers: int = 12) -> tuple[Callable[..., Any], tuple[Any, Any]]:
 def gpt(stacked: bool) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     """GPT 1.3B's train step, and its arguments as shapes."""
     from jscaler.commands.built_in_job import built_in_job
-    from jscaler.commands.planned_job import PlannedJob
+    from jscaler.training.planned_job import PlannedJob
 
     job = PlannedJob(built_in_job("gpt-1.3b", None, 16, dtype="bf16", stacked=stacked, remat=True), "single", 1)
     return job.job.train_step, job.arguments()

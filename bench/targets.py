@@ -112,10 +112,10 @@ def measured(case: Case) -> Row:
     """Compile both sides; figures of ours and their ratios."""
     from jscaler.clusters import find_cluster
     from jscaler.commands.built_in_job import built_in_job
-    from jscaler.commands.planned_job import PlannedJob
     from jscaler.comparison import twin
     from jscaler.report.targets import described_devices
     from jscaler.runtime.target import WITHOUT_GPU
+    from jscaler.training.planned_job import PlannedJob
 
     cluster = find_cluster(case.target)
     chosen = built_in_job(

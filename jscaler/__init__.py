@@ -46,6 +46,10 @@ from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.fetching import fetch
 from jscaler.tables import SCHEDULES, Table
 from jscaler.tables.timeline import Timeline
+from jscaler.training.evaluation import Evaluation
+from jscaler.training.loop import train
+from jscaler.training.records import Speed, StepRecord
+from jscaler.training.trackers import JsonLines, TensorBoard, Tracker
 from jscaler.verification import verify, verify_rule
 
 __version__ = "0.1.0"
@@ -63,11 +67,13 @@ __all__ = [
     "DataError",
     "DeletedArgumentError",
     "DeviceError",
+    "Evaluation",
     "Fit",
     "GradientError",
     "Job",
     "JobError",
     "JscalerError",
+    "JsonLines",
     "Lowered",
     "NotFiniteError",
     "OpRule",
@@ -84,12 +90,16 @@ __all__ = [
     "Replicate",
     "RuleError",
     "ScheduleWarning",
+    "Speed",
     "Split",
     "SplitError",
     "StateLostError",
+    "StepRecord",
     "Table",
+    "TensorBoard",
     "TimeSplit",
     "Timeline",
+    "Tracker",
     "UnknownNameError",
     "UnknownPrimitiveWarning",
     "VerificationError",
@@ -106,6 +116,7 @@ __all__ = [
     "plans",
     "register_rule",
     "simulate",
+    "train",
     "value_and_grad",
     "verify",
     "verify_rule",

@@ -17,7 +17,6 @@ from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
 from jscaler.commands.fit_command import fit_
 from jscaler.commands.interrupts import Interruptible
-from jscaler.commands.not_finite import NotFinite, OnNan, skipping
 from jscaler.commands.options import (
     Batch,
     Data,
@@ -37,7 +36,6 @@ from jscaler.commands.options import (
     use_platform,
 )  # fmt: skip
 from jscaler.commands.plan_command import plan_
-from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.processes import (
     PANEL,
     Coordinator,
@@ -53,12 +51,16 @@ from jscaler.commands.redistribute import redistribute
 from jscaler.commands.schedules import schedules_
 from jscaler.commands.screen import screen, show, show_error
 from jscaler.commands.told_model import telling_sizes
+from jscaler.commands.training import Shown, Timelines
 from jscaler.errors import DeviceError, JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.written import check_file, check_folder
 from jscaler.runtime.devices import resolve_devices
-from jscaler.runtime.watch import Watch
+from jscaler.training.loop import train as run
+from jscaler.training.not_finite import OnNan
+from jscaler.training.planned_job import PlannedJob, devices_for
+from jscaler.training.trackers import JsonLines, TensorBoard, Tracker
 
 COMPARED = 5  # steps after which numbers are compared
 
@@ -99,6 +101,7 @@ def train(
     seq: Sequence = None,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     log: Annotated[Path | None, typer.Option(help="write one JSON line per step to this file")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="write events for TensorBoard to this folder")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="save the state in this folder: after the last step, and on Ctrl-C or SIGTERM")
     ] = None,
@@ -150,8 +153,6 @@ def train(
 
     In a job of many processes all get the same command; --distributed under a launcher, --coordinator without one.
     """
-    from jscaler.commands.training import train as run
-
     for option, given in (("--resume", resume), ("--save-every", save_every), ("--keep", keep), ("--restarts", restarts)):
         if given and checkpoint is None:
             raise typer.BadParameter("give the --checkpoint that it is about", param_hint=option)
@@ -162,6 +163,7 @@ def train(
     refuse_picture(draw)
     check_file("log", log)  # before, not after hours of training
     check_folder("traces", trace)
+    check_folder("events", tensorboard)
     plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
     if local_processes is not None:
@@ -176,34 +178,18 @@ def train(
     console = screen(quiet=jax.process_index() > 0)
     if jax.process_count() > 1 and (trace or draw):
         raise DeviceError(f"--trace and --draw watch one process, and the job has {jax.process_count()}: leave them out")
-    if jax.process_index() > 0:
-        log = None
-    if checkpoint is not None:
-        from jscaler.runtime.checkpoint import Checkpoints, check_unused
-
-        if not resume:
-            check_folder("checkpoint", checkpoint)
-            check_unused(checkpoint)
     chosen = chosen_job(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
         data=data, learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
-    if on_nan is OnNan.SKIP:
-        chosen = chosen._replace(train_step=skipping(chosen.train_step))
-    with Watch(hang_after) as watch:
-        planned = PlannedJob(chosen, plan, resolve_devices(devices), seed, strict)
-        start, state = planned.start(checkpoint if resume else None)
-        if start >= steps:
-            show(console, f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
-            return
-        if checkpoint is not None and (told := planned.told_of(checkpoint, start)):
-            show(console, told)
-        kept = Checkpoints(checkpoint, save_every, keep, planned.about) if checkpoint is not None else None
-        read = planned.batches_read(checkpoint, start) if checkpoint is not None else start
-        guard = NotFinite(on_nan, kept, planned.target)
+    others: list[Tracker] = [JsonLines(log)] if log is not None else []
+    others += [TensorBoard(tensorboard)] if tensorboard is not None else []
+    with Shown(console, explain) as shown:
         run(
-            planned.step, state, planned.batches(read), range(start, steps), console, log, trace, draw, explain, kept,
-            watch, guard, read,
+            chosen, plan, steps, devices=resolve_devices(devices), seed=seed, strict=strict, checkpoint=checkpoint,
+            save_every=save_every, keep=keep, resume=resume, on_nan=on_nan, trackers=[shown, *others],
+            hang_after=hang_after, say=functools.partial(show, console),
+            before_step=Timelines(trace, draw) if trace or draw else None,
         )  # fmt: skip
 
 

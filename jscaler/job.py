@@ -19,6 +19,7 @@ class Job(NamedTuple):
         batches: an iterable of batches, or a function without arguments that returns one (a generator function). A batch
             is a tree of arrays; the first one's shapes are those of all. What has ended begins again where it can.
         name: what reports call it; by default as it was given on the command line.
+        evaluation: a `jscaler.Evaluation`, computed between the steps.
 
     Example:
         >>> def job(batches=10):  # in my_model.py; jscaler train --job "my_model.py:job(batches=20)"
@@ -31,3 +32,4 @@ class Job(NamedTuple):
     train_step: Callable[..., Any]
     batches: Iterable[Any] | Callable[[], Iterable[Any]]
     name: str = ""
+    evaluation: Any = None  # typed above, in what trains

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import jscaler
 from jscaler import Plan
 from jscaler.cli import app
-from jscaler.commands.planned_job import devices_for
 from jscaler.errors import DataError, DeviceError, PlanError, PlanFitError, SplitError, UnknownNameError
 from jscaler.tables import SCHEDULES, write_table
+from jscaler.training.planned_job import devices_for
 
 SMALL = ["--size", "nano", "--seq", "8", "--batch", "8"]
 

@@ -21,11 +21,11 @@ from jscaler.commands.options import (
     Strict,
     use_platform,
 )
-from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
 from jscaler.commands.screen import screen, show
 from jscaler.commands.told_model import telling_sizes
 from jscaler.report.draw_layout import refuse_picture
+from jscaler.training.planned_job import PlannedJob
 
 TARGET_HELP = "cluster to compile for: 8xH100-80GB, 4x8xV100-32GB (hosts x devices x kind), a built-in name or a .toml file"
 

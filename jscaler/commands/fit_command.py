@@ -12,7 +12,6 @@ from jscaler.clusters import Cluster
 from jscaler.commands.built_in_job import stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
-from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
 from jscaler.commands.screen import screen, show
 from jscaler.errors import DeviceError
@@ -20,6 +19,7 @@ from jscaler.estimate.fitting import Fit, Tried, batch_size, climb, with_memory
 from jscaler.ir import Graph
 from jscaler.plans.ladder import ladder
 from jscaler.report.draw_layout import refuse_picture
+from jscaler.training.planned_job import PlannedJob
 
 TARGET_HELP = "what it is to fit on: V100-32GB (one device), 8xH100-80GB, 4x8xV100-32GB, a built-in name or a .toml file"
 PLANS_HELP = "try this plan in place of the ladder's; give it several times for several, the cheapest first"

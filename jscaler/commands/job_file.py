@@ -53,7 +53,11 @@ def told_job(job: Job, text: str) -> Job:
         while (batch := one()) is not ended:
             yield batch
 
-    return Job(told("make_state", job.make_state), told("train_step", job.train_step), batches, job.name)
+    functions = {"make_state": told("make_state", job.make_state), "train_step": told("train_step", job.train_step)}
+    if job.evaluation is not None:
+        evaluation = job.evaluation._replace(step=told("the evaluation", job.evaluation.step))
+        functions["evaluation"] = evaluation
+    return job._replace(**functions, batches=batches)
 
 
 def _parsed(text: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
@@ -93,7 +97,7 @@ def checked_job(made: Any, text: str) -> Job:
     Raises:
         JobError: it is none; says what is wrong with which part.
     """
-    if not isinstance(made, tuple) or len(made) not in (3, 4):
+    if not isinstance(made, tuple) or len(made) not in (3, 4, len(Job._fields)):
         what = f"a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, (tuple, list)) else "")
         raise JobError(f"job '{text}' has returned {what}: {RETURNS}")
     job = Job(*made)

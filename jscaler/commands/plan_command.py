@@ -24,7 +24,6 @@ from jscaler.commands.options import (
     Strict,
     use_platform,
 )
-from jscaler.commands.planned_job import PlannedJob, devices_for
 from jscaler.commands.progress import stages
 from jscaler.commands.screen import screen, show
 from jscaler.commands.told_model import telling_sizes
@@ -36,6 +35,7 @@ from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
 from jscaler.report.written import check_file
+from jscaler.training.planned_job import PlannedJob, devices_for
 
 TARGET_HELP = "cluster whose links and devices the cost is of: 4x8xV100-32GB, a built-in name or a .toml file"
 

@@ -22,8 +22,8 @@ from typing import IO, Annotated
 import jax
 import typer
 
-from jscaler.commands.interrupts import SIGNALLED, noted
 from jscaler.errors import DeviceError, ProcessError
+from jscaler.training.signals import SIGNALLED, noted
 
 PANEL = "Processes"  # of the help
 Coordinator = Annotated[

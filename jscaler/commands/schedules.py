@@ -16,7 +16,6 @@ from jscaler.commands.built_in_job import stacked_by_default
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.fit_command import NOTHING
 from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
-from jscaler.commands.planned_job import PlannedJob
 from jscaler.commands.progress import stages
 from jscaler.commands.screen import screen, show, show_error
 from jscaler.errors import JscalerError, PlanError, ScheduleWarning
@@ -29,6 +28,7 @@ from jscaler.tables import SCHEDULES, Published
 from jscaler.tables.timeline import Timeline
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
+from jscaler.training.planned_job import PlannedJob
 
 MOST_CHUNKS = 4
 

@@ -26,7 +26,7 @@ except ImportError:
 
 SIDES = ("the checkpoint", "the model")
 FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read it
-WRITTEN = {"format": FORMAT, "orbax": ocp.__version__}  # beside every state
+WRITTEN = {"jscaler": {"format": FORMAT, "orbax": ocp.__version__}}  # beside every state
 
 
 class DamagedError(DataError):
@@ -54,7 +54,7 @@ class Checkpoints:
     ):
         self.folder, self.every = folder, every
         self.latest: int | None = None  # the last that this run has saved
-        self._about = WRITTEN | {"run": dict(about or {})}
+        self._about = WRITTEN["jscaler"] | {"run": dict(about or {})}
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
 

@@ -125,6 +125,10 @@ class Watch:
         with self._lock:
             self._beat = replace(self._beat, failed=failed, left=True)
         self._leaving.set()
+        if failed and self._threads:  # JAX waits at the end for those that have ended for want of this one
+            ending = threading.Timer(3 * LEAVING, os._exit, [1])
+            ending.daemon = True
+            ending.start()
         until = time.monotonic() + (LEAVING if failed else self.limit)
         while self._threads and time.monotonic() < until and not self._all_left():
             time.sleep(0.05)  # others hear it from here
@@ -163,8 +167,8 @@ class Watch:
         return {0: Heard(self._own()), **found}
 
     def _check(self, table: Mapping[int, Heard]) -> None:
-        others = {number: one for number, one in table.items() if not (number == jax.process_index() and one.beat.failed)}
-        if not self._closing.is_set() and (told := verdict(others, self.limit)):
+        """End this process where something is wrong, unless it ends anyway, with an error of its own."""
+        if not self._closing.is_set() and not self._own().failed and (told := verdict(table, self.limit)):
             self._end(told, HUNG)
 
     def _judge(self) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jscaler.commands.built_in_job import built_in_job, model_and_size, stacked_by_default
-from jscaler.commands.planned_job import PlannedJob
 from jscaler.errors import JscalerError
+from jscaler.training.planned_job import PlannedJob
 
 
 def test_a_model_and_its_size_in_one_word_or_two() -> None:

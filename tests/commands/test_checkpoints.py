@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from jscaler import CheckpointWarning, DataError, OutputError
 from jscaler.cli import app
-from jscaler.commands.interrupts import SIGNALLED
 from jscaler.runtime.checkpoint import Checkpoints, latest_step, restore, restore_latest, save, steps_in, written_beside
+from jscaler.training.signals import SIGNALLED
 
 MODEL = """
 import signal

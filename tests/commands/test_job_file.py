@@ -126,7 +126,9 @@ def test_it_trains_as_on_one_device_and_another_plan_goes_on_from_its_checkpoint
         state, loss = step(state, batch)
         expected.append(loss)
     np.testing.assert_allclose(losses(log), expected[:5], rtol=1e-4)
-    assert json.loads(log.read_text().splitlines()[0]).keys() == {"step", "loss", "seconds", "rows_per_second"}
+    assert json.loads(log.read_text().splitlines()[0]).keys() == {
+        "step", "loss", "seconds", "rows_per_second", "waited", "saving"
+    }  # fmt: skip
 
 
 @pytest.mark.one_day_in(2)

@@ -16,11 +16,11 @@ from jax.experimental import multihost_utils
 from typer.testing import CliRunner
 
 from jscaler.cli import app
-from jscaler.commands.interrupts import SIGNALLED
 from jscaler.commands.processes import devices_of_one, join, without
 from jscaler.errors import DeviceError, ProcessError
 from jscaler.runtime.agreement import agree, any_process, digest
 from jscaler.runtime.checkpoint import latest_step, steps_in
+from jscaler.training.signals import SIGNALLED
 
 LIMIT = 120.0  # seconds that any of these jobs has
 

@@ -7,8 +7,8 @@ import pytest
 import jscaler
 from jscaler import plans
 from jscaler.commands.built_in_job import built_in_job
-from jscaler.commands.planned_job import PlannedJob
 from jscaler.plans.ladder import ONE_DEVICE, SAVED, ladder
+from jscaler.training.planned_job import PlannedJob
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8, 12])

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import jscaler
 from jscaler import JobError, NotFiniteError
 from jscaler.cli import app
-from jscaler.commands.not_finite import NotFinite, OnNan, is_finite, skipping
 from jscaler.runtime.checkpoint import steps_in
+from jscaler.training.not_finite import NotFinite, OnNan, is_finite, skipping
 
 MODEL = """
 import jax
@@ -112,8 +112,8 @@ def test_restore_goes_back_and_on_behind_the_batch(model: Path, tmp_path: Path) 
     output, error = train(model, "job(bad=5)", *words, "--steps", "10", "--resume")
     assert error is None, output
     whole = tmp_path / "whole.jsonl"
-    train(model, "job(bad=5)", *words[:2], "--checkpoint", str(tmp_path / "other"), "--save-every", "2", "--log", str(whole),
-          "--steps", "10")  # fmt: skip
+    other = ["--checkpoint", str(tmp_path / "other"), "--save-every", "2", "--log", str(whole)]
+    train(model, "job(bad=5)", *words[:2], *other, "--steps", "10")
     assert losses(log)[-2:] == losses(whole)[-2:]
 
 

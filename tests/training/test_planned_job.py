@@ -9,13 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from rich.console import Console
 
 import jscaler
 from jscaler import Job
-from jscaler.commands.planned_job import PlannedJob
-from jscaler.commands.training import train
 from jscaler.errors import DataError, JobError
+from jscaler.training.loop import check_result
+from jscaler.training.planned_job import PlannedJob
 
 X = np.ones((8, 4), np.float32)
 
@@ -80,7 +79,20 @@ def test_numbers_of_64_bits_are_planned_as_they_are_run() -> None:
 def test_steps_that_do_not_return_state_and_loss(step: Any, message: str) -> None:
     job = planned([X], step)
     with pytest.raises(JobError, match=message):
-        train(job.step, job.start()[1], job.batches(), range(2), Console(quiet=True))
+        check_result(job.step.compiled(job.step.bind(job.start()[1], X)), job.start()[1])
+
+
+class Records:
+    """A tracker that keeps what it is told."""
+
+    def begin(self, compiled: Any, start: int, steps: int) -> None:
+        self.found: list[jscaler.StepRecord] = []
+
+    def step(self, record: jscaler.StepRecord) -> None:
+        self.found.append(record)
+
+    def end(self, error: BaseException | None) -> None:
+        pass
 
 
 def make_nnx(key: Any) -> Any:
@@ -96,10 +108,15 @@ def nnx_step(state: Any, batch: Any) -> Any:
 
 
 def test_nnx_objects_are_changed_in_place() -> None:
-    job = PlannedJob(Job(make_nnx, nnx_step, [X], "mine"), "zero1", 2)
+    mine = Job(make_nnx, nnx_step, [X], "mine")
+    job = PlannedJob(mine, "zero1", 2)
     _, state = job.start()
     before = np.asarray(state[0].kernel[...])
-    assert train(job.step, state, job.batches(), range(3), Console(quiet=True)) is state
+    records = Records()
+    state = jscaler.train(mine, "zero1", 3, devices=2, trackers=[records], say=lambda _: None)
+    assert [(one.step, one.metrics["again"]) for one in records.found] == [
+        (i, 2 * one.loss) for i, one in enumerate(records.found)
+    ]
     ours = make_nnx(jax.random.key(0))
     for _ in range(3):
         nnx.jit(nnx_step)(ours, X)

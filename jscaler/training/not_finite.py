@@ -22,8 +22,8 @@ MOST_RETURNS = 3  # to one state
 
 
 class OnNan(enum.StrEnum):
-    """``stop`` with an error; ``skip`` the step, whose state stays as it was; ``restore`` the last checkpoint, and go on with
-    the batches behind the one that did it."""
+    """``stop`` with an error; ``skip`` the step, whose state stays as it was; ``restore`` the last checkpoint, and go on
+    with the batches behind the one that did it."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -72,7 +72,7 @@ class NotFinite:
         """Nothing, where the run goes on behind ``step``; else the number of steps taken by another state, and that state.
 
         Args:
-            state: that which the step has left, looked at where it is to be ``saved``: a gradient may be what is not finite.
+            state: that which the step has left, looked at where it is to be ``saved``: a gradient may not be finite.
 
         Raises:
             NotFiniteError: the loss or the state is not finite, and the run is to stop, has nothing to go back to, or has

@@ -1,0 +1,330 @@
+"""``train``: a job under a plan, step by step, with all that weeks of it need."""
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jscaler.api import Parallelized
+from jscaler.capture.names import leaf_names
+from jscaler.errors import JobError, JscalerError, check_count
+from jscaler.job import Job
+from jscaler.runtime.agreement import any_process
+from jscaler.runtime.compiled import Compiled
+from jscaler.runtime.fetching import fetch
+from jscaler.runtime.graph_nodes import holds_nodes
+from jscaler.runtime.watch import READS, RUNS, Watch
+from jscaler.text.units import counted
+from jscaler.training.evaluation import Evaluation
+from jscaler.training.not_finite import NotFinite, OnNan, skipping
+from jscaler.training.planned_job import PlannedJob
+from jscaler.training.records import Speed, StepRecord, peak_bytes
+from jscaler.training.signals import Stopped, noted
+from jscaler.training.trackers import Tracker
+
+if TYPE_CHECKING:  # which needs the extra that has Orbax
+    from jscaler.runtime.checkpoint import Checkpoints
+
+STOP = (signal.SIGINT, signal.SIGTERM)
+Before = Callable[[Compiled, Any, Any, int], None]  # is shown the executable, the state, the batch and the step's number
+
+
+def train(
+    job: Job | tuple[Any, ...],
+    plan: str,
+    steps: int,
+    *,
+    devices: Any = None,
+    seed: int = 0,
+    strict: bool = False,
+    checkpoint: Path | str | None = None,
+    save_every: int | None = None,
+    keep: int | None = None,
+    resume: bool = False,
+    on_nan: OnNan | str = OnNan.STOP,
+    evaluation: Evaluation | None = None,
+    trackers: Sequence[Tracker] = (),
+    hang_after: int = 300,
+    say: Callable[[str], None] = print,
+    before_step: Before | None = None,
+) -> Any:
+    """Train a job under a plan: what ``jscaler train`` does, from Python.
+
+    A first SIGINT or SIGTERM ends it behind the step that runs, with its state saved where checkpoints are. In a job of
+    several processes (``jax.distributed.initialize`` comes first) all call it, and process 0 speaks.
+
+    Args:
+        job: as `Job`.
+        plan: a plan's name, with its values, or the file of a saved one.
+        steps: of the whole run, those of a checkpoint that it goes on from among them.
+        devices: as `parallelize` takes them.
+        seed: of the key that the state is made from.
+        strict: whether a plan that loses parallelism is refused.
+        checkpoint: the folder of its states.
+        save_every, keep: steps between two states; how many stay, the latest.
+        resume: whether to go on from the latest state, where there is one.
+        on_nan: where a loss is not finite: "stop", "skip" the step, or "restore" the last checkpoint.
+        evaluation: what is computed of the state every so many steps; by default the job's.
+        trackers: are told of each step.
+        hang_after: seconds that a process of the job may be silent, or all may take for one step.
+        say: where sentences go.
+        before_step: is shown each step behind the first before it runs.
+
+    Returns:
+        The state after the last step, in the plan's layout.
+
+    Raises:
+        JobError: the step does not return its next state and a loss.
+        DataError: batches have ended, or are not alike; the checkpoint is of another model, or in use.
+        NotFiniteError: a loss is not finite, and the run is to stop.
+        ProcessError: the processes of a job are not about the same.
+        KeyboardInterrupt: a signal came; its text says what is saved.
+
+    Example:
+        >>> state = jscaler.train(job, "zero3", 3, devices=4, checkpoint=folder / "run", say=lambda _: None)
+        >>> state = jscaler.train(job, "data_parallel", 5, devices=2, checkpoint=folder / "run", resume=True)
+        loss ... -> ... in 2 steps; median step ... ms
+    """
+    steps, choice = check_count("train: steps", steps), _choice(on_nan)
+    given: Any = job
+    job = Job(*given)
+    if isinstance(job.train_step, Parallelized):  # the plan is that of this call
+        job = job._replace(train_step=job.train_step.fun)
+    if choice is OnNan.SKIP:
+        job = job._replace(train_step=skipping(job.train_step))
+    if choice is OnNan.RESTORE and checkpoint is None:
+        raise JscalerError("on_nan='restore' goes back to a state of checkpoint=…, which is not given")
+    folder = None if checkpoint is None else Path(checkpoint)
+    with Watch(hang_after) as watch:
+        planned = PlannedJob(job, plan, devices, seed, strict)
+        start, state = planned.start(_resumed(folder, resume))
+        if start >= steps:
+            say(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
+            return state
+        if folder is not None and (told := planned.told_of(folder, start)):
+            say(told)
+        kept = _checkpoints(planned, folder, save_every, keep)
+        read = start if folder is None else planned.batches_read(folder, start)
+        speaks = jax.process_index() == 0
+        run = _Run(
+            planned.step, range(start, steps), kept, NotFinite(choice, kept, planned.target), watch,
+            tuple(trackers) if speaks else (), evaluation or job.evaluation, say if speaks else lambda _: None, before_step,
+        )  # fmt: skip
+        return run.go(state, planned.batches(read), read)
+
+
+def _choice(on_nan: OnNan | str) -> OnNan:
+    try:
+        return OnNan(on_nan)
+    except ValueError:
+        raise JscalerError(f"on_nan is {', '.join(map(repr, map(str, OnNan)))}, and not {on_nan!r}") from None
+
+
+def _resumed(folder: Path | None, resume: bool) -> Path | None:
+    """The folder to go on from; one that is not gone on from must be unused."""
+    if folder is None:
+        return None
+    from jscaler.report.written import check_folder
+    from jscaler.runtime.checkpoint import check_unused
+
+    if not resume:
+        check_folder("checkpoint", folder)
+        check_unused(folder)
+    return folder if resume else None
+
+
+def _checkpoints(planned: PlannedJob, folder: Path | None, every: int | None, keep: int | None) -> "Checkpoints | None":
+    if folder is None:
+        return None
+    from jscaler.runtime.checkpoint import Checkpoints
+
+    return Checkpoints(folder, every, keep, planned.about)
+
+
+@dataclass
+class _Run:
+    """A run from a state on."""
+
+    step: Parallelized
+    steps: range
+    checkpoints: "Checkpoints | None"
+    guard: NotFinite
+    watch: Watch
+    trackers: tuple[Tracker, ...]
+    evaluation: Evaluation | None
+    say: Callable[[str], None]
+    before_step: Before | None
+    records: list[StepRecord] = field(default_factory=list)
+
+    def go(self, state: Any, batches: Iterator[Any], read: int) -> Any:
+        """All steps; ``read`` batches have been read before."""
+        first = next(batches)
+        compiled = self.step.compiled(self.step.bind(state, first))
+        check_result(compiled, state)
+        batches = itertools.chain([first], batches)
+        with (
+            self.checkpoints or nullcontext(), self._told(), self._tracked(compiled),
+            noted(*STOP, at_once=self._stopping) as signals,
+        ):  # fmt: skip
+            state = self._all(compiled, state, batches, read, signals)
+        self._summed_up()
+        return state
+
+    def _all(self, compiled: Compiled, state: Any, batches: Iterator[Any], read: int, signals: list[int]) -> Any:
+        evaluate = self.evaluation.following(self.step) if self.evaluation is not None else None
+        index, at, went_back = self.steps.start, self.watch.at, False
+        while index < self.steps.stop:
+            began = time.perf_counter()
+            batch, read = next(batches), read + 1
+            waited = time.perf_counter() - began
+            at(RUNS if self.records else "begins with", index)  # the first step may take as long as it wants
+            if self.before_step is not None and index > self.steps.start:
+                self.before_step(compiled, state, batch, index)
+            if went_back:  # what is restored has no weak types
+                compiled, went_back = self.step.compiled(self.step.bind(state, batch)), False
+            began = time.perf_counter()
+            state, metrics = _state_and_metrics(compiled(state, batch), state)
+            loss, others = _numbers(metrics)  # waits for the step
+            seconds = time.perf_counter() - began
+            stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
+            saved = self._is_saved(index + 1, stops)
+            at("looks at the state behind", index)
+            back = self.guard.after(index, loss, state, saved)
+            evaluated = dict[str, float]()
+            if back is None and evaluate is not None and self._is_evaluated(index + 1):
+                at("evaluates the state behind", index)
+                evaluated = evaluate(state)
+            began = time.perf_counter()
+            if back is None and saved and self.checkpoints is not None:
+                at("saves the state behind", index)
+                self.checkpoints.save(index + 1, state, read)
+            saving = time.perf_counter() - began
+            speed = Speed.of(batch, seconds)
+            self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, peak_bytes()))
+            if back is not None:
+                self.say(f"step {index} is not finite: back to the state after {back[0]} steps")
+                (index, state), went_back = back, True
+            else:
+                index += 1
+            if stops:
+                raise Stopped("", stops)
+            at(READS, index)
+        return state
+
+    def _is_saved(self, done: int, stops: int) -> bool:
+        last = done == self.steps.stop
+        return self.checkpoints is not None and bool(stops or last or self.checkpoints.is_due(done))
+
+    def _is_evaluated(self, done: int) -> bool:
+        return self.evaluation is not None and (done % self.evaluation.every == 0 or done == self.steps.stop)
+
+    def _record(self, record: StepRecord) -> None:
+        self.records.append(record)
+        for tracker in self.trackers:
+            tracker.step(record)
+
+    def _stopping(self) -> None:
+        for tracker in self.trackers:
+            getattr(tracker, "stopping", lambda: None)()
+
+    @contextmanager
+    def _tracked(self, compiled: Compiled) -> Iterator[None]:
+        begun = list[Tracker]()
+        error: BaseException | None = None
+        try:
+            for tracker in self.trackers:
+                tracker.begin(compiled, self.steps.start, self.steps.stop)
+                begun.append(tracker)
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for tracker in reversed(begun):
+                tracker.end(error)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """An interrupt says what is saved, and what is lost."""
+        try:
+            yield
+        except KeyboardInterrupt as stopped:
+            kept = self.checkpoints
+            done = self.records[-1].step + 1 if self.records else self.steps.start
+            saved = (kept and kept.latest) or self.steps.start
+            told = f"after step {done} of {self.steps.stop}; "
+            if kept and done == saved and self.records:
+                told += f"its state is saved in {kept.folder}: go on with --resume"
+            else:
+                are = "is" if done - saved == 1 else "are"
+                why = "no --checkpoint was given" if kept is None else "a second signal does not wait for one"
+                told += f"{counted(done - saved, 'step')} of this run {are} in no checkpoint: {why}"
+            raise Stopped(told, stopped.number if isinstance(stopped, Stopped) else signal.SIGINT) from None
+
+    def _summed_up(self) -> None:
+        first, last = self.records[0], self.records[-1]
+        middle = sorted(r.seconds for r in self.records)[len(self.records) // 2]
+        taken, skipped = counted(len(self.steps), "step"), self.guard.skipped
+        told = f"loss {first.loss:.3f} -> {last.loss:.3f} in {taken}; median step {1000 * middle:.0f} ms"
+        self.say(told + (f"; {counted(skipped, 'step')} skipped" if skipped else ""))
+
+
+def check_result(compiled: Compiled, state: Any) -> None:
+    """Raises JobError, before anything runs, where the step does not return its next state and a loss."""
+    tree, outputs = compiled.lowered.out_tree, compiled.lowered.captured.graph.outputs
+    next_state, metrics = _state_and_metrics(jax.tree.unflatten(tree, range(tree.num_leaves)), state)
+    if next_state is not state and jax.tree.structure(next_state) != jax.tree.structure(state):
+        raise JobError(
+            "the first that train_step returns is not the next version of its state: their trees differ; return (state, "
+            "loss), with all that the state holds"
+        )
+    if next_state is not state and (told := _another(next_state, state, outputs)):
+        raise JobError(
+            f"the first that train_step returns is not the next version of its state: {told}; return each leaf as it came"
+        )
+    loss = _loss(metrics)
+    if not isinstance(loss, int) or outputs[loss].shape:
+        kind = f"an array of shape {outputs[loss].shape}" if isinstance(loss, int) else f"a {type(loss).__name__}"
+        raise JobError(f"the loss that train_step returns is {kind}: return one number, or a dict with a 'loss'")
+
+
+def _another(next_state: Any, state: Any, outputs: Sequence[Any]) -> str:
+    """The first leaf of a next state that has another shape or dtype than it came with; nothing where none has."""
+    named = zip(leaf_names("state", state), jax.tree.leaves(next_state), jax.tree.leaves(state), strict=True)
+    for name, number, leaf in named:
+        there = outputs[number]
+        if (there.shape, there.dtype) != (leaf.shape, leaf.dtype):
+            return f"'{name}' is {there.dtype}{list(there.shape)}, and was {leaf.dtype}{list(leaf.shape)}"
+    return ""
+
+
+def _state_and_metrics(result: Any, state: Any) -> tuple[Any, Any]:
+    """The next state, and all else that a step has returned; nnx objects are changed in place."""
+    if holds_nodes(state):
+        return state, result
+    if isinstance(result, tuple) and len(result) == 2:
+        return result[0], result[1]
+    what = f"{type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
+    raise JobError(f'train_step returns a {what}: return (state, loss), or (state, {{"loss": loss, …}})')
+
+
+def _loss(metrics: Any) -> Any:
+    if not isinstance(metrics, Mapping):
+        return metrics
+    if "loss" not in metrics:
+        raise JobError(f"train_step returns its metrics without a 'loss', only {', '.join(map(str, metrics))}; add it")
+    return metrics["loss"]
+
+
+def _numbers(metrics: Any) -> tuple[float, dict[str, float]]:
+    """The loss, and by name the other numbers beside it; arrays are no numbers."""
+    named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
+    numbers = {str(name): value for name, value in named.items() if isinstance(value, jax.Array) and not value.shape}
+    found = {name: float(value) for name, value in fetch(numbers).items()}
+    return found.pop("loss"), found

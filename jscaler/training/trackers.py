@@ -1,0 +1,187 @@
+"""Who is told of a run, step by step: a log of JSON lines, TensorBoard, or what a user writes."""
+
+import json
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+from jscaler.errors import JscalerError
+from jscaler.report.written import writing
+from jscaler.runtime.compiled import Compiled
+from jscaler.training.records import StepRecord
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """What `jscaler.train` tells of a run; in a job of several processes, process 0 alone.
+
+    Example:
+        >>> class Losses:
+        ...     def begin(self, compiled, start, steps):
+        ...         self.found = []
+        ...     def step(self, record):
+        ...         self.found.append(record.loss)
+        ...     def end(self, error):
+        ...         pass
+        >>> isinstance(Losses(), jscaler.Tracker)
+        True
+    """
+
+    def begin(self, compiled: Compiled, start: int, steps: int) -> None:
+        """The step is compiled; steps ``start`` to ``steps`` - 1 follow.
+
+        Args:
+            compiled: its plan, programs and memory can be asked for.
+            start: the first step of this run, above 0 where it is resumed.
+            steps: of the whole run.
+        """
+
+    def step(self, record: StepRecord) -> None:
+        """A step was taken. Where a run goes back to a checkpoint, the same numbers come again.
+
+        Args:
+            record: what is known of it.
+        """
+
+    def end(self, error: BaseException | None) -> None:
+        """The run is over.
+
+        Args:
+            error: what has ended it early; None where it is done.
+        """
+
+
+class JsonLines:
+    """A tracker: one line of JSON for each step. A resumed run goes on behind the steps that its checkpoint has.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OutputError: when the run begins, or at a step: it cannot be written.
+
+    Example:
+        >>> log = jscaler.JsonLines(folder / "log")
+        >>> log.begin(compiled, 0, 2), log.step(jscaler.StepRecord(0, 0.5, 0.1, jscaler.Speed("rows", 80.0))), log.end(None)
+        (None, None, None)
+        >>> state = jscaler.train(job, "zero3", 2, devices=4, say=lambda _: None, trackers=[log])
+        >>> [json.loads(line)["step"] for line in (folder / "log").read_text().splitlines()]
+        [0, 1]
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._file: BinaryIO | None = None
+
+    def begin(self, compiled: Compiled, start: int, steps: int) -> None:
+        """Open the file; lines of steps that come again are taken away.
+
+        Args:
+            compiled: not used.
+            start: the first step that is written.
+            steps: not used.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        with writing("log", self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _before(self.path, start) if start and self.path.exists() else []
+            self._file = self.path.open("wb", buffering=0)  # a line is there when it is written
+            self._file.write(b"".join(kept))
+
+    def step(self, record: StepRecord) -> None:
+        """Write a line.
+
+        Args:
+            record: `StepRecord.as_json` is what is written.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        assert self._file is not None, "a tracker is told of a beginning first"
+        with writing("log", self.path):
+            self._file.write(json.dumps(record.as_json()).encode() + b"\n")
+
+    def end(self, error: BaseException | None) -> None:
+        """Close the file.
+
+        Args:
+            error: not used.
+        """
+        if self._file is not None:
+            self._file.close()
+
+
+def _before(path: Path, start: int) -> list[bytes]:
+    """The whole lines of a log that are of steps before ``start``; the last one may be half written."""
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            known = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if known < start:
+            found.append(line)
+    return found
+
+
+class TensorBoard:
+    """A tracker: events that TensorBoard shows, one scalar for each number of a record.
+
+    Args:
+        folder: where they are written.
+
+    Raises:
+        JscalerError: tensorboardX is not installed: ``pip install "jscaler[tensorboard]"``.
+
+    Example:
+        >>> events = jscaler.TensorBoard(folder / "tb")
+        >>> record = jscaler.StepRecord(0, 0.5, 0.1, jscaler.Speed("rows", 80.0))
+        >>> events.begin(compiled, 0, 2), events.step(record), events.end(None)
+        (None, None, None)
+        >>> [path.name.split(".")[0] for path in (folder / "tb").iterdir()]
+        ['events']
+    """
+
+    def __init__(self, folder: Path | str):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            missing = 'events for TensorBoard need tensorboardX, which is not installed: pip install "jscaler[tensorboard]"'
+            raise JscalerError(missing) from None
+        self.folder = Path(folder)
+        self._made: Any = SummaryWriter
+        self._writer: Any = None
+
+    def begin(self, compiled: Compiled, start: int, steps: int) -> None:
+        """Open a file of events; of those from ``start`` on, TensorBoard shows the new ones.
+
+        Args:
+            compiled: not used.
+            start: the first step that is written.
+            steps: not used.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        with writing("events", self.folder):
+            self._writer = self._made(str(self.folder), purge_step=start)
+
+    def step(self, record: StepRecord) -> None:
+        """Write the numbers of a step.
+
+        Args:
+            record: what is known of it.
+        """
+        for name, value in record.as_json().items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record.step)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write what is left.
+
+        Args:
+            error: not used.
+        """
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,159 @@
+"""A run from Python: what it tells, evaluates, saves and goes on from."""
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jscaler
+from jscaler import DataError, JobError, JscalerError
+from jscaler.cli import app
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+def make_state(key: jax.Array) -> Any:
+    a, b = jax.random.split(key)
+    return {"a": jax.random.normal(a, (4, 4)), "b": jax.random.normal(b, (4, 4))}
+
+
+def loss_of(params: Any, batch: Any) -> Any:
+    return ((jnp.tanh(batch @ params["a"]) @ params["b"] - batch) ** 2).mean()
+
+
+def step(state: Any, batch: Any) -> Any:
+    loss, gradients = jscaler.value_and_grad(loss_of)(state, batch)
+    return jax.tree.map(lambda x, g: x - 0.1 * g, state, gradients), {"loss": loss, "twice": 2 * loss}
+
+
+def batches() -> Iterator[Any]:
+    for number in itertools.count():
+        yield X + np.float32(number % 3)
+
+
+JOB = jscaler.Job(make_state, step, batches)
+
+
+class Told:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int]] = []
+        self.found: list[jscaler.StepRecord] = []
+        self.ended: list[Any] = []
+
+    def begin(self, compiled: Any, start: int, steps: int) -> None:
+        self.begun.append((start, steps))
+
+    def step(self, record: jscaler.StepRecord) -> None:
+        self.found.append(record)
+
+    def end(self, error: BaseException | None) -> None:
+        self.ended.append(error)
+
+
+def quiet(_: str) -> None:
+    """Says nothing."""
+
+
+def reference(steps: int) -> tuple[Any, list[float]]:
+    state, losses = make_state(jax.random.key(0)), []
+    for _, batch in zip(range(steps), batches(), strict=False):
+        state, metrics = jax.jit(step)(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.mark.parametrize("plan", ["zero3", "pipeline(2, 4)"])
+def test_what_it_tells_and_evaluates(plan: str) -> None:
+    told = Told()
+    held_out = [X, -X]
+    evaluation = jscaler.Evaluation(lambda state, batch: {"error": loss_of(state, batch)}, held_out, every=2)
+    state = jscaler.train(JOB, plan, 5, devices=2, evaluation=evaluation, trackers=[told], say=quiet)
+    want, losses = reference(5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), jscaler.fetch(state), want)
+    assert (told.begun, told.ended) == ([(0, 5)], [None])
+    np.testing.assert_allclose([one.loss for one in told.found], losses, rtol=1e-5)
+    np.testing.assert_allclose([one.metrics["twice"] for one in told.found], np.multiply(losses, 2), rtol=1e-5)
+    assert [one.step for one in told.found if one.evaluation] == [1, 3, 4]
+    error = np.mean([loss_of(want, batch) for batch in held_out])
+    np.testing.assert_allclose(told.found[-1].evaluation["error"], error, rtol=1e-5)
+    assert all(one.seconds > 0 and one.waited >= 0 and one.speed.what == "rows" for one in told.found)
+
+
+def test_a_log_goes_on_behind_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
+    """Also where the run before was killed behind steps that no checkpoint has, in the middle of a line."""
+    log, folder = tmp_path / "log.jsonl", tmp_path / "run"
+    more = {"devices": 2, "checkpoint": folder, "save_every": 2, "say": quiet}
+    jscaler.train(JOB, "zero3", 4, trackers=[jscaler.JsonLines(log)], **more)
+    with log.open("a") as file:
+        file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
+    jscaler.train(JOB, "data_parallel", 6, trackers=[jscaler.JsonLines(log)], resume=True, **more)
+    lines = list(map(json.loads, log.read_text().splitlines()))
+    assert [line["step"] for line in lines] == list(range(6))
+    np.testing.assert_allclose([line["loss"] for line in lines], reference(6)[1], rtol=1e-5)
+    assert {"twice", "waited", "saving", "rows_per_second"} <= lines[0].keys()
+    with pytest.raises(DataError, match="there is a checkpoint after 6 steps"):
+        jscaler.train(JOB, "zero3", 8, **more)
+    assert jscaler.train(JOB, "zero3", 6, resume=True, **more) is not None  # nothing is left
+
+
+def test_a_signal_ends_it_and_says_so_to_trackers(tmp_path: Path) -> None:
+    told = Told()
+
+    def stopping() -> Iterator[Any]:
+        for number, batch in enumerate(batches()):
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    with pytest.raises(KeyboardInterrupt, match="after step 3 of 9; its state is saved in"):
+        jscaler.train((make_state, step, stopping), "zero3", 9, devices=2, checkpoint=tmp_path, trackers=[told], say=quiet)
+    assert isinstance(told.ended[0], KeyboardInterrupt)
+    assert len(told.found) == 3
+
+
+def test_events_for_tensorboard(tmp_path: Path) -> None:
+    jscaler.train(JOB, "single", 2, devices=1, trackers=[jscaler.TensorBoard(tmp_path)], say=quiet)
+    (events,) = tmp_path.iterdir()
+    assert all(name in events.read_bytes() for name in (b"loss", b"twice", b"rows_per_second"))
+
+
+def test_mistakes() -> None:
+    with pytest.raises(JscalerError, match="on_nan is 'stop', 'skip', 'restore', and not 'no'"):
+        jscaler.train(JOB, "zero3", 2, devices=2, on_nan="no", say=quiet)
+    with pytest.raises(JscalerError, match="goes back to a state of checkpoint=…, which is not given"):
+        jscaler.train(JOB, "zero3", 2, devices=2, on_nan="restore", say=quiet)
+    for evaluation, message in (
+        (jscaler.Evaluation(lambda state, batch: batch, [X], 1), r"'loss' is an array of shape \(8, 4\): return numbers"),
+        (jscaler.Evaluation(loss_of, [], 1), "the batches of the evaluation are none: give a list"),
+    ):
+        with pytest.raises((JobError, DataError), match=message):
+            jscaler.train(JOB, "zero3", 2, devices=2, evaluation=evaluation, say=quiet)
+
+
+def test_the_command_line_takes_the_evaluation_of_a_job(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import sys\nimport jscaler\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_loop as t\n\n\n"
+        "def job():\n"
+        "    return jscaler.Job(t.make_state, t.step, t.batches, evaluation=jscaler.Evaluation(t.named, [t.X], every=2))\n"
+    )
+    words = ["train", "--job", f"{tmp_path / 'own.py'}:job", "--devices", "2", "--steps", "2", "--plan", "zero3"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "after 2 steps: error " in result.output, result.output
+
+
+def named(state: Any, batch: Any) -> Any:
+    return {"error": loss_of(state, batch)}
