@@ -11,18 +11,23 @@ links, are 30 % slower and faster, both plans as they are. ``decides`` says what
 ``--vocabulary`` holds the same model of cost against arXiv 2411.05288 (A100s, GPT of 4B), see `bench.paper_vocabulary`.
 
 ``memory`` says who counts ``peak_bytes``: the estimate, or XLA, which compiles the best plans' blocks with ``--compiled``.
-``--scaling`` moves the tensors of one plan in three ways, see `bench.paper_scaling`. ``--draw`` writes pictures.
+``--scaling`` moves the tensors of one plan in three ways, see `bench.paper_scaling`.
+
+``--record`` puts the rows of a model and size in place of those in docs/benchmarks/paper.jsonl; ``--draw`` makes pictures
+of these, and estimates nothing: a whole evaluation takes hours, and is made in pieces.
 
 Estimates are kept in build/paper.jsonl: an interrupted run goes on, and ``--anew`` forgets them.
 """
 
+import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.harness import Row, main
-from bench.paper_models import GPUS, SIZES, Model, model_for
+from bench.paper_models import GPUS, PAPER, SIZES, Model, model_for
 from bench.paper_plans import Config, configs
 from bench.paper_rivals import OFFLOAD, alpa_like, offload, offloaded
 from bench.paper_sweep import KEPT, Estimate, Sweep, cluster_for, scaled
@@ -32,10 +37,11 @@ COLUMNS = (
     "model", "gpus", "plan", "new", "fits", "peak_bytes", "memory", "step_seconds", "tflops", "speedup", "paper",
     "stepwise", "sensitivity", "decides", "estimates", "sweep_seconds", "mfu", "published", "value",
 )  # fmt: skip
-PAPER = {"swin": 3.5, "gpt": 1.5, "mbart": 2.8, "evoformer": 1.4}
 BLOCKS, OF_BLOCKS, OVER_BLOCKS = "interlaced blocks", 1.9, 1.5  # of mBART: their speed, and what interlaced has of it
 CHANGED = {"compute -30 %": (0.7, 1.0), "compute +30 %": (1.3, 1.0), "links -30 %": (1.0, 0.7), "links +30 %": (1.0, 1.3)}
 QUICK = ("data_parallel", "megatron", "co_shard")
+RECORDED = Path(__file__).parent.parent / "docs" / "benchmarks" / "paper.jsonl"
+PASSING = ("estimates", "sweep_seconds")  # say something of a run, and not of a plan
 RIVALS = ("alpa_like", OFFLOAD)
 Found = tuple[Config, Estimate]
 
@@ -49,6 +55,7 @@ def rows(
     anew: bool,
     compiled: bool,
     scaling: bool,
+    record: bool,
     draw: bool,
 ) -> Iterator[Row]:
     if anew:
@@ -63,16 +70,34 @@ def rows(
 
         yield from scaling_rows(quick)
         return
+    if draw:
+        from bench.paper_pictures import draw as draw_rows
+
+        print(*draw_rows(recorded()), sep="\n", file=sys.stderr)
+        return
     if compiled:
         described_devices(cluster_for(GPUS[0]))  # before the first computation, behind which CUDA's plugin is not found
     found: list[Row] = []
     for row in _of_models(quick, model, gpus, seq, compiled):
         found.append(row)
         yield row
-    if draw:
-        from bench.paper_pictures import draw as draw_rows
+    if record:
+        record_rows(found)
 
-        print(*draw_rows(found), sep="\n", file=sys.stderr)
+
+def recorded(path: Path = RECORDED) -> list[Row]:
+    """The rows that earlier runs have recorded."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def record_rows(rows: Sequence[Row], path: Path = RECORDED) -> None:
+    """Put ``rows`` in place of those of their models and sizes."""
+    anew = {(row["model"], row["gpus"]) for row in rows}
+    every = [row for row in recorded(path) if (row["model"], row["gpus"]) not in anew] + list(rows)
+    places = {f"{name}-{size}": place for place, (name, size) in enumerate((n, s) for n in SIZES for s in SIZES[n])}
+    every.sort(key=lambda row: places[row["model"]])
+    text = "".join(json.dumps({name: value for name, value in row.items() if name not in PASSING}) + "\n" for row in every)
+    path.write_text(text, encoding="utf-8")
 
 
 def _of_models(quick: bool, model: str, gpus: int | None, seq: int | None, compiled: bool) -> Iterator[Row]:
@@ -177,7 +202,8 @@ if __name__ == "__main__":
         "vocabulary": {"action": "store_true", "help": "hold the model of cost against arXiv 2411.05288"},
         "compiled": {"action": "store_true", "help": "memory of the best plans as XLA compiles them; needs the extra aot"},
         "scaling": {"action": "store_true", "help": "GPT-3 on 4 to 32 GPUs, its tensors moved in three ways"},
-        "draw": {"action": "store_true", "help": "write pictures of the rows into docs/images"},
+        "record": {"action": "store_true", "help": "put the rows in place of those in docs/benchmarks/paper.jsonl"},
+        "draw": {"action": "store_true", "help": "write pictures of the recorded rows into docs/images"},
         "anew": {"action": "store_true", "help": "forget kept estimates"},
     }
     main("paper", __doc__ or "", COLUMNS, rows, devices=1, options=options)

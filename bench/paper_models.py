@@ -21,6 +21,7 @@ SIZES = {  # of 4, 8, 16 and 32 GPUs
     "mbart": ("3.9b", "11.6b", "21.3b", "46.4b"),
     "evoformer": ("87m", "930m", "2.4b", "3.2b"),
 }
+PAPER = {"swin": 3.5, "gpt": 1.5, "mbart": 2.8, "evoformer": 1.4}  # speed of the best new plan by that of the best old one
 GPUS = (4, 8, 16, 32)
 BATCH = {"evoformer": 128}
 CLUSTERS = {4: "4xV100-32GB", 8: "8xV100-32GB", 16: "2x8xV100-32GB", 32: "4x8xV100-32GB"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.harness import Row
-from bench.paper_models import GPUS, SIZES
+from bench.paper_models import GPUS, PAPER, SIZES
 from bench.paper_sweep import cluster_for
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _bars(path: Path, best: dict[tuple[str, int], dict[bool, Row]], panel: Any, 
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(SIZES)), SIZES, strict=True):
         for place, gpus in enumerate(GPUS):
-            panel(axes, place, gpus, best[name, gpus])
+            panel(axes, name, place, best[name, gpus])
         axes.set_xticks(
             range(len(GPUS)), [f"{gpus}\n{size}" for gpus, size in zip(GPUS, SIZES[name], strict=True)], fontsize=8
         )
@@ -61,22 +61,24 @@ def _bars(path: Path, best: dict[tuple[str, int], dict[bool, Row]], panel: Any, 
     figure.savefig(path, dpi=110)
 
 
-def _speed(axes: "Axes", place: int, gpus: int, best: dict[bool, Row]) -> None:
+def _speed(axes: "Axes", name: str, place: int, best: dict[bool, Row]) -> None:
     base = best.get(False) or best.get(True)
     for new, row in best.items():
         assert base is not None
         height = _seconds(base) / _seconds(row)
-        _bar(axes, place, new, height, f"{height:.2f}\n{row['plan'].split(':')[0]}", estimated=False)
+        _bar(axes, place, new, height, f"{height:.2f}", estimated=False)
+        middle, plan = place + (WIDTH / 2 if new else -WIDTH / 2), row["plan"].split(":")[0]
+        axes.text(middle, 0, f" {plan}", ha="center", va="bottom", rotation=90, fontsize=5.5, color="white")
     _missing(axes, place, best)
-    if (paper := best.get(True, {}).get("paper")) is not None:
-        axes.plot([place, place + WIDTH], [paper, paper], color="black", linewidth=1.2)
+    if best:
+        axes.plot([place, place + WIDTH], [PAPER[name]] * 2, color="black", linewidth=1.2)
 
 
-def _memory(axes: "Axes", place: int, gpus: int, best: dict[bool, Row]) -> None:
+def _memory(axes: "Axes", name: str, place: int, best: dict[bool, Row]) -> None:
     for new, row in best.items():
         _bar(axes, place, new, row["peak_bytes"] / GB, f"{row['peak_bytes'] / GB:.0f}", row.get("memory") != "XLA")
     _missing(axes, place, best)
-    capacity = cluster_for(gpus).memory / GB
+    capacity = cluster_for(GPUS[place]).memory / GB
     axes.plot([place - WIDTH, place + WIDTH], [capacity, capacity], color="black", linewidth=0.8, linestyle=":")
 
 

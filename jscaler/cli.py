@@ -182,6 +182,10 @@ def train(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
         data=data, learning_rate=learning_rate, steps=steps, seed=seed,
     )  # fmt: skip
+    if resume and checkpoint is not None:
+        from jscaler.runtime.checkpoint import latest_step
+
+        latest_step(checkpoint)  # there is one
     others: list[Tracker] = [JsonLines(log)] if log is not None else []
     others += [TensorBoard(tensorboard)] if tensorboard is not None else []
     with Shown(console, explain) as shown:

@@ -15,6 +15,7 @@ from jscaler.api import Parallelized
 from jscaler.capture.names import leaf_names
 from jscaler.errors import JobError, JscalerError, check_count
 from jscaler.job import Job
+from jscaler.report.written import check_folder
 from jscaler.runtime.agreement import any_process
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.fetching import fetch
@@ -130,13 +131,13 @@ def _resumed(folder: Path | None, resume: bool) -> Path | None:
     """The folder to go on from; one that is not gone on from must be unused."""
     if folder is None:
         return None
-    from jscaler.report.written import check_folder
-    from jscaler.runtime.checkpoint import check_unused
+    from jscaler.runtime.checkpoint import check_unused, found_step
 
-    if not resume:
-        check_folder("checkpoint", folder)
-        check_unused(folder)
-    return folder if resume else None
+    if resume:
+        return folder if found_step(folder) is not None else None
+    check_folder("checkpoint", folder)
+    check_unused(folder)
+    return None
 
 
 def _checkpoints(planned: PlannedJob, folder: Path | None, every: int | None, keep: int | None) -> "Checkpoints | None":

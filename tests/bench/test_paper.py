@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import jscaler
-from bench.paper import rows_of
+from bench.paper import record_rows, recorded, rows_of
 from bench.paper_bounds import LEVELS
-from bench.paper_models import Model
+from bench.paper_models import GPUS, SIZES, Model
 from bench.paper_pictures import draw
 from bench.paper_plans import configs
 from bench.paper_scaling import VARIANTS, fetched, step_seconds
@@ -106,6 +106,18 @@ def test_pictures_of_rows_are_drawn(tmp_path: Path) -> None:
         {**known, "plan": "co_shard: y", "new": True, "step_seconds": 1.0, "peak_bytes": 2e10, "paper": 1.5},
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in draw(rows, tmp_path))
+
+
+def test_rows_are_recorded_in_place_of_those_of_their_model_and_size(tmp_path: Path) -> None:
+    path = tmp_path / "paper.jsonl"
+    first = {"model": "gpt-2.6b", "gpus": 8, "plan": "zero1: x", "fits": True, "sweep_seconds": 3.0}
+    record_rows([first, first | {"plan": "zero2: y"}], path)
+    record_rows([{"model": "swin-1.8b", "gpus": 4, "plan": "zero3: z", "fits": False}], path)
+    record_rows([first | {"plan": "zero3: z"}], path)
+    assert [(row["model"], row["plan"]) for row in recorded(path)] == [("swin-1.8b", "zero3: z"), ("gpt-2.6b", "zero3: z")]
+    assert "sweep_seconds" not in recorded(path)[1]
+    every = {(row["model"], row["gpus"]) for row in recorded()}
+    assert every == {(f"{name}-{size}", gpus) for name in SIZES for size, gpus in zip(SIZES[name], GPUS, strict=True)}
 
 
 @pytest.mark.aot
