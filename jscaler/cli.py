@@ -15,6 +15,7 @@ from jscaler import __version__
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
+from jscaler.commands.export import export
 from jscaler.commands.fit_command import fit_
 from jscaler.commands.interrupts import Interruptible
 from jscaler.commands.options import (
@@ -244,6 +245,7 @@ app.command("compile")(compile_)
 app.command("plan")(plan_)
 app.command("fit")(fit_)
 app.command("schedules")(schedules_)
+app.command("export")(export)
 
 
 def main() -> None:

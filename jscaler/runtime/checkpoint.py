@@ -234,6 +234,27 @@ def restore(folder: Path, step: int, target: Any) -> Any:
     return brought_home(found, target)
 
 
+def read(folder: Path, step: int) -> Any:
+    """The state after ``step`` steps as it was written, as dicts and lists of arrays on one device.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    with _manager(folder) as manager:
+        if step not in (known := sorted(manager.all_steps())):
+            raise DataError(
+                f"there is no state after {step} steps in {folder}; it has {', '.join(map(str, known)) or 'none'}"
+            )
+        try:
+            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            whole = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), manager.item_metadata(step).tree
+            )
+            return manager.restore(step, args=ocp.args.StandardRestore(whole))
+        except Exception as error:  # of whatever class
+            raise DamagedError(f"the checkpoint after {step} steps in {folder} is damaged: {_line(error)}") from error
+
+
 def _manager(folder: Path, **options: Any) -> ocp.CheckpointManager:
     """Of one damaged state it opens the others all the same; and it knows how to read what a state says of itself."""
     given = ocp.CheckpointManagerOptions(lightweight_initialize=True, **options)

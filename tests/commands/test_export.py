@@ -1,0 +1,73 @@
+"""Parameters of a checkpoint as one file, read by libraries that know nothing of jscaler."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+from safetensors import safe_open
+from safetensors.flax import load_file
+from typer.testing import CliRunner
+
+from jscaler import DataError, OutputError, UnknownNameError
+from jscaler.cli import app
+from jscaler.runtime.checkpoint import save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """States after 2 and 4 steps; a leaf lies in parts on two devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    path = tmp_path_factory.mktemp("run")
+    for step in (2, 4):
+        kernel = jax.device_put(jnp.full((2, 3), step, jnp.bfloat16), split)
+        layers = [{"bias": jnp.arange(3.0) + step}, {"bias": jnp.zeros(3)}]
+        save(path, step, {"params": {"head": {"kernel": kernel}, "layers": layers}, "key": jax.random.key(7)})
+    return path
+
+
+def export(*words: Any) -> tuple[str, BaseException | None]:
+    result = CliRunner().invoke(app, ["export", *map(str, words)])
+    return " ".join(result.output.split()), result.exception
+
+
+def test_both_kinds_hold_the_parameters(folder: Path, tmp_path: Path) -> None:
+    output, error = export(folder, tmp_path / "new" / "net.safetensors")
+    assert error is None, output
+    assert "3 arrays, 36 B, of the state after 4 steps" in output
+    found = load_file(tmp_path / "new" / "net.safetensors")
+    assert sorted(found) == ["head.kernel", "layers.0.bias", "layers.1.bias"]
+    assert found["head.kernel"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["layers.0.bias"], [4, 5, 6])
+    with safe_open(tmp_path / "new" / "net.safetensors", "np") as file:
+        assert len(list(file.keys())) == 3
+    assert export(folder, tmp_path / "net.msgpack", "--step", 2)[1] is None
+    tree = serialization.msgpack_restore((tmp_path / "net.msgpack").read_bytes())
+    np.testing.assert_array_equal(tree["head"]["kernel"], np.full((2, 3), 2))
+    np.testing.assert_array_equal(tree["layers"]["0"]["bias"], [2, 3, 4])
+    assert export(folder, tmp_path / "all.msgpack", "--part", ".")[1] is None
+    whole = serialization.msgpack_restore((tmp_path / "all.msgpack").read_bytes())
+    np.testing.assert_array_equal(whole["key"], jax.random.key_data(jax.random.key(7)))
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "net.msgpack", "all.msgpack"}
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        (("net.pt",), OutputError, r"is of no kind that is known: name it \*\.safetensors or \*\.msgpack"),
+        (
+            ("net.msgpack", "--part", "params/tail"),
+            UnknownNameError,
+            "no part named 'tail' of 'params/tail' in the checkpoint; known",
+        ),
+        (("net.msgpack", "--step", 3), DataError, "there is no state after 3 steps in .*; it has 2, 4"),
+    ],
+)
+def test_mistakes(folder: Path, tmp_path: Path, words: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        raise export(folder, tmp_path / words[0], *words[1:])[1] or AssertionError
+    assert not list(tmp_path.iterdir())
