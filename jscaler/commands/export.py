@@ -25,9 +25,9 @@ def export(
 
     The whole state is read into this machine's memory first.
 
-    Example: jscaler export runs/nano nano.safetensors
+    Example: jscaler export --part params runs/nano nano.safetensors
 
-    Example: jscaler export runs/nano nano.msgpack --step 40
+    Example: jscaler export --step 40 runs/nano nano.msgpack
     """
     from jscaler.runtime.checkpoint import latest_step, read
 

@@ -85,9 +85,10 @@ class JsonLines:
         """
         with writing("log", self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _before(self.path, start) if start and self.path.exists() else []
-            self._file = self.path.open("wb", buffering=0)  # a line is there when it is written
-            self._file.write(b"".join(kept))
+            if start and self.path.exists():
+                kept = _before(self.path, start)
+                self.path.write_bytes(b"".join(kept))
+            self._file = self.path.open("ab" if start else "wb", buffering=0)  # a line is there when it is written
 
     def step(self, record: StepRecord) -> None:
         """Write a line.
