@@ -35,7 +35,7 @@ def export(
         raise OutputError(f"'{out}' is of no kind that is known: name it {' or '.join('*' + kind for kind in KINDS)}")
     number = latest_step(checkpoint) if step is None else step
     tree = _part(read(checkpoint, number), part)
-    arrays = jax.tree.map(_plain, tree)
+    arrays = jax.tree.map(np.asarray, tree)
     with writing("export", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         half = out.with_name(f".{out.name}.half")  # a file is there when it is whole
@@ -65,12 +65,6 @@ def _part(state: Any, path: str) -> Any:
     return found
 
 
-def _plain(leaf: Any) -> np.ndarray:
-    """Of a random key, its words."""
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
 def _as_msgpack(path: Path, tree: Any) -> None:
     from flax import serialization
 
@@ -79,7 +73,7 @@ def _as_msgpack(path: Path, tree: Any) -> None:
 
 def _as_safetensors(path: Path, tree: Any) -> None:
     try:
-        from safetensors.flax import save_file
+        from safetensors.numpy import save_file
     except ImportError:
         raise JscalerError(
             '.safetensors needs safetensors, which is not installed: pip install "jscaler[export]"'
@@ -88,4 +82,4 @@ def _as_safetensors(path: Path, tree: Any) -> None:
     named = {".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys): x for keys, x in found}
     if not named:
         raise DataError("there is no array to write")
-    save_file({name: jax.numpy.asarray(x) for name, x in named.items()}, path)
+    save_file(named, path)

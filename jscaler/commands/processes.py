@@ -23,6 +23,7 @@ import jax
 import typer
 
 from jscaler.errors import DeviceError, ProcessError
+from jscaler.runtime.watch import HUNG
 from jscaler.training.signals import SIGNALLED, noted
 
 PANEL = "Processes"  # of the help
@@ -190,9 +191,9 @@ def _raising(number: int) -> Iterator[None]:
 
 def _failed(started: Sequence[_Started], asked: Sequence[int]) -> list[_Started]:
     """Those that have ended and should not have, nor with an exit code that was ``asked`` for; one that was killed comes
-    first, since others fail for want of it."""
+    first, since others fail for want of it, and last those that a watch has ended."""
     found = (one for one in started if one.end and one.process.returncode not in asked)
-    return sorted(found, key=lambda one: one.process.returncode >= 0)
+    return sorted(found, key=lambda one: (one.process.returncode >= 0) + (one.process.returncode == HUNG))
 
 
 def _wait(started: Sequence[_Started]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, warn
 from jscaler.report.written import check_folder, writing
@@ -106,7 +107,11 @@ class Checkpoints:
         assert self._manager is not None, "checkpoints are read within their with block"
         with _saying(self.folder):
             self._manager.wait_until_finished()
-        return restore_latest(self.folder, target) if steps_in(self.folder) else None
+        if not steps_in(self.folder):
+            return None
+        found = restore_latest(self.folder, target)
+        self._manager.reload()  # a damaged one was put aside, perhaps
+        return found
 
 
 @contextmanager
@@ -173,11 +178,11 @@ def restore_latest(folder: Path, target: Any) -> tuple[int, Any]:
         damaged: DamagedError | None = None
         found = None
         try:
-            found = restore(folder, step, target)
+            found = _read(folder, step, target)
         except DamagedError as error:
             damaged = error
-        if not any_process(damaged is not None):
-            return step, found
+        if not any_process(damaged is not None):  # before processes share out what each has read
+            return step, brought_home(found, target)
         damaged = damaged or DamagedError(f"the checkpoint after {step} steps in {folder} is damaged for another process")
         earlier = [n for n in steps_in(folder) if n < step]
         if not earlier:
@@ -204,6 +209,11 @@ def restore(folder: Path, step: int, target: Any) -> Any:
     Raises:
         DataError: the checkpoint is of another model, of a newer jscaler, or damaged.
     """
+    return brought_home(_read(folder, step, target), target)
+
+
+def _read(folder: Path, step: int, target: Any) -> Any:
+    """A state as Orbax reads it in a job of several processes, each leaf on all of them."""
     _check_folder(folder)
     which = f"the checkpoint after {step} steps in {folder}"
     with _manager(folder) as manager:
@@ -219,6 +229,7 @@ def restore(folder: Path, step: int, target: Any) -> Any:
             found = manager.restore(step, args=ocp.args.StandardRestore(spread_structs(target)))
             if _types(found) != _types(target):  # it does not know any more which of its numbers are a key
                 raise TypeError("its leaves have other types than were saved")
+            return found
         except Exception as error:  # of whatever class
             if saved and saved != wanted:
                 raise DataError(_foreign(which, saved, wanted)) from error
@@ -231,11 +242,10 @@ def restore(folder: Path, step: int, target: Any) -> Any:
                 f"{which} is damaged: {_line(error)}; remove {folder / str(step)} to go on from an earlier one, if there "
                 "is one, or train anew into another folder"
             ) from error
-    return brought_home(found, target)
 
 
 def read(folder: Path, step: int) -> Any:
-    """The state after ``step`` steps as it was written, as dicts and lists of arrays on one device.
+    """The state after ``step`` steps as it was written, as dicts and lists of numpy arrays; of a random key its words.
 
     Raises:
         DataError: there is none, or it is damaged.
@@ -246,10 +256,7 @@ def read(folder: Path, step: int) -> Any:
                 f"there is no state after {step} steps in {folder}; it has {', '.join(map(str, known)) or 'none'}"
             )
         try:
-            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            whole = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), manager.item_metadata(step).tree
-            )
+            whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), manager.item_metadata(step).tree)
             return manager.restore(step, args=ocp.args.StandardRestore(whole))
         except Exception as error:  # of whatever class
             raise DamagedError(f"the checkpoint after {step} steps in {folder} is damaged: {_line(error)}") from error

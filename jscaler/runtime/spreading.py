@@ -72,11 +72,13 @@ def _spread(leaf: jax.Array) -> jax.Array:
     if _is_key(leaf):
         impl = jax.random.key_impl(leaf)
         words = _spread(jax.random.key_data(leaf))
-        return jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=_across(leaf))(words)
+        wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=_across(leaf))
+        return jax.block_until_ready(wrap(words))
     across, owner = _across(leaf), _devices_of(leaf.sharding)[0]
     (here,) = own_devices(across)
-    if is_here(owner):
-        own = jax.device_put(_whole(leaf)[None], here)
+    whole = None if is_absent(leaf.sharding) else _whole(leaf)  # by all that have some of it, together
+    if whole is not None and is_here(owner):
+        own = jax.device_put(whole[None], here)
     else:
         own = jnp.zeros((1, *leaf.shape), leaf.dtype, device=here)
     row = NamedSharding(across.mesh, P(AXIS))

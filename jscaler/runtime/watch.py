@@ -9,15 +9,18 @@ A process that waits for another in a collective cannot speak, nor be interrupte
 heartbeat finds the dead, too, later, and ends a process without a word of which and where.
 """
 
+import atexit
+import contextlib
 import os
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
 import jax
 import numpy as np
@@ -110,14 +113,12 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if jax.process_count() > 1:
-            listener, place, key = self._meet()
-            own = jax.process_index()
-            if listener is not None:
-                self._start(self._accept, listener)
-                self._heard = {n: (Beat(), time.monotonic(), False) for n in range(1, jax.process_count())}
+            server, places, key = self._meet()
+            if server is not None:
+                self._start(self._accept, server, key)
                 self._start(self._judge)
             else:
-                self._start(self._speak, place, key, own)
+                self._start(self._speak, places, key, jax.process_index())
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -125,10 +126,8 @@ class Watch:
         with self._lock:
             self._beat = replace(self._beat, failed=failed, left=True)
         self._leaving.set()
-        if failed and self._threads:  # JAX waits at the end for those that have ended for want of this one
-            ending = threading.Timer(3 * LEAVING, os._exit, [1])
-            ending.daemon = True
-            ending.start()
+        if failed and self._threads:
+            atexit.register(_end_soon)
         until = time.monotonic() + (LEAVING if failed else self.limit)
         while self._threads and time.monotonic() < until and not self._all_left():
             time.sleep(0.05)  # others hear it from here
@@ -136,17 +135,15 @@ class Watch:
         if self._heard and failed:
             time.sleep(2 * self._every)
 
-    def _meet(self) -> tuple[Listener | None, tuple[str, int], bytes]:
-        """Process 0 says where it listens, and the word that who comes must know."""
-        listener, said = None, np.zeros(96, np.uint8)
+    def _meet(self) -> tuple[socket.socket | None, list[tuple[str, int]], bytes]:
+        """Process 0 says where it listens, by all names that it may have, and the word that who comes must know."""
+        server, said = None, np.zeros(256, np.uint8)
         if jax.process_index() == 0:
-            key = secrets.token_hex(16).encode()
-            listener = Listener(("", 0), authkey=key)
-            text = f"{_address()} {listener.address[1]} ".encode() + key
+            server = socket.create_server(("", 0), backlog=jax.process_count())
+            text = " ".join([secrets.token_hex(16), str(server.getsockname()[1]), *_addresses()]).encode()[: len(said)]
             said[: len(text)] = list(text)
-        text = bytes(multihost_utils.broadcast_one_to_all(said)).rstrip(b"\0")
-        host, port, key = text.split()
-        return listener, (host.decode(), int(port)), key
+        key, port, *hosts = bytes(multihost_utils.broadcast_one_to_all(said)).rstrip(b"\0").decode().split()
+        return server, [(host, int(port)) for host in hosts], key.encode()
 
     def _start(self, run: Callable[..., None], *given: object) -> None:
         thread = threading.Thread(target=run, args=given, daemon=True)
@@ -159,7 +156,9 @@ class Watch:
 
     def _all_left(self) -> bool:
         """Whether nobody has to hear of it any more."""
-        return all(beat.left or gone for beat, _, gone in self._heard.values()) if self._heard else self._closing.is_set()
+        if jax.process_index():
+            return self._closing.is_set()
+        return all(beat.left or gone for beat, _, gone in list(self._heard.values()))
 
     def _table(self) -> dict[int, Heard]:
         now = time.monotonic()
@@ -176,31 +175,45 @@ class Watch:
         while not self._closing.wait(self._every):
             self._check(self._table())
 
-    def _accept(self, listener: Listener) -> None:
-        while not self._closing.is_set():
-            try:
-                connection = listener.accept()
-            except Exception:  # of whoever else knocks
-                continue
-            self._start(self._listen, connection)
+    def _accept(self, server: socket.socket, key: bytes) -> None:
+        server.settimeout(1.0)
+        with server:
+            while not self._closing.is_set():
+                try:
+                    came, _ = server.accept()
+                except OSError:
+                    continue
+                came.setblocking(True)
+                self._start(self._listen, Connection(came.detach()), key)
 
-    def _listen(self, connection: Connection) -> None:
+    def _listen(self, connection: Connection, key: bytes) -> None:
         """Hear one of the others, and answer with what all have said."""
         number, beat = 0, Beat()
         try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
             while True:
                 number, beat = connection.recv()
                 self._heard[number] = beat, time.monotonic(), False
                 connection.send(self._table())
+        except AuthenticationError:  # of whoever else knocks
+            return
         except (EOFError, OSError):
             if number:
                 self._heard[number] = beat, time.monotonic(), True
 
-    def _speak(self, place: tuple[str, int], key: bytes, own: int) -> None:
+    def _speak(self, places: Sequence[tuple[str, int]], key: bytes, own: int) -> None:
         """Tell process 0 where this one is, and look at what it answers."""
+        connection = next(filter(None, (_connected(place, key) for place in places)), None)
+        if connection is None:
+            hosts = ", ".join(host for host, _ in places)
+            sys.stderr.write(
+                f"process {own} cannot reach process 0 at {hosts}: nobody notices where one of the two hangs\n"
+            )
+            self._closing.set()
+            return
         leader = Heard()
         try:
-            connection = Client(place, authkey=key)
             while True:
                 beat = self._own()
                 connection.send((own, beat))
@@ -216,14 +229,32 @@ class Watch:
                 self._leaving.wait(self._every)
         except (EOFError, OSError):
             self._check({0: replace(leader, gone=True)})
+            self._closing.set()
 
 
-def _address() -> str:
-    """Of this host, as others reach it."""
+def _connected(place: tuple[str, int], key: bytes) -> Connection | None:
     try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+        return Client(place, authkey=key)  # type: ignore[return-value]
+    except (OSError, EOFError, AuthenticationError):
+        return None
+
+
+def _addresses() -> list[str]:
+    """Of this host, as others may reach it: that of the way out, those of its name, and this machine's own."""
+    found = list[str]()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        out.connect(("192.0.2.1", 9))  # nothing is sent
+        found.append(out.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    return list(dict.fromkeys([*(one for one in found if not one.startswith("127.")), "127.0.0.1"]))
+
+
+def _end_soon() -> None:
+    """At its end JAX waits for the other processes, and those have ended for want of this one."""
+    ending = threading.Timer(LEAVING, os._exit, [1])
+    ending.daemon = True
+    ending.start()
 
 
 def _end(told: str, code: int) -> None:

@@ -184,7 +184,7 @@ class _Run:
             began = time.perf_counter()
             batch, read = next(batches), read + 1
             waited = time.perf_counter() - began
-            at(RUNS if self.records else "begins with", index)  # the first step may take as long as it wants
+            at(RUNS if self.records and not went_back else "begins with", index)  # which may compile, as long as it takes
             if self.before_step is not None and index > self.steps.start:
                 self.before_step(compiled, state, batch, index)
             if went_back:  # what is restored has no weak types
@@ -215,7 +215,9 @@ class _Run:
                 index += 1
             if stops:
                 raise Stopped("", stops)
-            at(READS, index)
+            if index < self.steps.stop:
+                at(READS, index)
+        at("ends behind", index - 1)  # what is left of a checkpoint is written
         return state
 
     def _is_saved(self, done: int, stops: int) -> bool:

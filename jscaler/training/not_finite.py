@@ -110,7 +110,9 @@ def is_finite(state: Any) -> bool:
     for leaf in jax.tree.leaves(state):
         groups.setdefault(frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None, []).append(leaf)
     with no_mesh():
-        return all(np.all(found) for found in fetch([_all_finite(leaves) for leaves in groups.values()]))
+        # one after the other: on CPUs two programs of several processes at once take each other's numbers
+        found = [jax.block_until_ready(_all_finite(leaves)) for leaves in groups.values()]
+        return all(map(np.all, fetch(found)))
 
 
 @jax.jit
