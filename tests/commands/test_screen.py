@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from of_the_day import of_the_day
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from jscaler.cli import app
 from jscaler.commands.interrupts import INTERRUPTED, finished_before_interrupts, on_screen
+from jscaler.runtime.checkpoint import save
 
 ROOT = Path(__file__).parents[2]
 NARROW, WIDE = 80, 200
@@ -69,15 +71,18 @@ SMALLER = {
         (NARROW, WIDE),
     ),
 }
-BESIDE = f'schedules {OWN} --plan "pipeline(2, 2)" --target 2xH100-80GB'  # which the README does not show
+BESIDE = [  # which the README does not show
+    f'schedules {OWN} --plan "pipeline(2, 2)" --target 2xH100-80GB',
+    "export --part params {folder}/run {folder}/net.safetensors",
+]
 USES_ROOM = ("compile", "plan", "fit", "redistribute")  # have more to show than 80 columns
 SEEN = [
     pytest.param(smaller, columns, id=f"{smaller.split()[0]}-{number}-{columns}")
-    for number, (smaller, widths) in enumerate([*SMALLER.values(), (BESIDE, (NARROW, WIDE))])
+    for number, (smaller, widths) in enumerate([*SMALLER.values(), *((one, (NARROW, WIDE)) for one in BESIDE)])
     for columns in widths
 ]
 SLOW = ("megatron(dp=1", "split_one_mlp")  # to compile, and what they show others show
-PIPED = [smaller for smaller, _ in SMALLER.values() if not any(one in smaller for one in SLOW)] + [BESIDE]
+PIPED = [smaller for smaller, _ in SMALLER.values() if not any(one in smaller for one in SLOW)] + BESIDE
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -121,11 +126,12 @@ def stopped_behind_two_steps():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the README's commands name: a model and texts."""
+    """What the README's commands name: a model and texts; and a checkpoint."""
     made = tmp_path_factory.mktemp("screen")
     (made / "my_model.py").write_text(MODEL)
     (made / "my_texts").mkdir()
     (made / "my_texts" / "one.txt").write_text("to be or not to be, that is the question. " * 20)
+    save(made / "run", 2, {"params": {"up": np.ones((8, 16), np.float32)}})
     return made
 
 
