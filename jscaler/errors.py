@@ -164,7 +164,8 @@ class BlockError(JscalerError, RuntimeError):
 
 
 class NotFiniteError(JscalerError, FloatingPointError):
-    """Under ``jax.debug_nans`` or ``jax.debug_infs``: the first op that has made a NaN, or an infinity, and where.
+    """Under ``jax.debug_nans`` or ``jax.debug_infs``: the first op that has made a NaN, or an infinity, and where. Of
+    `jscaler.train`: the step whose loss, or whose next state, is not finite.
 
     Example:
         >>> with jax.debug_nans(True):

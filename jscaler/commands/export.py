@@ -9,7 +9,7 @@ import typer
 
 from jscaler.commands.screen import screen, show
 from jscaler.errors import DataError, JscalerError, OutputError, UnknownNameError
-from jscaler.report.written import writing
+from jscaler.report.written import written_whole
 from jscaler.text.units import counted, readable_bytes
 
 KINDS = (".safetensors", ".msgpack")
@@ -36,14 +36,8 @@ def export(
     number = latest_step(checkpoint) if step is None else step
     tree = _part(read(checkpoint, number), part)
     arrays = jax.tree.map(np.asarray, tree)
-    with writing("export", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        half = out.with_name(f".{out.name}.half")  # a file is there when it is whole
-        try:
-            (_as_safetensors if out.suffix == ".safetensors" else _as_msgpack)(half, arrays)
-            half.replace(out)
-        finally:
-            half.unlink(missing_ok=True)
+    with written_whole("export", out) as half:
+        (_as_safetensors if out.suffix == ".safetensors" else _as_msgpack)(half, arrays)
     leaves = jax.tree.leaves(arrays)
     size = readable_bytes(sum(leaf.nbytes for leaf in leaves))
     show(screen(), f"{counted(len(leaves), 'array')}, {size}, of the state after {counted(number, 'step')}: {out}")
@@ -52,13 +46,8 @@ def export(
 def _part(state: Any, path: str) -> Any:
     found = state
     for name in [] if path == "." else path.split("/"):
-        known = (
-            found
-            if isinstance(found, dict)
-            else {str(i): one for i, one in enumerate(found)}
-            if isinstance(found, list)
-            else {}
-        )
+        named = {str(i): one for i, one in enumerate(found)} if isinstance(found, list) else found
+        known = named if isinstance(named, dict) else {}  # an array has no parts
         if name not in known:
             raise UnknownNameError("part", name, list(known), f" of '{path}' in the checkpoint")
         found = known[name]

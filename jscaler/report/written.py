@@ -23,6 +23,23 @@ def writing(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise OutputError(f"cannot write the {what} '{path}': {error.strerror or error}; choose another path") from error
 
 
+@contextlib.contextmanager
+def written_whole(what: str, path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to, which takes its place at the end: a file is whole, or as it was.
+
+    Raises:
+        OutputError: as `writing`.
+    """
+    half = path.with_name(f".{path.name}.half")
+    with writing(what, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield half
+            half.replace(path)
+        finally:
+            half.unlink(missing_ok=True)
+
+
 def as_path(what: str, path: Any) -> Path:
     """``path`` of what is to be written; raises OutputError where it is none."""
     if isinstance(path, str | os.PathLike):

@@ -259,7 +259,9 @@ def read(folder: Path, step: int) -> Any:
             whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), manager.item_metadata(step).tree)
             return manager.restore(step, args=ocp.args.StandardRestore(whole))
         except Exception as error:  # of whatever class
-            raise DamagedError(f"the checkpoint after {step} steps in {folder} is damaged: {_line(error)}") from error
+            raise DamagedError(
+                f"the checkpoint after {step} steps in {folder} is damaged: {_line(error)}; give another --step"
+            ) from error
 
 
 def _manager(folder: Path, **options: Any) -> ocp.CheckpointManager:

@@ -20,7 +20,7 @@ from jscaler.materialize.canonical import orderless
 from jscaler.materialize.crossing import Crossing
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.point_to_point import BoxMove
-from jscaler.runtime.devices import is_here, own_devices
+from jscaler.runtime.devices import devices_of, is_here, own_devices
 from jscaler.runtime.messages import Messages, Parts
 
 Hop = Callable[[Any], Any]
@@ -62,7 +62,7 @@ class _WholeParts:
             if _all_whole(crossing)
             else {there: here for move in crossing.moves for here, there in ends_of(crossing, move, devices)}
         )
-        to = members(arriving)
+        to = devices_of(arriving)
         part = crossing.target.local_shape
         self._messages = Messages([(source[device], device) for device in to], part, dtype, known)
         self._arriving, self._own = arriving, own_devices(arriving)
@@ -127,7 +127,7 @@ class CrossingRun:
     def _joined(self, came: Parts, move: BoxMove, zeros: Parts) -> jax.Array:
         """A piece on all of the consumers' devices; who gets none has zeros."""
         own = [came.get(device, zero) for device, zero in zeros.items()]
-        return jax.make_array_from_single_device_arrays(stacked(len(members(self._to)), move.shape), self._to, own)
+        return jax.make_array_from_single_device_arrays(stacked(len(devices_of(self._to)), move.shape), self._to, own)
 
     def _nothing(self, move: BoxMove, dtype: Any) -> dict[Any, jax.Array]:
         part = np.zeros(move.shape or (1,), dtype)
@@ -144,13 +144,6 @@ def ends_of(crossing: Crossing, move: BoxMove, devices: Sequence[Any]) -> list[t
     numbers = crossing.devices
     pairs = move.pairs or [(p, p) for p in range(len(numbers)) if any(write.active[p] for write in move.writes)]
     return [(devices[numbers[a]], devices[numbers[b]]) for a, b in pairs]
-
-
-def members(sharding: Any) -> list[Any]:
-    """The devices of a sharding, in the order of its mesh."""
-    if not isinstance(sharding, NamedSharding):
-        return list(sharding.device_set)
-    return list(np.ravel(sharding.mesh.devices))  # type: ignore[arg-type]
 
 
 def rewrapped(parts: jax.Array | None, sharding: Any) -> jax.Array | None:

@@ -61,9 +61,13 @@ def is_here(device: Device) -> bool:
     return device.process_index == jax.process_index()
 
 
+def devices_of(sharding: Any) -> tuple[Device, ...]:
+    """The devices of a sharding, in the order of its mesh."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(sharding.device_set)
+
+
 @functools.lru_cache(maxsize=1024)
 def own_devices(sharding: Any) -> tuple[Device, ...]:
-    """The devices of this process, in the order of the sharding's mesh."""
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    every = mesh.devices.flat if isinstance(mesh, Mesh) else sharding.device_set
-    return tuple(filter(is_here, every))
+    """Those of this process."""
+    return tuple(filter(is_here, devices_of(sharding)))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jscaler.runtime.absent import absent, is_absent
-from jscaler.runtime.devices import Device, is_here, own_devices
+from jscaler.runtime.devices import Device, devices_of, is_here, own_devices
 
 AXIS = "process"
 
@@ -37,13 +37,6 @@ def spread_structs(tree: Any) -> Any:
 def brought_home(tree: Any, target: Any) -> Any:
     """What was `spread`, as the structs of ``target`` say that it lies; all processes call it."""
     return jax.tree.map(_brought_home, tree, target) if jax.process_count() > 1 else tree
-
-
-def _devices_of(sharding: Any) -> list[Device]:
-    if isinstance(sharding, NamedSharding):
-        assert isinstance(sharding.mesh, Mesh)
-        return list(sharding.mesh.devices.flat)
-    return list(sharding.device_set)
 
 
 def _is_everywhere(sharding: Any) -> bool:
@@ -74,7 +67,7 @@ def _spread(leaf: jax.Array) -> jax.Array:
         words = _spread(jax.random.key_data(leaf))
         wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=_across(leaf))
         return jax.block_until_ready(wrap(words))
-    across, owner = _across(leaf), _devices_of(leaf.sharding)[0]
+    across, owner = _across(leaf), devices_of(leaf.sharding)[0]
     (here,) = own_devices(across)
     whole = None if is_absent(leaf.sharding) else _whole(leaf)  # by all that have some of it, together
     if whole is not None and is_here(owner):

@@ -23,7 +23,7 @@ from jscaler.runtime.graph_nodes import holds_nodes
 from jscaler.runtime.watch import READS, RUNS, Watch
 from jscaler.text.units import counted
 from jscaler.training.evaluation import Evaluation
-from jscaler.training.not_finite import NotFinite, OnNan, skipping
+from jscaler.training.not_finite import SKIPPED, NotFinite, OnNan, skipping
 from jscaler.training.planned_job import PlannedJob
 from jscaler.training.records import Speed, StepRecord, peak_bytes
 from jscaler.training.signals import Stopped, noted
@@ -81,7 +81,8 @@ def train(
         The state after the last step, in the plan's layout.
 
     Raises:
-        JobError: the step does not return its next state and a loss.
+        JobError: it is no job, or the step does not return its next state and a loss.
+        PlanError: a count is none; or what `parallelize` raises.
         DataError: batches have ended, or are not alike; the checkpoint is of another model, or in use.
         NotFiniteError: a loss is not finite, and the run is to stop.
         ProcessError: the processes of a job are not about the same.
@@ -93,31 +94,43 @@ def train(
         loss ... -> ... in 2 steps; median step ... ms
     """
     steps, choice = check_count("train: steps", steps), _choice(on_nan)
-    given: Any = job
-    job = Job(*given)
-    if isinstance(job.train_step, Parallelized):  # the plan is that of this call
-        job = job._replace(train_step=job.train_step.fun)
+    job = _job(job)
+    evaluation = evaluation or job.evaluation
+    every = {"save_every": save_every, "keep": keep, "evaluation: every": evaluation and evaluation.every}
+    for name, count in every.items():
+        if count is not None:
+            check_count(f"train: {name}", count)
     if choice is OnNan.SKIP:
         job = job._replace(train_step=skipping(job.train_step))
     if choice is OnNan.RESTORE and checkpoint is None:
         raise JscalerError("on_nan='restore' goes back to a state of checkpoint=…, which is not given")
     folder = None if checkpoint is None else Path(checkpoint)
+    speaks = jax.process_index() == 0
+    tell = say if speaks else lambda _: None
     with Watch(hang_after) as watch:
         planned = PlannedJob(job, plan, devices, seed, strict)
         start, state = planned.start(_resumed(folder, resume))
         if start >= steps:
-            say(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
+            tell(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
             return state
         if folder is not None and (told := planned.told_of(folder, start)):
-            say(told)
+            tell(told)
         kept = _checkpoints(planned, folder, save_every, keep)
         read = start if folder is None else planned.batches_read(folder, start)
-        speaks = jax.process_index() == 0
         run = _Run(
             planned.step, range(start, steps), kept, NotFinite(choice, kept, planned.target), watch,
-            tuple(trackers) if speaks else (), evaluation or job.evaluation, say if speaks else lambda _: None, before_step,
+            tuple(trackers) if speaks else (), evaluation, tell, before_step,
         )  # fmt: skip
         return run.go(state, planned.batches(read), read)
+
+
+def _job(given: Any) -> Job:
+    """What is given as a `Job`, its step without a plan of its own."""
+    if not isinstance(given, tuple) or not 3 <= len(given) <= len(Job._fields):
+        what = f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple) else "")
+        raise JobError(f"train takes a job, and was given {what}: give jscaler.Job(make_state, train_step, batches)")
+    job = Job(*given)
+    return job._replace(train_step=job.train_step.fun) if isinstance(job.train_step, Parallelized) else job
 
 
 def _choice(on_nan: OnNan | str) -> OnNan:
@@ -273,7 +286,7 @@ class _Run:
     def _summed_up(self) -> None:
         first, last = self.records[0], self.records[-1]
         middle = sorted(r.seconds for r in self.records)[len(self.records) // 2]
-        taken, skipped = counted(len(self.steps), "step"), self.guard.skipped
+        taken, skipped = counted(len(self.steps), "step"), int(sum(r.metrics.get(SKIPPED, 0) for r in self.records))
         told = f"loss {first.loss:.3f} -> {last.loss:.3f} in {taken}; median step {1000 * middle:.0f} ms"
         self.say(told + (f"; {counted(skipped, 'step')} skipped" if skipped else ""))
 

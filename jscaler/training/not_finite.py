@@ -3,7 +3,7 @@
 import enum
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # which needs the extra that has Orbax
     from jscaler.runtime.checkpoint import Checkpoints
 
 MOST_RETURNS = 3  # to one state
+SKIPPED = "skipped"  # the metric that says whether a step was
 
 
 class OnNan(enum.StrEnum):
@@ -46,7 +47,8 @@ def skipping(train_step: Callable[..., Any]) -> Callable[..., Any]:
             return made  # which is refused for what it is
         after, metrics = made
         ok = functools.reduce(jnp.logical_and, map(_is_finite, jax.tree.leaves((after, metrics))), jnp.array(True))
-        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, state), metrics
+        named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, state), {**named, SKIPPED: ~ok}
 
     return step
 
@@ -64,7 +66,6 @@ class NotFinite:
 
     def __init__(self, choice: OnNan, checkpoints: "Checkpoints | None" = None, target: Callable[[], Any] = lambda: None):
         self.choice = choice
-        self.skipped = 0
         self._checkpoints, self._target = checkpoints, target
         self._returns: dict[int, int] = {}
 
@@ -79,7 +80,6 @@ class NotFinite:
                 gone back to the same state before, again and again.
         """
         if self.choice is OnNan.SKIP:
-            self.skipped += not math.isfinite(loss)
             return None
         if math.isfinite(loss) and not (saved and not is_finite(state)):
             return None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from jscaler.errors import JscalerError
-from jscaler.report.written import writing
+from jscaler.report.written import writing, written_whole
 from jscaler.runtime.compiled import Compiled
 from jscaler.training.records import StepRecord
 
@@ -13,6 +13,8 @@ from jscaler.training.records import StepRecord
 @runtime_checkable
 class Tracker(Protocol):
     """What `jscaler.train` tells of a run; in a job of several processes, process 0 alone.
+
+    One that has a method ``stopping`` is called where a signal came, and the step that runs is waited for.
 
     Example:
         >>> class Losses:
@@ -50,7 +52,7 @@ class Tracker(Protocol):
         """
 
 
-class JsonLines:
+class JsonLines(Tracker):
     """A tracker: one line of JSON for each step. A resumed run goes on behind the steps that its checkpoint has.
 
     Args:
@@ -73,42 +75,20 @@ class JsonLines:
         self._file: BinaryIO | None = None
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
-        """Open the file; lines of steps that come again are taken away.
-
-        Args:
-            compiled: not used.
-            start: the first step that is written.
-            steps: not used.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
         with writing("log", self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if start and self.path.exists():
+            if start and self.path.exists():  # steps that come again are taken away
                 kept = _before(self.path, start)
-                self.path.write_bytes(b"".join(kept))
+                with written_whole("log", self.path) as half:
+                    half.write_bytes(b"".join(kept))
             self._file = self.path.open("ab" if start else "wb", buffering=0)  # a line is there when it is written
 
     def step(self, record: StepRecord) -> None:
-        """Write a line.
-
-        Args:
-            record: `StepRecord.as_json` is what is written.
-
-        Raises:
-            OutputError: the disk is full.
-        """
         assert self._file is not None, "a tracker is told of a beginning first"
         with writing("log", self.path):
             self._file.write(json.dumps(record.as_json()).encode() + b"\n")
 
     def end(self, error: BaseException | None) -> None:
-        """Close the file.
-
-        Args:
-            error: not used.
-        """
         if self._file is not None:
             self._file.close()
 
@@ -126,7 +106,7 @@ def _before(path: Path, start: int) -> list[bytes]:
     return found
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """A tracker: events that TensorBoard shows, one scalar for each number of a record.
 
     Args:
@@ -155,34 +135,14 @@ class TensorBoard:
         self._writer: Any = None
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
-        """Open a file of events; of those from ``start`` on, TensorBoard shows the new ones.
-
-        Args:
-            compiled: not used.
-            start: the first step that is written.
-            steps: not used.
-
-        Raises:
-            OutputError: the folder cannot be written.
-        """
         with writing("events", self.folder):
             self._writer = self._made(str(self.folder), purge_step=start)
 
     def step(self, record: StepRecord) -> None:
-        """Write the numbers of a step.
-
-        Args:
-            record: what is known of it.
-        """
         for name, value in record.as_json().items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, record.step)
 
     def end(self, error: BaseException | None) -> None:
-        """Write what is left.
-
-        Args:
-            error: not used.
-        """
         if self._writer is not None:
             self._writer.close()

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jscaler
-from jscaler import DataError, JobError, JscalerError
+from jscaler import DataError, JobError, JscalerError, PlanError
 from jscaler.cli import app
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -131,6 +131,12 @@ def test_events_for_tensorboard(tmp_path: Path) -> None:
 def test_mistakes() -> None:
     with pytest.raises(JscalerError, match="on_nan is 'stop', 'skip', 'restore', and not 'no'"):
         jscaler.train(JOB, "zero3", 2, devices=2, on_nan="no", say=quiet)
+    with pytest.raises(JobError, match="train takes a job, and was given a tuple of 2"):
+        jscaler.train((make_state, step), "zero3", 2)
+    with pytest.raises(PlanError, match="train: save_every is a positive whole number, not 0"):
+        jscaler.train(JOB, "zero3", 2, save_every=0)
+    with pytest.raises(PlanError, match="train: evaluation: every is a positive whole number, not 0"):
+        jscaler.train(JOB, "zero3", 2, evaluation=jscaler.Evaluation(loss_of, [X], 0))
     with pytest.raises(JscalerError, match="goes back to a state of checkpoint=…, which is not given"):
         jscaler.train(JOB, "zero3", 2, devices=2, on_nan="restore", say=quiet)
     for evaluation, message in (

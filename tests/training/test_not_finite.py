@@ -98,7 +98,7 @@ def test_skip_leaves_the_state_as_it_was(model: Path, tmp_path: Path, plan: str,
         state = after if number != 5 else state
     found = [loss for number, loss in losses(log) if number != 5]
     np.testing.assert_allclose(found, [loss for number, loss in enumerate(want) if number != 5], rtol=1e-6)
-    assert ("1 step skipped" in output) is ("bad" in job)
+    assert "1 step skipped" in output
 
 
 def test_restore_goes_back_and_on_behind_the_batch(model: Path, tmp_path: Path) -> None:
