@@ -7,6 +7,7 @@ noticed when it is read; a bit that has turned in the numbers themselves is not.
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,8 +63,16 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         check_folder("checkpoint", self.folder)
         with _saying(self.folder):
-            self._manager = _manager(self.folder, max_to_keep=self._keep, cleanup_tmp_directories=True)
+            self._clear()
+            self._manager = _manager(self.folder, max_to_keep=self._keep)
         return self
+
+    def _clear(self) -> None:
+        """Take away what is half written. Orbax does so in a thread, which may outlive its manager, and meet a new save."""
+        if jax.process_index() == 0:
+            for half in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(half)
+        any_process(False)  # none saves before it is done
 
     def __exit__(self, *raised: Any) -> None:
         assert self._manager is not None
