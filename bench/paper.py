@@ -2,11 +2,12 @@
 
 GPT-3, Swin, mBART and AlphaFold2's Evoformer in SuperScaler's sizes on its cluster (4 hosts of 8 V100-32GB, 100 Gb/s each),
 a step of 512 rows (Evoformer 128). A sweep goes over (dp, tp, pp, rows of a micro-batch, parts), see `bench.paper_sweep`;
-nothing is compiled; ``sweep_seconds`` are those of the CPU. ``step_seconds`` and ``peak_bytes`` are those of
-``jscaler.cost``, with what programs have been seen to reach of a V100's peaks (docs/clusters.md), one model of cost for all
-plans. ``tflops`` counts the model's own products, nothing twice. ``speedup`` of a new plan is over the best old one, beside
-the ``paper``'s; ``stepwise`` that of interlaced over interlaced blocks. ``sensitivity`` is ``speedup`` where devices, or
-links, are 30 % slower and faster, both plans as they are. ``decides`` says what one that misses the paper's rests on.
+nothing is compiled. ``--workers`` processes (one for each core) make estimates, for all plans at once; ``sweep_seconds``
+are those of the CPU, in all of them. ``step_seconds`` and ``peak_bytes`` are those of ``jscaler.cost``, with what programs
+have been seen to reach of a V100's peaks (docs/clusters.md), one model of cost for all plans. ``tflops`` counts the model's
+own products, nothing twice. ``speedup`` of a new plan is over the best old one, beside the ``paper``'s; ``stepwise`` that
+of interlaced over interlaced blocks. ``sensitivity`` is ``speedup`` where devices, or links, are 30 % slower and faster,
+both plans as they are. ``decides`` says what one that misses the paper's rests on.
 
 ``--vocabulary`` holds the same model of cost against arXiv 2411.05288 (A100s, GPT of 4B), see `bench.paper_vocabulary`.
 
@@ -20,17 +21,19 @@ Estimates are kept in build/paper.jsonl: an interrupted run goes on, and ``--ane
 """
 
 import json
+import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Row, main
+from bench.paper_estimates import KEPT, Estimate, Estimates
 from bench.paper_models import GPUS, PAPER, SIZES, Model, model_for
 from bench.paper_plans import Config, configs
 from bench.paper_rivals import OFFLOAD, alpa_like, offload, offloaded
-from bench.paper_sweep import KEPT, Estimate, Sweep, cluster_for, scaled
+from bench.paper_sweep import Sweep, cluster_for, scaled
 from jscaler.report.targets import described_devices
 
 COLUMNS = (
@@ -54,6 +57,7 @@ def rows(
     vocabulary: bool,
     anew: bool,
     compiled: bool,
+    workers: int,
     scaling: bool,
     record: bool,
     draw: bool,
@@ -78,7 +82,7 @@ def rows(
     if compiled:
         described_devices(cluster_for(GPUS[0]))  # before the first computation, behind which CUDA's plugin is not found
     found: list[Row] = []
-    for row in _of_models(quick, model, gpus, seq, compiled):
+    for row in _of_models(quick, model, gpus, seq, compiled, workers):
         found.append(row)
         yield row
     if record:
@@ -100,26 +104,30 @@ def record_rows(rows: Sequence[Row], path: Path = RECORDED) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _of_models(quick: bool, model: str, gpus: int | None, seq: int | None, compiled: bool) -> Iterator[Row]:
+def _of_models(quick: bool, model: str, gpus: int | None, seq: int | None, compiled: bool, workers: int) -> Iterator[Row]:
     chosen = ["gpt"] if quick and not model else [name for name in SIZES if model in name]
     changes = {} if seq is None else {"sequence": seq}
     for name in chosen:
         for count in (n for n in GPUS if gpus in (None, n) and (not quick or n == (gpus or 4))):
             asked = model_for(name, count, **changes)
-            yield from rows_of(asked, count, quick) if quick or not compiled else compiled_rows(asked, count)
+            estimates = Estimates() if quick else Estimates(KEPT, workers)
+            try:
+                yield from (compiled_rows if compiled and not quick else rows_of)(asked, count, estimates, quick)
+            finally:
+                estimates.close()
 
 
-def compiled_rows(model: Model, gpus: int) -> list[Row]:
+def compiled_rows(model: Model, gpus: int, estimates: Estimates, quick: bool = False) -> list[Row]:
     """As `rows_of`, where XLA says the memory of the best old plan, of the best new one, and of those within 5 % of them.
 
     Where one does not fit by XLA's account, the next best takes its place. State on hosts is estimated alone.
     """
     while True:
-        found = list(rows_of(model, gpus))
+        found = list(rows_of(model, gpus, estimates, quick))
         due = [row for row in _leading(found) if row["memory"] != "XLA" and not row["plan"].startswith(OFFLOAD)]
         if not due:
             return found
-        sweep = Sweep(model, cluster_for(gpus))
+        sweep = Sweep(model, cluster_for(gpus), estimates)
         for text in dict.fromkeys(str(row["plan"]).split(": ", 1)[1] for row in due):
             sweep.compiled(text)
 
@@ -131,26 +139,38 @@ def _leading(found: list[Row]) -> Iterator[Row]:
         yield from (row for row in own if row["step_seconds"] <= 1.05 * fastest)
 
 
-def rows_of(model: Model, gpus: int, quick: bool = False) -> Iterator[Row]:
+def rows_of(model: Model, gpus: int, estimates: Estimates, quick: bool = False) -> Iterator[Row]:
     """A row for each plan, at its best, the new ones last."""
-    sweep = Sweep(model, cluster_for(gpus), None if quick else KEPT, most=3 if quick else None)
-    flops = sweep.model_flops()
     every = [one for one in configs(model, gpus) if not quick or _is_quick(one)]
+    plans = [*dict.fromkeys(one.plan for one in every), *(() if quick else RIVALS)]
+    plans.sort(key=lambda plan: any(one.new for one in every if one.plan == plan))
+    sweeps = {plan: Sweep(model, cluster_for(gpus), estimates, 3 if quick else None) for plan in plans}
+    with ThreadPoolExecutor(len(plans)) as searches:  # which wait for estimates
+        searched = {plan: searches.submit(_best, sweep, plan, every) for plan, sweep in sweeps.items()}
+        try:
+            yield from _rows({plan: found.result for plan, found in searched.items()}, sweeps)
+        except BaseException:
+            estimates.close()
+            raise
+
+
+def _rows(searched: dict[str, Callable[[], Found | None]], sweeps: dict[str, Sweep]) -> Iterator[Row]:
+    """A row for each plan, once its search has ended."""
     old: Found | None = None
     blocks: Found | None = None
-    plans = [*dict.fromkeys(one.plan for one in every), *(() if quick else RIVALS)]
-    for plan in sorted(plans, key=lambda plan: any(one.new for one in every if one.plan == plan)):
-        started, before = time.process_time(), sweep.estimated
-        best = _best(sweep, plan, every)
+    for plan, result in searched.items():
+        sweep, best = sweeps[plan], result()
+        model, gpus = sweep.model, sweep.cluster.num_devices
         row: Row = {"model": model.shown, "gpus": gpus, "plan": plan, "fits": best is not None}
-        row |= {"estimates": sweep.estimated - before, "sweep_seconds": round(time.process_time() - started, 1)}
+        row |= {"estimates": sweep.estimated, "sweep_seconds": round(sweep.seconds, 1)}
         if best is None:
             yield row | {"decides": "memory: no configuration fits, by its bound or its estimate"}
             continue
         config, found = best
         blocks = best if plan == BLOCKS else blocks
         row |= {"plan": f"{plan}: {config.text}", "new": config.new, "peak_bytes": found.peak, "memory": found.memory}
-        row |= {"step_seconds": float(f"{found.seconds:.4g}"), "tflops": round(flops / found.seconds / gpus / 1e12, 1)}
+        tflops = sweep.model_flops() / found.seconds / gpus / 1e12
+        row |= {"step_seconds": float(f"{found.seconds:.4g}"), "tflops": round(tflops, 1)}
         if config.new:
             paper = OF_BLOCKS if plan == BLOCKS else PAPER[model.name]
             row |= compared(sweep, best, old, paper) if old is not None else {"decides": "memory: no old plan fits"}
@@ -176,7 +196,7 @@ def compared(sweep: Sweep, new: Found, old: Found, paper: float) -> Row:
     ratio = old[1].seconds / new[1].seconds
     cluster = sweep.cluster
     others = [cluster, *(scaled(cluster, compute, links) for compute, links in CHANGED.values())]
-    slower, faster = ([offload(sweep, one, e) for e in sweep.estimates(one.text, others)[1:]] for one, _ in (old, new))
+    slower, faster = ([offload(sweep, one, e) for e in sweep.on(one.text, others)[1:]] for one, _ in (old, new))
     changed = {said: round(a.seconds / b.seconds, 2) for said, a, b in zip(CHANGED, slower, faster, strict=True)}
     row: Row = {"speedup": round(ratio, 2), "paper": paper}
     row["sensitivity"] = ", ".join(f"{said} {value}" for said, value in changed.items())
@@ -201,6 +221,12 @@ if __name__ == "__main__":
         "seq": {"type": int, "metavar": "TOKENS", "help": "another sequence than the model's own"},
         "vocabulary": {"action": "store_true", "help": "hold the model of cost against arXiv 2411.05288"},
         "compiled": {"action": "store_true", "help": "memory of the best plans as XLA compiles them; needs the extra aot"},
+        "workers": {
+            "type": int,
+            "default": os.cpu_count(),
+            "metavar": "N",
+            "help": "processes that estimate; one per core",
+        },
         "scaling": {"action": "store_true", "help": "GPT-3 on 4 to 32 GPUs, its tensors moved in three ways"},
         "record": {"action": "store_true", "help": "put the rows in place of those in docs/benchmarks/paper.jsonl"},
         "draw": {"action": "store_true", "help": "write pictures of the recorded rows into docs/images"},

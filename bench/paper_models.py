@@ -40,6 +40,10 @@ class Model:
     batch: int
     changes: tuple[tuple[str, Any], ...] = ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process goes what it is, and no graph."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @property
     def shown(self) -> str:
         return "-".join([self.name, self.size, *(f"{key}{value}" for key, value in self.changes)])

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bench.paper_bounds import LEVELS
+from bench.paper_estimates import Estimate
 from bench.paper_plans import SAVED, Config, grids_of, spread
-from bench.paper_sweep import Estimate, Sweep
+from bench.paper_sweep import Sweep
 
 PCIE = 12e9  # bytes per second and device in one direction: PCIe 3.0 x16, of 15.75 GB/s; assumed that no two share one
 HOST_ADAM = 28 / 100e9  # seconds per parameter and host: master and moments read and written, at 100 GB/s; assumed

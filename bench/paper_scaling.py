@@ -38,7 +38,7 @@ def scaling_rows(quick: bool) -> Iterator[Row]:
     for gpus in GPUS[-1:] if quick else GPUS:
         cluster, (tp, pp) = cluster_for(gpus), GRIDS[gpus]
         text = f"megatron(dp=1, tp={tp}, pp={pp}, microbatches={model.batch // ROWS})"
-        flops = Sweep(model, cluster, None).model_flops()
+        flops = Sweep(model, cluster).model_flops()
         step = planned(model.graph, text, cluster)
         for sends in ("asynchronous", "rendezvous"):
             seconds = {variant: step_seconds(step, cluster, variant, sends) for variant in VARIANTS}

@@ -8,51 +8,19 @@ was above its own, which is likely, and no proof.
 """
 
 import heapq
-import json
 import math
-import sys
-import warnings
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-import jscaler
 from bench.paper_bounds import LEVELS, alike_on_fewer, least
+from bench.paper_estimates import Estimate, Estimates
 from bench.paper_memory import compiled_peak
 from bench.paper_models import CLUSTERS, Model
 from bench.paper_plans import ROWS, Config
 from jscaler.clusters import Cluster, find_cluster
-from jscaler.errors import JscalerError
 
 CLOSE = 0.02  # of a plan's best
 LEARNED = 4  # estimates of a plan
-KEPT = Path("build/paper.jsonl")
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a configuration takes; why it cannot be, if it cannot.
-
-    Attributes:
-        updating: seconds of the optimizer's ops.
-        flops: of products, on each device.
-        peak, state, inputs, activations, temporaries: bytes of a device: in all; parameters and optimizer; the batch; what
-            forwards leave; what backwards hold.
-        memory: who says the peak: the estimate, or XLA.
-    """
-
-    seconds: float
-    peak: int
-    fits: bool
-    error: str = ""
-    updating: float = 0.0
-    flops: float = 0.0
-    state: int = 0
-    inputs: int = 0
-    activations: int = 0
-    temporaries: int = 0
-    memory: str = "estimate"
 
 
 def scaled(cluster: Cluster, compute: float = 1.0, links: float = 1.0) -> Cluster:
@@ -72,49 +40,37 @@ def scaled(cluster: Cluster, compute: float = 1.0, links: float = 1.0) -> Cluste
 
 @dataclass
 class Sweep:
-    """A model on one cluster.
+    """A model on one cluster, and the search for the best configuration of one of its plans.
 
     Attributes:
-        path: of the file that keeps estimates; None for none.
+        estimates: what is known, which sweeps may share.
         most: of each plan so many configurations are estimated at most; None for as many as may be best.
-        kept: estimates by (model, cluster, plan), which an interrupted run has left.
-        estimated: how many plans this run has estimated.
+        estimated: how many plans this one has estimated.
+        seconds: of CPU that they took.
     """
 
     model: Model
     cluster: Cluster
-    path: Path | None = KEPT
+    estimates: Estimates = field(default_factory=Estimates)
     most: int | None = None
-    kept: dict[tuple[str, str, str], Estimate] = field(default_factory=dict)
     estimated: int = 0
-
-    def __post_init__(self) -> None:
-        if self.path is not None and self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                *key, found = json.loads(line)
-                self.kept[tuple(key)] = Estimate(**found)
+    seconds: float = 0.0
 
     def estimate(self, text: str, cluster: Cluster | None = None) -> Estimate:
         """Of one plan, by its text; kept for the next run."""
-        (found,) = self.estimates(text, [self.cluster if cluster is None else cluster])
+        (found,) = self.on(text, [self.cluster if cluster is None else cluster])
         return found
 
-    def estimates(self, text: str, clusters: Sequence[Cluster]) -> list[Estimate]:
+    def on(self, text: str, clusters: Sequence[Cluster]) -> list[Estimate]:
         """Of one plan as it is on the first of ``clusters``, on each."""
-        keys = [(self.model.shown, _described(cluster, clusters[0]), text) for cluster in clusters]
-        if any(key not in self.kept for key in keys):
-            found = _estimated(self.model, text, clusters)
-            self.kept.update(zip(keys, found, strict=True))
-            self.estimated += 1
-            self._keep(keys)
-        return [self.kept[key] for key in keys]
+        found, seconds = self.estimates.of(self.model, text, clusters)
+        self.estimated += seconds > 0
+        self.seconds += seconds
+        return found
 
     def compiled(self, text: str) -> None:
         """Have XLA say the peak of a plan that was estimated."""
-        key = (self.model.shown, _described(self.cluster, self.cluster), text)
-        peak = compiled_peak(self.model, text, self.cluster)
-        self.kept[key] = replace(self.kept[key], peak=peak, fits=peak <= self.cluster.memory, memory="XLA")
-        self._keep([key])
+        self.estimates.measured(self.model, text, self.cluster, compiled_peak(self.model, text, self.cluster))
 
     def best(self, candidates: Iterable[Config]) -> tuple[Config, Estimate] | None:
         """The fastest that fits; None where none does."""
@@ -155,43 +111,9 @@ class Sweep:
         one = replace(self.cluster, hosts=1, devices_per_host=1)
         return self.estimate(f"accumulate({self.model.batch // max(ROWS)}, single())", one).flops
 
-    def _keep(self, keys: Sequence[tuple[str, str, str]]) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps([*key, vars(self.kept[key])]) + "\n" for key in keys)
-
 
 def _too_large(found: Estimate) -> bool:
     return not found.fits and not found.error
-
-
-def _described(cluster: Cluster, planned: Cluster) -> str:
-    """What of a cluster a kept estimate depends on, and of that which the plan was made for."""
-    rates = [f"{zlib.crc32(repr((one.device, one.inside, one.between)).encode()):08x}" for one in (cluster, planned)]
-    return f"{cluster.hosts}x{cluster.devices_per_host} {' for '.join(dict.fromkeys(rates))}"
-
-
-def _estimated(model: Model, text: str, clusters: Sequence[Cluster]) -> list[Estimate]:
-    print(f"{model.shown} on {clusters[0].num_devices}: {text}", file=sys.stderr, flush=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            first = jscaler.cost(model.graph, text, clusters[0])
-        except JscalerError as error:
-            return [Estimate(math.inf, 0, False, f"{type(error).__name__}: {error}"[:300])] * len(clusters)
-        costs = [first, *(jscaler.cost(first.step, None, cluster) for cluster in clusters[1:])]
-    memory, found = first.memory, []
-    for cost in costs:
-        seconds = cost.seconds.total
-        assert seconds is not None
-        updating = math.fsum(op.seconds or 0.0 for op in cost.by_op.values() if op.kind == "update")
-        one = Estimate(
-            float(seconds), int(memory.peak), bool(memory.fits), updating=float(updating), flops=float(cost.flops)
-        )
-        sizes = {name: int(getattr(memory, name)) for name in ("inputs", "activations", "temporaries")}
-        found.append(replace(one, state=int(memory.parameters + memory.optimizer), **sizes))
-    return found
 
 
 def cluster_for(gpus: int) -> Cluster:

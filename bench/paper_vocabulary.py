@@ -36,9 +36,9 @@ def vocabulary_rows(quick: bool) -> Iterator[Row]:
     for (plan, thousands), published in PUBLISHED.items():
         if quick and thousands > 32:
             continue
-        found = Sweep(gpt_4b(thousands, flash=True), cluster, None).estimate(PLANS[plan])
+        found = Sweep(gpt_4b(thousands, flash=True), cluster).estimate(PLANS[plan])
         mfu = (
-            Sweep(gpt_4b(thousands), cluster, None).model_flops()
+            Sweep(gpt_4b(thousands), cluster).model_flops()
             / found.seconds
             / cluster.num_devices
             / cluster.device.peak.bfloat16

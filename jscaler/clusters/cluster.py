@@ -1,5 +1,7 @@
 """``Cluster``: hosts of devices, and the α–β model of the links inside a host and between hosts."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,6 +128,14 @@ class Cluster:
         if nbytes <= 0:
             return 0.0
         return min(self.inside.latency, self.between.latency) + nbytes / self.inside.bandwidth
+
+    def renumbered(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """The same of them on one host, which is all that links depend on; hosts in the order in which they occur."""
+        hosts: dict[int, itertools.count[int]] = {}
+        for device in devices:
+            host = device // self.devices_per_host
+            hosts.setdefault(host, itertools.count(len(hosts) * self.devices_per_host))
+        return tuple(next(hosts[device // self.devices_per_host]) for device in devices)
 
     def __str__(self) -> str:
         return self.name

@@ -1,5 +1,6 @@
 """``CostModel``: what the search minimises. Bytes by themselves, or the seconds of a ``Cluster``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -39,6 +40,10 @@ class CostModel(Protocol):
         """No way to bring ``nbytes`` to each device (in the mean) costs less."""
         ...
 
+    def renumbered(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """The first devices that stand to one another as ``devices`` do: whatever these do costs the same there."""
+        ...
+
 
 @dataclass(frozen=True)
 class Bytes:
@@ -66,6 +71,9 @@ class Bytes:
 
     def floor(self, nbytes: float) -> float:
         return self.launch + nbytes if nbytes > 0 else 0.0
+
+    def renumbered(self, devices: Sequence[int]) -> tuple[int, ...]:
+        return tuple(range(len(devices)))
 
 
 BYTES = Bytes()

@@ -18,7 +18,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -111,20 +111,22 @@ def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel
     Raises:
         PlanError: the layouts are of different shapes.
     """
-    here, there = source.mesh.devices, target.mesh.devices
-    first, second = _on(source, range(len(here))), _on(target, range(len(here), len(here) + len(there)))
-    if not set(here).isdisjoint(there) or not isinstance(cost, Bytes) or (first, second) == (source, target):
+    union = union_of(source, target)
+    numbers = dict(zip(union, cost.renumbered(union), strict=True))
+    first, second = _on(source, numbers), _on(target, numbers)
+    if (first, second) == (source, target):
         return cheapest_crossings(source, target, itemsize, cost, 1)[0]
-    alike = find_crossing(first, second, itemsize, cost)  # between any two stages it is the same
-    ends, number = (alike.leave.target, alike.arrive.source), (*here, *there)
-    leaving, arriving = (_on(end, [number[d] for d in end.mesh.devices]) for end in ends)
+    alike = find_crossing(first, second, itemsize, cost)  # between any two stages that lie alike on hosts it is the same
+    devices = {number: device for device, number in numbers.items()}
+    leaving, arriving = _on(alike.leave.target, devices), _on(alike.arrive.source, devices)
     leave, arrive = find_adapter(source, leaving, itemsize, cost), find_adapter(arriving, target, itemsize, cost)
     return Crossing(leave, arrive, alike.cost)
 
 
-def _on(layout: Layout, devices: Iterable[int]) -> Layout:
-    """``layout`` on other devices, in their order."""
-    return dataclasses.replace(layout, mesh=dataclasses.replace(layout.mesh, devices=tuple(devices)))
+def _on(layout: Layout, numbers: Mapping[int, int]) -> Layout:
+    """``layout`` with its devices called by other numbers."""
+    devices = tuple(numbers[device] for device in layout.mesh.devices)
+    return dataclasses.replace(layout, mesh=dataclasses.replace(layout.mesh, devices=devices))
 
 
 def cheapest_crossings(
@@ -147,7 +149,8 @@ def cheapest_crossings(
         ends = leave.cost + arrive.cost
         if not _go_together(leave.target, arrive.source):
             continue
-        if left and (len(best) < count or ends < best[-1].cost):
+        least = ends + _hop_floor(leave.target, arrive.source, itemsize, cost)
+        if left and (len(best) < count or least < best[-1].cost):
             total = ends + hop_price(leave.target, arrive.source, itemsize, cost)
             best = sorted([*best, Crossing(leave, arrive, total)], key=lambda crossing: crossing.cost)[:count]
             left -= 1
@@ -174,6 +177,13 @@ def _is_padded_behind(layout: Layout) -> bool:
 
 def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
     """What the messages between the groups cost: inside of one device nothing; to cut and join pieces a bit."""
+    union = union_of(leaving, arriving)
+    numbers = dict(zip(union, cost.renumbered(union), strict=True))
+    return _price_of_hop(*(_in_few_axes(_on(end, numbers)) for end in (leaving, arriving)), itemsize, cost)
+
+
+@lru_cache(maxsize=65536)
+def _price_of_hop(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
     numbers, senders = np.array(union_of(leaving, arriving)), len(leaving.mesh.devices)
     hop = regions_between(leaving, arriving)
     rounds = [(numbers[np.array(r.pairs)], r.size * itemsize) for r in hop.rounds]
@@ -184,6 +194,12 @@ def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel)
         slow = sum(nbytes * int((~np.isin(p[:, 0], ends[0]) & ~np.isin(p[:, 1], ends[1])).sum()) for p, nbytes in rounds)
         total += (SLOW - 1) * slow / senders
     return float(total)
+
+
+def _in_few_axes(layout: Layout) -> Layout:
+    """``layout`` in canonical form, if that leaves the order of its devices, in which messages are dealt."""
+    merged = canonical(layout)
+    return merged if merged.mesh.devices == layout.mesh.devices else layout
 
 
 def _in_whole_parts(hop: PointToPoint, receivers: int) -> bool:
@@ -203,6 +219,15 @@ def _hop_about(source: Layout, arriving: Layout, itemsize: int, cost: CostModel)
     pairs = np.stack([here[np.arange(len(there)) * len(here) // max(1, len(there))], there], axis=1)
     price = cost.messages(pairs, math.prod(arriving.local_shape) * itemsize, len(here))
     return price * (SLOW if isinstance(cost, Bytes) else 1)
+
+
+def _hop_floor(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
+    """What the hop costs at least: each consumer receives what it cannot hold yet."""
+    here, there = leaving.mesh.devices, arriving.mesh.devices
+    wanted, held = math.prod(arriving.local_shape), math.prod(leaving.local_shape)
+    within = len(set(here) & set(there))
+    missing = wanted * (len(there) - within) + max(0, wanted - held) * within
+    return cost.floor(missing * itemsize / max(len(here), len(there)))
 
 
 def _cheapest_pairs(

@@ -220,10 +220,14 @@ def _relays(box: Box, shares: Shares, owner: int, targets: dict[int, list[Target
     """``owner`` sends what it has in its first output to the other devices."""
     source = targets[owner][0]
     return [
-        Message(1, owner, device, box, shares, source.buffer, source.offset, tuple(t._replace(join="set") for t in found))
+        Message(1, owner, device, box, shares, source.buffer, source.offset, tuple(map(_set, found)))
         for device, found in targets.items()
         if device != owner
     ]
+
+
+def _set(target: Target) -> Target:
+    return target if target.join == "set" else target._replace(join="set")
 
 
 def _spread(messages: Sequence[Message]) -> list[Message]:

@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jscaler.ir import Op, PTensor
 from jscaler.ir.loop import Item, Loop
 from jscaler.ir.rule import Rule, TensorFactors
@@ -113,22 +115,30 @@ class _Chooser:
         rivals: dict[object, list[Way]] = {}
         for way in sorted(ways, key=lambda way: way.cost):
             lies = {t: cuts for t, cuts in way.lies.items() if self.last_read.get(t, -1) > place}
-            way = Way(way.cost, lies, way.last)
-            kept = rivals.setdefault(tuple(lies.get(t) for t in carried), [])
-            if len(kept) < KEPT and not any(self._serves(other, way, times) for other in kept):
-                kept.append(way)
-        return sorted(itertools.chain(*rivals.values()), key=lambda way: way.cost)
+            rivals.setdefault(tuple(lies.get(t) for t in carried), []).append(Way(way.cost, lies, way.last))
+        kept = itertools.chain.from_iterable(self._unserved(own, times) for own in rivals.values())
+        return sorted(kept, key=lambda way: way.cost)
 
-    def _serves(self, way: Way, other: Way, times: int) -> bool:
-        """Whether ``way`` costs no more than ``other``, with all that is read later brought to where that has it."""
-        cost = way.cost
-        for tensor, cuts in other.lies.items():
-            here = way.lies[tensor]
-            if here != cuts:
-                cost += times * sum(self._price(tensor, here, cut) for cut in cuts)
-                if cost > other.cost:
-                    return False
-        return True
+    def _unserved(self, ways: Sequence[Way], times: int) -> list[Way]:
+        """The first of ``ways``, cheapest first, that none of those before them serves.
+
+        One serves another if it costs no more, with all that is read later brought to where the other has it.
+        """
+        costs = np.array([way.cost for way in ways])
+        served = np.repeat(costs[:, None], len(ways), axis=1)  # what each costs if it is to serve each
+        for tensor in ways[0].lies:
+            kinds = {way.lies[tensor]: None for way in ways}
+            if len(kinds) > 1:
+                number = {cuts: i for i, cuts in enumerate(kinds)}
+                prices = [[sum(self._price(tensor, here, cut) for cut in there) for there in kinds] for here in kinds]
+                own = np.array([number[way.lies[tensor]] for way in ways])
+                served += times * np.array(prices)[own[:, None], own]
+        serves = served <= costs
+        kept: list[int] = []
+        for i in range(len(ways)):
+            if len(kept) < KEPT and not serves[kept, i].any():
+                kept.append(i)
+        return [ways[i] for i in kept]
 
     def _with(self, way: Way, op: Op, name: str, times: int) -> Way:
         rule = self.graph.rule(op)

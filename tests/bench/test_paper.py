@@ -8,6 +8,7 @@ import pytest
 import jscaler
 from bench.paper import record_rows, recorded, rows_of
 from bench.paper_bounds import LEVELS
+from bench.paper_estimates import Estimates
 from bench.paper_models import GPUS, SIZES, Model
 from bench.paper_pictures import draw
 from bench.paper_plans import configs
@@ -23,7 +24,7 @@ NANO = Model("gpt", "nano", 32, (("layers", 4),))
 
 @pytest.mark.one_day_in(3)
 def test_a_quick_run_has_a_row_for_old_and_new_plans() -> None:
-    found = list(rows_of(NANO, 4, quick=True))
+    found = list(rows_of(NANO, 4, Estimates(), quick=True))
     assert [row["new"] for row in found] == [False, False, True]
     assert all(row["fits"] and row["step_seconds"] > 0 and row["peak_bytes"] > 0 for row in found)
     assert found[-1]["speedup"] > 0
@@ -32,7 +33,7 @@ def test_a_quick_run_has_a_row_for_old_and_new_plans() -> None:
 
 @pytest.mark.one_day_in(3)
 def test_bounds_are_below_what_they_bound_and_the_best_is_that_of_all() -> None:
-    sweep = Sweep(NANO, cluster_for(4), None)
+    sweep = Sweep(NANO, cluster_for(4))
     some = [one for one in configs(NANO, 4) if one.dp * one.rows == 2 and one.tp < 4 and one.parts < 4 and not one.sequence]
     some = [
         one for one in some if one.plan in ("megatron", "interleaved", "co_shard") and one.pp < 4 and one.zero in (0, 2)
@@ -44,8 +45,9 @@ def test_bounds_are_below_what_they_bound_and_the_best_is_that_of_all() -> None:
     half = sorted(estimate.peak for estimate in found)[len(found) // 2]
     for memory in (max(estimate.peak for estimate in found), half):
         cluster = dataclasses.replace(sweep.cluster, memory=memory)
-        kept = {key: dataclasses.replace(one, fits=one.peak <= memory) for key, one in sweep.kept.items()}
-        best = Sweep(NANO, cluster, None, kept=kept).best(some)
+        known = Estimates()
+        known.kept = {key: dataclasses.replace(one, fits=one.peak <= memory) for key, one in sweep.estimates.kept.items()}
+        best = Sweep(NANO, cluster, known).best(some)
         fastest = min(estimate.seconds for estimate in found if estimate.peak <= memory)
         assert best is not None
         assert best[1].fits
@@ -53,9 +55,9 @@ def test_bounds_are_below_what_they_bound_and_the_best_is_that_of_all() -> None:
 
 
 def test_estimates_are_kept_for_the_next_run(tmp_path: Path) -> None:
-    first = Sweep(NANO, cluster_for(4), tmp_path / "kept.jsonl")
+    first = Sweep(NANO, cluster_for(4), Estimates(tmp_path / "kept.jsonl"))
     found = first.estimate("accumulate(4, data_parallel())")
-    again = Sweep(NANO, cluster_for(4), tmp_path / "kept.jsonl")
+    again = Sweep(NANO, cluster_for(4), Estimates(tmp_path / "kept.jsonl"))
     assert again.estimate("accumulate(4, data_parallel())") == found
     assert again.estimated == 0
     faster = again.estimate("accumulate(4, data_parallel())", scaled(again.cluster, compute=1.3))
@@ -122,10 +124,10 @@ def test_rows_are_recorded_in_place_of_those_of_their_model_and_size(tmp_path: P
 
 @pytest.mark.aot
 def test_xla_says_the_memory_of_what_leads(tmp_path: Path) -> None:
-    sweep = Sweep(NANO, cluster_for(4), tmp_path / "kept.jsonl")
+    sweep = Sweep(NANO, cluster_for(4), Estimates(tmp_path / "kept.jsonl"))
     text = "pipeline(2, 4, plan=data_parallel())"
     estimated = sweep.estimate(text)
     sweep.compiled(text)
-    again = Sweep(NANO, cluster_for(4), tmp_path / "kept.jsonl").estimate(text)
+    again = Sweep(NANO, cluster_for(4), Estimates(tmp_path / "kept.jsonl")).estimate(text)
     assert (again.memory, again.seconds) == ("XLA", estimated.seconds)
     assert again.peak == pytest.approx(estimated.peak, rel=0.15)

@@ -97,6 +97,19 @@ def test_messages_wait_for_the_busiest_direction_of_a_host(to: list[int], order:
     assert LAB.messages(np.array(pairs, int).reshape(-1, 2), X, 32) == pytest.approx(expected)
 
 
+@given(st.permutations(range(32)), st.sampled_from([(1, 2), (2, 2), (2, 4), (4, 3)]), st.sampled_from(sorted(COLLECTIVES)))
+def test_devices_that_stand_to_one_another_alike_cost_the_same(order: list[int], shape: tuple[int, int], kind: str) -> None:
+    devices = order[: shape[0] * shape[1]]
+    number = dict(zip(devices, LAB.renumbered(devices), strict=True))
+    assert set(number.values()) <= set(range(32))
+    assert LAB.renumbered(tuple(number.values())) == tuple(number.values())
+    assert all((a // 8 == b // 8) == (number[a] // 8 == number[b] // 8) for a, b in itertools.combinations(devices, 2))
+    old, new = (np.array(some).reshape(shape) for some in (devices, list(number.values())))
+    assert LAB.collective(kind, old) == LAB.collective(kind, new)
+    pairs = [np.stack([some[0], np.roll(some[0], 1)], axis=1) for some in (old, new)]
+    assert LAB.messages(pairs[0], X, 32) == LAB.messages(pairs[1], X, 32)
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_built_in_clusters_are_plausible(name: str) -> None:
     cluster = find_cluster(name)

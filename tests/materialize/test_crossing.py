@@ -139,6 +139,29 @@ def test_how_finely_a_mesh_is_written_is_no_matter(cost: CostModel) -> None:
     assert coarse.cost == fine.cost
 
 
+@pytest.mark.parametrize(
+    "places", [([8, 9, 16, 17], [0, 1, 2, 3]), ([5, 4, 12, 13], [12, 13, 14, 31]), ([1, 2, 3, 4], [5, 6, 24, 7])]
+)
+def test_only_hosts_say_what_a_crossing_costs(places: tuple[Sequence[int], Sequence[int]]) -> None:
+    """The search is made once for devices that stand to one another alike, overlapping groups too."""
+    here, there = places
+    swapped = {device: (3 - device // 8) * 8 + 7 - device % 8 for device in range(32)}  # hosts, and devices of each
+    for source, target in [("R1 V2 D(2,1)", "R4 V1 D(1,1)"), ("R2 V1 D(2,1)", "R1 V1 D(1,4)")]:
+        found = [
+            find_crossing(
+                parse_layout(f"{source} on [{' '.join(str(number(d)) for d in here)}]", (8, 16)),
+                parse_layout(f"{target} on [{' '.join(str(number(d)) for d in there)}]", (8, 16)),
+                LARGE, V100,
+            )
+            for number in (int, swapped.__getitem__)
+        ]  # fmt: skip
+        assert found[0].cost == found[1].cost
+        assert str(found[0]) == str(found[1])
+        assert found[1].source.mesh.devices == tuple(map(swapped.__getitem__, here))
+        bare = (cheapest_crossings(one.source, one.target, LARGE, V100)[0].cost for one in found)
+        assert all(cost == found[0].cost for cost in bare)
+
+
 def test_dims_smaller_than_the_group_are_cut_together() -> None:
     before, after = (Layout(mesh_of(8, devices=range(at, at + 8)), ((4,), (4,)), ((), ())) for at in (0, 8))
     assert find_crossing(before, after, SMALL).sent == 16
