@@ -19,6 +19,7 @@ from jscaler.errors import (
     JscalerError,
     NotFiniteError,
     OrderError,
+    OutOfMemoryError,
     OutputError,
     PlanError,
     PlanFileError,
@@ -49,7 +50,7 @@ from jscaler.tables.timeline import Timeline
 from jscaler.training.evaluation import Evaluation
 from jscaler.training.loop import train
 from jscaler.training.records import Speed, StepRecord
-from jscaler.training.trackers import JsonLines, TensorBoard, Tracker
+from jscaler.training.trackers import JsonLines, Profile, TensorBoard, Tracker
 from jscaler.verification import verify, verify_rule
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ __all__ = [
     "NotFiniteError",
     "OpRule",
     "OrderError",
+    "OutOfMemoryError",
     "OutputError",
     "Parallelized",
     "Plan",
@@ -87,6 +89,7 @@ __all__ = [
     "PlanWarning",
     "Prefix",
     "ProcessError",
+    "Profile",
     "Replicate",
     "RuleError",
     "ScheduleWarning",

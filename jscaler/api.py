@@ -27,6 +27,7 @@ from jscaler.runtime.executable import executable, lowered
 from jscaler.runtime.follow import Followed, Following
 from jscaler.runtime.graph_nodes import is_node
 from jscaler.runtime.modules import parallel_module
+from jscaler.runtime.out_of_memory import told_of_memory
 from jscaler.runtime.step_capture import StepResult, capture_call
 from jscaler.runtime.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 from jscaler.stages import Captured, lower, transform
@@ -280,6 +281,7 @@ class Parallelized(Shown):
             CaptureError: the state is not what the step lacks, or holds something other than arrays.
             UnknownNameError: the step has no argument of such a name.
             DeviceError: there are fewer devices than the plan is for.
+            OutOfMemoryError: the state does not fit into their memory.
 
         Example:
             >>> state = train_step.init(make_state, jax.random.key(0), batch=batch)
@@ -288,7 +290,8 @@ class Parallelized(Shown):
         """
         resolve_devices(self._devices)
         traced, lowered = self._plan_state(make_state, args, given)
-        return _returned(traced, traced.fill(_leaf_shardings(lowered, traced.names)))
+        with told_of_memory(lowered.plan, "making the state"):
+            return _returned(traced, traced.fill(_leaf_shardings(lowered, traced.names)))
 
     def abstract_state(self, make_state: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
         """What `init` would make, as ``jax.ShapeDtypeStruct`` objects with the plan's shardings; nothing is computed.

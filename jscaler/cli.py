@@ -49,6 +49,7 @@ from jscaler.commands.processes import (
     without,
 )  # fmt: skip
 from jscaler.commands.redistribute import redistribute
+from jscaler.commands.runs import runs_
 from jscaler.commands.schedules import schedules_
 from jscaler.commands.screen import screen, show, show_error
 from jscaler.commands.told_model import telling_sizes
@@ -61,7 +62,7 @@ from jscaler.runtime.devices import resolve_devices
 from jscaler.training.loop import train as run
 from jscaler.training.not_finite import OnNan
 from jscaler.training.planned_job import PlannedJob, devices_for
-from jscaler.training.trackers import JsonLines, TensorBoard, Tracker
+from jscaler.training.trackers import JsonLines, Profile, TensorBoard, Tracker
 
 COMPARED = 5  # steps after which numbers are compared
 
@@ -123,6 +124,10 @@ def train(
     draw: Annotated[
         Path | None, typer.Option(help="write a picture of the last of these steps: .png, .svg or .pdf")
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="let jax.profiler see these steps, up to before TO", metavar="FROM:TO")
+    ] = None,
+    profile_to: Annotated[Path, typer.Option(help="the folder of what it has seen")] = Path("profile"),
     strict: Strict = False,
     explain: Annotated[bool, typer.Option("--explain", help="show the plan op by op, not in five lines")] = False,
     local_processes: Annotated[
@@ -165,6 +170,8 @@ def train(
     check_file("log", log)  # before, not after hours of training
     check_folder("traces", trace)
     check_folder("events", tensorboard)
+    profiled = None if profile is None else _steps(profile)
+    check_folder("profile", profile_to if profiled else None)
     plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
     if local_processes is not None:
@@ -187,8 +194,10 @@ def train(
         from jscaler.runtime.checkpoint import latest_step
 
         latest_step(checkpoint)  # there is one
-    others: list[Tracker] = [JsonLines(log)] if log is not None else []
+    about = {"plan": plan, "job": chosen.name, "seed": seed}
+    others: list[Tracker] = [JsonLines(log, about)] if log is not None else []
     others += [TensorBoard(tensorboard)] if tensorboard is not None else []
+    others += [Profile(profiled, profile_to)] if profiled is not None else []
     with Shown(console, explain) as shown:
         run(
             chosen, plan, steps, devices=resolve_devices(devices), seed=seed, strict=strict, checkpoint=checkpoint,
@@ -196,6 +205,14 @@ def train(
             hang_after=hang_after, say=functools.partial(show, console),
             before_step=Timelines(trace, draw) if trace or draw else None,
         )  # fmt: skip
+
+
+def _steps(text: str) -> tuple[int, int]:
+    """``10:20`` as a pair."""
+    first, _, behind = text.partition(":")
+    if not (first.isdecimal() and behind.isdecimal() and int(first) < int(behind)):
+        raise typer.BadParameter(f"steps are FROM:TO, such as 10:20, and not {text!r}", param_hint="--profile")
+    return int(first), int(behind)
 
 
 @app.command()
@@ -246,6 +263,7 @@ app.command("plan")(plan_)
 app.command("fit")(fit_)
 app.command("schedules")(schedules_)
 app.command("export")(export)
+app.command("runs")(runs_)
 
 
 def main() -> None:

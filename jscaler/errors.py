@@ -163,6 +163,17 @@ class BlockError(JscalerError, RuntimeError):
     """
 
 
+class OutOfMemoryError(BlockError, MemoryError):
+    """A device's memory is full: what the plan's estimate has in it, and which plans `jscaler.fit` would try next.
+
+    Example:
+        >>> try:
+        ...     new, loss = train_step(state, batch)
+        ... except jscaler.OutOfMemoryError as error:
+        ...     print(error)
+    """
+
+
 class NotFiniteError(JscalerError, FloatingPointError):
     """Under ``jax.debug_nans`` or ``jax.debug_infs``: the first op that has made a NaN, or an infinity, and where. Of
     `jscaler.train`: the step whose loss, or whose next state, is not finite.

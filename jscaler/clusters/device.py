@@ -167,3 +167,16 @@ def find_kind(name: str, where: str = "") -> DeviceKind:
     if len(begun) != 1:
         raise UnknownNameError("device kind", name, DEVICE_KINDS, where)
     return begun[0]
+
+
+def kind_of(description: str) -> DeviceKind | None:
+    """The built-in kind that a driver describes so (``device.device_kind`` of JAX); None where it is none of them.
+
+    Example:
+        >>> str(kind_of("Tesla V100-SXM2-32GB")), kind_of("cpu")
+        ('V100-32GB', None)
+    """
+    every = DEVICE_KINDS.values()
+    exact = (kind for kind in every if kind.description == description)
+    by_words = (kind for kind in every if all(word in description for word in kind.name.split("-")))
+    return next(exact, None) or next(by_words, None)

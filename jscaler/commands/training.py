@@ -13,9 +13,11 @@ from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.summary import summary
 from jscaler.report.trace_file import write_trace
 from jscaler.runtime.compiled import Compiled
+from jscaler.text.units import readable_bytes
 from jscaler.training.records import StepRecord
 
 TRACED = 3  # steps behind the first
+WORTH_TELLING = 0.05  # of a run's time
 
 
 class Shown:
@@ -31,12 +33,13 @@ class Shown:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:.3f}"),
             TextColumn("{task.fields[speed]:,.0f} {task.fields[what]}/s"),
-            TextColumn("{task.fields[seconds]:.3f} s/step"),
+            TextColumn("{task.fields[seconds]:.3f} s/step{task.fields[more]}"),
             TimeElapsedColumn(),
             console=console,
         )
         self._task: Any = None
         self._start = 0
+        self._began = self._waited = self._saving = 0.0
 
     def __enter__(self) -> "Shown":
         with finished_before_interrupts():
@@ -54,22 +57,33 @@ class Shown:
         plan = compiled.plan
         shown = plan.explain() if self._explain else f"{summary(plan.report)}\n(--explain shows every op)"
         show(self._console, f"{shown}\ncompiled in {time.perf_counter() - self._entered:.1f} s")
-        self._start = start
+        self._start, self._began = start, time.perf_counter()
         self._task = self._progress.add_task(
-            "training", total=steps - start, loss=float("nan"), speed=0.0, what="", seconds=0.0
+            "training", total=steps - start, loss=float("nan"), speed=0.0, what="", seconds=0.0, more=""
         )
         with finished_before_interrupts():
             self._progress.start()
 
     def step(self, record: StepRecord) -> None:
         what, speed = record.speed
+        self._waited += record.waited
+        self._saving += record.saving
         self._progress.update(
             self._task, completed=record.step + 1 - self._start, loss=record.loss, speed=speed, what=what,
-            seconds=record.seconds,
+            seconds=record.seconds, more=self._more(record),
         )  # fmt: skip
         if record.evaluation:
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in record.evaluation.items())
             show(self._progress.console, f"after {record.step + 1} steps: {numbers}")
+
+    def _more(self, record: StepRecord) -> str:
+        """What else is known: the part of the peak, memory, and where a run stands still, if that is much of it."""
+        elapsed = time.perf_counter() - self._began
+        still = {"waiting for data": self._waited / elapsed, "saving": self._saving / elapsed}
+        told = [] if record.utilisation is None else [f"{record.utilisation:.0%} of the peak"]
+        told += [] if record.peak_bytes is None else [readable_bytes(record.peak_bytes)]
+        told += [f"{share:.0%} {what}" for what, share in still.items() if share >= WORTH_TELLING]
+        return "".join(f", {one}" for one in told)
 
     def stopping(self) -> None:
         """A signal came, and the step that runs is waited for."""

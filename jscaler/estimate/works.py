@@ -1,9 +1,12 @@
-"""What the ops of a planned step compute on each device."""
+"""What the ops of a planned step compute on each device, and what a step computes whatever its plan."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from jscaler.ir import Op
+from jscaler.ir import Graph, Op
+from jscaler.ir.loop import chain_of
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
 from jscaler.lower.segment import Segment
@@ -32,3 +35,25 @@ def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:
     if key not in book.memo:
         book.memo[key] = work_of(task.jaxpr, done)
     return book.memo[key]
+
+
+def model_flops(graph: Graph) -> dict[str, float]:
+    """Floating-point operations of the products of a captured step, by the dtype of their operands.
+
+    Each counts once, however often a plan or ``jax.checkpoint`` computes it (Chowdhery et al., PaLM, 2022, appendix B), and
+    in the backward once more for each operand that has a gradient.
+    """
+    book: Any = graph.rules
+    found = Counter[str]()
+    for op in graph.ops:
+        if op.body is None:
+            continue
+        key = ("products", op.body.jaxpr)
+        if key not in book.memo:
+            book.memo[key] = work_of(op.body.jaxpr).products
+        loops = chain_of(op.loop, graph.loops)
+        gradients = len(op.backward.gradients) if op.backward is not None else 0
+        times = math.prod(graph.loops[name].length for name in loops) * (1 + min(2, gradients))
+        for dtype, count in book.memo[key].items():
+            found[dtype] += times * count
+    return dict(found)

@@ -24,6 +24,7 @@ from jscaler.runtime.devices import Device, resolve_devices
 from jscaler.runtime.dispatch import KnownArguments
 from jscaler.runtime.executable import Executable
 from jscaler.runtime.failures import place_of, tell_lost
+from jscaler.runtime.out_of_memory import told_of_memory
 from jscaler.runtime.step_capture import NodeChanges
 from jscaler.runtime.target import Target, compile_for, find_target
 from jscaler.runtime.tracing import Measured, Tracer
@@ -104,6 +105,7 @@ class Lowered(Shown):
             What runs; of a target a report: memory of a device by kind, whether it fits, collectives, XLA's text.
 
         Raises:
+            OutOfMemoryError: XLA finds no way to run it in a device's memory.
             DeviceError: the devices are not at hand; the target has another number of devices than ``parallelize`` was
                 given (given none, the step is planned for the target's); the plugin is missing.
 
@@ -118,7 +120,8 @@ class Lowered(Shown):
         if not self.devices:
             resolve_devices(self.plan.plan.num_devices)
         blocks = zip(self.segments, self.executable.blocks, strict=True)
-        return Compiled(self, tuple(one.compile() if block.here else None for one, block in blocks))
+        with told_of_memory(self.plan, "compiling the step"):
+            return Compiled(self, tuple(one.compile() if block.here else None for one, block in blocks))
 
     @property
     def lowered(self) -> Any:

@@ -19,6 +19,7 @@ from jscaler.lower.flat_program import FlatLoop, Item
 from jscaler.lower.instructions import microbatch_text
 from jscaler.lower.segment import PlacedBlock, own_ops
 from jscaler.lower.step_plan import StepPlan
+from jscaler.runtime.out_of_memory import is_out_of_memory, out_of_memory
 
 DOES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
 
@@ -35,6 +36,8 @@ def failure(
     if isinstance(error, JscalerError):
         return error
     where = place_of(step, number, microbatches)
+    if is_out_of_memory(error):
+        return out_of_memory(step, where, error)
     asked = {"NaN": jax.config.jax_debug_nans, "infinity": jax.config.jax_debug_infs}  # type: ignore[attr-defined]
     kinds = [kind for kind in asked if asked[kind]]
     if kinds:

@@ -20,12 +20,13 @@ from jscaler.runtime.agreement import any_process
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.fetching import fetch
 from jscaler.runtime.graph_nodes import holds_nodes
+from jscaler.runtime.out_of_memory import told_of_memory
 from jscaler.runtime.watch import READS, RUNS, Watch
 from jscaler.text.units import counted
 from jscaler.training.evaluation import Evaluation
 from jscaler.training.not_finite import SKIPPED, NotFinite, OnNan, skipping
 from jscaler.training.planned_job import PlannedJob
-from jscaler.training.records import Speed, StepRecord, peak_bytes
+from jscaler.training.records import Speed, StepRecord, peak_bytes, seconds_at_peak
 from jscaler.training.signals import Stopped, noted
 from jscaler.training.trackers import Tracker
 
@@ -192,6 +193,7 @@ class _Run:
 
     def _all(self, compiled: Compiled, state: Any, batches: Iterator[Any], read: int, signals: list[int]) -> Any:
         evaluate = self.evaluation.following(self.step) if self.evaluation is not None else None
+        at_peak = seconds_at_peak(compiled.lowered.captured.graph, compiled.lowered.devices)
         index, at, went_back = self.steps.start, self.watch.at, False
         while index < self.steps.stop:
             began = time.perf_counter()
@@ -204,7 +206,8 @@ class _Run:
                 compiled, went_back = self.step.compiled(self.step.bind(state, batch)), False
             began = time.perf_counter()
             state, metrics = _state_and_metrics(compiled(state, batch), state)
-            loss, others = _numbers(metrics)  # waits for the step
+            with told_of_memory(compiled.plan, "the step"):
+                loss, others = _numbers(metrics)  # waits for the step
             seconds = time.perf_counter() - began
             stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
             saved = self._is_saved(index + 1, stops)
@@ -219,8 +222,9 @@ class _Run:
                 at("saves the state behind", index)
                 self.checkpoints.save(index + 1, state, read)
             saving = time.perf_counter() - began
+            used = None if at_peak is None else at_peak / seconds
             speed = Speed.of(batch, seconds)
-            self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, peak_bytes()))
+            self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, peak_bytes(), used))
             if back is not None:
                 self.say(f"step {index} is not finite: back to the state after {back[0]} steps")
                 (index, state), went_back = back, True

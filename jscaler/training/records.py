@@ -1,11 +1,15 @@
 """What a run says of each of its steps."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+
+from jscaler.clusters.device import kind_of
+from jscaler.estimate.works import model_flops
+from jscaler.ir import Graph
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class StepRecord:
         metrics: the other numbers that the step returns.
         evaluation: the numbers of an evaluation behind it, where there was one.
         peak_bytes: the most that this process's fullest device has held so far; None where it does not say.
+        utilisation: model FLOPs utilisation, the part of what the devices compute at their peak that the products of the
+            step take, each counted once (PaLM, appendix B); None where the peak is not known.
 
     Example:
         >>> record = jscaler.StepRecord(3, 0.5, 0.1, jscaler.Speed("rows", 320.0))
@@ -38,13 +44,15 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
+    utilisation: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: the speed is ``tokens_per_second`` of text, ``rows_per_second`` of other data. JSON has no NaN."""
         row = {"step": self.step, "loss": self.loss, "seconds": self.seconds, self.speed.name: self.speed.rate}
         row |= {"waited": self.waited, "saving": self.saving} | dict(self.metrics)
         row |= {f"evaluation/{name}": value for name, value in self.evaluation.items()}
-        row |= {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
+        known = {"peak_bytes": self.peak_bytes, "utilisation": self.utilisation}
+        row |= {name: value for name, value in known.items() if value is not None}
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
         }
@@ -94,6 +102,14 @@ class Speed(NamedTuple):
             return Speed("tokens", batch["tokens"].size / seconds)
         shape = jax.numpy.shape(jax.tree.leaves(batch)[0])
         return Speed("rows", (shape[0] if shape else 1) / seconds)
+
+
+def seconds_at_peak(graph: Graph, devices: Sequence[jax.Device]) -> float | None:
+    """How long devices would take for the products of a captured step at their peak; None where that is not known."""
+    kinds = {kind_of(device.device_kind) for device in devices}
+    if len(kinds) != 1 or (kind := kinds.pop()) is None:
+        return None
+    return sum(count / kind.peak.of(dtype) for dtype, count in model_flops(graph).items()) / len(devices)
 
 
 def peak_bytes() -> int | None:

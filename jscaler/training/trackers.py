@@ -1,8 +1,12 @@
-"""Who is told of a run, step by step: a log of JSON lines, TensorBoard, or what a user writes."""
+"""Who is told of a run, step by step: a log of JSON lines, TensorBoard, a profiler, or what a user writes."""
 
 import json
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+import jax
 
 from jscaler.errors import JscalerError
 from jscaler.report.written import writing, written_whole
@@ -53,10 +57,13 @@ class Tracker(Protocol):
 
 
 class JsonLines(Tracker):
-    """A tracker: one line of JSON for each step. A resumed run goes on behind the steps that its checkpoint has.
+    """A tracker: one line of JSON for each step, and beside them, in ``LOG.run``, the plan and the devices.
+
+    A resumed run goes on behind the steps that its checkpoint has. ``jscaler runs`` compares logs.
 
     Args:
         path: of the file.
+        about: more that is written beside them: what tells this run from others.
 
     Raises:
         OutputError: when the run begins, or at a step: it cannot be written.
@@ -70,8 +77,8 @@ class JsonLines(Tracker):
         [0, 1]
     """
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
+    def __init__(self, path: Path | str, about: Mapping[str, Any] | None = None):
+        self.path, self.about = Path(path), dict(about or {})
         self._file: BinaryIO | None = None
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
@@ -82,6 +89,8 @@ class JsonLines(Tracker):
                 with written_whole("log", self.path) as half:
                     half.write_bytes(b"".join(kept))
             self._file = self.path.open("ab" if start else "wb", buffering=0)  # a line is there when it is written
+        with written_whole("log", beside(self.path)) as half:
+            half.write_text(json.dumps(_about(compiled) | self.about) + "\n", encoding="utf-8")
 
     def step(self, record: StepRecord) -> None:
         assert self._file is not None, "a tracker is told of a beginning first"
@@ -91,6 +100,19 @@ class JsonLines(Tracker):
     def end(self, error: BaseException | None) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def beside(log: Path) -> Path:
+    """Where a log's plan and devices stand."""
+    return log.with_name(f"{log.name}.run")
+
+
+def _about(compiled: Compiled) -> dict[str, Any]:
+    plan, devices = compiled.plan.plan, compiled.lowered.devices
+    kinds = dict.fromkeys(device.device_kind for device in devices)
+    versions = {"jscaler": metadata.version("jscaler"), "jax": jax.__version__}
+    about = {"plan": plan.name, "devices": plan.num_devices, "device": ", ".join(kinds)}
+    return about | {"processes": jax.process_count(), **versions}
 
 
 def _before(path: Path, start: int) -> list[bytes]:
@@ -104,6 +126,53 @@ def _before(path: Path, start: int) -> list[bytes]:
         if known < start:
             found.append(line)
     return found
+
+
+class Profile(Tracker):
+    """A tracker: what ``jax.profiler`` sees of some steps, for XProf, TensorBoard's profiler or Perfetto.
+
+    Args:
+        steps: the first, and the one behind the last.
+        folder: where it is written.
+
+    Raises:
+        JscalerError: there is no step between both.
+        OutputError: when it begins or ends: it cannot be written.
+
+    Example:
+        >>> seen = jscaler.Profile((1, 3), folder / "profile")
+        >>> state = jscaler.train(job, "zero3", 4, devices=4, say=lambda _: None, trackers=[seen])
+        >>> sum(path.name.endswith(".xplane.pb") for path in (folder / "profile").rglob("*"))
+        1
+    """
+
+    def __init__(self, steps: tuple[int, int], folder: Path | str):
+        self.first, self.behind = steps
+        self.folder = Path(folder)
+        self._on = False
+        if not 0 <= self.first < self.behind:
+            raise JscalerError(f"a profile is of steps FROM:TO, with FROM below TO, and not of {self.first}:{self.behind}")
+
+    def begin(self, compiled: Compiled, start: int, steps: int) -> None:
+        self._before(start)
+
+    def step(self, record: StepRecord) -> None:
+        if record.step + 1 >= self.behind:
+            self.end(None)
+        self._before(record.step + 1)
+
+    def end(self, error: BaseException | None) -> None:
+        if self._on:
+            self._on = False
+            with writing("profile", self.folder):
+                jax.profiler.stop_trace()
+
+    def _before(self, step: int) -> None:
+        if not self._on and self.first <= step < self.behind:
+            with writing("profile", self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                jax.profiler.start_trace(self.folder)
+            self._on = True
 
 
 class TensorBoard(Tracker):

@@ -4,6 +4,7 @@ A kernel takes as long as its arithmetic at the device's peak, or as its bytes a
 longer (Williams, Waterman, Patterson: Roofline, 2009). What is fused counts with the kernel that it is fused into.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,9 +43,19 @@ class Work:
     kernels: tuple[KernelWork, ...] = ()
 
     @property
+    def products(self) -> dict[str, float]:
+        """Operations of products, by the dtype of their operands."""
+        found = Counter[str]()
+        for kernel in self.kernels:
+            for unit, count in kernel.flops:
+                if unit != "vector":
+                    found[unit] += kernel.times * count
+        return dict(found)
+
+    @property
     def flops(self) -> float:
         """Operations of products."""
-        return sum(k.times * n for k in self.kernels for unit, n in k.flops if unit != "vector")
+        return sum(self.products.values())
 
     @property
     def launches(self) -> int:

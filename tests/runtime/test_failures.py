@@ -8,6 +8,8 @@ import pytest
 import jscaler
 from jscaler import plans
 from jscaler.runtime.compiled import Compiled
+from jscaler.runtime.failures import failure
+from jscaler.runtime.out_of_memory import told_of_memory
 
 MICROBATCHES = 4
 
@@ -196,3 +198,42 @@ def test_another_number_of_microbatches_is_another_table_cached():
         found = step(make_params(), X[:rows])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
     assert made == [4, 2]
+
+
+def test_memory_that_is_full_says_what_is_in_it_and_what_to_try():
+    """A virtual device refuses what the machine could never have: tables of 64 TiB."""
+    size = 1 << 22
+
+    def step(w, x):
+        def loss_fn(w):
+            table = jnp.tanh(w[:, None] * w[None, :])
+            table = table @ table
+            return table.max() * x.mean()
+
+        loss, grads = jscaler.value_and_grad(loss_fn)(w)
+        return w - grads, loss
+
+    job = jscaler.Job(lambda key: jnp.ones(size), step, [jnp.ones((4, 2))])
+    with pytest.raises(jscaler.OutOfMemoryError) as caught:
+        jscaler.train(job, "zero1", 1, devices=2)
+    said = str(caught.value)
+    assert isinstance(caught.value, MemoryError)
+    for part in (
+        "the step is out of memory: Out of memory allocating",
+        "(zero1) holds",
+        "holds 262144.0 GiB",
+        "loss/reduce_max'",
+        "fit tries other",
+    ):
+        assert part in said, said
+    assert "the next on 2 devices: zero3, megatron" in said, said
+
+    planned = jscaler.parallelize("zero1", devices=2)(step).lower(jnp.ones(size), jnp.ones((4, 2))).plan
+    raised = failure(planned, jax.devices(), caught.value.__cause__, 0, (), ())  # where the call itself sees it, as on GPUs
+    assert isinstance(raised, jscaler.OutOfMemoryError)
+    assert str(raised).startswith("the step on devices 0 1 is out of memory")
+    with (
+        pytest.raises(jscaler.OutOfMemoryError, match="making the state is out of memory"),
+        told_of_memory(planned, "making the state"),
+    ):
+        raise caught.value.__cause__

@@ -1,0 +1,67 @@
+"""What is said where a device's memory is full: what the estimate has in it, and what to try, which XLA cannot say."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+from jscaler.errors import OutOfMemoryError
+from jscaler.estimate.fitting import batch_size
+from jscaler.estimate.memory import estimated_memory
+from jscaler.lower.step_plan import StepPlan
+from jscaler.plans.ladder import ladder
+from jscaler.text.units import counted, readable_bytes
+
+MOST_TOLD = 5  # tensors, and plans
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether XLA, or the allocator below it, has refused to reserve memory."""
+    return str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+@contextmanager
+def told_of_memory(step: StepPlan, where: str) -> Iterator[None]:
+    """What runs out of memory within is said as `out_of_memory` does."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(step, where, error) from error
+
+
+def out_of_memory(step: StepPlan, where: str, error: Exception) -> OutOfMemoryError:
+    """What is raised in place of ``error``: what a device holds by the estimate, and the plans that `jscaler.fit` tries.
+
+    Args:
+        where: the block, in a sentence, or what else wanted the memory.
+    """
+    found = estimated_memory(step)
+    memory, sizes, times = found.memory, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for one in found.live:  # of a pipeline each micro-batch has its own
+        sizes[one.name, one.kind] += one.nbytes
+        times[one.name, one.kind] += 1
+    kinds = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in memory.by_kind.items() if size)
+    largest = ", ".join(
+        f"{f'{times[what]}× ' if times[what] > 1 else ''}'{what[0]}' ({what[1]}) {readable_bytes(size)}"
+        for what, size in sizes.most_common(MOST_TOLD)
+    )
+    first = str(error).strip().splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
+    told = [
+        f"{where} is out of memory: {first}. By the estimate a device of this plan ({step.name}) holds "
+        f"{readable_bytes(memory.peak)} at the worst moment{f' ({memory.at})' if memory.at else ''}: {kinds}",
+        *([f"largest beside the arguments: {largest}"] if largest else []),
+        f"jscaler.fit tries other plans, {_rungs(step)}",
+    ]
+    return OutOfMemoryError("; ".join(told))
+
+
+def _rungs(step: StepPlan) -> str:
+    """The next rungs of the ladder."""
+    devices = step.plan.num_devices
+    rungs = ladder(devices, batch_size(step.graph))
+    behind = next((place + 1 for place, rung in enumerate(rungs) if rung.partition("(")[0] == step.name), 0)
+    left = rungs[behind : behind + MOST_TOLD]
+    return f"the next on {counted(devices, 'device')}: {', '.join(left)}" if left else "or give it more devices"

@@ -1,0 +1,93 @@
+"""Logs of runs, to be compared: what `JsonLines` has written, read again."""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jscaler.errors import DataError
+from jscaler.training.trackers import beside
+
+EVALUATION = "evaluation/"
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A run's log.
+
+    Attributes:
+        name: its path, from the folder in which it was looked for.
+        about: the plan and devices, where that was written beside it.
+        rows: a record's plain data for each step, in their order; of a step that was taken again, the last.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """The steps whose records have a number of this name, and the number."""
+        return [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
+
+    def as_json(self) -> dict[str, Any]:
+        """What is told of it, as plain data; what its log does not say is left out."""
+        losses = [loss for _, loss in self.values("loss")]
+        seconds = [value for _, value in self.values("seconds")]
+        found: dict[str, Any] = {"run": self.name, **self.about, "steps": self.rows[-1]["step"] + 1}
+        if losses:
+            found |= {"loss": losses[-1], "lowest_loss": min(losses)}
+        found["seconds"] = statistics.median(seconds) if seconds else None
+        for speed in ("tokens_per_second", "rows_per_second", "utilisation"):
+            if numbers := [value for _, value in self.values(speed)]:
+                found[speed] = statistics.median(numbers)
+        whole = sum(seconds)
+        for still in ("waited", "saving"):
+            lost = sum(value for _, value in self.values(still))
+            found[still] = lost / (whole + lost) if whole else None  # of the time for both
+        if peaks := [value for _, value in self.values("peak_bytes")]:
+            found["peak_bytes"] = max(peaks)
+        evaluated = [row for row in self.rows if any(key.startswith(EVALUATION) for key in row)]
+        found |= {key: value for key, value in (evaluated[-1] if evaluated else {}).items() if key.startswith(EVALUATION)}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def run_logs(path: Path) -> list[RunLog]:
+    """The log at ``path``, or all that are in this folder and those in it, by name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not path.exists():
+        raise DataError(f"there is no log, and no folder of logs, at '{path}'")
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    root = path.parent if path.is_file() else path
+    found = [RunLog(str(file.relative_to(root)), _about(file), rows) for file in files if (rows := list(_rows(file)))]
+    if not found:
+        raise DataError(f"no log of a run is in '{path}': jscaler train --log FILE and jscaler.JsonLines write them")
+    return found
+
+
+def _about(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(beside(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The records of a log; nothing of a file that is none. Its last line may be half written."""
+    rows: dict[int, Mapping[str, Any]] = {}
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row:
+                rows[row["step"]] = row
+            elif not rows:
+                return
+    yield from (rows[step] for step in sorted(rows))
