@@ -19,6 +19,7 @@ from jscaler.ir import Graph
 from jscaler.ir.op import without_turn
 from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes, PassRun, run_passes
+from jscaler.ir.walk import grouped
 from jscaler.lower.blocks import make_programs
 from jscaler.lower.cut import cut
 from jscaler.lower.flat_program import FlatProgram, all_items
@@ -128,9 +129,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     graph = at.graph
     orders = [d for d in at.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
-    after: dict[str, list[str]] = {}
-    for order in orders:
-        after.setdefault(order.after, []).append(order.before)
+    after = grouped((order.after, order.before) for order in orders)
     completed = complete(graph, at.plan, captured.rules, cost, at.pieces)
     runs: list[PassRun[Any]] = [*first, *rest]
     segments: list[Segment] = []

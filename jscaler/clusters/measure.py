@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jscaler.clusters.calibration import MEASURED, LinkClass, Sample
 from jscaler.clusters.timing import interleaved
 from jscaler.errors import DeviceError, divisors
+from jscaler.ir.walk import grouped
 
 SMALLEST = 1 << 10  # bytes of the smallest message
 WARM_UP = 2  # collectives of the short program
@@ -40,9 +41,7 @@ def by_host(devices: Sequence[Device], of_each: int | None = None) -> np.ndarray
     Raises:
         DeviceError: there are fewer than two devices, or the hosts have too few or unequal numbers of them.
     """
-    hosts: dict[int, list[Device]] = {}
-    for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
-        hosts.setdefault(device.process_index, []).append(device)
+    hosts = grouped((device.process_index, device) for device in sorted(devices, key=lambda d: (d.process_index, d.id)))
     counts = {process: len(mine) for process, mine in hosts.items()}
     shown = ", ".join(f"{count} of process {process}" for process, count in counts.items())
     if of_each is not None and of_each > min(counts.values()):

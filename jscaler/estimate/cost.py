@@ -8,6 +8,7 @@ from typing import Any
 from jscaler.clusters import Cluster
 from jscaler.estimate.memory import Memory, MemoryEstimate, memory_by_devices
 from jscaler.estimate.traffic import Traffic, sum_of
+from jscaler.ir.walk import grouped
 from jscaler.lower.step_plan import StepPlan
 from jscaler.text.device_list import devices_text
 from jscaler.text.folding import folded
@@ -278,9 +279,7 @@ def _memory(cost: Cost) -> list[str]:
     limit = f" of {readable_bytes(cost.cluster.memory)}" if cost.cluster.memory else ""
     fits = {True: ": fits", False: ": does NOT fit", None: ""}[cost.fits]
     shown = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in memory.by_kind.items() if kind != "outputs")
-    found: dict[tuple[str, str], list[int]] = {}
-    for t in cost.held.live:  # of a pipeline each micro-batch has its own
-        found.setdefault((t.name, t.kind), []).append(t.nbytes)
+    found = grouped(((t.name, t.kind), t.nbytes) for t in cost.held.live)  # of a pipeline each micro-batch has its own
     largest = sorted(found.items(), key=lambda item: -sum(item[1]))[:MOST_TENSORS]
     rows = [("", "largest at the peak", "n", "kind", "bytes")]
     rows += [("", name, str(len(own)), kind, readable_bytes(sum(own))) for (name, kind), own in largest]

@@ -25,7 +25,7 @@ from jscaler.estimate.traffic import moved_by_reader
 from jscaler.estimate.works import works
 from jscaler.ir import Factor, Graph, Op, PTensor, Rule
 from jscaler.ir.kinds import tensor_kinds
-from jscaler.ir.walk import closure
+from jscaler.ir.walk import closure, grouped
 from jscaler.lower.program import Adapt
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize.completed import OpLayouts
@@ -118,10 +118,7 @@ class LostParallelism:
     @property
     def lines(self) -> list[str]:
         """What is lost: a line for each of the first ops (like ones together), the dearest first."""
-        first: dict[tuple[str, str, int, str], list[LostOp]] = {}
-        for op in self.ops:
-            if not op.behind:
-                first.setdefault((folded(op.path), folded(op.tensor), op.dim, op.why), []).append(op)
+        first = grouped(((folded(op.path), folded(op.tensor), op.dim, op.why), op) for op in self.ops if not op.behind)
         with_what_follows = [(own, [*own, *self._behind({op.path for op in own})]) for own in first.values()]
         with_what_follows.sort(key=lambda pair: -sum(map(_weight, pair[1])))
         return [_told(own, every) for own, every in with_what_follows]

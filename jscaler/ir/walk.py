@@ -5,8 +5,22 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from graphlib import TopologicalSorter
 from typing import Any, Generic, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in the order of the first of each.
+
+    Example:
+        >>> grouped((len(word), word) for word in ("up", "down", "to"))
+        {2: ['up', 'to'], 4: ['down']}
+    """
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def closure(starts: Iterable[T], beyond: Callable[[T], Iterable[T]]) -> Iterator[T]:
@@ -119,7 +133,4 @@ class Sets(Generic[T]):
 
     def among(self, items: Iterable[T]) -> list[list[T]]:
         """``items`` by set, in their order."""
-        found: dict[T, list[T]] = {}
-        for item in items:
-            found.setdefault(self.root(item), []).append(item)
-        return list(found.values())
+        return list(grouped((self.root(item), item) for item in items).values())

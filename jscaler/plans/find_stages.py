@@ -16,7 +16,7 @@ from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
 from jscaler.ir.op import RANGES, range_mark
-from jscaler.ir.walk import closure
+from jscaler.ir.walk import closure, grouped
 from jscaler.plans.balance import Unit, balanced
 from jscaler.plans.find_ends import find_ends
 from jscaler.plans.layers import modules_of, of_parameters, stacks_of
@@ -115,15 +115,10 @@ def _chains(graph: Planner, units: Sequence[Unit]) -> list[list[Unit]]:
     They are taken in one loop over micro-batches. One that needs another (of parameters which that has changed) stands
     behind it in one row, since only one loop may lie in several stages.
     """
-    found: dict[int | None, list[Unit]] = {}
-    for unit in units:
-        found.setdefault(_call(unit.item), []).append(unit)
+    found = grouped((_call(unit.item), unit) for unit in units)
     if len(found) < 2:
         return [list(units)]
-    readers: dict[PTensor, list[Item]] = {}
-    for item in graph.tree:
-        for tensor in reads_of(item):
-            readers.setdefault(tensor, []).append(item)
+    readers = grouped((tensor, item) for item in graph.tree for tensor in reads_of(item))
     for call in found:
         own = [item for item in graph.tree if _call(item) == call]
         behind = closure(own, lambda item: [reader for t in made_by(item) for reader in readers.get(t, ())])
@@ -235,9 +230,7 @@ def _between_ends(
             "vocabulary={pattern: dim} which tables have words; or with at= where the first stage between the ends begins, "
             "the second …, and where the last end begins; or take another schedule"
         )
-    of_item: dict[int, list[Unit]] = {}
-    for unit in units:
-        of_item.setdefault(id(unit.item), []).append(unit)
+    of_item = grouped((id(unit.item), unit) for unit in units)
     parts = [[unit for item in part for unit in of_item[id(item)]] for part in (ends.first, ends.between, ends.last)]
     first, between, _ = map(len, parts)
     return [*itertools.chain(*parts)], [first, *(first + cut for cut in cuts_of(parts[1])), first + between]
@@ -304,14 +297,12 @@ def stages_of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> di
     apart = {t for op in taken_apart(graph, batch) for t in op.inputs}
     of_tensor: dict[PTensor, int] = {}
     everywhere = set(apart)
-    begun: dict[PTensor, list[PTensor]] = {}  # what loops begin with -> their carries
-    for carry in (c for loop in graph.loops.values() for c in loop.carries):
-        begun.setdefault(carry.init, []).append(carry.inside)
+    carries = grouped((c.init, c.inside) for loop in graph.loops.values() for c in loop.carries)  # by what they begin with
 
     def behind(tensor: PTensor) -> list[PTensor]:
         readers = [op for op in graph.consumers.get(tensor, ()) if op.path not in stage_of and op.kind == "forward"]
         slices = [other for other, shift in graph.linked.get(tensor, ()) if shift < 0]
-        return [*slices, *begun.get(tensor, ()), *(t for op in readers for t in op.outputs)]
+        return [*slices, *carries.get(tensor, ()), *(t for op in readers for t in op.outputs)]
 
     for leaf in graph.inputs:
         reached = list(closure([leaf], behind))

@@ -7,18 +7,14 @@ from jscaler.errors import listing
 from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import RecomputeRegion
+from jscaler.ir.walk import grouped
 from jscaler.text.folding import folded
 
 
 def recomputed_lines(graph: Graph) -> list[str]:
     """A line per group of like regions, layer numbers as ``*``: how many ops run once more, and which results are kept."""
-    clones: dict[RecomputeRegion, list[Op]] = {}
-    for op in graph.ops:
-        if op.again is not None:
-            clones.setdefault(op.again.remat[0], []).append(op)
-    groups: dict[str, list[RecomputeRegion]] = {}
-    for region in clones:
-        groups.setdefault(folded(region.name), []).append(region)
+    clones = grouped((op.again.remat[0], op) for op in graph.ops if op.again is not None)
+    groups = grouped((folded(region.name), region) for region in clones)
     return [_line(graph, name, regions, clones) for name, regions in groups.items()]
 
 

@@ -15,6 +15,7 @@ from jscaler.ir import Graph, Op
 from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import OpKind
+from jscaler.ir.walk import grouped
 from jscaler.lower.blocks import Transfer
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Completed
@@ -267,10 +268,7 @@ def _times(graph: Graph, op: Op) -> int:
 
 def grouped_moves(moves: Sequence[MovedTensor]) -> tuple[MovedTensor, ...]:
     """One per tensor and way, layer numbers folded."""
-    groups: dict[tuple[str, str], list[Moved]] = {}
-    for move in moves:
-        if move.moved:
-            groups.setdefault((folded(move.tensor), move.way), []).append(move.moved)
+    groups = grouped(((folded(move.tensor), move.way), move.moved) for move in moves if move.moved)
     return tuple(MovedTensor(tensor, way, summed(moved)) for (tensor, way), moved in groups.items())
 
 

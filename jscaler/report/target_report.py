@@ -12,6 +12,7 @@ from rich.table import Table
 from jscaler.clusters import Cluster
 from jscaler.estimate.memory import MEMORY_KINDS, Memory, preallocation
 from jscaler.ir.overview import FoldingTable, Overview, Shown
+from jscaler.ir.walk import grouped
 from jscaler.lower.instructions import Send
 from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
@@ -274,9 +275,7 @@ def together(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
         known = added.get(key)
         figures = {name: getattr(row, name) + getattr(known, name) for name in SUMMED} if known is not None else {}
         added[key] = dataclasses.replace(row, **figures)
-    found: dict[Any, list[CollectiveRow]] = {}
-    for row in added.values():
-        found.setdefault(row if row.kind == SEND else dataclasses.replace(row, groups=()), []).append(row)
+    found = grouped((row if row.kind == SEND else dataclasses.replace(row, groups=()), row) for row in added.values())
     made = [dataclasses.replace(ones[0], groups=tuple(g for one in ones for g in one.groups)) for ones in found.values()]
     return tuple(sorted(made, key=lambda r: -r.sent))
 

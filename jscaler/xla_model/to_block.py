@@ -10,6 +10,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, inner_jaxpr, shape
 from jscaler.clusters.transition_kinds import sends
+from jscaler.ir.walk import grouped
 from jscaler.lax_primitives import known
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item
 from jscaler.lower.program import Extend
@@ -187,10 +188,7 @@ class Blocks:
     ) -> None:
         """Slices are taken in front of the body, and written as soon as they are made."""
         body = [BlockStep("fused", "dynamic_slice", (stack,), (piece,)) for stack, piece in xs]
-        writing: dict[Value, list[Value]] = {}
-        for piece, stack in ys:
-            if piece is not None:
-                writing.setdefault(piece, []).append(stack)
+        writing = grouped((piece, stack) for piece, stack in ys if piece is not None)
         made = {v for step in steps for v in step.writes}
         for piece, stacks in writing.items():  # what the iteration was given
             body += [_written(piece) for _ in stacks if piece not in made]
