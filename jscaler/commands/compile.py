@@ -24,7 +24,7 @@ from jscaler.commands.options import (
 from jscaler.commands.progress import stages
 from jscaler.commands.screen import screen, show
 from jscaler.commands.told_model import telling_sizes
-from jscaler.report.draw_layout import refuse_picture
+from jscaler.report.draw_layout import refuse_picture, save_picture
 from jscaler.training.planned_job import PlannedJob
 
 TARGET_HELP = "cluster to compile for: 8xH100-80GB, 4x8xV100-32GB (hosts x devices x kind), a built-in name or a .toml file"
@@ -56,7 +56,7 @@ def compile_(
 
     Example: jscaler compile --job my_model.py:job --plan zero3 --target 8xH100-80GB
     """
-    from jscaler.report.draw_memory import draw_memory
+    from jscaler.report.draw_memory import memory_figure
     from jscaler.report.target_report import heading, tables, verdict
     from jscaler.runtime.target import compile_for, find_target
 
@@ -73,7 +73,7 @@ def compile_(
         lowered = planned.step.lower(*planned.arguments())
         report = compile_for(lowered.plan, cluster, lowered.executable.donated, begin)
     if draw is not None:
-        draw_memory(draw, report)
+        save_picture(draw, memory_figure(report))
     if as_json:
         record = {"model": planned.describe(), **report.as_json(), "plan": plan}
         typer.echo(json.dumps({**record, "picture": str(draw) if draw else None}))

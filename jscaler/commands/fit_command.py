@@ -18,7 +18,7 @@ from jscaler.errors import DeviceError
 from jscaler.estimate.fitting import Fit, Tried, batch_size, climb, with_memory
 from jscaler.ir import Graph
 from jscaler.plans.ladder import ladder
-from jscaler.report.draw_layout import refuse_picture
+from jscaler.report.draw_layout import refuse_picture, save_picture
 from jscaler.training.planned_job import PlannedJob
 
 TARGET_HELP = "what it is to fit on: V100-32GB (one device), 8xH100-80GB, 4x8xV100-32GB, a built-in name or a .toml file"
@@ -54,7 +54,7 @@ def fit_(
     Example: jscaler fit --job my_model.py:job --target 8xH100-80GB
     """
     from jscaler.estimate.fit_result import fit_table, reasons, verdict
-    from jscaler.report.draw_fit import draw_fit
+    from jscaler.report.draw_fit import fit_figure
     from jscaler.runtime.target import find_target
 
     refuse_picture(draw)
@@ -72,7 +72,7 @@ def fit_(
         plans = plan or list(ladder(cluster.num_devices, batch_size(graph)))
         found = _climbed(graph, cluster, plans, every, check, begin)
     if draw is not None:
-        draw_fit(draw, found, planned.describe())
+        save_picture(draw, fit_figure(found, planned.describe()), dpi=110)
     if as_json:
         record = {"model": planned.describe(), **found.as_json(), "picture": str(draw) if draw else None}
         typer.echo(json.dumps(record))

@@ -21,6 +21,10 @@ from jscaler.xla_model.to_block import Blocks, nbytes
 ARGUMENTS = ("parameter", "optimizer", "input")
 MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+HELD_AS: dict[HeldKind, MemoryKind] = {  # from what lies there all the time to what comes and goes
+    "parameter": "parameters", "optimizer": "optimizer", "input": "inputs",
+    "gradient": "gradients", "activation": "activations", "temporary": "temporaries",
+}  # fmt: skip
 PREALLOCATED = 0.75  # of a device, that JAX takes at its first computation unless it is told otherwise
 
 

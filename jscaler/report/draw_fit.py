@@ -6,14 +6,12 @@ the bars stands what runs: forward, backward, update.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jscaler.estimate.fit_result import stretches
-from jscaler.estimate.memory import Memory
-from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
-from jscaler.report.draw_memory import GIB
-from jscaler.report.written import writing
+from jscaler.estimate.memory import HELD_AS, Memory
+from jscaler.report.draw_layout import FAINT, INK
+from jscaler.report.draw_memory import GIB, KIND_COLORS, short
 from jscaler.text.units import readable_bytes
 from jscaler.xla_model.lifetimes import Moment
 
@@ -23,15 +21,6 @@ if TYPE_CHECKING:
 
     from jscaler.estimate.fitting import Fit, Tried
 
-# from what lies there all the time to what comes and goes; the colours are those of draw_memory
-KINDS = {
-    "parameter": ("parameters", COLORS[4]),
-    "optimizer": ("optimizer", COLORS[0]),
-    "input": ("inputs", COLORS[3]),
-    "gradient": ("gradients", COLORS[1]),
-    "activation": ("activations", COLORS[2]),
-    "temporary": ("temporaries", COLORS[7]),
-}
 PHASES = {"forward": "#DDEEFF", "backward": "#FFE8CC", "update": "#E4F2DD"}
 MOST_BARS = 96
 MOST_PANELS = 12
@@ -39,20 +28,6 @@ PER_ROW = 3
 TALLEST = 1.8  # of a device: what is higher is cut off
 LOW = 0.25  # of a device: where all peaks are below, the panels are as high as they
 BEYOND = "#B00020"
-
-
-def draw_fit(path: Path, found: "Fit", title: str) -> None:
-    """Write the picture of ``fit_figure`` to ``path``.
-
-    Raises:
-        UnknownNameError: the path's ending says no known format.
-        JscalerError: matplotlib is missing, or the file cannot be written.
-    """
-    refuse_picture(path)
-    figure = fit_figure(found, title)
-    with writing("picture", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
 
 
 def fit_figure(found: "Fit", title: str) -> "Figure":
@@ -72,7 +47,7 @@ def fit_figure(found: "Fit", title: str) -> "Figure":
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels() if shown else ([], [])
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), fontsize=8, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(HELD_AS), fontsize=8, frameon=False)
     return figure
 
 
@@ -126,9 +101,9 @@ def _panel(axes: "Axes", one: "Tried", scale: _Scale, chosen: bool) -> None:
 
 def _bars(axes: "Axes", moments: Sequence[Moment], size: int) -> None:
     bottoms = [0.0] * len(moments)
-    for kind, (name, color) in KINDS.items():
+    for kind, name in HELD_AS.items():
         heights = [moment.kinds.get(kind, 0) / size for moment in moments]
-        axes.bar(range(len(moments)), heights, 1.0, bottoms, color=color, label=name, linewidth=0)
+        axes.bar(range(len(moments)), heights, 1.0, bottoms, color=KIND_COLORS[name], label=name, linewidth=0)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
 
 
@@ -159,7 +134,7 @@ def _peak(axes: "Axes", moments: Sequence[Moment], memory: Memory, scale: _Scale
     height = moments[at].nbytes / scale.size
     cut = height > 0.94 * top
     here = 0.97 * top if cut else height + 0.02 * top
-    text = f"{readable_bytes(memory.peak)} in {_short(memory.at or 'the results')}"
+    text = f"{readable_bytes(memory.peak)} in {short(memory.at or 'the results', 52)}"
     note: Any = {"fontsize": 7, "color": INK, "ha": "center", "va": "top" if cut else "bottom", "in_layout": False}
     note["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
     axes.plot([at], [here], marker="^" if cut else "v", color=BEYOND if cut else INK, markersize=5)
@@ -167,7 +142,3 @@ def _peak(axes: "Axes", moments: Sequence[Moment], memory: Memory, scale: _Scale
     if abs(label - scale.capacity) < 0.06 * top:
         label = scale.capacity + 0.06 * top  # above what is said of a device
     axes.text((len(moments) - 1) / 2, label, text, **note)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 52 else f"…{name[-51:]}"

@@ -53,6 +53,17 @@ def refuse_picture(path: Path | None) -> None:
     check_file("picture", path)
 
 
+def save_picture(path: Path, figure: "Figure", dpi: int = 120, **how: Any) -> None:
+    """Write ``figure`` to ``path``, which `refuse_picture` lets through; its folder is made.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    with writing("picture", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=dpi, **how)
+
+
 def draw_redistribution(path: Path, title: str, layouts: Sequence[Layout], labels: Sequence[str]) -> None:
     """Write the picture of ``redistribution_figure`` to ``path``.
 
@@ -66,10 +77,8 @@ def draw_redistribution(path: Path, title: str, layouts: Sequence[Layout], label
     figure = redistribution_figure(title, layouts, labels)
     settings: Any = {"hatch.linewidth": 0.7, "svg.hashsalt": "jscaler"}  # and no date: the same picture is the same file
     stamp = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
-    with writing("picture", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context(settings):
-            figure.savefig(path, dpi=120, metadata=stamp)
+    with matplotlib.rc_context(settings):
+        save_picture(path, figure, metadata=stamp)
 
 
 def redistribution_figure(title: str, layouts: Sequence[Layout], labels: Sequence[str]) -> "Figure":

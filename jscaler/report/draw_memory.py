@@ -1,13 +1,11 @@
 """A device's memory as a picture: kinds side by side against what the device has, and the largest contributors below."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jscaler.estimate.memory import MEMORY_KINDS, Memory
-from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
+from jscaler.report.draw_layout import COLORS, FAINT, INK
 from jscaler.report.target_report import TargetReport, heading, verdict
-from jscaler.report.written import writing
 from jscaler.report.xla_memory import Contributor
 from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_bytes
@@ -20,20 +18,6 @@ KIND_COLORS = dict(zip(MEMORY_KINDS, (COLORS[i] for i in (4, 1, 0, 3, 2, 7, 5)),
 MOST_BARS = 10
 SMALL = 1e-3  # of the peak: what is less is not in the legend
 GIB = 1 << 30
-
-
-def draw_memory(path: Path, report: TargetReport) -> None:
-    """Write the picture of ``memory_figure`` to ``path``.
-
-    Raises:
-        UnknownNameError: the path's ending says no known format.
-        JscalerError: matplotlib is missing, or the file cannot be written.
-    """
-    refuse_picture(path)
-    figure = memory_figure(report)
-    with writing("picture", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
 
 
 def memory_figure(report: TargetReport) -> "Figure":
@@ -93,10 +77,11 @@ def _bars(axes: "Axes", shown: Sequence[Contributor]) -> None:
         arrays = f"{one.count} × {one.shape}" if one.shape else ""
         note = "  ".join(part for part in (readable_bytes(one.nbytes), arrays, one.source) if part)
         axes.text(width, row, f"  {note}", va="center", fontsize=8, color=INK)
-    axes.set_yticks(range(len(shown)), [_short(one.op) for one in shown], fontsize=8)
+    axes.set_yticks(range(len(shown)), [short(one.op, 46) for one in shown], fontsize=8)
     axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, 1.6 * largest / size))
     axes.set_title(f"held at the peak, {unit}", fontsize=9, loc="left", color=INK)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 46 else f"…{name[-45:]}"
+def short(name: str, most: int) -> str:
+    """The end of a name that is longer than ``most``."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"

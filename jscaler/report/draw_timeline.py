@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jscaler.errors import PlanError, shown
-from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture
-from jscaler.report.written import as_path, writing
+from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture, save_picture
+from jscaler.report.written import as_path
 from jscaler.tables.timeline import Devices, TimedRun, Timeline, check_timeline
 from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_seconds
@@ -48,10 +48,7 @@ def draw_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
         raise PlanError(f"draw_timelines takes timelines in a list, not {shown(timelines)}")
     timelines = [check_timeline("draw_timelines", one) for one in timelines]
     refuse_picture(path)
-    figure = timeline_figure(timelines)
-    with writing("picture", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+    save_picture(path, timeline_figure(timelines))
 
 
 def timeline_figure(timelines: Sequence[Timeline]) -> "Figure":

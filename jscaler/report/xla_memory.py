@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jscaler.estimate.live import HeldKind, LiveTensors
-from jscaler.estimate.memory import MEMORY_KINDS, Memory, MemoryKind, arguments_on, run_name
+from jscaler.estimate.live import LiveTensors
+from jscaler.estimate.memory import HELD_AS, MEMORY_KINDS, Memory, MemoryKind, arguments_on, run_name
 from jscaler.estimate.waiting import Held, Waiting
 from jscaler.ir import Op, PTensor
 from jscaler.ir.loop import chain_of
@@ -25,10 +25,6 @@ from jscaler.report.buffers import Allocation, BufferValue, Dump, fullest, twins
 from jscaler.report.hlo_scopes import Scopes
 from jscaler.xla_model.to_block import nbytes
 
-_KINDS: dict[HeldKind, MemoryKind] = {
-    "parameter": "parameters", "optimizer": "optimizer", "input": "inputs",
-    "gradient": "gradients", "activation": "activations", "temporary": "temporaries",
-}  # fmt: skip
 IDLE = "reserved, not in use at the peak"
 _FOLDED = re.compile(r"(?<=[_/.])\d+(?=/|@|$|\.)")  # layer numbers
 _LEAF = re.compile(r"leaves\[(\d+)\]")
@@ -156,7 +152,7 @@ def _arguments(step: StepPlan, names: LiveTensors, device: int) -> Iterator[Row]
     """The step's arguments and constants on a device."""
     for tensor, var in arguments_on(step, device).items():
         shape = hlo_shape(var.aval.shape, var.aval.dtype)  # type: ignore[attr-defined]
-        yield _KINDS[names.kinds[tensor]], tensor.name, "", shape, nbytes(var)
+        yield HELD_AS[names.kinds[tensor]], tensor.name, "", shape, nbytes(var)
 
 
 class _Owners:
@@ -189,13 +185,13 @@ class _Owners:
         assert leaf is not None, self.scopes.parameters[allocation.parameter]
         tensor = self.block.takes[int(leaf[1])]
         shape = hlo_shape(self.step.completed.inputs[tensor].local_shape, tensor.dtype)
-        return _KINDS[self.kinds[tensor]], tensor.name, "", shape
+        return HELD_AS[self.kinds[tensor]], tensor.name, "", shape
 
     def waits(self, held: Held) -> Row:
         """What lies in a slot."""
         maker = self._maker(held.tensor) if held.tensor is not None else None
         shape = hlo_shape(held.local.shape, held.local.dtype)
-        return _KINDS[held.what.kind], held.what.name, maker.source if maker is not None else "", shape, held.what.nbytes
+        return HELD_AS[held.what.kind], held.what.name, maker.source if maker is not None else "", shape, held.what.nbytes
 
     def owner(self, allocation: Allocation, value: BufferValue) -> tuple[MemoryKind, str, str]:
         """Kind, name and source of a value among the temporaries."""

@@ -10,7 +10,8 @@ import jscaler
 from jscaler.clusters import find_cluster
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.estimate.fitting import Fit
-from jscaler.report.draw_fit import MOST_PANELS, draw_fit, fit_figure, phases
+from jscaler.report.draw_fit import MOST_PANELS, fit_figure, phases
+from jscaler.report.draw_layout import refuse_picture, save_picture
 from jscaler.report.draw_memory import GIB
 from jscaler.xla_model.lifetimes import Moment
 
@@ -61,10 +62,11 @@ def test_what_runs_when() -> None:
 
 
 def test_pictures_are_files(found: Fit, tmp_path: Path) -> None:
-    draw_fit(tmp_path / "new" / "fit.png", found, "three layers")
+    figure = fit_figure(found, "three layers")
+    save_picture(tmp_path / "new" / "fit.png", figure, dpi=110)
     assert (tmp_path / "new" / "fit.png").stat().st_size > 1000
     with pytest.raises(UnknownNameError, match=r"'\.gif'"):
-        draw_fit(tmp_path / "fit.gif", found, "")
+        refuse_picture(tmp_path / "fit.gif")
     (tmp_path / "file").touch()
     with pytest.raises(JscalerError, match="cannot write the picture"):
-        draw_fit(tmp_path / "file" / "fit.png", found, "")
+        save_picture(tmp_path / "file" / "fit.png", figure)

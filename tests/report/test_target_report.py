@@ -10,7 +10,8 @@ from report.stand_in import arguments, on_cpu, step
 import jscaler
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.estimate.memory import MEMORY_KINDS, Memory
-from jscaler.report.draw_memory import draw_memory, memory_figure
+from jscaler.report.draw_layout import refuse_picture, save_picture
+from jscaler.report.draw_memory import memory_figure
 from jscaler.report.target_report import CollectiveRow, TargetReport, groups_text, verdict
 
 
@@ -76,13 +77,13 @@ def test_the_picture_holds_every_kind_and_the_capacity(report: TargetReport, tmp
     (line,) = figure.axes[0].lines
     assert line.get_xdata()[0] == report.memory.capacity / (1 << 30)
     for suffix in ("png", "svg"):
-        draw_memory(tmp_path / "deep" / f"memory.{suffix}", report)
+        save_picture(tmp_path / "deep" / f"memory.{suffix}", figure)
         assert (tmp_path / "deep" / f"memory.{suffix}").stat().st_size > 1000
 
 
 def test_a_picture_that_cannot_be_written(report: TargetReport, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"no picture format named '\.gif'"):
-        draw_memory(tmp_path / "memory.gif", report)
+        refuse_picture(tmp_path / "memory.gif")
     (tmp_path / "file").write_text("")
     with pytest.raises(JscalerError, match=r"cannot write the picture .*; choose another path"):
-        draw_memory(tmp_path / "file" / "memory.png", report)
+        save_picture(tmp_path / "file" / "memory.png", memory_figure(report))
