@@ -28,26 +28,13 @@ from jscaler.user_file import function_in
 
 Factory = Callable[..., Callable[..., Any]]
 PLANS: dict[str, Factory] = {
-    "single": single,
-    "data_parallel": data_parallel,
-    "tensor_parallel": tensor_parallel,
-    "sequence_parallel": sequence_parallel,
-    "vocab_parallel": vocab_parallel,
-    "megatron": megatron,
-    "expert_parallel": expert_parallel,
-    "spatial": spatial,
-    "dap": dap,
-    "zero1": zero1,
-    "zero2": zero2,
-    "zero3": zero3,
-    "accumulate": accumulate,
-    "pipeline": pipeline,
-    "interlaced": interlaced,
-    "three_f_one_b": three_f_one_b,
-    "co_shard": co_shard,
-    "recompute_layers": recompute_layers,
-    "selective_recompute": selective_recompute,
-}
+    made.__name__: made
+    for made in (
+        single, data_parallel, tensor_parallel, sequence_parallel, vocab_parallel, megatron, expert_parallel,
+        spatial, dap, zero1, zero2, zero3, accumulate, pipeline, interlaced, three_f_one_b, co_shard,
+        recompute_layers, selective_recompute,
+    )
+}  # fmt: skip
 ALIASES = {"fsdp": "zero3"}  # as PyTorch's users call it
 fsdp = zero3
 
