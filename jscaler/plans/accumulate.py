@@ -74,7 +74,6 @@ def accumulate(
                 graph.op_trans(op, TimeSplit(name, microbatches, MICROBATCH))
         inner(graph, devices)
 
-    policy.__name__ = "accumulate"
     return policy
 
 

@@ -17,7 +17,10 @@ P = ParamSpec("P")
 
 
 def checked(factory: Callable[P, Callable[..., None]]) -> Callable[P, Callable[..., None]]:
-    """``factory``, which makes a policy of its arguments, with `check_types` behind its own checks, which say more."""
+    """``factory``, which makes a policy of its arguments, with `check_types` behind its own checks, which say more.
+
+    The policy bears its name.
+    """
 
     @functools.wraps(factory)
     def made(*args: P.args, **kwargs: P.kwargs) -> Callable[..., None]:
@@ -27,6 +30,7 @@ def checked(factory: Callable[P, Callable[..., None]]) -> Callable[P, Callable[.
             _check_call(factory, args, kwargs)
             raise
         _check_call(factory, args, kwargs)
+        policy.__name__ = factory.__name__
         return policy
 
     return made

@@ -85,7 +85,6 @@ def co_shard(
             for group in groups:
                 graph.recompute(group, instead=_is_covered(graph, group, own))
 
-    policy.__name__ = "co_shard"
     return policy
 
 

@@ -60,5 +60,4 @@ def dap(
         of_batch = batch_factors(graph, batch, rows) if rows > 1 else {}
         split(graph, grid, of_batch, fewest_switches(graph, axes_of(graph, axes, "pass dap(axes=...)"), parts))
 
-    policy.__name__ = "dap"
     return policy

@@ -42,7 +42,6 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
             graph.reduce_dtype(reduce_dtype)
         split(graph, devices, table)
 
-    policy.__name__ = "data_parallel"
     return policy
 
 

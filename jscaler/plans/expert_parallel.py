@@ -55,7 +55,6 @@ def expert_parallel(experts: str | Sequence[str] | None = None, batch: str = "ba
         inside = _inside(graph, _kernels(graph, experts), devices.size)
         split(graph, devices, batch_factors(graph, batch, devices.size) | inside)
 
-    policy.__name__ = "expert_parallel"
     return policy
 
 

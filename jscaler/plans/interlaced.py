@@ -78,6 +78,5 @@ def interlaced(
         per_microbatch,
         ends=ends, vocabulary=vocabulary,
     )  # fmt: skip
-    policy.__name__ = "interlaced"
     policy.without_stages = ends
     return policy

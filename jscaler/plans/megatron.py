@@ -121,11 +121,9 @@ def megatron(
         raise PlanError(f"megatron: zero is 0, 1, 2 or 3, not {zero!r}")
     if pp != 1 and microbatches is None:
         raise PlanError(f"megatron: pp={pp} stages need micro-batches that follow each other; give microbatches=")
-    policy.__name__ = "megatron"
     if microbatches is None:
         return policy
     words = vocab if isinstance(vocab, Mapping) else None
     staged = pipeline(pp, microbatches, schedule, policy, at, layers, batch, chunks=chunks, ends=ends, vocabulary=words)
-    staged.__name__ = "megatron"
     staged.without_stages = megatron(dp and dp * pp, tp, sequence, vocab, zero, batch, columns, gather_once=gather_once)
     return staged

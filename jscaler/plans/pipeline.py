@@ -124,7 +124,6 @@ def pipeline(
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
-    policy.__name__ = "pipeline"
     policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
     return policy
 

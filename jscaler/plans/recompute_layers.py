@@ -60,5 +60,4 @@ def recompute_layers(
             if any(op.backward is not None for op in layer):
                 graph.recompute(layer, keep=[op for op in layer if op.path in kept])
 
-    policy.__name__ = "recompute_layers"
     return policy

@@ -52,5 +52,4 @@ def selective_recompute(
         for core in find_cores(graph, [on] if isinstance(on, str) else on):
             graph.recompute(core)
 
-    policy.__name__ = "selective_recompute"
     return policy

@@ -48,5 +48,4 @@ def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dim
         between = reached(graph, tokens, devices.size)
         split(graph, devices, between | reached(graph, kernels, devices.size))
 
-    policy.__name__ = "sequence_parallel"
     return policy

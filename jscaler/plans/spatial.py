@@ -69,7 +69,6 @@ def spatial(
 
     if grid is not None and not (len(grid) and all(isinstance(n, int) for n in grid)):
         raise PlanError(f"spatial: grid is the numbers of parts of each spatial dim, e.g. (2, 2), not {grid!r}")
-    policy.__name__ = "spatial"
     return policy
 
 

@@ -63,5 +63,4 @@ def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[...
             table = without_followers(graph, words | table, stored=True) | updates
         split(graph, devices, table, unequal=words)
 
-    policy.__name__ = "tensor_parallel"
     return policy

@@ -70,6 +70,5 @@ def three_f_one_b(
         staged = pipeline(stages, microbatches, SCHEDULE, plan, at, layers, batch, accumulate_dtype, chunks=chunks)
         staged(graph, devices)
 
-    policy.__name__ = "three_f_one_b"
     policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
     return policy

@@ -144,5 +144,4 @@ def vocab_parallel(vocabulary: Dims | None = None) -> Callable[..., None]:
         table = word_factors(graph, leaves, devices.size)
         split(graph, devices, table, unequal=table)
 
-    policy.__name__ = "vocab_parallel"
     return policy

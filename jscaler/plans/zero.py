@@ -101,7 +101,6 @@ def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool, gather_once: b
             graph.accumulation(each_time=True, gather_once=gather_once)
         split(graph, devices, table)
 
-    policy.__name__ = name
     return policy
 
 
