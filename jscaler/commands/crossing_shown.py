@@ -37,8 +37,15 @@ class CrossingAnswer(NamedTuple):
         return [readable_bytes(nbytes), *([] if self.cluster is None else [readable_seconds(cost)])]
 
 
-class CrossingStep(NamedTuple):
-    """``group`` is "producers", "hop" or "consumers"; ``nbytes`` are those that all devices send."""
+class ToldStep(NamedTuple):
+    """A step of an adapter, or the hop of a crossing.
+
+    Attributes:
+        group: of a crossing: "producers", "hop" or "consumers".
+        who: the devices that take part, in words.
+        nbytes: the mean per device; of a crossing what all devices send.
+        cost: in the cost model's unit.
+    """
 
     group: str
     words: str
@@ -46,6 +53,17 @@ class CrossingStep(NamedTuple):
     after: Layout
     nbytes: float
     cost: float
+
+
+def told_steps(adapter: Adapter, itemsize: int, cost: CostModel, group: str = "", times: int = 1) -> list[ToldStep]:
+    """The steps of ``adapter``, and ``times`` what each device sends in them in the mean."""
+    return [
+        ToldStep(
+            group, describe(before, step), groups_text(before, step), step.apply(before),
+            step.bytes(before, itemsize) * times, price_of(before, step, itemsize, cost),
+        )
+        for before, step in adapter.walk
+    ]  # fmt: skip
 
 
 def crossing_answer(source: Layout, target: Layout, cluster: str | None, itemsize: int, count: int) -> CrossingAnswer:
@@ -58,7 +76,7 @@ def crossing_answer(source: Layout, target: Layout, cluster: str | None, itemsiz
     return answers[0]._replace(others=others[:count])
 
 
-def crossing_steps(answer: CrossingAnswer) -> list[CrossingStep]:
+def crossing_steps(answer: CrossingAnswer) -> list[ToldStep]:
     """Inside of the producers' group, between the groups, inside of the consumers'."""
     crossing = answer.crossing
     price = hop_price(crossing.leave.target, crossing.arrive.source, answer.itemsize, answer.cost)
@@ -66,19 +84,10 @@ def crossing_steps(answer: CrossingAnswer) -> list[CrossingStep]:
     listed = ", ".join(f"{a} → {b}" for a, b in pairs[:MOST_PAIRS]) + (", …" if len(pairs) > MOST_PAIRS else "")
     rounds = sum(1 for move in crossing.moves if move.pairs)
     words = "send whole blocks" if crossing.is_equal else f"send pieces, {rounds} round{'s' * (rounds != 1)}"
-    hop = CrossingStep("hop", words, listed, crossing.arrive.source, crossing.sent * answer.itemsize, price)
-    return [*_inside("producers", crossing.leave, answer), hop, *_inside("consumers", crossing.arrive, answer)]
-
-
-def _inside(group: str, adapter: Adapter, answer: CrossingAnswer) -> list[CrossingStep]:
-    return [
-        CrossingStep(
-            group, describe(before, step), groups_text(before, step), step.apply(before),
-            step.bytes(before, answer.itemsize) * len(before.mesh.devices),
-            price_of(before, step, answer.itemsize, answer.cost),
-        )
-        for before, step in adapter.walk
-    ]  # fmt: skip
+    hop = ToldStep("hop", words, listed, crossing.arrive.source, crossing.sent * answer.itemsize, price)
+    first = told_steps(crossing.leave, answer.itemsize, answer.cost, "producers", len(crossing.source.mesh.devices))
+    last = told_steps(crossing.arrive, answer.itemsize, answer.cost, "consumers", len(crossing.target.mesh.devices))
+    return [*first, hop, *last]
 
 
 def crossing_record(answer: CrossingAnswer) -> dict[str, Any]:

@@ -13,17 +13,23 @@ from rich.console import Console
 from rich.table import Table
 
 from jscaler.clusters import BYTES, Cluster, CostModel, find_cluster
-from jscaler.commands.crossing_shown import crossing_answer, crossing_record, crossing_scenes, show_crossing
+from jscaler.commands.crossing_shown import (
+    ToldStep,
+    crossing_answer,
+    crossing_record,
+    crossing_scenes,
+    show_crossing,
+    told_steps,
+)
 from jscaler.commands.screen import screen, show
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir.mask import SubDims
-from jscaler.materialize import Adapter, Layout, OpenLayout, Transition, find_adapter, parse_layout
+from jscaler.materialize import Adapter, Layout, OpenLayout, find_adapter, parse_layout
 from jscaler.materialize.adapter import alternatives
 from jscaler.materialize.bounds import bytes_at_least
-from jscaler.materialize.transitions import price_of
 from jscaler.report.draw_layout import draw_redistribution, refuse_picture
 from jscaler.report.layout_text import layout_picture, side_by_side
-from jscaler.report.step_text import describe, groups_of, groups_text, layout_text
+from jscaler.report.step_text import groups_of, layout_text
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
 
@@ -80,16 +86,6 @@ def output(
         show(console, f"written: {draw}")
 
 
-class StepRow(NamedTuple):
-    """A step with the layouts before and after it; ``cost`` is in the cost model's unit."""
-
-    before: Layout
-    transition: Transition
-    after: Layout
-    nbytes: float
-    cost: float
-
-
 class Answer(NamedTuple):
     """An adapter and what is told about it; without ``cluster`` costs are bytes."""
 
@@ -104,10 +100,8 @@ class Answer(NamedTuple):
         return self.cluster or BYTES
 
     @property
-    def steps(self) -> list[StepRow]:
-        walk = [(here, step, step.apply(here)) for here, step in self.adapter.walk]
-        item = self.itemsize
-        return [StepRow(a, step, b, step.bytes(a, item), price_of(a, step, item, self.cost)) for a, step, b in walk]
+    def steps(self) -> list[ToldStep]:
+        return told_steps(self.adapter, self.itemsize, self.cost)
 
     @property
     def bound(self) -> float:
@@ -200,17 +194,13 @@ def title(answer: Answer) -> str:
 def scenes(answer: Answer) -> tuple[str, list[Layout], list[str]]:
     """For the picture: its title, the layouts first to last, and what stands between them."""
     steps = answer.steps
-    labels = [", ".join([_words(step), *_figures(answer, [step])]) for step in steps]
+    labels = [", ".join([f"{step.words} ({step.who})", *_figures(answer, [step])]) for step in steps]
     between = [step.after for step in steps[:-1]]
     total = ", ".join(_figures(answer, steps)) if steps else "nothing to do"
     return f"{title(answer)}: {total}", [answer.adapter.source, *between, answer.adapter.target], labels
 
 
-def _words(step: StepRow) -> str:
-    return f"{describe(step.before, step.transition)} ({groups_text(step.before, step.transition)})"
-
-
-def _figures(answer: Answer, steps: Sequence[StepRow]) -> list[str]:
+def _figures(answer: Answer, steps: Sequence[ToldStep]) -> list[str]:
     sent = sum(step.nbytes for step in steps)
     return [f"{readable_bytes(sent)} per device", *answer.time(sum(step.cost for step in steps))]
 
@@ -244,14 +234,14 @@ def beside(answer: Answer) -> list[Answer]:
 def _path(answer: Answer) -> list[dict[str, Any]]:
     return [
         {
-            "kind": step.transition.kind,
-            "axes": [step.before.mesh.size(axis) for axis in step.transition.axes],
-            "groups": groups_of(step.before, step.transition),
+            "kind": transition.kind,
+            "axes": [before.mesh.size(axis) for axis in transition.axes],
+            "groups": groups_of(before, transition),
             "bytes": step.nbytes,
             "seconds": answer.seconds(step.cost),
             "layout": str(step.after),
         }
-        for step in answer.steps
+        for (before, transition), step in zip(answer.adapter.walk, answer.steps, strict=True)
     ]
 
 
@@ -281,7 +271,7 @@ def show_answer(console: Console, answer: Answer) -> None:
         sums, ratio = _totals(other), _ratio(other, answer)
         figures = [f"{ratio:6.2f}×" if ratio is not None else "      –", f"{readable_bytes(sums['bytes']):>9}"]
         figures += [f"{text:>8}" for text in other.time(sums["seconds"])]
-        path = "; ".join(describe(step.before, step.transition) for step in other.steps)
+        path = "; ".join(step.words for step in other.steps)
         lines.append("  ".join([*figures, path]))
     show(console, "\n".join(lines))
 
@@ -301,15 +291,13 @@ def path_table(answer: Answer) -> Table:
     """The steps, their sum and the lower bound."""
     header = ["step", "transition", "groups of devices", "layout after", "bytes"]
     header += ["seconds"] if answer.cluster is not None else []
-    rows = [[i, *_row(step), *answer.time(step.cost)] for i, step in enumerate(answer.steps, 1)]
+    rows = [
+        [i, step.words, step.who, layout_text(step.after), readable_bytes(step.nbytes), *answer.time(step.cost)]
+        for i, step in enumerate(answer.steps, 1)
+    ]
     made = table("the cheapest way", header, rows)
     made.add_section()
     sums, bound = _totals(answer), answer.bound
     made.add_row("", "total", "", "", readable_bytes(sums["bytes"]), *answer.time(sum(s.cost for s in answer.steps)))
     made.add_row("", "lower bound", "", "", readable_bytes(bound), *answer.time(answer.cost.floor(bound)))
     return made
-
-
-def _row(step: StepRow) -> list[str]:
-    words = describe(step.before, step.transition), groups_text(step.before, step.transition)
-    return [*words, layout_text(step.after), readable_bytes(step.nbytes)]
