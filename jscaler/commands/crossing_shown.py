@@ -12,7 +12,7 @@ from jscaler.materialize.crossing import Crossing, cheapest_crossings, hop_price
 from jscaler.materialize.transitions import price_of
 from jscaler.report.step_text import describe, groups_text, layout_text
 from jscaler.text.tables import table
-from jscaler.text.units import readable_bytes, readable_seconds
+from jscaler.text.units import counted, readable_bytes, readable_seconds
 
 MOST_PAIRS = 8  # of a hop that are written out
 ALIKE = 8  # crossings are found for each that is told: many differ in the order of devices alone
@@ -83,7 +83,7 @@ def crossing_steps(answer: CrossingAnswer) -> list[ToldStep]:
     pairs = [(crossing.devices[a], crossing.devices[b]) for move in crossing.moves for a, b in move.pairs]
     listed = ", ".join(f"{a} → {b}" for a, b in pairs[:MOST_PAIRS]) + (", …" if len(pairs) > MOST_PAIRS else "")
     rounds = sum(1 for move in crossing.moves if move.pairs)
-    words = "send whole blocks" if crossing.is_equal else f"send pieces, {rounds} round{'s' * (rounds != 1)}"
+    words = "send whole blocks" if crossing.is_equal else f"send pieces, {counted(rounds, 'round')}"
     hop = ToldStep("hop", words, listed, crossing.arrive.source, crossing.sent * answer.itemsize, price)
     first = told_steps(crossing.leave, answer.itemsize, answer.cost, "producers", len(crossing.source.mesh.devices))
     last = told_steps(crossing.arrive, answer.itemsize, answer.cost, "consumers", len(crossing.target.mesh.devices))

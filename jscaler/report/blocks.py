@@ -9,7 +9,7 @@ from jscaler.lower.instructions import Gather, Run, Send, microbatch_text
 from jscaler.lower.segment import own_ops
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import DeviceMesh
-from jscaler.report.step_text import COUNTS, layout_legend, layout_text
+from jscaler.report.step_text import COUNTS, layout_legend
 from jscaler.text.device_list import devices_text
 from jscaler.text.tables import aligned
 from jscaler.text.units import counted, readable_bytes
@@ -90,15 +90,11 @@ def _of_group(step: StepPlan, group: DeviceMesh) -> Iterator[tuple[str, ...]]:
             of = microbatch_text(() if one.microbatch is None else (one.microbatch,))
             size = readable_bytes(transfer.crossing.sent * transfer.tensor.itemsize)
             if source.mesh == group:
-                to = f"to {devices_text(target.mesh.devices)}, {_layout(source)}, {size} of all devices"
+                to = f"to {devices_text(target.mesh.devices)}, {source.counts}, {size} of all devices"
                 yield "send", transfer.tensor.name, of, to
             if target.mesh == group:
-                came = f"from {devices_text(source.mesh.devices)}, {_layout(target)}"
+                came = f"from {devices_text(source.mesh.devices)}, {target.counts}"
                 yield "take", transfer.tensor.name, of, came
         elif any(one.value in block.imports for block in step.blocks if block.group == group):
             assert isinstance(one, Gather)
             yield "stack", f"{len(one.pieces)} micro-batches", "", ""
-
-
-def _layout(layout: object) -> str:
-    return layout_text(layout).split(" on ")[0]  # type: ignore[arg-type]

@@ -42,12 +42,7 @@ def _move(adapt: Adapt | Extend, itemsize: int, times: int) -> MovedTensor:
 
 
 def _moved(adapt: Adapt | Extend, itemsize: int, times: int) -> Moved:
-    moved: dict[str, tuple[int, float]] = {}
-    for kind, nbytes in adapt.sent(itemsize):
-        if sends(kind):
-            count, sent = moved.get(kind, (0, 0.0))
-            moved[kind] = (count + times, sent + times * nbytes)
-    return moved
+    return summed({kind: (times, times * nbytes)} for kind, nbytes in adapt.sent(itemsize) if sends(kind))
 
 
 def moved_text(moved: Moved) -> str:

@@ -8,6 +8,7 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.materialize import Completed
 from jscaler.primitives import Plan
 from jscaler.text.folding import folded, merged
+from jscaler.text.units import counted
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,13 @@ def replicated_lines(graph: Graph, plan: Plan, completed: Completed) -> list[str
             whole.append(_Whole(folded(tensor.name), tensor.type, _why(graph, tensor, parts), 1, tensor.nbytes))
     if not whole and not scalars:
         return []
-    said = [_counted(len(whole), "leaf", "leaves")] * bool(whole) + [_counted(scalars, "scalar", "scalars")] * bool(scalars)
+    said = [counted(len(whole), "leaf", "leaves")] * bool(whole) + [counted(scalars, "scalar")] * bool(scalars)
     rows = merged(whole, lambda row: row.name, lambda row: (row.aval, row.why), _together)
     return [f"replicated over the {parts} devices that shards are split over: {' and '.join(said)}", *map(str, rows)]
 
 
 def _together(name: str, rows: Sequence[_Whole]) -> _Whole:
     return _Whole(name, rows[0].aval, rows[0].why, sum(row.count for row in rows), sum(row.nbytes for row in rows))
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
 
 
 def _why(graph: Graph, tensor: PTensor, parts: int) -> str:

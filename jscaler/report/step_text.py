@@ -8,6 +8,7 @@ from jscaler.clusters.transition_kinds import sends
 from jscaler.materialize import Layout, Transition, opened
 from jscaler.materialize.transitions import rounds_of
 from jscaler.text.device_list import devices_text
+from jscaler.text.units import counted
 
 
 def describe(layout: Layout, step: Transition) -> str:
@@ -42,15 +43,11 @@ def groups_text(layout: Layout, step: Transition) -> str:
     if not sends(step.kind):
         return "no communication"
     if step.kind == "permute":
-        return _count(len(groups), "message")
+        return counted(len(groups), "message")
     if step.kind == "point_to_point":
-        return f"{_count(sum(map(len, groups)), 'message')} in {_count(len(groups), 'round')}"
+        return f"{counted(sum(map(len, groups)), 'message')} in {counted(len(groups), 'round')}"
     shown = len(groups) if len(groups) * len(groups[0]) <= 16 else max(1, 16 // len(groups[0]))
     return " ".join(map(devices_text, groups[:shown])) + (" …" if len(groups) > shown else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def layout_text(layout: Layout) -> str:
