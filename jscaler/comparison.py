@@ -4,7 +4,6 @@ GSPMD has no stages: beside a pipeline stands the split of one of its stages, ov
 """
 
 import dataclasses
-import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jscaler.api import Parallelized, PlanLike
@@ -31,7 +29,7 @@ from jscaler.runtime.executable import executable, input_structs, shardings
 from jscaler.runtime.executable import lowered as lowered_segments
 from jscaler.stages import lower
 from jscaler.text.device_list import devices_text
-from jscaler.text.tables import table
+from jscaler.text.tables import printed, table
 from jscaler.text.units import counted, readable_bytes
 
 TEXT_WIDTH = 120  # columns of a comparison as text
@@ -102,10 +100,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """Both sides and their ratio, row by row."""
-        console = Console(file=io.StringIO(), width=TEXT_WIDTH)
-        console.print(comparison_table(self))
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+        return printed([comparison_table(self)], TEXT_WIDTH)
 
 
 def compare(step: Parallelized, *args: Any, steps: int = 5, rounds: int = 10, beside: PlanLike | None = None) -> Comparison:

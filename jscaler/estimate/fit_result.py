@@ -1,18 +1,16 @@
 """``Fit``: what `jscaler.fit` tried, as data and as text: a table with the memory over the step, and what to do where
 nothing fits."""
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from jscaler.clusters import Cluster
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.memory import preallocation
-from jscaler.text.tables import FittingTable
+from jscaler.text.tables import FittingTable, printed
 from jscaler.text.units import readable_bytes, readable_seconds
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -239,8 +237,4 @@ def missing(found: Fit) -> list[str]:
 
 def as_text(found: Fit) -> str:
     """All of it as plain text."""
-    console = Console(file=io.StringIO(), width=160)
-    console.print(fit_table(found))
-    console.print("\n".join([*reasons(found), verdict(found)]), highlight=False, markup=False)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed([fit_table(found), *reasons(found), verdict(found)], 160)

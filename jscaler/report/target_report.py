@@ -1,12 +1,10 @@
 """``TargetReport``: what XLA made of a planned step for a cluster that need not be there, as data and as tables."""
 
 import dataclasses
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from jscaler.clusters import Cluster
@@ -19,7 +17,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import HloCollective, collectives
 from jscaler.report.xla_memory import Contributor, DeviceMemory
 from jscaler.text.device_list import devices_text
-from jscaler.text.tables import table
+from jscaler.text.tables import printed, table
 from jscaler.text.units import counted, readable_bytes
 
 MOST_ROWS = 12
@@ -383,10 +381,4 @@ def tables(report: TargetReport, contributors: int = MOST_ROWS) -> tuple[Table, 
 
 def as_text(report: TargetReport, width: int = 140) -> str:
     """The report as plain text."""
-    console = Console(file=io.StringIO(), width=width)
-    console.print(heading(report), highlight=False, markup=False)
-    for made in tables(report):
-        console.print(made)
-    console.print(verdict(report.memory), highlight=False, markup=False)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed([heading(report), *tables(report), verdict(report.memory)], width)

@@ -1,6 +1,7 @@
 """Results as tables for people."""
 
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -62,6 +63,15 @@ def table(
     for row in rows:
         made.add_row(*(f"{c:.4g}" if isinstance(c, float) else str(c) for c in row))
     return made
+
+
+def printed(parts: Iterable[str | Table], width: int) -> str:
+    """Text and tables, one below the other, as plain text of ``width`` columns."""
+    file = io.StringIO()
+    console = Console(file=file, width=width)
+    for part in parts:
+        console.print(part, highlight=False, markup=False)
+    return file.getvalue()
 
 
 def aligned(table: Sequence[Sequence[str]], below: Sequence[Sequence[str]] | None = None) -> list[str]:
