@@ -6,7 +6,7 @@ from graphlib import CycleError
 
 import pytest
 
-from jscaler.ir.walk import Sets, between, closure, dependents, in_order, operands_first
+from jscaler.ir.walk import Sets, between, closure, dependents, grouped, in_order, operands_first
 
 SEEDS = range(40)
 Edges = dict[int, list[int]]
@@ -16,6 +16,11 @@ def edges(seed: int, acyclic: bool) -> Edges:
     rng = random.Random(seed)
     count = rng.randrange(1, 12)
     return {i: [j for j in range(i if acyclic else count) if rng.random() < 0.3] for i in range(count)}
+
+
+def test_values_are_grouped_in_the_order_of_the_first_of_each() -> None:
+    found = grouped((n % 3, n) for n in (5, 1, 3, 2, 5, 4))
+    assert list(found.items()) == [(2, [5, 2, 5]), (1, [1, 4]), (0, [3])]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
