@@ -47,6 +47,7 @@ from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.fetching import fetch
 from jscaler.tables import SCHEDULES, Table
 from jscaler.tables.timeline import Timeline
+from jscaler.training.batches import Batches
 from jscaler.training.evaluation import Evaluation
 from jscaler.training.loop import train
 from jscaler.training.records import Speed, StepRecord
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SCHEDULES",
+    "Batches",
     "BlockError",
     "CaptureError",
     "CaptureWarning",

@@ -18,6 +18,7 @@ class Job(NamedTuple):
             changed in place, and the step returns the loss alone.
         batches: an iterable of batches, or a function without arguments that returns one (a generator function). A batch
             is a tree of arrays; the first one's shapes are those of all. What has ended begins again where it can.
+            `jscaler.Batches` are those of a Grain data set, of which each process reads its own rows alone.
         name: what reports call it; by default as it was given on the command line.
         evaluation: a `jscaler.Evaluation`, computed between the steps.
 

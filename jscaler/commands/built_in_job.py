@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,23 @@ def built_in_job(
     def make_state(key: Any) -> Any:
         return recipe.make_state(module, config, optimizer, key)
 
-    def batches() -> Iterator[Any]:
-        return (batch_at(step, batch, seed) for step in itertools.count())
-
     words = [f"{name}-{size}", *([str(config.dtype)] if config.dtype else [])]
     words += [what for what in ("stacked", "remat") if getattr(config, what, False)]
-    return Job(make_state, recipe.step, batches, ", ".join(words))
+    return Job(make_state, recipe.step, _Batches(lambda step: batch_at(step, batch, seed)), ", ".join(words))
+
+
+class _Batches:
+    """Each is a function of its step, so that a run may begin with any of them."""
+
+    def __init__(self, batch_at: Callable[[int], Any]):
+        self._batch_at = batch_at
+
+    def __call__(self) -> Iterator[Any]:
+        return self.starting(0)
+
+    def starting(self, step: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
+        """From that of ``step`` on, with all rows."""
+        return map(self._batch_at, itertools.count(step))
 
 
 def model_and_size(model: str, size: str | None) -> tuple[str, str]:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jscaler.report.draw_layout import COLORS, FAINT, refuse_picture
-from jscaler.report.written import writing
+from jscaler.report.draw_layout import COLORS, FAINT, refuse_picture, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,10 +20,7 @@ def draw_losses(path: Path, runs: Mapping[str, tuple[Curve, Curve]]) -> None:
         UnknownNameError, JscalerError, OutputError: as `jscaler.draw_timelines`.
     """
     refuse_picture(path)
-    figure = losses_figure(runs)
-    with writing("picture", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+    save_picture(path, losses_figure(runs))
 
 
 def losses_figure(runs: Mapping[str, tuple[Curve, Curve]]) -> "Figure":

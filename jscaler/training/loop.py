@@ -1,6 +1,5 @@
 """``train``: a job under a plan, step by step, with all that weeks of it need."""
 
-import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,7 +121,7 @@ def train(
             planned.step, range(start, steps), kept, NotFinite(choice, kept, planned.target), watch,
             tuple(trackers) if speaks else (), evaluation, tell, before_step,
         )  # fmt: skip
-        return run.go(state, planned.batches(read), read)
+        return run.go(state, planned, read)
 
 
 def _job(given: Any) -> Job:
@@ -177,12 +176,12 @@ class _Run:
     before_step: Before | None
     records: list[StepRecord] = field(default_factory=list)
 
-    def go(self, state: Any, batches: Iterator[Any], read: int) -> Any:
+    def go(self, state: Any, planned: PlannedJob, read: int) -> Any:
         """All steps; ``read`` batches have been read before."""
-        first = next(batches)
-        compiled = self.step.compiled(self.step.bind(state, first))
+        planned.check_batches()
+        compiled = self.step.compiled(self.step.bind(state, planned.first_batch))
         check_result(compiled, state)
-        batches = itertools.chain([first], batches)
+        batches = planned.batches(read, planned.own_rows(compiled))
         with (
             self.checkpoints or nullcontext(), self._told(), self._tracked(compiled),
             noted(*STOP, at_once=self._stopping) as signals,

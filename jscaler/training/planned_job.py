@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from jscaler.job import Job
 from jscaler.primitives import Plan
 from jscaler.runtime.agreement import agree, digest
 from jscaler.runtime.arguments import LeafType, leaf_type
+from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.training_state import TracedState, trace_state
+from jscaler.training.batches import StartingAnywhere
 
 LARGE = 50_000  # parameters; so many are told in millions
 
@@ -70,23 +72,52 @@ class PlannedJob:
         self._types(batch, "the first batch")
         return batch
 
-    def batches(self, start: int = 0) -> Iterator[Any]:
+    def check_batches(self) -> None:
+        """Raises DataError where batches are shapes alone."""
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.first_batch)):
+            raise DataError(f"the batches of {self.job.name} are shapes alone, which can be planned, not run: give arrays")
+
+    def batches(self, start: int = 0, wanted: Sequence[int] | None = None) -> Iterator[Any]:
         """The batches from that of step ``start`` on, without an end. They are handed out once.
+
+        Args:
+            wanted: the rows that this process needs; where batches can leave the others out, they do.
 
         Raises:
             DataError: they have ended and do not begin again, one is not like the first, or they are shapes alone.
         """
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.first_batch)):
-            raise DataError(f"the batches of {self.job.name} are shapes alone, which can be planned, not run: give arrays")
+        self.check_batches()
         first = self._types(self.first_batch, "the first batch")
-        every = itertools.chain([self.first_batch], self._data)
-        for step, batch in itertools.islice(enumerate(every), start, None):
+        if isinstance(self.job.batches, StartingAnywhere):
+            every = self.job.batches.starting(start, wanted)
+        else:
+            every = itertools.islice(itertools.chain([self.first_batch], self._data), start, None)
+        for step, batch in enumerate(every, start):
             if (types := self._types(batch, f"the batch of step {step}")) != first:
                 raise DataError(
                     f"the batch of step {step} of {self.job.name} is not like the first: {_difference(first, types)}; a "
                     "step is compiled for one shape: leave out a last batch that is smaller"
                 )
             yield batch
+
+    def own_rows(self, compiled: Compiled) -> list[int] | None:
+        """The rows of a batch that this process's devices hold, in rising order; None for all.
+
+        A row is what dim 0 counts. Where a leaf has another dim 0 than the others, all rows are needed.
+        """
+        if jax.process_count() == 1:
+            return None
+        leaves = jax.tree.leaves(self.first_batch)
+        shapes = dict(zip(leaf_names(self.batch_name, self.first_batch), map(np.shape, leaves), strict=True))
+        if len(counts := {shape[:1] for shape in shapes.values()}) != 1 or counts == {()}:
+            return None
+        shardings = dict(zip(compiled.lowered.leaf_names, compiled.lowered.executable.in_shardings, strict=True))
+        ((rows,),) = counts
+        found = set[int]()
+        for name, shape in shapes.items():
+            for index in shardings[name].addressable_devices_indices_map(shape).values():
+                found.update(range(rows)[index[0]])
+        return sorted(found)
 
     def _types(self, batch: Any, which: str) -> dict[str, LeafType]:
         """What each leaf of a batch is, by its path."""
