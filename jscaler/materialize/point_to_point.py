@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jscaler.ir.mask import Combiner, Mask, SubDims
-from jscaler.materialize.boxes import Box, extents, overlay, volume, without
-from jscaler.materialize.holders import Holders
-from jscaler.materialize.mask_boxes import BoxSide, Holding, Shares, fragment
+from jscaler.materialize.boxes import Box, extents
+from jscaler.materialize.mask_boxes import Holding, Shares, fragment
 from jscaler.materialize.messages import FilledPart, Join, Message, Target, plan_messages
 from jscaler.materialize.rounds import color_rounds
 
-__all__ = ["BoxMove", "Fill", "Holding", "PointToPoint", "Write", "lower_bound", "plan_regions"]
+__all__ = ["BoxMove", "Fill", "Holding", "PointToPoint", "Write", "plan_regions"]
 
 Index = tuple[int, ...]
 
@@ -92,32 +91,9 @@ class PointToPoint:
     copies: tuple[BoxMove, ...]
     rounds: tuple[BoxMove, ...]
 
-    @property
-    def num_rounds(self) -> int:
-        """The number of ``lax.ppermute`` calls."""
-        return len(self.rounds)
-
-    @property
-    def pairs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per round the (sender, receiver) pairs."""
-        return tuple(r.pairs for r in self.rounds)
-
-    def bytes(self, itemsize: int) -> float:
-        """Mean bytes that a device sends."""
-        return sum(r.size * len(r.pairs) for r in self.rounds) * itemsize / self.num_devices
-
-    def busiest(self, itemsize: int) -> int:
-        """The largest number of bytes that one device sends, or that one receives."""
-        load = [[0, 0] for _ in range(self.num_devices)]
-        for r in self.rounds:
-            for sender, receiver in r.pairs:
-                load[sender][0] += r.size
-                load[receiver][1] += r.size
-        return max((max(ends) for ends in load), default=0) * itemsize
-
     def __str__(self) -> str:
         lines = [
-            f"{len(self.fills)} fills, {len(self.copies)} copies, {self.num_rounds} rounds on {self.num_devices} devices"
+            f"{len(self.fills)} fills, {len(self.copies)} copies, {len(self.rounds)} rounds on {self.num_devices} devices"
         ]
         for r in self.rounds:
             source = "held" if r.source == 0 else f"output {r.source}"
@@ -149,7 +125,11 @@ def plan_regions(
         0 fills, 1 copies, 1 rounds on 2 devices
         (2,) of held: 1 -> 0
     """
-    subdims, sides = _sides(shape, held, wanted, num_devices)
+    for side in (held, *wanted):
+        positions = [holding.position for holding in side]
+        assert len(set(positions)) == len(positions), f"one mask per device: {positions}"
+        assert all(0 <= position < num_devices for position in positions), f"{positions} of {num_devices} devices"
+    subdims, sides = fragment(shape, [held, *wanted])
     fillings, messages = plan_messages(sides[0], sides[1:], functools.partial(_show, subdims))
     copies, rounds = _moves(messages, num_devices)
     return PointToPoint(
@@ -160,38 +140,6 @@ def plan_regions(
         copies,
         rounds,
     )
-
-
-def lower_bound(
-    shape: tuple[int, ...], held: Sequence[Holding], wanted: Sequence[Sequence[Holding]], num_devices: int, itemsize: int
-) -> float:
-    """Mean bytes that a device wants and does not hold: whatever is sent, less cannot do.
-
-    Shares that have to be joined count once, as if they were joined on the way; see ``plan_regions`` for the arguments.
-    """
-    _, sides = _sides(shape, held, wanted, num_devices)
-    holders = Holders(sides[0].fragments)
-    own: dict[tuple[int, Shares], list[Box]] = {}
-    for f in sides[0].fragments:
-        own.setdefault((f.position, f.shares), []).append(f.box)
-    needs: dict[int, dict[Box, None]] = {}
-    for want in (f for side in sides[1:] for f in side.fragments):
-        for box, path in holders.source(want.shares, want.box):
-            if not any(share.position for share in want.shares[len(path) :]):
-                missing = without([box], own.get((want.position, path), ()))
-                needs.setdefault(want.position, {}).update(dict.fromkeys(missing))
-    count = sum(volume(box) for boxes in needs.values() for box, _ in overlay((box, None) for box in boxes))
-    return count * itemsize / num_devices
-
-
-def _sides(
-    shape: tuple[int, ...], held: Sequence[Holding], wanted: Sequence[Sequence[Holding]], num_devices: int
-) -> tuple[SubDims, list[BoxSide]]:
-    for side in (held, *wanted):
-        positions = [holding.position for holding in side]
-        assert len(set(positions)) == len(positions), f"one mask per device: {positions}"
-        assert all(0 <= position < num_devices for position in positions), f"{positions} of {num_devices} devices"
-    return fragment(shape, [held, *wanted])
 
 
 def _show(subdims: SubDims, box: Box, shares: Shares) -> str:

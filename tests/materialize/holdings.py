@@ -1,4 +1,4 @@
-"""Helpers of the irregular tests: random holdings, what they mean in numpy, and what planned moves do in numpy."""
+"""Helpers of the irregular tests: random holdings, what they mean, what planned moves do in numpy, and what they send."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from materialize.layouts import JOIN, box_of
 
 from jscaler.ir.mask import Mask, Share
+from jscaler.materialize.boxes import Box, overlay, volume, without
+from jscaler.materialize.holders import Holders
+from jscaler.materialize.mask_boxes import fragment
 from jscaler.materialize.point_to_point import BoxMove, Holding, PointToPoint, Write
 
 Shares = tuple[Share, ...]
@@ -246,3 +249,43 @@ def _write(buffers: Any, write: Write, pieces: Any, join: Callable[[str], Any]) 
 
 def _at(start: Sequence[int], shape: Sequence[int]) -> Any:
     return (*(slice(a, a + size) for a, size in zip(start, shape, strict=True)), ...)  # a view, also of a scalar
+
+
+# What moves send
+
+
+def bytes_sent(regions: PointToPoint, itemsize: int) -> float:
+    """Mean bytes that a device sends."""
+    return sum(r.size * len(r.pairs) for r in regions.rounds) * itemsize / regions.num_devices
+
+
+def busiest(regions: PointToPoint, itemsize: int) -> int:
+    """The largest number of bytes that one device sends, or that one receives."""
+    load = np.zeros((regions.num_devices, 2), int)
+    for r in regions.rounds:
+        for sender, receiver in r.pairs:
+            load[sender, 0] += r.size
+            load[receiver, 1] += r.size
+    return int(load.max()) * itemsize
+
+
+def lower_bound(
+    shape: tuple[int, ...], held: Sequence[Holding], wanted: Sequence[Sequence[Holding]], num_devices: int, itemsize: int
+) -> float:
+    """Mean bytes that a device wants and does not hold: whatever is sent, less cannot do.
+
+    Shares that have to be joined count once, as if they were joined on the way; see ``plan_regions`` for the arguments.
+    """
+    _, (first, *consumers) = fragment(shape, [held, *wanted])
+    holders = Holders(first.fragments)
+    own: dict[tuple[int, Shares], list[Box]] = {}
+    for f in first.fragments:
+        own.setdefault((f.position, f.shares), []).append(f.box)
+    needs: dict[int, dict[Box, None]] = {}
+    for want in (f for side in consumers for f in side.fragments):
+        for box, path in holders.source(want.shares, want.box):
+            if not any(share.position for share in want.shares[len(path) :]):
+                missing = without([box], own.get((want.position, path), ()))
+                needs.setdefault(want.position, {}).update(dict.fromkeys(missing))
+    count = sum(volume(box) for boxes in needs.values() for box, _ in overlay((box, None) for box in boxes))
+    return count * itemsize / num_devices
