@@ -172,6 +172,11 @@ def made_by(item: Item) -> Iterable[PTensor]:
     return item.outputs if isinstance(item, Op) else (*item.tensors(), *item.loop.results)
 
 
+def item_name(item: Item) -> str:
+    """An op's path, or a loop's name."""
+    return item.path if isinstance(item, Op) else item.loop.name
+
+
 def nested(ops: Iterable[Op], loops: Mapping[str, Loop]) -> tuple[Item, ...]:
     """Ops in execution order as a tree; the ops of a loop stand next to each other."""
     top: list[Item] = []
@@ -221,3 +226,11 @@ def flat(items: Iterable[Item]) -> Iterator[Op]:
             yield item
         else:
             yield from item.ops()
+
+
+def nests(items: Iterable[Item]) -> Iterator[Nest]:
+    """The loops of a tree, each in front of those in it."""
+    for item in items:
+        if isinstance(item, Nest):
+            yield item
+            yield from nests(item.items)

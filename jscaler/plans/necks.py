@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jscaler.ir import Op, PTensor
+from jscaler.ir import Op, PTensor, flat
 from jscaler.ir.loop import Item, reads_of
 from jscaler.ir.walk import Sets, dependents, in_order
 from jscaler.plans.attention import holds_contraction
@@ -40,8 +40,7 @@ class Segment:
 
     def ops(self) -> Iterator[Op]:
         """The ops, those in loops too."""
-        for item in self.items:
-            yield from (item,) if isinstance(item, Op) else item.ops()
+        return flat(self.items)
 
     def reads(self, tensor: PTensor) -> bool:
         """Whether anything in it reads ``tensor``."""
@@ -84,8 +83,7 @@ def as_late_as_possible(items: Sequence[Item]) -> list[Item]:
 
 
 def _flows(item: Item, call: int | None) -> bool:
-    ops = (item,) if isinstance(item, Op) else item.ops()
-    return any(op.kind == "forward" and op.call == call and op.backward is not None for op in ops)
+    return any(op.kind == "forward" and op.call == call and op.backward is not None for op in flat([item]))
 
 
 def _made(item: Item) -> Iterable[PTensor]:

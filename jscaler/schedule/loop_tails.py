@@ -13,11 +13,7 @@ import itertools
 from collections.abc import Mapping, Set
 
 from jscaler.ir import Graph, Op, PTensor, Stacked
-from jscaler.ir.loop import Item, chain_of
-
-
-def item_name(item: Item) -> str:
-    return item.path if isinstance(item, Op) else item.loop.name
+from jscaler.ir.loop import chain_of
 
 
 def with_tails(graph: Graph, late: Mapping[str, Set[str]]) -> Graph:

@@ -6,7 +6,7 @@ from graphlib import CycleError
 
 from jscaler.errors import OrderError
 from jscaler.ir import Graph, Nest, Op, flat
-from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.loop import Item, item_name, made_by, reads_of
 from jscaler.ir.walk import in_order
 from jscaler.primitives import Order
 
@@ -30,7 +30,7 @@ def _ordered(graph: Graph, items: Sequence[Item], orders: Sequence[Order]) -> li
     try:
         found = [items[i] for i in in_order(dependencies(items, orders), key=int)]
     except CycleError as error:
-        raise _cyclic([_name(items[i]) for i in error.args[1]], orders) from None
+        raise _cyclic([item_name(items[i]) for i in error.args[1]], orders) from None
     return [i if isinstance(i, Op) else Nest(i.loop, tuple(_ordered(graph, i.items, orders))) for i in found]
 
 
@@ -42,13 +42,9 @@ def dependencies(items: Sequence[Item], orders: Sequence[Order]) -> dict[int, se
     for order in orders:
         first, second = home.get(order.before), home.get(order.after)
         if first is not None and second is not None:
-            apart = first != second or order.before == order.after == _name(items[first])
+            apart = first != second or order.before == order.after == item_name(items[first])
             found[second] |= {first} if apart else set()
     return found
-
-
-def _name(item: Item) -> str:
-    return item.path if isinstance(item, Op) else item.loop.name
 
 
 def _cyclic(cycle: Sequence[str], orders: Sequence[Order]) -> OrderError:

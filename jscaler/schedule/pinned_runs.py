@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from graphlib import CycleError
 
 from jscaler.errors import OrderError
-from jscaler.ir import Graph, Nest, Op, flat
-from jscaler.ir.loop import Item
+from jscaler.ir import Graph, Op, flat
+from jscaler.ir.loop import Item, nests
 from jscaler.ir.walk import closure, sorter_of
 from jscaler.primitives import Order
 from jscaler.schedule.order import dependencies
@@ -41,7 +41,7 @@ def pins(graph: Graph, runs: Runs, orders: Sequence[Order]) -> list[Order]:
         OrderError: they allow no order.
     """
     levels: list[Sequence[Item]] = [graph.tree] if None in runs.places else []
-    levels += [nest.items for nest in _nests(graph.tree) if nest.loop.name in runs.places]
+    levels += [nest.items for nest in nests(graph.tree) if nest.loop.name in runs.places]
     found: list[Order] = []
     for items in levels:
         sequence = [op for op in _sequence(items, runs, orders) if op.path in runs.of]
@@ -52,13 +52,6 @@ def pins(graph: Graph, runs: Runs, orders: Sequence[Order]) -> list[Order]:
             first = [op for op in after if any(t not in made for t in op.inputs)]
             found += [Order(a.path, b.path) for b in first for a in last]
     return found
-
-
-def _nests(items: Iterable[Item]) -> Iterable[Nest]:
-    for item in items:
-        if isinstance(item, Nest):
-            yield item
-            yield from _nests(item.items)
 
 
 def _sequence(items: Sequence[Item], runs: Runs, orders: Sequence[Order]) -> list[Op]:

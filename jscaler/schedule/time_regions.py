@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from jscaler.ir import Graph, Loop, Nest, Op, PTensor, flat
-from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir import Graph, Nest, Op, PTensor, flat
+from jscaler.ir.loop import Item, chain_of, item_name, made_by, nests, reads_of
 from jscaler.ir.walk import Sets, closure, in_order
 from jscaler.rules.part_forms import Form, OpPart, Piece, Sliced, Summed
-from jscaler.schedule.loop_tails import item_name
 
 T = TypeVar("T")
 
@@ -221,12 +220,7 @@ class TimeRegions:
     def _apart(self, tensor: PTensor, nest: Nest) -> bool:
         """Whether ``tensor`` is made in an iteration of another loop, which does not run part by part as a whole."""
         home = self.graph.homes.get(tensor)
-        return home is not None and home not in _loops([nest]) and home not in self._around(nest.loop)
-
-    def _around(self, loop: Loop) -> Iterable[str]:
-        while loop.parent is not None:
-            yield loop.parent
-            loop = self.graph.loops[loop.parent]
+        return home is not None and home not in _loops([nest]) and home not in chain_of(nest.loop.parent, self.graph.loops)
 
     def _settled(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
         loop = nest.loop
@@ -295,10 +289,11 @@ class TimeRegions:
     def _may_wait(self, item: Item, nest: Nest, known: Mapping[PTensor, Form]) -> bool:
         """Whether ``item`` of a backward loop reads sums of its own iteration alone, and is split by no plan."""
         homes = (self.graph.homes.get(t) for t in {*reads_of(item)} - {*made_by(item)})
+        around = chain_of(nest.loop.name, self.graph.loops)
         return (
             all(op.kind == "backward" and op.again is None and op.path not in self.planned for op in flat([item]))
             and all(known.get(t) in (None, Summed("add")) for t in reads_of(item))
-            and all(home in (None, nest.loop.name, *self._around(nest.loop)) for home in homes)
+            and all(home in (None, *around) for home in homes)
         )
 
     def _made_by(self, op: Op, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
@@ -405,12 +400,8 @@ def _waits(one: T, other: T, before: Mapping[T, Iterable[T]]) -> bool:
 
 
 def _region(items: tuple[Item, ...]) -> TimeRegion:
-    ops = frozenset(op.path for item in items for op in ([item] if isinstance(item, Op) else item.ops()))
-    return TimeRegion(items, ops, frozenset(_loops(items)))
+    return TimeRegion(items, frozenset(op.path for op in flat(items)), frozenset(_loops(items)))
 
 
-def _loops(items: Iterable[Item]) -> Iterable[str]:
-    for item in items:
-        if isinstance(item, Nest):
-            yield item.loop.name
-            yield from _loops(item.items)
+def _loops(items: Iterable[Item]) -> list[str]:
+    return [nest.loop.name for nest in nests(items)]
