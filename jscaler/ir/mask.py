@@ -11,9 +11,7 @@ minima) of those elements; shares nest: a summand of a summand.
     . . . . . .
 """
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,39 +50,6 @@ class Mask:
         """Number of elements in the box."""
         return math.prod(stop - start for dim in self.box for start, stop in dim)
 
-    def intersect(self, other: "Mask") -> "Mask | None":
-        """The part that both cover, or None. Both need the same refinement; the deeper share wins."""
-        assert self.subdims == other.subdims, f"refine first: {self.subdims} against {other.subdims}"
-        if not _shares_meet(self.shares, other.shares):
-            return None
-        box = tuple(
-            tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(mine, theirs, strict=True))
-            for mine, theirs in zip(self.box, other.box, strict=True)
-        )
-        if any(stop <= start for dim in box for start, stop in dim):
-            return None
-        return Mask(self.subdims, box, max(self.shares, other.shares, key=len))
-
-    def overlaps(self, other: "Mask") -> bool:
-        """Whether two ops that view the tensor through these masks depend on each other."""
-        return self.intersect(other) is not None
-
-    def elements(self) -> Iterator[tuple[int, ...]]:
-        """The index of every element of the box in the *unrefined* tensor: the slow, obvious meaning of a mask."""
-        yield from itertools.product(*(_positions(s, b) for s, b in zip(self.subdims, self.box, strict=True)))
-
     def __str__(self) -> str:
         dims = ", ".join("·".join(f"{a}:{b}" for a, b in dim) for dim in self.box)
         return f"[{dims}]" + "".join(f" share {s}" for s in self.shares)
-
-
-def _positions(sizes: tuple[int, ...], intervals: tuple[Interval, ...]) -> list[int]:
-    positions = [0]
-    for size, (start, stop) in zip(sizes, intervals, strict=True):
-        positions = [p * size + i for p in positions for i in range(start, stop)]
-    return positions
-
-
-def _shares_meet(a: tuple[Share, ...], b: tuple[Share, ...]) -> bool:
-    # Nested shares are paths in a tree of summands: they meet where one path leads to the other.
-    return all(x == y for x, y in zip(a, b, strict=False))

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from masks import elements
 from materialize.layouts import every_layout
 
 from jscaler.clusters import BYTES, CLUSTERS, CostModel
@@ -145,5 +146,5 @@ def meaning(layout: Layout) -> tuple:
     said = []
     for device, position in sorted((d, p) for p, d in enumerate(layout.mesh.devices)):
         mask = layout.mask(position)
-        said.append((device, frozenset(mask.elements()), number.setdefault(mask.shares, len(number))))
+        said.append((device, frozenset(elements(mask)), number.setdefault(mask.shares, len(number))))
     return tuple(said), layout.shares, layout.memory

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from masks import elements
 from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import LARGE, MODELS, SMALL, V100, count_layouts, every_count, meaning, price
 from of_the_day import of_the_day
@@ -24,7 +25,7 @@ Blocks = dict[int, frozenset[tuple[int, ...]]]
 def blocks(layout: Layout, shape: tuple[int, ...]) -> Blocks:
     """The elements that each device holds; without those that pad the layout's sizes."""
     return {
-        device: frozenset(e for e in layout.mask(p).elements() if all(i < s for i, s in zip(e, shape, strict=True)))
+        device: frozenset(e for e in elements(layout.mask(p)) if all(i < s for i, s in zip(e, shape, strict=True)))
         for p, device in enumerate(layout.mesh.devices)
     }
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from masks import elements
 from materialize.holdings import bytes_sent
 from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import count_layouts
@@ -17,8 +18,8 @@ from jscaler.materialize.transitions import regions_between
 
 def missing(source: Layout, target: Layout) -> dict[int, int]:
     """For each device the number of elements that it wants and does not hold."""
-    held = {d: set(source.mask(p).elements()) for p, d in enumerate(source.mesh.devices)}
-    return {d: len(set(target.mask(p).elements()) - held[d]) for p, d in enumerate(target.mesh.devices)}
+    held = {d: set(elements(source.mask(p))) for p, d in enumerate(source.mesh.devices)}
+    return {d: len(set(elements(target.mask(p))) - held[d]) for p, d in enumerate(target.mesh.devices)}
 
 
 @pytest.mark.parametrize(

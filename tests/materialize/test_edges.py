@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from masks import elements
 from materialize.layouts import mesh_of
 
 from jscaler.clusters import BYTES
@@ -76,7 +77,7 @@ def test_an_extended_part_ends_at_the_border() -> None:
     whole = np.arange(48).reshape(8, 6)
     for position in range(4):
         mask = layout.mask(position)
-        own = sorted({i for i, _ in mask.elements()})
-        found = sorted({i for i, _ in extended_mask(mask, edges).elements()})
+        own = sorted({i for i, _ in elements(mask)})
+        found = sorted({i for i, _ in elements(extended_mask(mask, edges))})
         assert found == [r for r in range(own[0] - 3, own[-1] + 2) if 0 <= r < len(whole)]
     assert extended_mask(layout.mask(0), ()) == layout.mask(0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from masks import elements
 from materialize.layouts import assert_lies_as, every_layout, make_parts, mesh_of
 
 from jscaler.materialize import Layout
@@ -28,7 +29,7 @@ def test_masks_partition_the_tensor(mesh) -> None:
     """Each element lies on as many devices as its replicas and value shares, with every share equally often."""
     for layout in every(mesh):
         masks = [layout.mask(p) for p in range(len(mesh.devices))]
-        held = Counter((element, mask.shares) for mask in masks for element in mask.elements())
+        held = Counter((element, mask.shares) for mask in masks for element in elements(mask))
         num_shares = mesh.size(tuple(axis for axis, _ in layout.values))
         assert set(held.values()) == {mesh.size(layout.free)}, layout
         assert len(held) == 6 * 12 * num_shares, layout
@@ -50,7 +51,7 @@ def test_partition_spec_means_the_same_as_the_masks(mesh) -> None:
         positions = np.arange(72).reshape(6, 12)
         for position, device in enumerate(devices.flat):
             theirs = set(positions[indices[device]].flat)
-            assert theirs == {int(positions[e]) for e in layout.mask(position).elements()}, f"{layout} as {spec}"
+            assert theirs == {int(positions[e]) for e in elements(layout.mask(position))}, f"{layout} as {spec}"
     assert num_storable
 
 
@@ -88,7 +89,7 @@ def test_blocks_of_sizes_that_the_parts_do_not_divide(mesh, size: int) -> None:
             for position in range(len(mesh.devices)):
                 number = mesh.coordinate(position, axes)
                 wanted = {(i, 2 * j + k) for i in (0, 1) for j in range(size) for k in (0, 1) if j // block == number}
-                assert set(layout.mask(position).elements()) == wanted
+                assert set(elements(layout.mask(position))) == wanted
 
 
 def test_equal_numbers_of_blocks_hold_equal_data() -> None:
@@ -120,7 +121,7 @@ def test_refining_keeps_every_mask(mesh) -> None:
             assert finer.values == layout.values
             for position in range(len(mesh.devices)):
                 mine, theirs = layout.mask(position), finer.mask(position)
-                assert set(mine.elements()) == set(theirs.elements()), f"{layout} as {subdims}"
+                assert set(elements(mine)) == set(elements(theirs)), f"{layout} as {subdims}"
                 assert mine.shares == theirs.shares
     assert refined_some
     assert refused_some

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from masks import elements
 from materialize.layouts import every_layout, mesh_of
 from materialize.oracle import MODELS, price
 
@@ -189,7 +190,7 @@ def test_the_bytes_of_a_point_to_point_exchange_are_what_devices_do_not_hold() -
     for before, after in itertools.product(layouts, repeat=2):
         step = Transition("point_to_point", to=after)
         masks = [(before.mask(p), after.mask(p)) for p in range(4)]
-        missing = sum(len(set(wanted.elements()) - set(had.elements())) for had, wanted in masks)
+        missing = sum(len(set(elements(wanted)) - set(elements(had))) for had, wanted in masks)
         assert step.bytes(before, 4) == missing * 4 / 4, f"{before} -> {after}"
         assert step.apply(before) == after
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from masks import elements
 
 from jscaler.errors import UnknownNameError
 from jscaler.materialize import Layout, find_adapter, parse_layout
@@ -41,7 +42,7 @@ def test_boxes_are_what_the_masks_say(case: tuple[tuple[Any, ...], str, str]) ->
             mask = layout.mask(position)
             wide = layout.shape[:2] if len(layout.shape) > 1 else (1, *layout.shape, 1)[:2]
             held = np.zeros(wide, bool)
-            for index in mask.elements():
+            for index in elements(mask):
                 held[index[:2] if len(layout.shape) > 1 else (0, *index, 0)[:2]] = True
             frame, boxes = panel(patches, f"stage{stage}-device{device}")
             assert (filled(frame, boxes, wide) == held).all(), f"stage {stage}, device {device}: {mask}"
