@@ -57,18 +57,10 @@ class Overlap:
         return self.known[dim, axes]
 
 
-def bytes_needed(source: Layout, target: Layout, itemsize: int) -> float:
-    """Bytes of the blocks that devices want and do not hold, mean per device; value shares are not looked at.
-
-    Exact for any two device orders, refinements and sizes.
-    """
-    sizes, held = _wanted_and_held(source, target)
-    return float((sizes - held).mean()) * itemsize
-
-
 def bytes_at_least(source: Layout, target: Layout, itemsize: int) -> float:
     """Bytes that no way from ``source`` to ``target`` can save, mean per device: elements to bring, shares to join.
 
+    Without value shares it is what devices want and do not hold, for any two device orders, refinements and sizes.
     Devices whose value shares are one value in ``target`` want each element once, together: the others may hold zeros.
     So shares may also be joined to one, and not to as many as ``target`` has.
     """

@@ -52,10 +52,6 @@ class Path:
         """The layouts on the way: ``start``, and what follows each step."""
         return tuple(itertools.accumulate(self.steps, lambda here, step: step.apply(here), initial=self.start))
 
-    def bytes(self, itemsize: int) -> float:
-        """Bytes that each device sends, in the mean."""
-        return sum(step.bytes(here, itemsize) for here, step in zip(self.layouts, self.steps, strict=False))
-
 
 @lru_cache(maxsize=65536)
 def cheapest_path(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel = BYTES) -> Path | None:
@@ -84,8 +80,8 @@ Banned = frozenset[tuple[Layout, Transition]]
 def _best(source: Layout, target: Layout | OpenLayout, itemsize: int, cost: CostModel, banned: Banned) -> Path | None:
     assert source.subdims == target.subdims
     if isinstance(target, OpenLayout):
-        first = in_primes(source)
-        return _Search(first, None, _counts(target), itemsize, cost, banned).run()
+        goal = _Goal(target.cuts, target.values, None)
+        return _Search(in_primes(source), None, goal, itemsize, cost, banned).run()
     both = on_common_mesh(source, target)
     if both is not None:
         return _Search(*both, _Goal.of(both[1]), itemsize, cost, banned).run()
@@ -105,10 +101,6 @@ class _Goal(NamedTuple):
     def of(layout: Layout) -> "_Goal":
         parts = tuple(layout.mesh.size(axes) for axes in layout.cuts)
         return _Goal(parts, layout.shares, State(layout.cuts, layout.values))
-
-
-def _counts(target: OpenLayout) -> _Goal:
-    return _Goal(target.cuts, target.values, None)
 
 
 class _Frame:

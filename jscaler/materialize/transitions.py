@@ -109,11 +109,6 @@ def line_of(mesh: DeviceMesh, step: Transition, cost: CostModel) -> Line:
     return Line(line.fixed, line.per_byte * sent)
 
 
-def transitions_from(layout: Layout) -> Iterator[Transition]:
-    """Every collective and local step that ``layout`` allows."""
-    return steps_from(layout.mesh, layout.sizes, State(layout.cuts, layout.values))
-
-
 def steps_from(mesh: DeviceMesh, sizes: tuple[int, ...], state: State) -> Iterator[Transition]:
     """Every collective and local step from ``state``, of a tensor whose sub-dims are ``sizes``.
 

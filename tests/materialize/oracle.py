@@ -19,8 +19,8 @@ from jscaler.clusters import BYTES, CLUSTERS, CostModel
 from jscaler.clusters.cost_model import FEW_STEPS
 from jscaler.clusters.transition_kinds import COLLECTIVES
 from jscaler.ir.mask import SubDims
-from jscaler.materialize import DeviceMesh, Layout, Transition, parse_layout
-from jscaler.materialize.transitions import moves, transitions_from
+from jscaler.materialize import DeviceMesh, Layout, Path, Transition, parse_layout
+from jscaler.materialize.transitions import State, moves, steps_from
 
 SMALL, LARGE = 4, 2**18  # bytes per element: latency decides, bandwidth decides
 H100 = dataclasses.replace(CLUSTERS["h100"], devices_per_host=2)  # so that few devices cross hosts
@@ -71,6 +71,16 @@ def price(step: Transition, before: Layout, itemsize: int, cost: CostModel) -> f
     if not COLLECTIVES[step.kind].sent(2):
         return cost.local_step
     return cost.collective(step.kind, before.mesh.groups(step.axes)).at(step.bytes(before, itemsize))
+
+
+def bytes_of(path: Path, itemsize: int) -> float:
+    """Bytes that each device sends on the way, in the mean."""
+    return sum(step.bytes(here, itemsize) for here, step in zip(path.layouts, path.steps, strict=False))
+
+
+def transitions_from(layout: Layout) -> Iterator[Transition]:
+    """Every collective and local step that ``layout`` allows."""
+    return steps_from(layout.mesh, layout.sizes, State(layout.cuts, layout.values))
 
 
 def min_plus(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from masks import elements
 from materialize.layouts import every_layout, mesh_of
-from materialize.oracle import MODELS, price
+from materialize.oracle import MODELS, price, transitions_from
 
 from jscaler.materialize import Layout, Transition, parse_layout
-from jscaler.materialize.transitions import moves, price_of, regions_between, transitions_from
+from jscaler.materialize.transitions import moves, price_of, regions_between
 
 MESH = mesh_of(4)
 WHOLE = 8 * 8 * 4  # bytes
