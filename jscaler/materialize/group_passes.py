@@ -23,7 +23,7 @@ from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.ir.walk import closure
 from jscaler.lax_primitives import known, may_merge
-from jscaler.materialize.groups import ThroughLoops, on_groups, on_one_group
+from jscaler.materialize.groups import ThroughLoops, on_groups
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.schedule.graph_passes import Planned
 
@@ -175,12 +175,8 @@ GROUP_PASSES: tuple[Pass[Planned], ...] = (
 
 def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]:
     """The group of every op, and the ops that the plan itself places; None where there is one group."""
-    if on_one_group(at.plan):
-        return None, ()
     found = on_groups(at.graph, at.plan, at.pieces)
-    if len(found.groups.meshes) == 1:
-        return None, ()
-    return found.of_op, found.groups.of.keys()
+    return (None, ()) if len(found.groups.meshes) == 1 else (found.of_op, found.groups.of.keys())
 
 
 def _with_ops(at: Planned, ops: Sequence[Op]) -> Planned:

@@ -25,7 +25,7 @@ from jscaler.materialize.mesh import (
 from jscaler.materialize.placement import Decided, check_devices, decided_placements, placed_grids
 from jscaler.materialize.shards import shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs
-from jscaler.primitives import Assign, OnDevices, Plan, Trans
+from jscaler.primitives import OnDevices, Plan
 
 
 @dataclass(frozen=True)
@@ -96,22 +96,6 @@ def _regular(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> list[list
         else:
             fits.append(grid)
     return found
-
-
-def on_one_group(plan: Plan) -> bool:
-    """Whether all that ``plan`` places lies in one group; what is assigned cell by cell is not looked at."""
-    axes = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
-    grids = {*map(shard_grid, plan.shards.values()), *map(stored_grid, stored_inputs(plan))}
-    sets = {frozenset(d.devices) for d in plan.decisions if isinstance(d, OnDevices)} | {
-        frozenset(g.devices) for g in grids
-    }
-    for decision in (d for d in plan.decisions if isinstance(d, Assign)):
-        shape, devices = tuple(a.parts for a in axes.get(decision.op, ())), decision.devices
-        sets.add(frozenset(devices))
-        if len(sets) > 1 or not math.prod(shape) == len(devices) == len(set(devices)):
-            return False
-        grids |= {PlacedGrid("", shape, devices)} if not decision.any_order else set()
-    return len(sets) < 2 and (not sets or find_common_mesh(list(grids), tuple(sorted(next(iter(sets))))) is not None)
 
 
 def _mesh_of(
