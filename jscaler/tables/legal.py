@@ -1,5 +1,4 @@
-"""What makes a table legal: every block once, on the group that it belongs to, none waiting for itself, and no more
-micro-batches under way than there is memory for.
+"""What makes a table legal: every block once, on the group that it belongs to, and none waiting for itself.
 
 Blocks of a chain of stages wait so: a forward for that of the stage before, a backward (or its I) for the forward and for
 the backward of the stage behind, a W for its I; an R for its forward, and a backward for its R.
@@ -10,27 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TypeVar
 
 from jscaler.errors import OrderError, PlanError, listing
-from jscaler.tables.table import Entry, Table, TableCell, cells_of, most_live
+from jscaler.tables.table import Entry, Table, TableCell, cells_of
 
 T = TypeVar("T")
 
 
-def check_chain(table: Table, rows: Sequence[Set[TableCell]], most: int | None = None) -> None:
-    """Raise unless ``table`` is legal for a chain of stages: as `check_cells`, and none waits for itself.
-
-    Raises:
-        PlanError, OrderError
-    """
-    check_cells(table, rows, [f"group {number}" for number in range(len(rows))], most=most)
-    in_order(table.rows, chain_waits(table))
-
-
 def check_cells(
-    table: Table,
-    rows: Sequence[Set[TableCell]],
-    names: Sequence[str],
-    runs: Sequence[Sequence[str]] | None = None,
-    most: int | None = None,
+    table: Table, rows: Sequence[Set[TableCell]], names: Sequence[str], runs: Sequence[Sequence[str]] | None = None
 ) -> None:
     """Raise unless a table holds the blocks that it should, each once, and where it lies.
 
@@ -38,11 +23,9 @@ def check_cells(
         rows: the blocks of each group, F, R and B; the table may have I and W for a B, and an R in its B.
         names: what errors call the groups.
         runs: what they say that each group runs.
-        most: how many micro-batches may be under way on a group at once.
 
     Raises:
-        PlanError: there are more rows than groups, or fewer; a block is missing, stands twice, or in another group's row; a
-            group has too many micro-batches under way.
+        PlanError: there are more rows than groups, or fewer; a block is missing, stands twice, or in another group's row.
     """
     if len(table.rows) != len(rows):
         raise PlanError(f"the table has {len(table.rows)} rows, and the loop's ops lie on {len(rows)} device groups")
@@ -65,11 +48,6 @@ def check_cells(
         if told:
             told += [f"it runs {listing(runs[number])}"] if runs is not None else []
             raise PlanError(f"row {number} of the table, that of {names[number]}, {'; '.join(told)}")
-        if most is not None and most_live(row) > most:
-            raise PlanError(
-                f"row {number} of the table, that of {names[number]}, has {most_live(row)} micro-batches under way at "
-                f"once; at most {most} may be"
-            )
 
 
 def _placed(cell: TableCell, row: int, home: Mapping[TableCell, int], names: Sequence[str]) -> str:

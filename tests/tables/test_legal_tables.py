@@ -19,23 +19,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from of_the_day import drawn, of_the_day
+from tables.chains import check_chain
 
 import jscaler
 from bench.schedules import out_of_order
 from jscaler import PlanError, plans
 from jscaler.errors import OrderError
 from jscaler.tables import BlockKind, Entry, Overlap, Table, TableCell
-from jscaler.tables.legal import check_chain
 from jscaler.tables.table import most_live
 
 
 @dataclasses.dataclass
 class Asked:
-    """A table, the blocks that its rows should have, and how many micro-batches may be under way."""
+    """A table, and the blocks that its rows should have."""
 
     rows: list[list[Entry]]
     wanted: list[set[TableCell]]
-    most: int | None = None
 
     @property
     def table(self) -> Table:
@@ -46,14 +45,12 @@ class Asked:
 
 
 def judged(asked: Asked) -> str:
-    """What is wrong: "rows", "blocks" of a row or too many "under way" in it, "circle"; or "legal"."""
+    """What is wrong: "rows", "blocks" of a row, "circle"; or "legal"."""
     if len(asked.rows) != len(asked.wanted):
         return "rows"
     for row, wanted in zip(asked.rows, asked.wanted, strict=True):
         if not each_once([cell for entry in row for cell in entry.cells], wanted):
             return "blocks"
-        if asked.most is not None and any(len(under_way(row, place)) > asked.most for place in range(len(row))):
-            return "under way"
     return "legal" if all_can_run(asked.rows) else "circle"
 
 
@@ -232,20 +229,17 @@ def random_asked(seed: int) -> Asked:
     for damage in rng.choices(DAMAGES, k=rng.choice([0, 0, 1, 1, 2, 3])):
         if asked.rows:
             damage(rng, asked.rows)
-    if rng.random() < 0.3:
-        asked.most = max(1, max(map(most_live, asked.rows), default=1) - rng.randint(0, 2))
     return asked
 
 
 def told(asked: Asked) -> str:
     """What `check_chain` says of it, in the words of `judged`."""
     try:
-        check_chain(asked.table, asked.wanted, asked.most)
+        check_chain(asked.table, asked.wanted)
     except OrderError:
         return "circle"
     except PlanError as error:
-        text = str(error)
-        return "under way" if "under way" in text else "rows" if text.startswith("the table has") else "blocks"
+        return "rows" if str(error).startswith("the table has") else "blocks"
     return "legal"
 
 
@@ -254,14 +248,16 @@ def told(asked: Asked) -> str:
 @drawn(10_000, one_in=10)
 def test_tables_are_judged_by_the_rules(seed: int) -> None:
     asked = random_asked(seed)
-    assert told(asked) == judged(asked), f"{asked.table}\n{asked.wanted}\nmost {asked.most}"
+    assert told(asked) == judged(asked), f"{asked.table}\n{asked.wanted}"
+    for row in asked.rows:
+        assert most_live(row) == max((len(under_way(row, place)) for place in range(len(row))), default=0), f"{asked.table}"
 
 
 @pytest.mark.one_day_in(2)
 def test_the_random_tables_are_of_all_sorts() -> None:
     found = Counter(judged(random_asked(seed)) for seed in range(1000))
     assert {sort: count >= 40 for sort, count in found.items()} == dict.fromkeys(
-        ("legal", "rows", "blocks", "under way", "circle"), True
+        ("legal", "rows", "blocks", "circle"), True
     )
     assert 250 <= found["legal"] <= 600
 
@@ -274,7 +270,7 @@ def test_damaged_rows_are_named_with_their_cells(seed: int) -> None:
     if judged(asked) != "blocks":
         return
     with pytest.raises(PlanError) as error:
-        check_chain(asked.table, asked.wanted, asked.most)
+        check_chain(asked.table, asked.wanted)
     found = {n: [c for entry in row for c in entry.cells] for n, row in enumerate(asked.rows)}
     row = next(n for n, cells in found.items() if not each_once(cells, asked.wanted[n]))
     beginning, text = f"row {row} of the table, that of group {row}, ", str(error.value)
@@ -331,16 +327,6 @@ def test_mistakes_are_told(text: str) -> None:
     with pytest.raises(PlanError) as error:
         check_chain(Table.parse(text), chain(2, 2))
     assert str(error.value) == MISTAKES[text]
-
-
-def test_memory_for_fewer_micro_batches() -> None:
-    table = Table.parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
-    check_chain(table, chain(2, 2), most=2)
-    with pytest.raises(PlanError) as error:
-        check_chain(table, chain(2, 2), most=1)
-    assert (
-        str(error.value) == "row 0 of the table, that of group 0, has 2 micro-batches under way at once; at most 1 may be"
-    )
 
 
 def test_what_is_computed_again_runs_behind_its_forward_and_before_its_backward() -> None:

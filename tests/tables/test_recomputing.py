@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from tables.chains import check_chain
 
 from jscaler.errors import UnknownNameError
 from jscaler.tables import SCHEDULES, Entry, Overlap, Published, Table, TableCell, find_schedule, schedule_named
-from jscaler.tables.legal import check_chain
 from jscaler.tables.simulator import most_activations, simulate_table
 from jscaler.tables.table import most_live
 
