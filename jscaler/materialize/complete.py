@@ -24,7 +24,7 @@ from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.groups import OnGroups, ThroughLoops, on_groups
+from jscaler.materialize.groups import ThroughLoops, on_groups
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
@@ -37,7 +37,7 @@ from jscaler.materialize.placement import (
     result_layout,
 )
 from jscaler.materialize.relabel import shared_out
-from jscaler.materialize.shards import Shards, find_shards
+from jscaler.materialize.shards import find_shards
 from jscaler.materialize.stored import storable, stored_layouts
 from jscaler.primitives import Plan
 from jscaler.rules.rule_book import RuleBook
@@ -62,32 +62,22 @@ def complete(
     Raises:
         PlanError: incomplete or contradictory decisions.
     """
-    pieces = {} if pieces is None else pieces
-    found = on_groups(graph, plan, pieces)
-    decided, groups = found.decided, found.groups
-    grids = placed_grids(decided)
-    given = {p: placement_of(d, *groups.grids[grids[p]]) for p, d in decided.items() if not d.any_order}
-    unordered = {p: d for p, d in decided.items() if d.any_order}
-    shards = find_shards(graph, plan, groups.grids)
-    stored = stored_layouts(graph, plan, groups.grids)
-    return _Completer(graph, found, given, unordered, book, cost, pieces, chunked_ops(plan), shards, stored).run()
+    return _Completer(graph, plan, book, cost, {} if pieces is None else pieces).run()
 
 
 class _Completer:
-    def __init__(
-        self,
-        graph: Graph,
-        found: OnGroups,
-        given: Mapping[str, Placement],
-        unordered: Mapping[str, Decided],
-        book: RuleBook,
-        cost: CostModel,
-        pieces: Mapping[str, tuple[str, ...]],
-        chunks: Mapping[str, Mapping[str, int]],
-        shards: Shards,
-        stored: Mapping[PTensor, Layout],
-    ):
+    def __init__(self, graph: Graph, plan: Plan, book: RuleBook, cost: CostModel, pieces: Mapping[str, tuple[str, ...]]):
         self.graph = graph
+        self.book = book
+        self.cost = cost
+        self.pieces = pieces
+        found = on_groups(graph, plan, pieces)
+        decided, where = found.decided, found.groups.grids
+        grids = placed_grids(decided)
+        self.given = {p: placement_of(d, *where[grids[p]]) for p, d in decided.items() if not d.any_order}
+        self.unordered = {p: d for p, d in decided.items() if d.any_order}
+        self.chunks = chunked_ops(plan)
+        self.shards = find_shards(graph, plan, where)
         self.groups, self.group_of = found.groups.meshes, found.groups.group_of
         self.homes = found.homes
         self.home = {path: one.group for path, one in found.homes.items()}  # op path -> the group that it runs on
@@ -97,13 +87,6 @@ class _Completer:
             for name in chain_of(op.loop, graph.loops):
                 self.in_loop.setdefault(name, set()).add(found.of_op[op.path])
         self.through = ThroughLoops(graph)
-        self.given = given
-        self.unordered = unordered
-        self.book = book
-        self.cost = cost
-        self.pieces = pieces
-        self.chunks = chunks
-        self.shards = shards
         self.ops: dict[str, OpLayouts] = {}
         # what equal ops share, by all that it depends on; a placement's key and a layout have their group
         self.laid: dict[Any, Laid] = {}
@@ -112,8 +95,8 @@ class _Completer:
         self.at_hand: dict[PTensor, list[Layout]] = {
             t: [self._whole(t, g) for g in self.groups] for t, _ in graph.constants
         }
-        self.at_hand.update({t: [layout] for t, layout in stored.items()})
-        self.inputs: dict[PTensor, Layout] = dict(stored)
+        self.inputs = stored_layouts(graph, plan, where)
+        self.at_hand.update({t: [layout] for t, layout in self.inputs.items()})
         self.left: dict[PTensor, Layout] = {}  # how loops leave the stacks that they write
         self.step_inputs = frozenset(graph.inputs)
         self.state = frozenset(graph.inputs[i] for i in graph.next_version.values())
