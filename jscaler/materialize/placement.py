@@ -12,6 +12,7 @@ from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid
 from jscaler.primitives import Assign, Chunk, GridAxis, Plan, Trans
 from jscaler.primitives.algorithms import as_split, grid_axis, parts_text
+from jscaler.schedule.assigned_cells import cell_places
 
 Combiners = tuple[Combiner | None, ...]
 
@@ -179,17 +180,7 @@ def _places(path: str, axes: Sequence[GridAxis], decisions: Sequence[Assign]) ->
     whole = tuple((0, a.parts) for a in axes)
     if len(decisions) == 1 and decisions[0].index == whole:
         return decisions[0].places  # shared by all that lies there
-    cells: dict[tuple[int, ...], Place] = {}
-    for decision in decisions:
-        _assign(cells, decision)
-    every = _cells(whole)
-    missing = [c for c in every if c not in cells]
-    if missing:
-        raise PlanError(
-            f"'{path}' was split into {len(every)} cells and {len(missing)} of them have no device: "
-            f"{listing([str(list(c)) for c in missing])}; call op_assign for them"
-        )
-    return tuple(cells[c] for c in every)
+    return tuple(cell_places(path, axes, decisions).flat)
 
 
 def chunked_ops(plan: Plan) -> dict[str, dict[str, int]]:
@@ -199,20 +190,6 @@ def chunked_ops(plan: Plan) -> dict[str, dict[str, int]]:
         for d in plan.decisions
         if isinstance(d, Trans) and d.chunks
     }
-
-
-def _assign(assigned: dict[tuple[int, ...], Place], decision: Assign) -> None:
-    for cell, place in zip(_cells(decision.index), decision.places, strict=True):
-        if cell in assigned:
-            raise PlanError(f"cell {list(cell)} of '{decision.op}' is assigned twice: to {assigned[cell]} and to {place}")
-        assigned[cell] = place
-
-
-def _cells(index: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
-    for start, stop in index:
-        found = [(*c, i) for c in found for i in range(start, stop)]
-    return found
 
 
 def check_devices(table: Mapping[str, Decided]) -> None:

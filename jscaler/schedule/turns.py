@@ -19,12 +19,13 @@ import numpy as np
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
-from jscaler.errors import PlanError, listing
+from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, Place, PTensor, Stacked, flat
 from jscaler.ir.loop import Item, made_by
 from jscaler.ir.op import turn_mark
 from jscaler.primitives import Assign, GridAxis, OnDevices, Order, Plan, Trans
 from jscaler.primitives.plan import Decision
+from jscaler.schedule.assigned_cells import cell_places
 
 Places = tuple[Place, ...]
 Devices = tuple[frozenset[int], ...]  # at each turn
@@ -116,22 +117,7 @@ def _names_parts(decision: Assign, axes: Sequence[GridAxis]) -> bool:
 
 def _turns(op: str, axes: Sequence[GridAxis], own: Sequence[Assign]) -> tuple[str, tuple[Places, ...]]:
     """The time axis along which the parts of ``op`` lie on devices of their own, and the places at each turn."""
-    places = np.full([a.parts for a in axes], None, object)
-    for decision in own:
-        box = places[tuple(slice(*cut) for cut in decision.index)]
-        if any(place is not None for place in box.flat):
-            raise PlanError(f"'{decision}': some of these cells are assigned before; assign each cell once")
-        shape = box.shape
-        if len(decision.places) < box.size:
-            shape = tuple(1 if a.time else n for a, n in zip(axes, shape, strict=True))
-        box[...] = np.array([*decision.places, None], object)[:-1].reshape(shape)
-    missing = [i for i, cell in enumerate(places.flat) if cell is None]
-    if missing:
-        cells = [str([int(at) for at in np.unravel_index(i, places.shape)]) for i in missing]
-        raise PlanError(
-            f"'{op}' was split into {places.size} cells and {len(missing)} of them have no device: {listing(cells)}; call "
-            "op_assign for them"
-        )
+    places = cell_places(op, axes, own)
     times = [i for i, a in enumerate(axes) if a.time]
     along = [i for i in times if not (places == places.take([0], i)).all()]
     if len(along) > 1:
