@@ -53,3 +53,16 @@ class Mask:
     def __str__(self) -> str:
         dims = ", ".join("·".join(f"{a}:{b}" for a, b in dim) for dim in self.box)
         return f"[{dims}]" + "".join(f" share {s}" for s in self.shares)
+
+
+def runs(sizes: tuple[int, ...], box: tuple[Interval, ...]) -> list[Interval]:
+    """What a box over the sub-dims of one dim covers of the dim itself: runs of neighbours, equally long, in order."""
+    if any(stop <= start for start, stop in box):
+        return []
+    found = [(0, 1)]  # in units of what lies below the sub-dims so far
+    for size, (start, stop) in zip(sizes, box, strict=True):
+        if stop - start == size:
+            found = [(a * size, b * size) for a, b in found]
+        else:
+            found = [(i * size + start, i * size + stop) for a, b in found for i in range(a, b)]
+    return found

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jscaler.ir.mask import Interval, Mask, Share, SubDims
+from jscaler.ir.mask import Interval, Mask, Share, SubDims, runs
 from jscaler.materialize.boxes import Box
 from jscaler.materialize.layout import common_subdims
 
@@ -100,8 +100,8 @@ def _dim(dim: int, size: int, sides: Sequence[Sequence[Holding]]) -> tuple[tuple
     column = None if sizes is None else [_boxes(dim, sizes, side) for side in sides]
     if sizes is not None and column is not None and None not in column:
         return sizes, [found for found in column if found is not None]
-    runs = [[_runs(h.mask.subdims[dim], h.mask.box[dim]) for h in side] for side in sides]
-    return (size,), [((_extent(dim, side),), parts) for side, parts in zip(sides, runs, strict=True)]
+    cut = [[_run_parts(h.mask.subdims[dim], h.mask.box[dim]) for h in side] for side in sides]
+    return (size,), [((_extent(dim, side),), parts) for side, parts in zip(sides, cut, strict=True)]
 
 
 def _common(subdims: Sequence[tuple[int, ...]] | dict[tuple[int, ...], None], size: int) -> tuple[int, ...] | None:
@@ -158,18 +158,6 @@ def _split(interval: Interval, sizes: list[int]) -> list[Interval] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _runs(sizes: tuple[int, ...], box: Box) -> tuple[Part, ...]:
-    """The contiguous runs of a box over sub-dims in the unrefined dim, in order."""
-    if any(stop <= start for start, stop in box):
-        return ()
-    block, count = 1, len(sizes)
-    while count > 1 and box[count - 1] == (0, sizes[count - 1]):
-        count -= 1
-        block *= sizes[count]
-    starts = [0]
-    for size, (start, stop) in zip(sizes[: count - 1], box[: count - 1], strict=True):
-        starts = [s * size + i for s in starts for i in range(start, stop)]
-    (low, high), size = box[count - 1], sizes[count - 1]
-    length = (high - low) * block
-    bases = [(s * size + low) * block for s in starts]
-    return tuple((((base, base + length),), (i * length - base,)) for i, base in enumerate(bases))
+def _run_parts(sizes: tuple[int, ...], box: Box) -> tuple[Part, ...]:
+    """The runs of a box over sub-dims, one behind another in the device's buffer."""
+    return tuple((((start, stop),), (i * (stop - start) - start,)) for i, (start, stop) in enumerate(runs(sizes, box)))

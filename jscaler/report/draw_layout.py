@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jscaler.errors import JscalerError, UnknownNameError
-from jscaler.ir.mask import Interval, Mask, Share
+from jscaler.ir.mask import Mask, Share, runs
 from jscaler.materialize import Layout
 from jscaler.report.step_text import layout_text
 from jscaler.report.written import check_file, writing
@@ -243,21 +243,10 @@ def sides(mask: Mask, shape: tuple[int, ...]) -> list[list[tuple[float, float]]]
     if mask.size == 0:
         return [[], []]
     found = [
-        [(start / size, min(stop, size) / size) for start, stop in _runs(sizes, box) if start < size]
+        [(start / size, min(stop, size) / size) for start, stop in runs(sizes, box) if start < size]
         for sizes, box, size in zip(mask.subdims, mask.box, shape, strict=True)
     ]
     return [[(0.0, 1.0)]] * (2 - len(found)) + found[:2]
-
-
-def _runs(sizes: tuple[int, ...], box: tuple[Interval, ...]) -> list[Interval]:
-    """The elements of a refined dim in a box, as runs of neighbours."""
-    runs = [(0, 1)]  # in units of what lies below the sub-dims so far
-    for size, (start, stop) in zip(sizes, box, strict=True):
-        if stop - start == size:
-            runs = [(a * size, b * size) for a, b in runs]
-        else:
-            runs = [(i * size + start, i * size + stop) for a, b in runs for i in range(a, b)]
-    return runs
 
 
 def _notes(mask: Mask, shape: tuple[int, ...], wide: bool) -> list[str]:

@@ -1,5 +1,6 @@
 """Masks against sets of elements: what a box covers; and how masks are said."""
 
+import itertools
 import math
 
 import hypothesis.strategies as st
@@ -8,6 +9,7 @@ from hypothesis import given
 from masks import elements
 
 from jscaler.ir import Mask, Share
+from jscaler.ir.mask import runs
 
 SUBDIMS = ((4,), (3, 2), (1,))
 
@@ -40,6 +42,17 @@ def test_the_picture_in_the_documentation() -> None:
     mask = Mask(((4,), (3, 2)), (((0, 2),), ((0, 3), (1, 2))))
     assert sorted(elements(mask)) == [(row, column) for row in (0, 1) for column in (1, 3, 5)]
     assert str(mask) == "[0:2, 0:3·1:2]"
+
+
+@given(boxes())
+def test_runs_have_the_elements_in_their_order(a: Mask) -> None:
+    """Each as long as it can be where whole sub-dims follow, and all equally long."""
+    dims = [[i for start, stop in runs(*dim) for i in range(start, stop)] for dim in zip(a.subdims, a.box, strict=True)]
+    assert list(itertools.product(*dims)) == list(elements(a))
+    assert all(len({stop - start for start, stop in runs(*dim)}) == 1 for dim in zip(a.subdims, a.box, strict=True))
+    assert runs((4, 3, 2), ((1, 3), (0, 3), (0, 2))) == [(6, 18)]
+    assert runs((3, 8), ((0, 3), (2, 4))) == [(2, 4), (10, 12), (18, 20)]
+    assert runs((3, 8), ((1, 1), (2, 4))) == []
 
 
 def test_the_whole_tensor() -> None:
