@@ -13,11 +13,10 @@ from jscaler.materialize.mesh import Axes, DeviceMesh, PlacedGrid, find_common_m
 
 def canonical(layout: Layout) -> Layout:
     """The same layout with its axes in canonical order; neighbours of one use are merged."""
-    ordered, _ = _on_digits(layout)
-    return _on_digits(ordered)[0]  # in this order further axes are neighbours
+    return _on_digits(_on_digits(layout))  # in canonical order further axes are neighbours
 
 
-def _on_digits(layout: Layout) -> tuple[Layout, DeviceMesh]:
+def _on_digits(layout: Layout) -> Layout:
     """``layout`` on the mesh of its digits: runs of neighbouring axes that have one use, in canonical order."""
     names = [n for n in layout.mesh.names if layout.mesh.size(n) > 1]
     free = _runs([a for a in layout.free if a in names], layout)
@@ -31,14 +30,12 @@ def _on_digits(layout: Layout) -> tuple[Layout, DeviceMesh]:
     digit = {run: f"x{i}" for i, run in enumerate(order)}
     axes = tuple((digit[run], layout.mesh.size(run)) for run in order)
     devices = layout.mesh.groups(tuple(a for run in order for a in run)).reshape(-1)
-    mesh = DeviceMesh(tuple(devices.tolist()), axes)
-    lying = dataclasses.replace(
+    return dataclasses.replace(
         layout,
-        mesh=mesh,
+        mesh=DeviceMesh(tuple(devices.tolist()), axes),
         cuts=tuple(tuple(digit[run] for run in runs) for runs in cuts),
         values=tuple((digit[run], combiner) for run, combiner in values),
     )
-    return lying, mesh
 
 
 def _runs(axes: list[str], layout: Layout) -> list[Axes]:
@@ -57,12 +54,12 @@ def on_common_mesh(source: Layout, target: Layout) -> tuple[Layout, Layout] | No
     """Both layouts on one mesh, as coarse as they allow; None where no mesh is regular for both device orders."""
     if source.mesh == target.mesh:
         return _merged(_in_mesh_order(source), _in_mesh_order(target))
-    (first, a), (second, b) = _on_digits(source), _on_digits(target)
+    first, second = _on_digits(source), _on_digits(target)
     if orderless(first):
-        return _adopt(first, second), second
+        return dataclasses.replace(first, mesh=second.mesh), second
     if orderless(second):
-        return first, _adopt(second, first)
-    grids = [PlacedGrid("", tuple(s for _, s in m.axes), m.devices) for m in (a, b)]
+        return first, dataclasses.replace(second, mesh=first.mesh)
+    grids = [PlacedGrid("", tuple(s for _, s in m.axes), m.devices) for m in (first.mesh, second.mesh)]
     found = find_common_mesh(grids, source.mesh.devices)
     if found is None:
         return None
@@ -114,19 +111,11 @@ def orderless(layout: Layout) -> bool:
     return not layout.values and not any(layout.cuts)
 
 
-def _adopt(copy: Layout, other: Layout) -> Layout:
-    return dataclasses.replace(copy, mesh=other.mesh)
-
-
 def _rewritten(layout: Layout, mesh: DeviceMesh, covered: tuple[Axes, ...]) -> Layout:
     spans = dict(zip(layout.mesh.names, covered, strict=True))
     cuts = tuple(tuple(x for a in axes for x in spans[a]) for axes in layout.cuts)
     values = tuple((x, combiner) for a, combiner in layout.values for x in spans[a])
-    order = {name: i for i, name in enumerate(mesh.names)}
-    uniform = len({combiner for _, combiner in values}) <= 1
-    # shares of one combiner have no order among them; shares of several keep their nesting
-    values = tuple(sorted(values, key=lambda v: order[v[0]])) if uniform else values
-    return dataclasses.replace(layout, mesh=mesh, cuts=cuts, values=values)
+    return _in_mesh_order(dataclasses.replace(layout, mesh=mesh, cuts=cuts, values=values))
 
 
 def in_primes(layout: Layout) -> Layout:
