@@ -1,11 +1,33 @@
 """The cells of an op's grid, as several decisions assign them: box by box, each cell once."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
 from jscaler.errors import PlanError, listing
-from jscaler.primitives import Assign, GridAxis
+from jscaler.primitives import Assign, Decision, GridAxis, Plan
+
+
+def assignments(plan: Plan, ops: Container[str]) -> dict[str, list[Assign]]:
+    """Of each of ``ops`` the decisions that assign its cells."""
+    found: dict[str, list[Assign]] = {}
+    for decision in plan.decisions:
+        if isinstance(decision, Assign) and decision.op in ops:
+            found.setdefault(decision.op, []).append(decision)
+    return found
+
+
+def with_one_each(plan: Plan, instead: Mapping[str, Assign]) -> Plan:
+    """``plan`` with one decision on each of these ops, which stands where the last of several stood."""
+    last = {d.op: d for d in plan.decisions if isinstance(d, Assign)}
+    decisions: list[Decision] = []
+    for decision in plan.decisions:
+        if not isinstance(decision, Assign) or decision.op not in instead:
+            decisions.append(decision)
+        elif decision is last[decision.op]:
+            decisions.append(instead[decision.op])
+    return dataclasses.replace(plan, decisions=tuple(decisions))
 
 
 def cell_places(op: str, axes: Sequence[GridAxis], decisions: Sequence[Assign]) -> np.ndarray:

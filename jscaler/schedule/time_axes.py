@@ -13,9 +13,10 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph
-from jscaler.primitives import Assign, Decision, GridAxis, Order, Plan, Trans
+from jscaler.primitives import Assign, GridAxis, Order, Plan, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Index
+from jscaler.schedule.assigned_cells import assignments, with_one_each
 from jscaler.schedule.turns import Devices, Turns, taken_in_turn
 
 SHARED = "shared"  # what an axis is called that is in time because its cells share devices; of others of its op, numbered
@@ -192,19 +193,8 @@ def _cells(graph: Graph, path: str, index: Index | None, grids: Mapping[str, tup
 def _assigned_at_once(plan: Plan) -> Plan:
     """``plan`` with one decision in place of several that assign the cells of an op, where cells share devices."""
     grids = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
-    several: dict[str, list[Assign]] = {}
-    for decision in plan.decisions:
-        if isinstance(decision, Assign) and decision.op in grids:
-            several.setdefault(decision.op, []).append(decision)
-    joined = {op: _joined(grids[op], own) for op, own in several.items() if len(own) > 1}
-    decisions: list[Decision] = []
-    for decision in plan.decisions:
-        whole = joined.get(decision.op) if isinstance(decision, Assign) else None
-        if whole is None:
-            decisions.append(decision)
-        elif decision is several[whole.op][-1]:
-            decisions.append(whole)
-    return dataclasses.replace(plan, decisions=tuple(decisions))
+    joined = {op: _joined(grids[op], own) for op, own in assignments(plan, grids).items() if len(own) > 1}
+    return with_one_each(plan, {op: whole for op, whole in joined.items() if whole is not None})
 
 
 def _joined(axes: Sequence[GridAxis], own: Sequence[Assign]) -> Assign | None:

@@ -25,7 +25,7 @@ from jscaler.ir.loop import Item, made_by
 from jscaler.ir.op import turn_mark
 from jscaler.primitives import Assign, GridAxis, OnDevices, Order, Plan, Trans
 from jscaler.primitives.plan import Decision
-from jscaler.schedule.assigned_cells import cell_places
+from jscaler.schedule.assigned_cells import assignments, cell_places, with_one_each
 
 Places = tuple[Place, ...]
 Devices = tuple[frozenset[int], ...]  # at each turn
@@ -61,11 +61,7 @@ def taken_in_turn(plan: Plan) -> tuple[Plan, Turns]:
         PlanError: a part lies nowhere, or twice; or parts of two axes of one op lie on devices of their own.
     """
     grids = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans) and any(a.time for a in d.axes)}
-    several: dict[str, list[Assign]] = {}
-    for decision in plan.decisions:
-        if isinstance(decision, Assign) and decision.op in grids:
-            several.setdefault(decision.op, []).append(decision)
-    apart = {op: own for op, own in several.items() if any(_names_parts(d, grids[op]) for d in own)}
+    apart = {op: own for op, own in assignments(plan, grids).items() if any(_names_parts(d, grids[op]) for d in own)}
     counts = {d.axis: 2 for d in plan.decisions if isinstance(d, OnDevices) and d.turned}
     if not apart:
         return plan, Turns({}, counts)
@@ -77,13 +73,7 @@ def taken_in_turn(plan: Plan) -> tuple[Plan, Turns]:
         if len(turns) > 1:
             places[op] = turns
             counts[axis] = math.lcm(counts.get(axis, 1), len(turns))
-    decisions: list[Decision] = []
-    for decision in plan.decisions:
-        if not isinstance(decision, Assign) or decision.op not in apart:
-            decisions.append(decision)
-        elif decision is apart[decision.op][-1]:
-            decisions.append(first[decision.op])
-    return dataclasses.replace(plan, decisions=tuple(decisions)), Turns(places, counts)
+    return with_one_each(plan, first), Turns(places, counts)
 
 
 def devices_by_op(graph: Graph, plan: Plan) -> dict[str, Devices]:
