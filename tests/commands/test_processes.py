@@ -32,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(model: Path, folder: Path, *more: str) -> "subprocess.Popen[str]":
-    words = ["train", "--job", f"{model}:job", *(() if "--plan" in more else ("--plan", "zero3")), "--devices", "4"]
+def started(model: Path, folder: Path, *more: str, job: str = "job") -> "subprocess.Popen[str]":
+    words = ["train", "--job", f"{model}:{job}", *(() if "--plan" in more else ("--plan", "zero3")), "--devices", "4"]
     words += ["--platform", "cpu", "--checkpoint", str(folder), "--save-every", "2", *more]
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return subprocess.Popen(
