@@ -45,24 +45,8 @@ def _slice(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
     return [data[0][(slice(None), *map(slice, start, stop, step))]]
 
 
-def _rev(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
-    return [np.flip(data[0], tuple(d + 1 for d in eqn.params["dimensions"]))]
-
-
-def _tile(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
-    return [np.tile(data[0], (1, *eqn.params["reps"]))]
-
-
 def _concatenate(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
     return [np.concatenate(data, eqn.params["dimension"] + 1)]
-
-
-def _stack(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
-    return [np.stack(data, eqn.params["axis"] + 1)]
-
-
-def _split(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
-    return np.split(data[0], np.cumsum(eqn.params["sizes"])[:-1], eqn.params["axis"] + 1)
 
 
 def _pad(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
@@ -163,11 +147,7 @@ AT_ONCE: dict[str, Rule] = {
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
     "slice": _slice,
-    "rev": _rev,
-    "tile": _tile,
     "concatenate": _concatenate,
-    "stack": _stack,
-    "split": _split,
     "pad": _pad,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
