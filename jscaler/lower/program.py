@@ -113,6 +113,14 @@ def walk(tasks: Iterable[Task], times: int = 1) -> Iterator[tuple[Compute | Adap
             yield task, times
 
 
+def all_tasks(tasks: Iterable[Task]) -> Iterator[Task]:
+    """``tasks`` in order, and those of the loops among them behind their loop."""
+    for task in tasks:
+        yield task
+        if isinstance(task, Repeat):
+            yield from all_tasks(task.tasks)
+
+
 @dataclass(frozen=True)
 class Program:
     """What a device group does in one phase of the step; of a step on one group, all of it.

@@ -6,7 +6,7 @@ work grows with the different stages, and not with all.
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from jax.extend import source_info_util
@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 from jscaler.lower.blocks import HOP
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
 from jscaler.lower.positions import Positions, called
-from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task
+from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task, all_tasks
 from jscaler.lower.scopes import op_scope
 from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.materialize import Layout
@@ -64,7 +64,7 @@ class _Own:
     def __init__(self, theirs: Program, program: Program, count: int):
         self.program = program
         self.fresh = itertools.count(count)
-        pairs = list(zip(_all(theirs.tasks), _all(program.tasks), strict=True))
+        pairs = list(zip(all_tasks(theirs.tasks), all_tasks(program.tasks), strict=True))
         self.tasks = {id(a): b for a, b in pairs}
         self.loops = {id(a.loop): b.loop for a, b in pairs if isinstance(a, Repeat) and isinstance(b, Repeat)}
         ops = [(a.op, b.op) for a, b in pairs if isinstance(a, Compute) and isinstance(b, Compute)]
@@ -120,14 +120,6 @@ class _Own:
             return dataclasses.replace(item, loop=self.loops[id(item.loop)], items=self._items(item.items))
         scope = self.scopes.get(str(item.source_info.name_stack))
         return item if scope is None else item.replace(source_info=item.source_info.replace(name_stack=scope))
-
-
-def _all(tasks: Iterable[Task]) -> Iterator[Task]:
-    """``tasks``, and those of the loops among them behind their loop."""
-    for task in tasks:
-        yield task
-        if isinstance(task, Repeat):
-            yield from _all(task.tasks)
 
 
 def _tensors(task: Task) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from jscaler.ir import PTensor
 from jscaler.ir.mask import Mask
 from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.halo import extend
-from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task
+from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task, all_tasks
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import Edge
@@ -80,8 +80,7 @@ def _array(value: Any, tensor: PTensor) -> Any:
 
 def max_carries(tasks: Sequence[Task]) -> int:
     """The most carries that one loop has."""
-    loops = [t for t in tasks if isinstance(t, Repeat)]
-    return max((max(len(t.carries), max_carries(t.tasks)) for t in loops), default=0)
+    return max((len(t.carries) for t in all_tasks(tasks) if isinstance(t, Repeat)), default=0)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jscaler.errors import VerificationError
 from jscaler.ir import Carry, Loop, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
-from jscaler.lower.program import Compute, Program, Repeat, Task
+from jscaler.lower.program import Compute, Repeat, Task, all_tasks
 from jscaler.rules.neutral import neutral
 from jscaler.rules.rule_book import RuleBook
 from jscaler.stages import StepPlan
@@ -99,7 +99,7 @@ def check_time_loops(step: StepPlan) -> int:
         writers.update((y.stack, loop) for y in loop.ys)
         around.update(dict.fromkeys(step.spanning.phases, (loop,)))
     programs = [segment.program for segment in step.segments]
-    levels = [_Level(step, p, p.tasks, around.get(p.phase, ()), stacks, writers) for p in programs]
+    levels = [_Level(step, p.tasks, around.get(p.phase, ()), stacks, writers) for p in programs]
     return (step.spanning is not None) + sum(level.check() for level in levels)
 
 
@@ -108,27 +108,14 @@ def _over_groups(step: StepPlan) -> "_TimeLoop":
     assert step.spanning is not None
     loop, phases = step.spanning.loop, step.spanning.phases
     place = step.graph.position
-    body = [(p, t) for p in (s.program for s in step.segments) if p.phase in phases for t in p.tasks]
-    body.sort(key=lambda pair: min((place[op.path] for op in _ops_of(pair[1])), default=-1))
+    body = [t for s in step.segments if s.program.phase in phases for t in s.program.tasks]
+    body.sort(key=lambda task: min((place[t.op.path] for t in all_tasks([task]) if isinstance(t, Compute)), default=-1))
     before = [t for s in step.segments if s.program.phase < phases.start for t in s.program.tasks if isinstance(t, Compute)]
     makers = {t: task for task in before for t in task.op.outputs}
     for x in loop.xs:  # the number of the micro-batch is told to the blocks
         op = step.graph.producer[x.stack]
         makers[x.stack] = Compute(op, _body(op), (), ())
-    task = Repeat(loop, tuple(task for _, task in body), (), (), ())
-    of_task = {id(t): program for program, task in body for t in _tasks_of(task)}
-    return _TimeLoop(step, of_task, task, (), makers, {})
-
-
-def _tasks_of(task: Task) -> list[Task]:
-    """``task``, and what stands in it."""
-    return [task, *(t for inner in task.tasks for t in _tasks_of(inner))] if isinstance(task, Repeat) else [task]
-
-
-def _ops_of(task: Task) -> list[Op]:
-    if isinstance(task, Repeat):
-        return [op for inner in task.tasks for op in _ops_of(inner)]
-    return [task.op] if isinstance(task, Compute) else []
+    return _TimeLoop(step, Repeat(loop, tuple(body), (), (), ()), (), makers, {})
 
 
 @dataclass
@@ -136,7 +123,6 @@ class _Level:
     """The tasks of one loop's body, or of the program; ``around`` are the loops over parts that it stands in."""
 
     step: StepPlan
-    program: Program
     tasks: Sequence[Task]
     around: tuple[Loop, ...]
     stacks: States = field(default_factory=dict)  # stacks of loops over parts -> what their slices are
@@ -151,13 +137,11 @@ class _Level:
             elif isinstance(task, Repeat):
                 inner = self.around
                 if task.loop.time and task.loop.parts > 1:
-                    inside = {id(t): self.program for t in _tasks_of(task)}
-                    proof = _TimeLoop(self.step, inside, task, self.around, makers, self.stacks)
-                    self.stacks.update(proof.run())
+                    self.stacks.update(_TimeLoop(self.step, task, self.around, makers, self.stacks).run())
                     self.writers.update((y.stack, task.loop) for y in task.loop.ys)
                     inner = (*self.around, task.loop)
                     count += 1
-                count += _Level(self.step, self.program, task.tasks, inner).check()
+                count += _Level(self.step, task.tasks, inner).check()
         return count
 
     def _merge(self, task: Compute) -> None:
@@ -170,7 +154,7 @@ class _Level:
         if len(op.inputs) > 1:
             self._merge_turns(task, loop, where)
             return
-        for jaxpr, places in ((_body(op), []), (task.jaxpr, _places(self.program, task))):
+        for jaxpr, places in ((_body(op), []), (task.jaxpr, [who.size for who in task.parts])):
             each_once(jaxpr, [ids(shape(jaxpr.invars[0]))], 1, places, where)
         state = self.stacks[stack]
         if state == WHOLE or isinstance(state, Sum):
@@ -197,14 +181,12 @@ class _TimeLoop:
     """The proof of one loop.
 
     Attributes:
-        programs: in which program a task runs, by its identity.
         makers: what stands beside the loop, by what it makes.
         stacks: of loops before it, with what their slices are.
         joins: the carries that an iteration has joined something to, or read for another reason.
     """
 
     step: StepPlan
-    programs: Mapping[int, Program]
     task: Repeat
     around: tuple[Loop, ...]
     makers: Mapping[PTensor, Compute]
@@ -379,9 +361,9 @@ class _TimeLoop:
         if len(blocks) > 1:
             return None
         of_factor = blocks.pop() if blocks else None
-        return [self._made(source, rule, factor, i, dims, of_factor) for i, dims in enumerate(rule.results)]
+        return [self._made(rule, factor, i, dims, of_factor) for i, dims in enumerate(rule.results)]
 
-    def _made(self, source: Op, rule: Rule, factor: str, index: int, dims: TensorFactors, blocks: int | None) -> State:
+    def _made(self, rule: Rule, factor: str, index: int, dims: TensorFactors, blocks: int | None) -> State:
         if (factor, index) in rule.shares:
             return Sum(rule.shares[factor, index])
         for dim, names in enumerate(dims):
@@ -403,7 +385,7 @@ class _TimeLoop:
         if isinstance(rest[0], VisitedPart | Sum | SoFar):
             raise VerificationError(f"{where}: a part is cut off {_text(rest[0])}")
         args = [np.arange(count, dtype=np.int32)] * len(op.inputs)
-        for jaxpr, places in ((task.jaxpr, _places(self.programs[id(task)], task)), (_body(op), [])):
+        for jaxpr, places in ((task.jaxpr, [who.size for who in task.parts]), (_body(op), [])):
             args[number] = ids(shape(jaxpr.invars[number]))
             found = each_once(jaxpr, args, count, places, where)
         whole = op.inputs[number].shape
@@ -488,11 +470,6 @@ def _steady(before: State, after: State) -> State:
 def _body(op: Op) -> core.Jaxpr:
     assert op.body is not None
     return op.body.jaxpr
-
-
-def _places(program: Program, task: Compute) -> list[int]:
-    """How many parts devices have along each of the indices that a local body takes last."""
-    return [who.size for who in task.parts]
 
 
 def _shape(
