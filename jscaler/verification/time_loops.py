@@ -12,6 +12,7 @@ an iteration, the ops of each are proven as those of a loop over all parts would
 each turn adds its own summand, to one carry or to several that are joined behind the loop.
 """
 
+import enum
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -32,14 +33,13 @@ from jscaler.stages import StepPlan
 from jscaler.verification.iterations import adds_all, each_once, ids, joins, only_moves, parts_of
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The same in all iterations."""
+class Mark(enum.Enum):
+    """What there is nothing more to say of."""
 
-
-@dataclass(frozen=True)
-class Index:
-    """The number of the iteration."""
+    WHOLE = "the same in all iterations"
+    INDEX = "the iteration's number"
+    UNKNOWN = "not followed"
+    OPEN = "a carry of a loop in the body, before it is known what an iteration leaves"
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,8 @@ class SoFar:
     turns: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """Not followed."""
-
-
-@dataclass(frozen=True)
-class Open:
-    """A carry of a loop in the body, before it is known what an iteration leaves."""
-
-
-State = Whole | Index | VisitedPart | Sum | SoFar | Unknown | Open
-WHOLE, INDEX, UNKNOWN, OPEN = Whole(), Index(), Unknown(), Open()
+State = Mark | VisitedPart | Sum | SoFar
+WHOLE, INDEX, UNKNOWN, OPEN = Mark.WHOLE, Mark.INDEX, Mark.UNKNOWN, Mark.OPEN
 States = dict[PTensor, State]
 
 
@@ -248,7 +238,7 @@ class _TimeLoop:
             combiner, joined = state.joined
             if state.carry != carry.inside or reads != len(state.turns):
                 raise VerificationError(f"{here}: what was joined so far is read {reads} times in an iteration")
-            if not isinstance(joined, Unknown) and joined != Sum(combiner):
+            if joined not in (UNKNOWN, Sum(combiner)):
                 raise VerificationError(f"{here}: what each iteration joins by {combiner} is no summand: {_text(joined)}")
             self._check_start(carry, combiner, here)
             self._check_turns(carry, here)
@@ -334,7 +324,7 @@ class _TimeLoop:
     ) -> Sequence[State] | None:
         """What is made of ``given``, if the iterations take ``factor`` part by part; None where that cannot be."""
         given = [UNKNOWN if s == OPEN else s for s in given]
-        if any(isinstance(s, Index | SoFar) for s in given):
+        if INDEX in given or any(isinstance(s, SoFar) for s in given):
             return [UNKNOWN] * len(source.outputs)
         if factor is None:
             if any(isinstance(s, VisitedPart) for s in given):
@@ -419,10 +409,10 @@ class _TimeLoop:
                 return SoFar(a.carry, (combiner, b), (*a.turns, op.turn))
         if one == other or OPEN in given:
             return other if one == OPEN else one
-        kinds = {type(s) for s in given}
-        if kinds == {Whole, Sum}:  # a loop within starts its sum at nothing
-            return next(s for s in given if isinstance(s, Sum))
-        return VisitedPart() if kinds == {VisitedPart} else UNKNOWN
+        summand = next((s for s in given if isinstance(s, Sum)), None)
+        if summand is not None and WHOLE in given:  # a loop within starts its sum at nothing
+            return summand
+        return VisitedPart() if all(isinstance(s, VisitedPart) for s in given) else UNKNOWN
 
     def _repeat(self, task: Repeat, states: States, around: tuple[Loop, ...]) -> None:
         """A loop in the body: what its carries are does not change from iteration to iteration."""
@@ -498,5 +488,6 @@ def _text(state: State) -> str:
         return f"one part{where}" + (f" in {state.blocks} blocks" if (state.blocks or 1) > 1 else "")
     if isinstance(state, Sum):
         return f"a summand, joined by {state.combiner}"
-    words = {Whole: "the same in all iterations", Index: "the iteration's number", SoFar: "what was joined so far"}
-    return words.get(type(state), "not followed")
+    if isinstance(state, SoFar):
+        return "what was joined so far"
+    return (UNKNOWN if state == OPEN else state).value
