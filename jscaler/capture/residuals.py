@@ -69,12 +69,8 @@ def saved_pair(rule: Rule, bodies: BodyTable, op: Op, handle: Op) -> tuple[Op, O
     """The op of ``rule`` that hands out residuals, and its backward that reads them."""
     made = bodies.saved(op, handle)
     tensors = tuple(PTensor(f"{op.path}:residual:{i}", aval, "residual") for i, aval in enumerate(made.residuals))
-
-    def named(dims: Iterable[Iterable[str]]) -> tuple[tuple[tuple[str, int], ...], ...]:
-        return tuple(tuple((f, rule.factors[f].size) for f in dim) for dim in dims)
-
     nameless = tuple(tuple((("", size),) if size > 1 else () for size in t.shape) for t in tensors)
-    names = FactorNames((*map(named, (*rule.operands, *rule.results)), *nameless), tuple(rule.factors))
+    names = FactorNames((*rule.names().tensors, *nameless), tuple(rule.factors))
     forward = dataclasses.replace(
         op, body=made.forward, outputs=(*op.outputs, *tensors), residuals="saved", named=names, primal=op.body
     )

@@ -1,5 +1,6 @@
 """``Rule``: the factors of an op. For each operand and result dim, which factors it carries; like an einsum."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -10,6 +11,7 @@ from jscaler.ir.mask import Combiner, SubDims
 FactorKind = Literal["parallel", "reduction", "blocked"]
 DimFactors = tuple[str, ...]  # the factors of one dim, major first; empty for a dim of size 1
 TensorFactors = tuple[DimFactors, ...]
+NamedDims = tuple[tuple[tuple[str, int], ...], ...]  # of a tensor: per dim its sub-dims as (name, size)
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class FactorNames:
     """Names that an op's factors have from elsewhere: the op it was cut from.
 
     Attributes:
-        tensors: per tensor (inputs, then outputs), per dim, its sub-dims as (name, size); an empty name is none.
+        tensors: of inputs, then outputs; an empty name is none.
         reserved: names that mean something else here, and must not be given to other factors.
     """
 
-    tensors: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+    tensors: tuple[NamedDims, ...]
     reserved: tuple[str, ...] = ()
 
 
@@ -112,6 +114,23 @@ class Rule:
     def subdims(self, tensor: TensorFactors, shape: tuple[int, ...]) -> SubDims:
         """How the rule refines a tensor's dims: the sizes of the factors each dim carries."""
         return tuple(tuple(self.factors[f].size for f in dim) or (size,) for dim, size in zip(tensor, shape, strict=True))
+
+    def dim_of(self, tensor: TensorFactors, name: str) -> tuple[int, int, int] | None:
+        """The dim that carries factor ``name``, and the sizes of what lies outside of it there, and inside; None: none."""
+        for dim, factors in enumerate(tensor):
+            if name in factors:
+                at = factors.index(name)
+                outer, inner = (math.prod(self.factors[f].size for f in part) for part in (factors[:at], factors[at + 1 :]))
+                return dim, outer, inner
+        return None
+
+    def named(self, tensor: TensorFactors) -> NamedDims:
+        """The factors of a tensor's dims, with their sizes."""
+        return tuple(tuple((f, self.factors[f].size) for f in dim) for dim in tensor)
+
+    def names(self) -> FactorNames:
+        """What the dims of the op's tensors are called."""
+        return FactorNames(tuple(map(self.named, (*self.operands, *self.results))), tuple(self.factors))
 
     def __str__(self) -> str:
         def one(tensor: TensorFactors) -> str:

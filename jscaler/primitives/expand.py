@@ -8,13 +8,11 @@ from jax.extend import core
 from jscaler.capture.bodies import BodyTable
 from jscaler.errors import PlanError
 from jscaler.ir import FactorNames, Op, PTensor, Rule
-from jscaler.ir.rule import TensorFactors
+from jscaler.ir.rule import NamedDims
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.rules.analysed import Analysis
 from jscaler.rules.expansion import Step, Value
 from jscaler.rules.rule_book import RuleBook
-
-Named = tuple[tuple[tuple[str, int], ...], ...]  # per dim its sub-dims as (factor, size)
 
 
 def expand_op(op: Op, axis: GridAxis, book: RuleBook, bodies: BodyTable) -> tuple[Op, ...] | None:
@@ -38,8 +36,8 @@ class _Expander:
         self.rule = rule
         self.book = book
         self.bodies = bodies
-        self.values: dict[Value, tuple[PTensor, Named]] = {
-            i: (t, self._sized(dims)) for i, (t, dims) in enumerate(zip(op.inputs, rule.operands, strict=True))
+        self.values: dict[Value, tuple[PTensor, NamedDims]] = {
+            i: (t, rule.named(dims)) for i, (t, dims) in enumerate(zip(op.inputs, rule.operands, strict=True))
         }
         self.made: set[int] = set()
 
@@ -66,7 +64,7 @@ class _Expander:
         for i, (value, var) in enumerate(zip(step.makes, seen.jaxpr.outvars, strict=True)):
             if isinstance(value, int):
                 outputs.append(self._result(step, value, var))
-                named.append(self._fitted(seen, var, self._sized(self.rule.results[value])))
+                named.append(self._fitted(seen, var, self.rule.named(self.rule.results[value])))
             else:
                 outputs.append(PTensor(f"{path}:{i}", body.jaxpr.outvars[i].aval, self.op.outputs[0].role))
                 named.append(((),) * len(var.aval.shape))  # type: ignore[attr-defined]
@@ -98,10 +96,7 @@ class _Expander:
                 )
                 self.values[value] = (tensor, known)
 
-    def _sized(self, dims: TensorFactors) -> Named:
-        return tuple(tuple((f, self.rule.factors[f].size) for f in dim) for dim in dims)
-
-    def _fitted(self, seen: Analysis, atom: core.Var | core.Literal, named: Named) -> Named:
+    def _fitted(self, seen: Analysis, atom: core.Var | core.Literal, named: NamedDims) -> NamedDims:
         """``named`` in the sub-dims that the step's body sees: the factor that is cut may be refined into its parts."""
         if not isinstance(atom, core.Var):
             return ((),) * len(named)

@@ -15,6 +15,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import live_equations, make_jaxpr, shape
 from jscaler.capture.names import function_name
 from jscaler.ir import FactorNames
+from jscaler.ir.rule import NamedDims
 from jscaler.rules.analysed import Analysis
 from jscaler.rules.factor_states import Leaves, stages
 
@@ -94,7 +95,7 @@ def _piece(
     reads += [v for v in outvars if isinstance(v, core.Var) and v not in defined]
     invars = list(dict.fromkeys(reads))
 
-    def named(atom: core.Var | core.Literal) -> tuple[tuple[tuple[str, int], ...], ...]:
+    def named(atom: core.Var | core.Literal) -> NamedDims:
         if not isinstance(atom, core.Var):
             return ((),) * len(shape(atom))
         size = analysis.atoms.size

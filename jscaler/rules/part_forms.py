@@ -5,7 +5,6 @@ y (8 rows) = f(x (8 rows), w)        four parts        y' (2 rows) = f'(x' (2 ro
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,9 +160,8 @@ def cell_parts(op: Op, factor: str, sizes: tuple[int, ...], book: RuleBook, bodi
 
 
 def _ranged(rule: Rule, dims: TensorFactors, name: str, sizes: tuple[int, ...]) -> Ranged | None:
-    for dim, factors in enumerate(dims):
-        if name in factors:
-            at = factors.index(name)
-            outer, inner = (math.prod(rule.factors[f].size for f in part) for part in (factors[:at], factors[at + 1 :]))
-            return Ranged(dim, outer, sizes, inner)
-    return None
+    place = rule.dim_of(dims, name)
+    if place is None:
+        return None
+    dim, outer, inner = place
+    return Ranged(dim, outer, sizes, inner)

@@ -356,11 +356,8 @@ def _tensor_factors(forward: Rule, op: Op, tensor: PTensor) -> TensorFactors:
 
 def _names_from_forward(forward: Rule, op: Op) -> FactorNames:
     """What the tensors of a backward op are called by its forward's rule."""
-
-    def one(tensor: PTensor) -> tuple[tuple[tuple[str, int], ...], ...]:
-        return tuple(tuple((f, forward.factors[f].size) for f in dim) for dim in _tensor_factors(forward, op, tensor))
-
-    return FactorNames(tuple(one(t) for t in (*op.inputs, *op.outputs)), tuple(forward.factors))
+    tensors = (forward.named(_tensor_factors(forward, op, t)) for t in (*op.inputs, *op.outputs))
+    return FactorNames(tuple(tensors), tuple(forward.factors))
 
 
 def _handle_rule(forward: Rule, op: Op) -> Rule:

@@ -5,7 +5,6 @@ y (8 rows) = f(x (8 rows), w)        four parts in time        y' (2 rows) = f'(
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -16,7 +15,7 @@ from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError
 from jscaler.ir import Body, FactorNames, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
-from jscaler.ir.rule import TensorFactors
+from jscaler.ir.rule import NamedDims, TensorFactors
 from jscaler.lax_primitives import is_cast
 from jscaler.rules.factor_states import INDEPENDENT, SPLIT
 from jscaler.rules.part_forms import Form, OpPart, Own, Sliced, Summed
@@ -25,7 +24,6 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.time_axes import TimeCut
 
 IN_TIME, REST = ".time", ".rest"  # what is cut off a factor's name: the index of the part; the rows in a block
-Named = tuple[tuple[tuple[str, int], ...], ...]
 
 
 def op_part(
@@ -167,15 +165,14 @@ def _refined(rule: Rule, cut: TimeCut, blocks: int) -> FactorNames:
 
 
 def _sliced(rule: Rule, dims: TensorFactors, name: str) -> Sliced | None:
-    for dim, factors in enumerate(dims):
-        if name in factors:
-            at = factors.index(name)
-            blocks, rows = (math.prod(rule.factors[f].size for f in part) for part in (factors[:at], factors[at + 1 :]))
-            return Sliced(dim, blocks, rule.factors[name].size, rows)
-    return None
+    place = rule.dim_of(dims, name)
+    if place is None:
+        return None
+    dim, blocks, rows = place
+    return Sliced(dim, blocks, rule.factors[name].size, rows)
 
 
-def _without(rule: Rule, dims: TensorFactors, name: str) -> Named:
+def _without(rule: Rule, dims: TensorFactors, name: str) -> NamedDims:
     return tuple(tuple((f, rule.factors[f].size) for f in dim if f != name) for dim in dims)
 
 
@@ -205,12 +202,5 @@ def passed_on(op: Op, forms: Mapping[PTensor, Form], book: RuleBook, inside: boo
     made = book.passes(op, ["add" if f is not None else None for f in inputs])
     if made is None or any(m not in (None, "add") for m in made):
         return None
-    named = names_of(book.rule(op)) if op.forward is not None else None  # its forward op may stand outside
+    named = book.rule(op).names() if op.forward is not None else None  # its forward op may stand outside
     return OpPart(inputs, tuple(Summed("add") if m else None for m in made), named=named)
-
-
-def names_of(rule: Rule) -> FactorNames:
-    """What the dims of an op's tensors are called."""
-    tensors = (*rule.operands, *rule.results)
-    named = tuple(tuple(tuple((f, rule.factors[f].size) for f in dim) for dim in dims) for dims in tensors)
-    return FactorNames(named, tuple(rule.factors))

@@ -18,7 +18,7 @@ from jscaler.ir.loop import Item, made_by
 from jscaler.ir.mask import Combiner
 from jscaler.rules.part_forms import Form, OpPart, Own, Piece
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.op_parts import names_of, passed_on
+from jscaler.schedule.op_parts import passed_on
 from jscaler.schedule.time_axes import TimeAxes
 from jscaler.schedule.time_regions import TimeRegion, TimeRegions
 from jscaler.schedule.turns import devices_by_op
@@ -140,7 +140,7 @@ class AxisWriter(ABC):
             if source is not None and (new := self.counterpart(op, source)) is not source:
                 changes[name] = new
         if changes and op.named is None and op.body is not None:  # it runs whole: its forward has other tensors now
-            changes["named"] = names_of(self.book.rule(self.cells.get(op.path, (op,))[0]))
+            changes["named"] = self.book.rule(self.cells.get(op.path, (op,))[0]).names()
         return dataclasses.replace(op, **changes) if changes else op
 
     def outside(self, tensor: PTensor, region: TimeRegion) -> bool:

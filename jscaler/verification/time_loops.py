@@ -337,14 +337,14 @@ class _TimeLoop:
             return [Sum(c) if c is not None else WHOLE for c in made] if made is not None else None
         blocks: set[int] = set()
         for dims, state in zip(rule.operands, given, strict=True):
-            place = next((d for d, names in enumerate(dims) if factor in names), None)
+            place = rule.dim_of(dims, factor)
             if isinstance(state, Sum) or ((state == WHOLE) != (place is None) and state != UNKNOWN):
                 return None
-            if isinstance(state, VisitedPart):
-                if state.dim not in (None, place):
+            if isinstance(state, VisitedPart) and place is not None:
+                dim, outer, _ = place
+                if state.dim not in (None, dim):
                     return None
-                if state.blocks is not None and one_cut and place is not None:
-                    outer = _outer(rule, dims[place], factor)
+                if state.blocks is not None and one_cut:
                     if state.blocks % outer:
                         return None
                     blocks.add(state.blocks // outer)
@@ -356,14 +356,13 @@ class _TimeLoop:
     def _made(self, rule: Rule, factor: str, index: int, dims: TensorFactors, blocks: int | None) -> State:
         if (factor, index) in rule.shares:
             return Sum(rule.shares[factor, index])
-        for dim, names in enumerate(dims):
-            if factor in names:
-                if blocks is None:
-                    return VisitedPart(dim)
-                outer = blocks * _outer(rule, names, factor)
-                size = math.prod(rule.factors[n].size for n in names)
-                return VisitedPart(dim, outer, size // (outer * self.task.loop.parts))
-        return UNKNOWN if rule.factors[factor].kind == "blocked" else WHOLE
+        place = rule.dim_of(dims, factor)
+        if place is None:
+            return UNKNOWN if rule.factors[factor].kind == "blocked" else WHOLE
+        dim, outer, inner = place
+        if blocks is None:
+            return VisitedPart(dim)
+        return VisitedPart(dim, blocks * outer, rule.factors[factor].size * inner // (blocks * self.task.loop.parts))
 
     def _sliced(self, task: Compute, given: Sequence[State]) -> Sequence[State]:
         """A part that is cut off by the iteration's number: of all iterations together, each element once."""
@@ -475,11 +474,6 @@ def _shape(
             size //= parts
         found.append(size)
     return tuple(found)
-
-
-def _outer(rule: Rule, names: Sequence[str], factor: str) -> int:
-    """The size of what lies outside of ``factor`` in a dim."""
-    return math.prod(rule.factors[n].size for n in names[: names.index(factor)])
 
 
 def _text(state: State) -> str:
