@@ -378,8 +378,7 @@ class Plan(Shown):
         Raises:
             PlanFileError: an algorithm of one's own could not be made again from it.
         """
-        contents = plan_file.Contents(self.name, self.num_devices, self.digest, self.decisions, self.made_for, self.told)
-        return plan_file.write(contents, KINDS)
+        return plan_file.write(self, KINDS)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -393,8 +392,7 @@ class Plan(Shown):
         Raises:
             PlanFileError: it is malformed, of a newer version, or holds a kind of decision that is not known.
         """
-        found = plan_file.read(text, KINDS)
-        return cls(found.name, found.num_devices, found.decisions, found.made_for, found.told)
+        return cls(**plan_file.read(text, KINDS))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.

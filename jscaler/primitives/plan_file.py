@@ -31,7 +31,6 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,6 @@ FORMAT = "jscaler plan"
 VERSION = 1
 KEYS = ("format", "version", "name", "devices", "digest", "places", "rules", "ops", "decisions", "told")
 Kinds = Mapping[str, type]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a plan file says."""
-
-    name: str
-    num_devices: int
-    digest: str
-    decisions: tuple[Any, ...]
-    made_for: MadeFor | None
-    told: Mapping[str, Any] = field(default_factory=dict)
 
 
 def decision_lines(decisions: Sequence[Any], kinds: Kinds, table: Table) -> list[str]:
@@ -71,26 +58,24 @@ def digest(num_devices: int, decisions: Sequence[Any], kinds: Kinds) -> str:
     return hashlib.sha256("\n".join([str(num_devices), *lines]).encode()).hexdigest()[:12]
 
 
-def write(contents: Contents, kinds: Kinds) -> str:
-    """The text of a file."""
+def write(plan: Any, kinds: Kinds) -> str:
+    """The text of a file of ``plan``, a `Plan`."""
     table = Table()
-    decisions = decision_lines(contents.decisions, kinds, table)
+    decisions = decision_lines(plan.decisions, kinds, table)
     head = {
         "format": FORMAT,
         "version": VERSION,
-        "name": contents.name,
-        "devices": contents.num_devices,
-        "digest": contents.digest,
+        "name": plan.name,
+        "devices": plan.num_devices,
+        "digest": plan.digest,
     }
-    head |= {"told": dict(contents.told)} if contents.told else {}
+    head |= {"told": dict(plan.told)} if plan.told else {}
     entries = [f"{_json(key)}: {_json(value)}" for key, value in head.items()]
     entries.append(_listed("places", [_json(list(map(place_data, row))) for row in table.rows]))
-    if contents.made_for is not None:
-        rules = list(dict.fromkeys(op.rule for op in contents.made_for.ops if op.rule is not None))
+    if plan.made_for is not None:
+        rules = list(dict.fromkeys(op.rule for op in plan.made_for.ops if op.rule is not None))
         number = {rule: i for i, rule in enumerate(rules)}
-        ops = [
-            {"op": op.path, **({"rule": number[op.rule]} if op.rule is not None else {})} for op in contents.made_for.ops
-        ]
+        ops = [{"op": op.path, **({"rule": number[op.rule]} if op.rule is not None else {})} for op in plan.made_for.ops]
         entries.append(_listed("rules", [_json(str(rule)) for rule in rules]))
         entries.append(_listed("ops", list(map(_json, ops))))
     entries.append(_listed("decisions", decisions))
@@ -106,8 +91,8 @@ def _listed(key: str, lines: Sequence[str]) -> str:
     return f'"{key}": [\n  {inside}\n ]' if lines else f'"{key}": []'
 
 
-def read(text: str, kinds: Kinds) -> Contents:
-    """What a file's text says.
+def read(text: str, kinds: Kinds) -> dict[str, Any]:
+    """The fields of the `Plan` that a file's text is of.
 
     Raises:
         PlanFileError: it is no plan file, of a newer version, or malformed.
@@ -146,7 +131,8 @@ def read(text: str, kinds: Kinds) -> Contents:
             f"its decisions were changed after it was written: they make the digest {found}, and the file says {said}; "
             "where that is meant, delete the line 'digest'"
         )
-    return Contents(name, devices, found, decisions, _made_for(data), _told(data))
+    made_for, told = _made_for(data), _told(data)
+    return {"name": name, "num_devices": devices, "decisions": decisions, "made_for": made_for, "told": told}
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
