@@ -5,18 +5,13 @@ passes on to what that reads, down to the op's operands, which come extended. (W
 is set to the padding value in front of the windows.) A want cannot pass anything else: there the op must be cut.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from jax.extend import core
 
 from jscaler.ir import Halo
 from jscaler.lax_primitives import Spec, Window, known
-
-if TYPE_CHECKING:
-    from jscaler.rules.analysis import Analysis
+from jscaler.rules.analysed import Analysis
 
 NONE = Halo(0, 0)
 INSIDE = "its parts do not lie in a row, as overlapping windows want them"
@@ -53,21 +48,20 @@ def wants(analysis: Analysis, leaf: int) -> Wants | str:
 
 def window_of(analysis: Analysis, eqn: core.JaxprEqn, spec: Spec, leaf: int) -> Window | None:
     """The window of an equation that slides along ``leaf``, if one does."""
+    return next((window for window, _, leaves, _ in _slides(analysis, eqn, spec) if leaf in leaves), None)
+
+
+def _slides(analysis: Analysis, eqn: core.JaxprEqn, spec: Spec) -> Iterator[tuple[Window, core.Var, tuple[int, ...], Halo]]:
+    """Each window of an equation with each operand that it slides along: on which leaves, and what it reads around them."""
     for window in spec.windows:
-        for atom, dim in zip(eqn.invars, window.dims, strict=True):
-            if dim is not None and isinstance(atom, core.Var) and leaf in analysis.leaves(atom)[dim]:
-                return window
-    return None
+        for atom, dim, halo in zip(eqn.invars, window.dims, window.halos, strict=True):
+            if dim is not None and isinstance(atom, core.Var):
+                yield window, atom, analysis.leaves(atom)[dim], halo
 
 
 def read_around(analysis: Analysis, eqn: core.JaxprEqn, spec: Spec, group: Sequence[int]) -> list[core.Var]:
     """The operands of which an equation reads rows beyond a part when ``group`` is split."""
-    found = []
-    for window in spec.windows:
-        for atom, dim, halo in zip(eqn.invars, window.dims, window.halos, strict=True):
-            if halo and dim is not None and isinstance(atom, core.Var) and {*group} & {*analysis.leaves(atom)[dim]}:
-                found.append(atom)
-    return found
+    return [v for _, v, leaves, halo in _slides(analysis, eqn, spec) if halo and {*group} & {*leaves}]
 
 
 def overlapped(analysis: Analysis, leaf: int) -> bool:
@@ -81,13 +75,8 @@ def overlapped(analysis: Analysis, leaf: int) -> bool:
 
 def slid_along(analysis: Analysis) -> frozenset[int]:
     """The leaves that some equation's windows slide along."""
-    found: set[int] = set()
-    for eqn, spec in zip(analysis.jaxpr.eqns, analysis.specs, strict=True):
-        for window in spec.windows:
-            for atom, dim in zip(eqn.invars, window.dims, strict=True):
-                if dim is not None and isinstance(atom, core.Var):
-                    found.update(analysis.leaves(atom)[dim])
-    return frozenset(found)
+    each = zip(analysis.jaxpr.eqns, analysis.specs, strict=True)
+    return frozenset(leaf for eqn, spec in each for _, _, leaves, _ in _slides(analysis, eqn, spec) for leaf in leaves)
 
 
 def operand_halos(analysis: Analysis, group: Sequence[int]) -> dict[tuple[int, int], Halo] | str:

@@ -16,6 +16,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import Atom, inline, open_jaxpr, shape, trace_flat
 from jscaler.rules.analysed import Analysis
 from jscaler.rules.dim_atoms import Atoms
+from jscaler.rules.halo_reach import slid_along
 
 TensorDims = tuple[list[int], ...]  # per dim its atoms
 State = str
@@ -94,11 +95,7 @@ def unify(eqn: core.JaxprEqn, nest: NestDims) -> tuple[Analysis, ...]:
     """Make the dims of a nested equation and of its inner programs one; returns the programs' analyses."""
     inner = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name](eqn, nest)
     for analysis in inner:  # how far beyond its part a window reads is not followed through a loop
-        for spec, body in zip(analysis.specs, analysis.jaxpr.eqns, strict=True):
-            for window in spec.windows:
-                for atom, dim in zip(body.invars, window.dims, strict=True):
-                    if dim is not None and isinstance(atom, core.Var):
-                        nest.atoms.block(analysis.dims[atom][dim], f"windows slide along it inside a {eqn.primitive.name}")
+        nest.atoms.block(sorted(slid_along(analysis)), f"windows slide along it inside a {eqn.primitive.name}")
     return inner
 
 
