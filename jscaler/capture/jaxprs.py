@@ -271,21 +271,20 @@ def _equation_key(eqn: core.JaxprEqn) -> tuple[Any, ...]:
     return rest, fingerprint(flatten(jaxpr, consts, Inliner(CALLS | CUSTOM_CALLS)))
 
 
-def params_key(params: dict[str, Any]) -> tuple[Any, ...]:
-    """A hashable key of an equation's parameters; inner jaxprs by structure, what cannot be hashed by identity."""
-    return tuple((k, _param_key(params[k])) for k in sorted(params))
+def params_key(params: dict[str, Any], content: Callable[[Any], Any] = id) -> tuple[Any, ...]:
+    """A hashable key of an equation's parameters: inner jaxprs by structure; their constants, and what cannot be hashed, by
+    ``content``."""
+    return tuple((k, _param_key(params[k], content)) for k in sorted(params))
 
 
-def _param_key(value: Any) -> Any:
+def _param_key(value: Any, content: Callable[[Any], Any]) -> Any:
     if isinstance(value, (tuple, list)):
-        return tuple(map(_param_key, value))
-    if isinstance(value, core.Jaxpr):
-        return fingerprint(value)
-    if isinstance(value, core.ClosedJaxpr):
+        return tuple(_param_key(v, content) for v in value)
+    if is_program(value):
         jaxpr, consts = open_jaxpr(value)
-        return fingerprint(jaxpr), tuple(map(id, consts))
+        return fingerprint(jaxpr), tuple(map(content, consts))
     try:
         hash(value)
     except TypeError:
-        return id(value)
+        return content(value)
     return value

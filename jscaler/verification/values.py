@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import fingerprint, inner_jaxpr, open_jaxpr, shape
+from jscaler.capture.jaxprs import inner_jaxpr, open_jaxpr, params_key, shape
 from jscaler.capture.opening import scan_parts
 from jscaler.lax_primitives import known
 from jscaler.verification import collectives
@@ -87,7 +87,7 @@ class Values:
             return [self._dot(eqn, args)]
         if name == "transpose" and args[0] in self._dots:
             return [self._transposed_dot(args[0], eqn.params["permutation"])]
-        params = tuple((k, self._param(eqn.params[k])) for k in sorted(eqn.params))
+        params = params_key(eqn.params, self._content)
         if one.seen == "casts":
             return [self._cast(params, args[0])]
         key = (name, params, tuple(args))
@@ -164,8 +164,8 @@ class Values:
                     labels[dim], known = known, known + 1
             exactness = precision[side] if isinstance(precision, tuple) else precision
             operands.append((arg, tuple(labels[dim] for dim in sorted(labels)), str(exactness)))
-        rest = sorted(eqn.params.keys() - {"dimension_numbers", "precision"})
-        return self._labelled_dot(tuple((k, self._param(eqn.params[k])) for k in rest), operands)
+        rest = {name: value for name, value in eqn.params.items() if name not in ("dimension_numbers", "precision")}
+        return self._labelled_dot(params_key(rest, self._content), operands)
 
     def _transposed_dot(self, dot: int, permutation: Sequence[int]) -> int:
         how, operands = self._dots[dot]
@@ -187,18 +187,6 @@ class Values:
     def _content(self, value: Any) -> Any:
         self._kept.append(value)
         return content_key(value)
-
-    def _param(self, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return tuple(map(self._param, value))
-        if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-            jaxpr, consts = open_jaxpr(value)
-            return fingerprint(jaxpr), tuple(map(self._content, consts))
-        try:
-            hash(value)
-        except TypeError:
-            return self._content(value)
-        return value
 
 
 def content_key(value: Any) -> Any:
