@@ -6,7 +6,7 @@ This is what a rule promises; `jscaler.verify_rule` takes it at its word.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jscaler.capture.jaxprs import evaluate, inline, trace_flat
+from jscaler.capture.jaxprs import evaluate, inline
 from jscaler.errors import VerificationError
 from jscaler.ir import Halo, Rule
 from jscaler.ir.rule import TensorFactors
@@ -37,46 +37,21 @@ TOLERANCE = {"float64": 1e-11, "complex128": 1e-11, "float32": 2e-5, "complex64"
 
 @dataclass(frozen=True)
 class FragmentInParts:
-    """A traced function with its rule."""
+    """A traced function with its rule, and the leaf atoms of each factor."""
 
     analysis: Analysis
     rule: Rule
+    leaves: Mapping[str, tuple[int, ...]]
 
     @staticmethod
     def of(jaxpr: core.Jaxpr) -> "FragmentInParts":
         analysis = analyse(inline(jaxpr))
-        return FragmentInParts(analysis, derive_rule(analysis, user_names(analysis.jaxpr.eqns, analysis.leaves))[0])
-
-    @staticmethod
-    def traced(fun: Callable[..., Any], *args: Any) -> "FragmentInParts":
-        """Of a function of arrays to any tree."""
-        return FragmentInParts.of(trace_flat(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args]))
-
-    @property
-    def primitives(self) -> set[str]:
-        return {e.primitive.name for e in self.analysis.jaxpr.eqns}
-
-    @property
-    def leaves(self) -> dict[str, tuple[int, ...]]:
-        """Factor name -> leaf atoms."""
-        jaxpr = self.analysis.jaxpr
-        found: dict[str, dict[int, None]] = {}
-        for var, dims in zip((*jaxpr.invars, *jaxpr.outvars), (*self.rule.operands, *self.rule.results), strict=True):
-            if isinstance(var, core.Var):
-                for names, leaves in zip(dims, self.analysis.leaves(var), strict=True):
-                    for name, leaf in zip(names, leaves, strict=True):
-                        found.setdefault(name, {})[leaf] = None
-        return {name: tuple(leaves) for name, leaves in found.items()}
+        return FragmentInParts(analysis, *derive_rule(analysis, user_names(analysis.jaxpr.eqns, analysis.leaves)))
 
     @property
     def open(self) -> dict[str, int]:
         """The factors that may be split, with their sizes."""
         return {f.name: f.size for f in self.rule.factors.values() if f.kind != "blocked"}
-
-    def blocked(self, operand: int, dim: int) -> str:
-        """Why the one factor of an operand's dim is blocked; empty if it is not."""
-        (name,) = self.rule.operands[operand][dim]
-        return self.rule.factors[name].reason
 
     def local(self, split: Split) -> core.Jaxpr:
         """The program of one part; it takes the part's index along each factor, last."""

@@ -23,8 +23,8 @@ from jscaler.verification.frames import Frame
 from jscaler.verification.interpret import Interpreter
 from jscaler.verification.local_programs import trace_local
 from jscaler.verification.symbols import Patterns
-from jscaler.verification.whole_against_parts import FragmentInParts
 from jscaler.xla_model.work import work_of
+from tests.rules.parts import fragment, why_blocked
 
 rng = np.random.default_rng(5)
 
@@ -97,18 +97,18 @@ def by_batch(graph: Any, devices: np.ndarray) -> None:
 
 def test_without_a_record_nothing_of_it_is_split() -> None:
     with pytest.warns(UnknownPrimitiveWarning, match="'square_sums'"):  # Shardy cannot know what its sizes are
-        made = FragmentInParts.traced(lambda x: squares(x, 1), np.ones((4, 6), np.float32))
+        made = fragment(lambda x: squares(x, 1), np.ones((4, 6), np.float32))
     assert not made.open
 
 
 @pytest.mark.usefixtures("known")
 def test_its_dims_sums_and_shapes() -> None:
-    made = FragmentInParts.traced(lambda x: squares(x, 1), np.ones((4, 6), np.float32))
+    made = fragment(lambda x: squares(x, 1), np.ones((4, 6), np.float32))
     assert str(made.rule) == "a b -> a"
     assert {name: made.rule.factors[name].kind for name in made.open} == {"a": "parallel", "b": "reduction"}
     assert made.local({"a": 2}).outvars[0].aval.shape == (2,)  # whose parameter says so
-    turned = FragmentInParts.traced(lambda x: squares(TURN_P.bind(x.sum(0)), 0), np.ones((5, 4, 6), np.float32))
-    assert turned.blocked(0, 0) == "a partial add of it meets 'square_sums'"  # a move lets it pass
+    turned = fragment(lambda x: squares(TURN_P.bind(x.sum(0)), 0), np.ones((5, 4, 6), np.float32))
+    assert why_blocked(turned, 0, 0) == "a partial add of it meets 'square_sums'"  # a move lets it pass
 
 
 @pytest.mark.usefixtures("known")

@@ -8,10 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jscaler.capture.jaxprs import trace_flat
 from jscaler.errors import divisors
 from jscaler.verification.whole_against_parts import FragmentInParts, PartsComparison, Split, compare_all
 
-fragment = FragmentInParts.traced
+
+def fragment(fun: Callable[..., Any], *args: Any) -> FragmentInParts:
+    """Of a function of arrays to any tree."""
+    return FragmentInParts.of(trace_flat(lambda *xs: jax.tree.leaves(fun(*xs)), [jax.typeof(x) for x in args]))
+
+
+def primitives_in(made: FragmentInParts) -> set[str]:
+    return {e.primitive.name for e in made.analysis.jaxpr.eqns}
+
+
+def why_blocked(made: FragmentInParts, operand: int, dim: int) -> str:
+    """Why the one factor of an operand's dim is blocked; empty if it is not."""
+    (name,) = made.rule.operands[operand][dim]
+    return made.rule.factors[name].reason
 
 
 def check_splits(

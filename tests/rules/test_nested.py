@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from of_the_day import of_the_day
-from parts import backward, check, check_splits, fragment
+from parts import backward, check, check_splits, fragment, primitives_in, why_blocked
 
 rng = np.random.default_rng(6)
 
@@ -107,7 +107,7 @@ def test_nested(name: str) -> None:
     fun, args, rule, factors = CASES[name]
     made = check(fun, *args)
     assert (str(made.rule), "".join(made.open)) == (rule, factors)
-    if "while" not in made.primitives and (pair := backward(fun, *args)):
+    if "while" not in primitives_in(made) and (pair := backward(fun, *args)):
         check(pair[0], *pair[1], most=1)
 
 
@@ -141,4 +141,4 @@ LOOPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
 def test_blocked_factors_say_why(name: str) -> None:
     fun, args, reason = LOOPS[name]
     made = check(fun, *args)
-    assert reason in made.blocked(0, 0)
+    assert reason in why_blocked(made, 0, 0)

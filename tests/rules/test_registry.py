@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from of_the_day import SEED, of_the_day
+from parts import fragment, primitives_in
 
 from jscaler.capture.jaxprs import evaluate, inline, make_jaxpr, shape_struct, trace_flat
 from jscaler.lax_primitives import TABLE
@@ -243,7 +244,7 @@ def examples() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     """One example for each primitive that test_table does not see to."""
     found: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {}
     for fun, args in others():
-        for name in FragmentInParts.traced(fun, *args).primitives & (RULED | NESTED):
+        for name in primitives_in(fragment(fun, *args)) & (RULED | NESTED):
             found.setdefault(name, (fun, args))
     return {name: one for name, one in found.items() if name not in test_table.SEEN_TO}
 

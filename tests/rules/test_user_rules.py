@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.extend import core
 from jax.interpreters import ad, mlir
+from parts import fragment, why_blocked
 
 import jscaler
 from jscaler import OpRule, RuleError, Split, UnknownNameError, UnknownPrimitiveWarning
 from jscaler.lax_primitives import REGISTRY
-from jscaler.verification.whole_against_parts import FragmentInParts
 
 rng = np.random.default_rng(6)
 
@@ -43,10 +43,10 @@ def scaled(x: Any, y: Any) -> Any:
 def test_without_a_rule_it_replicates_with_a_warning_and_with_one_it_splits() -> None:
     scale_p = primitive("scale_and_add", scaled, lowers=False)  # so that Shardy cannot be asked either
     with pytest.warns(UnknownPrimitiveWarning, match="'scale_and_add'"):
-        assert FragmentInParts.traced(scale_p.bind, jnp.ones((2, 3)), jnp.ones((2, 3))).open == {}
+        assert fragment(scale_p.bind, jnp.ones((2, 3)), jnp.ones((2, 3))).open == {}
     jscaler.register_rule(scale_p, "..., ... -> ...")
     for shape in ((), (2,), (2, 3), (2, 1, 3)):
-        made = FragmentInParts.traced(scale_p.bind, jnp.ones(shape), jnp.ones(shape))
+        made = fragment(scale_p.bind, jnp.ones(shape), jnp.ones(shape))
         assert sorted(made.open.values()) == sorted(n for n in shape if n > 1)
 
 
@@ -64,7 +64,7 @@ def test_rules_of_many_kinds(fun: Any, rule: str, keywords: Any, shapes: Any, ki
     own_p = primitive("of_many_kinds", fun)
     jscaler.register_rule(own_p, rule, **keywords)
     args = [rng.normal(size=s).astype(np.float32) for s in shapes]
-    made = FragmentInParts.traced(own_p.bind, *args)
+    made = fragment(own_p.bind, *args)
     assert [f.kind for f in made.rule.factors.values()][: len(kinds)] == kinds
     ad.primitive_jvps[own_p] = lambda xs, ts: jax.jvp(fun, tuple(xs), tuple(map(ad.instantiate_zeros, ts)))
     report = jscaler.verify_rule(own_p, *args)
@@ -89,7 +89,7 @@ def test_parameters_at_part_shapes() -> None:
         fill_p, lambda eqn: rule if len(eqn.invars) == 2 else "n -> n w",
         local=lambda params, operands, results: {"width": results[0].shape[1]},
     )  # fmt: skip
-    made = FragmentInParts.traced(lambda x: fill_p.bind(x, width=4), np.ones(6, np.float32))
+    made = fragment(lambda x: fill_p.bind(x, width=4), np.ones(6, np.float32))
     assert made.open == {"a": 6}  # the function cannot know where along w a part lies: nothing that it reads says so
     assert "no operand carries it" in made.rule.factors["b"].reason
     jaxpr = made.local({"a": 3})
@@ -99,7 +99,7 @@ def test_parameters_at_part_shapes() -> None:
 def test_without_local_a_part_of_a_wrong_shape_is_an_error() -> None:
     tile_p = primitive("tile_rows", lambda x, *, rows: jnp.resize(x, (rows, x.shape[1])))
     jscaler.register_rule(tile_p, "n m -> n m")
-    made = FragmentInParts.traced(lambda x: tile_p.bind(x, rows=6), np.ones((6, 2), np.float32))
+    made = fragment(lambda x: tile_p.bind(x, rows=6), np.ones((6, 2), np.float32))
     with pytest.raises(
         RuleError, match=r"result 0 of a part of 'tile_rows' has shape \(6, 2\), and the rule says \(3, 2\)"
     ):
@@ -113,17 +113,17 @@ def test_without_local_a_part_of_a_wrong_shape_is_an_error() -> None:
 def test_shares_pass_what_is_said_to_be_linear() -> None:
     half_p = primitive("half", lambda x: x / 2)
     jscaler.register_rule(half_p, "... -> ...")
-    total = FragmentInParts.traced(lambda x: half_p.bind(x.sum(0)), np.ones((4, 3), np.float32))
-    assert total.blocked(0, 0) == "a partial add of it meets 'half'"
+    total = fragment(lambda x: half_p.bind(x.sum(0)), np.ones((4, 3), np.float32))
+    assert why_blocked(total, 0, 0) == "a partial add of it meets 'half'"
     jscaler.register_rule(half_p, "... -> ...", linear="each")
-    assert FragmentInParts.traced(lambda x: half_p.bind(x.sum(0)), np.ones((4, 3), np.float32)).open == {"a": 4, "b": 3}
+    assert fragment(lambda x: half_p.bind(x.sum(0)), np.ones((4, 3), np.float32)).open == {"a": 4, "b": 3}
 
 
 def test_a_user_s_rule_goes_before_the_table_s() -> None:
-    before = FragmentInParts.traced(jnp.sin, np.ones((4, 3), np.float32))
+    before = fragment(jnp.sin, np.ones((4, 3), np.float32))
     assert before.open == {"a": 4, "b": 3}
     jscaler.register_rule(jax.lax.sin_p, "n m -> n m", blocked="n")
-    assert FragmentInParts.traced(jnp.sin, np.ones((4, 3), np.float32)).open == {"b": 3}
+    assert fragment(jnp.sin, np.ones((4, 3), np.float32)).open == {"b": 3}
 
 
 def test_a_step_with_such_a_primitive_is_split() -> None:
@@ -156,4 +156,4 @@ def test_what_cannot_be_registered() -> None:
         jscaler.register_rule(own_p, lambda eqn: "n -> n", blocked="n")
     jscaler.register_rule(own_p, "n m -> n m")
     with pytest.raises(RuleError, match=r"'own': operand 0 has shape \(3,\), 1 dims, and the rule names 2"):
-        FragmentInParts.traced(own_p.bind, np.ones(3, np.float32))
+        fragment(own_p.bind, np.ones(3, np.float32))

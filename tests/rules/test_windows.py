@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from parts import check, fragment
+from parts import check, fragment, why_blocked
 
 from jscaler.ir import Halo
 from jscaler.lax_primitives.windows import Sweep, scattered
@@ -74,11 +74,11 @@ def test_padding_decides_whether_parts_are_alike() -> None:
     made = fragment(conv, image, kernel)
     assert made.rule.halos == {("a", 0, 1): Halo(1, 1), ("b", 0, 2): Halo(1, 1)}
     valid = fragment(lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "VALID", dimension_numbers=IMAGE), image, kernel)
-    assert "windows of 3 rows and stride 1 make 10 rows of 12" in valid.blocked(0, 1)
-    assert "padding 'SAME' on a multiple of the stride" in valid.blocked(0, 1)
-    assert "the inside of a window" in valid.blocked(1, 0)
+    assert "windows of 3 rows and stride 1 make 10 rows of 12" in why_blocked(valid, 0, 1)
+    assert "padding 'SAME' on a multiple of the stride" in why_blocked(valid, 0, 1)
+    assert "the inside of a window" in why_blocked(valid, 1, 0)
     odd = fragment(lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (2,), "SAME"), np.ones(7))
-    assert "stride 2 make 4 rows of 7" in odd.blocked(0, 0)
+    assert "stride 2 make 4 rows of 7" in why_blocked(odd, 0, 0)
 
 
 @pytest.mark.parametrize(("taps", "stride", "padding", "open_"), [(4, 1, "VALID", {}), (8, 4, "SAME", {"a": 2})])
