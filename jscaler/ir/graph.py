@@ -24,7 +24,7 @@ class RuleSource(Protocol):
 
     def rule(self, op: Op) -> Rule: ...
 
-    def factor_of(self, graph: "Graph", path: str, dim: int) -> Mapping[Op, str]: ...
+    def factor_of(self, graph: "Graph", tensor: PTensor, dim: int) -> Mapping[Op, str]: ...
 
     def named_factors(self, graph: "Graph") -> Mapping[str, Mapping[str, str]]: ...
 
@@ -189,15 +189,12 @@ class Graph(Shown):
         Where a dim reaches an op as two factors (query and key positions of self-attention), the one that comes first
         in the op's rule is given. Ops it does not reach are absent.
         """
-        key = path, check_dim(path, self.input(path).shape, dim)
-        if key not in self._reached:
-            self._reached[key] = self.rules.factor_of(self, *key)
-        return self._reached[key]
-
-    @cached_property
-    def _reached(self) -> dict[tuple[str, int], Mapping[Op, str]]:
-        """What `factor_of` has found, which every policy asks again."""
-        return {}
+        tensor = self.input(path)
+        dim = check_dim(path, tensor.shape, dim)
+        key = "reached", path, dim
+        if key not in self.memo:  # every policy asks again
+            self.memo[key] = self.rules.factor_of(self, tensor, dim)
+        return self.memo[key]
 
     @cached_property
     def named_factors(self) -> Mapping[str, Mapping[str, str]]:

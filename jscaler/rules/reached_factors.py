@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 
-from jscaler.errors import check_dim
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.walk import closure
 
@@ -14,7 +13,6 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
     blocked on the first that is not: of a flat (3 h k), which attention takes apart, on the heads. Of several factors
     the one that comes first in the rule is given.
     """
-    dim = check_dim(tensor.name, tensor.shape, dim)
     by_op = all_reached_factors(graph, [(tensor, dim)])
     return {op: _first(graph, op, by_op[op]) for op in sorted(by_op, key=lambda op: graph.position[op.path])}
 

@@ -13,7 +13,6 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import CALLS, CUSTOM_VJP, Atom, evaluate, inline, make_jaxpr, trace_flat
 from jscaler.capture.residuals import saved_pair
 from jscaler.capture.user_op import op_p
-from jscaler.errors import check_dim
 from jscaler.ir import Body, Factor, FactorNames, Graph, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
 from jscaler.ir.rule import TensorFactors
@@ -97,12 +96,8 @@ class RuleBook:
         found = [self.rule(way).factors.get(name, own) for way in ways for name, own in unread.items()]
         return dataclasses.replace(rule, factors=rule.factors | {f.name: f for f in found if not f.splittable})
 
-    def factor_of(self, graph: Graph, path: str, dim: int) -> Mapping[Op, str]:
-        tensor, memo = graph.input(path), graph.memo
-        key = "reached", tensor, check_dim(path, tensor.shape, dim)
-        if key not in memo:
-            memo[key] = reached_factors(graph, tensor, dim)
-        return dict(memo[key])
+    def factor_of(self, graph: Graph, tensor: PTensor, dim: int) -> Mapping[Op, str]:
+        return reached_factors(graph, tensor, dim)
 
     def named_factors(self, graph: Graph) -> Mapping[str, Mapping[str, str]]:
         return named_factors(graph)
