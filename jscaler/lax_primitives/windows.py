@@ -177,32 +177,24 @@ def conv_sweeps(eqn: core.JaxprEqn) -> list[Sweep]:
     ]
 
 
-@dataclass(frozen=True)
-class Spatial:
-    """What the spatial dims of a convolution add to its spec: labels by dim of the operand, the kernel and the result."""
+def _spatial(eqn: core.JaxprEqn) -> tuple[list[dict[int, tuple[Label, ...]]], dict[Label, str], tuple[Window, ...]]:
+    """The spatial dims of a convolution, or of its gradient with respect to its operand or kernel.
 
-    operand: dict[int, tuple[Label, ...]]
-    kernel: dict[int, tuple[Label, ...]]
-    result: dict[int, tuple[Label, ...]]
-    blocked: dict[Label, str]
-    windows: tuple[Window, ...]
-
-
-def spatial(eqn: core.JaxprEqn) -> Spatial:
-    """The spatial dims of a convolution, or of its gradient with respect to its operand or kernel."""
+    Returns:
+        Labels by dim of the operand, the kernel and the result; reasons where they cannot be split; the windows.
+    """
     numbers = eqn.params["dimension_numbers"]
-    made = Spatial({}, {}, {}, {}, ())
-    windows = []
+    operand, kernel, result, blocked, windows = {}, {}, {}, {}, []
     places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     for number, (sweep, (i, k, o)) in enumerate(zip(conv_sweeps(eqn), places, strict=True)):
         one = cut(sweep, ("space", number))
         other = dims((sweep.steps if sweep.over_taps else sweep.taps,), (("inside", number),))[0]
-        made.operand[i] = one.rows
-        made.kernel[k], made.result[o] = (one.windows, other) if sweep.over_taps else (other, one.windows)
-        made.blocked.update(one.blocked | dict.fromkeys(other, INSIDE))
+        operand[i] = one.rows
+        kernel[k], result[o] = (one.windows, other) if sweep.over_taps else (other, one.windows)
+        blocked.update(one.blocked | dict.fromkeys(other, INSIDE))
         if sweep.alike and not plain(sweep):
             windows.append(Window((i, k if sweep.over_taps else None), (sweep.halo, Halo(0, 0)), number))
-    return Spatial(made.operand, made.kernel, made.result, made.blocked, tuple(windows))
+    return [operand, kernel, result], blocked, tuple(windows)
 
 
 def convolution(eqn: core.JaxprEqn) -> Spec:
@@ -211,13 +203,13 @@ def convolution(eqn: core.JaxprEqn) -> Spec:
     Groups are of features, or (in the gradient of a grouped kernel) of samples, and major in the dims that have them.
     """
     numbers, params = eqn.params["dimension_numbers"], eqn.params
-    space = spatial(eqn)
+    (operand, kernel, result), blocked, windows = _spatial(eqn)
     of_features = (("group", params["feature_group_count"]),)
     of_samples = (("group", params["batch_group_count"]),)
     sides = (
-        (eqn.invars[0], numbers.lhs_spec, space.operand, ((of_samples, "batch"), (of_features, "in"))),
-        (eqn.invars[1], numbers.rhs_spec, space.kernel, ((of_features + of_samples, "out"), ((), "in"))),
-        (eqn.outvars[0], numbers.out_spec, space.result, (((), "batch"), (of_features + of_samples, "out"))),
+        (eqn.invars[0], numbers.lhs_spec, operand, ((of_samples, "batch"), (of_features, "in"))),
+        (eqn.invars[1], numbers.rhs_spec, kernel, ((of_features + of_samples, "out"), ((), "in"))),
+        (eqn.outvars[0], numbers.out_spec, result, (((), "batch"), (of_features + of_samples, "out"))),
     )
     tensors = []
     for atom, places, labels, own in sides:
@@ -226,7 +218,7 @@ def convolution(eqn: core.JaxprEqn) -> Spec:
             every = (*groups, (name, shape(atom)[place] // count))
             labels[place] = tuple(label for label in every if label[1] != 1)
         tensors.append(tuple(labels[d] for d in range(len(places))))
-    return Spec((tensors[0], tensors[1]), (tensors[2],), blocked=space.blocked, linear="each", windows=space.windows)
+    return Spec((tensors[0], tensors[1]), (tensors[2],), blocked=blocked, linear="each", windows=windows)
 
 
 def _local_groups(part: Part, eqn: core.JaxprEqn) -> dict[str, int]:
