@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, Inliner, fresh, live_equations, make_jaxpr, shape
+from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, Atom, Inliner, flatten, make_jaxpr, shape
 from jscaler.lax_primitives import known
 from jscaler.rules.analysed import Analysis
 from jscaler.rules.analysis import analyse
@@ -76,16 +76,11 @@ def with_own_counts(
         HiddenCountError: one of its means stands where it cannot be changed.
     """
     inliner = _Marked(CALLS | CUSTOM_CALLS)
-    invars = [fresh(v) for v in jaxpr.invars]
-    outvars = inliner.run(jaxpr, (), invars)
-    literals = {var: core.Literal(value, var.aval) for var, value in inliner.constants}
-    eqns = [e.replace(invars=[_swapped(literals, v) for v in e.invars]) for e in live_equations(inliner.eqns, outvars)]
-    outvars = [_swapped(literals, v) for v in outvars]
-    analysis = analyse(make_jaxpr(eqns, invars, outvars, jaxpr))
+    analysis = analyse(flatten(jaxpr, (), inliner))
     given = {analysis.jaxpr.invars[i]: one for i, one in (undivided or {}).items()}
     if place is None:
         counts = _Counts(analysis, None, parts, given)
-        wholes: tuple[Whole, ...] = ("",) * len(outvars)
+        wholes: tuple[Whole, ...] = ("",) * len(jaxpr.outvars)
     else:
         operand, dim, sub = place
         leaf = analysis.leaves(analysis.jaxpr.invars[operand])[dim][sub]
@@ -130,10 +125,6 @@ class _Marked(Inliner):
         super()._equation(eqn, env, stack)
         if eqn.primitive.name not in self.calls and self.eqns and self.eqns[-1].outvars:
             self.source[self.eqns[-1].outvars[0]] = eqn
-
-
-def _swapped(table: Mapping[core.Var, core.Literal], atom: Atom) -> Atom:
-    return table.get(atom, atom) if isinstance(atom, core.Var) else atom
 
 
 class _Counts:
