@@ -128,10 +128,10 @@ def delivers(crossing: Any, seed: int) -> bool:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from bench.numeric import check_parts, deal
     from jscaler.errors import VerificationError
     from jscaler.lower.emit import stacked
     from jscaler.runtime.crossings import CrossingRun
-    from jscaler.verification.numeric import check_parts, deal
 
     rng = np.random.default_rng(seed)
     whole = rng.integers(-99, 99, crossing.source.shape).astype(np.int32)

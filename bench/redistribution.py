@@ -243,8 +243,8 @@ def _run(adapters: Sequence[Any], shape: tuple[int, ...], rng: np.random.Generat
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from bench.numeric import check_parts, deal
     from jscaler.errors import VerificationError
-    from jscaler.verification.numeric import check_parts, deal
 
     count = len(adapters[0].source.mesh.devices)
     wholes = [rng.integers(0, 9, shape).astype(np.float32) for _ in adapters]

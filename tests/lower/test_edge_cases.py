@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jscaler
+from bench.numeric import check_parts, deal
 from jscaler import PlanError, Split
 from jscaler.clusters import CLUSTERS, Cluster
 from jscaler.errors import DeviceError
 from jscaler.lower.emit_collectives import exchange
 from jscaler.materialize import Adapter, DeviceMesh, Layout, find_adapter, parse_layout
-from jscaler.verification.numeric import check_parts, deal
 
 
 def run(adapter: Adapter, parts: list[np.ndarray]) -> list[np.ndarray]:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from materialize.holdings import Case, box_mask, buffers_of, cases, draw_values, expected, holdings
-from materialize.layouts import JOIN, box_of, every_layout, mesh_of
+from materialize.layouts import box_of, every_layout, mesh_of
 from of_the_day import drawn
 
 from jscaler.ir.mask import Share
 from jscaler.lower.emit_point_to_point import neutral, run_regions
 from jscaler.materialize.point_to_point import Holding, plan_regions
+from jscaler.verification.whole_against_parts import COMBINE
 
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "bool"]
 AT_ONCE = 3  # cases per compiled function: compiling is what takes the time
@@ -151,7 +152,7 @@ def test_deeper_shares_join_to_the_value(outer: Any, inner: Any) -> None:
     case = Case((3, 4), holdings(None, box_mask((3, 4), (0, 3), (0, 4))), (holdings(*wanted),), 4)
     parts = [np.zeros_like(whole), whole, np.zeros_like(whole), np.zeros_like(whole)]
     a, b, c, d = run([case], [parts], range(4))[0]
-    np.testing.assert_array_equal(JOIN[outer](JOIN[inner](a, b), JOIN[inner](c, d)), whole)
+    np.testing.assert_array_equal(COMBINE[outer](COMBINE[inner](a, b), COMBINE[inner](c, d)), whole)
 
 
 def test_the_compiled_program_sends_pieces_and_nothing_else() -> None:

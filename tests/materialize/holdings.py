@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from materialize.layouts import JOIN, box_of
+from materialize.layouts import box_of
 
 from jscaler.ir.mask import Mask, Share
 from jscaler.materialize.boxes import Box, overlay, volume, without
 from jscaler.materialize.holders import Holders
 from jscaler.materialize.mask_boxes import fragment
 from jscaler.materialize.point_to_point import BoxMove, Holding, PointToPoint, Write
+from jscaler.verification.whole_against_parts import COMBINE
 
 Shares = tuple[Share, ...]
 DIMS = {1: [(1,)], 3: [(3,)], 6: [(6,), (2, 3), (3, 2)], 7: [(7,)], 12: [(12,), (3, 4), (4, 3), (2, 6), (2, 2, 3)]}
@@ -164,7 +165,7 @@ def _break(value: np.ndarray, share: Share, rng: np.random.Generator) -> np.ndar
             return value & (drawn | (np.arange(share.count).reshape(-1, *[1] * value.ndim) == 0))
         drawn[0] = value - drawn[1:].sum(0)
         return drawn
-    further = JOIN["min" if share.combiner == "max" else "max"](value, drawn)
+    further = COMBINE["min" if share.combiner == "max" else "max"](value, drawn)
     holder = rng.integers(0, share.count, value.shape)
     return np.where(np.arange(share.count).reshape(-1, *[1] * value.ndim) == holder, value, further)
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from bench.numeric import check_parts, deal
 from jscaler.errors import VerificationError
-from jscaler.ir.mask import SubDims
+from jscaler.ir.mask import Mask, SubDims
 from jscaler.materialize import DeviceMesh, Layout
-from jscaler.verification.numeric import JOIN, box_of, check_parts, deal
+from jscaler.verification.frames import cells_of, part_shape
 
 
 def mesh_of(*sizes: int, devices: Sequence[int] | None = None) -> DeviceMesh:
@@ -28,7 +29,9 @@ def every_layout(mesh: DeviceMesh, subdims: SubDims, combiners: Sequence[str] = 
                 yield Layout(mesh, subdims, cuts, values)
 
 
-__all__ = ["JOIN", "assert_lies_as", "box_of", "every_layout", "make_parts", "mesh_of"]
+def box_of(mask: Mask, whole: np.ndarray) -> np.ndarray:
+    """The elements of ``mask``'s box, in the shape of the part."""
+    return cells_of(mask, whole).reshape(part_shape(mask))
 
 
 def make_parts(layout: Layout, whole: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:

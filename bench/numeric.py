@@ -3,7 +3,6 @@
 The slow, obvious side of every numeric check of redistribution.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,18 +10,8 @@ import numpy as np
 from jscaler.errors import VerificationError
 from jscaler.ir.mask import Mask, Share
 from jscaler.materialize.layout import Layout, Values
-
-JOIN = {"add": np.add, "max": np.maximum, "min": np.minimum}
-
-
-def box_of(mask: Mask, whole: np.ndarray) -> np.ndarray:
-    """The elements of ``mask``'s box, in the shape of the part."""
-    return _refined_box(mask, whole).reshape([math.prod(b - a for a, b in dim) for dim in mask.box])
-
-
-def _refined_box(mask: Mask, whole: np.ndarray) -> np.ndarray:
-    refined = whole.reshape([size for dim in mask.subdims for size in dim])
-    return refined[tuple(slice(*interval) for dim in mask.box for interval in dim)]
+from jscaler.verification.frames import cells_of
+from jscaler.verification.whole_against_parts import COMBINE
 
 
 def deal(layout: Layout, whole: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
@@ -35,7 +24,7 @@ def deal(layout: Layout, whole: np.ndarray, rng: np.random.Generator) -> list[np
         mask = layout.mask(position)
         if mask not in held:
             bare = Mask(mask.subdims, mask.box)
-            for shares, part in _shares(_refined_box(bare, whole), layout, layout.values, rng):
+            for shares, part in _shares(cells_of(bare, whole), layout, layout.values, rng):
                 held[Mask(mask.subdims, mask.box, shares)] = _padded(part, layout, rng)
     return [held[layout.mask(position)] for position in range(len(layout.mesh.devices))]
 
@@ -60,7 +49,7 @@ def _shares(
     if combiner == "add":
         drawn[0] = value - drawn[1:].sum(0)
     else:  # one share, another for each element, holds the extreme
-        further = JOIN["min" if combiner == "max" else "max"](value, value + drawn)
+        further = COMBINE["min" if combiner == "max" else "max"](value, value + drawn)
         holder = rng.integers(0, count, value.shape)
         drawn = np.where(np.arange(count).reshape(-1, *[1] * value.ndim) == holder, value, further)
     for position in range(count):
@@ -90,7 +79,7 @@ def joined(layout: Layout, parts: Sequence[np.ndarray]) -> list[tuple[Mask, np.n
         held = {}
         for mask, group in groups.items():
             assert sorted(share.position for share, _ in group) == list(range(group[0][0].count))
-            held[mask] = JOIN[group[0][0].combiner].reduce([part for _, part in group])
+            held[mask] = COMBINE[group[0][0].combiner].reduce([part for _, part in group])
     return list(held.items())
 
 
@@ -101,7 +90,7 @@ def check_parts(layout: Layout, parts: Sequence[np.ndarray], whole: np.ndarray) 
         VerificationError: some device holds something else.
     """
     for mask, part in joined(layout, parts):
-        expected = _refined_box(mask, whole)
+        expected = cells_of(mask, whole)
         if not np.array_equal(part, expected):
             where = tuple(int(i) for i in np.argwhere(part != expected)[0])
             raise VerificationError(
