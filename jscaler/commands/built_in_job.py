@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.job import Job
+from jscaler.training.batches import BatchesFrom
 
 DTYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "f32": "float32",
@@ -61,21 +62,11 @@ def built_in_job(
 
     words = [f"{name}-{size}", *([str(config.dtype)] if config.dtype else [])]
     words += [what for what in ("stacked", "remat") if getattr(config, what, False)]
-    return Job(make_state, recipe.step, _Batches(lambda step: batch_at(step, batch, seed)), ", ".join(words))
 
+    def batches(first: int, wanted: Sequence[int] | None) -> Iterator[Any]:
+        return (batch_at(step, batch, seed) for step in itertools.count(first))
 
-class _Batches:
-    """Each is a function of its step, so that a run may begin with any of them."""
-
-    def __init__(self, batch_at: Callable[[int], Any]):
-        self._batch_at = batch_at
-
-    def __call__(self) -> Iterator[Any]:
-        return self.starting(0)
-
-    def starting(self, step: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
-        """From that of ``step`` on, with all rows."""
-        return map(self._batch_at, itertools.count(step))
+    return Job(make_state, recipe.step, BatchesFrom(batches), ", ".join(words))
 
 
 def model_and_size(model: str, size: str | None) -> tuple[str, str]:

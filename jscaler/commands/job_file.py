@@ -10,6 +10,7 @@ from jscaler.api import Parallelized
 from jscaler.errors import JobError, JscalerError, PlanError, UnknownNameError, shown
 from jscaler.job import Job
 from jscaler.plans.parse import PlanCall, parse_call
+from jscaler.training.batches import BatchesFrom, StartingAnywhere
 from jscaler.user_file import function_in, raised
 
 KINDS = {"batches": "iterable of batches (a list, a data set), nor a function that returns one (a generator function)"}
@@ -47,11 +48,18 @@ def told_job(job: Job, text: str) -> Job:
 
         return called
 
-    def batches() -> Iterator[Any]:
-        every = told("batches", lambda: iter(job.batches if isinstance(job.batches, Iterable) else job.batches()))()
+    def told_one_by_one(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        every = told("batches", begin)()
         one, ended = told("batches", lambda: next(every, ended)), object()
         while (batch := one()) is not ended:
             yield batch
+
+    given: Any = job.batches
+    batches: Any
+    if isinstance(given, StartingAnywhere):
+        batches = BatchesFrom(lambda step, wanted: told_one_by_one(lambda: given.starting(step, wanted)))
+    else:
+        batches = functools.partial(told_one_by_one, lambda: iter(given if isinstance(given, Iterable) else given()))
 
     functions = {"make_state": told("make_state", job.make_state), "train_step": told("train_step", job.train_step)}
     if job.evaluation is not None:

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-import numpy as np
+import jax.numpy as jnp
 
 from jscaler.ir import Op, PTensor, flat
 from jscaler.ir.loop import Item, reads_of
@@ -55,7 +55,7 @@ def segments(graph: Planner, call: int | None, weights: Set[PTensor]) -> list[Se
     """
     written = [item for item in graph.tree if _flows(item, call)]
     items = as_late_as_possible(written)
-    made = {t for item in items for t in _made(item) if t not in weights and np.issubdtype(t.dtype, np.inexact)}
+    made = {t for item in items for t in _made(item) if t not in weights and jnp.issubdtype(t.dtype, jnp.inexact)}
     reads = [tuple(t for t in dict.fromkeys(reads_of(item)) if t in made) for item in items]
     readers: dict[PTensor, list[int]] = {}
     for place, tensors in enumerate(reads):

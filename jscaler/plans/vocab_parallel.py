@@ -17,6 +17,7 @@ and once a step the table is exchanged for its use, and its gradient for the upd
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jscaler.errors import PlanWarning
@@ -110,7 +111,7 @@ def _is_looked_up(graph: Planner, table: PTensor, weights: set[PTensor]) -> bool
 
     for tensor in (t for t in closure([table], made_of) if len(t.shape) == 2):
         for op in graph.consumers.get(tensor, ()):
-            picks = any(np.issubdtype(t.dtype, np.integer) for t in op.inputs)
+            picks = any(jnp.issubdtype(t.dtype, jnp.integer) for t in op.inputs)
             if op.kind == "forward" and picks and not holds_contraction(op):
                 rule = graph.rule(op)
                 rows = rule.operands[op.inputs.index(tensor)][0]

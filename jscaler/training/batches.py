@@ -1,6 +1,7 @@
 """``Batches``: a Grain data set as the batches of a job, each process reading the rows alone that its devices hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,6 +21,19 @@ class StartingAnywhere(Protocol):
             wanted: the rows that this process needs, in rising order; others may hold anything. None for all.
         """
         ...
+
+
+@dataclass(frozen=True)
+class BatchesFrom:
+    """Batches that a function makes from a step on: ``make(step, wanted)``, as of `StartingAnywhere`."""
+
+    make: Callable[[int, Sequence[int] | None], Iterator[Any]]
+
+    def __call__(self) -> Iterator[Any]:
+        return self.make(0, None)
+
+    def starting(self, step: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
+        return self.make(step, wanted)
 
 
 class Batches:
@@ -108,4 +122,10 @@ class _Some:
 
     def __getitem__(self, number: int) -> Any:
         batch, place = divmod(number, len(self._places))
-        return self._examples[batch * self._rows + self._places[place]]
+        example = self._examples[batch * self._rows + self._places[place]]
+        if example is None:
+            raise DataError(
+                f"row {self._places[place]} of batch {batch} is None, as Grain's filter leaves an example out: filter "
+                "where the source is made, so that each number has an example"
+            )
+        return example

@@ -66,7 +66,8 @@ class PlannedJob:
         Raises:
             DataError: there is none, or it holds something other than arrays.
         """
-        batch = next(self._data)
+        batches = self.job.batches
+        batch = next(batches.starting(0) if isinstance(batches, StartingAnywhere) else self._data)
         if not jax.tree.leaves(batch):
             raise DataError(f"the first batch of {self.job.name} is {batch!r}, in which there is no array")
         self._types(batch, "the first batch")

@@ -1,24 +1,24 @@
 """Batches of Grain data sets: any of them at once, each row read by those that need it, and as many runs over the data."""
 
 import itertools
-import json
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from commands.test_checkpoints import state_of
+from commands.test_checkpoints import MODEL, state_of
 from commands.test_processes import ended, started
 
 import jscaler
 
 EXAMPLES = [{"x": np.full(3, i, np.float32), "y": i} for i in range(10)]
-MODEL = """
-import jax, jax.numpy as jnp, numpy as np, os, jscaler
+READS = """
+import os
 
 
 class Examples:
@@ -26,7 +26,7 @@ class Examples:
         self.log = log
 
     def __len__(self):
-        return 40
+        return 400
 
     def __getitem__(self, i):
         if self.log:
@@ -35,19 +35,8 @@ class Examples:
         return np.random.default_rng(int(i)).normal(size=8).astype(np.float32)
 
 
-def job(log=""):
-    def make_state(key):
-        a, b = jax.random.split(key)
-        return {"a": jax.random.normal(a, (8, 8)), "b": jax.random.normal(b, (8, 8))}
-
-    def train_step(state, batch):
-        def loss_fn(p):
-            return ((jnp.tanh(batch @ p["a"]) @ p["b"] - batch) ** 2).mean()
-
-        loss, grads = jscaler.value_and_grad(loss_fn)(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
-
-    return jscaler.Job(make_state, train_step, jscaler.Batches(Examples(log), rows=8, seed=5, ahead=1, threads=1))
+def reads(log=""):
+    return jscaler.Job(make_state, step, jscaler.Batches(Examples(log), rows=8, seed=5, ahead=1, threads=1))
 """
 
 
@@ -58,38 +47,41 @@ def told(batches: Any, count: int) -> list[list[int]]:
 def test_a_run_may_begin_with_any_batch() -> None:
     batches = jscaler.Batches(EXAMPLES, rows=4, seed=1)
     every = told(batches(), 10)
-    assert all(Counter(sum(every, [])[epoch * 10 :][:10]) == Counter(range(10)) for epoch in range(4))  # 4 epochs
-    assert sum(every, [])[:10] != sum(every, [])[10:20]
+    epochs = np.reshape(every, (4, 10)).tolist()
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
     assert all(told(batches.starting(step), 3) == every[step : step + 3] for step in range(7))
     assert every != told(jscaler.Batches(EXAMPLES, rows=4, seed=2)(), 10)
     assert told(jscaler.Batches(EXAMPLES, rows=4, seed=None)(), 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     mapped = grain.MapDataset.source(EXAMPLES).filter(lambda one: one["y"] != 3).map(lambda one: {"y": -one["y"]})
-    with pytest.raises(jscaler.DataError, match="filter"):
+    with pytest.raises(jscaler.DataError, match="row 3 of batch 0 is None, as Grain's filter"):
         told(jscaler.Batches(mapped, rows=5, seed=None)(), 2)
     doubled = grain.MapDataset.source(EXAMPLES).map(lambda one: {"y": 2 * one["y"]})
     assert told(jscaler.Batches(doubled, rows=5, seed=None)(), 2) == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
 
 
 def test_rows_that_are_not_wanted_are_not_read() -> None:
-    read = Counter[int]()
 
     class Counted:
+        def __init__(self) -> None:
+            self.reads = 0
+
         def __len__(self) -> int:
             return len(EXAMPLES)
 
         def __getitem__(self, i: int) -> Any:
-            read[int(i)] += 1
+            self.reads += 1
             return EXAMPLES[i]
 
     whole = list(itertools.islice(jscaler.Batches(EXAMPLES, rows=4, seed=3).starting(2), 3))
     for wanted in ([0, 1], [3], [1, 2], []):
-        read.clear()
-        found = list(itertools.islice(jscaler.Batches(Counted(), rows=4, seed=3, ahead=1).starting(2, wanted), 3))
+        source = Counted()
+        found = list(itertools.islice(jscaler.Batches(source, rows=4, seed=3, ahead=1).starting(2, wanted), 3))
         for ours, theirs in zip(found, whole, strict=True):
             assert ours["x"].shape == (4, 3)
             assert (ours["x"].dtype, ours["y"].dtype) == (theirs["x"].dtype, theirs["y"].dtype)
             np.testing.assert_array_equal(ours["x"][wanted], theirs["x"][wanted])
-        assert read.total() <= max(1, 6 * len(wanted))  # and those of the batches that are read ahead
+        assert source.reads <= max(1, 6 * len(wanted))  # and those of the batches that are read ahead
 
 
 def test_records_of_a_file(tmp_path: Path) -> None:
@@ -119,7 +111,8 @@ def test_a_loader_that_is_too_slow_is_waited_for() -> None:
             return np.ones(4, np.float32)
 
     def step(state: Any, batch: Any) -> Any:
-        return state + batch.mean(), batch.sum()
+        loss, gradient = jscaler.value_and_grad(lambda w: (w * batch).mean())(state)
+        return state - gradient, loss
 
     seen = []
 
@@ -127,7 +120,7 @@ def test_a_loader_that_is_too_slow_is_waited_for() -> None:
         def step(self, record: jscaler.StepRecord) -> None:
             seen.append(record.waited)
 
-    job = jscaler.Job(lambda key: np.float32(0), step, jscaler.Batches(Slow(), rows=4, ahead=1, threads=1))
+    job = jscaler.Job(lambda key: jnp.ones(4), step, jscaler.Batches(Slow(), rows=4, ahead=1, threads=1))
     jscaler.train(job, "data_parallel", 4, devices=2, trackers=[Kept()], say=lambda _: None)
     assert all(waited > 0.01 for waited in seen[1:])
 
@@ -139,12 +132,12 @@ def test_a_loader_that_is_too_slow_is_waited_for() -> None:
 def test_processes_read_by_data_parallel_rank(tmp_path: Path, plan: str, shared: bool) -> None:
     """Each its own rows, but for the first batch, which all compare; with tensor parallelism between them the same."""
     model = tmp_path / "my_model.py"
-    model.write_text(MODEL)
+    model.write_text(MODEL + READS)
     states = []
     for count in ("1", "2"):
         folder, log = tmp_path / f"by_{count}", tmp_path / f"read_{count}"
         process = started(
-            model, folder, "--plan", plan, "--steps", "4", "--local-processes", count, job=f'job(log="{log}")'
+            model, folder, "--plan", plan, "--steps", "4", "--local-processes", count, job=f'reads(log="{log}")'
         )
         output = ended(process)
         assert process.returncode == 0, output
@@ -153,6 +146,4 @@ def test_processes_read_by_data_parallel_rank(tmp_path: Path, plan: str, shared:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
     read = [Counter((tmp_path / f"read_2.{number}").read_text().split()) for number in (0, 1)]
     both = (read[0] & read[1]).total()
-    assert both >= 4 * 8 if shared else both <= 8 + 2  # (Grain looks at an example of its own)
-    process = started(model, tmp_path / "by_2", "--plan", plan, "--steps", "6", "--local-processes", "2", "--resume")
-    assert json.dumps(ended(process)) and process.returncode == 0
+    assert both >= 5 * 8 if shared else both <= 3 * 8  # those that are read ahead behind the first, too
