@@ -1,6 +1,6 @@
 """Small tools on jaxprs that every stage shares: build, inline, drop dead equations, tell equal programs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -174,11 +174,12 @@ def flatten(jaxpr: core.Jaxpr, consts: Sequence[Any], inliner: Inliner) -> core.
     invars = [fresh(v) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars)
     literals = {var: core.Literal(value, var.aval) for var, value in inliner.constants}
-    eqns = [e.replace(invars=[_swap(literals, v) for v in e.invars]) for e in live_equations(inliner.eqns, outvars)]
-    return make_jaxpr(eqns, invars, [_swap(literals, v) for v in outvars], jaxpr)
+    eqns = [e.replace(invars=[swapped(literals, v) for v in e.invars]) for e in live_equations(inliner.eqns, outvars)]
+    return make_jaxpr(eqns, invars, [swapped(literals, v) for v in outvars], jaxpr)
 
 
-def _swap(table: dict[core.Var, Any], atom: Atom) -> Atom:
+def swapped(table: Mapping[core.Var, Atom], atom: Atom) -> Atom:
+    """What ``table`` has for a variable; else, and of a literal, ``atom`` itself."""
     return atom if isinstance(atom, core.Literal) else table.get(atom, atom)
 
 

@@ -20,6 +20,7 @@ from jscaler.capture.jaxprs import (
     fresh,
     inner_jaxpr,
     open_jaxpr,
+    swapped,
     trace_flat,
 )
 from jscaler.capture.nested_gradients import WithPlainGradients, holds_gradients, refuse
@@ -149,7 +150,7 @@ class _Opener:
         self.equations = [TaggedEquation(eqn, t.call) for eqns, t in found for eqn in eqns]
 
     def read(self, atom: Atom) -> Atom:
-        return atom if isinstance(atom, core.Literal) else self.alias.get(atom, atom)
+        return swapped(self.alias, atom)
 
     def add(self, eqn: core.JaxprEqn) -> None:
         eqn = eqn.replace(invars=[self.read(v) for v in eqn.invars])

@@ -24,7 +24,7 @@ from jax.extend import core, source_info_util
 from jscaler.capture.jaxprs import Atom, dtype, shape, trace_flat
 from jscaler.flat_passes.occupancy import Late, Occupancy
 from jscaler.lax_primitives import contracts, is_fence
-from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, each_level, reads, results
+from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, each_level, reads, renamed, results
 
 HELD = "held"  # the scope of fences that passes put up
 
@@ -112,7 +112,8 @@ def _gated(
     readers = (i for i in range(place + 1, len(level)) if not readable.isdisjoint(reads(level[i])))
     until = next((i for i in readers if _is_needed(level[i], last)), len(level))
     late = Late(place, until, sum(map(nbytes, freed)) - sum(map(nbytes, products)))
-    first = [renamed(item, products) for i, item in enumerate(between) if i not in behind]
+    # who reads a product reads what the fence hands on
+    first = [renamed(item, {}, products) for i, item in enumerate(between) if i not in behind]
     rest = [between[i] for i in sorted(behind)]
     if not isinstance(gate, FlatLoop):
         assert isinstance(gate, core.JaxprEqn)
@@ -145,13 +146,6 @@ def _made_of(product: core.Var, items: Sequence[Item]) -> tuple[set[int], set[co
             known.update(results(item))
             places.add(place)
     return places, known
-
-
-def renamed(item: Item, table: Mapping[core.Var, core.Var]) -> Item:
-    """``item`` with other names for what it makes: who reads a product reads what the fence hands on."""
-    if not isinstance(item, core.JaxprEqn):
-        return item
-    return item.replace(outvars=[table.get(v, v) for v in item.outvars])
 
 
 def fence(taken: Sequence[Atom], given: Sequence[core.Var]) -> core.JaxprEqn:

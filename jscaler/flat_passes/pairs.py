@@ -17,8 +17,8 @@ from typing import TypeGuard
 
 from jax.extend import core
 
-from jscaler.flat_passes.before_loops import fence, nbytes, needed, renamed
-from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads, results
+from jscaler.flat_passes.before_loops import fence, nbytes, needed
+from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads, renamed, results
 
 
 def pairs_together(program: FlatProgram) -> FlatProgram:
@@ -82,5 +82,5 @@ def _fenced(items: Sequence[Item]) -> list[Item]:
     if not known.isdisjoint(reads(items[-1])):
         return list(items)  # one is made of the other
     table = {v: core.Var(v.aval) for v in pair}
-    made = [renamed(items[0], table), *before, renamed(items[-1], table)]
+    made = [renamed(items[0], {}, table), *before, renamed(items[-1], {}, table)]
     return [*made, fence(list(table.values()), pair), *behind]

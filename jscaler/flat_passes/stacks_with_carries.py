@@ -16,6 +16,7 @@ from collections.abc import Mapping, Set
 
 from jax.extend import core
 
+from jscaler.capture.jaxprs import swapped
 from jscaler.flat_passes.before_loops import fence
 from jscaler.flat_passes.occupancy import Occupancy
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, all_items, each_level, results
@@ -57,5 +58,5 @@ def _fenced(loop: FlatLoop, made: Mapping[core.Var, int]) -> list[Item]:
     stacks = dict.fromkeys(stack for stack, _ in loop.xs if isinstance(stack, core.Var) and stack in made)
     later = {v: core.Var(v.aval) for v in (newest, *stacks)}
     carries = tuple((later[newest] if init is newest else init, *rest) for init, *rest in loop.carries)
-    xs = tuple((later.get(stack, stack) if isinstance(stack, core.Var) else stack, piece) for stack, piece in loop.xs)
+    xs = tuple((swapped(later, stack), piece) for stack, piece in loop.xs)
     return [fence(list(later), list(later.values())), dataclasses.replace(loop, carries=carries, xs=xs)]

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom
+from jscaler.capture.jaxprs import Atom, swapped
 from jscaler.lax_primitives import is_fence
 from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS
-from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, all_items, has_effects, reads, results, with_reads
+from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, all_items, has_effects, reads, renamed, results
 from jscaler.lower.loop_halves import in_halves
 from jscaler.lower.program import Program
 from jscaler.lower.saved import Cuttable, saved_or_again
@@ -145,13 +145,13 @@ def _unfenced(flat: FlatProgram, at: dict[int, int]) -> FlatProgram:
     table: dict[core.Var, Atom] = {}
     items: list[Item] = []
     for item in flat.items:
-        level, item = at[id(item)], with_reads(item, table)
+        level, item = at[id(item)], renamed(item, table)
         if level % HOP == AGAIN and is_fence(item) and any(v in flat.origins.op for v in results(item)):
             table.update(zip(item.outvars, item.invars, strict=True))
         else:
             at[id(item)] = level
             items.append(item)
-    outputs = tuple(table.get(atom, atom) if isinstance(atom, core.Var) else atom for atom in flat.outputs)
+    outputs = tuple(swapped(table, atom) for atom in flat.outputs)
     return dataclasses.replace(flat, items=tuple(items), outputs=outputs)
 
 

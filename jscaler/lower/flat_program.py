@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom
+from jscaler.capture.jaxprs import Atom, swapped
 from jscaler.ir import Loop, PTensor
 from jscaler.lower.members import Members
 from jscaler.lower.program import Adapt, Extend
@@ -82,22 +82,25 @@ def reads(item: Item) -> Sequence[core.Var]:
     return [item.input] if isinstance(item.input, core.Var) else []
 
 
-def with_reads(item: Item, table: Mapping[core.Var, Atom]) -> Item:
-    """``item``, which reads other variables of the program around it."""
+def renamed(item: Item, read: Mapping[core.Var, Atom], made: Mapping[core.Var, core.Var] = {}) -> Item:
+    """``item``, which reads other atoms, and defines other variables; so do those in a loop."""
 
     def new(atom: Atom) -> Atom:
-        return table.get(atom, atom) if isinstance(atom, core.Var) else atom
+        return swapped(read, atom)
+
+    def own(var: core.Var) -> core.Var:
+        return made.get(var, var)
 
     if isinstance(item, Exchange):
-        return dataclasses.replace(item, input=new(item.input))
+        return dataclasses.replace(item, input=new(item.input), output=own(item.output))
     if isinstance(item, core.JaxprEqn):
-        return item.replace(invars=[new(a) for a in item.invars])
+        return item.replace(invars=list(map(new, item.invars)), outvars=list(map(own, item.outvars)))
     return dataclasses.replace(
         item,
-        items=tuple(with_reads(inner, table) for inner in item.items),
-        carries=tuple((new(init), inside, new(out), final) for init, inside, out, final in item.carries),
-        xs=tuple((new(stack), piece) for stack, piece in item.xs),
-        ys=tuple((new(piece), stack) for piece, stack in item.ys),
+        items=tuple(renamed(inner, read, made) for inner in item.items),
+        carries=tuple((new(init), own(inside), new(out), own(final)) for init, inside, out, final in item.carries),
+        xs=tuple((new(stack), own(piece)) for stack, piece in item.xs),
+        ys=tuple((new(piece), own(stack)) for piece, stack in item.ys),
     )
 
 

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import fresh
 from jscaler.lax_primitives import contracts
-from jscaler.lower.flat_program import FlatLoop, Item, has_effects, reads, results, with_reads
+from jscaler.lower.flat_program import FlatLoop, Item, has_effects, reads, renamed, results
 from jscaler.lower.saved import Cuttable, saved_or_again
 
 
@@ -55,14 +55,9 @@ def in_halves(
     stacks = {v: core.Var(v.aval.update(shape=(loop.loop.length, *v.aval.shape))) for v in handed}  # type: ignore[attr-defined]
     slices = {v: fresh(v) for v in handed}
     one = _loop(loop, first, kept, [*ys, *stacks.items()])
-    two = _loop(loop, [with_reads(item, slices) for item in second], others, late)
-    two = dataclasses.replace(
-        two,
-        carries=tuple((init, inside, slices.get(out, out), final) for init, inside, out, final in two.carries),  # type: ignore[arg-type]
-        xs=(*two.xs, *((stacks[v], slices[v]) for v in handed)),
-        ys=tuple((slices.get(piece, piece), stack) for piece, stack in two.ys),  # type: ignore[arg-type]
-    )
-    return one, two
+    two = renamed(_loop(loop, second, others, late), slices)
+    assert isinstance(two, FlatLoop)
+    return one, dataclasses.replace(two, xs=(*two.xs, *((stacks[v], slices[v]) for v in handed)))
 
 
 def _divided(

@@ -4,19 +4,16 @@ What the one hands to the other is a value inside; a sum that both add to goes f
 run communication of the one beside arithmetic of the other.
 """
 
-import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, fresh
+from jscaler.capture.jaxprs import Atom, fresh, swapped
 from jscaler.ir import PTensor
-from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins, results
+from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, Origins, all_items, renamed, results
 from jscaler.lower.members import Members
 from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import Layout
-
-Table = dict[core.Var, Atom]
 
 
 def merged(
@@ -84,21 +81,23 @@ class _Merged:
 
     def _add(self, block: PlacedBlock, place: int) -> None:
         flat, own = block.flat, len(block.takes)
-        table: Table = {}
+        table: dict[core.Var, Atom] = {}
         for tensor, var, layout in zip(block.takes, flat.inputs, block.inputs, strict=False):
             table[var] = self._takes.setdefault(tensor, (fresh(var), layout))[0]
         for number, var, layout in zip(block.imports, flat.inputs[own:], block.inputs[own:], strict=True):
             table[var] = self._value(number, place, var, layout)
         for who, var in flat.part_indices:
             table[var] = self._indices.setdefault(who, fresh(var))
-        self._items += _renamed(flat.items, table)
+        made = {v: fresh(v) for item in all_items(flat.items) for v in _defined(item)}
+        table |= made
+        self._items += [renamed(item, table, made) for item in flat.items]
         origins, known = flat.origins, self._origins
         pairs = [(old, new) for old, new in table.items() if isinstance(new, core.Var)]
         op = {new: origins.op[old] for old, new in pairs if old in origins.op}
         tensor = {new: origins.tensor[old] for old, new in pairs if old in origins.tensor}
         self._origins = Origins({**known.op, **op}, {**known.tensor, **tensor}, {**known.done, **origins.done})
         for number, atom, layout in zip(block.exports, flat.outputs[len(block.results) :], block.outputs, strict=True):
-            self._leave(number, place, _of(atom, table), layout)
+            self._leave(number, place, swapped(table, atom), layout)
 
     def _value(self, number: int, place: int, var: core.Var, layout: Layout | None) -> Atom:
         if (number, None) in self._made:  # a sum
@@ -117,35 +116,6 @@ class _Merged:
             self._left[number, place] = atom, layout
 
 
-def _renamed(items: Iterable[Item], table: Table) -> list[Item]:
-    """``items``, which define variables of their own; ``table`` says what they read, and is told what they define."""
-    found = []
-    for item in items:
-        table.update((v, fresh(v)) for v in results(item))
-        found.append(_one_renamed(item, table))
-    return found
-
-
-def _one_renamed(item: Item, table: Table) -> Item:
-    def new(var: core.Var) -> core.Var:
-        made = table.get(var, var)  # what nobody reads has no name to change
-        assert isinstance(made, core.Var)
-        return made
-
-    if isinstance(item, core.JaxprEqn):
-        return item.replace(invars=[_of(a, table) for a in item.invars], outvars=[new(v) for v in item.outvars])
-    if isinstance(item, Exchange):
-        return dataclasses.replace(item, input=_of(item.input, table), output=new(item.output))
-    table.update((v, fresh(v)) for v in item.inner)
-    items = tuple(_renamed(item.items, table))
-    return FlatLoop(
-        item.loop,
-        items,
-        tuple((_of(init, table), new(inside), _of(out, table), new(final)) for init, inside, out, final in item.carries),
-        tuple((_of(stack, table), new(piece)) for stack, piece in item.xs),
-        tuple((_of(piece, table), new(stack)) for piece, stack in item.ys),
-    )
-
-
-def _of(atom: Atom, table: Mapping[core.Var, Atom]) -> Atom:
-    return table.get(atom, atom) if isinstance(atom, core.Var) else atom
+def _defined(item: Item) -> list[core.Var]:
+    """What an item defines: of a loop, for its body too."""
+    return [*results(item), *(item.inner if isinstance(item, FlatLoop) else ())]

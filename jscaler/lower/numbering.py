@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from jscaler.capture.jaxprs import Atom, fresh, literal_key, params_key, trace_flat
+from jscaler.capture.jaxprs import Atom, fresh, literal_key, params_key, swapped, trace_flat
 from jscaler.ir import PTensor
 from jscaler.lax_primitives import known, may_merge
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
@@ -99,7 +99,7 @@ class _Numbering:
         stacks = [self.slots[stack] for stack, _ in task.xs]
         if task.after:
             fenced = self._wait([*inits, *stacks], [self.slots[s] for s in task.after])
-            inits, stacks = ([fenced.get(a, a) if isinstance(a, core.Var) else a for a in g] for g in (inits, stacks))
+            inits, stacks = ([swapped(fenced, a) for a in group] for group in (inits, stacks))
         inside = [core.Var(a.aval.update(weak_type=False)) for a in inits]
         pieces = [core.Var(a.aval.update(shape=_shape(a)[1:], weak_type=False)) for a in stacks]
         self.slots.update(zip((slot for _, slot, _, _ in task.carries), inside, strict=True))
@@ -197,11 +197,11 @@ class _Numbering:
         if task.after:
             fenced = self._wait(atoms, [self.slots[s] for s in task.after])
             self.fenced[task.op.path] = task.op.loop, fenced
-            return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
+            return [swapped(fenced, a) for a in atoms]
         if task.op.forward is not None:
             place, fenced = self.fenced.get(task.op.forward.path, (None, {}))
             if place == task.op.loop:
-                return [fenced.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
+                return [swapped(fenced, a) for a in atoms]
         return atoms
 
     def _wait(self, atoms: Sequence[Atom], before: Sequence[Atom]) -> dict[core.Var, core.Var]:

@@ -19,7 +19,7 @@ from scipy.sparse.csgraph import maximum_flow
 
 from jscaler.capture.jaxprs import Atom, fresh, inner_jaxpr, shape
 from jscaler.lax_primitives import known
-from jscaler.lower.flat_program import Item, has_effects, reads, results, with_reads
+from jscaler.lower.flat_program import Item, has_effects, reads, renamed, results
 
 A_VALUE = 256  # bytes that are as dear as one more value: each costs some microseconds to hand on
 MOST_FLOW = 2**28  # capacities are 32 bits wide
@@ -83,19 +83,18 @@ def _make_again(
         clones = [_cloned(item, known, originals) for item in reversed(chosen)]
         if waited[place]:
             table = known
-        own = (with_reads(item, known) if not known.keys().isdisjoint(reads(item)) else item for item in parts[place])
+        own = (renamed(item, known) if not known.keys().isdisjoint(reads(item)) else item for item in parts[place])
         parts[place] = [*clones, *own]
 
 
 def _cloned(item: Item, table: dict[core.Var, core.Var], originals: dict[core.Var, core.Var]) -> Item:
     """``item`` once more, of what ``table`` has of its operands; which is told its results."""
-    clone = with_reads(item, table)
     assert isinstance(item, core.JaxprEqn)
-    assert isinstance(clone, core.JaxprEqn)
-    made = [fresh(v) for v in item.outvars]
-    table.update(zip(item.outvars, made, strict=True))
-    originals.update((new, originals.get(old, old)) for old, new in zip(item.outvars, made, strict=True))
-    return clone.replace(outvars=made)
+    made = {v: fresh(v) for v in item.outvars}
+    clone = renamed(item, table, made)
+    table.update(made)
+    originals.update((new, originals.get(old, old)) for old, new in made.items())
+    return clone
 
 
 def _again(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.jaxprs import dtype, make_jaxpr
+from jscaler.capture.jaxprs import dtype, make_jaxpr, swapped
 from jscaler.ir import Body, Graph, Op, PTensor
 from jscaler.lax_primitives import is_cast
 
@@ -67,7 +67,7 @@ def _reads_wide(op: Op, wide: Mapping[PTensor, PTensor], bodies: BodyTable) -> O
     for i in places:
         invars[i] = core.Var(wide[op.inputs[i]].aval)
         table[jaxpr.invars[i]] = invars[i]
-    eqns = [e.replace(invars=[table.get(v, v) if isinstance(v, core.Var) else v for v in e.invars]) for e in jaxpr.eqns]
+    eqns = [e.replace(invars=[swapped(table, v) for v in e.invars]) for e in jaxpr.eqns]
     body = bodies.intern(make_jaxpr(eqns, invars, jaxpr.outvars, jaxpr))
     inputs = tuple(wide[t] if i in places else t for i, t in enumerate(op.inputs))
     return dataclasses.replace(op, inputs=inputs, body=body)
