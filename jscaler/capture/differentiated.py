@@ -1,7 +1,6 @@
 """A gradient call differentiated again, once its forward ops are others than those that were captured."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
@@ -27,7 +26,11 @@ def differentiated(graph: Graph, index: int | None, bodies: BodyTable, start: in
     differentiator = Differentiator(bodies, index, loops)
     gradients = differentiator.run(forward, call.loss, call.wrt)
     known = dict(zip(gradients, call.gradients, strict=True))
-    made = [_renamed(op, known) for op in differentiator.ops]
+
+    def named(tensor: PTensor) -> PTensor:
+        return known.get(tensor, tensor)
+
+    made = [op.mapped(named) for op in differentiator.ops]
     handles = {op.forward.path: op for op in made if op.forward is not None}
     ops: list[Op] = []
     for i, op in enumerate((*graph.ops, None)):
@@ -36,11 +39,5 @@ def differentiated(graph: Graph, index: int | None, bodies: BodyTable, start: in
             ops.append(op)
         elif op is not None and op.kind == "forward":
             ops.append(dataclasses.replace(op, backward=handles.get(op.path)))
-    loops |= {n: loop.mapped(lambda t: known.get(t, t)) for n, loop in differentiator.made.items()}
+    loops |= {n: loop.mapped(named) for n, loop in differentiator.made.items()}
     return dataclasses.replace(graph, ops=tuple(ops), loops=loops)
-
-
-def _renamed(op: Op, known: Mapping[PTensor, PTensor]) -> Op:
-    inputs, outputs = (tuple(known.get(t, t) for t in tensors) for tensors in (op.inputs, op.outputs))
-    cotangents = tuple((i, known.get(t, t)) for i, t in op.cotangents)
-    return dataclasses.replace(op, inputs=inputs, outputs=outputs, cotangents=cotangents)

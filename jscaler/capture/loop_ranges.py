@@ -134,17 +134,9 @@ class _Range:
         return self.table.get(tensor, tensor)
 
     def _op(self, op: Op) -> Op:
-        inputs, outputs, kept = (tuple(map(self._own, tensors)) for tensors in (op.inputs, op.outputs, op.kept))
         remat = tuple(self._region(region) for region in op.remat)
-        return dataclasses.replace(
-            op,
-            path=op.path + self.mark,
-            inputs=inputs,
-            outputs=outputs,
-            kept=kept,
-            remat=remat,
-            loop=f"{op.loop}{self.mark}",
-        )
+        own = op.mapped(self._own)
+        return dataclasses.replace(own, path=op.path + self.mark, remat=remat, loop=f"{op.loop}{self.mark}")
 
     def _region(self, region: RecomputeRegion) -> RecomputeRegion:
         """A region inside the loop is one of this range; one around the loop stays what it is."""

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -158,6 +158,13 @@ class Op:
         saved = tuple((table.get(t, t), stood.get(t, t)) for t in dict.fromkeys(self.inputs) if t in table or t in stood)
         cotangents = tuple((i, table.get(t, t)) for i, t in self.cotangents)
         return dataclasses.replace(self, inputs=inputs, saved=saved, cotangents=cotangents)
+
+    def mapped(self, new: Callable[[PTensor], PTensor]) -> "Op":
+        """It has other tensors throughout."""
+        inputs, outputs, kept = (tuple(map(new, tensors)) for tensors in (self.inputs, self.outputs, self.kept))
+        cotangents = tuple((i, new(t)) for i, t in self.cotangents)
+        saved = tuple((new(t), new(stands)) for t, stands in self.saved)
+        return dataclasses.replace(self, inputs=inputs, outputs=outputs, kept=kept, cotangents=cotangents, saved=saved)
 
     @property
     def source(self) -> str:

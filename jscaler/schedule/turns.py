@@ -249,9 +249,6 @@ class _Writer:
     def _op(self, op: Op, turn: int, place: str | None) -> Op:
         table = self.tensors[turn]
 
-        def new(tensors: Sequence[PTensor]) -> tuple[PTensor, ...]:
-            return tuple(table.get(t, t) for t in tensors)
-
         def like(source: Op | None) -> Op | None:
             return None if source is None else self.ops.get((source.path, turn), source)
 
@@ -259,13 +256,8 @@ class _Writer:
             made = dataclasses.replace(op, forward=like(op.forward), again=like(op.again))
         else:
             made = dataclasses.replace(
-                op,
+                op.mapped(lambda t: table.get(t, t)),
                 path=op.path + turn_mark(turn),
-                inputs=new(op.inputs),
-                outputs=new(op.outputs),
-                cotangents=tuple((i, table.get(t, t)) for i, t in op.cotangents),
-                saved=tuple((table.get(t, t), table.get(stands, stands)) for t, stands in op.saved),
-                kept=new(op.kept),
                 forward=like(op.forward),
                 again=like(op.again),
                 backward=None,
