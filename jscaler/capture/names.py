@@ -50,17 +50,10 @@ class PathNames:
         return self.unique(f"{path}.{count}")
 
 
-def key_string(entry: Any) -> str:
-    """One step of a tree path, without brackets and quotes."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
-
-
 def tree_path(prefix: str, path: Sequence[Any]) -> str:
     """``state/params/kernel`` for a leaf of the argument ``state``."""
-    return "/".join([prefix, *map(key_string, path)] if prefix else map(key_string, path))
+    inside = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return f"{prefix}/{inside}" if prefix and path else prefix or inside
 
 
 def leaf_names(prefix: str, tree: Any) -> list[str]:

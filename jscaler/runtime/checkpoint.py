@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jscaler.capture.names import tree_path
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, warn
 from jscaler.report.written import check_folder, writing
 from jscaler.runtime.agreement import any_process
@@ -343,7 +344,7 @@ def _saved_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, tuple[
 def _leaves(tree: Any) -> dict[str, tuple[str, str]]:
     """Shape and dtype of each leaf as text, by its path, which Orbax writes as dicts and lists."""
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))[0]
-    arrays = [("/".join(map(_key, path)), _stored(leaf)) for path, leaf in found if hasattr(leaf, "shape")]
+    arrays = [(tree_path("", path), _stored(leaf)) for path, leaf in found if hasattr(leaf, "shape")]
     return {path: (f"[{', '.join(map(str, leaf.shape))}]", str(leaf.dtype)) for path, leaf in arrays}
 
 
@@ -351,13 +352,6 @@ def _stored(leaf: Any) -> Any:
     """A leaf as Orbax stores it: of a random key, its numbers."""
     is_key = leaf.dtype is not None and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
-
-
-def _key(key: Any) -> str:
-    for name in ("key", "name", "idx"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)
 
 
 def _line(error: Exception) -> str:
