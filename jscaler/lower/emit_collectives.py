@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jscaler.lower.combiners import REDUCE, REDUCE_LOCAL
+from jscaler.ir.mask import Combiner
 from jscaler.lower.emit_point_to_point import run_regions
 from jscaler.lower.members import Members, axis_names, members
 from jscaler.materialize import Adapter, DeviceMesh, Layout, Transition
 from jscaler.materialize.transitions import moves, regions_between
 from jscaler.rules.neutral import neutral
+
+REDUCE: dict[Combiner, Callable[..., Any]] = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}  # between devices
+REDUCE_LOCAL: dict[Combiner, Callable[..., Any]] = {"add": jnp.sum, "max": jnp.max, "min": jnp.min}  # on one device
 
 
 def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str | None = None) -> Any:
