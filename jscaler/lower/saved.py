@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend import core
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jscaler.capture.jaxprs import Atom, fresh, inner_jaxpr, shape
 from jscaler.lax_primitives import known
@@ -177,22 +177,9 @@ class _Network:
         network.sum_duplicates()
         network.data = np.minimum(network.data, most).astype(np.int32)
         left = network - maximum_flow(network, start, end).flow
-        behind = _reaching(left, end)
+        left.eliminate_zeros()  # edges without room
+        behind = set(breadth_first_order(left.T.tocsr(), end, return_predecessors=False).tolist())
         return {v for v, n in self._number.items() if n in behind}
-
-
-def _reaching(residual: csr_array, end: int) -> set[int]:
-    """The nodes from which ``end`` can be reached where there is room left."""
-    incoming = residual.T.tocsr()
-    found, waiting = {end}, [end]
-    while waiting:
-        node = waiting.pop()
-        row = slice(incoming.indptr[node], incoming.indptr[node + 1])
-        for other, room in zip(incoming.indices[row], incoming.data[row], strict=True):
-            if room > 0 and int(other) not in found:
-                found.add(int(other))
-                waiting.append(int(other))
-    return found
 
 
 def _nbytes(v: core.Var) -> int:
