@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from jscaler.capture.wishes import MeshesLeftOut, is_wish, mesh_of, without_mesh
 from jscaler.ir.equations import Atom, dtype
+from jscaler.ir.equations import nbytes as nbytes
 from jscaler.ir.equations import shape as shape
 from jscaler.lax_primitives import TABLE
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from jax.extend import core
 
+from jscaler.capture.jaxprs import nbytes
 from jscaler.estimate.live import HeldKind, LiveTensor, LiveTensors
 from jscaler.estimate.waiting import BlockRun, Devices, Held, Waiting
 from jscaler.ir import PTensor
@@ -16,7 +17,7 @@ from jscaler.lower.instructions import Run, microbatch_text
 from jscaler.lower.step_plan import StepPlan
 from jscaler.xla_model.block import Value
 from jscaler.xla_model.lifetimes import Lifetimes, Moment, lifetimes
-from jscaler.xla_model.to_block import Blocks, nbytes
+from jscaler.xla_model.to_block import Blocks
 
 ARGUMENTS = ("parameter", "optimizer", "input")
 MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import jax
 from jax.extend import core
 
-from jscaler.capture.jaxprs import dtype, shape
+from jscaler.capture.jaxprs import dtype, nbytes, shape
 from jscaler.estimate.live import HeldKind, LiveTensor, LiveTensors
 from jscaler.ir import PTensor
 from jscaler.lower.blocks import Transfer
 from jscaler.lower.donation import donated_inputs
 from jscaler.lower.instructions import Instruction, Run, Send, Slot
 from jscaler.lower.step_plan import StepPlan
-from jscaler.xla_model.to_block import nbytes
 
 Devices = tuple[int, ...]
 

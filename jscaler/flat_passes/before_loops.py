@@ -14,14 +14,13 @@ the first of them waits for such products, too.
 """
 
 import dataclasses
-import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax import lax
 from jax.extend import core, source_info_util
 
-from jscaler.capture.jaxprs import Atom, dtype, shape, trace_flat
+from jscaler.capture.jaxprs import Atom, nbytes, trace_flat
 from jscaler.flat_passes.occupancy import Late, Occupancy
 from jscaler.lax_primitives import contracts, is_fence
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, each_level, reads, renamed, results
@@ -158,7 +157,3 @@ def fence(taken: Sequence[Atom], given: Sequence[core.Var]) -> core.JaxprEqn:
 def is_held(item: Item) -> bool:
     """Whether it is a fence that a pass has put up."""
     return isinstance(item, core.JaxprEqn) and is_fence(item) and str(item.source_info.name_stack) == HELD
-
-
-def nbytes(var: core.Var) -> int:
-    return math.prod(shape(var)) * dtype(var).itemsize

@@ -17,7 +17,8 @@ from typing import TypeGuard
 
 from jax.extend import core
 
-from jscaler.flat_passes.before_loops import fence, nbytes, needed
+from jscaler.capture.jaxprs import nbytes
+from jscaler.flat_passes.before_loops import fence, needed
 from jscaler.lower.flat_program import Exchange, FlatProgram, Item, Level, each_level, reads, renamed, results
 
 

@@ -1,5 +1,6 @@
 """What a variable or literal of a jaxpr looks like."""
 
+import math
 from typing import Any
 
 from jax.extend import core
@@ -15,3 +16,8 @@ def shape(atom: Any) -> tuple[int, ...]:
 def dtype(atom: Any) -> Any:
     """The dtype of a variable or literal."""
     return atom.aval.dtype
+
+
+def nbytes(atom: Any) -> int:
+    """Bytes of a variable or literal; a PRNG key whose type does not say counts as the eight of a threefry key."""
+    return math.prod(shape(atom)) * getattr(dtype(atom), "itemsize", 8)

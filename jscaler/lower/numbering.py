@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from jscaler.capture.jaxprs import Atom, fresh, literal_key, params_key, swapped, trace_flat
+from jscaler.capture.jaxprs import Atom, fresh, literal_key, params_key, shape, swapped, trace_flat
 from jscaler.ir import PTensor
 from jscaler.lax_primitives import known, may_merge
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
@@ -101,7 +101,7 @@ class _Numbering:
             fenced = self._wait([*inits, *stacks], [self.slots[s] for s in task.after])
             inits, stacks = ([swapped(fenced, a) for a in group] for group in (inits, stacks))
         inside = [core.Var(a.aval.update(weak_type=False)) for a in inits]
-        pieces = [core.Var(a.aval.update(shape=_shape(a)[1:], weak_type=False)) for a in stacks]
+        pieces = [core.Var(a.aval.update(shape=shape(a)[1:], weak_type=False)) for a in stacks]
         self.slots.update(zip((slot for _, slot, _, _ in task.carries), inside, strict=True))
         self.slots.update(zip((slot for _, slot in task.xs), pieces, strict=True))
         outside, self.items, self.known = self.items, [], self.known.new_child()
@@ -111,7 +111,7 @@ class _Numbering:
         items, self.items, self.known = tuple(self.items), outside, self.known.parents
         finals = [core.Var(v.aval) for v in inside]
         length = task.loop.length
-        made = [core.Var(a.aval.update(shape=(length, *_shape(a)), weak_type=False)) for a in written]
+        made = [core.Var(a.aval.update(shape=(length, *shape(a)), weak_type=False)) for a in written]
         self.slots.update(zip(task.outputs, (*finals, *made), strict=True))
         self._hold(task.loop.results, task.outputs)
         self.items.append(
@@ -211,7 +211,3 @@ class _Numbering:
             return {}
         eqn = trace_flat(lambda *xs: in_order_p.bind(*xs, late=len(reads)), [a.aval for a in (*reads, *made)]).eqns[0]
         return dict(zip(reads, self._number(eqn, [*reads, *made]), strict=False))
-
-
-def _shape(atom: Atom) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape"))  # noqa: B009

@@ -8,7 +8,6 @@ cannot be made again is a source, what the later blocks read are the sinks, and 
                   └───► 1 − tanh² ──► backward      made again of h
 """
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from jax.extend import core
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from jscaler.capture.jaxprs import Atom, fresh, inner_jaxpr, shape
+from jscaler.capture.jaxprs import Atom, fresh, inner_jaxpr, nbytes
 from jscaler.lax_primitives import known
 from jscaler.lower.flat_program import Item, has_effects, reads, renamed, results
 
@@ -166,7 +165,7 @@ class _Network:
         if not count or not self._edges:
             return set()
         start, end = 2 * count, 2 * count + 1
-        sizes = np.array([_nbytes(v) + A_VALUE for v in self._number], float)
+        sizes = np.array([nbytes(v) + A_VALUE for v in self._number], float)
         sizes = np.maximum(1, np.ceil(sizes * min(1.0, MOST_FLOW / sizes.sum()))).astype(np.int64)
         most = int(sizes.sum()) + 1
         rows = [*range(count), *(count + a for a, _ in self._edges), *(start for _ in self._ends[0])]
@@ -180,7 +179,3 @@ class _Network:
         left.eliminate_zeros()  # edges without room
         behind = set(breadth_first_order(left.T.tocsr(), end, return_predecessors=False).tolist())
         return {v for v, n in self._number.items() if n in behind}
-
-
-def _nbytes(v: core.Var) -> int:
-    return math.prod(shape(v)) * getattr(v.aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
 """The blocks of a step on several device groups: what each runs, keeps and sends; and a step as instructions to follow."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jscaler.capture.jaxprs import dtype, shape
+from jscaler.capture.jaxprs import nbytes
 from jscaler.lower.instructions import Gather, Run, Send, microbatch_text
 from jscaler.lower.segment import own_ops
 from jscaler.lower.step_plan import StepPlan
@@ -61,7 +60,7 @@ def kept_bytes(step: StepPlan, number: int) -> int:
     later = [b for b in step.blocks if b.group == block.group and b.phase == block.phase and b.level > block.level]
     pairs = {pair for b in later for pair in zip(b.imports, b.flat.inputs[len(b.takes) :], strict=True)}
     held = {value: var for value, var in pairs if value in own}
-    return sum(math.prod(shape(var)) * dtype(var).itemsize for var in held.values())
+    return sum(map(nbytes, held.values()))
 
 
 def instructions_text(step: StepPlan) -> str:

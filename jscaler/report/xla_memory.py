@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jscaler.capture.jaxprs import nbytes
 from jscaler.estimate.live import LiveTensors
 from jscaler.estimate.memory import HELD_AS, MEMORY_KINDS, Memory, MemoryKind, arguments_on, run_name
 from jscaler.estimate.waiting import Held, Waiting
@@ -23,7 +24,6 @@ from jscaler.lower.scopes import adapter_scope, op_scope
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.buffers import Allocation, BufferValue, Dump, fullest, twins
 from jscaler.report.hlo_scopes import Scopes
-from jscaler.xla_model.to_block import nbytes
 
 IDLE = "reserved, not in use at the peak"
 _FOLDED = re.compile(r"(?<=[_/.])\d+(?=/|@|$|\.)")  # layer numbers

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, inner_jaxpr, shape
+from jscaler.capture.jaxprs import Atom, inner_jaxpr, nbytes, shape
 from jscaler.clusters.transition_kinds import sends
 from jscaler.ir.walk import grouped
 from jscaler.lax_primitives import known
@@ -18,11 +18,6 @@ from jscaler.materialize import Layout
 from jscaler.rules.nested import loop_of, programs
 from jscaler.xla_model.block import TURN, Block, BlockStep, Inner, Kind, Value
 from jscaler.xla_model.flops import NONE, flops_of
-
-
-def nbytes(atom: Any) -> int:
-    """Bytes of a variable or literal; a PRNG key counts as the eight bytes of a threefry key."""
-    return math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 8)
 
 
 @dataclass
