@@ -14,7 +14,7 @@ from jscaler.capture.wishes import MeshesLeftOut, is_wish, mesh_of, without_mesh
 from jscaler.ir.equations import Atom, dtype
 from jscaler.ir.equations import nbytes as nbytes
 from jscaler.ir.equations import shape as shape
-from jscaler.lax_primitives import TABLE
+from jscaler.lax_primitives import TABLE, may_merge
 
 # Names of call-like primitives whose inner jaxpr may stand in for the call. The first set is always opened; the second only
 # where no autodiff follows.
@@ -203,6 +203,20 @@ def all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
             yield from all_equations(open_jaxpr(inner)[0])
 
 
+def equal_results(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.Var]:
+    """Results of equations that do what an earlier one has done -> those of the first."""
+    first: dict[Any, Sequence[core.Var]] = {}
+    same: dict[core.Var, core.Var] = {}
+    for eqn in filter(may_merge, eqns):
+        reads = tuple(atom_key(swapped(same, a)) for a in eqn.invars)
+        key = eqn.primitive, params_key(eqn.params), reads
+        if key in first:
+            same.update(zip(eqn.outvars, first[key], strict=True))
+        else:
+            first[key] = eqn.outvars
+    return same
+
+
 def trace_flat(fun: Callable[..., Any], avals: Sequence[Any]) -> core.Jaxpr:
     """Trace ``fun(*avals) -> list`` into a flat jaxpr: plain calls inlined, dead equations dropped, constants literal."""
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(fun)(*map(shape_struct, avals)))
@@ -241,6 +255,11 @@ class Numbering:
         """The equation, whose results get the next numbers."""
         reads = tuple(map(self.atom, eqn.invars))
         return eqn.primitive, _equation_key(eqn), reads, tuple(map(self.define, eqn.outvars))
+
+
+def atom_key(atom: Atom) -> Any:
+    """A variable, or the key of a literal."""
+    return literal_key(atom) if isinstance(atom, core.Literal) else atom
 
 
 def literal_key(literal: core.Literal) -> tuple[Any, ...]:

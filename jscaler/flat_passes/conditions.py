@@ -13,9 +13,8 @@ from typing import Any, TypeGuard
 
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, Inliner, literal_key, make_jaxpr, open_jaxpr, params_key
+from jscaler.capture.jaxprs import Atom, Inliner, atom_key, equal_results, make_jaxpr, open_jaxpr, swapped
 from jscaler.ir.walk import sorter_of
-from jscaler.lax_primitives import may_merge
 from jscaler.lower.flat_program import FlatProgram, Item, each_level, reads, results
 
 
@@ -27,7 +26,7 @@ def merged_conditions(program: FlatProgram) -> FlatProgram:
 def merge_conditions(items: Sequence[Item]) -> list[Item]:
     """``items`` with conditions of one predicate as few as their order allows; other items keep their order."""
     conditions = {i: item for i, item in enumerate(items) if _is_condition(item)}
-    predicates = {i: _key(eqn.invars[0]) for i, eqn in conditions.items()}
+    predicates = {i: atom_key(eqn.invars[0]) for i, eqn in conditions.items()}
     if len(set(predicates.values())) == len(predicates):
         return list(items)
     sorter = sorter_of(dict(enumerate(_dependencies(items))))
@@ -77,17 +76,17 @@ def _is_condition(item: Item) -> TypeGuard[core.JaxprEqn]:
 
 def _merged(eqns: Sequence[core.JaxprEqn]) -> core.JaxprEqn:
     """One condition for several of one predicate; operands that are equal are passed once."""
-    operands: dict[Any, Atom] = {_key(a): a for eqn in eqns for a in eqn.invars[1:]}
+    operands: dict[Any, Atom] = {atom_key(a): a for eqn in eqns for a in eqn.invars[1:]}
     branches = []
     for number in range(len(eqns[0].params["branches"])):
         bodies = [open_jaxpr(eqn.params["branches"][number])[0] for eqn in eqns]
         given: dict[Any, core.Var] = {}
         for eqn, body in zip(eqns, bodies, strict=True):
             for atom, var in zip(eqn.invars[1:], body.invars, strict=True):
-                given.setdefault(_key(atom), core.Var(var.aval))
+                given.setdefault(atom_key(atom), core.Var(var.aval))
         inliner, outs = Inliner(frozenset()), []
         for eqn, body in zip(eqns, bodies, strict=True):
-            outs += inliner.run(body, [], [given[_key(a)] for a in eqn.invars[1:]])
+            outs += inliner.run(body, [], [given[atom_key(a)] for a in eqn.invars[1:]])
         inner, outs = _once(inliner.eqns, outs)
         invars = [given[key] for key in operands]
         merged = [item for item in merge_conditions(inner) if isinstance(item, core.JaxprEqn)]
@@ -101,23 +100,6 @@ def _merged(eqns: Sequence[core.JaxprEqn]) -> core.JaxprEqn:
 
 def _once(eqns: Sequence[core.JaxprEqn], outs: Sequence[Atom]) -> tuple[list[core.JaxprEqn], list[Atom]]:
     """Equal arithmetic once: conditions inside of a branch have one predicate then."""
-    known: dict[Any, Sequence[core.Var]] = {}
-    same: dict[core.Var, core.Var] = {}
-    found = []
-
-    def read(atom: Atom) -> Atom:
-        return same.get(atom, atom) if isinstance(atom, core.Var) else atom
-
-    for eqn in eqns:
-        eqn = eqn.replace(invars=[read(a) for a in eqn.invars])
-        key = (eqn.primitive, params_key(eqn.params), tuple(map(_key, eqn.invars)))
-        if not may_merge(eqn) or key not in known:
-            known[key] = eqn.outvars
-            found.append(eqn)
-        else:
-            same.update(zip(eqn.outvars, known[key], strict=True))
-    return found, [read(a) for a in outs]
-
-
-def _key(atom: Atom) -> Any:
-    return literal_key(atom) if isinstance(atom, core.Literal) else atom
+    same = equal_results(eqns)
+    found = [e.replace(invars=[swapped(same, a) for a in e.invars]) for e in eqns if same.keys().isdisjoint(e.outvars)]
+    return found, [swapped(same, a) for a in outs]

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.jaxprs import evaluate, literal_key, make_jaxpr, params_key
+from jscaler.capture.jaxprs import atom_key, equal_results, evaluate, make_jaxpr, swapped
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Carry, FactorNames, Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.ir.walk import closure
-from jscaler.lax_primitives import known, may_merge
+from jscaler.lax_primitives import known
 from jscaler.materialize.groups import ThroughLoops, on_groups
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.schedule.graph_passes import Planned
@@ -142,25 +142,11 @@ def one_of_equals(at: Planned) -> Planned:
     for op in at.graph.ops:
         if op.kind == "update" and op.body is not None and len(op.outputs) > 1:
             first: dict[object, PTensor] = {}
-            for tensor, number in zip(op.outputs, _numbers(op.body.jaxpr), strict=True):
-                same[tensor] = first.setdefault(number, tensor)
+            equal = equal_results(op.body.jaxpr.eqns)
+            for tensor, atom in zip(op.outputs, op.body.jaxpr.outvars, strict=True):
+                same[tensor] = first.setdefault(atom_key(swapped(equal, atom)), tensor)
     ops = (_reading(op, tuple(same.get(t, t) for t in op.inputs)) if op.kind == "update" else op for op in at.graph.ops)
     return _with_ops(at, list(ops))
-
-
-def _numbers(jaxpr: core.Jaxpr) -> list[object]:
-    """For each result a key; of equal keys the results are equal."""
-    known_as: dict[object, object] = {}
-    number: dict[core.Var, object] = {}
-
-    def key(atom: core.Var | core.Literal) -> object:
-        return literal_key(atom) if isinstance(atom, core.Literal) else number.get(atom, atom)
-
-    for eqn in jaxpr.eqns:
-        same = (eqn.primitive, params_key(eqn.params), tuple(map(key, eqn.invars))) if may_merge(eqn) else None
-        for place, var in enumerate(eqn.outvars):
-            number[var] = known_as.setdefault((same, place), var) if same is not None else var
-    return [key(atom) for atom in jaxpr.outvars]
 
 
 GROUP_PASSES: tuple[Pass[Planned], ...] = (
