@@ -151,23 +151,22 @@ class _Numbering:
                 self.tensors.setdefault(atom, tensor)
 
     def adapt(self, task: Adapt) -> None:
-        source = self.slots[task.input]
         # what a backward op sums again is the sum that its forward has made
-        key = ("adapter", self.keys.atom(source), task.adapter, task.reduce_dtype)
-        if key not in self.known:
-            out = core.Var(source.aval.update(shape=task.adapter.target.local_shape))
-            self.items.append(Exchange(task, source, out))
-            self.known[key] = [out]
-        self.slots[task.output] = self.known[key][0]
+        self._exchange(task, task.adapter.target.local_shape, "adapter", task.adapter, task.reduce_dtype)
         self._hold([task.tensor], [task.output])
 
     def extend(self, task: Extend) -> None:
         """Equal halos of one value are exchanged once, whatever tensors it stands for."""
+        self._exchange(task, task.local_shape, "halo", task.edges)
+
+    def _exchange(self, task: Adapt | Extend, local_shape: tuple[int, ...], *what: Any) -> None:
+        """An exchange; exchanges of one value are equal if ``what`` they do is."""
         source = self.slots[task.input]
-        key = ("halo", task.edges, self.keys.atom(source))
+        key = (*what, self.keys.atom(source))
         if key not in self.known:
-            self.known[key] = [core.Var(source.aval.update(shape=task.local_shape))]
-            self.items.append(Exchange(task, source, self.known[key][0]))
+            out = core.Var(source.aval.update(shape=local_shape))
+            self.items.append(Exchange(task, source, out))
+            self.known[key] = [out]
         self.slots[task.output] = self.known[key][0]
 
     def _number(self, eqn: core.JaxprEqn, reads: list[Atom], info: Any = None, scope: Any = None) -> list[core.Var]:
