@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, inner_jaxpr, open_jaxpr, shape
+from jscaler.capture.jaxprs import Atom, all_equations, inner_jaxpr, shape
 from jscaler.capture.user_op import op_p
 from jscaler.lax_primitives import known
 
@@ -59,17 +59,8 @@ def opens(eqn: core.JaxprEqn) -> bool:
         return False
     if eqn.params.get("differentiated"):  # a recomputation that the user's own jax.grad has written out
         return False
-    inside = set(_primitives(inner_jaxpr(eqn)[0]))
+    inside = {e.primitive for e in all_equations(inner_jaxpr(eqn)[0])}
     return op_p in inside or any(known(p).role == "contracts" for p in inside)
-
-
-def _primitives(jaxpr: core.Jaxpr) -> list[Any]:
-    found = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn.primitive)
-        for inner in core.jaxprs_in_params(eqn.params):
-            found += _primitives(open_jaxpr(inner)[0])
-    return found
 
 
 def hoist_numbers(eqns: Sequence[core.JaxprEqn], constants: list[tuple[core.Var, Any]]) -> list[core.JaxprEqn]:
