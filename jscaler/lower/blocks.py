@@ -230,10 +230,6 @@ def _groups(item: Item, completed: Completed) -> dict[DeviceMesh, Op]:
     return {completed.group_of(completed.ops[op.path].placement.group): op for op in _ops(item)}
 
 
-def _name(item: Item) -> str:
-    return item.path if isinstance(item, Op) else f"loop {item.loop.name}"
-
-
 def _ops(item: Item) -> list[Op]:
     return [item] if isinstance(item, Op) else list(item.ops())
 

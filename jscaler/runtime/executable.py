@@ -132,11 +132,6 @@ class Executable(Shown):
         """Of the leaves of its arguments."""
         return self.ins.shardings
 
-    @property
-    def out_shardings(self) -> tuple[Any, ...]:
-        """Of the leaves of its result."""
-        return self.outs.shardings
-
     def calls(self, compiled: Sequence[Any]) -> tuple[Callable[..., Sequence[Any]], ...]:
         """What runs each block: what XLA compiled of it, where JAX lets it be called with such numbers; None of others'."""
         return tuple(block.jitted if block.few_bits else one for block, one in zip(self.blocks, compiled, strict=True))

@@ -109,7 +109,7 @@ def test_state_is_an_ordinary_array_in_the_plans_layout() -> None:
 def test_results_have_the_shardings_they_are_said_to_have() -> None:
     step = lowered(tensor_parallel, devices=4)
     state, loss = step.compile()(make_state(ADAMW), make_batch())
-    for leaf, said in zip([*jax.tree.leaves(state), loss], step.executable.out_shardings, strict=True):
+    for leaf, said in zip([*jax.tree.leaves(state), loss], step.executable.outs.shardings, strict=True):
         assert leaf.sharding.is_equivalent_to(said, leaf.ndim)
 
 
