@@ -177,15 +177,19 @@ class _Builder:
             self._add(fragment)
         return [self._made(atom, f"{label}{i}", call) for i, atom in enumerate(outs)]
 
-    def _made(self, atom: Atom, name: str, call: int | None) -> PTensor:
-        """The tensor of an atom; a literal, or what needs no input, gets an op that makes it here."""
+    def _made(self, atom: Atom, name: str, call: int | None, tensor: str = "") -> PTensor:
+        """The tensor of an atom; a literal, or what needs no input, gets an op that makes it here.
+
+        Args:
+            tensor: its name then; by default it is called after the op.
+        """
         if isinstance(atom, core.Var) and atom in self.tensors:
             return self.tensors[atom]
         path = self.names.unique(f"{name}/constant")
-        tensor = PTensor(f"{path}:0", atom.aval)
+        made = PTensor(tensor or f"{path}:0", atom.aval)
         body = self.bodies.intern(make_jaxpr(self._with_generated([], [atom]), [], [atom], self.step.source))
-        self.ops.append(self._placed(Op(path, self._kind(call), (), (tensor,), body, call=call)))
-        return tensor
+        self.ops.append(self._placed(Op(path, self._kind(call), (), (made,), body, call=call)))
+        return made
 
     def _copied(self, tensor: PTensor, name: str, call: int | None) -> PTensor:
         """A copy made here of ``tensor``."""
@@ -216,13 +220,7 @@ class _Builder:
 
     def result(self, atom: Atom, name: str) -> PTensor:
         """The PTensor of an output atom; a constant result gets an op that makes it."""
-        if isinstance(atom, core.Var) and atom in self.tensors:
-            return self.tensors[atom]
-        tensor = PTensor(f"output/{name}", atom.aval)
-        eqns = self._with_generated([], [atom])
-        body = self.bodies.intern(make_jaxpr(eqns, [], [atom], self.step.source))
-        self.ops.append(Op(self.names.unique(f"output/{name}/constant"), self._kind(None), (), (tensor,), body))
-        return tensor
+        return self._made(atom, f"output/{name}", None, f"output/{name}")
 
     def _op(self, fragment: Fragment) -> Op:
         eqns = [e for _, e in fragment.eqns]
@@ -278,7 +276,7 @@ class _Builder:
     def _differentiate(self, index: int) -> None:
         call = self.step.calls[index]
         forward = [op for op in self.ops if op.call == index and op.kind == "forward"]
-        loss = self._loss_tensor(call.loss)
+        loss = self.result(call.loss, "loss")
         differentiator = Differentiator(self.bodies, index, self.loops)
         wrt = tuple(self.tensors[v] for v in call.wrt)
         gradients = differentiator.run(forward, loss, wrt)
@@ -288,9 +286,6 @@ class _Builder:
         self.ops += differentiator.ops
         self.loops.update(differentiator.made)
         self.tensors.update(zip(call.gradients, gradients, strict=True))
-
-    def _loss_tensor(self, atom: Atom) -> PTensor:
-        return self.tensors[atom] if isinstance(atom, core.Var) and atom in self.tensors else self.result(atom, "loss")
 
 
 def _readers_outside(found: Sequence[Fragment], results: set[core.Var]) -> set[core.Var]:
