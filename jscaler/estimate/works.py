@@ -1,7 +1,6 @@
 """What the ops of a planned step compute on each device, and what a step computes whatever its plan."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +43,7 @@ def model_flops(graph: Graph) -> dict[str, float]:
     in the backward once more for each operand that has a gradient.
     """
     book: Any = graph.rules
-    found = Counter[str]()
+    found: dict[str, float] = {}
     for op in graph.ops:
         if op.body is None:
             continue
@@ -55,5 +54,5 @@ def model_flops(graph: Graph) -> dict[str, float]:
         gradients = len(op.backward.gradients) if op.backward is not None else 0
         times = math.prod(graph.loops[name].length for name in loops) * (1 + min(2, gradients))
         for dtype, count in book.memo[key].items():
-            found[dtype] += times * count
-    return dict(found)
+            found[dtype] = found.get(dtype, 0.0) + times * count
+    return found

@@ -4,7 +4,6 @@ A kernel takes as long as its arithmetic at the device's peak, or as its bytes a
 longer (Williams, Waterman, Patterson: Roofline, 2009). What is fused counts with the kernel that it is fused into.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,12 +44,12 @@ class Work:
     @property
     def products(self) -> dict[str, float]:
         """Operations of products, by the dtype of their operands."""
-        found = Counter[str]()
+        found: dict[str, float] = {}
         for kernel in self.kernels:
             for unit, count in kernel.flops:
                 if unit != "vector":
-                    found[unit] += kernel.times * count
-        return dict(found)
+                    found[unit] = found.get(unit, 0.0) + kernel.times * count
+        return found
 
     @property
     def flops(self) -> float:
