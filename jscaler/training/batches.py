@@ -92,8 +92,8 @@ class Batches:
         places = list(range(self.rows) if wanted is None else wanted)
         if not places:
             return self._nothing()
-        examples = self._dataset.source(_Some(self._data, self.rows, places))[step * len(places) :]
-        batched = examples.batch(len(places)).to_iter_dataset(self._options)
+        some: Any = _Some(self._data, self.rows, places)
+        batched = self._dataset.source(some)[step * len(places) :].batch(len(places)).to_iter_dataset(self._options)
         return iter(batched) if len(places) == self.rows else (self._whole(one, places) for one in batched)
 
     def _nothing(self) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import jax
 from jscaler.clusters.device import kind_of
 from jscaler.estimate.works import model_flops
 from jscaler.ir import Graph
+from jscaler.runtime.devices import Device
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Speed(NamedTuple):
         return Speed("rows", (shape[0] if shape else 1) / seconds)
 
 
-def seconds_at_peak(graph: Graph, devices: Sequence[jax.Device]) -> float | None:
+def seconds_at_peak(graph: Graph, devices: Sequence[Device]) -> float | None:
     """How long devices would take for the products of a captured step at their peak; None where that is not known."""
     kinds = {kind_of(device.device_kind) for device in devices}
     if len(kinds) != 1 or (kind := kinds.pop()) is None:
