@@ -12,7 +12,7 @@ together, in the order of the program, with the cheapest ways so far kept for ea
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,17 +31,17 @@ LAUNCH = 1 << 20  # bytes that count as much as starting a collective: some 10 Â
 KEPT = 64  # ways
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Way:
     """The choices for all ops so far.
 
     Attributes:
-        lies: how the tensors lie that are read later on; what is not named is on every device.
+        lies: how the tensors lie that are read later on, by their numbers; what is not named is on every device.
         last: the last choice, with all before it.
     """
 
     cost: float = 0.0
-    lies: Mapping[PTensor, frozenset[Cut]] = field(default_factory=dict)
+    lies: dict[int, frozenset[Cut]] = field(default_factory=dict)
     last: "tuple[Op, str, Way] | None" = None
 
     def choices(self) -> Factors:
@@ -52,6 +52,16 @@ class Way:
             if name:
                 found[op] = name
         return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An op split along one factor: how it wants what it reads, and how what it makes lies, if that is read later."""
+
+    op: Op
+    name: str
+    reads: Sequence[tuple[int, Cut]]
+    makes: Sequence[tuple[int, frozenset[Cut]]]
 
 
 def fewest_switches(graph: Planner, dims: Iterable[tuple[PTensor, int]], parts: int) -> Factors:
@@ -71,11 +81,16 @@ class _Chooser:
                 free = [n for n in able if rule.factors[n].kind != "blocked"] or able or [""]
                 rows = [n for n in free if all(any(n in own for own in dims) for dims in rule.operands)]
                 self.choices[op] = (rows if op in cores else []) or free
-        self.last_read: dict[PTensor, int] = {}
+        last_read: dict[PTensor, int] = {}
         for place, item in enumerate(self._in_order(graph.tree)):
             finals = [] if isinstance(item, Op) else [c.final for c in item.carries]  # which say how carries lie
             reads = item.inputs if isinstance(item, Op) else (*item.operands, *item.returned, *finals)
-            self.last_read.update(dict.fromkeys(reads, place))
+            last_read.update(dict.fromkeys(reads, place))
+        self.number = {tensor: number for number, tensor in enumerate(last_read)}  # of those that are read
+        self.nbytes = [tensor.nbytes for tensor in last_read]
+        self.behind: dict[int, list[int]] = {}  # which nothing reads behind a place
+        for tensor, place in last_read.items():
+            self.behind.setdefault(place, []).append(self.number[tensor])
 
     def _in_order(self, items: Iterable[Item]) -> Iterator[Op | Loop]:
         """The forward ops, and each loop before and after those in it."""
@@ -94,8 +109,8 @@ class _Chooser:
             times = math.prod(loop.length for loop in inside)
             found: Iterable[Way] = ways
             if isinstance(item, Op):
-                names = self.choices.get(item, ())
-                found = [self._with(way, item, name, times) for way in ways for name in names] or ways
+                choices = [self._choice(item, name) for name in self.choices.get(item, ())]
+                found = [self._with(way, choice, times) for way in ways for choice in choices] or ways
             elif item in inside:
                 found = [self._left(way, item, times) for way in ways]
                 inside.remove(item)
@@ -105,17 +120,29 @@ class _Chooser:
             ways = self._kept(found, place, inside)
         return ways[0]
 
+    def _choice(self, op: Op, name: str) -> Choice:
+        rule = self.graph.rule(op)
+        reads = [(self.number[t], _cut(rule, dims, name)) for t, dims in zip(op.inputs, rule.operands, strict=True)]
+        makes = []
+        for i, (tensor, dims) in enumerate(zip(op.outputs, rule.results, strict=True)):
+            if tensor in self.number:
+                cut = _cut(rule, dims, name)
+                lies = SHARES if cut == WHOLE and (name, i) in rule.shares else cut
+                makes.append((self.number[tensor], frozenset([lies])))
+        return Choice(op, name, reads, makes)
+
     def _kept(self, ways: Iterable[Way], place: int, inside: Sequence[Loop]) -> list[Way]:
         """The cheapest, without those that differ from a cheaper one by more than it costs to bring that to the same.
 
         Those whose loops have carries that lie otherwise are no rivals yet.
         """
-        carried = [c.final for loop in inside for c in loop.carries]
+        carried = [self.number[c.final] for loop in inside for c in loop.carries]
         times = math.prod(loop.length for loop in inside)
         rivals: dict[object, list[Way]] = {}
         for way in sorted(ways, key=lambda way: way.cost):
-            lies = {t: cuts for t, cuts in way.lies.items() if self.last_read.get(t, -1) > place}
-            rivals.setdefault(tuple(lies.get(t) for t in carried), []).append(Way(way.cost, lies, way.last))
+            for number in self.behind.get(place, ()):
+                way.lies.pop(number, None)
+            rivals.setdefault(tuple(way.lies.get(n) for n in carried), []).append(way)
         kept = itertools.chain.from_iterable(self._unserved(own, times) for own in rivals.values())
         return sorted(kept, key=lambda way: way.cost)
 
@@ -140,40 +167,47 @@ class _Chooser:
                 kept.append(i)
         return [ways[i] for i in kept]
 
-    def _with(self, way: Way, op: Op, name: str, times: int) -> Way:
-        rule = self.graph.rule(op)
-        cost, lies = way.cost, dict(way.lies)
-        for tensor, dims in zip(op.inputs, rule.operands, strict=True):
-            if tensor in lies:
-                cut = _cut(rule, dims, name)
-                cost += times * self._price(tensor, lies[tensor], cut)
-                lies[tensor] |= {cut}
-        for i, (tensor, dims) in enumerate(zip(op.outputs, rule.results, strict=True)):
-            cut = _cut(rule, dims, name)
-            lies[tensor] = frozenset([SHARES if cut == WHOLE and (name, i) in rule.shares else cut])
-        return Way(cost, lies, (op, name, way))
+    def _with(self, way: Way, choice: Choice, times: int) -> Way:
+        cost, lies = way.cost, way.lies.copy()
+        for tensor, cut in choice.reads:
+            here = lies.get(tensor)
+            if here is not None and cut not in here:
+                cost += times * self._price(tensor, here, cut)
+                lies[tensor] = here | {cut}
+        lies.update(choice.makes)
+        return Way(cost, lies, (choice.op, choice.name, way))
 
-    def _price(self, tensor: PTensor, lies: frozenset[Cut], cut: Cut) -> float:
+    def _price(self, tensor: int, lies: frozenset[Cut], cut: Cut) -> float:
         """Bytes that a device sends, to have ``cut`` of a tensor that lies in one or several ways."""
         if cut in lies or WHOLE in lies:
             return 0.0
-        sent = tensor.nbytes * (1 - 1 / self.parts)  # a gather, or shares that are added up and scattered
+        sent = self.nbytes[tensor] * (1 - 1 / self.parts)  # a gather, or shares that are added up and scattered
         if cut == WHOLE:
             return LAUNCH + sent * (2 if lies == {SHARES} else 1)
         return LAUNCH + sent / (1 if lies == {SHARES} else self.parts)
 
+    def _lies(self, way: Way, tensor: PTensor) -> frozenset[Cut] | None:
+        """How a tensor lies that is not on every device, and is read later on."""
+        number = self.number.get(tensor)
+        return None if number is None else way.lies.get(number)
+
     def _entered(self, way: Way, loop: Loop) -> Iterator[Way]:
         """A loop's carries lie in one way, which is a choice, from the first iteration to the last."""
-        lies = dict(way.lies)
+        lies = way.lies.copy()
         for x in loop.xs:
-            if x.stack in lies:
-                lies[x.slice] = frozenset((d - 1, n) if d > 0 else WHOLE for d, n in lies[x.stack])
-        carries = [c for c in loop.carries if c.init in lies or self._cuts_of(c.inside)]
+            stack = self._lies(way, x.stack)
+            if stack is not None and x.slice in self.number:
+                lies[self.number[x.slice]] = frozenset((d - 1, n) if d > 0 else WHOLE for d, n in stack)
+        carries = [c for c in loop.carries if self._lies(way, c.init) is not None or self._cuts_of(c.inside)]
         for cuts in itertools.product(*(self._cuts_of(c.inside) or [WHOLE] for c in carries)):
-            cost, inside = way.cost, dict(lies)
+            cost, inside = way.cost, lies.copy()
             for carry, cut in zip(carries, cuts, strict=True):
-                cost += self._price(carry.init, lies.get(carry.init, frozenset([WHOLE])), cut)
-                inside[carry.inside] = inside[carry.final] = frozenset([cut])
+                here = self._lies(way, carry.init)
+                if here is not None:
+                    cost += self._price(self.number[carry.init], here, cut)
+                for tensor in (carry.inside, carry.final):
+                    if tensor in self.number:
+                        inside[self.number[tensor]] = frozenset([cut])
             yield Way(cost, inside, way.last)
 
     def _cuts_of(self, tensor: PTensor) -> list[Cut]:
@@ -187,14 +221,16 @@ class _Chooser:
         return list(found)
 
     def _left(self, way: Way, loop: Loop, times: int) -> Way:
-        cost, lies = way.cost, dict(way.lies)
+        cost, lies = way.cost, way.lies.copy()
         for carry in loop.carries:
-            if carry.out in lies and carry.final in lies:
-                (cut,) = lies[carry.final]
-                cost += times * self._price(carry.out, lies[carry.out], cut)
+            out, final = self._lies(way, carry.out), self._lies(way, carry.final)
+            if out is not None and final is not None:
+                (cut,) = final
+                cost += times * self._price(self.number[carry.out], out, cut)
         for y in loop.ys:
-            if y.slice in lies:
-                lies[y.stack] = frozenset((d + 1, n) if d >= 0 else (d, n) for d, n in lies[y.slice])
+            slice_ = self._lies(way, y.slice)
+            if slice_ is not None and y.stack in self.number:
+                lies[self.number[y.stack]] = frozenset((d + 1, n) if d >= 0 else (d, n) for d, n in slice_)
         return Way(cost, lies, way.last)
 
 

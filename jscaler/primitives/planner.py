@@ -99,6 +99,7 @@ class Planner(GraphView):
         # inputs whose layout is given: that of a step that is followed
         self.stored = frozenset(s.leaf for s in stores if isinstance(s, Store))
         self._decisions: list[Decision] = list(stores)
+        self._assigned: set[str] = set()
         self._grids: dict[str, Grid] = {}
         self._arrays: dict[Any, tuple[Place, ...]] = {}  # of devices, as places
         self.alone: set[str] = set()  # ops that run on each part in time alone
@@ -173,6 +174,8 @@ class Planner(GraphView):
                 "keep no graph for later"
             )
         self._decisions.append(decision)
+        if isinstance(decision, Assign):
+            self._assigned.add(decision.op)
 
     def _named(self, function: str, op: Any) -> Op:
         """The op of this graph, by itself or by its path; raises PlanError for anything else."""
@@ -187,8 +190,7 @@ class Planner(GraphView):
         return f"; they are {said}" if said else ""
 
     def _only_in_time(self, grid: Grid) -> bool:
-        assigned = any(isinstance(d, Assign) and d.op == grid.op.path for d in self._decisions)
-        return all(axis.time for axis in grid.axes) and not grid.chunks and not assigned
+        return all(axis.time for axis in grid.axes) and not grid.chunks and grid.op.path not in self._assigned
 
     def _pieces(self, op: Op, rule: Rule, axes: Sequence[GridAxis]) -> tuple[str, ...]:
         """What the ops do that will stand for ``op``; none where it stays one op."""
@@ -468,6 +470,7 @@ class Planner(GraphView):
             stage_of, devices, turned, {op: own for op, own in axes.items() if any(a.time == axis for a in own)}, axis
         )
         self._decisions[first:] = [move(decision) for decision in kept]
+        self._assigned = {decision.op for decision in self._decisions if isinstance(decision, Assign)}
 
     def schedule(self, table: Published | Table | str) -> None:
         """Say in which order device groups run the micro-batches of a loop whose ops lie on several.
