@@ -178,5 +178,6 @@ def kind_of(description: str) -> DeviceKind | None:
     """
     every = DEVICE_KINDS.values()
     exact = (kind for kind in every if kind.description == description)
-    by_words = (kind for kind in every if all(word in description for word in kind.name.split("-")))
+    parts = "MIG" in description  # of a device, which are less
+    by_words = (kind for kind in every if not parts and all(word in description for word in kind.name.split("-")))
     return next(exact, None) or next(by_words, None)

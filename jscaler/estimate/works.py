@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
 from jscaler.lower.flat_program import FlatProgram
@@ -51,8 +53,15 @@ def model_flops(graph: Graph) -> dict[str, float]:
         if key not in book.memo:
             book.memo[key] = work_of(op.body.jaxpr).products
         loops = chain_of(op.loop, graph.loops)
-        gradients = len(op.backward.gradients) if op.backward is not None else 0
-        times = math.prod(graph.loops[name].length for name in loops) * (1 + min(2, gradients))
+        times = math.prod(graph.loops[name].length for name in loops) * (1 + _operands_with_gradients(op))
         for dtype, count in book.memo[key].items():
             found[dtype] = found.get(dtype, 0.0) + times * count
     return found
+
+
+def _operands_with_gradients(op: Op) -> int:
+    """Of the two of a product in it; they may be one tensor."""
+    if op.backward is None or not op.backward.gradients:
+        return 0
+    floating = sum(jnp.issubdtype(t.dtype, jnp.inexact) for t in op.inputs)
+    return 2 if len(op.backward.gradients) >= min(2, floating) else 1

@@ -111,8 +111,7 @@ def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel
     Raises:
         PlanError: the layouts are of different shapes.
     """
-    union = union_of(source, target)
-    numbers = dict(zip(union, cost.renumbered(union), strict=True))
+    numbers = _renumbered(source, target, cost)
     first, second = _on(source, numbers), _on(target, numbers)
     if (first, second) == (source, target):
         return cheapest_crossings(source, target, itemsize, cost, 1)[0]
@@ -121,6 +120,12 @@ def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel
     leaving, arriving = _on(alike.leave.target, devices), _on(alike.arrive.source, devices)
     leave, arrive = find_adapter(source, leaving, itemsize, cost), find_adapter(arriving, target, itemsize, cost)
     return Crossing(leave, arrive, alike.cost)
+
+
+def _renumbered(source: Layout, target: Layout, cost: CostModel) -> dict[int, int]:
+    """By device its number among the first devices that stand to one another alike, in the same order."""
+    union = sorted(union_of(source, target))
+    return dict(zip(union, cost.renumbered(union), strict=True))
 
 
 def _on(layout: Layout, numbers: Mapping[int, int]) -> Layout:
@@ -149,8 +154,7 @@ def cheapest_crossings(
         ends = leave.cost + arrive.cost
         if not _go_together(leave.target, arrive.source):
             continue
-        least = ends + _hop_floor(leave.target, arrive.source, itemsize, cost)
-        if left and (len(best) < count or least < best[-1].cost):
+        if left and (len(best) < count or ends < best[-1].cost):
             total = ends + hop_price(leave.target, arrive.source, itemsize, cost)
             best = sorted([*best, Crossing(leave, arrive, total)], key=lambda crossing: crossing.cost)[:count]
             left -= 1
@@ -177,8 +181,7 @@ def _is_padded_behind(layout: Layout) -> bool:
 
 def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
     """What the messages between the groups cost: inside of one device nothing; to cut and join pieces a bit."""
-    union = union_of(leaving, arriving)
-    numbers = dict(zip(union, cost.renumbered(union), strict=True))
+    numbers = _renumbered(leaving, arriving, cost)
     return _price_of_hop(*(_in_few_axes(_on(end, numbers)) for end in (leaving, arriving)), itemsize, cost)
 
 
@@ -219,15 +222,6 @@ def _hop_about(source: Layout, arriving: Layout, itemsize: int, cost: CostModel)
     pairs = np.stack([here[np.arange(len(there)) * len(here) // max(1, len(there))], there], axis=1)
     price = cost.messages(pairs, math.prod(arriving.local_shape) * itemsize, len(here))
     return price * (SLOW if isinstance(cost, Bytes) else 1)
-
-
-def _hop_floor(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
-    """What the hop costs at least: each consumer receives what it cannot hold yet."""
-    here, there = leaving.mesh.devices, arriving.mesh.devices
-    wanted, held = math.prod(arriving.local_shape), math.prod(leaving.local_shape)
-    within = len(set(here) & set(there))
-    missing = wanted * (len(there) - within) + max(0, wanted - held) * within
-    return cost.floor(missing * itemsize / max(len(here), len(there)))
 
 
 def _cheapest_pairs(

@@ -54,6 +54,7 @@ class FilledPart(NamedTuple):
 
 
 Show = Callable[[Box, Shares], str]
+MOST_RELAYS = 4096  # messages between receivers: more take longer to start, one after another, than they save
 
 
 def plan_messages(held: BoxSide, wanted: Sequence[BoxSide], show: Show) -> tuple[list[FilledPart], list[Message]]:
@@ -74,7 +75,7 @@ def plan_messages(held: BoxSide, wanted: Sequence[BoxSide], show: Show) -> tuple
     planner.join()
     messages = planner.fetch()
     sent, received = busiest(messages + planner.relayed)
-    if sent > received:  # few hold what many want
+    if sent > received and _relays_of(messages) <= MOST_RELAYS:  # few hold what many want
         spread = _spread(messages)
         if max(busiest(spread + planner.relayed)) <= 0.75 * sent:
             messages = spread
@@ -230,15 +231,25 @@ def _set(target: Target) -> Target:
     return target if target.join == "set" else target._replace(join="set")
 
 
+def _by_box(messages: Sequence[Message]) -> dict[tuple[Box, Shares], list[Message]]:
+    """What is sent as it is, by what it is."""
+    groups: dict[tuple[Box, Shares], list[Message]] = {}
+    for m in messages:
+        if m.sender != m.receiver and all(target.join == "set" for target in m.targets):
+            groups.setdefault((m.box, m.shares), []).append(m)
+    return groups
+
+
+def _relays_of(messages: Sequence[Message]) -> int:
+    """How many messages it takes if receivers hand on to one another."""
+    return sum(len(group) ** 2 for group in _by_box(messages).values())
+
+
 def _spread(messages: Sequence[Message]) -> list[Message]:
     """Where few devices hold what many want: each receiver gets a slab and sends it on to the other receivers."""
-    groups: dict[tuple[Box, Shares], list[Message]] = {}
-    result, relayed = [], []
-    for m in messages:
-        if m.sender == m.receiver or any(target.join != "set" for target in m.targets):
-            result.append(m)
-        else:
-            groups.setdefault((m.box, m.shares), []).append(m)
+    groups = _by_box(messages)
+    relayed: list[Message] = []
+    result = [m for m in messages if m.sender == m.receiver or any(target.join != "set" for target in m.targets)]
     for (box, shares), group in groups.items():
         if len({m.sender for m in group}) == len(group):
             result += group
