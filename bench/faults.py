@@ -35,7 +35,7 @@ MOMENTS = 20
 JOB = Path(__file__).with_name("fault_job.py")
 PLAN = "pipeline(2, 4)"
 BOUND = 1e-6  # of float32 states, whatever their scale: those of one plan are equal to the bit
-Fault = Callable[["Run"], None]
+Fault = Callable[["Run"], Any]
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Run:
     launcher: "subprocess.Popen[str]"
     folder: Path
     began: float
+    struck: bool = False  # whether a signal was sent
 
     def child(self, number: int) -> int | None:
         """The process of this number; None while, or where, there is none."""
@@ -62,10 +63,13 @@ class Run:
         return any("tmp" in path.name for path in self.folder.glob("*")) if self.folder.exists() else False
 
     def signal(self, what: int, number: int | None = None) -> None:
-        """To a process of the run, or to the command itself."""
+        """To a process of the run, or to the command itself; where it is not there yet, once it is."""
+        if number is not None:
+            self.until(lambda: self.child(number) is not None)
         pid = self.launcher.pid if number is None else self.child(number)
         if pid is not None and self.launcher.poll() is None:
             os.kill(pid, what)
+            self.struck = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Ended:
     said: str
     seconds: float
     lost: int
+    struck: bool = False
 
 
 def rows(quick: bool) -> Iterator[Row]:
@@ -121,7 +126,8 @@ class _Bench:
 
     def row(self, fault: str, ended: Sequence[Ended], rights: Sequence[bool], worst: float, told: str = "") -> Row:
         seconds = max((one.seconds for one in ended), default=0.0)
-        found: Row = {"fault": fault, "moments": len(rights), "right": all(rights), "worst": worst}
+        struck = sum(one.struck for one in ended)
+        found: Row = {"fault": fault, "moments": struck or len(rights), "right": all(rights), "worst": worst}
         found |= {"lost": sum(one.lost for one in ended), "seconds": round(seconds, 1), "limit": round(self.limit, 1)}
         found |= {"told": told, "wrong": sum(not right for right in rights)}
         return found | {"bounds": {"worst": BOUND, "lost": 0, "seconds": self.limit, "wrong": 0}}
@@ -196,7 +202,13 @@ class _Bench:
         began, folder = time.monotonic(), self.folder()
         place = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process"]
         every = [_started(folder, *words, *place, str(i)) for i, words in enumerate(own)]
-        said = [" ".join(one.communicate(timeout=self.limit)[0].split()) for one in every]
+        try:
+            said = [" ".join(one.communicate(timeout=self.limit)[0].split()) for one in every]
+        except subprocess.TimeoutExpired:
+            said = ["they wait for one another"]
+        finally:
+            for one in every:
+                one.kill()
         right = all("ProcessError" in one and f"another {what}" in one for one in said)
         told = said[0][said[0].find("ProcessError") :][:120]
         return self.row(fault, [Ended(1, "", time.monotonic() - began, 0)], [right], 0.0, told)
@@ -286,7 +298,7 @@ def run(folder: Path, *more: str, fault: Fault | None = None, counted: bool = Tr
     finally:
         one.launcher.kill()
     lost = len(set(there) - set(_complete(folder))) if counted else 0
-    return Ended(one.launcher.returncode, said, time.monotonic() - began, lost)
+    return Ended(one.launcher.returncode, said, time.monotonic() - began, lost, one.struck)
 
 
 def _complete(folder: Path) -> list[int]:

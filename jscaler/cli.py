@@ -127,7 +127,7 @@ def train(
     profile: Annotated[
         str | None, typer.Option(help="let jax.profiler see these steps, up to before TO", metavar="FROM:TO")
     ] = None,
-    profile_to: Annotated[Path, typer.Option(help="the folder of what it has seen")] = Path("profile"),
+    profile_to: Annotated[Path | None, typer.Option(help="the folder of what it has seen: profile, by default")] = None,
     strict: Strict = False,
     explain: Annotated[bool, typer.Option("--explain", help="show the plan op by op, not in five lines")] = False,
     local_processes: Annotated[
@@ -164,14 +164,16 @@ def train(
             raise typer.BadParameter("give the --checkpoint that it is about", param_hint=option)
     if on_nan is OnNan.RESTORE and checkpoint is None:
         raise typer.BadParameter("restore goes back to a state of --checkpoint, which is not given", param_hint="--on-nan")
+    if profile_to is not None and profile is None:
+        raise typer.BadParameter("give the steps that are to be seen, with --profile", param_hint="--profile-to")
     if restarts and local_processes is None:
         raise typer.BadParameter("it is for --local-processes: a launcher has its own", param_hint="--restarts")
     refuse_picture(draw)
     check_file("log", log)  # before, not after hours of training
     check_folder("traces", trace)
     check_folder("events", tensorboard)
-    profiled = None if profile is None else _steps(profile)
-    check_folder("profile", profile_to if profiled else None)
+    profiled = None if profile is None else (_steps(profile), profile_to or Path("profile"))
+    check_folder("profile", profiled and profiled[1])
     plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
     if local_processes is not None:
@@ -197,7 +199,7 @@ def train(
     about = {"plan": plan, "job": chosen.name, "seed": seed}
     others: list[Tracker] = [JsonLines(log, about)] if log is not None else []
     others += [TensorBoard(tensorboard)] if tensorboard is not None else []
-    others += [Profile(profiled, profile_to)] if profiled is not None else []
+    others += [Profile(*profiled)] if profiled is not None else []
     with Shown(console, explain) as shown:
         run(
             chosen, plan, steps, devices=resolve_devices(devices), seed=seed, strict=strict, checkpoint=checkpoint,

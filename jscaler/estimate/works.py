@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
 from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
 from jscaler.lower.flat_program import FlatProgram
@@ -63,5 +61,4 @@ def _operands_with_gradients(op: Op) -> int:
     """Of the two of a product in it; they may be one tensor."""
     if op.backward is None or not op.backward.gradients:
         return 0
-    floating = sum(jnp.issubdtype(t.dtype, jnp.inexact) for t in op.inputs)
-    return 2 if len(op.backward.gradients) >= min(2, floating) else 1
+    return 2 if len(op.backward.gradients) >= min(2, len(op.inputs)) else 1

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jscaler.errors import DeletedArgumentError
-from jscaler.runtime.absent import is_absent
 from jscaler.runtime.arguments import BoundCall, leaf_type
 
 _AVAL, _SHARDING, _DELETED = attrgetter("aval"), attrgetter("sharding"), methodcaller("is_deleted")
@@ -31,18 +30,9 @@ def place(value: Any, sharding: Any, returned: bool = False) -> Any:
         held = value.sharding
         if held is sharding or held == sharding or held.is_equivalent_to(sharding, value.ndim):
             return value
-    elif isinstance(value, np.ndarray):
-        if not sharding.is_fully_addressable and not is_absent(sharding):
-            return _own_parts(value, sharding)
-        if returned:
-            value = value.copy()
+    elif returned and isinstance(value, np.ndarray):
+        value = value.copy()
     return jax.device_put(value, sharding)
-
-
-def _own_parts(value: np.ndarray, sharding: Any) -> jax.Array:
-    """Those of this process's devices, from an array of which it needs no others: ``jax.device_put`` would compare all."""
-    value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def distinct(leaves: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from jscaler.estimate.fitting import batch_size
 from jscaler.estimate.memory import estimated_memory
 from jscaler.lower.step_plan import StepPlan
 from jscaler.plans.ladder import ladder
-from jscaler.text.units import counted, readable_bytes
+from jscaler.text.units import readable_bytes
 
 MOST_TOLD = 5  # tensors, and plans
 
@@ -53,15 +53,13 @@ def out_of_memory(step: StepPlan, where: str, error: Exception) -> OutOfMemoryEr
         f"{where} is out of memory: {first}. By the estimate a device of this plan ({step.name}) holds "
         f"{readable_bytes(memory.peak)} at the worst moment{f' ({memory.at})' if memory.at else ''}: {kinds}",
         *([f"largest beside the arguments: {largest}"] if largest else []),
-        f"jscaler.fit tries other plans, {_rungs(step)}",
+        f"jscaler.fit tries plans from the cheapest to the most drastic, among them {', '.join(_rungs(step))}",
     ]
     return OutOfMemoryError("; ".join(told))
 
 
-def _rungs(step: StepPlan) -> str:
-    """The next rungs of the ladder."""
-    devices = step.plan.num_devices
-    rungs = ladder(devices, batch_size(step.graph))
-    behind = next((place + 1 for place, rung in enumerate(rungs) if rung.partition("(")[0] == step.name), 0)
-    left = rungs[behind : behind + MOST_TOLD]
-    return f"the next on {counted(devices, 'device')}: {', '.join(left)}" if left else "or give it more devices"
+def _rungs(step: StepPlan) -> tuple[str, ...]:
+    """Some rungs of the ladder for so many devices, from its first to its last."""
+    rungs = ladder(step.plan.num_devices, batch_size(step.graph))
+    places = [round(i * (len(rungs) - 1) / (MOST_TOLD - 1)) for i in range(MOST_TOLD)]
+    return tuple(dict.fromkeys(rungs[place] for place in places))

@@ -7,15 +7,21 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jscaler.errors import DataError, JscalerError, check_count
+from jscaler.errors import DataError, JscalerError, PlanError, check_count, shown
+
+ENDLESS = 1 << 50  # examples: more than any run reads, and few enough to be counted in floats
 
 
 @runtime_checkable
 class StartingAnywhere(Protocol):
-    """Batches of which a run may begin with any, without those before it."""
+    """Batches of which a run may begin with any, without those before it. They have no end."""
+
+    def at(self, step: int) -> Any:
+        """That of one step, and no more of them."""
+        ...
 
     def starting(self, step: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
-        """The batches from that of ``step`` on, without an end.
+        """Those from that of ``step`` on.
 
         Args:
             wanted: the rows that this process needs, in rising order; others may hold anything. None for all.
@@ -32,6 +38,9 @@ class BatchesFrom:
     def __call__(self) -> Iterator[Any]:
         return self.make(0, None)
 
+    def at(self, step: int) -> Any:
+        return next(self.make(step, None))
+
     def starting(self, step: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
         return self.make(step, wanted)
 
@@ -41,13 +50,13 @@ class Batches:
 
     In a job of several processes each reads the rows alone that its own devices hold: rows are shared out by data-parallel
     rank, and not by tensor- or pipeline-parallel rank. A resumed run goes on behind the last batch that its checkpoint's
-    run has read, to which it jumps. A loader that is too slow shows as ``waited`` in each `StepRecord`.
+    run has read, to which it jumps. A loader that is too slow shows as ``waited`` in each `StepRecord`. They have no end.
 
     Args:
         source: what has a length and ``source[i]``, an example: a tree of arrays or numbers, all alike. A list,
             ``grain.sources.ArrayRecordDataSource(files)``, or a ``grain.MapDataset`` with all that it maps.
-        rows: of a batch.
-        seed: of the order, which is another in each epoch; None for that in which they lie.
+        rows: of a batch: 1 or more.
+        seed: of the order, 0 or above, which is another in each epoch; None for that in which they lie.
         ahead: how many batches are read ahead.
         threads: that read them.
 
@@ -71,9 +80,17 @@ class Batches:
         except ImportError:
             missing = 'data sets of Grain need it, and it is not installed: pip install "jscaler[data]"'
             raise JscalerError(missing) from None
-        self.rows = check_count("Batches: rows", rows)
-        if not len(source):
-            raise DataError("the source of the batches is empty: there is nothing to train on")
+        self.rows, self.seed = check_count("Batches: rows", rows), seed
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise DataError(f"the source of batches has a length and source[i], and is not {shown(source)}")
+        if not 0 < len(source) < ENDLESS:
+            raise DataError(
+                "the source of the batches is empty: there is nothing to train on" if not len(source) else
+                "the source of the batches is repeated already: give it as it is, batches begin it again"
+            )  # fmt: skip
+        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 1 << 32):
+            raise DataError(f"Batches: seed is a whole number from 0 to 2**32 - 1, or None, not {shown(seed)}")
+        self.examples = len(source)
         data = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
         self._data = (data if seed is None else data.shuffle(seed=seed)).repeat()
         self._dataset = grain.MapDataset
@@ -82,19 +99,41 @@ class Batches:
     def __call__(self) -> Iterator[Any]:
         return self.starting(0)
 
+    def __str__(self) -> str:
+        order = "in their order" if self.seed is None else f"shuffled by seed {self.seed}"
+        return f"{self.rows} rows of {self.examples} examples, {order}"
+
+    def at(self, step: int) -> Any:
+        """That of one step; nothing is read ahead.
+
+        Args:
+            step: from 0.
+        """
+        return self._batched(step, list(range(self.rows)))[0]
+
     def starting(self, step: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
         """The batches from that of ``step`` on, without an end.
 
         Args:
             step: from 0.
             wanted: the rows to be read, in rising order; the others are zeros. None for all.
+
+        Raises:
+            PlanError: there is no such step or row.
         """
         places = list(range(self.rows) if wanted is None else wanted)
+        if step < 0 or any(not 0 <= place < self.rows for place in places):
+            raise PlanError(
+                f"batches begin with step 0 and have rows 0 to {self.rows - 1}; {step} and {places} are asked for"
+            )
         if not places:
             return self._nothing()
-        some: Any = _Some(self._data, self.rows, places)
-        batched = self._dataset.source(some)[step * len(places) :].batch(len(places)).to_iter_dataset(self._options)
+        batched = self._batched(step, places).to_iter_dataset(self._options)
         return iter(batched) if len(places) == self.rows else (self._whole(one, places) for one in batched)
+
+    def _batched(self, step: int, places: list[int]) -> Any:
+        some: Any = _Some(self._data, self.rows, places)
+        return self._dataset.source(some)[step * len(places) :].batch(len(places))
 
     def _nothing(self) -> Iterator[Any]:
         """Batches of a process that has no row of any: their shapes are those of the others'."""
@@ -118,7 +157,7 @@ class _Some:
         self._examples, self._rows, self._places = examples, rows, places
 
     def __len__(self) -> int:
-        return len(self._examples) // self._rows * len(self._places)
+        return min(len(self._examples), ENDLESS) // self._rows * len(self._places)
 
     def __getitem__(self, number: int) -> Any:
         batch, place = divmod(number, len(self._places))

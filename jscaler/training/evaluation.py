@@ -8,6 +8,7 @@ import numpy as np
 from jscaler.api import Parallelized
 from jscaler.errors import DataError, JobError
 from jscaler.runtime.fetching import fetch
+from jscaler.training.batches import StartingAnywhere
 
 
 class Evaluation(NamedTuple):
@@ -40,6 +41,7 @@ class Evaluation(NamedTuple):
 
         Raises:
             DataError: at a call, there are no batches.
+            JobError: the batches have no end.
             JobError: at a call, the step returns something other than numbers.
 
         Example:
@@ -47,6 +49,11 @@ class Evaluation(NamedTuple):
             >>> sorted(evaluation.following(train_step)(state))
             ['loss']
         """
+        if isinstance(self.batches, StartingAnywhere):
+            raise JobError(
+                "the batches of an evaluation are all read each time, and these have no end: give a function that returns "
+                "a few of them, lambda: itertools.islice(batches.starting(0), 10)"
+            )
         followed = train_step.follow(self.step)
 
         def run(state: Any) -> dict[str, float]:

@@ -75,7 +75,7 @@ def train(
         trackers: are told of each step.
         hang_after: seconds that a process of the job may be silent, or all may take for one step.
         say: where sentences go.
-        before_step: is shown each step behind the first before it runs.
+        before_step: is shown each step behind the first before it runs. (Of `Batches` it is shown the rows of its process.)
 
     Returns:
         The state after the last step, in the plan's layout.
@@ -181,7 +181,7 @@ class _Run:
         planned.check_batches()
         compiled = self.step.compiled(self.step.bind(state, planned.first_batch))
         check_result(compiled, state)
-        batches = planned.batches(read, planned.own_rows(compiled))
+        batches = planned.own_batches(compiled, read)
         with (
             self.checkpoints or nullcontext(), self._told(), self._tracked(compiled),
             noted(*STOP, at_once=self._stopping) as signals,

@@ -18,11 +18,12 @@ from jscaler.capture.names import leaf_names
 from jscaler.errors import CaptureError, DataError, listing
 from jscaler.job import Job
 from jscaler.primitives import Plan
+from jscaler.runtime.absent import is_absent
 from jscaler.runtime.agreement import agree, digest
 from jscaler.runtime.arguments import LeafType, leaf_type
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.training_state import TracedState, trace_state
-from jscaler.training.batches import StartingAnywhere
+from jscaler.training.batches import Batches, StartingAnywhere
 
 LARGE = 50_000  # parameters; so many are told in millions
 
@@ -67,7 +68,7 @@ class PlannedJob:
             DataError: there is none, or it holds something other than arrays.
         """
         batches = self.job.batches
-        batch = next(batches.starting(0) if isinstance(batches, StartingAnywhere) else self._data)
+        batch = batches.at(0) if isinstance(batches, StartingAnywhere) else next(self._data)
         if not jax.tree.leaves(batch):
             raise DataError(f"the first batch of {self.job.name} is {batch!r}, in which there is no array")
         self._types(batch, "the first batch")
@@ -100,25 +101,22 @@ class PlannedJob:
                     "step is compiled for one shape: leave out a last batch that is smaller"
                 )
             yield batch
+        raise DataError(f"the batches of {self.job.name} have ended, and those that begin anywhere have no end")
 
-    def own_rows(self, compiled: Compiled) -> list[int] | None:
-        """The rows of a batch that this process's devices hold, in rising order; None for all.
+    def own_batches(self, compiled: Compiled, start: int) -> Iterator[Any]:
+        """As `batches`; in a job of several processes each reads the rows of its own devices alone, where it can."""
+        if jax.process_count() == 1 or not isinstance(self.job.batches, StartingAnywhere):
+            return self.batches(start)
+        leaves, tree = jax.tree.flatten(self.first_batch)
+        names = leaf_names(self.batch_name, self.first_batch)
+        known = dict(zip(compiled.lowered.leaf_names, compiled.lowered.executable.in_shardings, strict=True))
+        shardings = [known[name] for name in names]
+        wanted = own_rows([np.shape(leaf) for leaf in leaves], shardings)
 
-        A row is what dim 0 counts. Where a leaf has another dim 0 than the others, all rows are needed.
-        """
-        if jax.process_count() == 1:
-            return None
-        leaves = jax.tree.leaves(self.first_batch)
-        shapes = dict(zip(leaf_names(self.batch_name, self.first_batch), map(np.shape, leaves), strict=True))
-        if len(counts := {shape[:1] for shape in shapes.values()}) != 1 or counts == {()}:
-            return None
-        shardings = dict(zip(compiled.lowered.leaf_names, compiled.lowered.executable.in_shardings, strict=True))
-        ((rows,),) = counts
-        found = set[int]()
-        for name, shape in shapes.items():
-            for index in shardings[name].addressable_devices_indices_map(shape).values():
-                found.update(range(rows)[index[0]])
-        return sorted(found)
+        def own(batch: Any) -> Any:
+            return jax.tree.unflatten(tree, map(own_parts, jax.tree.leaves(batch), shardings))
+
+        return map(own, self.batches(start, wanted))
 
     def _types(self, batch: Any, which: str) -> dict[str, LeafType]:
         """What each leaf of a batch is, by its path."""
@@ -173,6 +171,7 @@ class PlannedJob:
     def about(self) -> dict[str, Any]:
         """What a checkpoint says of the run that it is of."""
         versions = {"jscaler": metadata.version("jscaler"), "jax": jax.__version__}
+        versions |= {"data": str(self.job.batches)} if isinstance(self.job.batches, Batches) else {}
         return {"job": self.job.name, "plan": self.plan_text, "seed": self.seed, **versions}
 
     def batches_read(self, checkpoint: Path, step: int) -> int:
@@ -186,7 +185,10 @@ class PlannedJob:
         from jscaler.runtime.checkpoint import written_beside
 
         there = written_beside(checkpoint, step).get("run", {})
-        if there.get("seed", self.seed) == self.seed:
+        data = self.about.get("data")
+        if data is not None and there.get("data", data) != data:
+            return f"the checkpoint's run read {there['data']}, this one reads {data}: its batches are others"
+        if there.get("seed", self.seed) == self.seed or data is not None:
             return ""
         return f"the checkpoint's run had --seed {there['seed']}, this one has --seed {self.seed}: its batches are others"
 
@@ -206,6 +208,33 @@ class PlannedJob:
         size = f"{count / 1e6:,.1f} M" if count >= LARGE else f"{count:,}"
         size += " numbers of state" if params is None else " parameters"
         return f"{self.job.name}, {size}, batch {', '.join(dict.fromkeys(shapes))}"
+
+
+def own_rows(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Any]) -> list[int] | None:
+    """The rows of a batch that this process's devices hold, in rising order; None for all.
+
+    A row is what dim 0 counts. Where a leaf has another dim 0 than the others, all rows are needed.
+    """
+    counts = {shape[:1] for shape in shapes}
+    if len(counts) != 1 or counts == {()}:
+        return None
+    ((rows,),) = counts
+    found = set[int]()
+    for shape, sharding in zip(shapes, shardings, strict=True):
+        for index in sharding.addressable_devices_indices_map(shape).values():
+            found.update(range(rows)[index[0]])
+    return sorted(found)
+
+
+def own_parts(leaf: Any, sharding: Any) -> Any:
+    """A leaf of which other processes have other rows, as the parts of this process's devices.
+
+    ``jax.device_put`` compares what is given on all processes, where all have devices.
+    """
+    if not isinstance(leaf, np.ndarray) or is_absent(sharding):
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index].astype(dtype))
 
 
 def _on_and_on(job: Job) -> Iterator[Any]:

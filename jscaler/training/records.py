@@ -49,9 +49,10 @@ class StepRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: the speed is ``tokens_per_second`` of text, ``rows_per_second`` of other data. JSON has no NaN."""
-        row = {"step": self.step, "loss": self.loss, "seconds": self.seconds, self.speed.name: self.speed.rate}
-        row |= {"waited": self.waited, "saving": self.saving} | dict(self.metrics)
+        row: dict[str, Any] = dict(self.metrics)  # of equal names the record's own stand
         row |= {f"evaluation/{name}": value for name, value in self.evaluation.items()}
+        row |= {"step": self.step, "loss": self.loss, "seconds": self.seconds, self.speed.name: self.speed.rate}
+        row |= {"waited": self.waited, "saving": self.saving}
         known = {"peak_bytes": self.peak_bytes, "utilisation": self.utilisation}
         row |= {name: value for name, value in known.items() if value is not None}
         return {

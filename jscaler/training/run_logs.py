@@ -34,10 +34,11 @@ class RunLog:
     def as_json(self) -> dict[str, Any]:
         """What is told of it, as plain data; what its log does not say is left out."""
         losses = [loss for _, loss in self.values("loss")]
+        last = self.rows[-1]["loss"]
         seconds = [value for _, value in self.values("seconds")]
         found: dict[str, Any] = {"run": self.name, **self.about, "steps": self.rows[-1]["step"] + 1}
         if losses:
-            found |= {"loss": losses[-1], "lowest_loss": min(losses)}
+            found |= {"loss": "not finite" if last is None else last, "lowest_loss": min(losses)}
         found["seconds"] = statistics.median(seconds) if seconds else None
         for speed in ("tokens_per_second", "rows_per_second", "utilisation"):
             if numbers := [value for _, value in self.values(speed)]:
@@ -61,7 +62,8 @@ def run_logs(path: Path) -> list[RunLog]:
     """
     if not path.exists():
         raise DataError(f"there is no log, and no folder of logs, at '{path}'")
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    found = [path] if path.is_file() else path.rglob("*")
+    files = sorted(one for one in found if one.is_file() and not one.name.startswith("."))
     root = path.parent if path.is_file() else path
     found = [RunLog(str(file.relative_to(root)), _about(file), rows) for file in files if (rows := list(_rows(file)))]
     if not found:
@@ -80,14 +82,22 @@ def _about(path: Path) -> Mapping[str, Any]:
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     """The records of a log; nothing of a file that is none. Its last line may be half written."""
     rows: dict[int, Mapping[str, Any]] = {}
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row:
-                rows[row["step"]] = row
-            elif not rows:
-                return
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if (row := _row(line)) is not None:
+                    rows[row["step"]] = row
+                elif not rows:
+                    return
+    except OSError as error:
+        raise DataError(f"the log '{path}' cannot be read: {error.strerror or error}") from None
     yield from (rows[step] for step in sorted(rows))
+
+
+def _row(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row
+    return row if is_record and isinstance(row["loss"], int | float | None) else None

@@ -66,6 +66,7 @@ class JsonLines(Tracker):
         about: more that is written beside them: what tells this run from others.
 
     Raises:
+        JscalerError: ``about`` is no data.
         OutputError: when the run begins, or at a step: it cannot be written.
 
     Example:
@@ -79,6 +80,10 @@ class JsonLines(Tracker):
 
     def __init__(self, path: Path | str, about: Mapping[str, Any] | None = None):
         self.path, self.about = Path(path), dict(about or {})
+        try:
+            json.dumps(self.about)
+        except (TypeError, ValueError) as error:
+            raise JscalerError(f"JsonLines: about is written as JSON, and holds something else: {error}") from None
         self._file: BinaryIO | None = None
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
@@ -89,8 +94,9 @@ class JsonLines(Tracker):
                 with written_whole("log", self.path) as half:
                     half.write_bytes(b"".join(kept))
             self._file = self.path.open("ab" if start else "wb", buffering=0)  # a line is there when it is written
-        with written_whole("log", beside(self.path)) as half:
-            half.write_text(json.dumps(_about(compiled) | self.about) + "\n", encoding="utf-8")
+        if self.path.is_file():  # and no pipe
+            with written_whole("log", beside(self.path)) as half:
+                half.write_text(json.dumps(_about(compiled) | self.about) + "\n", encoding="utf-8")
 
     def step(self, record: StepRecord) -> None:
         assert self._file is not None, "a tracker is told of a beginning first"
@@ -136,7 +142,7 @@ class Profile(Tracker):
         folder: where it is written.
 
     Raises:
-        JscalerError: there is no step between both.
+        JscalerError: there is no step between both; when the run begins: it has none of them.
         OutputError: when it begins or ends: it cannot be written.
 
     Example:
@@ -147,13 +153,16 @@ class Profile(Tracker):
     """
 
     def __init__(self, steps: tuple[int, int], folder: Path | str):
+        if not (len(steps) == 2 and all(isinstance(n, int) for n in steps) and 0 <= steps[0] < steps[1]):
+            raise JscalerError(f"a profile is of steps (FROM, TO), with FROM below TO, and not of {steps}")
         self.first, self.behind = steps
         self.folder = Path(folder)
-        self._on = False
-        if not 0 <= self.first < self.behind:
-            raise JscalerError(f"a profile is of steps FROM:TO, with FROM below TO, and not of {self.first}:{self.behind}")
+        self._on = self._done = False
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
+        if self.first >= steps or self.behind <= start:
+            told = f"the run has steps {start} to {steps - 1}, and none of {self.first} to {self.behind - 1}"
+            raise JscalerError(f"there is nothing to profile: {told}; give steps that it has, or leave the profile out")
         self._before(start)
 
     def step(self, record: StepRecord) -> None:
@@ -163,12 +172,12 @@ class Profile(Tracker):
 
     def end(self, error: BaseException | None) -> None:
         if self._on:
-            self._on = False
+            self._on, self._done = False, True
             with writing("profile", self.folder):
                 jax.profiler.stop_trace()
 
     def _before(self, step: int) -> None:
-        if not self._on and self.first <= step < self.behind:
+        if not self._on and not self._done and self.first <= step < self.behind:
             with writing("profile", self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 jax.profiler.start_trace(self.folder)

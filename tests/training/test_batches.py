@@ -51,7 +51,9 @@ def test_a_run_may_begin_with_any_batch() -> None:
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert all(told(batches.starting(step), 3) == every[step : step + 3] for step in range(7))
+    assert [batches.at(step)["y"].tolist() for step in range(10)] == every
     assert every != told(jscaler.Batches(EXAMPLES, rows=4, seed=2)(), 10)
+    assert told(jscaler.Batches(EXAMPLES, rows=1, seed=None).starting(9), 2) == [[9], [0]]
     assert told(jscaler.Batches(EXAMPLES, rows=4, seed=None)(), 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     mapped = grain.MapDataset.source(EXAMPLES).filter(lambda one: one["y"] != 3).map(lambda one: {"y": -one["y"]})
     with pytest.raises(jscaler.DataError, match="row 3 of batch 0 is None, as Grain's filter"):
@@ -95,10 +97,20 @@ def test_records_of_a_file(tmp_path: Path) -> None:
 
 
 def test_what_is_no_data() -> None:
-    with pytest.raises(jscaler.DataError, match="empty"):
-        jscaler.Batches([], rows=4)
+    repeated = grain.MapDataset.source(EXAMPLES).repeat()
+    for source, told in [([], "empty"), (repeated, "repeated already"), (iter(EXAMPLES), "has a length"), (3, "not 3")]:
+        with pytest.raises(jscaler.DataError, match=told):
+            jscaler.Batches(source, rows=4)
+    with pytest.raises(jscaler.DataError, match="seed is a whole number"):
+        jscaler.Batches(EXAMPLES, rows=4, seed=-1)
     with pytest.raises(jscaler.PlanError, match="rows"):
         jscaler.Batches(EXAMPLES, rows=0)
+    batches = jscaler.Batches(EXAMPLES, rows=4)
+    for step, wanted in [(-1, None), (0, [4])]:
+        with pytest.raises(jscaler.PlanError, match="rows 0 to 3"):
+            batches.starting(step, wanted)
+    with pytest.raises(jscaler.JobError, match="have no end"):
+        jscaler.Evaluation(lambda state, batch: 0.0, batches).following(None)  # type: ignore[arg-type]
 
 
 def test_a_loader_that_is_too_slow_is_waited_for() -> None:

@@ -35,9 +35,15 @@ def test_logs_of_a_folder_are_compared(tmp_path: Path) -> None:
     with (tmp_path / "a.log").open("a") as log:  # a step that was taken again, and a line that was cut short
         log.write('{"step": 0, "loss": 4.0, "seconds": 0.5}\n{"step": 2, "lo')
     (tmp_path / "notes.txt").write_text("not a log\n")
+    (tmp_path / "foreign.json").write_text('{"step": 1, "loss": "x"}')
     (tmp_path / "b" / "picture.png").write_bytes(b"\x89PNG\r\n")
     first, second = (one.as_json() for one in run_logs(tmp_path))
-    assert (first["run"], first["steps"], first["loss"], first["waited"]) == ("a.log", 2, 4.0, pytest.approx(1 / 3))
+    assert (first["run"], first["steps"], first["loss"], first["waited"]) == (
+        "a.log",
+        2,
+        "not finite",
+        pytest.approx(1 / 3),
+    )
     assert "plan" not in first
     assert {
         "plan": "zero3",
@@ -99,7 +105,7 @@ def test_a_profile_is_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypat
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(("off", now[0])))
     for first, behind, start, expected in [
         (2, 4, 0, [("on", 2), ("off", 4)]), (0, 2, 0, [("on", 0), ("off", 2)]), (2, 4, 3, [("on", 3), ("off", 4)]),
-        (5, 99, 0, [("on", 5), ("off", 6)]), (2, 4, 5, []),
+        (5, 99, 0, [("on", 5), ("off", 6)]),
     ]:  # fmt: skip
         calls.clear()
         seen = jscaler.Profile((first, behind), tmp_path)
@@ -110,7 +116,17 @@ def test_a_profile_is_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypat
             seen.step(jscaler.StepRecord(step, 1.0, 0.1, jscaler.Speed("rows", 1.0)))
         seen.end(None)
         assert calls == expected
+    for first, behind, start in [(2, 4, 5), (6, 9, 0)]:
+        with pytest.raises(jscaler.JscalerError, match="nothing to profile"):
+            jscaler.Profile((first, behind), tmp_path).begin(None, start, 6)  # type: ignore[arg-type]
     with pytest.raises(jscaler.JscalerError, match="FROM below TO"):
         jscaler.Profile((4, 4), tmp_path)
-    told = CliRunner().invoke(app, ["train", "--profile", "5"])
-    assert told.exit_code == 2
+    for words in (["--profile", "5"], ["--profile-to", "x"]):
+        assert CliRunner().invoke(app, ["train", *words]).exit_code == 2
+
+
+def test_what_is_written_beside_a_log_is_data(tmp_path: Path) -> None:
+    with pytest.raises(jscaler.JscalerError, match="about is written as JSON"):
+        jscaler.JsonLines(tmp_path / "log", {"rate": jnp.ones(())})
+    record = jscaler.StepRecord(3, 1.0, 0.1, jscaler.Speed("rows", 1.0), metrics={"step": 7.0, "norm": 2.0})
+    assert (record.as_json()["step"], record.as_json()["norm"]) == (3, 2.0)
