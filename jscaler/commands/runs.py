@@ -23,7 +23,7 @@ def runs_(
 ) -> None:
     """Compare runs by their logs: losses, seconds of a step, speed, what they wait for, memory.
 
-    Example: jscaler runs runs --draw losses.png
+    Example: jscaler runs --draw losses.png my_runs
     """
     refuse_picture(draw)
     found = run_logs(folder)

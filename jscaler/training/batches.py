@@ -108,6 +108,10 @@ class Batches:
 
         Args:
             step: from 0.
+
+        Example:
+            >>> jscaler.Batches([1, 2, 3], rows=2, seed=None).at(1)
+            array([3, 1])
         """
         return self._batched(step, list(range(self.rows)))[0]
 

@@ -147,7 +147,9 @@ class Profile(Tracker):
 
     Example:
         >>> seen = jscaler.Profile((1, 3), folder / "profile")
-        >>> state = jscaler.train(job, "zero3", 4, devices=4, say=lambda _: None, trackers=[seen])
+        >>> record = jscaler.StepRecord(0, 0.5, 0.1, jscaler.Speed("rows", 80.0))
+        >>> seen.begin(compiled, 0, 4), seen.step(record), seen.end(None)
+        (None, None, None)
         >>> sum(path.name.endswith(".xplane.pb") for path in (folder / "profile").rglob("*"))
         1
     """

@@ -70,7 +70,7 @@ def child(launcher: int, number: int) -> int:
     raise AssertionError("no such process")
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model: Path, tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     output = ended(started(model, alone, "--steps", "12", "--local-processes", "1"))
@@ -86,7 +86,7 @@ def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stopped_process_is_named_and_all_start_again(model: Path, tmp_path: Path, number: int) -> None:
     words = ["--steps", "60", "--hang-after", "4", "--local-processes", "2", "--restarts", "1"]
@@ -102,7 +102,7 @@ def test_a_stopped_process_is_named_and_all_start_again(model: Path, tmp_path: P
     assert not Path(f"/proc/{stopped}").exists()
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 def test_a_signal_ends_all_behind_the_same_step(model: Path, tmp_path: Path) -> None:
     process = started(model, tmp_path, "--steps", "99999", "--local-processes", "2")
     wait_for(lambda: (tmp_path / "2").is_dir(), process)
@@ -114,7 +114,7 @@ def test_a_signal_ends_all_behind_the_same_step(model: Path, tmp_path: Path) -> 
     assert output.count("interrupted") == 1  # one speaks for all
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 def test_processes_of_different_commands_say_so(model: Path, tmp_path: Path) -> None:
     port = 20000 + os.getpid() % 20000
     job = ["--steps", "3", "--coordinator", f"localhost:{port}", "--processes", "2"]
@@ -123,7 +123,7 @@ def test_processes_of_different_commands_say_so(model: Path, tmp_path: Path) -> 
         assert "ProcessError: process 1 has another seed than process 0: '1' and '0'" in output
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 def test_a_pipeline_over_two_processes_is_that_of_one_and_goes_on_as_another_plan(model: Path, tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     words = ["--plan", "pipeline(2, 4)", "--steps", "4"]

@@ -1,5 +1,6 @@
 """Every command of the README on terminals of 80 and of 200 columns, into a pipe, and stopped by Ctrl-C."""
 
+import json
 import re
 import shlex
 import signal
@@ -74,6 +75,7 @@ SMALLER = {
 BESIDE = [  # which the README does not show
     f'schedules {OWN} --plan "pipeline(2, 2)" --target 2xH100-80GB',
     "export --part params {folder}/run {folder}/net.safetensors",
+    "runs {folder}/logs --draw {folder}/losses.png",
 ]
 USES_ROOM = ("compile", "plan", "fit", "redistribute")  # have more to show than 80 columns
 SEEN = [
@@ -132,6 +134,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "my_texts").mkdir()
     (made / "my_texts" / "one.txt").write_text("to be or not to be, that is the question. " * 20)
     save(made / "run", 2, {"params": {"up": np.ones((8, 16), np.float32)}})
+    record = {"step": 0, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 1e4, "waited": 0.1, "saving": 0.0}
+    (made / "logs").mkdir()
+    (made / "logs" / "zero3.jsonl").write_text(
+        json.dumps(record) + "\n" + json.dumps(record | {"step": 1, "loss": 2.25}) + "\n"
+    )
+    (made / "logs" / "zero3.jsonl.run").write_text(json.dumps({"plan": "zero3", "devices": 8}))
     return made
 
 

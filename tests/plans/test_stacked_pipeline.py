@@ -246,7 +246,7 @@ def gpt_loss(**changes: Any) -> tuple[Callable[..., Any], Any, Any]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", of_the_day([False, True], 2))
 def test_a_gpt_with_dropout_and_tied_embeddings(remat: bool) -> None:
     with jax.enable_x64(True):
         step, params, batch = gpt_loss(remat=remat)

@@ -137,7 +137,7 @@ def test_a_loader_that_is_too_slow_is_waited_for() -> None:
     assert all(waited > 0.01 for waited in seen[1:])
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 @pytest.mark.parametrize(
     ("plan", "shared"), [("zero3", False), ("megatron(dp=2, tp=2)", False), ("megatron(dp=1, tp=4)", True)]
 )
