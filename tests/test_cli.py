@@ -51,8 +51,8 @@ def test_version() -> None:
 
 @pytest.mark.parametrize("command", [None, *typer.main.get_command(app).commands])
 def test_every_command_has_an_example(command: str | None) -> None:
-    words = " ".join(run(*([command] if command else []), "--help").split())
-    assert re.search(rf"Example: jscaler {command or 'train'} -", words)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", run(*([command] if command else []), "--help"))  # whoever loaded typer first
+    assert re.search(rf"Example: jscaler {command or 'train'} -", " ".join(plain.split()))
 
 
 def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
