@@ -196,7 +196,10 @@ def compared(sweep: Sweep, new: Found, old: Found, paper: float) -> Row:
     ratio = old[1].seconds / new[1].seconds
     cluster = sweep.cluster
     others = [cluster, *(scaled(cluster, compute, links) for compute, links in CHANGED.values())]
-    slower, faster = ([offload(sweep, one, e) for e in sweep.on(one.text, others)[1:]] for one, _ in (old, new))
+    with ThreadPoolExecutor(2) as both:
+        slower, faster = both.map(
+            lambda one: [offload(sweep, one, e) for e in sweep.on(one.text, others)[1:]], (old[0], new[0])
+        )
     changed = {said: round(a.seconds / b.seconds, 2) for said, a, b in zip(CHANGED, slower, faster, strict=True)}
     row: Row = {"speedup": round(ratio, 2), "paper": paper}
     row["sensitivity"] = ", ".join(f"{said} {value}" for said, value in changed.items())

@@ -4,6 +4,7 @@ Plans of a sweep do not depend on one another: each asks for its estimates in a 
 """
 
 import functools
+import gc
 import json
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from jscaler.clusters import Cluster
 from jscaler.errors import JscalerError
 
 KEPT = Path("build/paper.jsonl")
+SELDOM = 200_000, 100, 100  # when Python looks for circles, which graphs of many ops have few of: a sixth less time
 Key = tuple[str, str, str]  # of a model, a cluster, a plan
 
 
@@ -65,7 +67,7 @@ class Estimates:
         self._under_way: dict[tuple[Key, ...], Future[tuple[list[Estimate], float]]] = {}
         self._makers: Executor
         if workers > 1:
-            self._makers = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+            self._makers = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), gc.set_threshold, SELDOM)
         else:
             self._makers = ThreadPoolExecutor(1)
         if path is not None and path.exists():
