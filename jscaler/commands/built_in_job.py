@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,11 @@ def built_in_job(
     words = [f"{name}-{size}", *([str(config.dtype)] if config.dtype else [])]
     words += [what for what in ("stacked", "remat") if getattr(config, what, False)]
 
-    def batches(first: int, wanted: Sequence[int] | None) -> Iterator[Any]:
-        return (batch_at(step, batch, seed) for step in itertools.count(first))
+    def one(step: int) -> Any:
+        return batch_at(step, batch, seed)
 
-    return Job(make_state, recipe.step, BatchesFrom(batches), ", ".join(words))
+    batches = BatchesFrom(lambda first, wanted: map(one, itertools.count(first)), one)
+    return Job(make_state, recipe.step, batches, ", ".join(words))
 
 
 def model_and_size(model: str, size: str | None) -> tuple[str, str]:

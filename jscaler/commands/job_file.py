@@ -57,7 +57,11 @@ def told_job(job: Job, text: str) -> Job:
     given: Any = job.batches
     batches: Any
     if isinstance(given, StartingAnywhere):
-        batches = BatchesFrom(lambda step, wanted: told_one_by_one(lambda: given.starting(step, wanted)))
+        batches = BatchesFrom(
+            lambda step, wanted: told_one_by_one(lambda: given.starting(step, wanted)),
+            told("batches", given.at),
+            given.described,
+        )
     else:
         batches = functools.partial(told_one_by_one, lambda: iter(given if isinstance(given, Iterable) else given()))
 

@@ -16,6 +16,11 @@ ENDLESS = 1 << 50  # examples: more than any run reads, and few enough to be cou
 class StartingAnywhere(Protocol):
     """Batches of which a run may begin with any, without those before it. They have no end."""
 
+    @property
+    def described(self) -> str:
+        """What tells them from others; "" where the step's number says all."""
+        ...
+
     def at(self, step: int) -> Any:
         """That of one step, and no more of them."""
         ...
@@ -31,15 +36,23 @@ class StartingAnywhere(Protocol):
 
 @dataclass(frozen=True)
 class BatchesFrom:
-    """Batches that a function makes from a step on: ``make(step, wanted)``, as of `StartingAnywhere`."""
+    """Batches that functions make, as of `StartingAnywhere`.
+
+    Attributes:
+        make: ``make(step, wanted)`` those from a step on.
+        one: ``one(step)`` that of a step.
+        described: what tells them from others, for checkpoints.
+    """
 
     make: Callable[[int, Sequence[int] | None], Iterator[Any]]
+    one: Callable[[int], Any]
+    described: str = ""
 
     def __call__(self) -> Iterator[Any]:
         return self.make(0, None)
 
     def at(self, step: int) -> Any:
-        return next(self.make(step, None))
+        return self.one(step)
 
     def starting(self, step: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
         return self.make(step, wanted)
@@ -99,7 +112,14 @@ class Batches:
     def __call__(self) -> Iterator[Any]:
         return self.starting(0)
 
-    def __str__(self) -> str:
+    @property
+    def described(self) -> str:
+        """``8 rows of 400 examples, shuffled by seed 5``: a checkpoint knows by it whether a run goes on with others.
+
+        Example:
+            >>> jscaler.Batches([1, 2, 3], rows=2, seed=None).described
+            '2 rows of 3 examples, in their order'
+        """
         order = "in their order" if self.seed is None else f"shuffled by seed {self.seed}"
         return f"{self.rows} rows of {self.examples} examples, {order}"
 

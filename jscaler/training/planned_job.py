@@ -23,7 +23,7 @@ from jscaler.runtime.agreement import agree, digest
 from jscaler.runtime.arguments import LeafType, leaf_type
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.training_state import TracedState, trace_state
-from jscaler.training.batches import Batches, StartingAnywhere
+from jscaler.training.batches import StartingAnywhere
 
 LARGE = 50_000  # parameters; so many are told in millions
 
@@ -171,7 +171,8 @@ class PlannedJob:
     def about(self) -> dict[str, Any]:
         """What a checkpoint says of the run that it is of."""
         versions = {"jscaler": metadata.version("jscaler"), "jax": jax.__version__}
-        versions |= {"data": str(self.job.batches)} if isinstance(self.job.batches, Batches) else {}
+        data = self.job.batches.described if isinstance(self.job.batches, StartingAnywhere) else ""
+        versions |= {"data": data} if data else {}
         return {"job": self.job.name, "plan": self.plan_text, "seed": self.seed, **versions}
 
     def batches_read(self, checkpoint: Path, step: int) -> int:
