@@ -86,7 +86,7 @@ def _run(
 def _watch(run: Run, held: dict[int, list[tuple[float, int]]], ended: threading.Event) -> None:
     """What the run's processes hold of memory that is no file's, twice a second."""
     while not ended.wait(0.5):
-        for pid in child_pids(run.launcher.pid):
+        for pid in child_pids(run.launcher.pid).values():
             try:
                 status = Path(f"/proc/{pid}/status").read_text().splitlines()
             except OSError:
