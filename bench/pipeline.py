@@ -23,7 +23,7 @@ from jscaler.capture.jaxprs import all_equations
 from jscaler.lower.instructions import Run, Send
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
-from jscaler.report.blocks import kept_bytes
+from jscaler.report.block_rows import kept_bytes
 from jscaler.tables import SCHEDULES
 from jscaler.xla_model.flops import flops_of
 from models.gpt import Block, GPTConfig

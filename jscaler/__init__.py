@@ -37,7 +37,6 @@ from jscaler.errors import (
 from jscaler.estimate.fitting import Fit, fit
 from jscaler.estimate.query import Cost, cost
 from jscaler.estimate.simulation import simulate
-from jscaler.job import Job
 from jscaler.padding import pad_batch
 from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
@@ -49,9 +48,10 @@ from jscaler.tables import SCHEDULES, Table
 from jscaler.tables.timeline import Timeline
 from jscaler.training.batches import Batches
 from jscaler.training.evaluation import Evaluation
-from jscaler.training.loop import train
+from jscaler.training.job import Job
 from jscaler.training.records import Speed, StepRecord
 from jscaler.training.trackers import JsonLines, Profile, TensorBoard, Tracker
+from jscaler.training.train import train
 from jscaler.verification import verify, verify_rule
 
 __version__ = "0.1.0"

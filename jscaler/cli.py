@@ -53,16 +53,16 @@ from jscaler.commands.runs import runs_
 from jscaler.commands.schedules import schedules_
 from jscaler.commands.screen import screen, show, show_error
 from jscaler.commands.told_model import telling_sizes
-from jscaler.commands.training import Shown, Timelines
+from jscaler.commands.training import OnScreen, Timelines
 from jscaler.errors import DeviceError, JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.written import check_file, check_folder
 from jscaler.runtime.devices import resolve_devices
-from jscaler.training.loop import train as run
 from jscaler.training.not_finite import OnNan
 from jscaler.training.planned_job import PlannedJob, devices_for
 from jscaler.training.trackers import JsonLines, Profile, TensorBoard, Tracker
+from jscaler.training.train import train as run
 
 COMPARED = 5  # steps after which numbers are compared
 
@@ -200,7 +200,7 @@ def train(
     others: list[Tracker] = [JsonLines(log, about)] if log is not None else []
     others += [TensorBoard(tensorboard)] if tensorboard is not None else []
     others += [Profile(*profiled)] if profiled is not None else []
-    with Shown(console, explain) as shown:
+    with OnScreen(console, explain) as shown:
         run(
             chosen, plan, steps, devices=resolve_devices(devices), seed=seed, strict=strict, checkpoint=checkpoint,
             save_every=save_every, keep=keep, resume=resume, on_nan=on_nan, trackers=[shown, *others],

@@ -20,8 +20,8 @@ from jscaler.ir.op import without_turn
 from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes, PassRun, run_passes
 from jscaler.ir.walk import grouped
+from jscaler.lower.block_cuts import cut
 from jscaler.lower.blocks import make_programs
-from jscaler.lower.cut import cut
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.instructions import instructions
 from jscaler.lower.numbering import Keys, flatten

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jscaler.errors import JscalerError, UnknownNameError
-from jscaler.job import Job
 from jscaler.training.batches import BatchesFrom
+from jscaler.training.job import Job
 
 DTYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "f32": "float32",

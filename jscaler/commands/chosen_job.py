@@ -8,7 +8,7 @@ from jscaler.commands.built_in_job import built_in_job
 from jscaler.commands.job_file import job_from_file, told_job
 from jscaler.commands.told_model import is_given, told_model
 from jscaler.errors import JobError
-from jscaler.job import Job
+from jscaler.training.job import Job
 
 OF_MODELS = ("model", "size", "data", "batch", "seq", "dtype", "stacked", "remat", "learning_rate")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from jscaler.api import Parallelized
 from jscaler.errors import JobError, JscalerError, PlanError, UnknownNameError, shown
-from jscaler.job import Job
 from jscaler.plans.parse import PlanCall, parse_call
 from jscaler.training.batches import BatchesFrom, StartingAnywhere
+from jscaler.training.job import Job
 from jscaler.user_file import function_in, raised
 
 KINDS = {"batches": "iterable of batches (a list, a data set), nor a function that returns one (a generator function)"}

@@ -20,7 +20,7 @@ TRACED = 3  # steps behind the first
 WORTH_TELLING = 0.05  # of a run's time
 
 
-class Shown:
+class OnScreen:
     """A tracker: the plan in five lines, or op by op, and a bar; before them, in its ``with``, that something goes on."""
 
     def __init__(self, console: Console, explain: bool):
@@ -41,7 +41,7 @@ class Shown:
         self._start = 0
         self._began = self._waited = self._saving = 0.0
 
-    def __enter__(self) -> "Shown":
+    def __enter__(self) -> "OnScreen":
         with finished_before_interrupts():
             self._status.start()
         return self

@@ -99,7 +99,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Share:
+class DeviceShare:
     """What each of ``devices`` does in a step.
 
     Attributes:
@@ -152,7 +152,7 @@ class Cost:
     cluster: Cluster
     step: StepPlan
     by_op: Mapping[str, OpCost]
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceShare, ...]
     elapsed: float | None = None
     donated: bool = True
 

@@ -10,7 +10,7 @@ from typing import Any
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError, check_flag, shown
-from jscaler.estimate.cost import Cost, OpCost, Share
+from jscaler.estimate.cost import Cost, DeviceShare, OpCost
 from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.traffic import RESULTS, Traffic, sum_of, traffic_by_reader, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
@@ -184,7 +184,7 @@ def _work_by_op(block: PlacedBlock) -> dict[str, float]:
     return found
 
 
-def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[Share, ...]:
+def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[DeviceShare, ...]:
     """What the devices do, those that are of the same groups together."""
     sends = Counter(one.transfer for one in step.instructions.steps if isinstance(one, Send))
     hops = {number: traffic_of_hop(step.transfers[number], times, cluster) for number, times in sends.items()}
@@ -197,7 +197,7 @@ def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> t
         ops = [op for one in own for op in one.ops]
         seconds = math.fsum(compute) if len(compute) == len(own) else None
         moved, launches = sum(op.read + op.written for op in ops), sum(op.launches for op in ops)
-        found.append(Share(devices, sum(op.flops for op in ops), seconds, moved, launches, sum_of(sent)))
+        found.append(DeviceShare(devices, sum(op.flops for op in ops), seconds, moved, launches, sum_of(sent)))
     return tuple(found)
 
 

@@ -7,8 +7,8 @@ from jscaler.flat_passes.before_loops import products_before_loops
 from jscaler.flat_passes.cast_at_use import casts_at_use
 from jscaler.flat_passes.casts import adapters_across_casts
 from jscaler.flat_passes.conditions import merged_conditions
-from jscaler.flat_passes.live import live
 from jscaler.flat_passes.pairs import pairs_together
+from jscaler.flat_passes.read_by_nobody import live
 from jscaler.flat_passes.stacks_with_carries import stacks_with_carries
 from jscaler.flat_passes.swaps import swapped_dots
 from jscaler.ir.passes import Pass, name_of

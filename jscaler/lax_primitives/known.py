@@ -6,9 +6,9 @@ from typing import TypeGuard
 from jax.extend import core
 
 from jscaler.lax_primitives import (
-    blocks,
     contractions,
     elementwise,
+    equal_blocks,
     generators,
     indexing,
     others,
@@ -19,7 +19,7 @@ from jscaler.lax_primitives import (
 )
 from jscaler.lax_primitives.primitive import Primitive
 
-FAMILIES = (elementwise, shapes, blocks, reductions, contractions, windows, indexing, generators, programs, others)
+FAMILIES = (elementwise, shapes, equal_blocks, reductions, contractions, windows, indexing, generators, programs, others)
 TABLE: dict[str, Primitive] = {one.name: one for family in FAMILIES for one in family.RECORDS}
 # The one table that users write to, by jscaler.register_rule, as they write to JAX's own with mlir.register_lowering. It
 # goes before ours, and is read at capture.

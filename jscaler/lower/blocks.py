@@ -12,9 +12,9 @@ A table may ask for more blocks: between two stages of one group, between a stag
 pass for the gradients of weights (W), which no crossing waits for, and for what is computed again (R), which waits for
 none: these two run between levels, a W `WEIGHTS` behind that of the backward, an R `AGAIN` behind that of the forward.
 
-`lower.cut` cuts each program by these levels. A value that goes from program to program is an array of its devices' parts,
-one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh has
-its devices.
+`lower.block_cuts` cuts each program by these levels. A value that goes from program to program is an array of its devices'
+parts, one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh
+has its devices.
 """
 
 import dataclasses

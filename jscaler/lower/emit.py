@@ -79,7 +79,7 @@ def emit(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> Callable[..., list[An
 
 
 @dataclass
-class Watch:
+class ValueWatch:
     """What becomes of a program's values while it runs.
 
     Attributes:
@@ -92,7 +92,7 @@ class Watch:
     seen: list[tuple[core.Var, tuple[int, ...], Any]] = field(default_factory=list)
 
 
-def emit_watched(block: PlacedBlock, mesh: Mesh | AbstractMesh, watch: Watch) -> Callable[..., list[Any]]:
+def emit_watched(block: PlacedBlock, mesh: Mesh | AbstractMesh, watch: ValueWatch) -> Callable[..., list[Any]]:
     """A function of the block's inputs that returns what ``watch`` has seen, with a dim of devices in front."""
 
     def local(*args: Any) -> list[Any]:
@@ -111,7 +111,7 @@ def _kept_in(block: PlacedBlock) -> list[bool]:
     return [not shape(v) and layout is None for v, layout in zip(block.flat.inputs, block.inputs, strict=True)]
 
 
-def run_block(block: PlacedBlock, args: Sequence[Any], watch: Watch | None = None) -> list[Any]:
+def run_block(block: PlacedBlock, args: Sequence[Any], watch: ValueWatch | None = None) -> list[Any]:
     """What one device computes, of its parts."""
     flat = block.flat
     env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
@@ -143,7 +143,7 @@ def emit_in_turn(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., l
 
 
 def _run(
-    items: Iterable[Item], env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: Watch | None = None
+    items: Iterable[Item], env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: ValueWatch | None = None
 ) -> None:
     if watch is not None:
         for place, item in enumerate(items):
@@ -181,10 +181,10 @@ def _exchanged(item: Exchange, source: Any, mesh: DeviceMesh) -> Any:
 
 
 def _repeat(
-    step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: Watch | None = None, place: int = 0
+    step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: ValueWatch | None = None, place: int = 0
 ) -> None:
     """A loop is a ``lax.scan``, compiled once for all its iterations; collectives and all."""
-    within = Watch(watch.look) if watch is not None else None
+    within = ValueWatch(watch.look) if watch is not None else None
 
     def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         inner = dict(env)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from jscaler.ir import Graph, PTensor
 from jscaler.lower.blocks import FRONT, CarriedValue, Mark, SpanningLoop, Transfer
 from jscaler.lower.merged import merged
-from jscaler.lower.rounds import Cell, Name, Rounds, sums_of
 from jscaler.lower.segment import PlacedBlock
+from jscaler.lower.table_rounds import Cell, Name, Rounds, sums_of
 from jscaler.materialize import DeviceMesh
 from jscaler.tables import BlockKind, Published, Table, TableCell
 

@@ -6,7 +6,7 @@ gradients of its weights, which only the optimizer does::
     loop:  dx = dy @ w.T;  dw = x.T @ dy      ──►      loop:  dx = dy @ w.T, and a stack of all dy
                                                        loop:  dw = x.T @ dy, of the stacks of x and dy
 
-What the second needs of the first is stacked, or made again of that, whichever is fewer bytes (`lower.saved`).
+What the second needs of the first is stacked, or made again of that, whichever is fewer bytes (`lower.kept_values`).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import fresh
 from jscaler.lax_primitives import contracts
 from jscaler.lower.flat_program import FlatLoop, Item, has_effects, reads, renamed, results
-from jscaler.lower.saved import Cuttable, saved_or_again
+from jscaler.lower.kept_values import Cuttable, saved_or_again
 
 
 def in_halves(

@@ -12,7 +12,7 @@ from jscaler.materialize.mesh import Axes, DeviceMesh
 Digit = tuple[str, int]
 
 
-class Overlap:
+class HeldPart:
     """How much of a wanted block a device holds already, in the mean over the devices of ``mesh``.
 
     Two blocks meet where the digits of their numbers agree, dim by dim from the major end. Digits of one axis always do;

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jscaler.clusters import BYTES, CostModel, Line
-from jscaler.materialize.bounds import Overlap, sends_to_join
+from jscaler.materialize.bounds import HeldPart, sends_to_join
 from jscaler.materialize.canonical import in_primes, on_common_mesh
 from jscaler.materialize.layout import Layout
 from jscaler.materialize.mesh import Axes, DeviceMesh
@@ -160,7 +160,7 @@ class _Search:
         self.devices = len(source.mesh.devices)
         self.joined = math.prod(n for n, _ in goal.shares)
         self.wanted = self.whole / math.prod(goal.parts)  # bytes of one device's block in the target
-        self.overlap = Overlap(self.last.mesh, goal.state.cuts if goal.state is not None else [])
+        self.overlap = HeldPart(self.last.mesh, goal.state.cuts if goal.state is not None else [])
         self.combiners = {combiner for _, combiner in goal.shares}
         self.known: dict[_Node, float] = {self.start: 0.0}
         self.origin: dict[_Node, tuple[_Node, Transition]] = {}

@@ -5,7 +5,7 @@ repeats from neck to neck of the forward pass (`jscaler.plans.necks`), whatever 
 
     embed ──► [attention ──► feed-forward] ──► [attention ──► feed-forward] ──► norm ──► logits
 
-Two segments are alike if they hold the same kinds of contractions; rows of several that follow each other are a layer
+Two stretches are alike if they hold the same kinds of contractions; rows of several that follow each other are a layer
 (`jscaler.plans.repeats`). What else counts as a layer, a person says by patterns of module paths: ``"stage_*/block_*"``.
 """
 
@@ -24,7 +24,7 @@ from jscaler.ir.loop import Nest, chain_of, made_by, reads_of
 from jscaler.ir.walk import between
 from jscaler.lax_primitives import contracts
 from jscaler.plans.attention import Ops, holds_contraction
-from jscaler.plans.necks import Segment, segments
+from jscaler.plans.necks import Stretch, stretches
 from jscaler.plans.repeats import innermost
 from jscaler.primitives import Planner
 
@@ -114,12 +114,12 @@ def _found(graph: Planner, ops: Sequence[Op], weights: set[PTensor]) -> list[Ser
             loops.setdefault(around[0], []).append(op)
     found = [Series(name, (tuple(members),), True) for name, members in loops.items()]
     for call in dict.fromkeys(op.call for op in ops if op.backward is not None):
-        found += _written_out(segments(graph, call, weights), stacks)
+        found += _written_out(stretches(graph, call, weights), stacks)
     return found
 
 
-def _written_out(parts: Sequence[Segment], stacks: Collection[str]) -> Iterator[Series]:
-    """Rows of segments that hold the same kinds of contractions, and segments by themselves that hold several."""
+def _written_out(parts: Sequence[Stretch], stacks: Collection[str]) -> Iterator[Series]:
+    """Rows of stretches that hold the same kinds of contractions, and stretches by themselves that hold several."""
     starts = [i for i, part in enumerate(parts) if any(map(holds_contraction, part.ops()))]
     links = [_chain(parts[i:j]) for i, j in itertools.pairwise([*starts, len(parts)])]
     kinds = [_kind(link[0], stacks) for link in links]
@@ -134,13 +134,13 @@ def _written_out(parts: Sequence[Segment], stacks: Collection[str]) -> Iterator[
         yield from _connected(rows)
 
 
-def _chain(parts: Sequence[Segment]) -> Sequence[Segment]:
+def _chain(parts: Sequence[Stretch]) -> Sequence[Stretch]:
     """Those from the first on that read what the one before hands on."""
     count = 1 + len(list(itertools.takewhile(lambda pair: pair[1].reads(pair[0].neck), itertools.pairwise(parts))))
     return parts[:count]
 
 
-def _connected(rows: Sequence[Sequence[Segment]]) -> Iterator[Series]:
+def _connected(rows: Sequence[Sequence[Stretch]]) -> Iterator[Series]:
     """Rows that hand on to the next are a series."""
     start = 0
     for end in range(1, len(rows) + 1):
@@ -152,14 +152,14 @@ def _connected(rows: Sequence[Sequence[Segment]]) -> Iterator[Series]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What makes two segments alike, whatever their sizes: the primitives that contract, and what these contract."""
+    """What makes two stretches alike, whatever their sizes: the primitives that contract, and what these contract."""
 
     contracted: frozenset[tuple[Any, ...]]
     several: bool
     alone: str = ""
 
 
-def _kind(part: Segment, stacks: Collection[str]) -> _Kind:
+def _kind(part: Stretch, stacks: Collection[str]) -> _Kind:
     """A stack is like nothing else: it has its layers in it."""
     for item in part.items:
         if isinstance(item, Nest) and item.loop.name in stacks:
@@ -176,13 +176,13 @@ def _batched(eqn: Any) -> int:
     return len(numbers[1][0]) if eqn.primitive is lax.dot_general_p else 0
 
 
-def _in_common(one: Sequence[Segment], other: Sequence[Segment]) -> int:
-    """How many segments from the first on do the same."""
+def _in_common(one: Sequence[Stretch], other: Sequence[Stretch]) -> int:
+    """How many stretches from the first on do the same."""
     same = (a == b for a, b in zip(map(_primitives, one), map(_primitives, other), strict=False))
     return len(list(itertools.takewhile(bool, same)))
 
 
-def _primitives(part: Segment) -> list[Any]:
+def _primitives(part: Stretch) -> list[Any]:
     return [eqn.primitive for op in part.ops() if op.body is not None for eqn in op.body.jaxpr.eqns]
 
 

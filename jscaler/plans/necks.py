@@ -27,7 +27,7 @@ HANDFUL = 8  # what is smaller than a neck by this factor may pass beside it
 
 
 @dataclass(frozen=True)
-class Segment:
+class Stretch:
     """What lies between two necks.
 
     Attributes:
@@ -47,7 +47,7 @@ class Segment:
         return any(tensor in reads_of(item) for item in self.items)
 
 
-def segments(graph: Planner, call: int | None, weights: Set[PTensor]) -> list[Segment]:
+def stretches(graph: Planner, call: int | None, weights: Set[PTensor]) -> list[Stretch]:
     """The forward pass of a gradient call from neck to neck, in order; what follows the last is left out.
 
     Args:
@@ -108,8 +108,8 @@ class _Walk:
     joined: Sets[PTensor] = field(default_factory=Sets)
     trunks: dict[PTensor, _Trunk] = field(default_factory=dict)
 
-    def step(self, place: int, reads: Sequence[PTensor], made: Sequence[PTensor]) -> Segment | None:
-        """Take one item more; a segment, if it ends one."""
+    def step(self, place: int, reads: Sequence[PTensor], made: Sequence[PTensor]) -> Stretch | None:
+        """Take one item more; a stretch, if it ends one."""
         if not made:
             return None
         trunk = self._one([*reads, *made])
@@ -119,9 +119,9 @@ class _Walk:
         neck = max(made, key=lambda t: t.nbytes)
         if sum(t.nbytes for t in trunk.live if t != neck and not self._passes_by(t, place)) * HANDFUL > neck.nbytes:
             return None
-        segment = Segment(tuple(trunk.since), neck)
+        stretch = Stretch(tuple(trunk.since), neck)
         trunk.since = []
-        return segment
+        return stretch
 
     def _one(self, tensors: Sequence[PTensor]) -> _Trunk:
         """The trunk of all ``tensors``, which is one from now on."""

@@ -17,7 +17,7 @@ LONGEST = 48  # items of a row
 
 
 @dataclass(frozen=True)
-class Run:
+class EqualRows:
     """Equal rows in a row.
 
     Attributes:
@@ -40,12 +40,12 @@ class Run:
         return self.length * self.count
 
 
-def innermost(items: Sequence[Hashable]) -> tuple[Run, ...]:
+def innermost(items: Sequence[Hashable]) -> tuple[EqualRows, ...]:
     """Single items, and runs whose rows hold no further runs, in order.
 
     Example:
-        >>> innermost("eAFAFn")
-        (Run(start=0, length=1, count=1), Run(start=1, length=2, count=2), Run(start=5, length=1, count=1))
+        >>> [(rows.start, rows.length, rows.count) for rows in innermost("eAFAFn")]
+        [(0, 1, 1), (1, 2, 2), (5, 1, 1)]
     """
     return tuple(Parser().leaves(tuple(items), 0, top=True))
 
@@ -54,29 +54,29 @@ def innermost(items: Sequence[Hashable]) -> tuple[Run, ...]:
 class Parser:
     """Texts of sequences; what stands in one several times is looked at once."""
 
-    known: dict[tuple[Hashable, ...], tuple[int, tuple[Run, ...]]] = field(default_factory=dict)
+    known: dict[tuple[Hashable, ...], tuple[int, tuple[EqualRows, ...]]] = field(default_factory=dict)
 
-    def leaves(self, items: tuple[Hashable, ...], at: int, top: bool = False) -> Iterator[Run]:
+    def leaves(self, items: tuple[Hashable, ...], at: int, top: bool = False) -> Iterator[EqualRows]:
         """The runs of the shortest text, from place ``at`` on; of a run of rows with runs in them, these."""
         for run in self.shortest(items, top)[1]:
             row = items[run.start : run.start + run.length]
             if run.count == 1 or len(self.shortest(row)[1]) == run.length:
-                yield Run(at + run.start, run.length, run.count)
+                yield EqualRows(at + run.start, run.length, run.count)
                 continue
             for start in range(run.start, run.start + run.size, run.length):
                 yield from self.leaves(row, at + start)
 
-    def shortest(self, items: tuple[Hashable, ...], top: bool = False) -> tuple[int, tuple[Run, ...]]:
+    def shortest(self, items: tuple[Hashable, ...], top: bool = False) -> tuple[int, tuple[EqualRows, ...]]:
         """The words of the shortest text of ``items``, and its runs.
 
         Of equally short ones that with the most rows. Within a row two equal items are no run yet: it is to say less.
         """
         if items in self.known:
             return self.known[items]
-        best: list[tuple[tuple[int, int], Run | None]] = [((0, 0), None)]  # of what follows each place, from behind
+        best: list[tuple[tuple[int, int], EqualRows | None]] = [((0, 0), None)]  # of what follows each place, from behind
         for start in range(len(items) - 1, -1, -1):
             choices = []
-            for run in (Run(start), *self._runs(items, start)):
+            for run in (EqualRows(start), *self._runs(items, start)):
                 words = 1 if run.count == 1 else 1 + self.shortest(items[start : start + run.length])[0]
                 after = best[len(items) - start - run.size][0]
                 rows = run.count if run.count > 1 else 0
@@ -92,9 +92,9 @@ class Parser:
         self.known[items] = best[-1][0][0], tuple(runs)
         return self.known[items]
 
-    def _runs(self, items: tuple[Hashable, ...], start: int) -> Iterator[Run]:
+    def _runs(self, items: tuple[Hashable, ...], start: int) -> Iterator[EqualRows]:
         for length in range(1, min(LONGEST, (len(items) - start) // 2) + 1):
             row, end, count = items[start : start + length], start + length, 1
             while items[end : end + length] == row:
                 end, count = end + length, count + 1
-                yield Run(start, length, count)
+                yield EqualRows(start, length, count)

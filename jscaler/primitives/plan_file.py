@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from jscaler.errors import PlanFileError, near_names, shown
+from jscaler.primitives.json_records import DeviceTable, Places, make, make_place, place_data, record
 from jscaler.primitives.made_for import MadeFor, OpRecord, RuleRecord
-from jscaler.primitives.records import Places, Table, make, make_place, place_data, record
 
 FORMAT = "jscaler plan"
 VERSION = 1
@@ -44,7 +44,7 @@ KEYS = ("format", "version", "name", "devices", "digest", "places", "rules", "op
 Kinds = Mapping[str, type]
 
 
-def decision_lines(decisions: Sequence[Any], kinds: Kinds, table: Table) -> list[str]:
+def decision_lines(decisions: Sequence[Any], kinds: Kinds, table: DeviceTable) -> list[str]:
     """Every decision as one line of JSON; arrays of places go to ``table``."""
     names = {kind: name for name, kind in kinds.items()}
     return [_json({"kind": names[type(d)], **record(d, table)}) for d in decisions]
@@ -52,7 +52,7 @@ def decision_lines(decisions: Sequence[Any], kinds: Kinds, table: Table) -> list
 
 def digest(num_devices: int, decisions: Sequence[Any], kinds: Kinds) -> str:
     """A short hash of what a file of these decisions says, names left out."""
-    table = Table(exact=False)
+    table = DeviceTable(exact=False)
     lines = decision_lines(decisions, kinds, table)
     lines += [_json(list(map(place_data, row))) for row in table.rows]
     return hashlib.sha256("\n".join([str(num_devices), *lines]).encode()).hexdigest()[:12]
@@ -60,7 +60,7 @@ def digest(num_devices: int, decisions: Sequence[Any], kinds: Kinds) -> str:
 
 def write(plan: Any, kinds: Kinds) -> str:
     """The text of a file of ``plan``, a `Plan`."""
-    table = Table()
+    table = DeviceTable()
     decisions = decision_lines(plan.decisions, kinds, table)
     head = {
         "format": FORMAT,

@@ -20,7 +20,7 @@ from jscaler.lower.blocks import Transfer
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp
-from jscaler.report.blocks import BlockRow, block_rows
+from jscaler.report.block_rows import BlockRow, block_rows
 from jscaler.report.leaves import LeafRow, leaf_rows, local_bytes
 from jscaler.report.moved_tensors import MovedTensor, moves_by_reader
 from jscaler.report.recomputed import recomputed_lines

@@ -15,7 +15,7 @@ from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes
 from jscaler.lower.segment import only
 from jscaler.lower.step_plan import StepPlan
-from jscaler.report.blocks import instructions_text
+from jscaler.report.block_rows import instructions_text
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.target_report import Inspectable, TargetReport
 from jscaler.runtime import graph_nodes

@@ -21,7 +21,7 @@ from jscaler.materialize.crossing import Crossing
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.point_to_point import BoxMove
 from jscaler.runtime.devices import devices_of, is_here, own_devices
-from jscaler.runtime.messages import Messages, Parts
+from jscaler.runtime.process_messages import Messages, Parts
 
 Hop = Callable[[Any], Any]
 

@@ -28,7 +28,7 @@ from jscaler.runtime.crossings import Hop, find_hop
 from jscaler.runtime.devices import is_here
 from jscaler.runtime.failures import failure
 from jscaler.runtime.leaf_ends import Joined, LeafEnds
-from jscaler.runtime.messages import wait_on_cpus
+from jscaler.runtime.process_messages import wait_on_cpus
 from jscaler.text.units import counted
 
 FEW_BITS = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")

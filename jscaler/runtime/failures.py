@@ -14,7 +14,7 @@ from jax.extend import core
 
 from jscaler.capture.wishes import no_mesh
 from jscaler.errors import BlockError, JscalerError, NotFiniteError, StateLostError
-from jscaler.lower.emit import Watch, emit_watched, physical_mesh
+from jscaler.lower.emit import ValueWatch, emit_watched, physical_mesh
 from jscaler.lower.flat_program import FlatLoop, Item
 from jscaler.lower.instructions import microbatch_text
 from jscaler.lower.segment import PlacedBlock, own_ops
@@ -100,7 +100,7 @@ def first_not_finite(
         for name, value in zip(arguments, given, strict=True):
             if bool(bad(value)):
                 return f"'{name}' holds {_what(value, kinds)} already"
-        watch = Watch(bad)
+        watch = ValueWatch(bad)
         constants = dict(step.graph.constants)
         leaves = len(block.takes) - sum(t in constants for t in block.takes)
         args = [*given[:leaves], *(constants[t] for t in block.takes[leaves:]), *given[leaves:]]

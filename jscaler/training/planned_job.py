@@ -16,7 +16,6 @@ from jscaler import plans
 from jscaler.api import Parallelized, parallelize
 from jscaler.capture.names import leaf_names
 from jscaler.errors import CaptureError, DataError, listing
-from jscaler.job import Job
 from jscaler.primitives import Plan
 from jscaler.runtime.absent import is_absent
 from jscaler.runtime.agreement import agree, digest
@@ -24,6 +23,7 @@ from jscaler.runtime.arguments import LeafType, leaf_type
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.training_state import TracedState, trace_state
 from jscaler.training.batches import StartingAnywhere
+from jscaler.training.job import Job
 
 LARGE = 50_000  # parameters; so many are told in millions
 

@@ -15,6 +15,7 @@ from commands.test_checkpoints import MODEL, state_of
 from jax.experimental import multihost_utils
 from typer.testing import CliRunner
 
+from bench.faults import child_pids
 from jscaler.cli import app
 from jscaler.commands.processes import devices_of_one, join, without
 from jscaler.errors import DeviceError, ProcessError
@@ -57,19 +58,6 @@ def wait_for(true: Callable[[], bool], process: "subprocess.Popen[str]") -> None
         time.sleep(0.02)
 
 
-def child(launcher: int, number: int) -> int:
-    """The process of this number among those that a command has started."""
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue
-        if parent == launcher and words[-3:-1] == [b"--process", str(number).encode()]:
-            return int(entry.name)
-    raise AssertionError("no such process")
-
-
 @pytest.mark.one_day_in(5)
 def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model: Path, tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
@@ -77,7 +65,7 @@ def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model:
     assert steps_in(alone) == [2, 4, 6, 8, 10, 12], output
     process = started(model, killed, "--steps", "80", "--local-processes", "2", "--restarts", "1")
     wait_for(lambda: (killed / "4").is_dir(), process)
-    os.kill(child(process.pid, 1), signal.SIGKILL)
+    os.kill(child_pids(process.pid)[1], signal.SIGKILL)
     output = ended(process)
     assert process.returncode == 0, output
     assert "process 1 of 2 was killed by SIGKILL; the others were ended; restart 1 of 1" in output
@@ -92,7 +80,7 @@ def test_a_stopped_process_is_named_and_all_start_again(model: Path, tmp_path: P
     words = ["--steps", "60", "--hang-after", "4", "--local-processes", "2", "--restarts", "1"]
     process = started(model, tmp_path, "--plan", "pipeline(2, 4)", *words)
     wait_for(lambda: (tmp_path / "4").is_dir(), process)
-    stopped = child(process.pid, number)
+    stopped = child_pids(process.pid)[number]
     os.kill(stopped, signal.SIGSTOP)
     output = ended(process)
     assert process.returncode == 0, output

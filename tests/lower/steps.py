@@ -12,7 +12,7 @@ import optax
 
 import jscaler
 from jscaler import Split
-from jscaler.lower.cut import uncut
+from jscaler.lower.block_cuts import uncut
 from jscaler.lower.step_plan import StepPlan
 
 LEARNING_RATE = 0.1

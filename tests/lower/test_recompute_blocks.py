@@ -14,7 +14,7 @@ import jscaler
 from jscaler import TimeSplit, plans
 from jscaler.errors import PlanError
 from jscaler.lower.step_plan import StepPlan
-from jscaler.report.blocks import kept_bytes
+from jscaler.report.block_rows import kept_bytes
 
 LAYERS, WIDTH, ROWS, MICROBATCHES = 8, 8, 64, 8
 LARGE = 2**16  # rows of steps that are only lowered

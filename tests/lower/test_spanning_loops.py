@@ -15,7 +15,7 @@ from of_the_day import of_the_day
 import jscaler
 from jscaler import PlanError, Split, TimeSplit
 from jscaler.errors import OrderError, VerificationError
-from jscaler.lower.cut import cut
+from jscaler.lower.block_cuts import cut
 from jscaler.lower.flat_program import results
 from jscaler.lower.instructions import Run
 from jscaler.lower.step_plan import StepPlan

@@ -12,7 +12,7 @@ import jscaler
 from jscaler import plans
 from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.lower.alike import program_keys
-from jscaler.lower.cut import cut
+from jscaler.lower.block_cuts import cut
 from jscaler.lower.numbering import flatten
 from jscaler.lower.segment import CutProgram, PlacedBlock, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan

@@ -12,7 +12,7 @@ from materialize.oracle import bytes_of, count_layouts
 
 from jscaler.clusters import BYTES
 from jscaler.materialize import Layout, cheapest_path, parse_layout
-from jscaler.materialize.bounds import Overlap, bytes_at_least, sends_to_join
+from jscaler.materialize.bounds import HeldPart, bytes_at_least, sends_to_join
 from jscaler.materialize.transitions import regions_between
 
 
@@ -42,7 +42,7 @@ def test_what_devices_hold_of_what_they_want(mesh, exact: bool) -> None:
     for source, target in [rng.choices(layouts, k=2) for _ in range(150)]:
         wanted = sum(target.mask(p).size for p in range(size))
         true = 1 - sum(missing(source, target).values()) / wanted
-        overlap = Overlap(mesh, target.cuts)
+        overlap = HeldPart(mesh, target.cuts)
         for _ in range(2):  # the second time from what it remembers
             found = overlap.fraction(source.cuts)
         if exact:
@@ -55,10 +55,10 @@ def test_what_devices_hold_of_what_they_want(mesh, exact: bool) -> None:
 
 def test_a_cycle_of_equal_digits_comes_for_free() -> None:
     """Rows by x0 and columns by x1 against rows by x1 and columns by x0: equal on the diagonal, half of the devices."""
-    assert Overlap(mesh_of(2, 2), [("x1",), ("x0",)]).fraction([("x0",), ("x1",)]) == 1 / 2
-    assert Overlap(mesh_of(2, 2), [("x1",)]).fraction([("x0",)]) == 1 / 2
-    assert Overlap(mesh_of(2, 2), [("x0", "x1")]).fraction([("x0",)]) == 1
-    assert Overlap(mesh_of(2, 2), [("x0",)]).fraction([("x0", "x1")]) == 1 / 2
+    assert HeldPart(mesh_of(2, 2), [("x1",), ("x0",)]).fraction([("x0",), ("x1",)]) == 1 / 2
+    assert HeldPart(mesh_of(2, 2), [("x1",)]).fraction([("x0",)]) == 1 / 2
+    assert HeldPart(mesh_of(2, 2), [("x0", "x1")]).fraction([("x0",)]) == 1
+    assert HeldPart(mesh_of(2, 2), [("x0",)]).fraction([("x0", "x1")]) == 1 / 2
 
 
 @pytest.mark.smoke

@@ -16,7 +16,7 @@ import jscaler
 from jscaler import plans
 from jscaler.ir import Op
 from jscaler.plans.layers import find_layers
-from jscaler.plans.repeats import Parser, Run, innermost
+from jscaler.plans.repeats import EqualRows, Parser, innermost
 
 
 def spelled(text: str) -> str:
@@ -65,13 +65,13 @@ def test_no_text_is_shorter() -> None:
             assert all(text[run.start :].startswith(row_of(text, run) * run.count) for run in found)
 
 
-def row_of(text: str, run: Run) -> str:
+def row_of(text: str, run: EqualRows) -> str:
     return text[run.start : run.start + run.length]
 
 
 def test_a_long_text() -> None:
     runs = innermost("e" + "AF" * 300 + "n")
-    assert runs == (Run(0), Run(1, 2, 300), Run(601))
+    assert runs == (EqualRows(0), EqualRows(1, 2, 300), EqualRows(601))
 
 
 class Chain(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from parts import check_both, check_splits
 
-from jscaler.lax_primitives.blocks import pad_window, slice_window
+from jscaler.lax_primitives.equal_blocks import pad_window, slice_window
 
 rng = np.random.default_rng(4)
 

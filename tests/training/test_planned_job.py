@@ -13,8 +13,8 @@ from flax import nnx
 import jscaler
 from jscaler import Job
 from jscaler.errors import DataError, JobError
-from jscaler.training.loop import check_result
 from jscaler.training.planned_job import PlannedJob
+from jscaler.training.train import check_result
 
 X = np.ones((8, 4), np.float32)
 

@@ -16,7 +16,7 @@ from jscaler import TimeSplit
 from jscaler.capture.jaxprs import trace_flat
 from jscaler.errors import VerificationError
 from jscaler.ir import Body
-from jscaler.lower.cut import uncut
+from jscaler.lower.block_cuts import uncut
 from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Repeat, Task
 from jscaler.lower.segment import Segment

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jscaler.runtime.absent import absent, is_absent, zeros
-from jscaler.runtime.messages import Messages
+from jscaler.runtime.process_messages import Messages
 from jscaler.runtime.spreading import brought_home, spread, spread_structs
 
 DEVICES = jax.devices()

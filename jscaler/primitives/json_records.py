@@ -24,7 +24,7 @@ ALGORITHMS: Mapping[str, type] = {"Prefix": Prefix}  # ours, by name; those of u
 
 
 @dataclass
-class Table:
+class DeviceTable:
     """The device arrays of a file, each once, in the order in which decisions first name them.
 
     Attributes:
@@ -46,7 +46,7 @@ class Table:
         return self._seen[id(places)][0]
 
 
-def record(value: Any, table: Table) -> dict[str, Any]:
+def record(value: Any, table: DeviceTable) -> dict[str, Any]:
     """A dataclass as a JSON object; fields that have their default are left out."""
     hints = _fields(type(value))
     return {
@@ -56,7 +56,7 @@ def record(value: Any, table: Table) -> dict[str, Any]:
     }
 
 
-def encode(hint: Any, value: Any, table: Table) -> Any:
+def encode(hint: Any, value: Any, table: DeviceTable) -> Any:
     """``value``, which is of type ``hint``, as a JSON value."""
     if hint is Places:
         return table.number(value)

@@ -13,7 +13,6 @@ import jax
 from jscaler.api import Parallelized
 from jscaler.capture.names import leaf_names
 from jscaler.errors import JobError, JscalerError, check_count
-from jscaler.job import Job
 from jscaler.report.written import check_folder
 from jscaler.runtime.agreement import any_process
 from jscaler.runtime.compiled import Compiled
@@ -23,6 +22,7 @@ from jscaler.runtime.out_of_memory import told_of_memory
 from jscaler.runtime.watch import READS, RUNS, Watch
 from jscaler.text.units import counted
 from jscaler.training.evaluation import Evaluation
+from jscaler.training.job import Job
 from jscaler.training.not_finite import SKIPPED, NotFinite, OnNan, skipping
 from jscaler.training.planned_job import PlannedJob
 from jscaler.training.records import Speed, StepRecord, peak_bytes, seconds_at_peak

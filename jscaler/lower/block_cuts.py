@@ -2,7 +2,8 @@
 
 An item runs as late as its readers allow: what a crossing waits for runs before it, and all else in the block that reads
 it. So what the forward block of a stage does for its backward alone is done there; and what both need, value numbering has
-found to be one. What a block hands to a later one of its group stays on each device as it is; `lower.saved` chooses it.
+found to be one. What a block hands to a later one of its group stays on each device as it is; `lower.kept_values` chooses
+it.
 """
 
 import bisect
@@ -16,9 +17,9 @@ from jscaler.capture.jaxprs import Atom, swapped
 from jscaler.lax_primitives import is_fence
 from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS
 from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, all_items, has_effects, reads, renamed, results
+from jscaler.lower.kept_values import Cuttable, saved_or_again
 from jscaler.lower.loop_halves import in_halves
 from jscaler.lower.program import Program
-from jscaler.lower.saved import Cuttable, saved_or_again
 from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import Layout
 

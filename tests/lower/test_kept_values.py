@@ -13,7 +13,7 @@ from of_the_day import drawn
 
 from jscaler.capture.jaxprs import trace_flat
 from jscaler.lower.flat_program import reads, results
-from jscaler.lower.saved import A_VALUE, Cuttable, _is_cheap, saved_or_again
+from jscaler.lower.kept_values import A_VALUE, Cuttable, _is_cheap, saved_or_again
 
 # what an equation does with one or two values before it: a product cannot be made again cheaply, the others can
 STEPS = ("tanh", "mul", "half", "take", "grow", "dot")
