@@ -170,7 +170,7 @@ class _Bench:
         try:
             ended = run(disk / "states", "--local-processes", "2")
             left = _complete(disk / "states")
-            told = next((line for line in ended.said.splitlines() if "No space left" in line), "")
+            told = next((line for line in ended.said.splitlines() if "cannot write the checkpoint" in line), "")
             readable = bool(left) and len(_state(disk / "states", left[-1])) == len(self.exact)
             return self.row("full disk", [ended], [ended.code == 1 and bool(told) and readable], 0.0, told)
         finally:

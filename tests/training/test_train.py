@@ -151,7 +151,7 @@ def test_the_command_line_takes_the_evaluation_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import sys\nimport jscaler\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_loop as t\n\n\n"
+        f"import {Path(__file__).stem} as t\n\n\n"
         "def job():\n"
         "    return jscaler.Job(t.make_state, t.step, t.batches, evaluation=jscaler.Evaluation(t.named, [t.X], every=2))\n"
     )
