@@ -53,6 +53,9 @@ class Estimate:
     memory: str = "estimate"
 
 
+_Made = Future[tuple[list[Estimate], float]]
+
+
 class Estimates:
     """Those that have been made, by whomever, and those under way.
 
@@ -64,7 +67,9 @@ class Estimates:
     def __init__(self, path: Path | None = None, workers: int = 1):
         self.kept: dict[Key, Estimate] = {}
         self._path, self._lock = path, threading.Lock()
-        self._under_way: dict[tuple[Key, ...], Future[tuple[list[Estimate], float]]] = {}
+        self._workers = workers
+        self._under_way: dict[tuple[Key, ...], _Made] = {}
+        self._ahead = set[tuple[Key, ...]]()  # of those, what nobody has asked for yet
         self._makers: Executor
         if workers > 1:
             self._makers = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), gc.set_threshold, SELDOM)
@@ -76,21 +81,29 @@ class Estimates:
                 self.kept[model, cluster, plan] = Estimate(**found)
 
     def of(self, model: Model, text: str, clusters: Sequence[Cluster]) -> tuple[list[Estimate], float]:
-        """Of one plan as it is on the first of ``clusters``, on each; and the CPU's seconds that this call has cost."""
+        """Of one plan as it is on the first of ``clusters``, on each; and the CPU's seconds, of the first who asks."""
         keys = tuple(_key(model, text, cluster, clusters[0]) for cluster in clusters)
         with self._lock:
             if all(key in self.kept for key in keys):
                 return [self.kept[key] for key in keys], 0.0
-            begun = keys in self._under_way
-            if not begun:
-                self._under_way[keys] = self._makers.submit(_made, model, text, clusters)
-            made = self._under_way[keys]
+            first = keys not in self._under_way or keys in self._ahead
+            self._ahead.discard(keys)
+            made = self._begun(keys, model, text, clusters)
         found, seconds = made.result()
-        if not begun:
+        if first:
             with self._lock:
                 anew = {key: one for key, one in zip(keys, found, strict=True) if key not in self.kept}  # XLA's word stays
             self._keep(anew)
-        return found, 0.0 if begun else seconds
+        return found, seconds if first else 0.0
+
+    def ahead(self, model: Model, text: str, cluster: Cluster) -> None:
+        """Begin one that may be asked for next, if there is a process with nothing to do."""
+        keys = (_key(model, text, cluster, cluster),)
+        with self._lock:
+            busy = sum(not made.done() for made in self._under_way.values())
+            if busy < self._workers and keys not in self._under_way and keys[0] not in self.kept:
+                self._ahead.add(keys)
+                self._begun(keys, model, text, [cluster])
 
     def measured(self, model: Model, text: str, cluster: Cluster, peak: int) -> None:
         """XLA has said the peak of a plan that was estimated."""
@@ -100,6 +113,11 @@ class Estimates:
     def close(self) -> None:
         """Begin no more, and end the processes."""
         self._makers.shutdown(cancel_futures=True)
+
+    def _begun(self, keys: tuple[Key, ...], model: Model, text: str, clusters: Sequence[Cluster]) -> _Made:
+        if keys not in self._under_way:
+            self._under_way[keys] = self._makers.submit(_made, model, text, clusters)
+        return self._under_way[keys]
 
     def _keep(self, found: dict[Key, Estimate]) -> None:
         with self._lock:

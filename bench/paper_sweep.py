@@ -4,7 +4,8 @@ Nothing is compiled. A configuration is lowered with all of its micro-batches, a
 with them, so that nothing has to be extrapolated. Bounds (`bench.paper_bounds`) leave most configurations out. They are
 taken from the heap with the lowest bound first; each gets the next, closer bound before it is estimated. A plan is done
 when the lowest bound is within ``CLOSE`` of its best. After a few estimates a bound counts times the least that one of them
-was above its own, which is likely, and no proof.
+was above its own, which is likely, and no proof. A process with nothing to do makes the estimate that seems due behind
+the next, which changes no result.
 """
 
 import heapq
@@ -21,6 +22,7 @@ from jscaler.clusters import Cluster, find_cluster
 
 CLOSE = 0.02  # of a plan's best
 LEARNED = 4  # estimates of a plan
+AHEAD = 4  # configurations that a process with nothing to do looks at
 
 
 def scaled(cluster: Cluster, compute: float = 1.0, links: float = 1.0) -> Cluster:
@@ -80,13 +82,21 @@ class Sweep:
         waiting = [(0.0, 0, place, one) for place, one in enumerate(every)]
         best: tuple[Config, Estimate] | None = None
         above: list[float] = []
+
+        def may_be_best(bound: float) -> bool:
+            nearest = min(above) if len(above) >= LEARNED else 1.0
+            return best is None or bound * nearest < best[1].seconds * (1 - CLOSE)
+
         while waiting and (self.most is None or len(above) < self.most):
             bound, level, place, one = heapq.heappop(waiting)
             if one.grid in full:
                 continue
-            nearest = min(above) if len(above) >= LEARNED else 1.0
-            if best is not None and bound * nearest >= best[1].seconds * (1 - CLOSE):
+            if not may_be_best(bound):
                 break
+            self.estimates.ahead(self.model, *self._asked(one, level))
+            for later, its, _, another in heapq.nsmallest(AHEAD, waiting):
+                if may_be_best(later) and another.grid not in full:
+                    self.estimates.ahead(self.model, *self._asked(another, its))
             if level < LEVELS:
                 closer = self.least(one, level)
                 if math.isfinite(closer):
@@ -102,9 +112,14 @@ class Sweep:
 
     def least(self, config: Config, level: int) -> float:
         """A bound of a configuration's seconds; infinite where it cannot fit."""
+        return least(self.model, self.cluster, config, level, self.estimate(*self._asked(config, level)))
+
+    def _asked(self, config: Config, level: int) -> tuple[str, Cluster]:
+        """What is estimated for a configuration's bound, or behind the last level for itself."""
+        if level == LEVELS:
+            return config.text, self.cluster
         text, devices = alike_on_fewer(self.model, config, level)
-        found = self.estimate(text, replace(self.cluster, hosts=1, devices_per_host=devices))
-        return least(self.model, self.cluster, config, level, found)
+        return text, replace(self.cluster, hosts=1, devices_per_host=devices)
 
     def model_flops(self) -> float:
         """Of the products of a step, none of them twice."""
