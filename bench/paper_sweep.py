@@ -4,8 +4,8 @@ Nothing is compiled. A configuration is lowered with all of its micro-batches, a
 with them, so that nothing has to be extrapolated. Bounds (`bench.paper_bounds`) leave most configurations out. They are
 taken from the heap with the lowest bound first; each gets the next, closer bound before it is estimated. A plan is done
 when the lowest bound is within ``CLOSE`` of its best. After a few estimates a bound counts times the least that one of them
-was above its own, which is likely, and no proof. A process with nothing to do makes the estimate that seems due behind
-the next, which changes no result.
+was above its own, which is likely, and no proof. Where nothing has fitted yet, the leanest configuration of a grid comes
+first. A process with nothing to do makes the estimate that seems due behind the next, which changes no result.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from jscaler.clusters import Cluster, find_cluster
 
 CLOSE = 0.02  # of a plan's best
 LEARNED = 4  # estimates of a plan
-AHEAD = 4  # configurations that a process with nothing to do looks at
+AHEAD = 32  # configurations that a process with nothing to do looks at, for one whose estimate is not known
 
 
 def scaled(cluster: Cluster, compute: float = 1.0, links: float = 1.0) -> Cluster:
@@ -93,14 +93,17 @@ class Sweep:
                 continue
             if not may_be_best(bound):
                 break
-            self.estimates.ahead(self.model, *self._asked(one, level))
-            for later, its, _, another in heapq.nsmallest(AHEAD, waiting):
+            for later, its, _, another in [(bound, level, place, one), *heapq.nsmallest(AHEAD, waiting)]:
                 if may_be_best(later) and another.grid not in full:
-                    self.estimates.ahead(self.model, *self._asked(another, its))
+                    due = leanest[another.grid] if best is None and its == LEVELS else another
+                    self.estimates.ahead(self.model, *self._asked(due, its))
             if level < LEVELS:
                 closer = self.least(one, level)
                 if math.isfinite(closer):
                     heapq.heappush(waiting, (max(bound, closer), level + 1, place, one))
+                continue
+            if best is None and _too_large(self.estimate(leanest[one.grid].text)):
+                full.add(one.grid)
                 continue
             found = self.estimate(one.text)
             above.append(found.seconds / bound)
