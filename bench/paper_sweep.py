@@ -4,13 +4,15 @@ Nothing is compiled. A configuration is lowered with all of its micro-batches, a
 with them, so that nothing has to be extrapolated. Bounds (`bench.paper_bounds`) leave most configurations out. They are
 taken from the heap with the lowest bound first; each gets the next, closer bound before it is estimated. A plan is done
 when the lowest bound is within ``CLOSE`` of its best. After a few estimates a bound counts times the least that one of them
-was above its own, which is likely, and no proof. Where nothing has fitted yet, the leanest configuration of a grid comes
-first. A process with nothing to do makes the estimate that seems due behind the next, which changes no result.
+was above its own, which is likely, and no proof.
+
+Until something fits, all that may be best has to be estimated: the leanest configuration of a grid comes first, once one
+grid was too large even for that, and a process with nothing to do makes estimates that are due later.
 """
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from bench.paper_bounds import LEVELS, alike_on_fewer, least
@@ -82,27 +84,21 @@ class Sweep:
         waiting = [(0.0, 0, place, one) for place, one in enumerate(every)]
         best: tuple[Config, Estimate] | None = None
         above: list[float] = []
-
-        def may_be_best(bound: float) -> bool:
-            nearest = min(above) if len(above) >= LEARNED else 1.0
-            return best is None or bound * nearest < best[1].seconds * (1 - CLOSE)
-
         while waiting and (self.most is None or len(above) < self.most):
             bound, level, place, one = heapq.heappop(waiting)
             if one.grid in full:
                 continue
-            if not may_be_best(bound):
+            nearest = min(above) if len(above) >= LEARNED else 1.0
+            if best is not None and bound * nearest >= best[1].seconds * (1 - CLOSE):
                 break
-            for later, its, _, another in [(bound, level, place, one), *heapq.nsmallest(AHEAD, waiting)]:
-                if may_be_best(later) and another.grid not in full:
-                    due = leanest[another.grid] if best is None and its == LEVELS else another
-                    self.estimates.ahead(self.model, *self._asked(due, its))
+            if best is None:
+                self._begin([(bound, level, place, one), *heapq.nsmallest(AHEAD, waiting)], leanest, full)
             if level < LEVELS:
                 closer = self.least(one, level)
                 if math.isfinite(closer):
                     heapq.heappush(waiting, (max(bound, closer), level + 1, place, one))
                 continue
-            if best is None and _too_large(self.estimate(leanest[one.grid].text)):
+            if best is None and full and _too_large(self.estimate(leanest[one.grid].text)):
                 full.add(one.grid)
                 continue
             found = self.estimate(one.text)
@@ -116,6 +112,18 @@ class Sweep:
     def least(self, config: Config, level: int) -> float:
         """A bound of a configuration's seconds; infinite where it cannot fit."""
         return least(self.model, self.cluster, config, level, self.estimate(*self._asked(config, level)))
+
+    def _begin(
+        self,
+        due: Iterable[tuple[float, int, int, Config]],
+        leanest: Mapping[tuple[int, ...], Config],
+        full: Set[tuple[int, ...]],
+    ) -> None:
+        """Have as many estimates begun as there are processes with nothing to do."""
+        for _, level, _, one in due:
+            if one.grid not in full:
+                first = leanest[one.grid] if full and level == LEVELS else one
+                self.estimates.ahead(self.model, *self._asked(first, level))
 
     def _asked(self, config: Config, level: int) -> tuple[str, Cluster]:
         """What is estimated for a configuration's bound, or behind the last level for itself."""

@@ -15,17 +15,17 @@ Tag = TypeVar("Tag", bound=Hashable)
 
 def volume(box: Box) -> int:
     """Number of elements."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod([stop - start for start, stop in box])
 
 
 def extents(box: Box) -> tuple[int, ...]:
     """The shape of the box."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def intersect(a: Box, b: Box) -> Box | None:
     """What both cover, or None."""
-    common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    common = tuple([(max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True)])
     return None if any(stop <= start for start, stop in common) else common
 
 
@@ -126,7 +126,7 @@ class Cover:
             low, high = np.maximum(self._low, start), np.minimum(self._high, stop)
             index = np.flatnonzero((low < high).all(axis=1))
             found = np.stack([low[index], high[index]], axis=-1).tolist()
-            self._hits[box] = [(i, tuple((a, b) for a, b in f)) for i, f in zip(index.tolist(), found, strict=True)]
+            self._hits[box] = [(i, tuple([(a, b) for a, b in f])) for i, f in zip(index.tolist(), found, strict=True)]
             self._disjoint[box] = _disjoint(low[index], high[index])
         return self._hits[box]
 

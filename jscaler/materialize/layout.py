@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -166,15 +167,7 @@ class Layout:
 
     def mask(self, position: int) -> Mask:
         """What the device at ``position`` of the mesh holds."""
-        box = []
-        for index in range(len(self.cuts)):
-            start, stop = self.bounds(index)
-            box.append((int(start[position]), int(stop[position])))
-        rest = iter(box)
-        shares = tuple(
-            Share(self.mesh.coordinate(position, (axis,)), self.mesh.size(axis), combiner) for axis, combiner in self.values
-        )
-        return Mask(self.subdims, tuple(tuple(next(rest) for _ in dim) for dim in self.subdims), shares)
+        return _masks(self)[position]
 
     def blocks(self) -> np.ndarray:
         """For each position the number of the block and share that it holds: equal numbers hold equal data."""
@@ -292,3 +285,17 @@ def common_subdims(a: SubDims, b: SubDims) -> SubDims | None:
                     side.append(size // small)
         result.append(tuple(found[::-1]) or (1,))
     return tuple(result)
+
+
+@lru_cache(maxsize=4096)
+def _masks(layout: Layout) -> tuple[Mask, ...]:
+    """What the device at each position holds; many ask for all, again and again."""
+    edges = [zip(*(edge.tolist() for edge in layout.bounds(index)), strict=True) for index in range(len(layout.cuts))]
+    boxes = zip(*edges, strict=True) if edges else itertools.repeat((), len(layout.mesh.devices))
+    names = [(layout.mesh.coordinates((axis,)).tolist(), layout.mesh.size(axis), kind) for axis, kind in layout.values]
+    found = []
+    for position, box in enumerate(boxes):
+        rest = iter(box)
+        shares = tuple(Share(places[position], size, kind) for places, size, kind in names)
+        found.append(Mask(layout.subdims, tuple(tuple(next(rest) for _ in dim) for dim in layout.subdims), shares))
+    return tuple(found)

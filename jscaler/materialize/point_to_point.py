@@ -192,10 +192,10 @@ def _fills(fillings: Sequence[FilledPart], num_devices: int) -> tuple[Fill, ...]
 
 
 def _start(box: Box, offset: Index) -> Index:
-    return tuple(start + o for (start, _), o in zip(box, offset, strict=True))
+    return tuple([start + o for (start, _), o in zip(box, offset, strict=True)])
 
 
 def _table(starts: dict[int, Index], num_devices: int) -> tuple[Index, ...]:
     """One row per device. Devices without a part in it repeat another's row, so that often all rows are equal."""
     spare = next(iter(starts.values()))
-    return tuple(starts.get(device, spare) for device in range(num_devices))
+    return tuple([starts.get(device, spare) for device in range(num_devices)])
