@@ -6,8 +6,8 @@ has said why. ``lost``: complete states that were there at the fault, and are no
 run; none may take longer than ``limit``: two undisturbed runs, the time a silent process has, and half a minute.
 
 ``kill -9`` comes at seeded moments of the whole run, of process 0 (the coordinator, and the first stage) and the last
-stage's; and while a state is being written, of process 0, which writes what all share. Needs the extras ``checkpoint``
-and ``data``.
+stage's; and while a state is being written, of process 0, which writes what all share. Two hosts are network namespaces,
+which root alone may make. Needs the extras ``checkpoint`` and ``data``.
 """
 
 import os
@@ -28,7 +28,9 @@ import jax
 import numpy as np
 
 from bench.harness import Row, main
+from bench.two_hosts import ADDRESSES, cable, on_host, two_hosts
 from jscaler.errors import JscalerError
+from jscaler.runtime.watch import HUNG
 
 COLUMNS = ("fault", "moments", "right", "worst", "lost", "seconds", "limit", "told")
 STEPS, EVERY, HANG = 60, 10, 8
@@ -36,6 +38,7 @@ MOMENTS = 20
 JOB = Path(__file__).with_name("fault_job.py")
 PLAN = "pipeline(2, 4)"
 BOUND = 1e-6  # of float32 states, whatever their scale: those of one plan are equal to the bit
+PORT = 29500  # of the coordinator on a host of its own
 Fault = Callable[["Run"], Any]
 
 
@@ -104,6 +107,9 @@ def rows(quick: bool) -> Iterator[Row]:
             yield bench.resumed("SIGTERM in a step", in_a_step)
             yield bench.resumed("SIGTERM in a save", _terminated(lambda run: run.until(run.writes)))
             yield bench.full_disk()
+            with two_hosts(Path(root)) as hosts:
+                yield bench.apart("SIGSTOP on one of two hosts", hosts, lambda both: both[1].send_signal(signal.SIGSTOP))
+                yield bench.apart("a cable between two hosts is pulled out", hosts, lambda both: cable(up=False))
         yield bench.damaged(rng, 1 if quick else 6)
         yield bench.differing("another plan on one process", "plan", (("--plan", PLAN), ("--plan", "pipeline(2, 2)")))
         if not quick:
@@ -216,6 +222,34 @@ class _Bench:
         told = said[0][said[0].find("ProcessError") :][:120]
         return self.row(fault, [Ended(1, "", time.monotonic() - began, 0)], [right], 0.0, told)
 
+    def apart(self, fault: str, hosts: Path | None, strike: Callable[[Sequence["subprocess.Popen[str]"]], None]) -> Row:
+        """A process on each of two hosts: who is not struck names the other and ends, and both go on together."""
+        if hosts is None:
+            return {"fault": fault, "told": "no network namespaces may be made here"}
+        folder, began = self.folder(), time.monotonic()
+        both = _on_both(folder, hosts)
+        run = Run(both[0], folder, began)
+        run.until(lambda: len(_complete(folder)) >= 1)
+        there = _complete(folder)
+        strike(both)
+        said = [_communicated(both[0], self.limit)]
+        both[1].send_signal(signal.SIGKILL if "SIGSTOP" in fault else 0)
+        said.append(_communicated(both[1], self.limit))
+        seconds = time.monotonic() - began
+        cable(up=True)
+        again = _on_both(folder, hosts, "--resume")
+        more = [_communicated(one, self.limit) for one in again]
+        told = [line for one in said for line in one.splitlines() if "ProcessError" in line]
+        right = both[0].returncode == HUNG and "process 1" in (told or [""])[0]
+        if "SIGSTOP" not in fault:
+            right = right and both[1].returncode == HUNG and "process 0" in told[-1]
+        right = right and not any(one.returncode for one in again)
+        if not right:
+            print(*said, *more, sep="\n", file=sys.stderr)
+        lost = len(set(there) - set(_complete(folder)))
+        ended = [Ended(HUNG, said[0], seconds, lost, struck=True)]
+        return self.row(fault, ended, [right], self.distance(folder) if right else np.inf, (told or [""])[0])
+
     def reads(self, folder: Path) -> bool:
         """Whether the last state is what it was."""
         try:
@@ -260,20 +294,33 @@ def _terminated(when: Callable[[Run], None]) -> Fault:
     return fault
 
 
-def _started(folder: Path, *more: str) -> "subprocess.Popen[str]":
+def _on_both(folder: Path, hosts: Path, *more: str) -> list["subprocess.Popen[str]"]:
+    place = ["--coordinator", f"{ADDRESSES[0]}:{PORT}", "--processes", "2", "--process"]
+    return [_started(folder, *more, *place, str(i), under=on_host(i, hosts, [])) for i in (0, 1)]
+
+
+def _communicated(one: "subprocess.Popen[str]", limit: float) -> str:
+    try:
+        return one.communicate(timeout=limit)[0]
+    except subprocess.TimeoutExpired:
+        one.kill()
+        return one.communicate()[0]
+
+
+def _started(folder: Path, *more: str, under: Sequence[str] = ()) -> "subprocess.Popen[str]":
     words = list(more)
     job = words.pop(words.index("--job") + 1) if "--job" in words else "job"
     words = [word for word in words if word != "--job"] + ([] if "--plan" in words else ["--plan", PLAN])
     words += ["--job", f"{JOB}:{job}", "--devices", "4", "--platform", "cpu", "--steps", str(STEPS)]
     words += ["--checkpoint", str(folder), "--save-every", str(EVERY), "--hang-after", str(HANG)]
-    return started_command(words)
+    return started_command(words, under)
 
 
-def started_command(words: Sequence[str]) -> "subprocess.Popen[str]":
-    """``jscaler train`` with these words, as a user starts it."""
+def started_command(words: Sequence[str], under: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    """``jscaler train`` with these words, as a user starts it; ``under`` is what takes a command as its last words."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")}
     return subprocess.Popen(
-        [sys.executable, "-m", "jscaler", "train", *words], env=environment, text=True, stdout=subprocess.PIPE,
+        [*under, sys.executable, "-m", "jscaler", "train", *words], env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
