@@ -23,7 +23,7 @@ def export(
 ) -> None:
     """Write the parameters of a checkpoint to one file: safetensors, or what flax.serialization.msgpack_restore reads.
 
-    The whole state is read into this machine's memory first.
+    They are read into this machine's memory first.
 
     Example: jscaler export --part params runs/nano nano.safetensors
 
@@ -34,7 +34,7 @@ def export(
     if out.suffix not in KINDS:
         raise OutputError(f"'{out}' is of no kind that is known: name it {' or '.join('*' + kind for kind in KINDS)}")
     number = latest_step(checkpoint) if step is None else step
-    tree = _part(read(checkpoint, number), part)
+    tree = _part(read(checkpoint, number, part.partition("/")[0]), part)
     arrays = jax.tree.map(np.asarray, tree)
     with written_whole("export", out) as half:
         (_as_safetensors if out.suffix == ".safetensors" else _as_msgpack)(half, arrays)

@@ -29,6 +29,7 @@ except ImportError:
 
 SIDES = ("the checkpoint", "the model")
 FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read it
+ITEM = "default"  # the one that a state is to Orbax: a folder in that of its step
 WRITTEN = {"jscaler": {"format": FORMAT, "orbax": ocp.__version__}}  # beside every state
 
 
@@ -254,8 +255,11 @@ def _read(folder: Path, step: int, target: Any) -> Any:
             ) from error
 
 
-def read(folder: Path, step: int) -> Any:
+def read(folder: Path, step: int, entry: str | None = None) -> Any:
     """The state after ``step`` steps as it was written, as dicts and lists of numpy arrays; of a random key its words.
+
+    Args:
+        entry: of a state that is a dict, or a Flax train state, the one that is read alone, if it has one of this name.
 
     Raises:
         DataError: there is none, or it is damaged.
@@ -266,8 +270,13 @@ def read(folder: Path, step: int) -> Any:
                 f"there is no state after {step} steps in {folder}; it has {', '.join(map(str, known)) or 'none'}"
             )
         try:
-            whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), manager.item_metadata(step).tree)
-            return manager.restore(step, args=ocp.args.StandardRestore(whole))
+            wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), manager.item_metadata(step).tree)
+            if not isinstance(wanted, dict) or entry not in wanted:
+                return manager.restore(step, args=ocp.args.StandardRestore(wanted))
+            wanted = {entry: wanted[entry]}
+            how = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(folder.absolute() / str(step) / ITEM, args=how)
         except Exception as error:  # of whatever class
             raise DamagedError(
                 f"the checkpoint after {step} steps in {folder} is damaged: {_line(error)}; give another --step"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from jscaler import DataError, OutputError, UnknownNameError
 from jscaler.cli import app
-from jscaler.runtime.checkpoint import save
+from jscaler.runtime.checkpoint import read, save
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,13 @@ def test_both_kinds_hold_the_parameters(folder: Path, tmp_path: Path) -> None:
     whole = serialization.msgpack_restore((tmp_path / "all.msgpack").read_bytes())
     np.testing.assert_array_equal(whole["key"], jax.random.key_data(jax.random.key(7)))
     assert {path.name for path in tmp_path.iterdir()} == {"new", "net.msgpack", "all.msgpack"}
+
+
+def test_the_rest_of_the_state_is_not_read(folder: Path) -> None:
+    whole, params = read(folder, 4), read(folder, 4, "params")
+    assert (whole.keys(), params.keys()) == ({"params", "key"}, {"params"})
+    jax.tree.map(np.testing.assert_array_equal, params["params"], whole["params"])
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(
