@@ -11,6 +11,9 @@ from jscaler.errors import DataError
 from jscaler.training.trackers import beside
 
 EVALUATION = "evaluation/"
+SPEEDS = ("tokens_per_second", "rows_per_second", "utilisation")
+STANDING = ("waited", "saving")
+OF_LOGS = ("run", "steps", "loss", "lowest_loss", "seconds", *SPEEDS, *STANDING, "peak_bytes")  # whatever else is said
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,15 @@ class RunLog:
         losses = [loss for _, loss in self.values("loss")]
         last = self.rows[-1]["loss"]
         seconds = [value for _, value in self.values("seconds")]
-        found: dict[str, Any] = {"run": self.name, **self.about, "steps": self.rows[-1]["step"] + 1}
-        if losses:
-            found |= {"loss": "not finite" if last is None else last, "lowest_loss": min(losses)}
+        found: dict[str, Any] = {"run": self.name, **{k: v for k, v in self.about.items() if k not in OF_LOGS}}
+        found |= {"steps": self.rows[-1]["step"] + 1, "loss": "not finite" if last is None else last}
+        found["lowest_loss"] = min(losses, default=None)
         found["seconds"] = statistics.median(seconds) if seconds else None
-        for speed in ("tokens_per_second", "rows_per_second", "utilisation"):
+        for speed in SPEEDS:
             if numbers := [value for _, value in self.values(speed)]:
                 found[speed] = statistics.median(numbers)
         whole = sum(seconds)
-        for still in ("waited", "saving"):
+        for still in STANDING:
             lost = sum(value for _, value in self.values(still))
             found[still] = lost / (whole + lost) if whole else None  # of the time for both
         if peaks := [value for _, value in self.values("peak_bytes")]:
@@ -95,9 +98,10 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _row(line: bytes) -> Mapping[str, Any] | None:
+    """The numbers of a record; None of a line that is none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_record = isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row
-    return row if is_record and isinstance(row["loss"], int | float | None) else None
+    numbers = {k: v for k, v in row.items() if v is None or type(v) in (int, float)} if isinstance(row, dict) else {}
+    return numbers if isinstance(numbers.get("step"), int) and "loss" in numbers else None

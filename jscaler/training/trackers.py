@@ -142,7 +142,8 @@ class Profile(Tracker):
         folder: where it is written.
 
     Raises:
-        JscalerError: there is no step between both; when the run begins: it has none of them.
+        JscalerError: there is no step between both; when the run begins: it ends before them. (One that goes on behind them
+            was seen before, and is not seen again.)
         OutputError: when it begins or ends: it cannot be written.
 
     Example:
@@ -162,8 +163,8 @@ class Profile(Tracker):
         self._on = self._done = False
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
-        if self.first >= steps or self.behind <= start:
-            told = f"the run has steps {start} to {steps - 1}, and none of {self.first} to {self.behind - 1}"
+        if self.first >= steps:
+            told = f"the run has steps 0 to {steps - 1}, and none of {self.first} to {self.behind - 1}"
             raise JscalerError(f"there is nothing to profile: {told}; give steps that it has, or leave the profile out")
         self._before(start)
 

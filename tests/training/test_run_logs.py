@@ -62,6 +62,19 @@ def test_logs_of_a_folder_are_compared(tmp_path: Path) -> None:
     assert [one["run"] for one in json.loads(told.output)["runs"]] == ["a.log"]
 
 
+def test_a_log_is_told_of_whatever_is_in_it(tmp_path: Path) -> None:
+    """A run that never had a loss, and numbers that are none."""
+    row = {"step": 0, "loss": None, "seconds": "0.5", "waited": 0.5, "evaluation/loss": "low", "peak_bytes": True}
+    (tmp_path / "a.log").write_text(json.dumps(row))
+    (tmp_path / "a.log.run").write_text('{"plan": "zero3", "tokens_per_second": "many", "steps": 7}')
+    (tmp_path / "deep").write_text("[" * 100_000)
+    (tmp_path / "true").write_text('{"step": true, "loss": 1.0}')
+    (one,) = run_logs(tmp_path)
+    assert one.as_json() == {"run": "a.log", "plan": "zero3", "steps": 1, "loss": "not finite"}
+    shown = CliRunner().invoke(app, ["runs", str(tmp_path), "--draw", str(tmp_path / "losses.svg")])
+    assert (shown.exit_code, "not finite" in shown.output) == (0, True), shown.output
+
+
 def test_where_there_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"step": "one"}')
     with pytest.raises(jscaler.DataError, match=r"no log of a run is in .*--log FILE"):
@@ -105,7 +118,7 @@ def test_a_profile_is_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypat
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(("off", now[0])))
     for first, behind, start, expected in [
         (2, 4, 0, [("on", 2), ("off", 4)]), (0, 2, 0, [("on", 0), ("off", 2)]), (2, 4, 3, [("on", 3), ("off", 4)]),
-        (5, 99, 0, [("on", 5), ("off", 6)]),
+        (5, 99, 0, [("on", 5), ("off", 6)]), (2, 4, 5, []),
     ]:  # fmt: skip
         calls.clear()
         seen = jscaler.Profile((first, behind), tmp_path)
@@ -116,12 +129,11 @@ def test_a_profile_is_of_the_steps_that_were_asked_for(tmp_path: Path, monkeypat
             seen.step(jscaler.StepRecord(step, 1.0, 0.1, jscaler.Speed("rows", 1.0)))
         seen.end(None)
         assert calls == expected
-    for first, behind, start in [(2, 4, 5), (6, 9, 0)]:
-        with pytest.raises(jscaler.JscalerError, match="nothing to profile"):
-            jscaler.Profile((first, behind), tmp_path).begin(None, start, 6)  # type: ignore[arg-type]
+    with pytest.raises(jscaler.JscalerError, match="nothing to profile: the run has steps 0 to 5, and none of 6 to 8"):
+        jscaler.Profile((6, 9), tmp_path).begin(None, 0, 6)  # type: ignore[arg-type]
     with pytest.raises(jscaler.JscalerError, match="FROM below TO"):
         jscaler.Profile((4, 4), tmp_path)
-    for words in (["--profile", "5"], ["--profile-to", "x"]):
+    for words in (["--profile", "5"], ["--profile-to", "x"], ["--profile", "50:60", "--steps", "50"]):
         assert CliRunner().invoke(app, ["train", *words]).exit_code == 2
 
 
