@@ -5,13 +5,16 @@
         └── jscaler train … --coordinator localhost:PORT --processes 2 --process 1
 
 Who starts them watches: where one ends with an error, the others would wait for it in a collective, so they are ended too.
+And they watch who starts them, who may be killed: then they end as on SIGTERM.
 """
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,10 +41,12 @@ Process = Annotated[int | None, typer.Option(help="the number of this one, from 
 Distributed = Annotated[
     bool, typer.Option("--distributed", help="join the processes that a launcher has started", rich_help_panel=PANEL)
 ]
+StartedBy = Annotated[int | None, typer.Option(hidden=True)]  # the process that has started this one, and watches it
 
 JAX_WAITS = 100  # seconds until JAX takes a process for dead, by itself
 GRACE = 5.0  # seconds that processes have to end by themselves, once one has
 LINES = 12  # of what a process said at last
+LOOKS = 1.0  # seconds between two looks at who has started a process
 
 
 def join(
@@ -71,6 +76,19 @@ def join(
             f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI or on Cloud TPU, or give "
             "--coordinator HOST:PORT --processes N --process I on every host"
         ) from None
+
+
+def end_with(starter: int | None) -> None:
+    """End this process as SIGTERM does, behind a step that is saved, once the one that has started it is gone."""
+
+    def look() -> None:
+        while os.getppid() == starter:
+            time.sleep(LOOKS)
+        sys.stderr.write(f"the command that has started this process ({starter}) is gone\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if starter is not None:
+        threading.Thread(target=look, daemon=True).start()
 
 
 def devices_of_one(devices: int | None, processes: int | None) -> int | None:
@@ -143,6 +161,7 @@ def _start(count: int, words: Sequence[str], stack: ExitStack) -> list[_Started]
     found = []
     for number in range(count):
         own = ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(number)]
+        own += ["--started-by", str(os.getpid())]
         said: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         process = subprocess.Popen(
             [sys.executable, "-m", "jscaler", *words, *own], stdout=said if number else None,

@@ -24,7 +24,11 @@ class Stopped(KeyboardInterrupt):
 @contextmanager
 def noted(*signals: int, at_once: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
     """Of ``signals`` the first that comes while what is inside runs is noted, and ``at_once`` called; a second one acts as
-    it would have."""
+    it would have.
+
+    Where another process was asked to end, and so this one is `Stopped`, its own signal may come a moment later, and is the
+    first all the same.
+    """
     found: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
         yield found
@@ -42,7 +46,12 @@ def noted(*signals: int, at_once: Callable[[], object] = lambda: None) -> Iterat
 
     for number in signals:
         signal.signal(number, note)
+    expected = False
     try:
         yield found
+    except Stopped:
+        expected = not found
+        raise
     finally:
-        give_back()
+        if not expected:
+            give_back()

@@ -58,6 +58,14 @@ def wait_for(true: Callable[[], bool], process: "subprocess.Popen[str]") -> None
         time.sleep(0.02)
 
 
+def runs(pid: int) -> bool:
+    """Nobody may fetch the exit code of one whose parent is gone: then it stays, without a command."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 @pytest.mark.one_day_in(5)
 def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model: Path, tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
@@ -100,6 +108,21 @@ def test_a_signal_ends_all_behind_the_same_step(model: Path, tmp_path: Path) -> 
     assert f"its state is saved in {tmp_path}" in output
     assert f"interrupted after step {latest_step(tmp_path)} of 99999" in output
     assert output.count("interrupted") == 1  # one speaks for all
+
+
+@pytest.mark.one_day_in(5)
+def test_where_the_command_is_killed_its_processes_end_with_their_state_saved(model: Path, tmp_path: Path) -> None:
+    process = started(model, tmp_path, "--steps", "99999", "--local-processes", "2")
+    wait_for(lambda: (tmp_path / "2").is_dir(), process)
+    left = child_pids(process.pid)
+    process.kill()
+    until = time.monotonic() + LIMIT
+    while any(runs(pid) for pid in left.values()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    output = " ".join(process.communicate()[0].split())
+    assert f"has started this process ({process.pid}) is gone" in output
+    assert f"interrupted after step {latest_step(tmp_path)} of 99999; its state is saved in {tmp_path}" in output
 
 
 @pytest.mark.one_day_in(5)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import jscaler
 from jscaler import DataError, JobError, JscalerError, PlanError
 from jscaler.cli import app
+from jscaler.training.signals import Stopped, noted
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
@@ -145,6 +146,19 @@ def test_mistakes() -> None:
     ):
         with pytest.raises((JobError, DataError), match=message):
             jscaler.train(JOB, "zero3", 2, devices=2, evaluation=evaluation, say=quiet)
+
+
+def test_a_signal_that_comes_a_moment_after_the_end_that_another_process_was_asked_for_does_not_kill() -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(Stopped), noted(signal.SIGTERM) as signals:
+            raise Stopped("", signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals == [signal.SIGTERM]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_command_line_takes_the_evaluation_of_a_job(tmp_path: Path) -> None:
