@@ -43,7 +43,9 @@ from jscaler.commands.processes import (
     Distributed,
     Process,
     Processes,
+    StartedBy,
     devices_of_one,
+    end_with,
     join,
     run_locally,
     without,
@@ -104,6 +106,9 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     log: Annotated[Path | None, typer.Option(help="write one JSON line per step to this file")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="write events for TensorBoard to this folder")] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="steps between evaluations, on data that is not trained on", min=1, metavar="N")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="save the state in this folder: after the last step, and on Ctrl-C or SIGTERM")
     ] = None,
@@ -140,6 +145,7 @@ def train(
     processes: Processes = None,
     process: Process = None,
     distributed: Distributed = False,
+    started_by: StartedBy = None,
     hang_after: Annotated[
         int,
         typer.Option(
@@ -172,7 +178,7 @@ def train(
     check_file("log", log)  # before, not after hours of training
     check_folder("traces", trace)
     check_folder("events", tensorboard)
-    profiled = None if profile is None else (_steps(profile), profile_to or Path("profile"))
+    profiled = None if profile is None else (_steps(profile, steps), profile_to or Path("profile"))
     check_folder("profile", profiled and profiled[1])
     plan = plan if schedule is None else with_schedule(plan, schedule)
     devices = devices_for(plan, devices)
@@ -183,6 +189,7 @@ def train(
         words = without(sys.argv[1:], "--local-processes", "--restarts")
         run_locally(local_processes, restarts, words, checkpoint)
         return
+    end_with(started_by)
     joins = functools.partial(join, coordinator, processes, process, distributed, hang_after)
     use_platform(platform, devices_of_one(devices, processes), joins)
     console = screen(quiet=jax.process_index() > 0)
@@ -190,7 +197,7 @@ def train(
         raise DeviceError(f"--trace and --draw watch one process, and the job has {jax.process_count()}: leave them out")
     chosen = chosen_job(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
-        data=data, learning_rate=learning_rate, steps=steps, seed=seed,
+        data=data, learning_rate=learning_rate, steps=steps, seed=seed, evaluate_every=evaluate_every,
     )  # fmt: skip
     if resume and checkpoint is not None:
         from jscaler.runtime.checkpoint import latest_step
@@ -209,11 +216,13 @@ def train(
         )  # fmt: skip
 
 
-def _steps(text: str) -> tuple[int, int]:
+def _steps(text: str, steps: int) -> tuple[int, int]:
     """``10:20`` as a pair."""
     first, _, behind = text.partition(":")
     if not (first.isdecimal() and behind.isdecimal() and int(first) < int(behind)):
         raise typer.BadParameter(f"steps are FROM:TO, such as 10:20, and not {text!r}", param_hint="--profile")
+    if int(first) >= steps:
+        raise typer.BadParameter(f"--steps {steps} ends before step {first}", param_hint="--profile")
     return int(first), int(behind)
 
 

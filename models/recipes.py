@@ -1,4 +1,4 @@
-"""How the models are trained from the command line: each one's step, its fresh state, its data, its options."""
+"""How the models are trained from the command line: step, fresh state, data, evaluation and options of each."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,18 +6,24 @@ from typing import Any, NamedTuple
 
 from models.alignments import alignment_at
 from models.images import stripes_at
-from models.text import batch_at, load_bytes, pair_at
+from models.text import batch_at, held_out, load_bytes, pair_at
 from models.training import (
     balanced_train_step,
+    evaluation_of,
+    evoformer_loss,
     evoformer_train_step,
+    image_evaluation,
     image_train_step,
+    language_loss,
     make_image_state,
     make_state,
     train_step,
+    translation_loss,
     translation_train_step,
 )
 
 BatchAt = Callable[[int, int, int], dict[str, Any]]  # (step, rows, seed) -> the batch
+NO_STEP = 1 << 40  # from which batches are drawn that no training reads, where there is no end of them
 
 
 class Recipe(NamedTuple):
@@ -26,13 +32,16 @@ class Recipe(NamedTuple):
     Attributes:
         step: its train step.
         make_state: ``make_state(model, config, optimizer, key)``.
-        data: ``data(config, path)`` is what makes the batch of a step; ``path`` is a text, or None for its own.
+        data: ``data(config, path, evaluated)`` is what makes the batch of a step, and what makes one that no step reads, if
+            it is to be ``evaluated``; ``path`` is a text, or None for its own.
+        evaluation: ``evaluation(state, batch)`` is a dict of numbers.
         options: which of ``OPTIONS`` it has.
     """
 
     step: Callable[..., Any]
     make_state: Callable[..., Any]
-    data: Callable[[Any, Path | None], BatchAt]
+    data: Callable[[Any, Path | None, bool], tuple[BatchAt, BatchAt]]
+    evaluation: Callable[[Any, Any], dict[str, Any]]
     options: tuple[str, ...]
 
 
@@ -52,30 +61,38 @@ def _state_of_alignments(model: Any, config: Any, optimizer: Any, key: Any) -> A
     return make_state(model, [(config.sequences, config.residues), (config.residues,)], optimizer, key)
 
 
-def _text(config: Any, path: Path | None) -> BatchAt:
-    text = load_bytes(path)
-    return lambda step, rows, seed: batch_at(text, step, rows, config.sequence, seed)
+def _of_text(drawn: Callable[..., dict[str, Any]]) -> Callable[[Any, Path | None, bool], tuple[BatchAt, BatchAt]]:
+    def data(config: Any, path: Path | None, evaluated: bool) -> tuple[BatchAt, BatchAt]:
+        text = load_bytes(path)
+        read, unread = held_out(text, config.sequence) if evaluated else (text, text)
+        return (
+            lambda step, rows, seed: drawn(read, step, rows, config.sequence, seed),
+            lambda step, rows, seed: drawn(unread, step, rows, config.sequence, seed),
+        )
+
+    return data
 
 
-def _texts(config: Any, path: Path | None) -> BatchAt:
-    text = load_bytes(path)
-    return lambda step, rows, seed: pair_at(text, step, rows, config.sequence, seed)
+def _of_steps(batch_of: Callable[[Any], BatchAt]) -> Callable[[Any, Path | None, bool], tuple[BatchAt, BatchAt]]:
+    def data(config: Any, path: Path | None, evaluated: bool) -> tuple[BatchAt, BatchAt]:
+        drawn = batch_of(config)
+        return drawn, lambda step, rows, seed: drawn(NO_STEP + step, rows, seed)
+
+    return data
 
 
-def _images(config: Any, path: Path | None) -> BatchAt:
-    return lambda step, rows, seed: stripes_at(step, rows, config.image, config.classes, seed)
-
-
-def _alignments(config: Any, path: Path | None) -> BatchAt:
-    return lambda step, rows, seed: alignment_at(step, rows, config.sequences, config.residues, config.bins, seed)
-
-
+_text, _texts = _of_text(batch_at), _of_text(pair_at)
+_images = _of_steps(lambda c: lambda step, rows, seed: stripes_at(step, rows, c.image, c.classes, seed))
+_alignments = _of_steps(lambda c: lambda step, rows, seed: alignment_at(step, rows, c.sequences, c.residues, c.bins, seed))
 OPTIONS = ("seq", "data", "stacked", "remat")  # which not every model has
+_language = evaluation_of(language_loss)
 RECIPES = {
-    "gpt": Recipe(train_step, _state_of_text, _text, OPTIONS),
-    "moe": Recipe(balanced_train_step, _state_of_text, _text, ("seq", "data")),
-    "mbart": Recipe(translation_train_step, _state_of_texts, _texts, OPTIONS),
-    "convnet": Recipe(image_train_step, _state_of_images, _images, ()),
-    "swin": Recipe(image_train_step, _state_of_images, _images, ("stacked", "remat")),
-    "evoformer": Recipe(evoformer_train_step, _state_of_alignments, _alignments, ("stacked", "remat")),
+    "gpt": Recipe(train_step, _state_of_text, _text, _language, OPTIONS),
+    "moe": Recipe(balanced_train_step, _state_of_text, _text, _language, ("seq", "data")),
+    "mbart": Recipe(translation_train_step, _state_of_texts, _texts, evaluation_of(translation_loss), OPTIONS),
+    "convnet": Recipe(image_train_step, _state_of_images, _images, image_evaluation, ()),
+    "swin": Recipe(image_train_step, _state_of_images, _images, image_evaluation, ("stacked", "remat")),
+    "evoformer": Recipe(
+        evoformer_train_step, _state_of_alignments, _alignments, evaluation_of(evoformer_loss), ("stacked", "remat")
+    ),
 }

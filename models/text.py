@@ -32,6 +32,20 @@ def load_bytes(path: str | Path | None = None) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
+def held_out(data: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """``data`` without its last twentieth (or sequence, if that is longer), and that.
+
+    Raises:
+        DataError: less than one sequence is left to train on.
+    """
+    size = max(len(data) // 20, sequence + 1)
+    if len(data) - size < sequence + 1:
+        raise DataError(
+            f"the data has {len(data)} bytes; a sequence to train on and one to evaluate need {2 * (sequence + 1)}"
+        )
+    return data[:-size], data[-size:]
+
+
 def batch_at(data: np.ndarray, step: int, batch: int, sequence: int, seed: int = 0) -> dict[str, np.ndarray]:
     """The batch of step ``step``: ``tokens`` and ``labels`` (the next bytes), each ``batch × sequence`` int32.
 

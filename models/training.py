@@ -41,23 +41,6 @@ def make_state(
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, key=dropout_key)
 
 
-def train_step(
-    state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One step on ``batch`` (tokens and labels, b s); returns the next state and the mean loss.
-
-    ``value_and_grad`` may be JAX's own, for a baseline that owes nothing to jscaler.
-    """
-    key = jax.random.fold_in(state.key, state.step)
-
-    def loss_fn(params: Any) -> jax.Array:
-        logits = state.apply_fn({"params": params}, batch["tokens"], train=True, rngs={"dropout": key})
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-    loss, grads = value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
 def balanced_train_step(
     state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -73,6 +56,17 @@ def balanced_train_step(
 
     (_, metrics), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads), metrics
+
+
+def language_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
+    """The mean cross entropy of ``batch`` (tokens and labels, b s).
+
+    Args:
+        key: what dropout draws from; None for none.
+    """
+    rngs = None if key is None else {"dropout": key}
+    logits = apply_fn({"params": params}, batch["tokens"], train=key is not None, rngs=rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
 
 def translation_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
@@ -102,7 +96,11 @@ def evoformer_loss(apply_fn: Callable[..., Any], params: Any, batch: Any, key: j
 
 
 def train_step_on(loss: Callable[..., jax.Array]) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """`train_step` on ``loss(apply_fn, params, batch, key)``."""
+    """A train step on ``loss(apply_fn, params, batch, key)``, which is called with ``(state, batch)``.
+
+    It returns the next state and the mean loss. As ``value_and_grad`` it takes JAX's own, too, for a baseline that owes
+    nothing to jscaler.
+    """
 
     def step(
         state: TrainState, batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.value_and_grad
@@ -114,8 +112,14 @@ def train_step_on(loss: Callable[..., jax.Array]) -> Callable[..., tuple[TrainSt
     return step
 
 
+train_step = train_step_on(language_loss)  # of models.gpt
 translation_train_step = train_step_on(translation_loss)  # of models.mbart
 evoformer_train_step = train_step_on(evoformer_loss)  # of models.evoformer, which recycles
+
+
+def evaluation_of(loss: Callable[..., jax.Array]) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    """The step of an evaluation on ``loss``, without dropout; it changes nothing."""
+    return lambda state, batch: {"loss": loss(state.apply_fn, state.params, batch)}
 
 
 class ImageState(train_state.TrainState):
@@ -146,3 +150,11 @@ def image_train_step(
 
     (loss, (batch_stats, accuracy)), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss, "accuracy": accuracy}
+
+
+def image_evaluation(state: ImageState, batch: dict[str, Any]) -> dict[str, jax.Array]:
+    """The mean loss of ``batch`` and the share that is right, by the running statistics."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    logits = state.apply_fn(variables, batch["images"], train=False)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+    return {"loss": loss, "accuracy": jnp.mean(jnp.argmax(logits, -1) == batch["labels"])}

@@ -1,6 +1,7 @@
 """The built-in models as jobs, as ``--model`` and the options beside it describe them."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.training.batches import BatchesFrom
+from jscaler.training.evaluation import Evaluation
 from jscaler.training.job import Job
 
 DTYPES = {
@@ -15,11 +17,13 @@ DTYPES = {
     "float32": "float32",
 }  # fmt: skip
 
+EVALUATED = 4  # batches
+
 
 def built_in_job(
     model: str, size: str | None, batch: int, seq: int | None = None, dtype: str | None = None,
     stacked: bool | None = None, remat: bool = False, data: Path | None = None, learning_rate: float = 3e-3,
-    steps: int = 100, seed: int = 0,
+    steps: int = 100, seed: int = 0, evaluate_every: int | None = None,
 ) -> Job:  # fmt: skip
     """A built-in model with its train step and its data.
 
@@ -32,6 +36,8 @@ def built_in_job(
         data: a text file or a folder; None for the text of Python's documentation, or for data that is made up.
         steps: over which the learning rate decays.
         seed: of the data's order.
+        evaluate_every: steps between evaluations, on rows that no step reads: the last twentieth of a text, or other rows
+            that are made up; None for none.
 
     Raises:
         UnknownNameError: no such model, size or dtype.
@@ -54,7 +60,8 @@ def built_in_job(
     changes = {"sequence": seq, "dtype": _dtype(dtype), "remat": remat or None}
     changes |= {"stacked": stacked} if "stacked" in recipe.options else {}
     config = dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
-    module, optimizer, batch_at = type(made)(config), make_optimizer(learning_rate, steps=steps), recipe.data(config, data)
+    module, optimizer = type(made)(config), make_optimizer(learning_rate, steps=steps)
+    batch_at, unread_at = recipe.data(config, data, evaluate_every is not None)
 
     def make_state(key: Any) -> Any:
         return recipe.make_state(module, config, optimizer, key)
@@ -66,7 +73,11 @@ def built_in_job(
         return batch_at(step, batch, seed)
 
     batches = BatchesFrom(lambda first, wanted: map(one, itertools.count(first)), one)
-    return Job(make_state, recipe.step, batches, ", ".join(words))
+    evaluation = None
+    if evaluate_every is not None:
+        unread = [functools.partial(unread_at, number, batch, 0) for number in range(EVALUATED)]  # those of any seed
+        evaluation = Evaluation(recipe.evaluation, lambda: (made() for made in unread), evaluate_every)
+    return Job(make_state, recipe.step, batches, ", ".join(words), evaluation)
 
 
 def model_and_size(model: str, size: str | None) -> tuple[str, str]:

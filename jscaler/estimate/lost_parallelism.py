@@ -227,8 +227,8 @@ class _Finder:
     def __init__(self, step: StepPlan):
         self.completed = step.completed
         self.graph = step.graph
-        self.aside = _of_parameters(step.graph)
         self.given = {store.leaf for store in stored_inputs(step.plan)} | step.plan.shards.keys()  # where another plan says
+        self.aside = _of_parameters(step.graph, self.given)
         self.found: dict[str, _Found] = {}
 
     def run(self) -> list[_Found]:
@@ -366,9 +366,13 @@ def _carried(op: Op, rule: Rule, factor: Factor, cut: _Cut) -> Iterator[tuple[PT
     yield from found
 
 
-def _of_parameters(graph: Graph) -> set[PTensor]:
-    """State, gradients, what forward ops and loops make of parameters alone, and updates of any of it."""
+def _of_parameters(graph: Graph, given: Set[str]) -> set[PTensor]:
+    """State, gradients, what forward ops and loops make of parameters alone, and updates of any of it.
+
+    Of an evaluation, which takes no gradient, state is what lies as the plan says that it follows: ``given``.
+    """
     found = {t for t, kind in tensor_kinds(graph).items() if kind != "input"}
+    found |= {t for t in graph.inputs if not graph.calls and t.name in given}
 
     def linked(tensor: PTensor) -> list[PTensor]:
         return [other for other, _ in graph.linked.get(tensor, ())]

@@ -100,6 +100,28 @@ def test_a_plan_that_loses_nothing_says_nothing(plan: str) -> None:
     assert lowered.plan.lost == LostParallelism()
 
 
+def test_an_evaluation_puts_parameters_together_as_the_step_that_it_follows() -> None:
+    """What is made of parameters alone, and cannot be split, runs whole in both; ZeRO-3 asks for that."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("table"):
+            table = jnp.sort(params["b"], axis=0)
+        with jax.named_scope("up"):
+            return jnp.mean((x[:, None] + table) @ params["a"])
+
+    def step(params: Any, batch: jax.Array) -> Any:
+        value, grads = jscaler.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel = jscaler.parallelize("zero3", devices=4)(step)
+        parallel.lower(PARAMS, BATCH)
+        lowered = parallel.follow(loss).lower(PARAMS, BATCH)
+    assert "all_gather" in lowered.plan.explain()
+    assert lowered.plan.lost == LostParallelism()
+
+
 def rows(graph: Any, devices: np.ndarray, *others: Any) -> None:
     graph.op_assign(graph.op_trans("up/dot", Split(graph.factor_of("batch", 0)[graph["up/dot"]], 4)), devices)
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jscaler.errors import DataError
-from models.text import batch_at, load_bytes
+from models.gpt import GPTConfig
+from models.recipes import RECIPES
+from models.text import batch_at, held_out, load_bytes
 
 
 def test_python_s_documentation_is_the_default() -> None:
@@ -36,3 +38,16 @@ def test_missing_empty_and_short_data(tmp_path: Path) -> None:
         load_bytes(tmp_path)
     with pytest.raises(DataError, match="the data has 5 bytes; one sequence needs 11"):
         batch_at(np.zeros(5, np.uint8), 0, 1, 10)
+
+
+def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(100)))
+    drawn, unread = RECIPES["gpt"].data(GPTConfig(8, 1, 1, sequence=4), path, True)
+    read = np.unique([drawn(step, 8, 0)["labels"] for step in range(50)])
+    held = np.unique([unread(step, 8, 0)["labels"] for step in range(50)])
+    assert read.max() < 95 <= held.min()
+    everything = RECIPES["gpt"].data(GPTConfig(8, 1, 1, sequence=4), path, False)[0]
+    assert np.unique([everything(step, 8, 0)["labels"] for step in range(50)]).max() > 95
+    with pytest.raises(DataError, match="has 100 bytes; a sequence to train on and one to evaluate need 102"):
+        held_out(load_bytes(path), 50)
