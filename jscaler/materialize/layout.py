@@ -292,10 +292,13 @@ def _masks(layout: Layout) -> tuple[Mask, ...]:
     """What the device at each position holds; many ask for all, again and again."""
     edges = [zip(*(edge.tolist() for edge in layout.bounds(index)), strict=True) for index in range(len(layout.cuts))]
     boxes = zip(*edges, strict=True) if edges else itertools.repeat((), len(layout.mesh.devices))
-    names = [(layout.mesh.coordinates((axis,)).tolist(), layout.mesh.size(axis), kind) for axis, kind in layout.values]
+    places = [layout.mesh.coordinates((axis,)).tolist() for axis, _ in layout.values]
     found = []
     for position, box in enumerate(boxes):
         rest = iter(box)
-        shares = tuple(Share(places[position], size, kind) for places, size, kind in names)
+        shares = tuple(
+            Share(place[position], layout.mesh.size(axis), combiner)
+            for place, (axis, combiner) in zip(places, layout.values, strict=True)
+        )
         found.append(Mask(layout.subdims, tuple(tuple(next(rest) for _ in dim) for dim in layout.subdims), shares))
     return tuple(found)
