@@ -106,7 +106,7 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     log: Annotated[Path | None, typer.Option(help="write one JSON line per step to this file")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="write events for TensorBoard to this folder")] = None,
-    evaluate_every: Annotated[
+    eval_every: Annotated[
         int | None, typer.Option(help="steps between evaluations, on data that is not trained on", min=1, metavar="N")
     ] = None,
     checkpoint: Annotated[
@@ -197,7 +197,7 @@ def train(
         raise DeviceError(f"--trace and --draw watch one process, and the job has {jax.process_count()}: leave them out")
     chosen = chosen_job(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
-        data=data, learning_rate=learning_rate, steps=steps, seed=seed, evaluate_every=evaluate_every,
+        data=data, learning_rate=learning_rate, steps=steps, seed=seed, eval_every=eval_every,
     )  # fmt: skip
     if resume and checkpoint is not None:
         from jscaler.runtime.checkpoint import latest_step

@@ -23,7 +23,7 @@ EVALUATED = 4  # batches
 def built_in_job(
     model: str, size: str | None, batch: int, seq: int | None = None, dtype: str | None = None,
     stacked: bool | None = None, remat: bool = False, data: Path | None = None, learning_rate: float = 3e-3,
-    steps: int = 100, seed: int = 0, evaluate_every: int | None = None,
+    steps: int = 100, seed: int = 0, eval_every: int | None = None,
 ) -> Job:  # fmt: skip
     """A built-in model with its train step and its data.
 
@@ -36,7 +36,7 @@ def built_in_job(
         data: a text file or a folder; None for the text of Python's documentation, or for data that is made up.
         steps: over which the learning rate decays.
         seed: of the data's order.
-        evaluate_every: steps between evaluations, on rows that no step reads: the last twentieth of a text, or other rows
+        eval_every: steps between evaluations, on rows that no step reads: the last twentieth of a text, or other rows
             that are made up; None for none.
 
     Raises:
@@ -61,7 +61,7 @@ def built_in_job(
     changes |= {"stacked": stacked} if "stacked" in recipe.options else {}
     config = dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
     module, optimizer = type(made)(config), make_optimizer(learning_rate, steps=steps)
-    batch_at, unread_at = recipe.data(config, data, evaluate_every is not None)
+    batch_at, unread_at = recipe.data(config, data, eval_every is not None)
 
     def make_state(key: Any) -> Any:
         return recipe.make_state(module, config, optimizer, key)
@@ -74,9 +74,9 @@ def built_in_job(
 
     batches = BatchesFrom(lambda first, wanted: map(one, itertools.count(first)), one)
     evaluation = None
-    if evaluate_every is not None:
+    if eval_every is not None:
         unread = [functools.partial(unread_at, number, batch, 0) for number in range(EVALUATED)]  # those of any seed
-        evaluation = Evaluation(recipe.evaluation, lambda: (made() for made in unread), evaluate_every)
+        evaluation = Evaluation(recipe.evaluation, lambda: (made() for made in unread), eval_every)
     return Job(make_state, recipe.step, batches, ", ".join(words), evaluation)
 
 

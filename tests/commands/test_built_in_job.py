@@ -92,7 +92,7 @@ class Last:
     ],
 )  # fmt: skip
 def test_every_model_is_evaluated_on_rows_that_it_is_not_trained_on(model: str, plan: str) -> None:
-    job = built_in_job(model, "nano", 4, stacked=stacked_by_default(model, None), evaluate_every=1)
+    job = built_in_job(model, "nano", 4, stacked=stacked_by_default(model, None), eval_every=1)
     last = Last()
     state = jscaler.train(job, plan, 1, devices=2, trackers=[last], say=lambda _: None)
     state = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state)

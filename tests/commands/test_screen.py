@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+import typer.rich_utils  # asks for FORCE_COLOR once, when it is imported: not in a test that sets it, for all that follow
 from of_the_day import of_the_day
 from report.stand_in import on_cpu
 from screens import faults, shown
