@@ -81,11 +81,11 @@ class Last:
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        ("gpt", "pipeline(2, 2)"),
+        ("convnet", "data_parallel"),
         *(
-            pytest.param(*one, marks=pytest.mark.one_day_in(3))
+            pytest.param(*one, marks=pytest.mark.one_day_in(5))
             for one in (
-                ("moe", "data_parallel"), ("mbart", "zero3"), ("convnet", "data_parallel"),
+                ("gpt", "pipeline(2, 2)"), ("moe", "data_parallel"), ("mbart", "zero3"),
                 ("swin", "zero1"), ("evoformer", "data_parallel"),
             )
         ),
