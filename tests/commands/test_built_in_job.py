@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-import jscaler
 from jscaler.commands.built_in_job import EVALUATED, built_in_job, model_and_size, stacked_by_default
 from jscaler.errors import JscalerError
 from jscaler.training.planned_job import PlannedJob
@@ -65,19 +64,6 @@ def test_options_that_a_model_lacks_are_refused(model: str, option: dict[str, An
         built_in_job(model, None, 4, **option)
 
 
-class Last:
-    """A tracker that keeps the last record."""
-
-    def begin(self, compiled: Any, start: int, steps: int) -> None:
-        pass
-
-    def step(self, record: jscaler.StepRecord) -> None:
-        self.found = record
-
-    def end(self, error: BaseException | None) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -93,11 +79,13 @@ class Last:
 )  # fmt: skip
 def test_every_model_is_evaluated_on_rows_that_it_is_not_trained_on(model: str, plan: str) -> None:
     job = built_in_job(model, "nano", 4, stacked=stacked_by_default(model, None), eval_every=1)
-    last = Last()
-    state = jscaler.train(job, plan, 1, devices=2, trackers=[last], say=lambda _: None)
-    state = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state)
-    every = [jax.jit(job.evaluation.step)(state, batch) for batch in job.evaluation.batches()]
+    planned = PlannedJob(job, plan, 2)
+    state = planned.state()
+    planned.step.lower(state, planned.first_batch)
+    found = job.evaluation.following(planned.step)(state)
+    here = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state)
+    every = [jax.jit(job.evaluation.step)(here, batch) for batch in job.evaluation.batches()]
     assert len(every) == EVALUATED
-    assert last.found.evaluation.keys() == every[0].keys()
-    for name, value in last.found.evaluation.items():
+    assert found.keys() == every[0].keys()
+    for name, value in found.items():
         assert value == pytest.approx(np.mean([one[name] for one in every]), rel=1e-5)

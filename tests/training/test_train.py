@@ -170,9 +170,12 @@ def test_the_command_line_takes_the_evaluation_of_a_job(tmp_path: Path) -> None:
         "    return jscaler.Job(t.make_state, t.step, t.batches, evaluation=jscaler.Evaluation(t.named, [t.X], every=2))\n"
     )
     words = ["train", "--job", f"{tmp_path / 'own.py'}:job", "--devices", "2", "--steps", "2", "--plan", "zero3"]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, [*words, "--eval-every", "1"])
     assert result.exit_code == 0, result.output
-    assert "after 2 steps: error " in result.output, result.output
+    assert "after 1 steps: error " in result.output, result.output
+    (tmp_path / "none.py").write_text((tmp_path / "own.py").read_text().partition(", evaluation")[0] + ")\n")
+    result = CliRunner().invoke(app, [*(word.replace("own.py", "none.py") for word in words), "--eval-every", "1"])
+    assert "none.py:job' has no evaluation; return jscaler.Job" in str(result.exception)
 
 
 def named(state: Any, batch: Any) -> Any:
