@@ -108,8 +108,10 @@ def rows(quick: bool) -> Iterator[Row]:
             yield bench.resumed("SIGTERM in a save", _terminated(lambda run: run.until(run.writes)))
             yield bench.full_disk()
             with two_hosts(Path(root)) as hosts:
-                yield bench.apart("SIGSTOP on one of two hosts", hosts, lambda both: both[1].send_signal(signal.SIGSTOP))
-                yield bench.apart("a cable between two hosts is pulled out", hosts, lambda both: cable(up=False))
+                yield bench.apart(
+                    "SIGSTOP on one of two hosts", hosts, lambda second: second.send_signal(signal.SIGSTOP), [0]
+                )
+                yield bench.apart("a cable between two hosts is pulled out", hosts, lambda second: cable(up=False), [0, 1])
         yield bench.damaged(rng, 1 if quick else 6)
         yield bench.differing("another plan on one process", "plan", (("--plan", PLAN), ("--plan", "pipeline(2, 2)")))
         if not quick:
@@ -222,33 +224,37 @@ class _Bench:
         told = said[0][said[0].find("ProcessError") :][:120]
         return self.row(fault, [Ended(1, "", time.monotonic() - began, 0)], [right], 0.0, told)
 
-    def apart(self, fault: str, hosts: Path | None, strike: Callable[[Sequence["subprocess.Popen[str]"]], None]) -> Row:
-        """A process on each of two hosts: who is not struck names the other and ends, and both go on together."""
+    def apart(
+        self, fault: str, hosts: Path | None, strike: Callable[["subprocess.Popen[str]"], None], witnesses: Sequence[int]
+    ) -> Row:
+        """A process on each of two hosts: those that see the fault name the other and end, and both go on together.
+
+        Args:
+            strike: is given the second process, once a state is saved.
+            witnesses: who sees it; the others are killed then.
+        """
         if hosts is None:
             return {"fault": fault, "told": "no network namespaces may be made here"}
         folder, began = self.folder(), time.monotonic()
         both = _on_both(folder, hosts)
-        run = Run(both[0], folder, began)
-        run.until(lambda: len(_complete(folder)) >= 1)
+        Run(both[0], folder, began).until(lambda: len(_complete(folder)) >= 1)
         there = _complete(folder)
-        strike(both)
-        said = [_communicated(both[0], self.limit)]
-        both[1].send_signal(signal.SIGKILL if "SIGSTOP" in fault else 0)
-        said.append(_communicated(both[1], self.limit))
+        strike(both[1])
+        said = {number: _communicated(both[number], self.limit) for number in witnesses}
         seconds = time.monotonic() - began
+        for one in both:
+            one.kill()
+            one.wait()
         cable(up=True)
         again = _on_both(folder, hosts, "--resume")
         more = [_communicated(one, self.limit) for one in again]
-        told = [line for one in said for line in one.splitlines() if "ProcessError" in line]
-        right = both[0].returncode == HUNG and "process 1" in (told or [""])[0]
-        if "SIGSTOP" not in fault:
-            right = right and both[1].returncode == HUNG and "process 0" in told[-1]
+        told = {n: next((line for line in text.splitlines() if "ProcessError" in line), "") for n, text in said.items()}
+        right = all(both[n].returncode == HUNG and f"process {1 - n}" in line for n, line in told.items())
         right = right and not any(one.returncode for one in again)
         if not right:
-            print(*said, *more, sep="\n", file=sys.stderr)
-        lost = len(set(there) - set(_complete(folder)))
-        ended = [Ended(HUNG, said[0], seconds, lost, struck=True)]
-        return self.row(fault, ended, [right], self.distance(folder) if right else np.inf, (told or [""])[0])
+            print(*said.values(), *more, sep="\n", file=sys.stderr)
+        ended = [Ended(HUNG, "", seconds, len(set(there) - set(_complete(folder))), struck=True)]
+        return self.row(fault, ended, [right], self.distance(folder) if right else np.inf, told[0])
 
     def reads(self, folder: Path) -> bool:
         """Whether the last state is what it was."""

@@ -222,7 +222,10 @@ def _steps(text: str, steps: int) -> tuple[int, int]:
     if not (first.isdecimal() and behind.isdecimal() and int(first) < int(behind)):
         raise typer.BadParameter(f"steps are FROM:TO, such as 10:20, and not {text!r}", param_hint="--profile")
     if int(first) >= steps:
-        raise typer.BadParameter(f"--steps {steps} ends before step {first}", param_hint="--profile")
+        raise typer.BadParameter(
+            f"the run has steps 0 to {steps - 1}, and ends before step {first}: give steps that it has",
+            param_hint="--profile",
+        )
     return int(first), int(behind)
 
 

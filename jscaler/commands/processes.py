@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated
@@ -84,7 +84,9 @@ def end_with(starter: int | None) -> None:
     def look() -> None:
         while os.getppid() == starter:
             time.sleep(LOOKS)
-        sys.stderr.write(f"the command that has started this process ({starter}) is gone\n")
+        with suppress(OSError):  # who read it may be gone, too
+            sys.stderr.write(f"the command that has started this process ({starter}) is gone\n")
+            sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGTERM)
 
     if starter is not None:

@@ -1,4 +1,7 @@
-"""Boxes of indices: what two have in common, what is left of one, which of many cover it."""
+"""Boxes of indices: what two have in common, what is left of one, which of many cover it.
+
+Searches ask millions of times: so tuples are made of lists, which take less time than generators.
+"""
 
 import itertools
 import math

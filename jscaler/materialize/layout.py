@@ -287,7 +287,7 @@ def common_subdims(a: SubDims, b: SubDims) -> SubDims | None:
     return tuple(result)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # of large meshes each is a thousand masks
 def _masks(layout: Layout) -> tuple[Mask, ...]:
     """What the device at each position holds; many ask for all, again and again."""
     edges = [zip(*(edge.tolist() for edge in layout.bounds(index)), strict=True) for index in range(len(layout.cuts))]

@@ -204,7 +204,7 @@ def union_of(before: Layout, after: Layout) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*before.mesh.devices, *after.mesh.devices)))
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1024)
 def regions_between(before: Layout, after: Layout) -> PointToPoint:
     """The messages of a point-to-point exchange between two layouts; positions are those of ``union_of`` both.
 
