@@ -40,4 +40,5 @@ def job(seed: int = 0) -> jscaler.Job:
         def __getitem__(self, i: int) -> np.ndarray:
             return np.random.default_rng((seed, int(i))).normal(size=16).astype(np.float32)
 
-    return jscaler.Job(make_state, step, jscaler.Batches(Examples(), rows=16, seed=3, ahead=2, threads=1))
+    data = jscaler.Batches(Examples(), rows=16, seed=3, ahead=2, threads=1)
+    return jscaler.Job(make_state, step, data, "fault job")  # whatever its data

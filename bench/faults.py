@@ -10,6 +10,7 @@ stage's; and while a state is being written, of process 0, which writes what all
 which root alone may make. Needs the extras ``checkpoint`` and ``data``.
 """
 
+import itertools
 import os
 import random
 import shutil
@@ -95,12 +96,12 @@ def rows(quick: bool) -> Iterator[Row]:
         assert alone.code == 0, alone.said
         bench = _Bench(Path(root), _state(undisturbed), alone.seconds)
         count = 1 if quick else MOMENTS
-        moments = [rng.uniform(0.0, alone.seconds) for _ in range(count)]
         for role, number in (("coordinator, first stage", 0), ("last stage", 1)):
-            yield bench.restarted(f"kill -9 of the {role}", [_killed(number, at) for at in moments])
-        saves = [(rng.randrange(1, STEPS // EVERY + 1), rng.uniform(0.0, 0.05)) for _ in range(count)]
-        yield bench.restarted("kill -9 of the writer of a state", [_killed_in_a_save(*at) for at in saves])
-        yield bench.restarted("SIGSTOP of one process", [_stopped(number) for number in ((1,) if quick else (0, 1))])
+            killed = (_killed(number, rng.uniform(0.0, alone.seconds)) for _ in itertools.count())
+            yield bench.restarted(f"kill -9 of the {role}", killed, count)
+        saves = (_killed_in_a_save(rng.randrange(1, STEPS // EVERY + 1), rng.uniform(0.0, 0.05)) for _ in itertools.count())
+        yield bench.restarted("kill -9 of the writer of a state", saves, count)
+        yield bench.restarted("SIGSTOP of one process", map(_stopped, (1,) if quick else (0, 1)), 1 if quick else 2)
         yield bench.resumed("SIGTERM while it compiles", _terminated(lambda run: run.after(0.6 * alone.seconds / 2)))
         if not quick:
             in_a_step = _terminated(lambda run: run.until(lambda: len(_complete(run.folder)) >= 2))
@@ -112,7 +113,7 @@ def rows(quick: bool) -> Iterator[Row]:
                     "SIGSTOP on one of two hosts", hosts, lambda second: second.send_signal(signal.SIGSTOP), [0]
                 )
                 yield bench.apart("a cable between two hosts is pulled out", hosts, lambda second: cable(up=False), [0, 1])
-        yield bench.damaged(rng, 1 if quick else 6)
+        yield bench.damaged(rng, 1 if quick else None)
         yield bench.differing("another plan on one process", "plan", (("--plan", PLAN), ("--plan", "pipeline(2, 2)")))
         if not quick:
             yield bench.differing("other data on one process", "first batch", (("--job", "job"), ("--job", "job(seed=1)")))
@@ -141,11 +142,12 @@ class _Bench:
         found |= {"told": told, "wrong": sum(not right for right in rights)}
         return found | {"bounds": {"worst": BOUND, "lost": 0, "seconds": self.limit, "wrong": 0}}
 
-    def restarted(self, fault: str, faults: Sequence[Fault]) -> Row:
-        """Runs that go on by themselves."""
-        ended, worst, told = [], 0.0, ""
-        for one in faults:
-            folder = self.folder()
+    def restarted(self, fault: str, faults: Iterator[Fault], count: int) -> Row:
+        """Runs that go on by themselves, until so many faults have struck one: some come when it has ended."""
+        ended: list[Ended] = []
+        worst, told = 0.0, ""
+        while sum(one.struck for one in ended) < count:
+            one, folder = next(faults), self.folder()
             found = run(folder, "--local-processes", "2", "--restarts", "1", fault=one)
             if found.code:
                 print(found.said, file=sys.stderr)
@@ -161,8 +163,9 @@ class _Bench:
         folder = self.folder()
         first = run(folder, "--local-processes", "2", fault=one)
         more = ["--resume"] if _complete(folder) else []
+        early = STEPS not in _complete(folder)
         second = run(folder, "--local-processes", "2", *more)
-        right = first.code in (128 + signal.SIGTERM, -signal.SIGTERM) and second.code == 0
+        right = early and first.code in (128 + signal.SIGTERM, -signal.SIGTERM) and second.code == 0
         told = next((line for line in first.said.splitlines() if "interrupted" in line), "")
         return self.row(fault, [first, second], [right], self.distance(folder), told)
 
@@ -184,13 +187,16 @@ class _Bench:
         finally:
             subprocess.run(["umount", str(disk)], check=False)
 
-    def damaged(self, rng: random.Random, count: int) -> Row:
-        """Files of the last state that are cut short, or gone: it is named, or it reads as before without them."""
+    def damaged(self, rng: random.Random, count: int | None) -> Row:
+        """Files of the last state, so many or all, that are cut short, or gone: it is named, or it reads as before without
+        them."""
         ended, rights, worst, named = [], [], 0.0, 0
-        for number in range(count):
+        files = [path for path in _files(self.root / "undisturbed", STEPS) if path.stat().st_size]
+        chosen = rng.sample(files, len(files) if count is None else count)
+        for number, file in enumerate(chosen):
             folder = self.folder()
             shutil.copytree(self.root / "undisturbed", folder)
-            victim = rng.choice([path for path in _files(folder, STEPS) if path.stat().st_size])
+            victim = folder / file.relative_to(self.root / "undisturbed")
             if number % 2:
                 victim.unlink()
             else:
@@ -202,7 +208,7 @@ class _Bench:
             rights.append(found.code == 0 and said is needed)
             worst = max(worst, self.distance(folder) if found.code == 0 else 0.0)
             ended.append(found)
-        told = f"{named} of {count} are named; the state reads as before without the others"
+        told = f"{named} of {len(chosen)} are named; the state reads as before without the others"
         return self.row("a damaged file of the last state", ended, rights, worst, told)
 
     def differing(self, fault: str, what: str, own: Sequence[Sequence[str]]) -> Row:

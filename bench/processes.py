@@ -3,8 +3,10 @@
 A row is a plan on so many devices by so many processes. ``right``: float64 parameters after five steps of clipped AdamW are
 those of ``jax.jit`` on one device, to 1e-10 of the largest of a leaf (or of the learning rate). ``same bits``: with four
 processes they are those with two, to the bit. ``seconds_ratio``: the median step of a model of width 1,024, by that of one
-process with as many devices; the processes share the machine's cores. ``blocks``: how many of the step's programs the
-process compiles that compiles most; ``compile_ratio``: its CPU seconds for that, by those of one process.
+process with as many devices; the processes share the machine's cores. ``gspmd_ratio``: the same of ``jax.jit`` with the
+state's and the batch's shardings given (``RIVALS``), which says what the connection between processes takes of either.
+``blocks``: how many of the step's programs the process compiles that compiles most; ``compile_ratio``: its CPU seconds for
+that, by those of one process.
 """
 
 import dataclasses
@@ -22,10 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from bench.harness import Row, main
 
-COLUMNS = ("plan", "processes", "devices", "right", "same bits", "seconds_ratio", "blocks", "compile_ratio")
+COLUMNS = ("plan", "processes", "devices", "right", "same bits", "seconds_ratio", "gspmd_ratio", "blocks", "compile_ratio")
 PLANS = {
     "data_parallel": 4,
     "zero3": 4,
@@ -34,6 +38,7 @@ PLANS = {
     "pipeline(4, 8)": 4,
     "pipeline(2, 4, plan=megatron(dp=2, tp=2))": 8,
 }
+RIVALS = {"data_parallel": "gspmd", "zero3": "gspmd, sharded state"}  # which ``Job.plan`` is XLA's own of a plan
 QUICK = ("zero3", "pipeline(2, 4)")
 STEPS, TIMED, RATE = 5, 8, 1e-2
 BOUND, RATIO = 1e-10, 1.5
@@ -42,7 +47,11 @@ LIMIT = 300.0  # seconds of one job
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A plan on so many devices, by so many processes; ``wide`` is the model whose steps are timed."""
+    """A plan, or one of ``RIVALS``, on so many devices, by so many processes.
+
+    Attributes:
+        wide: whether the model is that whose steps are timed.
+    """
 
     plan: str
     devices: int
@@ -72,7 +81,15 @@ def rows(quick: bool) -> Iterator[Row]:
                 row |= {"seconds_ratio": round(seconds, 2), "compile_ratio": round(compiled, 2)}
                 if processes == 2:
                     row["bounds"]["seconds_ratio"] = RATIO
+                    if plan in RIVALS:
+                        row["gspmd_ratio"] = round(_rival_ratio(RIVALS[plan], devices), 2)
             yield row
+
+
+def _rival_ratio(rival: str, devices: int) -> float:
+    """The step's time by two processes, by that of one."""
+    one, two = (_most(_run(Job(rival, devices, count, wide=True))[1], "seconds") for count in (1, 2))
+    return two / one
 
 
 def _distance(ours: np.ndarray, exact: np.ndarray) -> float:
@@ -120,10 +137,14 @@ def work(job: Job, number: int, port: int, folder: Path) -> None:
     import jscaler
 
     step, make_state, batch = _task(1024 if job.wide else 32, jnp.float32 if job.wide else jnp.float64)
-    parallel: Any = jscaler.parallelize(job.plan, devices=job.devices)(step) if job.plan else jax.jit(step)
     told: dict[str, Any] = {"blocks": 1, "seconds": 0.0, "compiling": 0.0}
-    state = make_state(jax.random.key(0)) if not job.plan else parallel.init(make_state, jax.random.key(0), batch=batch)
-    if job.plan:
+    if not job.plan:
+        parallel, state = jax.jit(step), make_state(jax.random.key(0))
+    elif job.plan in RIVALS.values():
+        parallel, state, batch = _by_gspmd(step, make_state, batch, sharded="sharded" in job.plan)
+    else:
+        parallel = jscaler.parallelize(job.plan, devices=job.devices)(step)
+        state = parallel.init(make_state, jax.random.key(0), batch=batch)
         lowered = parallel.lower(state, batch)
         before = time.process_time()
         compiled = lowered.compile()
@@ -139,6 +160,22 @@ def work(job: Job, number: int, port: int, folder: Path) -> None:
     leaves = jscaler.fetch(jax.tree.leaves(state["params"])) if not job.wide else []
     if number == 0:
         np.savez(folder / "0.npz", *leaves)
+
+
+def _by_gspmd(step: Any, make_state: Any, batch: Any, sharded: bool) -> tuple[Any, Any, Any]:
+    """The step by ``jax.jit``, its state (each leaf's first dim that divides is cut, or none) and its batch (by rows)."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    copied, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+
+    def sharding(leaf: Any) -> NamedSharding:
+        dims = [dim for dim, size in enumerate(leaf.shape) if sharded and size % mesh.size == 0]
+        return NamedSharding(mesh, P(*[None] * dims[0], "x")) if dims else copied
+
+    places = jax.tree.map(sharding, jax.eval_shape(make_state, jax.random.key(0)))
+    state = jax.jit(make_state, out_shardings=places)(jax.random.key(0))
+    batch = {name: jax.make_array_from_callback(x.shape, by_rows, x.__getitem__) for name, x in batch.items()}
+    parallel = jax.jit(step, in_shardings=(places, by_rows), out_shardings=(places, copied), donate_argnums=0)
+    return parallel, state, batch
 
 
 def _task(width: int, dtype: Any) -> tuple[Any, Any, Any]:

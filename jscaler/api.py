@@ -198,6 +198,16 @@ class Parallelized(Shown):
         self._compiled: dict[Any, Compiled] = {}
         self._last: Compiled | None = None
 
+    @property
+    def plan_name(self) -> str:
+        """Of its plan, before anything is planned: a policy's, in a word.
+
+        Example:
+            >>> train_step.under("zero3").plan_name
+            'zero3'
+        """
+        return _name_of(self._policy)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             warn(f"'{self._name}' runs undecorated, on one device: jax.disable_jit is on", CaptureWarning)

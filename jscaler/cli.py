@@ -41,6 +41,7 @@ from jscaler.commands.processes import (
     PANEL,
     Coordinator,
     Distributed,
+    LocalDevices,
     Process,
     Processes,
     StartedBy,
@@ -60,7 +61,9 @@ from jscaler.errors import DeviceError, JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.written import check_file, check_folder
+from jscaler.runtime.agreement import agree
 from jscaler.runtime.devices import resolve_devices
+from jscaler.runtime.watch import end_soon
 from jscaler.training.not_finite import OnNan
 from jscaler.training.planned_job import PlannedJob, devices_for
 from jscaler.training.trackers import JsonLines, Profile, TensorBoard, Tracker
@@ -115,6 +118,9 @@ def train(
     save_every: Annotated[int | None, typer.Option(help="and after every so many steps", min=1)] = None,
     keep: Annotated[int | None, typer.Option(help="states that stay, the latest; all by default", min=1)] = None,
     resume: Annotated[bool, typer.Option(help="start from the checkpoint, which may be another plan's")] = False,
+    resume_if_any: Annotated[
+        bool, typer.Option("--resume-if-any", help="the same where there is one: for launchers that start jobs again")
+    ] = False,
     on_nan: Annotated[
         OnNan, typer.Option(help="where a loss is not finite: stop, skip the step, or go back to the checkpoint")
     ] = OnNan.STOP,
@@ -145,6 +151,7 @@ def train(
     processes: Processes = None,
     process: Process = None,
     distributed: Distributed = False,
+    local_devices: LocalDevices = None,
     started_by: StartedBy = None,
     hang_after: Annotated[
         int,
@@ -165,7 +172,8 @@ def train(
 
     In a job of many processes all get the same command; --distributed under a launcher, --coordinator without one.
     """
-    for option, given in (("--resume", resume), ("--save-every", save_every), ("--keep", keep), ("--restarts", restarts)):
+    needing = {"--resume": resume, "--resume-if-any": resume_if_any, "--save-every": save_every, "--keep": keep}
+    for option, given in (needing | {"--restarts": restarts}).items():
         if given and checkpoint is None:
             raise typer.BadParameter("give the --checkpoint that it is about", param_hint=option)
     if on_nan is OnNan.RESTORE and checkpoint is None:
@@ -189,8 +197,10 @@ def train(
         words = without(sys.argv[1:], "--local-processes", "--restarts")
         run_locally(local_processes, restarts, words, checkpoint)
         return
+    if distributed and platform == "cpu" and devices is not None and processes is None:
+        raise DeviceError("virtual CPU devices are made before the launcher's processes meet: give --processes too")
     end_with(started_by)
-    joins = functools.partial(join, coordinator, processes, process, distributed, hang_after)
+    joins = functools.partial(join, coordinator, processes, process, distributed, local_devices, hang_after)
     use_platform(platform, devices_of_one(devices, processes), joins)
     console = screen(quiet=jax.process_index() > 0)
     if jax.process_count() > 1 and (trace or draw):
@@ -199,6 +209,7 @@ def train(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
         data=data, learning_rate=learning_rate, steps=steps, seed=seed, eval_every=eval_every,
     )  # fmt: skip
+    agree({"--resume": str(resume), "--checkpoint": "none" if checkpoint is None else "one"})
     if resume and checkpoint is not None:
         from jscaler.runtime.checkpoint import latest_step
 
@@ -210,7 +221,7 @@ def train(
     with OnScreen(console, explain) as shown:
         run(
             chosen, plan, steps, devices=resolve_devices(devices), seed=seed, strict=strict, checkpoint=checkpoint,
-            save_every=save_every, keep=keep, resume=resume, on_nan=on_nan, trackers=[shown, *others],
+            save_every=save_every, keep=keep, resume=resume or resume_if_any, on_nan=on_nan, trackers=[shown, *others],
             hang_after=hang_after, say=functools.partial(show, console),
             before_step=Timelines(trace, draw) if trace or draw else None,
         )  # fmt: skip
@@ -284,6 +295,10 @@ def main() -> None:
     """Run the command line; errors of ours are printed without a traceback, exit code 1."""
     try:
         app()
-    except JscalerError as error:
+    except Exception as error:
+        if jax.distributed.is_initialized():
+            end_soon()
+        if not isinstance(error, JscalerError):
+            raise
         show_error("error:", f"{type(error).__name__}: {error}")
         sys.exit(1)

@@ -72,7 +72,9 @@ def built_in_job(
     def one(step: int) -> Any:
         return batch_at(step, batch, seed)
 
-    batches = BatchesFrom(lambda first, wanted: map(one, itertools.count(first)), one)
+    described = f"{Path(data).name if data else 'the default data'} by seed {seed}"
+    described += ", a part of it held out" if eval_every is not None and "data" in recipe.options else ""
+    batches = BatchesFrom(lambda first, wanted: map(one, itertools.count(first)), one, described)
     evaluation = None
     if eval_every is not None:
         unread = [functools.partial(unread_at, number, batch, 0) for number in range(EVALUATED)]  # those of any seed

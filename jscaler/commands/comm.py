@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jscaler.clusters import Cluster, cluster_toml
 from jscaler.commands.options import use_platform
-from jscaler.commands.processes import Coordinator, Distributed, Process, Processes, join
+from jscaler.commands.processes import Coordinator, Distributed, LocalDevices, Process, Processes, join
 from jscaler.commands.screen import screen, show
 from jscaler.errors import DeviceError
 from jscaler.report.written import check_file, writing
@@ -34,6 +34,7 @@ def bench_comm(
     quick: Annotated[bool, typer.Option("--quick", help="three sizes up to 1 MiB, two runs of each")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
     distributed: Distributed = False,
+    local_devices: LocalDevices = None,
     coordinator: Coordinator = None,
     processes: Processes = None,
     process: Process = None,
@@ -47,7 +48,7 @@ def bench_comm(
 
     _refuse_suffix(out)
     check_file("cluster file", out)
-    joins = functools.partial(join, coordinator, processes, process, distributed)
+    joins = functools.partial(join, coordinator, processes, process, distributed, local_devices)
     use_platform(platform, devices, joins)
     hosts = measure.by_host(resolve_devices(None if jax.process_count() > 1 else devices), devices)
     sizes = measure.sizes_up_to(1 << 20, factor=32) if quick else measure.sizes_up_to(largest)

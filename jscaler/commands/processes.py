@@ -41,6 +41,14 @@ Process = Annotated[int | None, typer.Option(help="the number of this one, from 
 Distributed = Annotated[
     bool, typer.Option("--distributed", help="join the processes that a launcher has started", rich_help_panel=PANEL)
 ]
+LocalDevices = Annotated[
+    str | None,
+    typer.Option(
+        help="GPUs of its host that a process takes: all, or 0,1; under Slurm and Open MPI JAX gives it one, by its number",
+        rich_help_panel=PANEL,
+        metavar="all|0,1,…",
+    ),
+]
 StartedBy = Annotated[int | None, typer.Option(hidden=True)]  # the process that has started this one, and watches it
 
 JAX_WAITS = 100  # seconds until JAX takes a process for dead, by itself
@@ -50,17 +58,25 @@ LOOKS = 1.0  # seconds between two looks at who has started a process
 
 
 def join(
-    coordinator: str | None, processes: int | None, process: int | None, distributed: bool, hang_after: int = 0
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    distributed: bool,
+    local_devices: str | None = None,
+    hang_after: int = 0,
 ) -> None:
     """Join the other processes, where there are some. JAX must not have seen a device yet.
 
     Args:
+        local_devices: the GPUs of its host that it takes: "all", or their numbers; None for what JAX thinks.
         hang_after: seconds after which somebody else notices that a process is gone, and says so: JAX waits for longer.
 
     Raises:
         DeviceError: they are not there, nobody says where, or JAX runs already.
     """
     if not distributed and coordinator is None:
+        if local_devices is not None:
+            raise DeviceError("--local-devices is of a process of a job: give --coordinator or --distributed too")
         if processes is not None or process is not None:
             raise DeviceError(
                 f"--processes {processes} and --process {process} say nothing of where the others are: give --coordinator "
@@ -68,14 +84,27 @@ def join(
             )
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # which takes SIGTERM, and ends nothing
     try:
         patience = max(JAX_WAITS, 2 * hang_after)
-        jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=patience)
+        jax.distributed.initialize(
+            coordinator, processes, process, _numbers(local_devices), heartbeat_timeout_seconds=patience
+        )
     except (ValueError, RuntimeError) as error:
         raise DeviceError(
-            f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI or on Cloud TPU, or give "
-            "--coordinator HOST:PORT --processes N --process I on every host"
+            f"cannot join the processes of the job: {error}; start it under Slurm, Open MPI, Kubernetes or on Cloud TPU, "
+            "or give --coordinator HOST:PORT --processes N --process I on every host"
         ) from None
+
+
+def _numbers(local_devices: str | None) -> list[int] | None:
+    """As JAX takes them: of none it is not asked to leave any out."""
+    if local_devices is None:
+        return None
+    words = [] if local_devices == "all" else local_devices.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise DeviceError(f"--local-devices is all, or numbers such as 0,1, and not {local_devices!r}")
+    return [int(word) for word in words]
 
 
 def end_with(starter: int | None) -> None:
@@ -136,7 +165,7 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
         typer.Exit: a signal came, and all have ended as it asked; process 0 has said where.
     """
     for restart in range(restarts + 1):
-        resumed = ["--resume"] if checkpoint is not None and _has_state(checkpoint) and "--resume" not in words else []
+        resumed = ["--resume-if-any"] if restart and checkpoint is not None else []
         with ExitStack() as stack:
             started = _start(count, [*words, *resumed], stack)
             failed = _watched(started)
@@ -149,11 +178,6 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
             raise ProcessError(told if checkpoint is None else f"{told}\ngo on from the last checkpoint with --resume")
         said = lines.rpartition("\n")[2]
         sys.stderr.write(f"{told}; restart {restart + 1} of {restarts}\n" + (f"it said: {said}\n" if said else ""))
-
-
-def _has_state(folder: Path) -> bool:
-    """Asked without Orbax, which would take this process a device."""
-    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
 
 def _start(count: int, words: Sequence[str], stack: ExitStack) -> list[_Started]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,11 @@ def check_folder(what: str, path: Path | None) -> None:
     """Raises OutputError where ``path`` is no folder, and none that can be made, in which files can be written."""
     if path is None:
         return
+    if scheme := re.match(r"([a-z][a-z0-9+]+):/", str(path)):
+        raise OutputError(
+            f"cannot write the {what} '{path}': it is a URL ({scheme[1]}), and a folder is wanted; mount it, and give the "
+            "path where it is mounted"
+        )
     with writing(what, path):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:

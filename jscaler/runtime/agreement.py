@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jscaler.errors import ProcessError
+from jscaler.runtime.fetching import words_of
 
 WIDTH = 160  # bytes of a fact that are compared and shown
 
@@ -57,6 +58,6 @@ def digest(*values: Any) -> str:
     """Of texts and arrays, in twelve letters."""
     found = hashlib.sha256()
     for value in values:
-        array = None if isinstance(value, str) else np.asarray(value)
+        array = None if isinstance(value, str) else np.asarray(words_of(value))
         found.update(value.encode() if array is None else f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return found.hexdigest()[:12]

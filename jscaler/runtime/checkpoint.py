@@ -4,9 +4,11 @@ A state is whole or not there: Orbax writes beside it and renames at the end. A 
 noticed when it is read; a bit that has turned in the numbers themselves is not.
 """
 
+import errno
 import itertools
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +19,10 @@ import jax
 import numpy as np
 
 from jscaler.capture.names import tree_path
-from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, warn
+from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, ProcessError, warn
 from jscaler.report.written import check_folder, writing
 from jscaler.runtime.agreement import any_process
+from jscaler.runtime.out_of_memory import is_out_of_memory
 from jscaler.runtime.spreading import brought_home, spread, spread_structs
 
 try:
@@ -28,6 +31,15 @@ except ImportError:
     raise JscalerError('checkpoints need Orbax, which is not installed: pip install "jscaler[checkpoint]"') from None
 
 SIDES = ("the checkpoint", "the model")
+LONGEST_WRITE = 24 * 3600  # seconds that a state may take; Orbax' own 20 minutes end a run whose storage is slow
+DAMAGED = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # of an OSError: all else is the storage's, and may pass
+PASSING = re.compile(
+    "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|Permission denied|Input/output error|"
+    "Stale file handle|Too many open files|timed out",
+    re.IGNORECASE,
+)
+MARK = ".seen-"  # and a number: a file for a moment
+UNSEEN = 1  # in place of a mark's number: none can be written
 FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read it
 ITEM = "default"  # the one that a state is to Orbax: a folder in that of its step
 WRITTEN = {"jscaler": {"format": FORMAT, "orbax": ocp.__version__}}  # beside every state
@@ -74,6 +86,8 @@ class Checkpoints:
         if jax.process_index() == 0:
             for half in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
                 shutil.rmtree(half)
+            for mark in self.folder.glob(f"{MARK}*"):
+                mark.unlink()
         any_process(False)  # none saves before it is done
 
     def __exit__(self, *raised: Any) -> None:
@@ -133,7 +147,10 @@ def _saying(folder: Path) -> Iterator[None]:
             yield
     except OutputError:
         raise
-    except Exception as error:  # Orbax hands on what its storage raises, of whatever class
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        # Orbax hands on what its storage raises, of whatever class
         raise OutputError(f"cannot write the checkpoint '{folder}': {_line(error)}; choose another path") from error
 
 
@@ -144,11 +161,43 @@ def save(folder: Path, step: int, state: Any) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The numbers of steps taken by the states in ``folder``, in order."""
-    if not folder.is_dir():
+    """The numbers of steps taken by the states in ``folder``, in order; all processes of a job ask.
+
+    Raises:
+        ProcessError: they do not see the same folder.
+    """
+    if not _is_there(folder):
         return []
     with _manager(folder) as manager:
         return sorted(manager.all_steps())
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether there is such a folder, which all processes see: the first leaves a mark in it that the others look for."""
+    if jax.process_count() == 1:
+        return folder.is_dir()
+    first, number = jax.process_index() == 0, 0
+    if first and folder.is_dir():
+        number = secrets.randbelow(2**30) + UNSEEN + 1
+        try:
+            _mark(folder, number).touch()
+        except OSError:  # one that can be read only
+            number = UNSEEN
+    number = any_process(number)
+    sees = _mark(folder, number).exists() if number > UNSEEN else folder.is_dir() == bool(number)
+    blind = any_process(0 if sees else jax.process_index() + 1)
+    if first and number > UNSEEN:
+        _mark(folder, number).unlink()
+    if blind:
+        raise ProcessError(
+            f"process {blind - 1} does not see the folder '{folder}' that process 0 sees: give --checkpoint a folder of a "
+            "file system that all hosts share"
+        )
+    return bool(number)
+
+
+def _mark(folder: Path, number: int) -> Path:
+    return folder / f"{MARK}{number}"
 
 
 def found_step(folder: Path) -> int | None:
@@ -242,6 +291,10 @@ def _read(folder: Path, step: int, target: Any) -> Any:
                 raise TypeError("its leaves have other types than were saved")
             return found
         except Exception as error:  # of whatever class
+            if is_out_of_memory(error):
+                raise
+            if not _is_damage(error):
+                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is: try again") from error
             if saved and saved != wanted:
                 raise DataError(_foreign(which, saved, wanted)) from error
             if _numbers(by := str(written.get("orbax", ""))) > _numbers(ocp.__version__):
@@ -255,6 +308,13 @@ def _read(folder: Path, step: int, target: Any) -> Any:
             ) from error
 
 
+def _is_damage(error: Exception) -> bool:
+    """Whether a state that could not be read is at fault, and not what it lies on."""
+    if isinstance(error, OSError):
+        return error.errno in DAMAGED and not PASSING.search(str(error))
+    return not isinstance(error, MemoryError) and not PASSING.search(str(error))
+
+
 def read(folder: Path, step: int, entry: str | None = None) -> Any:
     """The state after ``step`` steps as it was written, as dicts and lists of numpy arrays; of a random key its words.
 
@@ -264,6 +324,8 @@ def read(folder: Path, step: int, entry: str | None = None) -> Any:
     Raises:
         DataError: there is none, or it is damaged.
     """
+    if not folder.is_dir():  # which Orbax would make
+        raise DataError(f"there is no checkpoint in {folder}: it is no folder; give the one that was trained into")
     with _manager(folder) as manager:
         if step not in (known := sorted(manager.all_steps())):
             raise DataError(
@@ -285,7 +347,9 @@ def read(folder: Path, step: int, entry: str | None = None) -> Any:
 
 def _manager(folder: Path, **options: Any) -> ocp.CheckpointManager:
     """Of one damaged state it opens the others all the same; and it knows how to read what a state says of itself."""
-    given = ocp.CheckpointManagerOptions(lightweight_initialize=True, **options)
+    given = ocp.CheckpointManagerOptions(
+        lightweight_initialize=True, async_options=ocp.options.AsyncOptions(timeout_secs=LONGEST_WRITE), **options
+    )
     return ocp.CheckpointManager(folder.absolute(), item_handlers=ocp.StandardCheckpointHandler(), options=given)
 
 

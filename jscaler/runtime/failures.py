@@ -40,12 +40,15 @@ def failure(
         return out_of_memory(step, where, error)
     asked = {"NaN": jax.config.jax_debug_nans, "infinity": jax.config.jax_debug_infs}  # type: ignore[attr-defined]
     kinds = [kind for kind in asked if asked[kind]]
-    if kinds:
+    own = {devices[i].process_index for i in step.blocks[number].group.devices} == {jax.process_index()}
+    if kinds and own:  # others may have seen nothing, and would not run it again
         found = first_not_finite(step, devices, number, given, kinds)
         if found:
             return NotFiniteError(f"{found}, in {where}")
     reason = str(error).strip().splitlines() or [""]
-    return BlockError(f"{where} failed ({_ops(step, step.blocks[number])}): {type(error).__name__}: {reason[0]}")
+    told = f"{where} failed ({_ops(step, step.blocks[number])}): {type(error).__name__}: {reason[0]}"
+    alone = "; the op that makes it is looked for where one process has all devices of the block: run the job in one"
+    return BlockError(told + (alone if kinds and not own else ""))
 
 
 def place_of(step: StepPlan, number: int, microbatches: Sequence[int] = ()) -> str:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -28,11 +29,26 @@ def fetch(tree: Any) -> Any:
     """
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    leaves, form = jax.tree.flatten(tree)
+    keys, form = jax.tree.flatten(tree)
+    leaves = list(map(words_of, keys))
     own = list(map(_own, leaves))
     given = [np.zeros(x.shape, x.dtype) if one is None else one for x, one in zip(leaves, own, strict=True)]
     held, every = multihost_utils.process_allgather((np.array([one is not None for one in own]), given))
-    return form.unflatten([rows[holds.argmax()] for holds, rows in zip(held.T, every, strict=True)])
+    found = [rows[holds.argmax()] for holds, rows in zip(held.T, every, strict=True)]
+    return form.unflatten(map(_as_before, keys, found))
+
+
+def words_of(leaf: Any) -> Any:
+    """A leaf as numpy can have it: of a random key, its words."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _as_before(leaf: Any, found: np.ndarray) -> Any:
+    return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(leaf)) if _is_key(leaf) else found
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _own(leaf: Any) -> Any:

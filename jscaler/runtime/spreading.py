@@ -2,7 +2,7 @@
 
 Of a pipeline's state a process has its own stages' leaves alone, and Orbax refuses a leaf of one process, lest each of them
 writes its own. So such a leaf is shared out to all for as long as it is written, and brought home when it was read. A part
-of a leaf goes to each host, one leaf after the other: every process writes as much as another.
+of a leaf goes to each device, one leaf after the other: every process writes as much as another, and no device holds more.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jscaler.runtime.absent import absent, is_absent
-from jscaler.runtime.devices import Device, devices_of, is_here, own_devices
+from jscaler.runtime.devices import Device, devices_of, is_here
 
-AXIS = "process"
+PROCESS, LOCAL = "process", "local"  # axes
 
 
 def spread(tree: Any) -> Any:
@@ -43,20 +43,23 @@ def _is_everywhere(sharding: Any) -> bool:
     return len({device.process_index for device in sharding.device_set}) == jax.process_count()
 
 
-def _firsts() -> list[Device]:
-    """The first device of each process."""
-    first: dict[int, Device] = {}
+def _devices() -> np.ndarray:
+    """As many devices of each process, in a row each."""
+    own: dict[int, list[Device]] = {}
     for device in jax.devices():
-        first.setdefault(device.process_index, device)
-    return [first[process] for process in sorted(first)]
+        own.setdefault(device.process_index, []).append(device)
+    return np.array([own[process][: min(map(len, own.values()))] for process in sorted(own)])
 
 
 def _across(leaf: Any) -> NamedSharding:
-    """On one device of each process: cut where a dim divides, and a copy each where none does."""
-    mesh = Mesh(np.array(_firsts()), (AXIS,))
+    """Over all devices, where a dim divides by their number; else over processes; and a copy each where none divides."""
+    devices = _devices()
     sizes = () if _is_key(leaf) else leaf.shape
-    cut = next((dim for dim, size in enumerate(sizes) if size and size % jax.process_count() == 0), None)
-    return NamedSharding(mesh, P() if cut is None else P(*(None,) * cut, AXIS))
+    for count, axes in ((devices.size, (LOCAL, PROCESS)), (len(devices), (PROCESS,))):
+        cut = next((dim for dim, size in enumerate(sizes) if size and size % count == 0), None)
+        if cut is not None:
+            return NamedSharding(Mesh(devices, (PROCESS, LOCAL)), P(*(None,) * cut, axes))
+    return NamedSharding(Mesh(devices, (PROCESS, LOCAL)), P())
 
 
 def _spread(leaf: jax.Array) -> jax.Array:
@@ -68,14 +71,18 @@ def _spread(leaf: jax.Array) -> jax.Array:
         wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=_across(leaf))
         return jax.block_until_ready(wrap(words))
     across, owner = _across(leaf), devices_of(leaf.sharding)[0]
-    (here,) = own_devices(across)
     whole = None if is_absent(leaf.sharding) else _whole(leaf)  # by all that have some of it, together
-    if whole is not None and is_here(owner):
-        own = jax.device_put(whole[None], here)
-    else:
-        own = jnp.zeros((1, *leaf.shape), leaf.dtype, device=here)
-    row = NamedSharding(across.mesh, P(AXIS))
-    given = jax.make_array_from_single_device_arrays((jax.process_count(), *leaf.shape), row, [own])
+    within = [LOCAL if LOCAL in (axes or ()) else None for axes in across.spec]
+    rows = NamedSharding(across.mesh, P(PROCESS, *within))  # a row of each process: it, or zeros
+    shape = (jax.process_count(), *leaf.shape)
+    own = []
+    for device, index in rows.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        if whole is not None and is_here(owner):
+            own.append(jax.device_put(whole[None, *index[1:]], device))
+        else:
+            own.append(jnp.zeros((1, *rows.shard_shape(shape)[1:]), leaf.dtype, device=device))
+    given = jax.make_array_from_single_device_arrays(shape, rows, own)
     return jax.block_until_ready(jax.jit(_one_of_them, out_shardings=across)(given))
 
 

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jscaler.errors import check_count
+from jscaler.errors import BlockError, StateLostError, check_count
 
 HUNG = 75  # the exit code: try again
 RUNS, READS = "runs", "reads a batch for"  # what a process does for a step; all else may take as long as it wants
@@ -40,7 +40,7 @@ class Beat:
     Attributes:
         doing: in words.
         step: for which step; None before the first.
-        seconds: since when.
+        seconds: since when; where it has failed, since then.
         failed: the error that ends it.
         left: whether it has ended, as it should or not.
     """
@@ -71,18 +71,21 @@ def verdict(heard: Mapping[int, Heard], limit: float) -> str:
     Args:
         limit: seconds that a process may be silent, or all may take for one step.
     """
-    there = {number: one for number, one in heard.items() if not one.beat.left or one.beat.failed}
-    for number, one in there.items():
-        if one.beat.failed:
-            return f"process {number} has failed ({one.beat.where}): {one.beat.failed}"
+    there = {number: one for number, one in heard.items() if not one.beat.left}
+    for number, one in there.items():  # before those that fail for want of it
         if one.gone:
             return f"process {number} has gone ({one.beat.where})"
+    for number, one in there.items():
         if one.silent > limit:
             return f"process {number} is silent for {one.silent:.0f} s ({one.beat.where}): it was stopped, or is cut off"
+    failed = [(one.silent + one.beat.seconds, number) for number, one in heard.items() if one.beat.failed]
+    if failed:
+        beat = heard[first := max(failed)[1]].beat
+        return f"process {first} has failed ({beat.where}): {beat.failed}"
     if there and all(one.beat.doing in (RUNS, READS) and one.beat.seconds > limit for one in there.values()):
         late = {number: one for number, one in there.items() if one.beat.doing != RUNS} or there
         who = ", ".join(f"process {number} {one.beat.where} for {one.beat.seconds:.0f} s" for number, one in late.items())
-        return f"no process goes on: {who}"
+        return f"no process goes on: {who}; where steps take as long, give a longer --hang-after"
     return ""
 
 
@@ -123,11 +126,14 @@ class Watch:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         failed = f"{type(error).__name__}: {error}".splitlines()[0] if isinstance(error, Exception) else ""
+        if failed and self._threads and isinstance(error, jax.errors.JaxRuntimeError | BlockError | StateLostError):
+            self._closing.wait(2 * self._every)  # where another one is the cause, this one ends with its name
         with self._lock:
+            self._since = time.monotonic() if failed else self._since
             self._beat = replace(self._beat, failed=failed, left=True)
         self._leaving.set()
         if failed and self._threads:
-            atexit.register(_end_soon)
+            end_soon()
         until = time.monotonic() + (LEAVING if failed else self.limit)
         while self._threads and time.monotonic() < until and not self._all_left():
             time.sleep(0.05)  # others hear it from here
@@ -140,7 +146,9 @@ class Watch:
         server, said = None, np.zeros(256, np.uint8)
         if jax.process_index() == 0:
             server = socket.create_server(("", 0), backlog=jax.process_count())
-            text = " ".join([secrets.token_hex(16), str(server.getsockname()[1]), *_addresses()]).encode()[: len(said)]
+            text = f"{secrets.token_hex(16)} {server.getsockname()[1]}".encode()
+            for address in _addresses():
+                text += f" {address}".encode() if len(text) + len(address) < len(said) else b""
             said[: len(text)] = list(text)
         key, port, *hosts = bytes(multihost_utils.broadcast_one_to_all(said)).rstrip(b"\0").decode().split()
         return server, [(host, int(port)) for host in hosts], key.encode()
@@ -250,11 +258,16 @@ def _addresses() -> list[str]:
     return list(dict.fromkeys([*(one for one in found if not one.startswith("127.")), "127.0.0.1"]))
 
 
-def _end_soon() -> None:
-    """At its end JAX waits for the other processes, and those have ended for want of this one."""
-    ending = threading.Timer(LEAVING, os._exit, [1])
-    ending.daemon = True
-    ending.start()
+def end_soon() -> None:
+    """Have this process, which ends with an error, end without the others: at its end JAX waits for them, and those wait
+    for this one, or have ended for want of it."""
+
+    def end() -> None:
+        ending = threading.Timer(LEAVING, os._exit, [1])
+        ending.daemon = True
+        ending.start()
+
+    atexit.register(end)
 
 
 def _end(told: str, code: int) -> None:

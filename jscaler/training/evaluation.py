@@ -41,7 +41,7 @@ class Evaluation(NamedTuple):
 
         Raises:
             DataError: at a call, there are no batches.
-            JobError: the batches have no end.
+            JobError: the batches have no end, or can be read once.
             JobError: at a call, the step returns something other than numbers.
 
         Example:
@@ -53,6 +53,11 @@ class Evaluation(NamedTuple):
             raise JobError(
                 "the batches of an evaluation are all read each time, and these have no end: give a function that returns "
                 "a few of them, lambda: itertools.islice(batches.starting(0), 10)"
+            )
+        if isinstance(self.batches, Iterator):
+            raise JobError(
+                f"the batches of an evaluation are all read each time, and a {type(self.batches).__name__} can be read "
+                "once: give a list, or a function that returns an iterable"
             )
         followed = train_step.follow(self.step)
 

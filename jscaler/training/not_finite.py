@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jscaler.capture.names import leaf_names
 from jscaler.capture.wishes import no_mesh
-from jscaler.errors import JobError, NotFiniteError
+from jscaler.errors import JobError, NotFiniteError, listing
 from jscaler.runtime.fetching import fetch
 from jscaler.runtime.graph_nodes import holds_nodes
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # which needs the extra that has Orbax
     from jscaler.runtime.checkpoint import Checkpoints
 
 MOST_RETURNS = 3  # to one state
+MOST_SKIPS = 100  # in a row
 SKIPPED = "skipped"  # the metric that says whether a step was
 
 
@@ -32,7 +33,9 @@ class OnNan(enum.StrEnum):
 
 
 def skipping(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """``train_step``, whose state stays as it was where the loss, or the next state, is not finite.
+    """``train_step``, whose state stays as it was where the loss, or a number of the next state, is not finite any more.
+
+    A number that was not finite before, such as the best loss so far of a state that has seen none, is no reason.
 
     Raises:
         JobError: when it is traced: its state is changed in place, or it returns no state and loss.
@@ -46,15 +49,23 @@ def skipping(train_step: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(made, tuple) or len(made) != 2:
             return made  # which is refused for what it is
         after, metrics = made
-        ok = functools.reduce(jnp.logical_and, map(_is_finite, jax.tree.leaves((after, metrics))), jnp.array(True))
         named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
+        stays = jax.tree.leaves(jax.tree.map(_stays_finite, after, state))
+        good = [*map(_is_finite, jax.tree.leaves(named.get("loss"))), *stays]
+        ok = functools.reduce(jnp.logical_and, good, jnp.array(True))
         return jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, state), {**named, SKIPPED: ~ok}
 
     return step
 
 
 def _is_finite(leaf: Any) -> Any:
-    return jnp.isfinite(leaf).all() if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) else jnp.array(True)
+    return _stays_finite(leaf, 0.0)
+
+
+def _stays_finite(after: Any, before: Any) -> Any:
+    if not jnp.issubdtype(jnp.result_type(after), jnp.inexact):
+        return jnp.array(True)
+    return (jnp.isfinite(after) | ~jnp.isfinite(before)).all()
 
 
 class NotFinite:
@@ -62,33 +73,55 @@ class NotFinite:
 
     Args:
         target: how the state lies, as `runtime.checkpoint.restore` takes it; asked for where a run goes back.
+        state: that which the run begins with; what is not finite in it already, an update may leave so.
     """
 
-    def __init__(self, choice: OnNan, checkpoints: "Checkpoints | None" = None, target: Callable[[], Any] = lambda: None):
+    def __init__(
+        self,
+        choice: OnNan,
+        checkpoints: "Checkpoints | None" = None,
+        target: Callable[[], Any] = lambda: None,
+        state: Any = None,
+    ):
         self.choice = choice
         self._checkpoints, self._target = checkpoints, target
         self._returns: dict[int, int] = {}
+        self._skips = 0  # in a row
+        looks = checkpoints is not None and choice is not OnNan.SKIP
+        self._before = set(not_finite(state)) if looks else set[str]()
 
-    def after(self, step: int, loss: float, state: Any, saved: bool) -> tuple[int, Any] | None:
-        """Nothing, where the run goes on behind ``step``; else the number of steps taken by another state, and that state.
+    def after(self, step: int, loss: float, state: Any, saved: bool, skipped: bool = False) -> str:
+        """What is not finite behind ``step``, in words, where the run is to go `back`; "" where it goes on.
 
         Args:
             state: that which the step has left, looked at where it is to be ``saved``: a gradient may not be finite.
+            skipped: whether the step has left it as it was.
 
         Raises:
-            NotFiniteError: the loss or the state is not finite, and the run is to stop, has nothing to go back to, or has
-                gone back to the same state before, again and again.
+            NotFiniteError: the loss or the state is not finite, and the run is to stop; or all steps are skipped.
         """
         if self.choice is OnNan.SKIP:
-            return None
-        if math.isfinite(loss) and not (saved and not is_finite(state)):
-            return None
-        what = (
-            f"the loss of step {step} is {loss}"
-            if not math.isfinite(loss)
-            else f"the state behind step {step} is not finite"
-        )
-        found = self._checkpoints.back(self._target()) if self.choice is OnNan.RESTORE and self._checkpoints else None
+            self._skips = self._skips + 1 if skipped else 0
+            if self._skips < MOST_SKIPS:
+                return ""
+            raise NotFiniteError(f"{MOST_SKIPS} steps in a row were skipped, up to step {step}; {self._remedy}")
+        what = "" if math.isfinite(loss) else f"the loss of step {step} is {loss}"
+        if not what and saved and (found := [name for name in not_finite(state) if name not in self._before]):
+            what = f"the state behind step {step} is not finite, in {listing(found)}"
+        if what and (self.choice is OnNan.STOP or self._checkpoints is None):
+            raise NotFiniteError(f"{what}; {self._remedy}")
+        return what
+
+    def back(self, what: str) -> tuple[int, Any]:
+        """The number of steps taken by the latest checkpoint's state, and that state.
+
+        Args:
+            what: is not finite, in words.
+
+        Raises:
+            NotFiniteError: there is none, or the run has gone back to it before, again and again.
+        """
+        found = self._checkpoints.back(self._target()) if self._checkpoints is not None else None
         if found is None:
             raise NotFiniteError(f"{what}; {self._remedy}")
         self._returns[found[0]] = self._returns.get(found[0], 0) + 1
@@ -104,17 +137,20 @@ class NotFinite:
         return f"{kept}JAX_DEBUG_NANS=1 names the op that makes it, and --on-nan skip or restore goes on"
 
 
-def is_finite(state: Any) -> bool:
-    """Whether all numbers of a state are finite, on whatever devices; all processes call it."""
-    groups: dict[Any, list[Any]] = {}
-    for leaf in jax.tree.leaves(state):
-        groups.setdefault(frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None, []).append(leaf)
+def not_finite(state: Any) -> list[str]:
+    """The leaves of a state that hold a number which is not finite, on whatever devices; all processes call it."""
+    leaves, groups = jax.tree.leaves(state), dict[Any, list[int]]()
+    for number, leaf in enumerate(leaves):
+        where = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
+        groups.setdefault(where, []).append(number)
     with no_mesh():
         # one after the other: on CPUs two programs of several processes at once take each other's numbers
-        found = [jax.block_until_ready(_all_finite(leaves)) for leaves in groups.values()]
-        return all(map(np.all, fetch(found)))
+        found = [jax.block_until_ready(_each_finite([leaves[n] for n in numbers])) for numbers in groups.values()]
+        finite = [flag for flags in fetch(found) for flag in flags]
+    bad = {number for number, ok in zip((n for numbers in groups.values() for n in numbers), finite, strict=True) if not ok}
+    return [name for number, name in enumerate(leaf_names("state", state)) if number in bad]
 
 
 @jax.jit
-def _all_finite(leaves: list[Any]) -> Any:
-    return functools.reduce(jnp.logical_and, map(_is_finite, leaves))
+def _each_finite(leaves: list[Any]) -> Any:
+    return jnp.stack([_is_finite(leaf) for leaf in leaves])

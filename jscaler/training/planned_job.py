@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jscaler import plans
-from jscaler.api import Parallelized, parallelize
+from jscaler.api import Parallelized, PlanLike, parallelize
 from jscaler.capture.names import leaf_names
 from jscaler.errors import CaptureError, DataError, listing
 from jscaler.primitives import Plan
@@ -39,7 +38,7 @@ class PlannedJob:
     """A model, its data and its train step under a plan.
 
     Args:
-        plan: as ``plans.by_name`` takes it.
+        plan: as ``parallelize`` takes it.
         devices: as ``parallelize`` takes them.
         seed: of the key that the state is made from.
         strict: whether a plan that loses parallelism is refused.
@@ -48,11 +47,10 @@ class PlannedJob:
         UnknownNameError: no such plan.
     """
 
-    def __init__(self, job: Job, plan: str, devices: Any, seed: int = 0, strict: bool = False):
-        self.job, self.seed, self.plan_text = job, seed, plan
-        self.step: Parallelized = parallelize(
-            plans.by_name(plan), devices=devices, donate_argnums=0, strict=strict
-        )(job.train_step)  # fmt: skip
+    def __init__(self, job: Job, plan: PlanLike, devices: Any, seed: int = 0, strict: bool = False):
+        self.job, self.seed = job, seed
+        step: Parallelized = parallelize(plan, devices=devices, donate_argnums=0, strict=strict)(job.train_step)
+        self.step, self.plan_text = step, str(plan) if isinstance(plan, str | os.PathLike) else step.plan_name
         self.state_name, self.batch_name = list(inspect.signature(job.train_step).parameters)[:2]
         self._data = _on_and_on(job)
 
@@ -104,19 +102,27 @@ class PlannedJob:
         raise DataError(f"the batches of {self.job.name} have ended, and those that begin anywhere have no end")
 
     def own_batches(self, compiled: Compiled, start: int) -> Iterator[Any]:
-        """As `batches`; in a job of several processes each reads the rows of its own devices alone, where it can."""
-        if jax.process_count() == 1 or not isinstance(self.job.batches, StartingAnywhere):
+        """As `batches`; in a job of several processes each reads the rows of its own devices alone, where it can.
+
+        Raises:
+            ProcessError: at a batch that cannot be read so: not all processes have the same.
+        """
+        if jax.process_count() == 1:
             return self.batches(start)
         leaves, tree = jax.tree.flatten(self.first_batch)
         names = leaf_names(self.batch_name, self.first_batch)
         known = dict(zip(compiled.lowered.leaf_names, compiled.lowered.executable.in_shardings, strict=True))
         shardings = [known[name] for name in names]
-        wanted = own_rows([np.shape(leaf) for leaf in leaves], shardings)
+        in_parts = isinstance(self.job.batches, StartingAnywhere)
+        wanted = own_rows([np.shape(leaf) for leaf in leaves], shardings) if in_parts else None
 
-        def own(batch: Any) -> Any:
-            return jax.tree.unflatten(tree, map(own_parts, jax.tree.leaves(batch), shardings))
+        def own(step: int, batch: Any) -> Any:
+            found = jax.tree.leaves(batch)
+            if not in_parts:
+                agree({f"batch of step {step} (of which each process gives all rows)": digest(*found)})
+            return jax.tree.unflatten(tree, map(own_parts, found, shardings))
 
-        return map(own, self.batches(start, wanted))
+        return map(own, itertools.count(start), self.batches(start, wanted))
 
     def _types(self, batch: Any, which: str) -> dict[str, LeafType]:
         """What each leaf of a batch is, by its path."""
@@ -144,7 +150,7 @@ class PlannedJob:
     def start(self, checkpoint: Path | None = None) -> tuple[int, Any]:
         """The first step, and the state in the plan's layout: a fresh one, or the latest of ``checkpoint``."""
         make_state, given = self.job.make_state, {self.batch_name: self.first_batch}
-        self._agree()
+        self._agree_on_the_step()
         if checkpoint is None:
             return 0, self.step.init(make_state, self.key, **given)
         from jscaler.runtime.checkpoint import latest_step, restore_latest
@@ -156,13 +162,23 @@ class PlannedJob:
         """The state's types, as the plan lays it out."""
         return self.step.abstract_state(self.job.make_state, self.key, **{self.batch_name: self.first_batch})
 
-    def _agree(self) -> None:
-        """Raises ProcessError where the processes of a job are about something else, before anything is compiled."""
+    def agree(self, options: dict[str, Any]) -> None:
+        """Raises ProcessError where the processes of a job are about something else, before anything is planned.
+
+        Args:
+            options: all that says when they meet: how many steps, which are saved.
+        """
         if jax.process_count() == 1:
             return
         flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
-        facts = {name: str(value) for name, value in self.about.items()}
-        agree(facts | {"XLA_FLAGS": flags, "first batch": digest(*jax.tree.leaves(self.first_batch))})
+        facts = {name: str(value) for name, value in (self.about | options).items()}
+        batch = "first batch (of which each process gives all rows)"
+        agree(facts | {"XLA_FLAGS": flags, batch: digest(*jax.tree.leaves(self.first_batch))})
+
+    def _agree_on_the_step(self) -> None:
+        """Raises ProcessError where they are about another step, before anything is compiled."""
+        if jax.process_count() == 1:
+            return
         lowered = self.step.lower(*self.arguments())
         texts = (one.as_text() for one in lowered.segments)
         agree({"plan": f"{lowered.plan.name} ({lowered.plan.digest})", "lowered step": digest(*texts)})
@@ -170,7 +186,7 @@ class PlannedJob:
     @property
     def about(self) -> dict[str, Any]:
         """What a checkpoint says of the run that it is of."""
-        versions = {"jscaler": metadata.version("jscaler"), "jax": jax.__version__}
+        versions = {name: metadata.version(name) for name in ("jscaler", "jax", "jaxlib")}
         data = self.job.batches.described if isinstance(self.job.batches, StartingAnywhere) else ""
         versions |= {"data": data} if data else {}
         return {"job": self.job.name, "plan": self.plan_text, "seed": self.seed, **versions}

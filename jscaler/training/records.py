@@ -93,17 +93,14 @@ class Speed(NamedTuple):
             batch: a tree of arrays.
             seconds: above 0.
 
-        Raises:
-            IndexError: there is no array in it.
-
         Example:
             >>> jscaler.Speed.of({"tokens": np.zeros((2, 8), int)}, 0.5)
             Speed(what='tokens', rate=32.0)
         """
         if isinstance(batch, Mapping) and "tokens" in batch:
-            return Speed("tokens", batch["tokens"].size / seconds)
-        shape = jax.numpy.shape(jax.tree.leaves(batch)[0])
-        return Speed("rows", (shape[0] if shape else 1) / seconds)
+            return Speed("tokens", sum(map(jax.numpy.size, jax.tree.leaves(batch["tokens"]))) / seconds)
+        shapes = filter(None, map(jax.numpy.shape, jax.tree.leaves(batch)))
+        return Speed("rows", next(shapes, (1,))[0] / seconds)
 
 
 def seconds_at_peak(graph: Graph, devices: Sequence[Device]) -> float | None:

@@ -1,6 +1,7 @@
 """Logs of runs, to be compared: what `JsonLines` has written, read again."""
 
 import json
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ def run_logs(path: Path) -> list[RunLog]:
     found = [path] if path.is_file() else path.rglob("*")
     files = sorted(one for one in found if one.is_file() and not one.name.startswith("."))
     root = path.parent if path.is_file() else path
+    if path.is_file() and not os.access(path, os.R_OK):
+        raise DataError(f"the log '{path}' cannot be read: no permission")
     found = [RunLog(str(file.relative_to(root)), _about(file), rows) for file in files if (rows := list(_rows(file)))]
     if not found:
         raise DataError(f"no log of a run is in '{path}': jscaler train --log FILE and jscaler.JsonLines write them")
@@ -83,7 +86,7 @@ def _about(path: Path) -> Mapping[str, Any]:
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The records of a log; nothing of a file that is none. Its last line may be half written."""
+    """The records of a log; nothing of a file that is none, or cannot be read. Its last line may be half written."""
     rows: dict[int, Mapping[str, Any]] = {}
     try:
         with path.open("rb") as file:
@@ -92,8 +95,8 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
                     rows[row["step"]] = row
                 elif not rows:
                     return
-    except OSError as error:
-        raise DataError(f"the log '{path}' cannot be read: {error.strerror or error}") from None
+    except OSError:
+        return
     yield from (rows[step] for step in sorted(rows))
 
 

@@ -1,7 +1,9 @@
 """Who is told of a run, step by step: a log of JSON lines, TensorBoard, a profiler, or what a user writes."""
 
 import json
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -195,6 +197,7 @@ class TensorBoard(Tracker):
 
     Raises:
         JscalerError: tensorboardX is not installed: ``pip install "jscaler[tensorboard]"``.
+        OutputError: when the run begins, or at a step: they cannot be written.
 
     Example:
         >>> events = jscaler.TensorBoard(folder / "tb")
@@ -207,23 +210,38 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: Path | str):
         try:
-            from tensorboardX import SummaryWriter
+            import tensorboardX  # noqa: F401
         except ImportError:
             missing = 'events for TensorBoard need tensorboardX, which is not installed: pip install "jscaler[tensorboard]"'
             raise JscalerError(missing) from None
         self.folder = Path(folder)
-        self._made: Any = SummaryWriter
         self._writer: Any = None
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
+        # not its SummaryWriter: that writes in a thread, and where the disk is full it waits for ever
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
         with writing("events", self.folder):
-            self._writer = self._made(str(self.folder), purge_step=start)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(self.folder / "events"))
+            self._write(start, session_log=SessionLog(status=SessionLog.START))  # later ones are of an earlier run
 
     def step(self, record: StepRecord) -> None:
-        for name, value in record.as_json().items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, record.step)
+        from tensorboardX.summary import scalar
+
+        values = {name: value for name, value in record.as_json().items() if name != "step" and value is not None}
+        with writing("events", self.folder):
+            for name, value in values.items():
+                self._write(record.step, summary=scalar(name, value))
+            self._writer.flush()
 
     def end(self, error: BaseException | None) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # all is flushed, or was said
+                self._writer.close()
+
+    def _write(self, step: int, **what: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._writer.write_event(Event(wall_time=time.time(), step=step, **what))

@@ -1,16 +1,18 @@
 """``train``: a job under a plan, step by step, with all that weeks of it need."""
 
 import signal
+import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jscaler.api import Parallelized
+from jscaler.api import Parallelized, PlanLike
 from jscaler.capture.names import leaf_names
 from jscaler.errors import JobError, JscalerError, check_count
 from jscaler.report.written import check_folder
@@ -38,7 +40,7 @@ Before = Callable[[Compiled, Any, Any, int], None]  # is shown the executable, t
 
 def train(
     job: Job | tuple[Any, ...],
-    plan: str,
+    plan: PlanLike,
     steps: int,
     *,
     devices: Any = None,
@@ -62,7 +64,7 @@ def train(
 
     Args:
         job: as `Job`.
-        plan: a plan's name, with its values, or the file of a saved one.
+        plan: a plan's name, with its values, the file of a saved one, or what `parallelize` takes.
         steps: of the whole run, those of a checkpoint that it goes on from among them.
         devices: as `parallelize` takes them.
         seed: of the key that the state is made from.
@@ -85,7 +87,7 @@ def train(
         PlanError: a count is none; or what `parallelize` raises.
         DataError: batches have ended, or are not alike; the checkpoint is of another model, or in use.
         NotFiniteError: a loss is not finite, and the run is to stop.
-        ProcessError: the processes of a job are not about the same.
+        ProcessError: the processes of a job are not about the same, or do not see the same folder.
         KeyboardInterrupt: a signal came; its text says what is saved.
 
     Example:
@@ -109,6 +111,7 @@ def train(
     tell = say if speaks else lambda _: None
     with Watch(hang_after) as watch:
         planned = PlannedJob(job, plan, devices, seed, strict)
+        planned.agree(every | {"steps": steps, "on_nan": choice, "checkpoint": "none" if folder is None else "one"})
         start, state = planned.start(_resumed(folder, resume))
         if start >= steps:
             tell(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
@@ -118,7 +121,7 @@ def train(
         kept = _checkpoints(planned, folder, save_every, keep)
         read = start if folder is None else planned.batches_read(folder, start)
         run = _Run(
-            planned.step, range(start, steps), kept, NotFinite(choice, kept, planned.target), watch,
+            planned.step, range(start, steps), kept, NotFinite(choice, kept, planned.target, state), watch,
             tuple(trackers) if speaks else (), evaluation, tell, before_step,
         )  # fmt: skip
         return run.go(state, planned, read)
@@ -174,7 +177,10 @@ class _Run:
     evaluation: Evaluation | None
     say: Callable[[str], None]
     before_step: Before | None
-    records: list[StepRecord] = field(default_factory=list)
+    first: StepRecord | None = None
+    last: StepRecord | None = None
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))  # of each step: weeks of them fit
+    skipped: int = 0
 
     def go(self, state: Any, planned: PlannedJob, read: int) -> Any:
         """All steps; ``read`` batches have been read before."""
@@ -183,8 +189,8 @@ class _Run:
         check_result(compiled, state)
         batches = planned.own_batches(compiled, read)
         with (
+            noted(*STOP, at_once=self._stopping) as signals,  # for as long as something is written
             self.checkpoints or nullcontext(), self._told(), self._tracked(compiled),
-            noted(*STOP, at_once=self._stopping) as signals,
         ):  # fmt: skip
             state = self._all(compiled, state, batches, read, signals)
         self._summed_up()
@@ -198,7 +204,8 @@ class _Run:
             began = time.perf_counter()
             batch, read = next(batches), read + 1
             waited = time.perf_counter() - began
-            at(RUNS if self.records and not went_back else "begins with", index)  # which may compile, as long as it takes
+            compiles = self.last is None or went_back
+            at("begins with" if compiles else RUNS, index)
             if self.before_step is not None and index > self.steps.start:
                 self.before_step(compiled, state, batch, index)
             if went_back:  # what is restored has no weak types
@@ -211,22 +218,25 @@ class _Run:
             stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
             saved = self._is_saved(index + 1, stops)
             at("looks at the state behind", index)
-            back = self.guard.after(index, loss, state, saved)
+            what = self.guard.after(index, loss, state, saved, bool(others.get(SKIPPED)))
+            began = time.perf_counter()
+            if not what and saved and self.checkpoints is not None:
+                at("saves the state behind", index)
+                with told_of_memory(compiled.plan, "saving the state"):
+                    self.checkpoints.save(index + 1, state, read)
+            saving = time.perf_counter() - began
             evaluated = dict[str, float]()
-            if back is None and evaluate is not None and self._is_evaluated(index + 1):
+            if not what and not stops and evaluate is not None and self._is_evaluated(index + 1):
                 at("evaluates the state behind", index)
                 evaluated = evaluate(state)
-            began = time.perf_counter()
-            if back is None and saved and self.checkpoints is not None:
-                at("saves the state behind", index)
-                self.checkpoints.save(index + 1, state, read)
-            saving = time.perf_counter() - began
             used = None if at_peak is None else at_peak / seconds
             speed = Speed.of(batch, seconds)
             self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, peak_bytes(), used))
-            if back is not None:
-                self.say(f"step {index} is not finite: back to the state after {back[0]} steps")
-                (index, state), went_back = back, True
+            if what:
+                del state  # beside it the other would not fit
+                done, state = self.guard.back(what)
+                self.say(f"step {index} is not finite: back to the state after {done} steps")
+                index, went_back = done, True
             else:
                 index += 1
             if stops:
@@ -244,7 +254,9 @@ class _Run:
         return self.evaluation is not None and (done % self.evaluation.every == 0 or done == self.steps.stop)
 
     def _record(self, record: StepRecord) -> None:
-        self.records.append(record)
+        self.first, self.last = self.first or record, record
+        self.seconds.append(record.seconds)
+        self.skipped += int(record.metrics.get(SKIPPED, 0))
         for tracker in self.trackers:
             tracker.step(record)
 
@@ -254,19 +266,11 @@ class _Run:
 
     @contextmanager
     def _tracked(self, compiled: Compiled) -> Iterator[None]:
-        begun = list[Tracker]()
-        error: BaseException | None = None
-        try:
+        with ExitStack() as begun:
             for tracker in self.trackers:
                 tracker.begin(compiled, self.steps.start, self.steps.stop)
-                begun.append(tracker)
+                begun.push(lambda kind, error, trace, tracker=tracker: tracker.end(error))
             yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            for tracker in reversed(begun):
-                tracker.end(error)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -275,10 +279,10 @@ class _Run:
             yield
         except KeyboardInterrupt as stopped:
             kept = self.checkpoints
-            done = self.records[-1].step + 1 if self.records else self.steps.start
+            done = self.steps.start if self.last is None else self.last.step + 1
             saved = (kept and kept.latest) or self.steps.start
             told = f"after step {done} of {self.steps.stop}; "
-            if kept and done == saved and self.records:
+            if kept and done == saved and self.last is not None:
                 told += f"its state is saved in {kept.folder}: go on with --resume"
             else:
                 are = "is" if done - saved == 1 else "are"
@@ -287,11 +291,11 @@ class _Run:
             raise Stopped(told, stopped.number if isinstance(stopped, Stopped) else signal.SIGINT) from None
 
     def _summed_up(self) -> None:
-        first, last = self.records[0], self.records[-1]
-        middle = sorted(r.seconds for r in self.records)[len(self.records) // 2]
-        taken, skipped = counted(len(self.steps), "step"), int(sum(r.metrics.get(SKIPPED, 0) for r in self.records))
-        told = f"loss {first.loss:.3f} -> {last.loss:.3f} in {taken}; median step {1000 * middle:.0f} ms"
-        self.say(told + (f"; {counted(skipped, 'step')} skipped" if skipped else ""))
+        assert self.first is not None
+        assert self.last is not None
+        told = f"loss {self.first.loss:.3f} -> {self.last.loss:.3f} in {counted(len(self.steps), 'step')}"
+        told += f"; median step {1000 * statistics.median_high(self.seconds):.0f} ms"
+        self.say(told + (f"; {counted(self.skipped, 'step')} skipped" if self.skipped else ""))
 
 
 def check_result(compiled: Compiled, state: Any) -> None:

@@ -33,10 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(model: Path, folder: Path, *more: str, job: str = "job") -> "subprocess.Popen[str]":
+def started(model: Path, folder: Path, *more: str, job: str = "job", **variables: str) -> "subprocess.Popen[str]":
     words = ["train", "--job", f"{model}:{job}", *(() if "--plan" in more else ("--plan", "zero3")), "--devices", "4"]
     words += ["--platform", "cpu", "--checkpoint", str(folder), "--save-every", "2", *more]
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | variables
     return subprocess.Popen(
         [sys.executable, "-m", "jscaler", *words], env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -76,6 +76,7 @@ def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model:
     os.kill(child_pids(process.pid)[1], signal.SIGKILL)
     output = ended(process)
     assert process.returncode == 0, output
+    assert "ProcessError: process 1 has gone (" in output  # says the other, as it would without this command
     assert "process 1 of 2 was killed by SIGKILL; the others were ended; restart 1 of 1" in output
     assert latest_step(killed) == 80
     for ours, theirs in zip(state_of(killed, 12), state_of(alone, 12), strict=True):
@@ -126,12 +127,28 @@ def test_where_the_command_is_killed_its_processes_end_with_their_state_saved(mo
 
 
 @pytest.mark.one_day_in(5)
-def test_processes_of_different_commands_say_so(model: Path, tmp_path: Path) -> None:
-    port = 20000 + os.getpid() % 20000
-    job = ["--steps", "3", "--coordinator", f"localhost:{port}", "--processes", "2"]
-    every = [started(model, tmp_path, *job, "--process", str(i), "--seed", str(i)) for i in (0, 1)]
+@pytest.mark.parametrize(
+    ("own", "folders", "told"),
+    [
+        ((["--seed", "0"], ["--seed", "1"]), "ss", "process 1 has another seed than process 0: '1' and '0'"),
+        ((["--keep", "2"], ["--keep", "3"]), "ss", "process 1 has another keep than process 0: '3' and '2'"),
+        (([], []), "st", "process 1 does not see the folder"),
+    ],
+)
+def test_processes_of_different_commands_say_so(
+    model: Path, tmp_path: Path, own: tuple[list[str], list[str]], folders: str, told: str
+) -> None:
+    """Under a launcher: these are the variables from which JAX knows Slurm."""
+    launched = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    every = [
+        started(
+            model, tmp_path / folders[i], "--steps", "3", "--distributed", "--processes", "2", *own[i],
+            **launched, SLURM_PROCID=str(i), SLURM_LOCALID=str(i),
+        )
+        for i in (0, 1)
+    ]  # fmt: skip
     for output in map(ended, every):
-        assert "ProcessError: process 1 has another seed than process 0: '1' and '0'" in output
+        assert f"ProcessError: {told}" in output
 
 
 @pytest.mark.one_day_in(5)

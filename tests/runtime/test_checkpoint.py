@@ -94,6 +94,36 @@ def test_a_state_that_orbax_would_leave_out_is_refused(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoint.restore(folder, 7, target)["w"], [2.0, 2.0, 2.0])
 
 
+def test_what_its_storage_does_is_no_damage_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not put aside: a moment later it can be read."""
+    kinds: list[tuple[Exception, bool]] = [
+        (FileNotFoundError(2, "No such file"), True),
+        (ValueError("OUT_OF_RANGE: 12 bytes were wanted"), True),
+        (OSError(116, "Stale file handle"), False),
+        (PermissionError(13, "Permission denied"), False),
+        (ValueError("UNAVAILABLE: try again"), False),
+        (MemoryError(), False),
+    ]
+    assert [checkpoint._is_damage(error) for error, _ in kinds] == [damage for _, damage in kinds]
+    state = {"w": jax.numpy.ones(3)}
+    target = {"w": jax.ShapeDtypeStruct((3,), np.float32, sharding=state["w"].sharding)}
+    checkpoint.save(tmp_path, 5, state)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "restore", refuse)
+        with pytest.raises(jscaler.DataError, match=r"Stale file handle; it stays as it is"):
+            checkpoint.restore_latest(tmp_path, target)
+    assert checkpoint.restore_latest(tmp_path, target)[0] == 5
+
+
+def test_a_url_is_no_folder() -> None:
+    with pytest.raises(jscaler.OutputError, match=r"it is a URL \(gs\), and a folder is wanted; mount it"):
+        checkpoint.save(Path("gs://bucket/run"), 1, {"w": jax.numpy.ones(3)})
+
+
 def test_without_orbax_the_remedy_is_named() -> None:
     code = "import sys; sys.modules['orbax'] = sys.modules['orbax.checkpoint'] = None; import jscaler.runtime.checkpoint"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

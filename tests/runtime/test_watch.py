@@ -28,13 +28,21 @@ def test_one_of_two(other: Heard, told: str) -> None:
 def test_where_none_goes_on_those_are_named_that_do_not_wait_in_the_step() -> None:
     waits = Heard(Beat(RUNS, 12, 31.0))
     reads = Heard(Beat(READS, 12, 40.0))
-    assert (
-        verdict({0: waits, 1: reads, 2: waits}, 30.0) == "no process goes on: process 1 reads a batch for step 12 for 40 s"
-    )
+    longer = "; where steps take as long, give a longer --hang-after"
+    reading = "no process goes on: process 1 reads a batch for step 12 for 40 s"
+    assert verdict({0: waits, 1: reads, 2: waits}, 30.0) == reading + longer
     both = "no process goes on: process 0 runs step 12 for 31 s, process 1 runs step 12 for 31 s"
-    assert verdict({0: waits, 1: waits}, 30.0) == both
+    assert verdict({0: waits, 1: waits}, 30.0) == both + longer
     compiles = Heard(Beat("begins with", 0, 999.0))
     assert verdict({0: waits, 1: compiles}, 30.0) == ""  # as long as it wants
+
+
+def test_who_is_the_cause_is_named_and_not_who_fails_for_want_of_it() -> None:
+    wants = Heard(Beat(RUNS, 12, 0.2, failed="JaxRuntimeError: closed by peer", left=True))
+    gone, failed = Heard(FINE.beat, gone=True), Heard(Beat(READS, 12, 0.9, failed="DataError: no", left=True), silent=0.1)
+    assert verdict({0: wants, 1: FINE, 2: gone}, 30.0) == "process 2 has gone (runs step 12)"
+    told = "process 1 has failed (reads a batch for step 12): DataError: no"
+    assert verdict({0: wants, 1: failed, 2: wants}, 30.0) == told
 
 
 def test_alone_there_is_nothing_to_watch() -> None:

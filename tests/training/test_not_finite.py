@@ -15,7 +15,7 @@ import jscaler
 from jscaler import JobError, NotFiniteError
 from jscaler.cli import app
 from jscaler.runtime.checkpoint import steps_in
-from jscaler.training.not_finite import NotFinite, OnNan, is_finite, skipping
+from jscaler.training.not_finite import NotFinite, OnNan, not_finite, skipping
 
 MODEL = """
 import jax
@@ -123,12 +123,44 @@ def test_a_run_that_comes_to_nothing_else_ends(model: Path, tmp_path: Path) -> N
     assert isinstance(told, NotFiniteError)  # there is no state yet
     assert "the loss of step 2 is nan; JAX_DEBUG_NANS=1" in str(told)
     guard = NotFinite(OnNan.RESTORE, _Fake())  # type: ignore[arg-type]
+    told = guard.after(7, math.nan, {}, saved=False)
     for _ in range(3):
-        assert guard.after(7, math.nan, {}, saved=False) == (4, "state")
+        assert guard.back(told) == (4, "state")
     with pytest.raises(
         NotFiniteError, match="the loss of step 7 is nan, as something was 3 times behind the state after 4"
     ):
-        guard.after(7, math.nan, {}, saved=False)
+        guard.back(told)
+
+
+def test_steps_are_not_skipped_for_ever() -> None:
+    guard = NotFinite(OnNan.SKIP)
+    for step in range(99):
+        assert guard.after(step, 1.0, {}, saved=False, skipped=True) == ""
+    guard.after(99, 1.0, {}, saved=False)
+    for step in range(99):
+        guard.after(step, 1.0, {}, saved=False, skipped=True)
+    with pytest.raises(NotFiniteError, match="100 steps in a row were skipped, up to step 99"):
+        guard.after(99, math.nan, {}, saved=False, skipped=True)
+
+
+def test_a_number_that_is_infinite_from_the_first_stops_nothing(tmp_path: Path) -> None:
+    def make_state(key: Any) -> Any:
+        return {"w": jnp.zeros(4), "best": jnp.inf, "n": 0}  # as that of a plateau that has seen no loss yet
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, gradient = jscaler.value_and_grad(lambda w: ((batch @ w - 1) ** 2).mean())(state["w"])
+        return {"w": state["w"] - 0.1 * gradient, "best": state["best"], "n": state["n"] + 1}, {
+            "loss": loss,
+            "ratio": loss / (state["n"] * 0.0),  # no reason to skip, either
+        }
+
+    job = jscaler.Job(make_state, step, [np.ones((4, 4), np.float32)])
+    for choice, folder in (("skip", None), ("stop", tmp_path / "run")):
+        told: list[str] = []
+        state = jscaler.train(
+            job, "data_parallel", 3, devices=2, on_nan=choice, checkpoint=folder, save_every=1, say=told.append
+        )
+        assert (int(state["n"]), np.isinf(state["best"]), "skipped" in told[-1]) == (3, True, False)
 
 
 class _Fake:
@@ -151,8 +183,8 @@ def test_what_cannot_be_is_said(model: Path) -> None:
 def test_states_on_several_groups_are_looked_at_whole() -> None:
     devices = jax.devices()
     state = {"a": jax.device_put(jnp.ones(3), devices[0]), "b": jax.device_put(jnp.ones(3), devices[1]), "n": 3}
-    assert is_finite(state)
-    assert not is_finite(state | {"b": jax.device_put(jnp.array([1.0, jnp.inf]), devices[1])})
+    assert not_finite(state) == []
+    assert not_finite(state | {"b": jax.device_put(jnp.array([1.0, jnp.inf]), devices[1])}) == ["state/b"]
 
 
 def test_the_op_is_named_on_request() -> None:

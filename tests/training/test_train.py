@@ -129,7 +129,19 @@ def test_events_for_tensorboard(tmp_path: Path) -> None:
     assert all(name in events.read_bytes() for name in (b"loss", b"twice", b"rows_per_second"))
 
 
+def test_a_plan_of_ones_own() -> None:
+    def mine(graph: Any, devices: Any) -> None:
+        jscaler.plans.data_parallel()(graph, devices)
+
+    state = jscaler.train(JOB, mine, 2, devices=2, say=quiet)
+    want = jscaler.train(JOB, "single", 2, devices=1, say=quiet)
+    np.testing.assert_allclose(*map(np.asarray, (jax.tree.leaves(state)[0], jax.tree.leaves(want)[0])), rtol=1e-5)
+
+
 def test_mistakes() -> None:
+    once = jscaler.Evaluation(loss_of, iter([X]), 1)
+    with pytest.raises(JobError, match="a list_iterator can be read once: give a list, or a function"):
+        jscaler.train(JOB, "single", 2, devices=1, evaluation=once, say=quiet)
     with pytest.raises(JscalerError, match="on_nan is 'stop', 'skip', 'restore', and not 'no'"):
         jscaler.train(JOB, "zero3", 2, devices=2, on_nan="no", say=quiet)
     with pytest.raises(JobError, match="train takes a job, and was given a tuple of 2"):
