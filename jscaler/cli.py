@@ -61,7 +61,7 @@ from jscaler.errors import DeviceError, JscalerError
 from jscaler.plans import with_schedule
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.written import check_file, check_folder
-from jscaler.runtime.agreement import agree
+from jscaler.runtime.agreement import agree, check_shares
 from jscaler.runtime.devices import resolve_devices
 from jscaler.runtime.watch import end_soon
 from jscaler.training.not_finite import OnNan
@@ -209,6 +209,7 @@ def train(
         context, job, plan=plan, model=model, size=size, batch=batch, seq=seq, dtype=dtype, stacked=stacked, remat=remat,
         data=data, learning_rate=learning_rate, steps=steps, seed=seed, eval_every=eval_every,
     )  # fmt: skip
+    check_shares()
     agree({"--resume": str(resume), "--checkpoint": "none" if checkpoint is None else "one"})
     if resume and checkpoint is not None:
         from jscaler.runtime.checkpoint import latest_step

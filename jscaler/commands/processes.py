@@ -25,7 +25,7 @@ from typing import IO, Annotated
 import jax
 import typer
 
-from jscaler.errors import DeviceError, ProcessError
+from jscaler.errors import DataError, DeviceError, ProcessError
 from jscaler.runtime.watch import HUNG
 from jscaler.training.signals import SIGNALLED, noted
 
@@ -161,9 +161,12 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
         restarts: how often they are started again, from the last checkpoint, where one has failed.
 
     Raises:
+        DataError: ``checkpoint`` holds the state of another run, from which ``words`` do not go on.
         ProcessError: one has failed, once more than that.
         typer.Exit: a signal came, and all have ended as it asked; process 0 has said where.
     """
+    if checkpoint is not None and not {"--resume", "--resume-if-any"} & set(words) and _has_state(checkpoint):
+        raise DataError(f"there is a checkpoint in {checkpoint}: go on from it with --resume, or give another folder")
     for restart in range(restarts + 1):
         resumed = ["--resume-if-any"] if restart and checkpoint is not None else []
         with ExitStack() as stack:
@@ -178,6 +181,11 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
             raise ProcessError(told if checkpoint is None else f"{told}\ngo on from the last checkpoint with --resume")
         said = lines.rpartition("\n")[2]
         sys.stderr.write(f"{told}; restart {restart + 1} of {restarts}\n" + (f"it said: {said}\n" if said else ""))
+
+
+def _has_state(folder: Path) -> bool:
+    """Asked without Orbax, which would take this process a device."""
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
 
 def _start(count: int, words: Sequence[str], stack: ExitStack) -> list[_Started]:

@@ -87,7 +87,8 @@ class OnScreen:
 
     def stopping(self) -> None:
         """A signal came, and the step that runs is waited for."""
-        self._progress.update(self._task, description="stopping behind this step")
+        if self._task is not None:
+            self._progress.update(self._task, description="stopping behind this step")
 
     def end(self, error: BaseException | None) -> None:
         with finished_before_interrupts():

@@ -5,6 +5,7 @@ same everywhere; where they are not, JAX waits for partners that never come.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jscaler.errors import ProcessError
+from jscaler.errors import DeviceError, ProcessError
 from jscaler.runtime.fetching import words_of
 
 WIDTH = 160  # bytes of a fact that are compared and shown
+
+
+def check_shares() -> None:
+    """Raises DeviceError, on every process, where they have different numbers of devices, over which JAX asks nobody."""
+    counts = Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"process {process} has {count}" for process, count in sorted(counts.items()))
+        raise DeviceError(f"{told} devices: all processes of a job need as many: --local-devices, or CUDA_VISIBLE_DEVICES")
 
 
 def agree(facts: Mapping[str, str]) -> None:

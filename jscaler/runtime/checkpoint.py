@@ -76,6 +76,7 @@ class Checkpoints:
 
     def __enter__(self) -> "Checkpoints":
         check_folder("checkpoint", self.folder)
+        _is_there(self.folder)
         with _saying(self.folder):
             self._clear()
             self._manager = _manager(self.folder, max_to_keep=self._keep)
@@ -87,7 +88,7 @@ class Checkpoints:
             for half in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
                 shutil.rmtree(half)
             for mark in self.folder.glob(f"{MARK}*"):
-                mark.unlink()
+                mark.unlink(missing_ok=True)
         any_process(False)  # none saves before it is done
 
     def __exit__(self, *raised: Any) -> None:
@@ -184,14 +185,18 @@ def _is_there(folder: Path) -> bool:
         except OSError:  # one that can be read only
             number = UNSEEN
     number = any_process(number)
-    sees = _mark(folder, number).exists() if number > UNSEEN else folder.is_dir() == bool(number)
+    try:
+        sees = _mark(folder, number).exists() if number > UNSEEN else folder.is_dir() == bool(number)
+    except OSError:  # none may leave before all have looked
+        sees = False
     blind = any_process(0 if sees else jax.process_index() + 1)
     if first and number > UNSEEN:
-        _mark(folder, number).unlink()
+        _mark(folder, number).unlink(missing_ok=True)
     if blind:
+        who = (blind - 1, 0) if number else (0, blind - 1)
         raise ProcessError(
-            f"process {blind - 1} does not see the folder '{folder}' that process 0 sees: give --checkpoint a folder of a "
-            "file system that all hosts share"
+            f"process {who[0]} does not see the folder '{folder}' that process {who[1]} sees: give --checkpoint a folder "
+            "of a file system that all hosts share"
         )
     return bool(number)
 

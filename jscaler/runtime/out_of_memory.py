@@ -17,8 +17,8 @@ MOST_TOLD = 5  # tensors, and plans
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether XLA, or the allocator below it, has refused to reserve memory."""
-    return str(error).startswith("RESOURCE_EXHAUSTED")
+    """Whether XLA, or the allocator below it, has refused to reserve memory. (A full disk says it in the same words.)"""
+    return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def told_of_memory(step: StepPlan, where: str) -> Iterator[None]:
     """What runs out of memory within is said as `out_of_memory` does."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise out_of_memory(step, where, error) from error

@@ -44,11 +44,11 @@ def _is_everywhere(sharding: Any) -> bool:
 
 
 def _devices() -> np.ndarray:
-    """As many devices of each process, in a row each."""
+    """Those of each process in a row; all have as many."""
     own: dict[int, list[Device]] = {}
     for device in jax.devices():
         own.setdefault(device.process_index, []).append(device)
-    return np.array([own[process][: min(map(len, own.values()))] for process in sorted(own)])
+    return np.array([own[process] for process in sorted(own)])
 
 
 def _across(leaf: Any) -> NamedSharding:

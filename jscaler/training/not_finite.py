@@ -4,7 +4,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -88,25 +88,31 @@ class NotFinite:
         self._returns: dict[int, int] = {}
         self._skips = 0  # in a row
         looks = checkpoints is not None and choice is not OnNan.SKIP
-        self._before = set(not_finite(state)) if looks else set[str]()
+        self._before = not_finite(state) if looks else dict[str, int]()
 
-    def after(self, step: int, loss: float, state: Any, saved: bool, skipped: bool = False) -> str:
+    def gives_up(self, skipped: bool) -> bool:
+        """Whether a run is to end behind this step, with its state saved, because all are ``skipped``."""
+        self._skips = self._skips + 1 if skipped else 0
+        return self._skips >= MOST_SKIPS
+
+    def end(self, step: int) -> NoReturn:
+        """Raises NotFiniteError, where it `gives_up`."""
+        told = f"{MOST_SKIPS} steps in a row were skipped, up to step {step}: none has a finite loss and state any more"
+        raise NotFiniteError(f"{told}; {self._kept}JAX_DEBUG_NANS=1 names the op, a lower learning rate may help")
+
+    def after(self, step: int, loss: float, state: Any, saved: bool) -> str:
         """What is not finite behind ``step``, in words, where the run is to go `back`; "" where it goes on.
 
         Args:
             state: that which the step has left, looked at where it is to be ``saved``: a gradient may not be finite.
-            skipped: whether the step has left it as it was.
 
         Raises:
-            NotFiniteError: the loss or the state is not finite, and the run is to stop; or all steps are skipped.
+            NotFiniteError: the loss or the state is not finite, and the run is to stop.
         """
         if self.choice is OnNan.SKIP:
-            self._skips = self._skips + 1 if skipped else 0
-            if self._skips < MOST_SKIPS:
-                return ""
-            raise NotFiniteError(f"{MOST_SKIPS} steps in a row were skipped, up to step {step}; {self._remedy}")
+            return ""
         what = "" if math.isfinite(loss) else f"the loss of step {step} is {loss}"
-        if not what and saved and (found := [name for name in not_finite(state) if name not in self._before]):
+        if not what and saved and (found := [n for n, bad in not_finite(state).items() if bad > self._before.get(n, 0)]):
             what = f"the state behind step {step} is not finite, in {listing(found)}"
         if what and (self.choice is OnNan.STOP or self._checkpoints is None):
             raise NotFiniteError(f"{what}; {self._remedy}")
@@ -131,26 +137,30 @@ class NotFinite:
         return found
 
     @property
-    def _remedy(self) -> str:
+    def _kept(self) -> str:
         last = self._checkpoints.latest if self._checkpoints is not None else None
-        kept = f"this run's last state is that after {last} steps; " if last is not None else ""
-        return f"{kept}JAX_DEBUG_NANS=1 names the op that makes it, and --on-nan skip or restore goes on"
+        return f"this run's last state is that after {last} steps; " if last is not None else ""
+
+    @property
+    def _remedy(self) -> str:
+        return f"{self._kept}JAX_DEBUG_NANS=1 names the op that makes it, and --on-nan skip or restore goes on"
 
 
-def not_finite(state: Any) -> list[str]:
-    """The leaves of a state that hold a number which is not finite, on whatever devices; all processes call it."""
+def not_finite(state: Any) -> dict[str, int]:
+    """How many numbers are not finite in each leaf of a state that has such, on whatever devices; all processes call it."""
     leaves, groups = jax.tree.leaves(state), dict[Any, list[int]]()
     for number, leaf in enumerate(leaves):
         where = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
         groups.setdefault(where, []).append(number)
     with no_mesh():
         # one after the other: on CPUs two programs of several processes at once take each other's numbers
-        found = [jax.block_until_ready(_each_finite([leaves[n] for n in numbers])) for numbers in groups.values()]
-        finite = [flag for flags in fetch(found) for flag in flags]
-    bad = {number for number, ok in zip((n for numbers in groups.values() for n in numbers), finite, strict=True) if not ok}
-    return [name for number, name in enumerate(leaf_names("state", state)) if number in bad]
+        found = [jax.block_until_ready(_counts([leaves[n] for n in numbers])) for numbers in groups.values()]
+        counts = [int(count) for group in fetch(found) for count in group]
+    known = dict(zip((n for numbers in groups.values() for n in numbers), counts, strict=True))
+    return {name: known[number] for number, name in enumerate(leaf_names("state", state)) if known[number]}
 
 
 @jax.jit
-def _each_finite(leaves: list[Any]) -> Any:
-    return jnp.stack([_is_finite(leaf) for leaf in leaves])
+def _counts(leaves: list[Any]) -> Any:
+    inexact = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    return jnp.stack([jnp.sum(~jnp.isfinite(x)) if is_number else 0 for x, is_number in zip(leaves, inexact, strict=True)])

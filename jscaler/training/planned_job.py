@@ -205,7 +205,7 @@ class PlannedJob:
         data = self.about.get("data")
         if data is not None and there.get("data", data) != data:
             return f"the checkpoint's run read {there['data']}, this one reads {data}: its batches are others"
-        if there.get("seed", self.seed) == self.seed or data is not None:
+        if there.get("seed", self.seed) == self.seed or "data" in there:
             return ""
         return f"the checkpoint's run had --seed {there['seed']}, this one has --seed {self.seed}: its batches are others"
 

@@ -220,7 +220,7 @@ class TensorBoard(Tracker):
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
         # not its SummaryWriter: that writes in a thread, and where the disk is full it waits for ever
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
         with writing("events", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -242,6 +242,6 @@ class TensorBoard(Tracker):
                 self._writer.close()
 
     def _write(self, step: int, **what: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
         self._writer.write_event(Event(wall_time=time.time(), step=step, **what))

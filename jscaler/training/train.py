@@ -16,7 +16,7 @@ from jscaler.api import Parallelized, PlanLike
 from jscaler.capture.names import leaf_names
 from jscaler.errors import JobError, JscalerError, check_count
 from jscaler.report.written import check_folder
-from jscaler.runtime.agreement import any_process
+from jscaler.runtime.agreement import any_process, check_shares
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.fetching import fetch
 from jscaler.runtime.graph_nodes import holds_nodes
@@ -77,13 +77,15 @@ def train(
         trackers: are told of each step.
         hang_after: seconds that a process of the job may be silent, or all may take for one step.
         say: where sentences go.
-        before_step: is shown each step behind the first before it runs. (Of `Batches` it is shown the rows of its process.)
+        before_step: is shown each step behind the first before it runs; in a job of several processes the batch lies where
+            the plan has it.
 
     Returns:
         The state after the last step, in the plan's layout.
 
     Raises:
         JobError: it is no job, or the step does not return its next state and a loss.
+        DeviceError: the processes of a job have different numbers of devices.
         PlanError: a count is none; or what `parallelize` raises.
         DataError: batches have ended, or are not alike; the checkpoint is of another model, or in use.
         NotFiniteError: a loss is not finite, and the run is to stop.
@@ -109,9 +111,10 @@ def train(
     folder = None if checkpoint is None else Path(checkpoint)
     speaks = jax.process_index() == 0
     tell = say if speaks else lambda _: None
+    check_shares()
     with Watch(hang_after) as watch:
         planned = PlannedJob(job, plan, devices, seed, strict)
-        planned.agree(every | {"steps": steps, "on_nan": choice, "checkpoint": "none" if folder is None else "one"})
+        planned.agree(every | {"steps": steps, "on_nan": choice, "resume": resume, "checkpoint": folder is not None})
         start, state = planned.start(_resumed(folder, resume))
         if start >= steps:
             tell(f"the checkpoint is of {start} steps, and --steps is {steps}: nothing is left")
@@ -177,6 +180,7 @@ class _Run:
     evaluation: Evaluation | None
     say: Callable[[str], None]
     before_step: Before | None
+    begun: list[Tracker] = field(default_factory=list)
     first: StepRecord | None = None
     last: StepRecord | None = None
     seconds: "array[float]" = field(default_factory=lambda: array("d"))  # of each step: weeks of them fit
@@ -194,6 +198,9 @@ class _Run:
         ):  # fmt: skip
             state = self._all(compiled, state, batches, read, signals)
         self._summed_up()
+        if signals:  # while the last state was written
+            saved = f"; its state is saved in {self.checkpoints.folder}" if self.checkpoints else ""
+            raise Stopped(f"after step {self.steps.stop} of {self.steps.stop}{saved}", signals[0])
         return state
 
     def _all(self, compiled: Compiled, state: Any, batches: Iterator[Any], read: int, signals: list[int]) -> Any:
@@ -216,9 +223,10 @@ class _Run:
                 loss, others = _numbers(metrics)  # waits for the step
             seconds = time.perf_counter() - began
             stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
-            saved = self._is_saved(index + 1, stops)
+            gives_up = self.guard.gives_up(bool(others.get(SKIPPED)))
+            saved = self._is_saved(index + 1, stops or gives_up)
             at("looks at the state behind", index)
-            what = self.guard.after(index, loss, state, saved, bool(others.get(SKIPPED)))
+            what = self.guard.after(index, loss, state, saved)
             began = time.perf_counter()
             if not what and saved and self.checkpoints is not None:
                 at("saves the state behind", index)
@@ -226,14 +234,15 @@ class _Run:
                     self.checkpoints.save(index + 1, state, read)
             saving = time.perf_counter() - began
             evaluated = dict[str, float]()
-            if not what and not stops and evaluate is not None and self._is_evaluated(index + 1):
+            last = index + 1 == self.steps.stop
+            if not what and (last or not stops) and evaluate is not None and self._is_evaluated(index + 1):
                 at("evaluates the state behind", index)
                 evaluated = evaluate(state)
             used = None if at_peak is None else at_peak / seconds
             speed = Speed.of(batch, seconds)
             self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, peak_bytes(), used))
             if what:
-                del state  # beside it the other would not fit
+                del state  # beside it the other may not fit
                 done, state = self.guard.back(what)
                 self.say(f"step {index} is not finite: back to the state after {done} steps")
                 index, went_back = done, True
@@ -241,14 +250,16 @@ class _Run:
                 index += 1
             if stops:
                 raise Stopped("", stops)
+            if gives_up:
+                self.guard.end(index - 1)
             if index < self.steps.stop:
                 at(READS, index)
         at("ends behind", index - 1)  # what is left of a checkpoint is written
         return state
 
-    def _is_saved(self, done: int, stops: int) -> bool:
+    def _is_saved(self, done: int, ends: int) -> bool:
         last = done == self.steps.stop
-        return self.checkpoints is not None and bool(stops or last or self.checkpoints.is_due(done))
+        return self.checkpoints is not None and bool(ends or last or self.checkpoints.is_due(done))
 
     def _is_evaluated(self, done: int) -> bool:
         return self.evaluation is not None and (done % self.evaluation.every == 0 or done == self.steps.stop)
@@ -261,15 +272,19 @@ class _Run:
             tracker.step(record)
 
     def _stopping(self) -> None:
-        for tracker in self.trackers:
+        for tracker in self.begun:
             getattr(tracker, "stopping", lambda: None)()
 
     @contextmanager
     def _tracked(self, compiled: Compiled) -> Iterator[None]:
-        with ExitStack() as begun:
+        def end(tracker: Tracker, error: BaseException | None) -> None:  # what it returns is nobody's
+            tracker.end(error)
+
+        with ExitStack() as stack:
             for tracker in self.trackers:
                 tracker.begin(compiled, self.steps.start, self.steps.stop)
-                begun.push(lambda kind, error, trace, tracker=tracker: tracker.end(error))
+                stack.push(lambda kind, error, trace, tracker=tracker: end(tracker, error))
+                self.begun.append(tracker)
             yield
 
     @contextmanager

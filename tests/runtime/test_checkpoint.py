@@ -102,6 +102,7 @@ def test_what_its_storage_does_is_no_damage_of_a_state(tmp_path: Path, monkeypat
         (OSError(116, "Stale file handle"), False),
         (PermissionError(13, "Permission denied"), False),
         (ValueError("UNAVAILABLE: try again"), False),
+        (ValueError("RESOURCE_EXHAUSTED: Too many open files"), False),
         (MemoryError(), False),
     ]
     assert [checkpoint._is_damage(error) for error, _ in kinds] == [damage for _, damage in kinds]
@@ -117,6 +118,14 @@ def test_what_its_storage_does_is_no_damage_of_a_state(tmp_path: Path, monkeypat
         with pytest.raises(jscaler.DataError, match=r"Stale file handle; it stays as it is"):
             checkpoint.restore_latest(tmp_path, target)
     assert checkpoint.restore_latest(tmp_path, target)[0] == 5
+
+    def full(*_: Any, **__: Any) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device")  # no device of ours
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        with pytest.raises(jscaler.OutputError, match=r"cannot write the checkpoint .*No space left on device"):
+            checkpoint.save(tmp_path, 6, state)
 
 
 def test_a_url_is_no_folder() -> None:

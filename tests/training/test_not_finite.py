@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +133,15 @@ def test_a_run_that_comes_to_nothing_else_ends(model: Path, tmp_path: Path) -> N
         guard.back(told)
 
 
-def test_steps_are_not_skipped_for_ever() -> None:
+def test_steps_are_not_skipped_for_ever(model: Path, tmp_path: Path) -> None:
     guard = NotFinite(OnNan.SKIP)
-    for step in range(99):
-        assert guard.after(step, 1.0, {}, saved=False, skipped=True) == ""
-    guard.after(99, 1.0, {}, saved=False)
-    for step in range(99):
-        guard.after(step, 1.0, {}, saved=False, skipped=True)
-    with pytest.raises(NotFiniteError, match="100 steps in a row were skipped, up to step 99"):
-        guard.after(99, math.nan, {}, saved=False, skipped=True)
+    for skipped in [*[True] * 99, False, *[True] * 99]:
+        assert not guard.gives_up(skipped)
+    assert guard.gives_up(True)
+    words = ("--steps", "150", "--checkpoint", str(tmp_path), "--on-nan", "skip")
+    told = train(model, "job(every=1)", *words)[1]
+    assert isinstance(told, NotFiniteError)
+    assert re.search("100 steps in a row were skipped, up to step 99: .* last state is that after 100 steps", str(told))
 
 
 def test_a_number_that_is_infinite_from_the_first_stops_nothing(tmp_path: Path) -> None:
@@ -183,8 +184,14 @@ def test_what_cannot_be_is_said(model: Path) -> None:
 def test_states_on_several_groups_are_looked_at_whole() -> None:
     devices = jax.devices()
     state = {"a": jax.device_put(jnp.ones(3), devices[0]), "b": jax.device_put(jnp.ones(3), devices[1]), "n": 3}
-    assert not_finite(state) == []
-    assert not_finite(state | {"b": jax.device_put(jnp.array([1.0, jnp.inf]), devices[1])}) == ["state/b"]
+    assert not_finite(state) == {}
+    state |= {"b": jax.device_put(jnp.array([1.0, jnp.inf]), devices[1])}
+    assert not_finite(state) == {"state/b": 1}
+    worse = state | {"b": jnp.array([jnp.nan, jnp.inf])}  # not the number that was infinite from the first
+    guard = NotFinite(OnNan.STOP, _Fake(), state=state)  # type: ignore[arg-type]
+    assert guard.after(3, 1.0, state, saved=True) == ""
+    with pytest.raises(NotFiniteError, match="the state behind step 3 is not finite, in 'state/b'; this run's last"):
+        guard.after(3, 1.0, worse, saved=True)
 
 
 def test_the_op_is_named_on_request() -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import jscaler
 from jscaler import DataError, JobError, JscalerError, PlanError
 from jscaler.cli import app
+from jscaler.runtime.checkpoint import Checkpoints, steps_in
 from jscaler.training.signals import Stopped, noted
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -121,6 +122,31 @@ def test_a_signal_ends_it_and_says_so_to_trackers(tmp_path: Path) -> None:
         jscaler.train((make_state, step, stopping), "zero3", 9, devices=2, checkpoint=tmp_path, trackers=[told], say=quiet)
     assert isinstance(told.ended[0], KeyboardInterrupt)
     assert len(told.found) == 3
+
+
+def test_a_signal_while_the_last_state_is_written_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = Checkpoints.__exit__
+
+    def stopped(self: Checkpoints, *raised: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        leave(self, *raised)
+
+    monkeypatch.setattr(Checkpoints, "__exit__", stopped)
+    with pytest.raises(KeyboardInterrupt, match="after step 2 of 2; its state is saved in"):
+        jscaler.train(JOB, "single", 2, devices=1, checkpoint=tmp_path, say=quiet)
+    assert steps_in(tmp_path) == [2]
+
+
+def test_what_a_tracker_returns_hides_no_error() -> None:
+    class Loud(Told):
+        def step(self, record: Any) -> None:
+            raise DataError("it is full")
+
+        def end(self, error: BaseException | None) -> Any:
+            return "done"
+
+    with pytest.raises(DataError, match="it is full"):
+        jscaler.train(JOB, "single", 2, devices=1, trackers=[Loud()], say=quiet)
 
 
 def test_events_for_tensorboard(tmp_path: Path) -> None:
