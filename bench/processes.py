@@ -4,7 +4,8 @@ A row is a plan on so many devices by so many processes. ``right``: float64 para
 those of ``jax.jit`` on one device, to 1e-10 of the largest of a leaf (or of the learning rate). ``same bits``: with four
 processes they are those with two, to the bit. ``seconds_ratio``: the median step of a model of width 1,024, by that of one
 process with as many devices; the processes share the machine's cores. ``gspmd_ratio``: the same of ``jax.jit`` with the
-state's and the batch's shardings given (``RIVALS``), which says what the connection between processes takes of either.
+state's and the batch's shardings given (``RIVALS``), which says what the connection between processes takes of either, and
+``of_gspmd`` our step by theirs, of two processes.
 ``blocks``: how many of the step's programs the process compiles that compiles most; ``compile_ratio``: its CPU seconds for
 that, by those of one process.
 """
@@ -29,7 +30,8 @@ from jax.sharding import PartitionSpec as P
 
 from bench.harness import Row, main
 
-COLUMNS = ("plan", "processes", "devices", "right", "same bits", "seconds_ratio", "gspmd_ratio", "blocks", "compile_ratio")
+TIMES = ("seconds_ratio", "gspmd_ratio", "of_gspmd")
+COLUMNS = ("plan", "processes", "devices", "right", "same bits", *TIMES, "blocks", "compile_ratio")
 PLANS = {
     "data_parallel": 4,
     "zero3": 4,
@@ -82,14 +84,9 @@ def rows(quick: bool) -> Iterator[Row]:
                 if processes == 2:
                     row["bounds"]["seconds_ratio"] = RATIO
                     if plan in RIVALS:
-                        row["gspmd_ratio"] = round(_rival_ratio(RIVALS[plan], devices), 2)
+                        one, two = (_most(_run(Job(RIVALS[plan], devices, n, wide=True))[1], "seconds") for n in (1, 2))
+                        row |= {"gspmd_ratio": round(two / one, 2), "of_gspmd": round(_most(timed, "seconds") / two, 2)}
             yield row
-
-
-def _rival_ratio(rival: str, devices: int) -> float:
-    """The step's time by two processes, by that of one."""
-    one, two = (_most(_run(Job(rival, devices, count, wide=True))[1], "seconds") for count in (1, 2))
-    return two / one
 
 
 def _distance(ours: np.ndarray, exact: np.ndarray) -> float:

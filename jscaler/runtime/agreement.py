@@ -57,10 +57,15 @@ def agree(facts: Mapping[str, str]) -> None:
 
 
 def any_process(said: int) -> int:
-    """The largest of what the processes say: a signal that one of them has got ends them all behind the same step."""
+    """The largest of what the processes say, below 2³¹: a signal that one has got ends them all behind the same step."""
+    return largest(said)[0]
+
+
+def largest(*said: int) -> list[int]:
+    """The same of several numbers."""
     if jax.process_count() == 1:
-        return said
-    return int(multihost_utils.process_allgather(np.array(said)).max())
+        return list(said)
+    return multihost_utils.process_allgather(np.array(said)).max(0).tolist()
 
 
 def digest(*values: Any) -> str:

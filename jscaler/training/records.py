@@ -26,7 +26,7 @@ class StepRecord:
         saving: seconds that the run stood still for a checkpoint behind it.
         metrics: the other numbers that the step returns.
         evaluation: the numbers of an evaluation behind it, where there was one.
-        peak_bytes: the most that this process's fullest device has held so far; None where it does not say.
+        peak_bytes: the most that the fullest device of all processes has held so far, in whole MiB; None where none says.
         utilisation: model FLOPs utilisation, the part of what the devices compute at their peak that the products of the
             step take, each counted once (PaLM, appendix B); None where the peak is not known.
 

@@ -16,7 +16,7 @@ from jscaler.api import Parallelized, PlanLike
 from jscaler.capture.names import leaf_names
 from jscaler.errors import JobError, JscalerError, check_count
 from jscaler.report.written import check_folder
-from jscaler.runtime.agreement import any_process, check_shares
+from jscaler.runtime.agreement import check_shares, largest
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.fetching import fetch
 from jscaler.runtime.graph_nodes import holds_nodes
@@ -34,6 +34,7 @@ from jscaler.training.trackers import Tracker
 if TYPE_CHECKING:  # which needs the extra that has Orbax
     from jscaler.runtime.checkpoint import Checkpoints
 
+MIB = 1 << 20
 STOP = (signal.SIGINT, signal.SIGTERM)
 Before = Callable[[Compiled, Any, Any, int], None]  # is shown the executable, the state, the batch and the step's number
 
@@ -222,7 +223,8 @@ class _Run:
             with told_of_memory(compiled.plan, "the step"):
                 loss, others = _numbers(metrics)  # waits for the step
             seconds = time.perf_counter() - began
-            stops = any_process(signals[0] if signals else 0)  # asked once: what comes later waits for the next step
+            # asked once: a signal that comes later waits for the next step
+            stops, peak = largest(signals[0] if signals else 0, -(-(peak_bytes() or 0) // MIB))
             gives_up = self.guard.gives_up(bool(others.get(SKIPPED)))
             saved = self._is_saved(index + 1, stops or gives_up)
             at("looks at the state behind", index)
@@ -240,7 +242,8 @@ class _Run:
                 evaluated = evaluate(state)
             used = None if at_peak is None else at_peak / seconds
             speed = Speed.of(batch, seconds)
-            self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, peak_bytes(), used))
+            held = peak * MIB or None
+            self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, held, used))
             if what:
                 del state  # beside it the other may not fit
                 done, state = self.guard.back(what)
