@@ -61,8 +61,7 @@ def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["train", "--resume"]).exit_code == 2
     assert CliRunner().invoke(app, ["train", "--resume-if-any"]).exit_code == 2
     words = (*SMALL, "--plan", "single", "--devices", "1", "--checkpoint", str(tmp_path / "run"), "--resume-if-any")
-    assert "in 1 step;" in run("train", *words, "--steps", "1")
-    assert "in 2 steps;" in run("train", *words, "--steps", "3")
+    assert "in 1 step;" in run("train", *words, "--steps", "1")  # and of a state that is there: --restarts in commands/
 
 
 def test_a_folder_with_the_state_of_another_run_is_not_trained_into(tmp_path: Path) -> None:

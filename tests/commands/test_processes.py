@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from commands.test_checkpoints import MODEL, state_of
 from jax.experimental import multihost_utils
+from of_the_day import of_the_day
 from typer.testing import CliRunner
 
 from bench.faults import child_pids
@@ -84,7 +85,7 @@ def test_a_killed_process_ends_all_which_start_again_and_come_to_the_same(model:
 
 
 @pytest.mark.one_day_in(5)
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", of_the_day([0, 1], 2))
 def test_a_stopped_process_is_named_and_all_start_again(model: Path, tmp_path: Path, number: int) -> None:
     words = ["--steps", "60", "--hang-after", "4", "--local-processes", "2", "--restarts", "1"]
     process = started(model, tmp_path, "--plan", "pipeline(2, 4)", *words)
