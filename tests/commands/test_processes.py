@@ -216,6 +216,22 @@ def test_processes_without_a_place_to_meet_are_refused() -> None:
     with pytest.raises(DeviceError, match="--processes 2 and --process 1 say nothing of where the others are"):
         join(None, 2, 1, distributed=False)
     join(None, None, None, distributed=False)
+    with pytest.raises(DeviceError, match="--local-devices is of a process of a job"):
+        join(None, None, None, distributed=False, local_devices="all")
+
+
+@pytest.mark.parametrize(("words", "given"), [("all", []), ("0,2", [0, 2]), (None, None)])
+def test_the_devices_of_a_host_that_a_process_takes(
+    monkeypatch: pytest.MonkeyPatch, words: str | None, given: list[int] | None
+) -> None:
+    """Of no numbers JAX leaves none out; of none at all it does, under Slurm."""
+    found: list[tuple[object, ...]] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *said, **_: found.append(said))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    join("host:1", 2, 0, distributed=False, local_devices=words)
+    assert found == [("host:1", 2, 0, given)]
+    with pytest.raises(DeviceError, match="is all, or numbers such as 0,1, and not 'both'"):
+        join("host:1", 2, 0, distributed=False, local_devices="both")
 
 
 def test_alone_there_is_nothing_to_agree_on() -> None:
