@@ -246,7 +246,8 @@ class _Run:
             self._record(StepRecord(index, loss, seconds, speed, waited, saving, others, evaluated, held, used))
             if what:
                 del state  # beside it the other may not fit
-                done, state = self.guard.back(what)
+                with told_of_memory(compiled.plan, "restoring the state"):
+                    done, state = self.guard.back(what)
                 self.say(f"step {index} is not finite: back to the state after {done} steps")
                 index, went_back = done, True
             else:

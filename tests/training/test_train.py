@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
@@ -135,6 +136,24 @@ def test_a_signal_while_the_last_state_is_written_comes_behind_it(tmp_path: Path
     with pytest.raises(KeyboardInterrupt, match="after step 2 of 2; its state is saved in"):
         jscaler.train(JOB, "single", 2, devices=1, checkpoint=tmp_path, say=quiet)
     assert steps_in(tmp_path) == [2]
+
+
+def test_a_state_that_does_not_fit_is_told_where_it_is_saved_and_where_it_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
+
+    more: dict[str, Any] = {"devices": 1, "checkpoint": tmp_path, "say": quiet}
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        with pytest.raises(jscaler.OutOfMemoryError, match=r"saving the state is out of memory: .*9 bytes"):
+            jscaler.train(JOB, "single", 1, **more)
+    jscaler.train(JOB, "single", 1, **more)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "restore", full)
+        with pytest.raises(jscaler.OutOfMemoryError, match=r"restoring the state is out of memory: .*jscaler.fit tries"):
+            jscaler.train(JOB, "single", 2, resume=True, **more)
 
 
 def test_what_a_tracker_returns_hides_no_error() -> None:
