@@ -20,7 +20,7 @@ from jscaler.runtime.absent import is_absent
 from jscaler.runtime.agreement import agree, digest
 from jscaler.runtime.arguments import LeafType, leaf_type
 from jscaler.runtime.compiled import Compiled
-from jscaler.runtime.out_of_memory import told_of_memory
+from jscaler.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from jscaler.runtime.training_state import TracedState, trace_state
 from jscaler.training.batches import StartingAnywhere
 from jscaler.training.job import Job
@@ -157,9 +157,13 @@ class PlannedJob:
         from jscaler.runtime.checkpoint import latest_step, restore_latest
 
         latest_step(checkpoint)  # before minutes of planning: there is one
-        target = self.target()
-        with told_of_memory(self.step.lower(*self.arguments()).plan, "restoring the state"):
-            return restore_latest(checkpoint, target)
+        try:
+            return restore_latest(checkpoint, self.target())
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # not planned for before: the state that is restored has no weak types
+            raise out_of_memory(self.step.lower(*self.arguments()).plan, "restoring the state", error) from error
 
     def target(self) -> Any:
         """The state's types, as the plan lays it out."""
