@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +62,18 @@ def stacked(count: int, local: tuple[int, ...]) -> tuple[int, ...]:
     return (count * local[0], *local[1:]) if local else (count,)
 
 
-def emit(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
-    """A function of the block's inputs (whole arrays, to be jitted) that returns its outputs."""
+def emit(block: PlacedBlock, mesh: Mesh | AbstractMesh, gloo: bool = False) -> Callable[..., list[Any]]:
+    """A function of the block's inputs (whole arrays, to be jitted) that returns its outputs.
+
+    Args:
+        gloo: whether XLA hands collectives to gloo (`lower.emit_collectives`).
+    """
     kept_in = _kept_in(block)
     kept_out = [layout is None for layout in block.outputs]
 
     def local(*args: Any) -> list[Any]:
-        made = run_block(block, [x.reshape(()) if kept else x for x, kept in zip(args, kept_in, strict=True)])
+        given = [x.reshape(()) if kept else x for x, kept in zip(args, kept_in, strict=True)]
+        made = run_block(block, given, gloo=gloo)
         return [jnp.reshape(x, (1,)) if kept and not jnp.shape(x) else x for x, kept in zip(made, kept_out, strict=True)]
 
     if not block.group.axes:
@@ -111,13 +116,13 @@ def _kept_in(block: PlacedBlock) -> list[bool]:
     return [not shape(v) and layout is None for v, layout in zip(block.flat.inputs, block.inputs, strict=True)]
 
 
-def run_block(block: PlacedBlock, args: Sequence[Any], watch: ValueWatch | None = None) -> list[Any]:
+def run_block(block: PlacedBlock, args: Sequence[Any], watch: ValueWatch | None = None, gloo: bool = False) -> list[Any]:
     """What one device computes, of its parts."""
     flat = block.flat
     env: dict[Any, Any] = dict(zip(flat.inputs, args, strict=True))
     for who, var in flat.part_indices:
         env[var] = who.index()
-    _run(flat.items, env, block.group, flat.source, watch)
+    _run(flat.items, env, _Place(block.group, flat.source, gloo), watch)
     return [_value(env, v) for v in flat.outputs]
 
 
@@ -142,27 +147,33 @@ def emit_in_turn(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., l
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _run(
-    items: Iterable[Item], env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: ValueWatch | None = None
-) -> None:
+class _Place(NamedTuple):
+    """Where items run: on which mesh, for which step, and whether by gloo."""
+
+    mesh: DeviceMesh
+    like: core.Jaxpr
+    gloo: bool
+
+
+def _run(items: Iterable[Item], env: dict[Any, Any], at: _Place, watch: ValueWatch | None = None) -> None:
     if watch is not None:
         for place, item in enumerate(items):
             if isinstance(item, FlatLoop):  # its results are what its iterations leave
-                _repeat(item, env, mesh, like, watch, place)
+                _repeat(item, env, at, watch, place)
             else:
-                _run([item], env, mesh, like)
+                _run([item], env, at)
                 watch.seen += [(v, (place,), watch.look(env[v])) for v in results_of(item)]
         return
     for kind, group in itertools.groupby(items, key=type):
         if issubclass(kind, core.JaxprEqn):
-            _evaluate(list(group), env, like)  # type: ignore[arg-type]
+            _evaluate(list(group), env, at.like)  # type: ignore[arg-type]
             continue
         for item in group:
             if isinstance(item, Exchange):
-                env[item.output] = _exchanged(item, _value(env, item.input), mesh)
+                env[item.output] = _exchanged(item, _value(env, item.input), at)
             else:
                 assert isinstance(item, FlatLoop)
-                _repeat(item, env, mesh, like)
+                _repeat(item, env, at)
 
 
 def _evaluate(eqns: Sequence[core.JaxprEqn], env: dict[Any, Any], like: core.Jaxpr) -> None:
@@ -172,17 +183,15 @@ def _evaluate(eqns: Sequence[core.JaxprEqn], env: dict[Any, Any], like: core.Jax
     env.update(zip(made, evaluate(make_jaxpr(eqns, taken, made, like), [env[v] for v in taken]), strict=True))
 
 
-def _exchanged(item: Exchange, source: Any, mesh: DeviceMesh) -> Any:
+def _exchanged(item: Exchange, source: Any, at: _Place) -> Any:
     task = item.adapt
     with jax.named_scope(adapter_scope(task.tensor)):
         if isinstance(task, Extend):
-            return extend(task.edges, source, mesh, task.layout.mesh)
-        return exchange(task.adapter, source, mesh, task.reduce_dtype)
+            return extend(task.edges, source, at.mesh, task.layout.mesh)
+        return exchange(task.adapter, source, at.mesh, task.reduce_dtype, at.gloo)
 
 
-def _repeat(
-    step: FlatLoop, env: dict[Any, Any], mesh: DeviceMesh, like: core.Jaxpr, watch: ValueWatch | None = None, place: int = 0
-) -> None:
+def _repeat(step: FlatLoop, env: dict[Any, Any], at: _Place, watch: ValueWatch | None = None, place: int = 0) -> None:
     """A loop is a ``lax.scan``, compiled once for all its iterations; collectives and all."""
     within = ValueWatch(watch.look) if watch is not None else None
 
@@ -192,7 +201,7 @@ def _repeat(
         inner.update(zip((v for _, v in step.xs), slices, strict=True))
         if within is not None:
             within.seen = []
-        _run(step.items, inner, mesh, like, within)
+        _run(step.items, inner, at, within)
         outs = [_like(_value(inner, out), v) for _, v, out, _ in step.carries]
         seen = [said for *_, said in within.seen] if within is not None else []
         return outs, ([_like(_value(inner, piece), stack) for piece, stack in step.ys], seen)

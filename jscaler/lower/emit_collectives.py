@@ -1,9 +1,14 @@
 """Transitions as ``lax`` collectives, inside ``jax.shard_map``: members in the order of the layout's axes.
 
 A layout may lie on another mesh than the program's: coarser axes, another device order. ``members`` translates.
+
+Between processes on CPUs XLA hands collectives to gloo, whose reduce-scatter waits for ever where a small one follows an
+all-gather or a send (jaxlib 0.10.2: of 64 KiB and less, every time), and takes longer than an all-reduce (64 MiB by two
+processes on two cores: 0.33 s and 0.19 s). There sums go round a *ring*: of n members each sends an n-th to the next, which
+adds its own, n - 1 times (0.11 s).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +17,7 @@ from jax import lax
 
 from jscaler.ir.mask import Combiner
 from jscaler.lower.emit_point_to_point import run_regions
-from jscaler.lower.members import Members, axis_names, members
+from jscaler.lower.members import Members, axis_names, members, to_next
 from jscaler.materialize import Adapter, DeviceMesh, Layout, Transition
 from jscaler.materialize.transitions import moves, regions_between
 from jscaler.rules.neutral import neutral
@@ -21,7 +26,7 @@ REDUCE: dict[Combiner, Callable[..., Any]] = {"add": lax.psum, "max": lax.pmax, 
 REDUCE_LOCAL: dict[Combiner, Callable[..., Any]] = {"add": jnp.sum, "max": jnp.max, "min": jnp.min}  # on one device
 
 
-def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str | None = None) -> Any:
+def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str | None = None, gloo: bool = False) -> Any:
     """Run an adapter on one device's part: view it refined, walk the path, view it back; copied from and to the host's
     memory where a layout says so.
 
@@ -29,9 +34,10 @@ def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str |
         local: the part, in the source's local shape.
         mesh: the mesh that the program runs over.
         reduce_dtype: the dtype in which value shares are added; by default the part's own.
+        gloo: whether XLA hands collectives to gloo.
     """
     if reduce_dtype is not None and adapter.adds:
-        return exchange(adapter, local.astype(reduce_dtype), mesh).astype(local.dtype)
+        return exchange(adapter, local.astype(reduce_dtype), mesh, gloo=gloo).astype(local.dtype)
     if adapter.source.memory == "host":  # collectives run in device memory
         local = jax.device_put(local, jax.memory.Space.Device)
     for stage in adapter.stages:
@@ -40,7 +46,11 @@ def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str |
             if step.to is not None:
                 local = SEND[step.kind](local, layout, step, mesh)
             else:
-                local = RUN[step.kind](local, step, members(mesh, layout.mesh, step.axes))
+                who = members(mesh, layout.mesh, step.axes)
+                if gloo and step.kind == "reduce_scatter" and step.combiner == "add":
+                    local = _round_a_ring(local, step, who, mesh, to_next(mesh, layout.mesh, step.axes))
+                else:
+                    local = RUN[step.kind](local, step, who)
         local = _fit(local, stage.result)
     local = local.reshape(adapter.target.local_shape)
     return jax.device_put(local, jax.memory.Space.Host) if adapter.target.memory == "host" else local
@@ -102,6 +112,26 @@ def _reduce_scatter(local: Any, step: Transition, who: Members) -> Any:
     blocks = local.reshape(*local.shape[:target], *parts, *local.shape[target + 1 :])
     arrived = lax.all_to_all(blocks, **who.over, split_axis=target, concat_axis=target, tiled=True)
     return REDUCE_LOCAL[step.combiner](arrived, axis=target)
+
+
+def _round_a_ring(local: Any, step: Transition, who: Members, mesh: DeviceMesh, pairs: Sequence[tuple[int, int]]) -> Any:
+    """A reduce-scatter of sums: that of block i begins at the member behind member i, and ends there.
+
+    Args:
+        pairs: from each member to the next, as positions in ``mesh``.
+    """
+    if local.dtype == jnp.bool_:
+        return _round_a_ring(local.astype(jnp.int32), step, who, mesh, pairs).astype(jnp.bool_)
+    target = _dim(step.target)
+    index, size = who.index(), local.shape[target] // who.size
+
+    def block(number: Any) -> Any:
+        return lax.dynamic_slice_in_dim(local, number % who.size * size, size, axis=target)
+
+    total = block(index - 1)
+    for hop in range(2, who.size + 1):
+        total = lax.ppermute(total, axis_names(mesh.names), pairs) + block(index - hop)
+    return total
 
 
 def _all_to_all(local: Any, step: Transition, who: Members) -> Any:

@@ -64,6 +64,14 @@ def members(mesh: DeviceMesh, layout_mesh: DeviceMesh, axes: Axes) -> Members:
     return Members(len(groups[0]), mesh.names, tuple(tuple(group) for group in groups.tolist()))
 
 
+def to_next(mesh: DeviceMesh, layout_mesh: DeviceMesh, axes: Axes) -> list[tuple[int, int]]:
+    """From each member to the next of its group, round, as positions in ``mesh``."""
+    position = {d: i for i, d in enumerate(mesh.devices)}
+    groups = np.vectorize(position.__getitem__)(layout_mesh.groups(axes))
+    pairs = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1)
+    return [(a, b) for a, b in pairs.reshape(-1, 2).tolist()]
+
+
 def _names(mesh: DeviceMesh, groups: np.ndarray) -> Axes | None:
     """The axes of ``mesh`` whose groups these are, member by member."""
     sizes = [size for _, size in mesh.axes]

@@ -253,7 +253,8 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], re
     donated, donate = tuple(donate), leaves.numbers(donate)
     pairs = zip(step.blocks, step.taken, strict=True)
     returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}
-    programs = enumerate(_programs(step, returned))
+    gloo = bool(devices) and devices[0].platform == "cpu" and jax.process_count() > 1
+    programs = enumerate(_programs(step, returned, gloo=gloo))
     functions = tuple(_function(step, n, program, devices, donate, ins, outs, reuse) for n, program in programs)
     between = functools.partial(_between, step, functions, devices)
     failed = functools.partial(failure, step, devices)
@@ -312,7 +313,7 @@ class _Program:
     computed: tuple[int, ...]
 
 
-def _programs(step: StepPlan, returned: Mapping[int, int]) -> list[_Program]:
+def _programs(step: StepPlan, returned: Mapping[int, int], gloo: bool) -> list[_Program]:
     """The program of each block. Blocks of one program have one function, which JAX traces and lowers once."""
     constants = dict(step.graph.constants)
     known: dict[Hashable, tuple[int, Callable[..., list[Any]]]] = {}
@@ -322,13 +323,15 @@ def _programs(step: StepPlan, returned: Mapping[int, int]) -> list[_Program]:
         computed = [place for place, i in enumerate(block.results) if i not in returned]
         computed += range(len(block.results), len(block.outputs))
         whole = key, tuple(computed), tuple(map(id, values))
-        named, run = known.setdefault(whole, (number, _run(block, len(takes), values, computed)))
+        named, run = known.setdefault(whole, (number, _run(block, len(takes), values, computed, gloo)))
         found.append(_Program(run, named, takes, tuple(computed)))
     return found
 
 
-def _run(block: PlacedBlock, num_takes: int, values: Sequence[Any], computed: Sequence[int]) -> Callable[..., list[Any]]:
-    fun = emit(block, physical_mesh(block.group, ()))
+def _run(
+    block: PlacedBlock, num_takes: int, values: Sequence[Any], computed: Sequence[int], gloo: bool
+) -> Callable[..., list[Any]]:
+    fun = emit(block, physical_mesh(block.group, ()), gloo)
 
     def run(*leaves: Any) -> list[Any]:  # in XLA's text arguments go by this name
         results = fun(*leaves[:num_takes], *values, *leaves[num_takes:])

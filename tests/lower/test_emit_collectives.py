@@ -25,7 +25,9 @@ Pair = tuple[Layout, Layout]
 AT_ONCE = 98  # adapters per compiled function: compiling is what takes the time
 
 
-def adapted(adapters: Sequence[Adapter], sources: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+def adapted(
+    adapters: Sequence[Adapter], sources: Sequence[Sequence[np.ndarray]], gloo: bool = False
+) -> list[list[np.ndarray]]:
     """Run the adapters in one program; for each the parts that the devices end with, by position of its target."""
     mesh = adapters[0].source.mesh
     devices = np.array([jax.devices()[d] for d in mesh.devices]).reshape([size for _, size in mesh.axes])
@@ -37,7 +39,7 @@ def adapted(adapters: Sequence[Adapter], sources: Sequence[Sequence[np.ndarray]]
         stacked.append(jax.device_put(np.stack([held[d] for d in mesh.devices]), NamedSharding(physical, spec)))
 
     def local(parts: list[jax.Array]) -> list[jax.Array]:
-        return [exchange(adapt, part[0], mesh)[None] for adapt, part in zip(adapters, parts, strict=True)]
+        return [exchange(adapt, part[0], mesh, gloo=gloo)[None] for adapt, part in zip(adapters, parts, strict=True)]
 
     run = jax.jit(jax.shard_map(local, mesh=physical, in_specs=spec, out_specs=spec, check_vma=False))
     ended = [{s.device.id: np.asarray(s.data)[0] for s in out.addressable_shards} for out in run(stacked)]
@@ -47,14 +49,14 @@ def adapted(adapters: Sequence[Adapter], sources: Sequence[Sequence[np.ndarray]]
     ]
 
 
-def check(pairs: Sequence[Pair], dtype: str = "float32", cost: CostModel = FEW_STEPS) -> None:
+def check(pairs: Sequence[Pair], dtype: str = "float32", cost: CostModel = FEW_STEPS, gloo: bool = False) -> None:
     assert pairs
     rng = np.random.default_rng(0)
     for some in (pairs[i : i + AT_ONCE] for i in range(0, len(pairs), AT_ONCE)):
         wholes = [whole_of(source.shape, dtype, rng) for source, _ in some]
         parts = [make_parts(source, whole, rng) for (source, _), whole in zip(some, wholes, strict=True)]
         adapters = [find_adapter(*pair, whole.itemsize, cost) for pair, whole in zip(some, wholes, strict=True)]
-        for adapt, whole, ended in zip(adapters, wholes, adapted(adapters, parts), strict=True):
+        for adapt, whole, ended in zip(adapters, wholes, adapted(adapters, parts, gloo), strict=True):
             try:
                 assert_lies_as(adapt.target, ended, whole)
             except AssertionError as error:
@@ -166,6 +168,27 @@ def test_device_orders(sizes: tuple[int, ...], devices: tuple[int, ...]) -> None
 )
 def test_dtypes(dtype: str, combiners: tuple[str, ...]) -> None:
     check(pairs_of(every_layout(mesh_of(2, 2), ((4,), (4,)), combiners), most=20), dtype)
+
+
+@pytest.mark.parametrize(("sizes", "devices"), [((2, 3), (5, 1, 0, 4, 2, 3)), ((2, 2), (0, 1, 2, 3))], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_sums_that_gloo_should_scatter_go_round_a_ring(
+    sizes: tuple[int, ...], devices: tuple[int, ...], dtype: str
+) -> None:
+    layouts = every_layout(mesh_of(*sizes, devices=devices), ((6,), (12,)))
+
+    def scatters(pair: Pair) -> bool:
+        return any(step.kind == "reduce_scatter" for step in find_adapter(*pair, 4, FEW_STEPS).steps)
+
+    pairs = [pair for pair in pairs_of(layouts, most=150) if scatters(pair)]
+    check(pairs, dtype, gloo=True)
+    adapters = [find_adapter(*pair, 4, FEW_STEPS) for pair in pairs]
+    mesh = adapters[0].source.mesh
+    shapes = [jax.ShapeDtypeStruct(adapter.source.local_shape, dtype) for adapter in adapters]
+    run = lambda *parts: [exchange(a, x, mesh, gloo=True) for a, x in zip(adapters, parts, strict=True)]  # noqa: E731
+    bound = str(jax.make_jaxpr(run, axis_env=[*mesh.axes])(*shapes))
+    assert "reduce_scatter" not in bound
+    assert "ppermute" in bound
 
 
 def test_random_keys() -> None:
