@@ -97,12 +97,15 @@ class ValueWatch:
     seen: list[tuple[core.Var, tuple[int, ...], Any]] = field(default_factory=list)
 
 
-def emit_watched(block: PlacedBlock, mesh: Mesh | AbstractMesh, watch: ValueWatch) -> Callable[..., list[Any]]:
+def emit_watched(
+    block: PlacedBlock, mesh: Mesh | AbstractMesh, watch: ValueWatch, gloo: bool = False
+) -> Callable[..., list[Any]]:
     """A function of the block's inputs that returns what ``watch`` has seen, with a dim of devices in front."""
 
     def local(*args: Any) -> list[Any]:
         watch.seen = []
-        run_block(block, [x.reshape(()) if kept else x for x, kept in zip(args, _kept_in(block), strict=True)], watch)
+        given = [x.reshape(()) if kept else x for x, kept in zip(args, _kept_in(block), strict=True)]
+        run_block(block, given, watch, gloo)
         return [jnp.expand_dims(said, 0) for *_, said in watch.seen]
 
     if not block.group.axes:

@@ -5,7 +5,7 @@ A layout may lie on another mesh than the program's: coarser axes, another devic
 Between processes on CPUs XLA hands collectives to gloo, whose reduce-scatter waits for ever where a small one follows an
 all-gather or a send (jaxlib 0.10.2: of 64 KiB and less, every time), and takes longer than an all-reduce (64 MiB by two
 processes on two cores: 0.33 s and 0.19 s). There sums go round a *ring*: of n members each sends an n-th to the next, which
-adds its own, n - 1 times (0.11 s).
+adds its own, n - 1 times (0.11 s); small ones are reduced to all, and each member takes its part.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from jscaler.materialize import Adapter, DeviceMesh, Layout, Transition
 from jscaler.materialize.transitions import moves, regions_between
 from jscaler.rules.neutral import neutral
 
+RING_FROM = 2**16  # bytes of a member's summand from which a ring is faster than an all-reduce
 REDUCE: dict[Combiner, Callable[..., Any]] = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}  # between devices
 REDUCE_LOCAL: dict[Combiner, Callable[..., Any]] = {"add": jnp.sum, "max": jnp.max, "min": jnp.min}  # on one device
 
@@ -48,7 +49,7 @@ def exchange(adapter: Adapter, local: Any, mesh: DeviceMesh, reduce_dtype: str |
             else:
                 who = members(mesh, layout.mesh, step.axes)
                 if gloo and step.kind == "reduce_scatter" and step.combiner == "add":
-                    local = _round_a_ring(local, step, who, mesh, to_next(mesh, layout.mesh, step.axes))
+                    local = _scattered_by_gloo(local, step, who, mesh, to_next(mesh, layout.mesh, step.axes))
                 else:
                     local = RUN[step.kind](local, step, who)
         local = _fit(local, stage.result)
@@ -114,24 +115,28 @@ def _reduce_scatter(local: Any, step: Transition, who: Members) -> Any:
     return REDUCE_LOCAL[step.combiner](arrived, axis=target)
 
 
-def _round_a_ring(local: Any, step: Transition, who: Members, mesh: DeviceMesh, pairs: Sequence[tuple[int, int]]) -> Any:
-    """A reduce-scatter of sums: that of block i begins at the member behind member i, and ends there.
+def _scattered_by_gloo(
+    local: Any, step: Transition, who: Members, mesh: DeviceMesh, pairs: Sequence[tuple[int, int]]
+) -> Any:
+    """A reduce-scatter of sums: that of block i begins at the member behind member i, and ends there. Small ones as above.
 
     Args:
         pairs: from each member to the next, as positions in ``mesh``.
     """
     if local.dtype == jnp.bool_:
-        return _round_a_ring(local.astype(jnp.int32), step, who, mesh, pairs).astype(jnp.bool_)
+        return _scattered_by_gloo(local.astype(jnp.int32), step, who, mesh, pairs).astype(jnp.bool_)
+    if local.nbytes < RING_FROM:
+        return _slice(_all_reduce(local, step, who), step, who)
     target = _dim(step.target)
     index, size = who.index(), local.shape[target] // who.size
 
     def block(number: Any) -> Any:
         return lax.dynamic_slice_in_dim(local, number % who.size * size, size, axis=target)
 
-    total = block(index - 1)
-    for hop in range(2, who.size + 1):
-        total = lax.ppermute(total, axis_names(mesh.names), pairs) + block(index - hop)
-    return total
+    def hop(number: Any, total: Any) -> Any:
+        return lax.ppermute(total, axis_names(mesh.names), pairs) + block(index - number)
+
+    return lax.fori_loop(2, who.size + 1, hop, block(index - 1))  # written out, it takes XLA more than twice as long
 
 
 def _all_to_all(local: Any, step: Transition, who: Members) -> Any:

@@ -56,6 +56,11 @@ def _is_number(devices: Any) -> TypeGuard[int]:
     return isinstance(devices, (int, np.integer)) and not isinstance(devices, bool)
 
 
+def by_gloo(devices: Sequence[Device]) -> bool:
+    """Whether XLA hands collectives between ``devices`` to gloo: CPUs of a job of several processes."""
+    return bool(devices) and devices[0].platform == "cpu" and jax.process_count() > 1
+
+
 def is_here(device: Device) -> bool:
     """Whether this process runs it."""
     return device.process_index == jax.process_index()

@@ -25,7 +25,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Layout
 from jscaler.runtime.absent import absent, is_absent
 from jscaler.runtime.crossings import Hop, find_hop
-from jscaler.runtime.devices import is_here
+from jscaler.runtime.devices import by_gloo, is_here
 from jscaler.runtime.failures import failure
 from jscaler.runtime.leaf_ends import Joined, LeafEnds
 from jscaler.runtime.process_messages import wait_on_cpus
@@ -253,8 +253,7 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], re
     donated, donate = tuple(donate), leaves.numbers(donate)
     pairs = zip(step.blocks, step.taken, strict=True)
     returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}
-    gloo = bool(devices) and devices[0].platform == "cpu" and jax.process_count() > 1
-    programs = enumerate(_programs(step, returned, gloo=gloo))
+    programs = enumerate(_programs(step, returned, by_gloo(devices)))
     functions = tuple(_function(step, n, program, devices, donate, ins, outs, reuse) for n, program in programs)
     between = functools.partial(_between, step, functions, devices)
     failed = functools.partial(failure, step, devices)

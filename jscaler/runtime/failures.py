@@ -19,6 +19,7 @@ from jscaler.lower.flat_program import FlatLoop, Item
 from jscaler.lower.instructions import microbatch_text
 from jscaler.lower.segment import PlacedBlock, own_ops
 from jscaler.lower.step_plan import StepPlan
+from jscaler.runtime.devices import by_gloo
 from jscaler.runtime.out_of_memory import is_out_of_memory, out_of_memory
 
 DOES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
@@ -107,7 +108,8 @@ def first_not_finite(
         constants = dict(step.graph.constants)
         leaves = len(block.takes) - sum(t in constants for t in block.takes)
         args = [*given[:leaves], *(constants[t] for t in block.takes[leaves:]), *given[leaves:]]
-        said = jax.jit(emit_watched(block, physical_mesh(block.group, devices), watch))(*args)
+        run = emit_watched(block, physical_mesh(block.group, devices), watch, by_gloo(devices))
+        said = jax.jit(run)(*args)
         said = [np.asarray(np.asarray(flags).any(axis=0)) for flags in said]  # on any device
     rows = ((places, var, flags) for (var, places, _), flags in zip(watch.seen, said, strict=True) if flags.any())
     found = min(((_moment(places, flags), i, places, var) for i, (places, var, flags) in enumerate(rows)), default=None)
