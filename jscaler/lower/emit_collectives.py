@@ -3,9 +3,9 @@
 A layout may lie on another mesh than the program's: coarser axes, another device order. ``members`` translates.
 
 Between processes on CPUs XLA hands collectives to gloo, whose reduce-scatter waits for ever where a small one follows an
-all-gather or a send (jaxlib 0.10.2: of 64 KiB and less, every time), and takes longer than an all-reduce (64 MiB by two
-processes on two cores: 0.33 s and 0.19 s). There sums go round a *ring*: of n members each sends an n-th to the next, which
-adds its own, n - 1 times (0.11 s); small ones are reduced to all, and each member takes its part.
+all-gather or a send (jaxlib 0.10.2, not 0.12: 64 KiB and less, every time), and takes longer than a *ring* (64 MiB by two
+processes on two cores: 0.33 s, with 0.12 0.21 s, and 0.11 s): of n members each sends an n-th to the next, which adds its
+own, n - 1 times. So sums go round one there; small ones are reduced to all, and each member takes its part.
 """
 
 from collections.abc import Callable, Sequence
