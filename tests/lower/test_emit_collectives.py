@@ -170,18 +170,15 @@ def test_dtypes(dtype: str, combiners: tuple[str, ...]) -> None:
     check(pairs_of(every_layout(mesh_of(2, 2), ((4,), (4,)), combiners), most=20), dtype)
 
 
-@pytest.mark.parametrize(("sizes", "devices"), [((2, 3), (5, 1, 0, 4, 2, 3)), ((2, 2), (0, 1, 2, 3))], ids=str)
 @pytest.mark.parametrize(("dtype", "rows"), [("float32", 12), ("float32", 3 * 2**14), ("int8", 3 * 2**16)])
-def test_sums_that_gloo_should_scatter_go_round_a_ring(
-    sizes: tuple[int, ...], devices: tuple[int, ...], dtype: str, rows: int
-) -> None:
+def test_sums_that_gloo_should_scatter_go_round_a_ring(dtype: str, rows: int) -> None:
     """Small ones are reduced to all."""
-    layouts = every_layout(mesh_of(*sizes, devices=devices), ((6,), (rows,)))
+    layouts = every_layout(mesh_of(2, 3, devices=(5, 1, 0, 4, 2, 3)), ((6,), (rows,)))
 
     def scatters(pair: Pair) -> bool:
         return any(step.kind == "reduce_scatter" for step in find_adapter(*pair, 4, FEW_STEPS).steps)
 
-    pairs = [pair for pair in pairs_of(layouts, most=100) if scatters(pair)]
+    pairs = [pair for pair in pairs_of(layouts, most=60) if scatters(pair)]
     check(pairs, dtype, gloo=True)
     adapters = [find_adapter(*pair, 4, FEW_STEPS) for pair in pairs]
     mesh = adapters[0].source.mesh
