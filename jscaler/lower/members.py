@@ -56,8 +56,7 @@ def axis_names(axes: Axes) -> Any:
 @lru_cache(maxsize=4096)
 def members(mesh: DeviceMesh, layout_mesh: DeviceMesh, axes: Axes) -> Members:
     """The members along ``axes`` of ``layout_mesh``, for a program over ``mesh``."""
-    position = {d: i for i, d in enumerate(mesh.devices)}
-    groups = np.vectorize(position.__getitem__)(layout_mesh.groups(axes))
+    groups = _positions(mesh, layout_mesh, axes)
     names = _names(mesh, groups)
     if names is not None:
         return Members(len(groups[0]), names)
@@ -66,10 +65,14 @@ def members(mesh: DeviceMesh, layout_mesh: DeviceMesh, axes: Axes) -> Members:
 
 def to_next(mesh: DeviceMesh, layout_mesh: DeviceMesh, axes: Axes) -> list[tuple[int, int]]:
     """From each member to the next of its group, round, as positions in ``mesh``."""
+    groups = _positions(mesh, layout_mesh, axes)
+    return list(zip(groups.ravel().tolist(), np.roll(groups, -1, axis=1).ravel().tolist(), strict=True))
+
+
+def _positions(mesh: DeviceMesh, layout_mesh: DeviceMesh, axes: Axes) -> np.ndarray:
+    """A row for each group along ``axes`` of ``layout_mesh``: where its members stand in ``mesh``."""
     position = {d: i for i, d in enumerate(mesh.devices)}
-    groups = np.vectorize(position.__getitem__)(layout_mesh.groups(axes))
-    pairs = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1)
-    return [(a, b) for a, b in pairs.reshape(-1, 2).tolist()]
+    return np.vectorize(position.__getitem__)(layout_mesh.groups(axes))
 
 
 def _names(mesh: DeviceMesh, groups: np.ndarray) -> Axes | None:
