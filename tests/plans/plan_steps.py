@@ -101,15 +101,12 @@ def with_arguments(model: nn.Module, tx: optax.GradientTransformation, batch: An
 def planned(plan: Any, made: tuple[Step, tuple[Any, Any]], devices: int) -> StepPlan:
     """The step under ``plan``, not compiled; its redistribution is proven."""
     step, arguments = made
-    if step in CAPTURED:
-        known = CAPTURED[step]
-        done = ExplainedPlan.of(lower(known, transform(known, plan, devices)))
-        jscaler.verify(done)
-        return done
-    lowered = jscaler.parallelize(plan, devices=devices, donate_argnames="state")(step).lower(*arguments)
-    CAPTURED[step] = lowered.captured
-    jscaler.verify(lowered)
-    return lowered.plan
+    if step not in CAPTURED:
+        CAPTURED[step] = Captured.of(jscaler.parallelize(plan, devices=devices)(step).graph(*arguments))
+    known = CAPTURED[step]
+    done = ExplainedPlan.of(lower(known, transform(known, plan, devices)))
+    jscaler.verify(done)
+    return done
 
 
 def activations(plan: StepPlan) -> Counter[str]:
