@@ -20,7 +20,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames 
 OpKind = Literal["forward", "backward", "update"]
 Residuals = Literal["inputs", "saved"]
 RANGES, JOINED = "@ranges", "@joined"  # behind the name of what is taken apart into ranges, or made of them
-RANGE = re.compile(r"\[\d+:\d+\]")
+RANGE = re.compile(r"\[(\d+):(\d+)\]")
 TURN = re.compile(r"~\d+$")
 
 
@@ -46,6 +46,12 @@ def without_turn(path: str) -> str:
 def range_mark(bounds: tuple[int, int]) -> str:
     """What follows the names of what is for the iterations from the first of ``bounds`` to before the second."""
     return "[{}:{}]".format(*bounds)
+
+
+def range_of(name: str) -> tuple[int, int] | None:
+    """The iterations of which a thing of a range is, if it is one: of ``layers/dot[4:8]`` (4, 8)."""
+    found = RANGE.search(name)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def without_range(name: str) -> str:

@@ -14,7 +14,8 @@ from jscaler.lower.segment import PlacedBlock, made_by
 def program_keys(blocks: Sequence[PlacedBlock]) -> list[Hashable]:
     """For each block a key that only blocks share which are the same program, on the devices of their groups in order.
 
-    What their ops are called counts too, but for ranges of layers and numbers of devices: a profile names them.
+    What their ops are called counts too, but for ranges of layers and numbers of devices: a profile names them. What they
+    are brought, and gather first, is called as other stages call it, and does not count.
     """
     first = [block.like or block for block in blocks]
     distinct = list({id(block): block for block in first}.values())
@@ -37,6 +38,7 @@ class _Key:
         self._block = block
         self._numbering = Numbering()
         self._positions = Positions(block.group)
+        self._brought = set(block.flat.inputs[len(block.takes) :])
 
     def key(self) -> Hashable:
         block, flat, define = self._block, self._block.flat, self._numbering.define
@@ -55,7 +57,8 @@ class _Key:
         if isinstance(item, Exchange):
             adapt, read = item.adapt, atom(item.input)
             rest = (adapt.adapter, adapt.reduce_dtype) if isinstance(adapt, Adapt) else (adapt.layout, adapt.edges)
-            return called(adapt.tensor.name), self._positions.of(rest), read, define(item.output)
+            name = "" if item.input in self._brought else called(adapt.tensor.name)
+            return name, self._positions.of(rest), read, define(item.output)
         if not isinstance(item, FlatLoop):
             return called(str(item.source_info.name_stack)), self._numbering.equation(item)
         begin = tuple(atom(init) for init, *_ in item.carries), tuple(atom(stack) for stack, _ in item.xs)

@@ -225,6 +225,7 @@ def _blocks(
                 (*(number for number, *_ in ends[len(left) :]), *handed.values()),
                 (*(takes[v][1][1] for v in given), *(values[v][1] if v in values else None for v in brought)),
                 (*(layout for _, _, layout, _ in ends), *(None for _ in kept)),
+                of_layers=program.of_layers,
             )
         )
         saved |= handed | {v: gone[v] for v in own_values if v in gone}

@@ -18,6 +18,7 @@ has its devices.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -27,18 +28,20 @@ from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, made_by, reads_of
-from jscaler.ir.op import RecomputeRegion
+from jscaler.ir.op import RecomputeRegion, range_of
 from jscaler.ir.walk import closure
 from jscaler.lower.program import Program, Slot, Writer
 from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Completed, DeviceMesh, Layout
-from jscaler.materialize.crossing import Crossing, find_crossing
+from jscaler.materialize.crossing import Crossing, find_crossing, on_devices
 from jscaler.rules.rule_book import RuleBook
 from jscaler.tables import BlockKind
 from jscaler.tables.cuts import Cuts
 
-Key = tuple[int, int]  # number of a phase, number of a group: a program
+Place = int  # the number of a group; of its layers of a stack that and how many groups there are
+Key = tuple[int, Place]  # number of a phase, and where: a program
 Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
+BlockAt = tuple[int, DeviceMesh, bool, int]  # phase, group, whether it is of its layers of a stack, level
 HOP = 3  # what a crossing adds to a level
 WEIGHTS, AGAIN = 1, 2  # behind a level what nobody waits for, and what is computed again
 FRONT = -1  # the level of what is there before the first block of a phase, or of an iteration, runs
@@ -109,14 +112,14 @@ class Programs:
         programs: by phase, then by group.
         spanning: the loop over groups, if there is one.
         values: how many numbers of values are taken; results have the first ones.
-        marks: phase, group, level -> the stages that run there, forward or backward.
+        marks: the stages that run there, forward or backward.
     """
 
     programs: tuple[Program, ...]
     transfers: tuple[Transfer, ...]
     spanning: SpanningLoop | None
     values: int
-    marks: Mapping[tuple[int, DeviceMesh, int], Set[Mark]] = field(default_factory=dict)
+    marks: Mapping["BlockAt", Set[Mark]] = field(default_factory=dict)
 
 
 def make_programs(
@@ -147,7 +150,9 @@ def make_programs(
     order = [op for op in order if op.path in read]
     phases = _phases(graph, nested(order, graph.loops), completed, after)
     dtypes = summing_dtypes(graph, order, reduce_dtype)
-    made = _Blocks(graph, completed, cost, phases, _Levels(graph, completed, after, cuts, stage_of or {}), cuts.weights)
+    levels = _Levels(graph, completed, after, cuts, stage_of or {})
+    levels.find_layers(phases)
+    made = _Blocks(graph, completed, cost, phases, levels, cuts.weights)
 
     def writer(key: Key) -> Writer:
         return Writer(graph, completed, book, cost, dtypes, after, made.bring, key)
@@ -249,10 +254,11 @@ class _Levels:
     after: Mapping[str, Sequence[str]]
     cuts: Cuts
     stage_of: Mapping[str, int]
-    of_op: dict[str, tuple[int, int, Mark | None]] = field(default_factory=dict)  # path -> level, group; of this phase
-    of_tensor: dict[PTensor, tuple[int, int, Mark | None]] = field(default_factory=dict)
-    marks: dict[tuple[int, DeviceMesh, int], set[Mark]] = field(default_factory=dict)
-    least: dict[tuple[int, Mark], int] = field(default_factory=dict)  # group, stage -> the level of its block
+    of_op: dict[str, tuple[int, Place, Mark | None]] = field(default_factory=dict)  # path -> level, place; of this phase
+    of_tensor: dict[PTensor, tuple[int, Place, Mark | None]] = field(default_factory=dict)
+    marks: dict[BlockAt, set[Mark]] = field(default_factory=dict)
+    least: dict[tuple[Place, Mark], int] = field(default_factory=dict)  # place, stage -> the level of its block
+    of_layers: set[PTensor] = field(default_factory=set)  # what layers of a stack make
 
     def __post_init__(self) -> None:
         self.number = {group: number for number, group in enumerate(self.completed.groups)}
@@ -261,15 +267,60 @@ class _Levels:
         """The number of the group that ``layout`` is on, in whatever order."""
         return self.number[self.completed.group_of(layout.mesh)]
 
-    def start(self, carried: Mapping[PTensor, int], in_loop: bool, phase: int) -> None:
-        """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
+    def group(self, place: Place) -> DeviceMesh:
+        return self.completed.groups[place % len(self.number)]
+
+    def is_layers(self, place: Place) -> bool:
+        return place >= len(self.number)
+
+    def place_of(self, tensor: PTensor, layout: Layout) -> Place:
+        """Where what lies in ``layout`` is made."""
+        return self.number_of(layout) + len(self.number) * (tensor in self.of_layers)
+
+    def places(self, layout: Layout) -> tuple[Place, Place]:
+        """The places of the group that ``layout`` is on."""
+        number = self.number_of(layout)
+        return number, number + len(self.number)
+
+    def find_layers(self, phases: Sequence["Phase"]) -> None:
+        """Find what layers of a stack do, of which as many lie on another group: their ops, forward, backward and update,
+        and what these alone read of ops that the plan does not place.
+
+        They are a program of their own, and what a first and a last stage do besides is another: so the layers of all
+        stages are one program.
+        """
+        if len(self.number) == 1:
+            return
+        bounds = {op.path: range_of(op.path) for phase in phases for item in phase.items for op in _ops(item)}
+        sizes = Counter(own[1] - own[0] for own in {*bounds.values()} if own is not None)
+        alike = {path for path, own in bounds.items() if own is not None and sizes[own[1] - own[0]] > 1}
+        if not alike:
+            return
+        loops = self.graph.loops.values()
+        ends = {*self.graph.outputs, *(t for loop in loops for t in loop.returned)}
+        for phase in phases:
+            readers: dict[PTensor, list[tuple[bool, int]]] = {}  # of a tensor: whether each is of layers, and where
+            for item in reversed(phase.items):
+                made, ops = list(made_by(item)), _ops(item)
+                group = self.number[next(iter(_groups(item, self.completed)))]
+                here = any(op.path in alike for op in ops)
+                if not here and self._mark(ops)[0] is None and ends.isdisjoint(made):
+                    read = [reader for t in made for reader in readers.get(t, ())]
+                    here = bool(read) and all(reader == (True, group) for reader in read)
+                if here:
+                    self.of_layers.update(made)
+                for t in reads_of(item):
+                    readers.setdefault(t, []).append((here, group))
+
+    def start(self, carried: Mapping[PTensor, Place], in_loop: bool, phase: int) -> None:
+        """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, in its place.
 
         Arguments of the step leave their group behind the first level; a loop finds them there.
         """
         inputs = {} if in_loop else self.completed.inputs
         self.phase, self.in_loop = phase, in_loop
         self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in inputs.items()}
-        self.of_tensor.update({t: (0, group, None) for t, group in carried.items()})
+        self.of_tensor.update({t: (0, place, None) for t, place in carried.items()})
         self.least = {}
 
     def gather(self, items: Sequence[Item]) -> None:
@@ -283,9 +334,9 @@ class _Levels:
             for item in items:
                 self.add(item)
             levels: dict[tuple[int, Mark], set[int]] = {}
-            for level, group, mark in self.of_op.values():
+            for level, place, mark in self.of_op.values():
                 if mark is not None and mark[0] is not None:
-                    levels.setdefault((group, mark), set()).add(level)
+                    levels.setdefault((place, mark), set()).add(level)
             apart = {key: max(own) for key, own in levels.items() if len(own) > 1}
             raised = tried | apart
             if not apart or max(raised.values()) > 2 * HOP * len(levels):  # some block waits for itself
@@ -295,38 +346,47 @@ class _Levels:
         self.of_op, self.of_tensor, self.marks = {}, start, marks
 
     def add(self, item: Item) -> int:
-        """Give ``item`` its level; what it reads and waits for has one. Returns its group."""
+        """Give ``item`` its level; what it reads and waits for has one. Returns its place."""
         ops = _ops(item)
-        group = self.number[next(iter(_groups(item, self.completed)))]
+        place = self.number[next(iter(_groups(item, self.completed)))]
+        place += len(self.number) * any(t in self.of_layers for t in made_by(item))
         operands = [t for op in ops for t in op.inputs]
         operands += item.loop.operands if isinstance(item, Nest) else []
-        before = [self.of_tensor[t] for t in operands if t in self.of_tensor]
+        before = [self._known(t, place) for t in operands if t in self.of_tensor]
         before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
         mark = self._mark(ops)
         if mark[0] is None:  # it goes with what it reads
-            here = ((level, own[0]) for level, other, own in before if other == group and own is not None)
+            here = ((level, own[0]) for level, other, own in before if other == place and own is not None)
             stages = [(level, stage) for level, stage in here if stage is not None]
             mark = max(stages, default=(0, None))[1], mark[1]
-        level = max((level + HOP * (other != group or self._is_cut(own, mark)) for level, other, own in before), default=0)
+        level = max((level + HOP * (other != place or self._is_cut(own, mark)) for level, other, own in before), default=0)
         level = level // HOP * HOP + AGAIN * (mark[1] == "R")
-        level = max(level, self.least.get((group, mark), 0))
-        key = level, group, mark
+        level = max(level, self.least.get((place, mark), 0))
+        key = level, place, mark
         if self.in_loop:
-            self.marks.setdefault((self.phase, self.completed.groups[group], level), set()).add(mark)
+            at = self.phase, self.group(place), self.is_layers(place), level
+            self.marks.setdefault(at, set()).add(mark)
         self.of_op.update(dict.fromkeys((op.path for op in ops), key))
         made = [t for op in ops for t in op.outputs]
         made += item.loop.results if isinstance(item, Nest) else []
         self.of_tensor.update(dict.fromkeys(made, key))
-        return group
+        return place
+
+    def _known(self, tensor: PTensor, place: Place) -> tuple[int, Place, Mark | None]:
+        """Of what is there the level, and where; arguments of the step are in both places of their group."""
+        level, other, own = self.of_tensor[tensor]
+        if own is None and tensor in self.completed.inputs and self.group(other) == self.group(place):
+            other = place
+        return level, other, own
 
     def handed_over(self, item: Item) -> list[PTensor]:
         """What ``item`` reads of another stage on its own group: that runs there, and not where it is read."""
-        _, group, mark = self.of_op[_ops(item)[0].path]
+        _, place, mark = self.of_op[_ops(item)[0].path]
         known = {t: self.of_tensor[t] for t in reads_of(item) if t in self.of_tensor}
         return [
             t
             for t, (_, home, own) in known.items()
-            if home == group and self.in_loop and own is not None and mark is not None and own[0] != mark[0]
+            if home == place and self.in_loop and own is not None and mark is not None and own[0] != mark[0]
             if None not in (own[0], mark[0])
         ]
 
@@ -353,9 +413,9 @@ class _Blocks:
     """Writes the programs of all phases.
 
     Attributes:
-        held: tensor, group -> the program of that group that has it, or in which it arrives.
+        held: tensor, place -> the program of that place that has it, or in which it arrives.
         given: of a program, its slots that are not its own: the argument, or the number of the value.
-        finals: what a loop over groups leaves -> the number of the value, and its layout.
+        finals: what a loop over groups leaves -> the number of the value, its layout, and where.
     """
 
     graph: Graph
@@ -374,8 +434,8 @@ class _Blocks:
     left: dict[tuple[Key, Slot, Layout, int | None], int] = field(default_factory=dict)
     own_levels: dict[Key, int] = field(default_factory=dict)
     pinned: dict[Key, dict[str, int]] = field(default_factory=dict)
-    finals: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
-    inside: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
+    finals: dict[PTensor, tuple[int, Layout, Place]] = field(default_factory=dict)
+    inside: dict[PTensor, tuple[int, Layout, Place]] = field(default_factory=dict)
     indices: dict[Key, int] = field(default_factory=dict)  # number of the value
     slices: set[PTensor] = field(default_factory=set)  # the micro-batch's number, in the loop's words
     made: dict[PTensor, tuple[Key, int, bool]] = field(default_factory=dict)  # program, level, if it is backward
@@ -396,27 +456,26 @@ class _Blocks:
         for number, phase in enumerate(self.phases):
             self.phase = number
             if phase.loop is None:
-                self.levels.start(
-                    {t: self.levels.number_of(layout) for t, (_, layout) in self.finals.items()}, False, number
-                )
+                self.levels.start({t: place for t, (*_, place) in self.finals.items()}, False, number)
                 self._write(phase.items)
             elif phase.first == number:
                 self._repeat(phase.loop, range(number, number + phase.loop.turns))
         self.results: dict[Key, list[tuple[Slot, Layout, int]]] = {}
         for number, (tensor, layout) in enumerate(zip(self.graph.outputs, self.completed.outputs, strict=True)):
-            key = self._home_of_result(tensor, self.levels.number_of(layout))
+            key = self._home_of_result(tensor, layout)
             slot = self._open(key).read(tensor, layout)
             self.results.setdefault(key, []).append((slot, layout, number))
 
-    def _home_of_result(self, tensor: PTensor, group: int) -> Key:
-        found = self.held.get((tensor, group))
-        return found if found is not None and self.phases[found[0]].loop is None else (self.phase, group)
+    def _home_of_result(self, tensor: PTensor, layout: Layout) -> Key:
+        found = (self.held.get((tensor, place)) for place in self.levels.places(layout))
+        known = (key for key in found if key is not None and self.phases[key[0]].loop is None)
+        return next(known, (self.phase, self.levels.number_of(layout)))
 
     def _write(self, items: Iterable[Item]) -> None:
         again: dict[tuple[Key, RecomputeRegion | None], dict[str, int]] = {}
         for item in items:
-            group = self.levels.add(item)
-            key = self.phase, group
+            place = self.levels.add(item)
+            key = self.phase, place
             writer = self._open(key)
             for tensor in self.levels.handed_over(item):
                 layout = _between(writer.slots[tensor][0][0])
@@ -429,7 +488,7 @@ class _Blocks:
                 again.setdefault((key, _region_of(_ops(item)[0])), {}).update((op.path, level) for op in _ops(item))
             made = (*_ops(item), item) if isinstance(item, Nest) else (item,)
             for tensor in (t for one in made for t in (one.outputs if isinstance(one, Op) else one.loop.results)):
-                self.held[tensor, group] = key
+                self.held[tensor, place] = key
                 self.made[tensor] = key, level, mark is not None and mark[1] == "B"
         for (key, _), levels in again.items():  # a region runs when all that it reads is there
             self.pinned[key].update(dict.fromkeys(levels, max(levels.values())))
@@ -437,38 +496,38 @@ class _Blocks:
     def _repeat(self, loop: Loop, phases: range) -> None:
         """The body of a loop over groups, once for all iterations."""
         laid = self.completed.loops[loop.name]
-        number_of = self.levels.number_of
+        places = [self.levels.place_of(c.out, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
         carried = []
-        for carry, layout in zip(loop.carries, laid.carries, strict=True):
-            front = self._open((self.phase - 1, number_of(layout)))
+        for carry, layout, place in zip(loop.carries, laid.carries, places, strict=True):
+            front = self._open((self.phase - 1, place))
             init = self._leave(front, front.read(carry.init, layout), layout, None, fresh=True)
             values = CarriedValue(init, self._new(), self._new(), self._new(), carry.is_sum)
-            self.inside[carry.inside] = values.inside, layout
+            self.inside[carry.inside] = values.inside, layout, place
             carried.append(values)
         for x in loop.xs:
             self._check_counts(loop, x.stack)
         self.slices = {x.slice for x in loop.xs}
         for self.phase in phases:
-            there = {c.inside: number_of(y) for c, y in zip(loop.carries, laid.carries, strict=True)}
+            there = {c.inside: place for c, place in zip(loop.carries, places, strict=True)}
             self.levels.start(there, True, self.phase)
             self.levels.gather(self.phases[self.phase].items)
             self._write(self.phases[self.phase].items)
 
         def writer_of(tensor: PTensor, layout: Layout) -> Writer:
             phase = self.made[tensor][0][0] if tensor in self.made else phases.start
-            return self._open((max(phase, phases.start), number_of(layout)))
+            return self._open((max(phase, phases.start), self.levels.place_of(tensor, layout)))
 
         exits = []
-        for values, carry, layout in zip(carried, loop.carries, laid.carries, strict=True):
+        for values, carry, layout, place in zip(carried, loop.carries, laid.carries, places, strict=True):
             writer = writer_of(carry.out, layout)
             self._leave(writer, writer.read(carry.out, layout), layout, self._exit(carry.out, writer), values.out)
-            self.finals[carry.final] = values.final, layout
+            self.finals[carry.final] = values.final, layout, place
         for y, layout in zip(loop.ys, laid.ys, strict=True):
             writer = writer_of(y.slice, layout)
             level = self._exit(y.slice, writer)
             piece, stack = self._leave(writer, writer.read(y.slice, layout), layout, level, fresh=True), self._new()
             exits.append(StackedValue(piece, stack))
-            self.finals[y.stack] = stack, layout.stacked(loop.length)
+            self.finals[y.stack] = stack, layout.stacked(loop.length), writer.key[1]
         indices = {value: phase - phases.start for (phase, _), value in self.indices.items()}
         self.spanning = SpanningLoop(loop, phases, tuple(carried), tuple(exits), indices)
 
@@ -501,7 +560,7 @@ class _Blocks:
         return self.writers[key]
 
     def _take(self, key: Key, tensor: PTensor) -> None:
-        group = self.completed.groups[key[1]]
+        group = self.levels.group(key[1])
         constant = tensor in self.everywhere
         layout = Layout.replicated(group, tensor.shape) if constant else self.completed.inputs[tensor]
         slot = self._defined(key, tensor, layout)
@@ -541,8 +600,8 @@ class _Blocks:
 
     def bring(self, key: Key, tensor: PTensor, layout: Layout) -> None:
         """Define ``tensor``, which another program has, in the program ``key``: in ``layout``, or close to it."""
-        phase, number = key
-        group = self.completed.groups[number]
+        phase, place = key
+        group = self.levels.group(place)
         in_loop = self.phases[phase].loop is not None
         if tensor in self.everywhere or (self._lies(tensor, group) and not in_loop):
             self._take(key, tensor)
@@ -552,19 +611,19 @@ class _Blocks:
             if key not in self.indices:
                 self.indices[key] = self._new()
             self._import(key, tensor, Layout.replicated(group, ()), self.indices[key])
-        elif in_loop and tensor in self.inside and self.levels.number_of(self.inside[tensor][1]) == number:
-            value, carried = self.inside[tensor]
+        elif in_loop and tensor in self.inside and self.inside[tensor][2] == place:
+            value, carried, _ = self.inside[tensor]
             self._import(key, tensor, carried, value)
-        elif tensor in self.finals and self.levels.number_of(self.finals[tensor][1]) == number:
-            value, final = self.finals[tensor]
+        elif tensor in self.finals and self.finals[tensor][2] == place:
+            value, final, _ = self.finals[tensor]
             self._import(key, tensor, final, value)
-        elif (tensor, number) in self.held:
-            front = self.writers[self.held[tensor, number]]
+        elif (tensor, place) in self.held:
+            front = self.writers[self.held[tensor, place]]
             known = front.nearest(tensor, _between(layout))
             self._pass_on(front, tensor, known, key)
         else:
             self._cross(key, tensor, layout)
-        self.held.setdefault((tensor, number), key)
+        self.held.setdefault((tensor, place), key)
 
     def _lies(self, tensor: PTensor, group: DeviceMesh) -> bool:
         return tensor in self.completed.inputs and self.completed.inputs[tensor].mesh == group
@@ -575,7 +634,7 @@ class _Blocks:
 
     def _hand_on(self, key: Key, tensor: PTensor, layout: Layout) -> None:
         """What all iterations read of the program around them is brought to its layout once, in front of the loop."""
-        group = self.completed.groups[key[1]]
+        group = self.levels.group(key[1])
         if self._lies(tensor, group) and self.completed.inputs[tensor] == layout:
             self._take(key, tensor)
         else:
@@ -594,33 +653,51 @@ class _Blocks:
             self._import(key, tensor, layout, self._leave(front, slot, layout, None))
 
     def _cross(self, key: Key, tensor: PTensor, layout: Layout) -> None:
-        """From another group: out of the program that makes it, or that has been given it."""
-        origin, level, _ = self.made.get(tensor) or ((key[0], self._group_of(tensor)), 0, False)
+        """From another place: out of the program that makes it, or that has been given it."""
+        origin, level, _ = self.made.get(tensor) or ((key[0], self._home_of(tensor)), 0, False)
         holder = self._open(origin)
         if tensor not in holder.slots:
             self.bring(origin, tensor, layout)
         held = [self._in_order(known, origin) for known, _ in holder.slots[tensor]]
-        leaving, arriving = self._ends(tensor, held, self._in_order(layout, key))
-        slot, target = holder.read(tensor, leaving), self._new()
+        inside = self.levels.group(origin[1]) == self.levels.group(key[1])
+        leaving, arriving = (self._handed if inside else self._ends)(tensor, held, self._in_order(layout, key))
+        slot = holder.read(tensor, leaving)
         source = self.given[origin].get(slot)
         if isinstance(source, int):
             level = FRONT  # given to it from in front of its phase
         else:
             source = self._leave(holder, slot, leaving, level)
-        self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
+        target = source
+        if not inside:
+            target = self._new()
+            self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
         behind = level // HOP * HOP + HOP
         self._import(key, tensor, arriving, target, behind if origin[0] == key[0] and level != FRONT else 0)
 
     def _in_order(self, layout: Layout, key: Key) -> Layout:
         """``layout`` in the order of its program's mesh, in which values leave and arrive."""
-        group = self.completed.groups[key[1]]
+        group = self.levels.group(key[1])
         return layout if layout.mesh.devices == group.devices else dataclasses.replace(layout, mesh=group)
 
-    def _group_of(self, tensor: PTensor) -> int:
+    def _home_of(self, tensor: PTensor) -> Place:
         """Where an argument lies, or what a loop over groups finds and leaves."""
         ends = self.inside if tensor in self.inside else self.finals
-        layout = ends[tensor][1] if tensor in ends else self.completed.inputs[tensor]
-        return self.levels.number_of(layout)
+        return ends[tensor][2] if tensor in ends else self.levels.number_of(self.completed.inputs[tensor])
+
+    def _handed(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> tuple[Layout, Layout]:
+        """How a tensor lies that goes from one place of a group to the other: as it would between this group and the one
+        beside it, so layers are one program whether they stand behind others or not.
+        """
+        groups = self.completed.groups
+        own = self.levels.number_of(wanted)
+        near = [groups[n] for n in (own - 1, own + 1) if 0 <= n < len(groups)]
+        beside = next((g for g in near if g.axes == groups[own].axes and set(g.devices).isdisjoint(groups[own].devices)), None)
+        if beside is None:
+            return held[0], held[0]
+        there = dict(zip(groups[own].devices, beside.devices, strict=True))
+        arriving = self._ends(tensor, held, on_devices(wanted, there))[1]
+        here = {device: own for own, device in there.items()}
+        return (on_devices(arriving, here),) * 2
 
     def _ends(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> tuple[Layout, Layout]:
         """How a tensor that is ``held`` leaves its group, and how it arrives where it is ``wanted``."""
@@ -633,13 +710,14 @@ class _Blocks:
     def programs(self) -> tuple[Program, ...]:
         """All programs, by phase and by group."""
         made = []
-        for key, writer in sorted(self.writers.items(), key=lambda pair: pair[0]):
+        groups = len(self.completed.groups)
+        for key, writer in sorted(self.writers.items(), key=lambda pair: (pair[0][0], pair[0][1] % groups, pair[0][1])):
             taken = sorted(self.inputs[key], key=lambda one: one[0] in self.everywhere)  # constants last
             brought, left, results = self.imports[key], self.exports[key], self.results.get(key, [])
             loop = self.phases[key[0]].loop
             made.append(
                 Program(
-                    self.completed.groups[key[1]],
+                    self.levels.group(key[1]),
                     tuple(writer.tasks),
                     tuple((slot, layout) for _, slot, layout, *_ in (*taken, *brought)),
                     tuple((slot, layout) for slot, layout, *_ in (*results, *left)),
@@ -653,6 +731,7 @@ class _Blocks:
                     self.own_levels[key],
                     self.pinned[key],
                     loop.length if loop is not None else 1,
+                    self.levels.is_layers(key[1]),
                 )
             )
         return tuple(made)

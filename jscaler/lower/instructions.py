@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jscaler.ir import Graph, PTensor
-from jscaler.lower.blocks import FRONT, CarriedValue, Mark, SpanningLoop, Transfer
+from jscaler.lower.blocks import FRONT, BlockAt, CarriedValue, Mark, SpanningLoop, Transfer
 from jscaler.lower.merged import merged
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.table_rounds import Cell, Name, Rounds, sums_of
-from jscaler.materialize import DeviceMesh
 from jscaler.tables import BlockKind, Published, Table, TableCell
 
 Slot = int
@@ -106,7 +105,7 @@ def instructions(
     results: int,
     plan: Published | Table | None = None,
     before: Iterable[tuple[tuple[str, int], tuple[str, int]]] = (),
-    marks: Mapping[tuple[int, DeviceMesh, int], Set[Mark]] | None = None,
+    marks: Mapping[BlockAt, Set[Mark]] | None = None,
 ) -> tuple[list[PlacedBlock], Instructions]:
     """What runs of ``blocks``, and all instructions, in the order of phases and levels.
 
@@ -114,7 +113,7 @@ def instructions(
         results: how many results the step has.
         plan: a table for the loop over groups, or a schedule that has one; None for one forward, one backward.
         before: (op, micro-batch) pairs of which the first runs before the second, as ``op_order`` says.
-        marks: phase, group, level -> the stages that run there.
+        marks: the stages that run there.
 
     Returns:
         The blocks that are run alone, and those that several are one executable of.

@@ -74,6 +74,7 @@ class _Merged:
             tuple(parts),
             tuple(place for *_, place in imports.values()),
             tuple(place for _, place in self._left),
+            all(block.of_layers for block, _ in parts),
         )
 
     def _key(self, number: int, place: int) -> tuple[int, int | None]:

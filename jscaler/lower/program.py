@@ -135,6 +135,7 @@ class Program:
         last_level: of its ops.
         pinned: path -> the level of an op that must run there, as ``op_order`` says.
         times: how often it runs.
+        of_layers: whether it is what a group does for its layers of a stack; what it does besides is another program.
     """
 
     group: DeviceMesh
@@ -151,6 +152,7 @@ class Program:
     last_level: int = 0
     pinned: Mapping[str, int] = field(default_factory=dict)
     times: int = 1
+    of_layers: bool = False
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:
@@ -258,7 +260,7 @@ class Writer:
             for i, (t, layout) in enumerate(zip(op.inputs, laid.inputs, strict=True))
         )
         outputs = tuple(self.define(t, layout) for t, layout in zip(op.outputs, laid.outputs, strict=True))
-        own, group = laid.placement.group, self.completed.groups[self.key[1]]
+        own, group = laid.placement.group, self.completed.group_of(laid.placement.group)
         parts = tuple(members(group, own, laid.placement.factors[f]) for f in indexed)
         self.results[op.path] = outputs
         self.tasks.append(Compute(op, jaxpr, inputs, outputs, parts, self._before(op.path, op.path)))

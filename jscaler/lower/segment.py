@@ -29,6 +29,7 @@ class PlacedBlock:
         inputs, outputs: how each of these lies; None for what only blocks of this group hand on: what each device has.
         parts: of several blocks that are one executable: these, each with the place of its micro-batch among the run's.
         import_places, export_places: of these, the place of the micro-batch of each import and export; else all are of one.
+        of_layers: whether it is of its group's layers of a stack, and of nothing that the group does besides.
         like: the block of another group's program that it is the twin of (`lower.twins`), if it is one.
     """
 
@@ -45,6 +46,7 @@ class PlacedBlock:
     parts: tuple[tuple["PlacedBlock", int], ...] = ()
     import_places: tuple[int, ...] = ()
     export_places: tuple[int, ...] = ()
+    of_layers: bool = False
     like: "PlacedBlock | None" = field(default=None, compare=False, repr=False)
 
     @property

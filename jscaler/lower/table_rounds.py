@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from jscaler.errors import OrderError, PlanError, ScheduleWarning, listing
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
-from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS, Mark, SpanningLoop, Transfer
+from jscaler.ir.walk import grouped
+from jscaler.lower.blocks import AGAIN, FRONT, HOP, WEIGHTS, BlockAt, Mark, SpanningLoop, Transfer
 from jscaler.lower.segment import PlacedBlock, made_by
 from jscaler.materialize import DeviceMesh
 from jscaler.tables import BlockKind, Published, Table, TableCell
@@ -46,14 +47,15 @@ class Rounds:
         transfers: Sequence[Transfer],
         spanning: SpanningLoop,
         before: Sequence[tuple[tuple[str, int], tuple[str, int]]] = (),
-        marks: Mapping[tuple[int, DeviceMesh, int], Set[Mark]] | None = None,
+        marks: Mapping[BlockAt, Set[Mark]] | None = None,
     ):
         self.graph, self.blocks = graph, blocks
         self.spanning, self.iterations, self.turns = spanning, spanning.loop.length, len(spanning.phases)
         self.own = [number for number, block in enumerate(blocks) if block.phase in spanning.phases]
         self.rows: dict[DeviceMesh, list[int]] = {}
-        for number in sorted(self.own, key=lambda n: (blocks[n].phase, blocks[n].level)):
+        for number in sorted(self.own, key=lambda n: (blocks[n].phase, blocks[n].level, blocks[n].of_layers)):
             self.rows.setdefault(blocks[number].group, []).append(number)
+        self._hops = {t.level // HOP * HOP for t in transfers if t.phase in spanning.phases and t.level != FRONT}
         self._wait(transfers, spanning)
         self.names = self._by_marks(marks or {}) or self._by_levels(transfers)
         for number, reader in self._again.items():
@@ -80,21 +82,25 @@ class Rounds:
             for i in range(self.iterations):
                 self.waits[number, i] = {(n, i) for n in now} | ({(n, i - 1) for n in last} if i else set())
 
-    def _by_marks(self, marks: Mapping[tuple[int, DeviceMesh, int], Set[Mark]]) -> dict[int, list[Name]] | None:
-        """The stages that the plan gives to ops; None where it gives none, or where a stage is in more blocks than one."""
+    def _by_marks(self, marks: Mapping[BlockAt, Set[Mark]]) -> dict[int, list[Name]] | None:
+        """The stages that the plan gives to ops; None where it gives none, or where a stage is in more blocks than one, its
+        layers of a stack in one, and all else in one."""
         found: dict[int, list[Name]] = {}
         for number in self.own:
             block = self.blocks[number]
-            own = marks.get((block.phase, block.group, block.level // HOP * HOP), ())
+            own = marks.get((block.phase, block.group, block.of_layers, block.level // HOP * HOP), ())
             stages: list[Name] = [(stage, kind) for stage, kind in own if stage is not None]
             found[number] = sorted(stages, key=lambda name: (name[0], name[1] == "B"))
         # what reads nothing of other stages (a second pass's embedding) could run early, but does where it is read
-        places = Counter((self.blocks[n].phase, *name) for n in self._whole for name in found[n])
+        places = Counter((*self._kind(n), *name) for n in self._whole for name in found[n])
         for number in self._whole:
-            alone = [name for name in found[number] if places[self.blocks[number].phase, *name] == 1]
+            alone = [name for name in found[number] if places[*self._kind(number), *name] == 1]
             found[number] = alone or found[number]
-        every = [(self.blocks[n].phase, *name) for n in self._whole for name in found[n]]
+        every = [(*self._kind(n), *name) for n in self._whole for name in found[n]]
         return found if all(found[n] for n in self._whole) and len(set(every)) == len(every) else None
+
+    def _kind(self, number: int) -> tuple[int, bool]:
+        return self.blocks[number].phase, self.blocks[number].of_layers
 
     @functools.cached_property
     def _whole(self) -> list[int]:
@@ -111,13 +117,13 @@ class Rounds:
         return {n: min(readers[n], key=lambda m: self.blocks[m].level) for n in own}
 
     def _at(self, number: int, levels: int) -> int | None:
-        """The block of the same group that stands so many ``levels`` behind another."""
+        """The block of the same place that stands so many ``levels`` behind another."""
         block = self.blocks[number]
-        return self._places.get((block.phase, block.group, block.level + levels))
+        return self._places.get((block.phase, block.group, block.of_layers, block.level + levels))
 
     @functools.cached_property
-    def _places(self) -> dict[tuple[int, DeviceMesh, int], int]:
-        return {(b.phase, b.group, b.level): n for n in self.own for b in [self.blocks[n]]}
+    def _places(self) -> dict[BlockAt, int]:
+        return {(b.phase, b.group, b.of_layers, b.level): n for n in self.own for b in [self.blocks[n]]}
 
     def _by_levels(self, transfers: Sequence[Transfer]) -> dict[int, list[Name]]:
         """Forward stages are numbered from the first level on. Backward ones go back from the last: first stages whose
@@ -234,7 +240,7 @@ class Rounds:
         return Table(tuple(rows))
 
     def _as_table(self, rows: Sequence[Sequence[Cell]]) -> Table:
-        return Table(tuple(tuple(found for cell in row for found in self._cells(cell)) for row in rows))
+        return Table(tuple(tuple(dict.fromkeys(found for cell in row for found in self._cells(cell))) for row in rows))
 
     def _cells(self, cell: Cell) -> list[TableCell]:
         number, iteration = cell
@@ -253,7 +259,8 @@ class Rounds:
         Raises:
             OrderError: they would wait for each other.
         """
-        of_cell = {cell: (n, i) for n in self.own for i in range(self.iterations) for cell in self._cells((n, i))}
+        in_order_of_levels = sorted(self.own, key=lambda n: self.blocks[n].level)
+        of_cell = grouped((cell, (n, i)) for n in in_order_of_levels for i in range(self.iterations) for cell in self._cells((n, i)))
         named = set(table.cells())
         rows = []
         for row in table.rows:
@@ -262,7 +269,7 @@ class Rounds:
             for entry in row:
                 asked = (own for cell in entry.cells for own in _blocks_of(cell, of_cell, named))
                 own = dict.fromkeys(own for own in asked if own not in ran)
-                entries += [tuple(own)] if own else []
+                entries += self._executables([*own]) if len(entry.cells) == 1 else [tuple(own)] if own else []
                 ran.update(own)
             rows.append(entries)
         waits = {
@@ -274,6 +281,11 @@ class Rounds:
         needed = {entry: {home[cell] for cell in before} for entry, before in waits.items()}
         devices = [group.devices for group in self.rows]
         return in_order(rows, needed, self._text, self._told, devices, self._is_recompute)
+
+    def _executables(self, own: Sequence[Cell]) -> list[tuple[Cell, ...]]:
+        """The blocks of one cell as what runs one after another: layers of a stack are apart from all else."""
+        runs = itertools.groupby(own, key=lambda cell: self.blocks[cell[0]].of_layers)
+        return [tuple(cells) for _, cells in runs]
 
     def _is_recompute(self, entry: tuple[Cell, ...]) -> bool:
         return all(number in self._again for number, _ in entry)
@@ -326,7 +338,7 @@ class Rounds:
     def _enough(self, blocks: Iterable[int]) -> int:
         """How many micro-batches under way keep a group busy at one turn."""
         levels = [self.blocks[n].level for n in blocks]
-        return (levels[-1] - levels[0]) // (2 * HOP) + 1
+        return sum(levels[0] <= level < levels[-1] for level in self._hops) // 2 + 1
 
     def _oldest(
         self, turns: Sequence[dict[int, list[int]]], done: Set[Cell], most: Callable[[Iterable[int]], int]
@@ -352,7 +364,7 @@ class Rounds:
         return None if place is None else (number, place)
 
 
-def _blocks_of(cell: TableCell, known: Mapping[TableCell, Cell], named: Set[TableCell]) -> Iterable[Cell]:
+def _blocks_of(cell: TableCell, known: Mapping[TableCell, Sequence[Cell]], named: Set[TableCell]) -> Iterable[Cell]:
     """The blocks that a cell stands for: of a whole backward maybe two, and of a half none, where it has nothing to do. In
     front of a backward stands what it computes again, if that has no cell among those ``named`` in the table."""
     others: tuple[BlockKind, ...] = (cell.kind,)
@@ -361,7 +373,7 @@ def _blocks_of(cell: TableCell, known: Mapping[TableCell, Cell], named: Set[Tabl
     again = dataclasses.replace(cell, kind="R")
     every = [again] if cell.kind in "BI" and again not in named else []
     every += [dataclasses.replace(cell, kind=kind) for kind in others]
-    return [known[one] for one in every if one in known]
+    return [own for one in every for own in known.get(one, ())]
 
 
 def published_table(plan: Published, rows: int, stages: int, spanning: SpanningLoop) -> Table:

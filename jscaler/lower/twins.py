@@ -25,6 +25,7 @@ def twin_key(program: Program) -> Hashable:
     if program.pinned:
         return None
     positions = Positions(program.group)
+    brought = set(program.tensors[len(program.tensors) - len(program.imports) :])
 
     def of(task: Task) -> Hashable:
         if isinstance(task, Compute):  # equal ops hold one body
@@ -33,7 +34,8 @@ def twin_key(program: Program) -> Hashable:
             loop, inside = task.loop, tuple(map(of, task.tasks))
             return loop.length, loop.reverse, loop.unroll, bool(loop.time), inside, task.carries, task.xs, task.ys
         rest = (task.adapter, task.reduce_dtype) if isinstance(task, Adapt) else (task.layout, task.edges)
-        return called(task.tensor.name), positions.of(rest), task.input, task.output
+        name = "" if task.tensor in brought else called(task.tensor.name)  # another stage's: its own for each
+        return name, positions.of(rest), task.input, task.output
 
     place = _places(program)
     levels = (
@@ -91,6 +93,7 @@ class _Own:
             tuple(map(self._number, block.exports)),
             tuple(map(self.layouts.__getitem__, block.inputs)),
             tuple(map(self.layouts.__getitem__, block.outputs)),
+            of_layers=self.program.of_layers,
             like=block,
         )
 

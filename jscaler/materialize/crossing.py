@@ -112,12 +112,12 @@ def find_crossing(source: Layout, target: Layout, itemsize: int, cost: CostModel
         PlanError: the layouts are of different shapes.
     """
     numbers = _renumbered(source, target, cost)
-    first, second = _on(source, numbers), _on(target, numbers)
+    first, second = on_devices(source, numbers), on_devices(target, numbers)
     if (first, second) == (source, target):
         return cheapest_crossings(source, target, itemsize, cost, 1)[0]
     alike = find_crossing(first, second, itemsize, cost)  # between any two stages that lie alike on hosts it is the same
     devices = {number: device for device, number in numbers.items()}
-    leaving, arriving = _on(alike.leave.target, devices), _on(alike.arrive.source, devices)
+    leaving, arriving = on_devices(alike.leave.target, devices), on_devices(alike.arrive.source, devices)
     leave, arrive = find_adapter(source, leaving, itemsize, cost), find_adapter(arriving, target, itemsize, cost)
     return Crossing(leave, arrive, alike.cost)
 
@@ -128,7 +128,7 @@ def _renumbered(source: Layout, target: Layout, cost: CostModel) -> dict[int, in
     return dict(zip(union, cost.renumbered(union), strict=True))
 
 
-def _on(layout: Layout, numbers: Mapping[int, int]) -> Layout:
+def on_devices(layout: Layout, numbers: Mapping[int, int]) -> Layout:
     """``layout`` with its devices called by other numbers."""
     devices = tuple(numbers[device] for device in layout.mesh.devices)
     return dataclasses.replace(layout, mesh=dataclasses.replace(layout.mesh, devices=devices))
@@ -182,7 +182,7 @@ def _is_padded_behind(layout: Layout) -> bool:
 def hop_price(leaving: Layout, arriving: Layout, itemsize: int, cost: CostModel) -> float:
     """What the messages between the groups cost: inside of one device nothing; to cut and join pieces a bit."""
     numbers = _renumbered(leaving, arriving, cost)
-    return _price_of_hop(*(_in_few_axes(_on(end, numbers)) for end in (leaving, arriving)), itemsize, cost)
+    return _price_of_hop(*(_in_few_axes(on_devices(end, numbers)) for end in (leaving, arriving)), itemsize, cost)
 
 
 @lru_cache(maxsize=65536)
