@@ -287,9 +287,9 @@ class _Levels:
         and what these alone read of ops that the plan does not place.
 
         They are a program of their own, and what a first and a last stage do besides is another: so the layers of all
-        stages are one program.
+        stages are one program. Not where a table cuts a stage's backward, whose pieces wait for no other block.
         """
-        if len(self.number) == 1:
+        if len(self.number) == 1 or self.cuts.weights or self.cuts.recompute:
             return
         bounds = {op.path: range_of(op.path) for phase in phases for item in phase.items for op in _ops(item)}
         sizes = Counter(own[1] - own[0] for own in {*bounds.values()} if own is not None)

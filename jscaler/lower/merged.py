@@ -4,14 +4,17 @@ What the one hands to the other is a value inside; a sum that both add to goes f
 run communication of the one beside arithmetic of the other.
 """
 
+import dataclasses
 from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, fresh, swapped
 from jscaler.ir import PTensor
-from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, Origins, all_items, renamed, results
+from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins, all_items, renamed, results
 from jscaler.lower.members import Members
+from jscaler.lower.scopes import path_scope
 from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import Layout
 
@@ -91,7 +94,8 @@ class _Merged:
             table[var] = self._indices.setdefault(who, fresh(var))
         made = {v: fresh(v) for item in all_items(flat.items) for v in _defined(item)}
         table |= made
-        self._items += [renamed(item, table, made) for item in flat.items]
+        scopes = _own_scopes(block)
+        self._items += [_scoped(renamed(item, table, made), scopes) for item in flat.items]
         origins, known = flat.origins, self._origins
         pairs = [(old, new) for old, new in table.items() if isinstance(new, core.Var)]
         op = {new: origins.op[old] for old, new in pairs if old in origins.op}
@@ -115,6 +119,25 @@ class _Merged:
         self._made[number, place] = atom
         if number in self._sum_of or (number, place) in self._read:
             self._left[number, place] = atom, layout
+
+
+def _own_scopes(block: PlacedBlock) -> Mapping[str, Any]:
+    """What the scopes are of equations that a twin has from the first: theirs -> its own."""
+    if block.like is None:
+        return {}
+    theirs, own = block.like.flat.origins.op, block.flat.origins.op
+    paths = {theirs[v]: path for v, path in own.items() if v in theirs and theirs[v] != path}
+    return {path_scope(old): source_info_util.new_name_stack(path_scope(new)) for old, new in paths.items()}
+
+
+def _scoped(item: Item, scopes: Mapping[str, Any]) -> Item:
+    """``item`` under other scopes; so is what is in a loop."""
+    if not scopes or isinstance(item, Exchange):
+        return item
+    if isinstance(item, FlatLoop):
+        return dataclasses.replace(item, items=tuple(_scoped(inner, scopes) for inner in item.items))
+    scope = scopes.get(str(item.source_info.name_stack))
+    return item if scope is None else item.replace(source_info=item.source_info.replace(name_stack=scope))
 
 
 def _defined(item: Item) -> list[core.Var]:

@@ -8,7 +8,12 @@ from jscaler.ir import Op, PTensor
 
 def op_scope(op: Op) -> str:
     """The scope of an op's equations: ``block_0/mlp/up/dot~backward``."""
-    return op.path.replace("@", "~")
+    return path_scope(op.path)
+
+
+def path_scope(path: str) -> str:
+    """The scope of the equations of the op at ``path``."""
+    return path.replace("@", "~")
 
 
 def adapter_scope(tensor: PTensor) -> str:

@@ -1,7 +1,7 @@
 """Twins: programs that are one but for their devices, names and numbers, as those of the middle stages of a stack are.
 
-The first is flattened, run through passes and cut; of its blocks a twin has copies, in which each task is its own. So
-work grows with the different stages, and not with all.
+The first is flattened, run through passes and cut; of its blocks a twin has copies, in which each task is its own, and
+each equation the first one's, under its name. So work grows with the different stages, and not with all.
 """
 
 import dataclasses
@@ -9,13 +9,10 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from jax.extend import source_info_util
-
 from jscaler.lower.blocks import HOP
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
 from jscaler.lower.positions import Positions, called
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task, all_tasks
-from jscaler.lower.scopes import op_scope
 from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.materialize import Layout
 
@@ -71,7 +68,6 @@ class _Own:
         self.loops = {id(a.loop): b.loop for a, b in pairs if isinstance(a, Repeat) and isinstance(b, Repeat)}
         ops = [(a.op, b.op) for a, b in pairs if isinstance(a, Compute) and isinstance(b, Compute)]
         self.paths = {a.path: b.path for a, b in ops}
-        self.scopes = {op_scope(a): source_info_util.new_name_stack(op_scope(b)) for a, b in ops}
         self.tensors = dict(zip(theirs.tensors, program.tensors, strict=True))
         for a, b in pairs:
             self.tensors.update(zip(_tensors(a), _tensors(b), strict=True))
@@ -121,8 +117,7 @@ class _Own:
             return dataclasses.replace(item, adapt=adapt)
         if isinstance(item, FlatLoop):
             return dataclasses.replace(item, loop=self.loops[id(item.loop)], items=self._items(item.items))
-        scope = self.scopes.get(str(item.source_info.name_stack))
-        return item if scope is None else item.replace(source_info=item.source_info.replace(name_stack=scope))
+        return item
 
 
 def _tensors(task: Task) -> tuple[Any, ...]:

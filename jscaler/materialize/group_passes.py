@@ -10,7 +10,7 @@ one_of_equals          of equal results of an update one crosses
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 
 from jax.extend import core
 
@@ -23,7 +23,7 @@ from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.ir.walk import closure
 from jscaler.lax_primitives import known
-from jscaler.materialize.groups import ThroughLoops, on_groups
+from jscaler.materialize.groups import ThroughLoops, on_groups, on_same_groups
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.schedule.graph_passes import Planned
 
@@ -74,7 +74,8 @@ def made_where_read(at: Planned) -> Planned:
     home, placed = _homes(at)
     if home is None:
         return at
-    return _with_ops(at, _Copies(at.graph, home, frozenset(placed)).ops())
+    copies = _Copies(at.graph, home, frozenset(placed))
+    return _with_ops(at, copies.ops(), copies.moved)
 
 
 def joined_behind_loops(at: Planned) -> Planned:
@@ -165,11 +166,16 @@ def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]
     return (None, ()) if len(found.groups.meshes) == 1 else (found.of_op, found.groups.of.keys())
 
 
-def _with_ops(at: Planned, ops: Sequence[Op]) -> Planned:
-    """``at`` with other ops; itself, where they are the same, of which more is known already."""
+def _with_ops(at: Planned, ops: Sequence[Op], moved: Container[str] = ()) -> Planned:
+    """``at`` with other ops; itself, where they are the same, of which more is known already.
+
+    Args:
+        moved: ops, of those that are as they were, that run on another group: paths.
+    """
     if len(ops) == len(at.graph.ops) and all(new is old for new, old in zip(ops, at.graph.ops, strict=True)):
         return at
-    return dataclasses.replace(at, graph=dataclasses.replace(at.graph, ops=tuple(ops)))
+    graph = dataclasses.replace(at.graph, ops=tuple(ops))
+    return dataclasses.replace(at, graph=on_same_groups(graph, at.graph, at.plan, at.pieces, moved))
 
 
 def _reading(op: Op, inputs: tuple[PTensor, ...]) -> Op:
@@ -188,6 +194,11 @@ class _Copies:
         self._graph, self._home, self._placed = graph, home, placed
         self._free = self._known()
         self._of: dict[str, list[DeviceMesh]] = {}  # of an op that is copied: the groups that read it
+
+    @property
+    def moved(self) -> set[str]:
+        """The ops that run first on another group than they did."""
+        return {path for path, groups in self._of.items() if groups[0] != self._home[path]}
 
     def _known(self) -> set[str]:
         """The ops that every group can run by itself: paths."""

@@ -6,7 +6,7 @@ else meshes with the same axes, each over an order of its own: the first is the 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,7 +140,9 @@ class Home:
     why: str = ""
 
 
-def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, Home]:
+def homes(
+    graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]], known: Mapping[str, Home] = {}
+) -> dict[str, Home]:
     """The group of every op. One that the plan does not place runs where its forward op does, or else where the fewest
     bytes of what it reads, and of what it makes for ops that have a group, come from or go to another. In a loop whose ops
     all lie on one group it runs there, too, and so do all of a loop of which the plan places none.
@@ -149,8 +151,9 @@ def homes(graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]]) -
 
     Args:
         pieces: path of an op that was cut -> paths of the ops that stand for it.
+        known: of ops, that were found before.
     """
-    found = {path: Home(group) for path, group in groups.of.items()}
+    found = {path: Home(group) for path, group in groups.of.items()} | known
     if len({*groups.meshes, *groups.of.values()}) == 1:
         return {path: found.get(path, Home(groups.meshes[0])) for path in graph.by_path}
 
@@ -239,6 +242,19 @@ def on_groups(graph: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]]) -
         kept = plan, pieces  # so that none other has their identities
         memo[key] = OnGroups(decided, groups, homes(graph, groups, pieces)), kept
     return memo[key][0]
+
+
+def on_same_groups(
+    graph: Graph, before: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]], moved: Container[str] = ()
+) -> Graph:
+    """``graph``, which a pass has made of ``before``: ops that are as they were run where they did, but for those
+    ``moved``."""
+    found = on_groups(before, plan, pieces)
+    stay = (op.path for op in graph.ops if before.by_path.get(op.path) is op and op.path not in moved)
+    same = {path: found.homes[path] for path in stay}
+    key, kept = ("on groups", id(plan), id(pieces)), (plan, pieces)
+    graph.memo[key] = OnGroups(found.decided, found.groups, homes(graph, found.groups, pieces, same)), kept
+    return graph
 
 
 class ThroughLoops:

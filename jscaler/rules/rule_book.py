@@ -56,7 +56,7 @@ class RuleBook:
     bodies: BodyTable = field(default_factory=BodyTable)
     memo: dict[Any, Any] = field(default_factory=dict)
     _analyses: dict[Any, Analysis] = field(default_factory=dict)
-    _rules: dict[Any, tuple[Rule, dict[str, Leaves]]] = field(default_factory=dict)
+    _rules: dict[Any, tuple[Rule, dict[str, Leaves], Analysis, Any]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
     _cuts: dict[Any, tuple[Piece, ...]] = field(default_factory=dict)
     _expansions: dict[Any, Sequence[Step] | None] = field(default_factory=dict)
@@ -252,19 +252,21 @@ class RuleBook:
         """What is known of an op with a body."""
         if id(op) not in self._of_ops:
             assert op.body is not None
-            given = self._given(op)
-            analysis, finer = self._refined(op.body, given)
-            rule, groups = self._rule_of(op.body, given, analysis)
-            self._of_ops[id(op)] = _Derived(op, rule, groups, analysis, finer)
+            self._of_ops[id(op)] = _Derived(op, *self._rule_of(op.body, self._given(op)))
         return self._of_ops[id(op)]
 
-    def _rule_of(self, body: Body, given: FactorNames | None, analysis: Analysis) -> tuple[Rule, dict[str, Leaves]]:
-        """The rule of a body whose factors have these names from elsewhere, and the leaf atoms of its factors."""
+    def _rule_of(
+        self, body: Body, given: FactorNames | None
+    ) -> tuple[Rule, dict[str, Leaves], Analysis, Any]:
+        """The rule of a body whose factors have these names from elsewhere, the leaf atoms of its factors, and what
+        `_refined` has of it."""
         key = (body, given)
         if key not in self._rules:
+            analysis, finer = self._refined(body, given)
             own = user_names(analysis.jaxpr.eqns, analysis.leaves)
             names = own if given is None else _shared_names(analysis, given)
-            self._rules[key] = derive_rule(analysis, names, given.reserved if given else ())
+            rule, groups = derive_rule(analysis, names, given.reserved if given else ())
+            self._rules[key] = rule, groups, analysis, finer
         return self._rules[key]
 
 
