@@ -154,7 +154,9 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         segments.append(Segment(program, flat, blocks))
         if key is not None:
             known[key] = segments[-1]
+    number = {group: n for n, group in enumerate(completed.groups)}
     every = [block for segment in segments for block in segment.blocks]
+    every.sort(key=lambda block: (block.phase, number[block.group], block.level, block.of_layers))  # as a group runs them
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
     outputs = len(graph.outputs)
     runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, plan.table, between, made.marks)

@@ -354,6 +354,9 @@ class _Levels:
         operands += item.loop.operands if isinstance(item, Nest) else []
         before = [self._known(t, place) for t in operands if t in self.of_tensor]
         before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
+        if self.of_layers:  # a cotangent that is a constant is made where the loss is, and not ahead of the layers
+            forward = (op.forward.path for op in ops if op.forward is not None)
+            before += [self.of_op[p] for p in forward if p in self.of_op and self.of_op[p][1] == place]
         mark = self._mark(ops)
         if mark[0] is None:  # it goes with what it reads
             here = ((level, own[0]) for level, other, own in before if other == place and own is not None)
@@ -659,8 +662,12 @@ class _Blocks:
         if tensor not in holder.slots:
             self.bring(origin, tensor, layout)
         held = [self._in_order(known, origin) for known, _ in holder.slots[tensor]]
-        inside = self.levels.group(origin[1]) == self.levels.group(key[1])
-        leaving, arriving = (self._handed if inside else self._ends)(tensor, held, self._in_order(layout, key))
+        wanted = self._in_order(layout, key)
+        inside = self.levels.group(origin[1]) == wanted.mesh
+        if inside:
+            leaving = arriving = self._handed_on(tensor, held, wanted)
+        else:
+            leaving, arriving = self._ends(tensor, held, wanted)
         slot = holder.read(tensor, leaving)
         source = self.given[origin].get(slot)
         if isinstance(source, int):
@@ -684,20 +691,18 @@ class _Blocks:
         ends = self.inside if tensor in self.inside else self.finals
         return ends[tensor][2] if tensor in ends else self.levels.number_of(self.completed.inputs[tensor])
 
-    def _handed(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> tuple[Layout, Layout]:
-        """How a tensor lies that goes from one place of a group to the other: as it would between this group and the one
-        beside it, so layers are one program whether they stand behind others or not.
+    def _handed_on(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> Layout:
+        """How a tensor lies that goes from one place of a group to the other: as it would arrive from a group beside it, so
+        that layers behind the model's first end are the program that they are behind others.
         """
-        groups = self.completed.groups
-        own = self.levels.number_of(wanted)
+        groups, group, own = self.completed.groups, wanted.mesh, self.levels.number_of(wanted)
         near = [groups[n] for n in (own - 1, own + 1) if 0 <= n < len(groups)]
-        beside = next((g for g in near if g.axes == groups[own].axes and set(g.devices).isdisjoint(groups[own].devices)), None)
-        if beside is None:
-            return held[0], held[0]
-        there = dict(zip(groups[own].devices, beside.devices, strict=True))
-        arriving = self._ends(tensor, held, on_devices(wanted, there))[1]
-        here = {device: own for own, device in there.items()}
-        return (on_devices(arriving, here),) * 2
+        beside = [g for g in near if g.axes == group.axes and not {*g.devices} & {*group.devices}]
+        if not beside:
+            return _between(held[0])
+        pairs = list(zip(group.devices, beside[0].devices, strict=True))
+        _, arriving = self._ends(tensor, held, on_devices(wanted, dict(pairs)))
+        return on_devices(arriving, {there: here for here, there in pairs})
 
     def _ends(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> tuple[Layout, Layout]:
         """How a tensor that is ``held`` leaves its group, and how it arrives where it is ``wanted``."""

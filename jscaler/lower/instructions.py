@@ -81,6 +81,8 @@ class Instructions:
         names: the number of a block of that loop -> its stage, and what it does, as in the table; of several that are one
             executable one for each.
         places: of such the place of the micro-batch of each name; else all are of one.
+        ends: of these blocks what a stage does besides its layers of a stack, which are others: a model's first and last
+            end. They run when the layers do.
     """
 
     steps: tuple[Instruction, ...]
@@ -89,9 +91,12 @@ class Instructions:
     table: Table | None = None
     names: Mapping[int, Sequence[Name]] = field(default_factory=dict)
     places: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    ends: Set[int] = frozenset()
 
     def cells(self, run: Run) -> list[TableCell]:
-        """The cells of the table that a run stands for; none outside of the loop."""
+        """The cells of the table that a run stands for; none outside of the loop, and where its stage's layers do."""
+        if run.block in self.ends:
+            return []
         names = self.names.get(run.block, ())
         places = self.places.get(run.block, (0,) * len(names))
         return [TableCell(*name, run.microbatches[place]) for name, place in zip(names, places, strict=True)]
@@ -147,7 +152,15 @@ def instructions(
         table,
         {n: [name for name, _ in own] for n, own in names.items()},
         {n: [place for _, place in own] for n, own in names.items()},
+        _ends(writer.blocks, names),
     )
+
+
+def _ends(blocks: Sequence[PlacedBlock], names: Mapping[int, Sequence[tuple[Name, int]]]) -> Set[int]:
+    """The blocks of stages whose layers of a stack are blocks of their own."""
+    of_layers = {(blocks[n].phase, name) for n, own in names.items() if blocks[n].of_layers for name, _ in own}
+    rest = [n for n in names if not blocks[n].of_layers]
+    return {n for n in rest if names[n] and all((blocks[n].phase, name) in of_layers for name, _ in names[n])}
 
 
 def _of_blocks(entry: tuple[Cell, ...]) -> tuple[Parts, tuple[int, ...]]:

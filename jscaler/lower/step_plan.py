@@ -80,9 +80,13 @@ class StepPlan:
         return {group: most_live(row) if groups.count(group) > 1 else 1 for group, row in rows}
 
     def block_name(self, number: int) -> str:
-        """How a block is called: its cells of the table (``0F``, ``1F 1B``), and the turn; outside the loop ``block 7``."""
+        """How a block is called: its cells of the table (``0F``, ``1F 1B``), and the turn; outside the loop ``block 7``.
+
+        What a stage does besides its layers of a stack is its ``end``: ``0F end``.
+        """
         cells = self.instructions.names.get(number, ())
         name = " ".join(f"{stage}{kind}" for stage, kind in cells) or f"block {number}"
+        name += " end" if number in self.instructions.ends else ""
         turn = self.blocks[number].phase - self.spanning.phases.start if self.spanning is not None and cells else 0
         return f"{name}, turn {turn}" if turn else name
 

@@ -259,8 +259,8 @@ class Rounds:
         Raises:
             OrderError: they would wait for each other.
         """
-        in_order_of_levels = sorted(self.own, key=lambda n: self.blocks[n].level)
-        of_cell = grouped((cell, (n, i)) for n in in_order_of_levels for i in range(self.iterations) for cell in self._cells((n, i)))
+        own = sorted(self.own, key=lambda n: self.blocks[n].level)
+        of_cell = grouped((cell, (n, i)) for n in own for i in range(self.iterations) for cell in self._cells((n, i)))
         named = set(table.cells())
         rows = []
         for row in table.rows:

@@ -153,7 +153,7 @@ def homes(
         pieces: path of an op that was cut -> paths of the ops that stand for it.
         known: of ops, that were found before.
     """
-    found = {path: Home(group) for path, group in groups.of.items()} | known
+    found = {path: Home(group) for path, group in groups.of.items()} | dict(known)
     if len({*groups.meshes, *groups.of.values()}) == 1:
         return {path: found.get(path, Home(groups.meshes[0])) for path in graph.by_path}
 

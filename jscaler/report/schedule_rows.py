@@ -33,7 +33,7 @@ class ScheduleRow:
 
 def schedule_rows(step: StepPlan) -> tuple[ScheduleRow, ...]:
     """A row for each group of the loop, in the order of the stages; none without such a loop."""
-    names = step.instructions.names
+    names = {number: own for number, own in step.instructions.names.items() if number not in step.instructions.ends}
     units = [sum(UNITS[kind] for _, kind in names.get(number, ())) for number in range(len(step.blocks))]
     found: dict[tuple[int, ...], list[tuple[str, int, int]]] = {group.devices: [] for group in step.under_way}
     for one in timed_step(step, units, [0] * len(step.transfers))[0]:

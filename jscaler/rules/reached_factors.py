@@ -1,11 +1,9 @@
 """How far a dim of an input reaches through the dataflow: the answer to ``graph.factor_of``."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.walk import closure
-
-_End = tuple[Op, int, tuple[str, ...]]  # an op, which of its tensors it is, and the names of all of them
 
 
 def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
@@ -22,38 +20,25 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
 def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> dict[Op, set[str]]:
     """For every op that some of ``dims`` reach all the factors that they are there."""
     by_op: dict[Op, set[str]] = {}
-    ends, linked = _ends(graph)
 
-    def onward(at: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    def onward(at: tuple[PTensor, int]) -> Iterator[tuple[PTensor, int]]:
         here, place = at
-        for op, number, names in ends.get(here, ()):
-            rule = graph.rule(op)
-            factor = rule.followed.get((number, place))
-            if factor is not None and factor not in by_op.setdefault(op, set()):
-                by_op[op].add(factor)
-                yield from [(names[i], dim) for i, dim in rule.places[factor]]
-        for other, shift in linked.get(here, ()):  # into loops and out of them; the dim of iterations stays outside
+        producer = graph.producer.get(here)
+        readers = graph.consumers.get(here, ())
+        for op in (*readers, *((producer,) if producer else ())):
+            rule, tensors = graph.rule(op), (*op.inputs, *op.outputs)
+            for number in [i for i, tensor in enumerate(tensors) if tensor.name == here.name]:
+                factor = rule.followed.get((number, place))
+                if factor is not None and factor not in by_op.setdefault(op, set()):
+                    by_op[op].add(factor)
+                    yield from ((tensors[i], dim) for i, dim in rule.places[factor])
+        for other, shift in graph.linked.get(here, ()):  # into loops and out of them; the dim of iterations stays outside
             if place + shift >= 0:
                 yield other, place + shift
 
-    for _ in closure([(tensor.name, dim) for tensor, dim in dims], onward):
+    for _ in closure(dims, onward):
         pass
     return {op: factors for op, factors in by_op.items() if factors}
-
-
-def _ends(graph: Graph) -> tuple[Mapping[str, list[_End]], Mapping[str, list[tuple[str, int]]]]:
-    """By the name of a tensor, which is looked up all the time: where ops read or make it, and `Graph.linked`."""
-    key, memo = "ends by name", graph.memo
-    if key not in memo:
-        ends: dict[str, list[_End]] = {}
-        for op in graph.ops:
-            names = tuple(tensor.name for tensor in (*op.inputs, *op.outputs))
-            for number, name in enumerate(names):
-                ends.setdefault(name, []).append((op, number, names))
-        linked = {t.name: [(other.name, shift) for other, shift in others] for t, others in graph.linked.items()}
-        memo[key] = ends, linked
-    found: tuple[Mapping[str, list[_End]], Mapping[str, list[tuple[str, int]]]] = memo[key]
-    return found
 
 
 def _first(graph: Graph, op: Op, names: set[str]) -> str:

@@ -255,9 +255,7 @@ class RuleBook:
             self._of_ops[id(op)] = _Derived(op, *self._rule_of(op.body, self._given(op)))
         return self._of_ops[id(op)]
 
-    def _rule_of(
-        self, body: Body, given: FactorNames | None
-    ) -> tuple[Rule, dict[str, Leaves], Analysis, Any]:
+    def _rule_of(self, body: Body, given: FactorNames | None) -> tuple[Rule, dict[str, Leaves], Analysis, Any]:
         """The rule of a body whose factors have these names from elsewhere, the leaf atoms of its factors, and what
         `_refined` has of it."""
         key = (body, given)

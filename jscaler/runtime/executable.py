@@ -254,7 +254,8 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], re
     pairs = zip(step.blocks, step.taken, strict=True)
     returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}
     programs = enumerate(_programs(step, returned, by_gloo(devices)))
-    functions = tuple(_function(step, n, program, devices, donate, ins, outs, reuse) for n, program in programs)
+    jits: dict[Hashable, Any] = {}
+    functions = tuple(_function(step, n, program, devices, donate, ins, outs, reuse, jits) for n, program in programs)
     between = functools.partial(_between, step, functions, devices)
     failed = functools.partial(failure, step, devices)
     types = tuple(t.aval for t in step.graph.outputs)
@@ -348,6 +349,7 @@ def _function(
     ins: Sequence[Any],
     outs: Sequence[Any],
     reuse: bool,
+    jits: dict[Hashable, Any],
 ) -> BlockFunction:
     block, takes = step.blocks[number], program.takes
     mesh = physical_mesh(block.group, devices)
@@ -358,7 +360,10 @@ def _function(
     exports = _shardings(block.outputs, len(block.exports), mesh)
     own = (*(ins[i] for i in takes), *(struct.sharding for struct in imports))
     made = [*(outs[block.results[place]] for place in program.computed if place < len(block.results)), *exports]
-    jitted = jax.jit(program.run, in_shardings=own, out_shardings=made, donate_argnums=tuple(donated) if reuse else ())
+    key = program.run, own, tuple(made), tuple(donated) if reuse else ()
+    if key not in jits:
+        jits[key] = jax.jit(key[0], in_shardings=own, out_shardings=made, donate_argnums=key[3])
+    jitted = jits[key]
     watched = _watched(step, block, devices, program.computed)
     few_bits = any(dtype(v).name in FEW_BITS for v in block.flat.inputs)
     group = [devices[d] for d in block.group.devices] if devices else []
@@ -422,8 +427,15 @@ def lowered(step: StepPlan, made: Executable) -> tuple[Any, ...]:
     structs = input_structs(step.graph.inputs, made.ins.of_parts)
     absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.ins.of_parts, *made.outs.of_parts))
     platforms = {"lowering_platforms": (jax.default_backend(),)} if absent else {}
-    given = ((*(structs[i] for i in one.takes), *one.values) for one in made.blocks)
-    return tuple(one.jitted.trace(*s).lower(**platforms) for one, s in zip(made.blocks, given, strict=True))
+    known: dict[Hashable, Any] = {}  # on absent devices groups are alike
+    found = []
+    for one in made.blocks:
+        given = (*(structs[i] for i in one.takes), *one.values)
+        key = one.jitted, given
+        if key not in known:
+            known[key] = one.jitted.trace(*given).lower(**platforms)
+        found.append(known[key])
+    return tuple(found)
 
 
 def input_structs(inputs: Sequence[PTensor], in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

@@ -1,4 +1,5 @@
-"""Programs of the middle stages of a stack are twins: what is copied of the first is what each would be by itself."""
+"""Programs of the layers of a stack are twins, of one that a table cuts in pieces those of the middle stages: what is
+copied of the first is what each would be by itself."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.lower.alike import program_keys
 from jscaler.lower.block_cuts import cut
 from jscaler.lower.numbering import flatten
-from jscaler.lower.segment import CutProgram, PlacedBlock, Segment, in_each_block
+from jscaler.lower.scopes import path_scope
+from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.lower.twins import twin_key
 
@@ -60,14 +62,17 @@ def twins(made: StepPlan) -> list[Segment]:
     return [segment for segment in made.segments if any(block.like is not None for block in segment.blocks)]
 
 
-def test_the_programs_of_middle_stages_are_twins(made: StepPlan) -> None:
-    """In each phase: the first of them is flattened and cut, and no other."""
-    first, *middle, last = made.completed.groups
-    phases = {segment.program.phase for segment in made.segments}
-    assert [s.program.group for s in twins(made)] == [group for _ in phases for group in middle[1:]]
-    assert all(block.like is not None and block.like.group == middle[0] for s in twins(made) for block in s.blocks)
-    alone = [twin_key(s.program) for s in made.segments if s.program.group in (first, last)]
-    assert len(set(alone)) == len(alone)
+def test_the_programs_of_layers_are_twins(made: StepPlan) -> None:
+    """In each phase: the first of them is flattened and cut, and no other. The first group has the key that others are
+    sent: with them it has the program of the update alone."""
+    groups, phases = made.completed.groups, {segment.program.phase for segment in made.segments}
+    in_pieces = not any(segment.program.of_layers for segment in made.segments)
+    alike = [groups[in_pieces or phase < 2 : len(groups) - in_pieces] for phase in sorted(phases)]
+    assert [s.program.group for s in twins(made)] == [group for own in alike for group in own[1:]]
+    for segment in twins(made):
+        assert {block.like and block.like.group for block in segment.blocks} == {alike[segment.program.phase][0]}
+    ends = [s.program for s in made.segments if s.program.group in (groups[0], groups[-1]) and not s.program.of_layers]
+    assert len(set(map(twin_key, ends))) == len(ends) == 2 * len(phases)
 
 
 def test_a_twin_is_what_its_program_would_be_by_itself(made: StepPlan) -> None:
@@ -81,7 +86,6 @@ def test_a_twin_is_what_its_program_would_be_by_itself(made: StepPlan) -> None:
             whole = in_each_block(one)(whole)
         for block, alone in zip(segment.blocks, whole.blocks, strict=True):
             assert str(block.flat) == str(alone.flat)
-            assert _scopes(block) == _scopes(alone)
             for name in ("group", "phase", "level", "takes", "results", "inputs", "outputs"):
                 assert getattr(block, name) == getattr(alone, name), name
             known = {*segment.program.imports, *segment.program.exports}  # other numbers are of what blocks hand on
@@ -90,8 +94,13 @@ def test_a_twin_is_what_its_program_would_be_by_itself(made: StepPlan) -> None:
             assert program_keys([block, alone])[0] == program_keys([block, alone])[1]
 
 
-def _scopes(block: PlacedBlock) -> list[str]:
-    return [str(eqn.source_info.name_stack) for eqn in block.flat.equations]
+def test_what_is_one_executable_of_twins_has_their_scopes(made: StepPlan) -> None:
+    """An equation is the first twin's; XLA's text says of which stage's op it is."""
+    found = [block for block in made.blocks if any(part.like is not None for part, _ in block.parts)]
+    assert bool(found) == (made.name == "zb_h1")
+    for block in found:
+        scopes = {str(eqn.source_info.name_stack) for eqn in block.flat.equations}
+        assert scopes >= {path_scope(path) for path in block.flat.origins.op.values() if "dot" in path} != set()
 
 
 def test_a_step_of_twins_gives_one_device_s_numbers() -> None:
