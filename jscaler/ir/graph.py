@@ -104,8 +104,9 @@ class Graph(Shown):
         table: dict[PTensor, list[tuple[PTensor, int]]] = {}
         for loop in self.loops.values():
             for carry in loop.carries:
+                ends = [(tensor, 0) for tensor in carry.tensors]
                 for tensor in carry.tensors:
-                    table.setdefault(tensor, []).extend((other, 0) for other in carry.tensors if other != tensor)
+                    table.setdefault(tensor, []).extend(end for end in ends if end[0] != tensor)
             for stacked in (*loop.xs, *loop.ys):
                 table.setdefault(stacked.stack, []).append((stacked.slice, -1))
                 table.setdefault(stacked.slice, []).append((stacked.stack, 1))
@@ -126,11 +127,16 @@ class Graph(Shown):
 
     @cached_property
     def consumers(self) -> dict[PTensor, tuple[Op, ...]]:
-        table: dict[PTensor, list[Op]] = {}
+        table: dict[PTensor, tuple[Op, ...]] = {}
+        several: dict[PTensor, list[Op]] = {}
         for op in self.ops:
+            alone = (op,)  # one for all that it alone reads: every pass leaves a graph
             for tensor in dict.fromkeys(op.inputs):
-                table.setdefault(tensor, []).append(op)
-        return {t: tuple(ops) for t, ops in table.items()}
+                if tensor in table:
+                    several.setdefault(tensor, [*table[tensor]]).append(op)
+                else:
+                    table[tensor] = alone
+        return table | {t: tuple(ops) for t, ops in several.items()}
 
     def __getitem__(self, path: str) -> Op:
         """The op at ``path``; raises UnknownNameError with the near one."""

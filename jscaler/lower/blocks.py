@@ -8,6 +8,10 @@ on the longest way to it, times `HOP`::
     group 0   │ level 0 ├──────────────────┤ level 6 │      a value that a later level of the same group reads
     group 1             └──► level 3 ──────┘                stays where it is; one that another group reads crosses
 
+Where stages have ranges of a stack of layers, the layers of a group are a program, and what it does besides (a look-up in a
+table of words, the loss) is another: two *places* of one group, between which a value counts as crossing and is not sent.
+So the layers of all stages are one program, for `lower.twins`, JAX and XLA.
+
 A table may ask for more blocks: between two stages of one group, between a stage's forward and its backward, of a backward
 pass for the gradients of weights (W), which no crossing waits for, and for what is computed again (R), which waits for
 none: these two run between levels, a W `WEIGHTS` behind that of the backward, an R `AGAIN` behind that of the forward.

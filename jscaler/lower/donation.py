@@ -14,17 +14,17 @@ def donated_inputs(step: StepPlan, number: int, donate: Set[int]) -> set[int]:
     block = step.blocks[number]
     if step.spanning is not None and block.phase in step.spanning.phases:
         return set()
-    later = {i for taken in step.taken[number + 1 :] for i in taken}
-    versions = step.graph.next_version
+    versions, last = step.graph.next_version, step.last_taken
     renewed = {versions[i] for i in block.results if i in versions}
-    return {i for i in step.taken[number] if i in donate - later and (i in renewed or i not in versions.values())}
+    own = (i for i in step.taken[number] if i in donate and last[i] == number)
+    return {i for i in own if i in renewed or i not in step.renewed}
 
 
 def donated_imports(step: StepPlan, block: PlacedBlock) -> list[int]:
     """The places of imports that a block takes, adds to, and leaves, and that nobody else reads: sums of gradients."""
     carries = step.spanning.carries if step.spanning is not None else ()
-    sums = {c.inside: c.out for c in carries if c.is_sum and c.out in block.exports}
-    others = {v for other in step.blocks for v in other.imports if sums.get(v) not in other.exports}
-    others |= {transfer.source for transfer in step.transfers}
-    own = sums.keys() - others
+    exports = set(block.exports)
+    sums = {c.inside: c.out for c in carries if c.is_sum and c.out in exports}
+    sent = {transfer.source for transfer in step.transfers}
+    own = {v for v, out in sums.items() if v not in sent and all(out in other.exports for other in step.importing.get(v, ()))}
     return [place for place, value in enumerate(block.imports) if value in own]

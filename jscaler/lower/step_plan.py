@@ -10,6 +10,7 @@ from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError, shown
 from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
+from jscaler.ir.walk import grouped
 from jscaler.lower.blocks import SpanningLoop, Transfer
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.instructions import Instructions, Run, Send
@@ -55,6 +56,21 @@ class StepPlan:
         """For each block the numbers of the step's inputs that it takes; constants stand behind them."""
         number = {t: i for i, t in enumerate(self.graph.inputs)}
         return tuple(tuple(number[t] for t in block.takes if t in number) for block in self.blocks)
+
+    @functools.cached_property
+    def last_taken(self) -> dict[int, int]:
+        """Of each of the step's inputs the last block that takes it."""
+        return {i: number for number, taken in enumerate(self.taken) for i in taken}
+
+    @functools.cached_property
+    def renewed(self) -> Set[int]:
+        """The step's inputs of which a result is the next version."""
+        return set(self.graph.next_version.values())
+
+    @functools.cached_property
+    def importing(self) -> dict[int, list[PlacedBlock]]:
+        """The blocks that each value goes to."""
+        return grouped((value, block) for block in self.blocks for value in dict.fromkeys(block.imports))
 
     def runs_of(self, number: int) -> int:
         """How often a block runs in a step."""

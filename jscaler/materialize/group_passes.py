@@ -10,7 +10,7 @@ one_of_equals          of equal results of an update one crosses
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jax.extend import core
 
@@ -31,7 +31,7 @@ from jscaler.schedule.graph_passes import Planned
 def fences_apart(at: Planned) -> Planned:
     """A fence in front of ops on several groups (it fetches sharded parameters) becomes one on each. It moves nothing."""
     home, _ = _homes(at)
-    if home is None:
+    if home is None or not any(op.anywhere == "fence" for op in at.graph.ops):
         return at
     through, found, renamed = ThroughLoops(at.graph), list[Op](), dict[tuple[PTensor, DeviceMesh], PTensor]()
     for op in at.graph.ops:
@@ -166,11 +166,11 @@ def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]
     return (None, ()) if len(found.groups.meshes) == 1 else (found.of_op, found.groups.of.keys())
 
 
-def _with_ops(at: Planned, ops: Sequence[Op], moved: Container[str] = ()) -> Planned:
+def _with_ops(at: Planned, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = {}) -> Planned:
     """``at`` with other ops; itself, where they are the same, of which more is known already.
 
     Args:
-        moved: ops, of those that are as they were, that run on another group: paths.
+        moved: the groups of ops that are made for one.
     """
     if len(ops) == len(at.graph.ops) and all(new is old for new, old in zip(ops, at.graph.ops, strict=True)):
         return at
@@ -194,11 +194,7 @@ class _Copies:
         self._graph, self._home, self._placed = graph, home, placed
         self._free = self._known()
         self._of: dict[str, list[DeviceMesh]] = {}  # of an op that is copied: the groups that read it
-
-    @property
-    def moved(self) -> set[str]:
-        """The ops that run first on another group than they did."""
-        return {path for path, groups in self._of.items() if groups[0] != self._home[path]}
+        self.moved: dict[str, DeviceMesh] = {}  # the group of each
 
     def _known(self) -> set[str]:
         """The ops that every group can run by itself: paths."""
@@ -232,6 +228,8 @@ class _Copies:
         made: list[Op] = []
         for op in self._graph.ops:
             for number, group in enumerate(self._of.get(op.path, [self._home[op.path]])):
+                if op.path in self._of:
+                    self.moved[op.path + _on(group) * bool(number)] = group
                 here = op.renamed({t: copies[t, group] for t in op.inputs if (t, group) in copies})
                 if number == 0:
                     made.append(here)

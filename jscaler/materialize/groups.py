@@ -6,7 +6,7 @@ else meshes with the same axes, each over an order of its own: the first is the 
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -191,17 +191,20 @@ def homes(
         return Home(here, "by its operands" if here in {group for _, group in read} else "by its readers")
 
     settle(graph.ops, "as its forward", lambda op: (op.forward, op.again))
+    left = [op for op in graph.ops if op.path not in found]
+    if not left:
+        return {op.path: found[op.path] for op in graph.ops}
     through = ThroughLoops(graph)
     first = {t: next((h for r in through.readers(t) if (h := like(r)) is not None), None) for t in graph.inputs}
     lies = {t: groups.group_of(home.group) for t, home in first.items() if home is not None}  # where it is read first
     lies |= {t: groups.stored[t.name] for t in graph.inputs if t.name in groups.stored}
-    fences = (op for op in reversed(graph.ops) if op.anywhere == "fence")
+    fences = (op for op in reversed(left) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     of_loop: dict[str, set[DeviceMesh]] = {name: set() for name in graph.loops}
     for op in graph.ops:
         for name in chain_of(op.loop, graph.loops) if op.path in found else ():
             of_loop[name].add(found[op.path].group)
-    for op in graph.ops:
+    for op in left:
         if op.path not in found:
             own = of_loop[op.loop] if op.loop is not None else ()
             home = Home(next(iter(own)), "as its loop") if len(own) == 1 else cheapest(op)
@@ -209,8 +212,7 @@ def homes(
                 found[op.path] = home
                 for name in chain_of(op.loop, graph.loops):
                     of_loop[name].update({home.group} if not of_loop[name] else ())
-    readers = reversed(graph.ops)
-    settle(readers, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
+    settle(reversed(left), "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
 
 
@@ -245,13 +247,13 @@ def on_groups(graph: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]]) -
 
 
 def on_same_groups(
-    graph: Graph, before: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]], moved: Container[str] = ()
+    graph: Graph, before: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]], moved: Mapping[str, DeviceMesh] = {}
 ) -> Graph:
-    """``graph``, which a pass has made of ``before``: ops that are as they were run where they did, but for those
-    ``moved``."""
+    """``graph``, which a pass has made of ``before``: ops that are as they were run where they did, but for those that are
+    ``moved``, or made for a group."""
     found = on_groups(before, plan, pieces)
-    stay = (op.path for op in graph.ops if before.by_path.get(op.path) is op and op.path not in moved)
-    same = {path: found.homes[path] for path in stay}
+    same = {op.path: found.homes[op.path] for op in graph.ops if before.by_path.get(op.path) is op}
+    same |= {path: Home(group, "by its readers") for path, group in moved.items() if path not in found.groups.of}
     key, kept = ("on groups", id(plan), id(pieces)), (plan, pieces)
     graph.memo[key] = OnGroups(found.decided, found.groups, homes(graph, found.groups, pieces, same)), kept
     return graph
@@ -262,7 +264,6 @@ class ThroughLoops:
 
     def __init__(self, graph: Graph):
         self._graph = graph
-        self._place = {op.path: i for i, op in enumerate(graph.ops)}
         self._sources: dict[PTensor, tuple[PTensor, ...]] = {}
         self._targets: dict[PTensor, tuple[PTensor, ...]] = {}
         self._next = {c.init: c.out for loop in graph.loops.values() for c in loop.carries}
@@ -293,6 +294,6 @@ class ThroughLoops:
         if tensor not in self._targets:
             return list(self._graph.consumers.get(tensor, ()))
         linked = closure([tensor], lambda t: self._targets.get(t, ()))
-        found = sorted({op.path for t in linked for op in self._graph.consumers.get(t, ())}, key=self._place.__getitem__)
+        found = sorted({op.path for t in linked for op in self._graph.consumers.get(t, ())}, key=self._graph.position.__getitem__)
         maker = self.maker(self._next[tensor]) if tensor in self._next else None
         return [self._graph.by_path[path] for path in found] + ([maker] if maker is not None else [])
