@@ -271,6 +271,10 @@ class _Levels:
         """The number of the group that ``layout`` is on, in whatever order."""
         return self.number[self.completed.group_of(layout.mesh)]
 
+    def number_at(self, item: Item) -> int:
+        """The number of the group that an item is on."""
+        return self.number[self.completed.group_of(self.completed.ops[_ops(item)[0].path].placement.group)]
+
     def group(self, place: Place) -> DeviceMesh:
         return self.completed.groups[place % len(self.number)]
 
@@ -306,7 +310,7 @@ class _Levels:
             readers: dict[PTensor, list[tuple[bool, int]]] = {}  # of a tensor: whether each is of layers, and where
             for item in reversed(phase.items):
                 made, ops = list(made_by(item)), _ops(item)
-                group = self.number[next(iter(_groups(item, self.completed)))]
+                group = self.number_at(item)
                 here = any(op.path in alike for op in ops)
                 if not here and self._mark(ops)[0] is None and ends.isdisjoint(made):
                     read = [reader for t in made for reader in readers.get(t, ())]
@@ -352,7 +356,7 @@ class _Levels:
     def add(self, item: Item) -> int:
         """Give ``item`` its level; what it reads and waits for has one. Returns its place."""
         ops = _ops(item)
-        place = self.number[next(iter(_groups(item, self.completed)))]
+        place = self.number_at(item)
         place += len(self.number) * any(t in self.of_layers for t in made_by(item))
         operands = [t for op in ops for t in op.inputs]
         operands += item.loop.operands if isinstance(item, Nest) else []

@@ -26,5 +26,7 @@ def donated_imports(step: StepPlan, block: PlacedBlock) -> list[int]:
     exports = set(block.exports)
     sums = {c.inside: c.out for c in carries if c.is_sum and c.out in exports}
     sent = {transfer.source for transfer in step.transfers}
-    own = {v for v, out in sums.items() if v not in sent and all(out in other.exports for other in step.importing.get(v, ()))}
+    own = {
+        v for v, out in sums.items() if v not in sent and all(out in other.exports for other in step.importing.get(v, ()))
+    }
     return [place for place, value in enumerate(block.imports) if value in own]

@@ -43,8 +43,13 @@ def sharding(layout: Layout, mesh: Mesh | AbstractMesh) -> NamedSharding:
 def boundary_shardings(ends: Sequence[Layout | None], values: int, mesh: Mesh | AbstractMesh) -> tuple[NamedSharding, ...]:
     """Of a block's inputs, or outputs; the last ``values`` go from block to block: all devices' parts in a row."""
     own = [sharding(layout, mesh) for layout in ends[: len(ends) - values] if layout is not None]
-    in_a_row = [PartitionSpec(mesh.axis_names) if in_row(layout) else PartitionSpec() for layout in ends[len(own) :]]
-    return (*own, *(NamedSharding(mesh, spec) for spec in in_a_row))
+    return (*own, *value_shardings(ends[len(own) :], mesh))
+
+
+def value_shardings(ends: Sequence[Layout | None], mesh: Mesh | AbstractMesh) -> list[NamedSharding]:
+    """Of what goes from block to block: all devices' parts in a row, or a scalar."""
+    row, scalar = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
+    return [row if in_row(layout) else scalar for layout in ends]
 
 
 def in_row(layout: Layout | None) -> bool:

@@ -294,6 +294,8 @@ class ThroughLoops:
         if tensor not in self._targets:
             return list(self._graph.consumers.get(tensor, ()))
         linked = closure([tensor], lambda t: self._targets.get(t, ()))
-        found = sorted({op.path for t in linked for op in self._graph.consumers.get(t, ())}, key=self._graph.position.__getitem__)
+        found = sorted(
+            {op.path for t in linked for op in self._graph.consumers.get(t, ())}, key=self._graph.position.__getitem__
+        )
         maker = self.maker(self._next[tensor]) if tensor in self._next else None
         return [self._graph.by_path[path] for path in found] + ([maker] if maker is not None else [])

@@ -18,7 +18,7 @@ from jscaler.ir import PTensor
 from jscaler.ir.overview import Overview, Shown
 from jscaler.lower.alike import program_keys
 from jscaler.lower.donation import donated_imports, donated_inputs
-from jscaler.lower.emit import boundary_shardings, emit, physical_mesh, sharding, value_shape
+from jscaler.lower.emit import emit, physical_mesh, sharding, value_shape, value_shardings
 from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, Send
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
@@ -357,7 +357,7 @@ def _function(
     donated = [place for place, i in enumerate(takes) if i in given]
     donated += [len(takes) + place for place in donated_imports(step, block)]
     imports = _values(block, mesh)
-    exports = _shardings(block.outputs, len(block.exports), mesh)
+    exports = _shardings(block.outputs[len(block.results) :], mesh)
     own = (*(ins[i] for i in takes), *(struct.sharding for struct in imports))
     made = [*(outs[block.results[place]] for place in program.computed if place < len(block.results)), *exports]
     key = program.run, own, tuple(made), tuple(donated) if reuse else ()
@@ -387,23 +387,23 @@ def _values(block: PlacedBlock, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtyp
     variables = block.flat.inputs[len(block.takes) :]
     layouts = block.inputs[len(block.takes) :]
     shapes = [value_shape(layout, block.group, shape(v)) for v, layout in zip(variables, layouts, strict=True)]
-    places = _shardings(block.inputs, len(block.imports), mesh)
+    places = _shardings(layouts, mesh)
     return [
         jax.ShapeDtypeStruct(whole, dtype(v), sharding=place, weak_type=getattr(v.aval, "weak_type", False))
         for v, whole, place in zip(variables, shapes, places, strict=True)
     ]
 
 
-def _shardings(ends: Sequence[Layout | None], count: int, mesh: Mesh | AbstractMesh) -> list[Any]:
-    """Those of the last ``count`` inputs or outputs of a block, which are values between blocks."""
+def _shardings(ends: Sequence[Layout | None], mesh: Mesh | AbstractMesh) -> list[Any]:
+    """Those of values between blocks."""
     if not mesh.axis_names:
-        return [SingleDeviceSharding(only_device(mesh))] * count
-    return list(boundary_shardings(ends, count, mesh)[len(ends) - count :])
+        return [SingleDeviceSharding(only_device(mesh))] * len(ends)
+    return list(value_shardings(ends, mesh))
 
 
 def _value_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding:
     """That of a value which is all devices' parts in a row."""
-    return _shardings((), 1, mesh)[0] if not mesh.axis_names else NamedSharding(mesh, P(mesh.axis_names))
+    return SingleDeviceSharding(only_device(mesh)) if not mesh.axis_names else NamedSharding(mesh, P(mesh.axis_names))
 
 
 def _returned(

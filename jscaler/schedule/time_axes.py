@@ -17,7 +17,7 @@ from jscaler.primitives import Assign, GridAxis, Order, Plan, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Index
 from jscaler.schedule.assigned_cells import assignments, with_one_each
-from jscaler.schedule.turns import Devices, Turns, taken_in_turn
+from jscaler.schedule.turns import Devices, Turns, devices_of_cells, taken_in_turn
 
 SHARED = "shared"  # what an axis is called that is in time because its cells share devices; of others of its op, numbered
 
@@ -127,7 +127,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
 
 def _device_sets(plan: Plan, turns: Turns) -> dict[str, Devices]:
     """Op path -> the device groups that its cells lie on, at each of its turns."""
-    return {d.op: (frozenset(d.devices),) for d in plan.decisions if isinstance(d, Assign)} | turns.devices
+    return devices_of_cells(plan) | turns.devices
 
 
 def orders_on_groups(graph: Graph, plan: Plan) -> list[tuple[tuple[str, int], tuple[str, int]]]:
@@ -224,8 +224,14 @@ def _grids(plan: Plan) -> dict[str, tuple[GridAxis, ...]]:
                     "it another name"
                 )
     shared: dict[tuple[int, tuple[GridAxis, ...]], tuple[GridAxis, ...]] = {}  # many ops lie on one array of places
+    twice: dict[int, bool] = {}
     for decision in plan.decisions:
-        if isinstance(decision, Assign) and len(set(decision.places)) < len(decision.places):
+        if not isinstance(decision, Assign):
+            continue
+        places = decision.places
+        if id(places) not in twice:
+            twice[id(places)] = len(set(places)) < len(places)
+        if twice[id(places)]:
             axes = grids[decision.op]
             key = (id(decision.places), axes)
             if key not in shared:

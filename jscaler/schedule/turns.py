@@ -76,13 +76,21 @@ def taken_in_turn(plan: Plan) -> tuple[Plan, Turns]:
     return with_one_each(plan, first), Turns(places, counts)
 
 
+def devices_of_cells(plan: Plan) -> dict[str, Devices]:
+    """The devices that the plan puts the cells of each op on."""
+    known: dict[int, Devices] = {}  # many ops lie on one array of places
+    for d in plan.decisions:
+        if isinstance(d, Assign) and id(d.places) not in known:
+            known[id(d.places)] = (frozenset(d.devices),)
+    return {d.op: known[id(d.places)] for d in plan.decisions if isinstance(d, Assign)}
+
+
 def devices_by_op(graph: Graph, plan: Plan) -> dict[str, Devices]:
     """The devices of every op at each of its turns, if ``plan`` knows several groups; open ops go with what they read."""
     plan, turns = taken_in_turn(plan)
     on = [d for d in plan.decisions if isinstance(d, OnDevices)]
     said = {path: tuple(frozenset(own) for own in (d.devices, d.turned) if own) for d in on for path in d.ops}
-    said |= {d.op: (frozenset(d.devices),) for d in plan.decisions if isinstance(d, Assign)}
-    said |= turns.devices
+    said |= devices_of_cells(plan) | turns.devices
     found: dict[str, Devices] = {}
     for op in graph.ops if len(set(said.values())) > 1 else ():
         source = op.forward or op.again
