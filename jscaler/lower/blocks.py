@@ -295,10 +295,12 @@ class _Levels:
         and what these alone read of ops that the plan does not place.
 
         They are a program of their own, and what a first and a last stage do besides is another: so the layers of all
-        stages are one program. Not where a table cuts a stage's backward, whose pieces wait for no other block.
+        stages are one program. Where a table cuts a stage's backward in pieces, which wait for no other block, that holds
+        around the loop, and not in it.
         """
-        if len(self.number) == 1 or self.cuts.weights or self.cuts.recompute:
+        if len(self.number) == 1:
             return
+        in_pieces = self.cuts.weights or self.cuts.recompute
         bounds = {op.path: range_of(op.path) for phase in phases for item in phase.items for op in _ops(item)}
         sizes = Counter(own[1] - own[0] for own in {*bounds.values()} if own is not None)
         alike = {path for path, own in bounds.items() if own is not None and sizes[own[1] - own[0]] > 1}
@@ -306,7 +308,7 @@ class _Levels:
             return
         loops = self.graph.loops.values()
         ends = {*self.graph.outputs, *(t for loop in loops for t in loop.returned)}
-        for phase in phases:
+        for phase in (phase for phase in phases if phase.loop is None or not in_pieces):
             readers: dict[PTensor, list[tuple[bool, int]]] = {}  # of a tensor: whether each is of layers, and where
             for item in reversed(phase.items):
                 made, ops = list(made_by(item)), _ops(item)
@@ -320,15 +322,14 @@ class _Levels:
                 for t in reads_of(item):
                     readers.setdefault(t, []).append((here, group))
 
-    def start(self, carried: Mapping[PTensor, Place], in_loop: bool, phase: int) -> None:
-        """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, in its place.
+    def start(self, carried: Mapping[PTensor, Layout], in_loop: bool, phase: int) -> None:
+        """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
 
         Arguments of the step leave their group behind the first level; a loop finds them there.
         """
-        inputs = {} if in_loop else self.completed.inputs
+        there = carried if in_loop else {**self.completed.inputs, **carried}
         self.phase, self.in_loop = phase, in_loop
-        self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in inputs.items()}
-        self.of_tensor.update({t: (0, place, None) for t, place in carried.items()})
+        self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in there.items()}
         self.least = {}
 
     def gather(self, items: Sequence[Item]) -> None:
@@ -362,7 +363,9 @@ class _Levels:
         operands += item.loop.operands if isinstance(item, Nest) else []
         before = [self._known(t, place) for t in operands if t in self.of_tensor]
         before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
-        if self.of_layers:  # a cotangent that is a constant is made where the loss is, and not ahead of the layers
+        if (
+            self.in_loop and self.of_layers
+        ):  # a cotangent that is a constant is made where the loss is, and not ahead of the layers
             forward = (op.forward.path for op in ops if op.forward is not None)
             before += [self.of_op[p] for p in forward if p in self.of_op and self.of_op[p][1] == place]
         mark = self._mark(ops)
@@ -384,11 +387,9 @@ class _Levels:
         return place
 
     def _known(self, tensor: PTensor, place: Place) -> tuple[int, Place, Mark | None]:
-        """Of what is there the level, and where; arguments of the step are in both places of their group."""
+        """Of what is there the level, and where; what was there before is in both places of its group."""
         level, other, own = self.of_tensor[tensor]
-        if own is None and tensor in self.completed.inputs and self.group(other) == self.group(place):
-            other = place
-        return level, other, own
+        return level, place if own is None and self.group(other) == self.group(place) else other, own
 
     def handed_over(self, item: Item) -> list[PTensor]:
         """What ``item`` reads of another stage on its own group: that runs there, and not where it is read."""
@@ -426,7 +427,7 @@ class _Blocks:
     Attributes:
         held: tensor, place -> the program of that place that has it, or in which it arrives.
         given: of a program, its slots that are not its own: the argument, or the number of the value.
-        finals: what a loop over groups leaves -> the number of the value, its layout, and where.
+        finals: what a loop over groups leaves -> the number of the value, and its layout.
     """
 
     graph: Graph
@@ -445,8 +446,8 @@ class _Blocks:
     left: dict[tuple[Key, Slot, Layout, int | None], int] = field(default_factory=dict)
     own_levels: dict[Key, int] = field(default_factory=dict)
     pinned: dict[Key, dict[str, int]] = field(default_factory=dict)
-    finals: dict[PTensor, tuple[int, Layout, Place]] = field(default_factory=dict)
-    inside: dict[PTensor, tuple[int, Layout, Place]] = field(default_factory=dict)
+    finals: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
+    inside: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
     indices: dict[Key, int] = field(default_factory=dict)  # number of the value
     slices: set[PTensor] = field(default_factory=set)  # the micro-batch's number, in the loop's words
     made: dict[PTensor, tuple[Key, int, bool]] = field(default_factory=dict)  # program, level, if it is backward
@@ -467,7 +468,7 @@ class _Blocks:
         for number, phase in enumerate(self.phases):
             self.phase = number
             if phase.loop is None:
-                self.levels.start({t: place for t, (*_, place) in self.finals.items()}, False, number)
+                self.levels.start({t: layout for t, (_, layout) in self.finals.items()}, False, number)
                 self._write(phase.items)
             elif phase.first == number:
                 self._repeat(phase.loop, range(number, number + phase.loop.turns))
@@ -507,19 +508,18 @@ class _Blocks:
     def _repeat(self, loop: Loop, phases: range) -> None:
         """The body of a loop over groups, once for all iterations."""
         laid = self.completed.loops[loop.name]
-        places = [self.levels.place_of(c.out, layout) for c, layout in zip(loop.carries, laid.carries, strict=True)]
         carried = []
-        for carry, layout, place in zip(loop.carries, laid.carries, places, strict=True):
-            front = self._open((self.phase - 1, place))
+        for carry, layout in zip(loop.carries, laid.carries, strict=True):
+            front = self._open((self.phase - 1, self.levels.place_of(carry.init, layout)))
             init = self._leave(front, front.read(carry.init, layout), layout, None, fresh=True)
             values = CarriedValue(init, self._new(), self._new(), self._new(), carry.is_sum)
-            self.inside[carry.inside] = values.inside, layout, place
+            self.inside[carry.inside] = values.inside, layout
             carried.append(values)
         for x in loop.xs:
             self._check_counts(loop, x.stack)
         self.slices = {x.slice for x in loop.xs}
         for self.phase in phases:
-            there = {c.inside: place for c, place in zip(loop.carries, places, strict=True)}
+            there = {c.inside: layout for c, layout in zip(loop.carries, laid.carries, strict=True)}
             self.levels.start(there, True, self.phase)
             self.levels.gather(self.phases[self.phase].items)
             self._write(self.phases[self.phase].items)
@@ -529,16 +529,16 @@ class _Blocks:
             return self._open((max(phase, phases.start), self.levels.place_of(tensor, layout)))
 
         exits = []
-        for values, carry, layout, place in zip(carried, loop.carries, laid.carries, places, strict=True):
+        for values, carry, layout in zip(carried, loop.carries, laid.carries, strict=True):
             writer = writer_of(carry.out, layout)
             self._leave(writer, writer.read(carry.out, layout), layout, self._exit(carry.out, writer), values.out)
-            self.finals[carry.final] = values.final, layout, place
+            self.finals[carry.final] = values.final, layout
         for y, layout in zip(loop.ys, laid.ys, strict=True):
             writer = writer_of(y.slice, layout)
             level = self._exit(y.slice, writer)
             piece, stack = self._leave(writer, writer.read(y.slice, layout), layout, level, fresh=True), self._new()
             exits.append(StackedValue(piece, stack))
-            self.finals[y.stack] = stack, layout.stacked(loop.length), writer.key[1]
+            self.finals[y.stack] = stack, layout.stacked(loop.length)
         indices = {value: phase - phases.start for (phase, _), value in self.indices.items()}
         self.spanning = SpanningLoop(loop, phases, tuple(carried), tuple(exits), indices)
 
@@ -622,11 +622,11 @@ class _Blocks:
             if key not in self.indices:
                 self.indices[key] = self._new()
             self._import(key, tensor, Layout.replicated(group, ()), self.indices[key])
-        elif in_loop and tensor in self.inside and self.inside[tensor][2] == place:
-            value, carried, _ = self.inside[tensor]
+        elif in_loop and tensor in self.inside and self._is_on(self.inside[tensor][1], group):
+            value, carried = self.inside[tensor]
             self._import(key, tensor, carried, value)
-        elif tensor in self.finals and self.finals[tensor][2] == place:
-            value, final, _ = self.finals[tensor]
+        elif tensor in self.finals and self._is_on(self.finals[tensor][1], group):
+            value, final = self.finals[tensor]
             self._import(key, tensor, final, value)
         elif (tensor, place) in self.held:
             front = self.writers[self.held[tensor, place]]
@@ -635,6 +635,10 @@ class _Blocks:
         else:
             self._cross(key, tensor, layout)
         self.held.setdefault((tensor, place), key)
+
+    def _is_on(self, layout: Layout, group: DeviceMesh) -> bool:
+        """Whether what a loop over groups finds, or leaves, is there: for both places of its group."""
+        return self.completed.group_of(layout.mesh) == group
 
     def _lies(self, tensor: PTensor, group: DeviceMesh) -> bool:
         return tensor in self.completed.inputs and self.completed.inputs[tensor].mesh == group
@@ -665,7 +669,7 @@ class _Blocks:
 
     def _cross(self, key: Key, tensor: PTensor, layout: Layout) -> None:
         """From another place: out of the program that makes it, or that has been given it."""
-        origin, level, _ = self.made.get(tensor) or ((key[0], self._home_of(tensor)), 0, False)
+        origin, level, _ = self.made.get(tensor) or ((key[0], self._group_of(tensor)), 0, False)
         holder = self._open(origin)
         if tensor not in holder.slots:
             self.bring(origin, tensor, layout)
@@ -694,10 +698,11 @@ class _Blocks:
         group = self.levels.group(key[1])
         return layout if layout.mesh.devices == group.devices else dataclasses.replace(layout, mesh=group)
 
-    def _home_of(self, tensor: PTensor) -> Place:
+    def _group_of(self, tensor: PTensor) -> int:
         """Where an argument lies, or what a loop over groups finds and leaves."""
         ends = self.inside if tensor in self.inside else self.finals
-        return ends[tensor][2] if tensor in ends else self.levels.number_of(self.completed.inputs[tensor])
+        layout = ends[tensor][1] if tensor in ends else self.completed.inputs[tensor]
+        return self.levels.number_of(layout)
 
     def _handed_on(self, tensor: PTensor, held: Sequence[Layout], wanted: Layout) -> Layout:
         """How a tensor lies that goes from one place of a group to the other: as it would arrive from a group beside it, so

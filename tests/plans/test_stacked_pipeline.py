@@ -16,6 +16,7 @@ from of_the_day import of_the_day
 import jscaler
 from jscaler import PlanError, VerificationError, plans
 from jscaler.errors import DeletedArgumentError
+from jscaler.lower.alike import program_keys
 from models.gpt import GPT, GPTConfig
 
 OPTIMIZER = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)), 3)
@@ -252,6 +253,12 @@ def test_a_gpt_with_dropout_and_tied_embeddings(remat: bool) -> None:
         step, params, batch = gpt_loss(remat=remat)
         train = jscaler.parallelize(plans.megatron(dp=2, tp=2, pp=2, microbatches=2), devices=8)(step)
         check(train(params, batch), jax.jit(lambda *args: step(*args, jax.value_and_grad))(params, batch))
-        sent = {transfer.tensor.name for transfer in train.lower(params, batch).plan.sent}
+        plan = train.lower(params, batch).plan
+        sent = {transfer.tensor.name for transfer in plan.sent}
         assert sent
         assert not any("params/blocks/mlp/up/kernel" in name for name in sent)  # parameters of the stack stay
+        assert all(len({t.crossing.source.mesh, t.crossing.target.mesh}) == 2 for t in plan.transfers)
+        names = [plan.block_name(number) for number in range(len(plan.blocks))]
+        program = dict(zip(names, program_keys(plan.blocks), strict=True))
+        assert (program["0F"], program["0B"]) == (program["1F"], program["1B"])
+        assert {"0F end", "0B end", "1F 1B end"} <= {*names}
