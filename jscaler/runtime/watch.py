@@ -126,7 +126,7 @@ class Watch:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         failed = f"{type(error).__name__}: {error}".splitlines()[0] if isinstance(error, Exception) else ""
-        if failed and self._threads and isinstance(error, jax.errors.JaxRuntimeError | BlockError | StateLostError):
+        if failed and self._threads and may_be_for_want_of_another(error):
             self._closing.wait(2 * self._every)  # where another one is the cause, this one ends with its name
         with self._lock:
             self._since = time.monotonic() if failed else self._since
@@ -238,6 +238,15 @@ class Watch:
         except (EOFError, OSError):
             self._check({0: replace(leader, gone=True)})
             self._closing.set()
+
+
+def may_be_for_want_of_another(error: object) -> bool:
+    """Whether an error, or what is behind it (a state that could not be gathered to be saved), is of the devices."""
+    while isinstance(error, BaseException):
+        if isinstance(error, jax.errors.JaxRuntimeError | BlockError | StateLostError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _connected(place: tuple[str, int], key: bytes) -> Connection | None:

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jscaler import PlanError
-from jscaler.runtime.watch import READS, RUNS, Beat, Heard, Watch, verdict
+from jscaler import OutputError, PlanError
+from jscaler.runtime.watch import READS, RUNS, Beat, Heard, Watch, may_be_for_want_of_another, verdict
 
 FINE = Heard(Beat(RUNS, 12, 0.5))
 
@@ -53,3 +53,12 @@ def test_alone_there_is_nothing_to_watch() -> None:
     assert ended == []
     with pytest.raises(PlanError, match="watch: limit is a positive whole number, not 0"):
         Watch(0)
+
+
+def test_a_state_that_could_not_be_gathered_may_be_for_want_of_another_process() -> None:
+    """It is said that it cannot be written; who has gone is waited for, and named, where that is the cause."""
+    gloo = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+    for cause, waits in ((gloo, True), (OSError("No space left on device"), False), (None, False)):
+        error = OutputError("cannot write the checkpoint")
+        error.__cause__ = cause
+        assert may_be_for_want_of_another(error) is waits
