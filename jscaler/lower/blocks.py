@@ -123,7 +123,7 @@ class Programs:
     transfers: tuple[Transfer, ...]
     spanning: SpanningLoop | None
     values: int
-    marks: Mapping["BlockAt", Set[Mark]] = field(default_factory=dict)
+    marks: Mapping[BlockAt, Set[Mark]] = field(default_factory=dict)
 
 
 def make_programs(
