@@ -41,14 +41,18 @@ class Fragment:
 
     @property
     def is_preparation(self) -> bool:
-        """Whether it is no more than a cast, a mask or a reshape of what reads it."""
-        return bool(self.scope) and all(_role(e) in ("", "moves") for _, e in self.eqns)
+        """Whether it is no more than a cast, a mask or a reshape of what reads it, or a term of an update (``b1 * mu``)."""
+        is_update = self.call is None and self.era > 0
+        return (bool(self.scope) or is_update) and all(_role(e) in ("", "moves") for _, e in self.eqns)
 
     def takes(self, preparation: "Fragment") -> bool:
         """Whether ``preparation``, which only this fragment reads, may become part of it."""
         alone = any(_role(e) == "alone" for _, e in self.eqns)
         turned = any(not preparation.squares.isdisjoint(_variables(e)) for _, e in self.eqns)
-        return (self.call, self.scope) == (preparation.call, preparation.scope) and not (alone or turned)
+        # what prepares a call (parameters cast for it) is no part of the update that reads the same parameters
+        beside = (self.call, self.scope) == (preparation.call, preparation.scope)
+        beside = beside and (self.call is not None or self.era == preparation.era)
+        return beside and not (alone or turned)
 
 
 def fragments(
