@@ -1,6 +1,5 @@
 """The global index of a part's elements as threefry counts them: 64 bits in two words, without 64-bit arithmetic."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +19,10 @@ def global_index(positions: Callable[[int], Any], dims: Sequence[int], whole: Se
         whole: the sizes of these dims in the whole.
     """
     high = low = jnp.zeros(tuple(local), jnp.uint32)
-    stride, small = 1, math.prod(whole) < 2**WORD
+    stride = 1
     for dim, size in zip(reversed(dims), reversed(whole), strict=True):
         place = positions(dim)
-        if small:
+        if stride * size <= 2**WORD:  # the index within the dims so far is one word
             low = low + lax.broadcast_in_dim(place * jnp.uint32(stride), tuple(local), (dim,))
         else:
             more, least = (lax.broadcast_in_dim(w, tuple(local), (dim,)) for w in product(place, stride))
@@ -41,4 +40,4 @@ def product(values: Any, by: int) -> tuple[Any, Any]:
     middle = (least >> HALF) + (cross & LOW) + (across & LOW)
     low = (middle << HALF) | (least & LOW)
     high = a1 * jnp.uint32(b1) + (cross >> HALF) + (across >> HALF) + (middle >> HALF)
-    return high + values * jnp.uint32(above), low
+    return (high + values * jnp.uint32(above) if above else high), low

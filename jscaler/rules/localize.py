@@ -228,21 +228,25 @@ class Localizer:
 
     def positions(self, var: core.Var, dim: int, dtype: Any) -> Any:
         """The global positions of a part's rows along ``dim``, as a vector of the local size."""
-        total = jnp.zeros((1,), dtype)
+        total = None
         for leaf in self.analysis.leaves(var)[dim]:
-            own = self.start(leaf, dtype) + lax.iota(dtype, self.local_size(leaf))
-            total = (total[:, None] * jnp.asarray(self.analysis.atoms.size[leaf], dtype) + own[None, :]).reshape(-1)
-        return total
+            own = lax.iota(dtype, self.local_size(leaf))
+            own = self.start(leaf, dtype) + own if leaf in self.parts else own
+            size = jnp.asarray(self.analysis.atoms.size[leaf], dtype)
+            total = own if total is None else (total[:, None] * size + own[None, :]).reshape(-1)
+        return total if total is not None else jnp.zeros((1,), dtype)
 
     def locate(self, var: core.Var, dim: int, positions: Any) -> tuple[Any, Any]:
         """Where global ``positions`` along ``dim`` (inside the whole) lie in this part, and whether they do."""
         dtype = positions.dtype
         local, mine, rest, stride = jnp.zeros_like(positions), jnp.ones(positions.shape, bool), positions, 1
-        for leaf in reversed(self.analysis.leaves(var)[dim]):
+        leaves = self.analysis.leaves(var)[dim]
+        for leaf in reversed(leaves):
             whole = jnp.asarray(self.analysis.atoms.size[leaf], dtype)
-            digit = lax.rem(rest, whole) - self.start(leaf, dtype)
-            rest = lax.div(rest, whole)
-            mine = mine & (digit >= 0) & (digit < self.extent(leaf, dtype))
+            digit, rest = (lax.rem(rest, whole), lax.div(rest, whole)) if leaf != leaves[0] else (rest, rest)
+            if leaf in self.parts:
+                digit = digit - self.start(leaf, dtype)
+                mine = mine & (digit >= 0) & (digit < self.extent(leaf, dtype))
             local = local + digit * jnp.asarray(stride, dtype)
             stride *= self.local_size(leaf)
         return jnp.where(mine, local, jnp.zeros_like(local)), mine
