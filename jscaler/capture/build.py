@@ -69,6 +69,8 @@ class _Builder:
         self.loops: dict[str, Loop] = {}
         self.names = PathNames()
         self.tensors = {v: PTensor(n, v.aval, "input") for v, n in zip(step.invars, input_names, strict=True)}
+        # an update is named by the parameter that it reads, or else by what it reads first
+        self.trained = {self.tensors[v] for call in step.calls for v in call.wrt if v in self.tensors}
         self.constants: list[tuple[core.Var, Any]] = []
         self._add_constants(step.constants)
         self.fragments, self.generated = fragments(step)
@@ -269,7 +271,8 @@ class _Builder:
     def _path(self, fragment: Fragment, eqns: Sequence[core.JaxprEqn], inputs: Sequence[PTensor]) -> str:
         function, scope = function_name(eqns), self._scope(fragment)
         if fragment.call is None and self.step.calls:
-            leaf = next((t.name for t in inputs if t.role == "input" and t.shape), "")
+            leaves = [t for t in inputs if t.role == "input" and t.shape]
+            leaf = next((t.name for t in leaves if t in self.trained), leaves[0].name if leaves else "")
             return "/".join(p for p in ("update", scope, leaf, function) if p)
         return "/".join(p for p in (scope or ("loss" if not fragment.scope else ""), function) if p)
 

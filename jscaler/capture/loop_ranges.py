@@ -58,8 +58,10 @@ def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable
     handed = {y.stack.name + RANGES for y in loop.ys if _is_taken_apart(graph, y.stack, by_stack)}  # the parts are there
     behind = (op for op in graph.ops[stop:] if op.path not in handed)
     ops = (*graph.ops[:first], *apart, *inside, *(op for op in joined if op is not None), *behind)
-    made = differentiated(dataclasses.replace(graph, ops=ops, loops=loops), like.call, bodies)
-    return _without_unread(made, {x.stack for x in loop.xs}, bodies)
+    made, gone = _without_unread(dataclasses.replace(graph, ops=ops, loops=loops), {x.stack for x in loop.xs})
+    for call in dict.fromkeys([like.call, *(op.call for op in gone)]):
+        made = differentiated(made, call, bodies)
+    return made
 
 
 def _checked(graph: Graph, name: str, sizes: Sequence[int]) -> Loop:
@@ -164,14 +166,12 @@ def _is_read(graph: Graph, stack: PTensor) -> bool:
     return any(True for _ in readers) or stack in {*ends, *graph.outputs, *(call.loss for call in graph.calls)}
 
 
-def _without_unread(graph: Graph, stacks: Set[PTensor], bodies: BodyTable) -> Graph:
-    """``graph`` without the ops that join ``stacks`` of parts which nobody reads whole any more."""
-    makers = {graph.producer[t] for t in stacks if t in graph.producer and not _is_read(graph, t)}
-    gone = {op.path: op.call for op in makers if op.path.endswith(JOINED)}
-    made = dataclasses.replace(graph, ops=tuple(op for op in graph.ops if op.path not in gone)) if gone else graph
-    for call in dict.fromkeys(gone.values()):
-        made = differentiated(made, call, bodies)
-    return made
+def _without_unread(graph: Graph, stacks: Set[PTensor]) -> tuple[Graph, list[Op]]:
+    """``graph`` without the ops that join ``stacks`` of parts which nobody reads whole any more; and those ops."""
+    unread = [t for t in graph.producer if t in stacks and not _is_read(graph, t)]
+    gone = [graph.producer[t] for t in unread if graph.producer[t].path.endswith(JOINED)]
+    paths = {op.path for op in gone}
+    return dataclasses.replace(graph, ops=tuple(op for op in graph.ops if op.path not in paths)) if gone else graph, gone
 
 
 def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op:

@@ -86,7 +86,7 @@ class _Completer:
         for op in graph.ops:
             for name in chain_of(op.loop, graph.loops):
                 self.in_loop.setdefault(name, set()).add(found.of_op[op.path])
-        self.through = ThroughLoops(graph)
+        self.through = ThroughLoops.of(graph)
         self.ops: dict[str, OpLayouts] = {}
         # what equal ops share, by all that it depends on; a placement's key and a layout have their group
         self.laid: dict[Any, Laid] = {}

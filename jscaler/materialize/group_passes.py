@@ -9,6 +9,7 @@ one_of_equals          of equal results of an update one crosses
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -17,7 +18,7 @@ from jax.extend import core
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import atom_key, equal_results, evaluate, make_jaxpr, swapped
 from jscaler.capture.recompute import with_fence_body
-from jscaler.ir import Carry, FactorNames, Graph, Loop, Op, PTensor
+from jscaler.ir import Body, Carry, FactorNames, Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
@@ -33,7 +34,7 @@ def fences_apart(at: Planned) -> Planned:
     home, _ = _homes(at)
     if home is None or not any(op.anywhere == "fence" for op in at.graph.ops):
         return at
-    through, found, renamed = ThroughLoops(at.graph), list[Op](), dict[tuple[PTensor, DeviceMesh], PTensor]()
+    through, found, renamed = ThroughLoops.of(at.graph), list[Op](), dict[tuple[PTensor, DeviceMesh], PTensor]()
     for op in at.graph.ops:
         found += _fence_by_group(op, home, through, at, renamed) if op.anywhere == "fence" else [op]
     ops = [_reading(op, tuple(renamed.get((t, home.get(op.path)), t) for t in op.inputs)) for op in found]  # type: ignore[arg-type]
@@ -87,10 +88,12 @@ def joined_behind_loops(at: Planned) -> Planned:
     home, _ = _homes(at)
     if home is None:
         return at
-    graph = at.graph
+    graph, joins = at.graph, list[Op]()
     for loop in [loop for loop in graph.loops.values() if loop.time and loop.parent is None]:
-        graph = _Apart(graph, home, loop, at).graph()
-    return at if graph is at.graph else dataclasses.replace(at, graph=graph)
+        apart = _Apart(graph, home, loop, at)
+        graph, joins = apart.graph(), [*joins, *apart.behind]
+    readers = {reader.path for join in joins for t in join.outputs for reader in graph.consumers.get(t, ())}
+    return _with(at, graph, unsettled=readers)
 
 
 def joined_per_group(at: Planned) -> Planned:
@@ -98,7 +101,7 @@ def joined_per_group(at: Planned) -> Planned:
     home, placed = _homes(at)
     if home is None:
         return at
-    through, found = ThroughLoops(at.graph), list[Op]()
+    through, found = ThroughLoops.of(at.graph), list[Op]()
     for op in at.graph.ops:
         by_group: dict[DeviceMesh, list[PTensor]] = {}
         for tensor in op.inputs if op.loop is not None and _is_join(op) and op.path not in placed else ():
@@ -127,7 +130,7 @@ def summed_per_group(at: Planned) -> Planned:
     home, placed = _homes(at)
     if home is None:
         return at
-    through, found = ThroughLoops(at.graph), list[Op]()
+    through, found = ThroughLoops.of(at.graph), list[Op]()
     for op in at.graph.ops:
         parts = _scalar_sum(op) if op.path not in placed and op.kind == "update" else None
         found += [op] if parts is None else _by_group(op, *parts, home, through, at)
@@ -140,14 +143,20 @@ def one_of_equals(at: Planned) -> Planned:
     if home is None:
         return at
     same: dict[PTensor, PTensor] = {}
+    first = functools.cache(_first_equals)
     for op in at.graph.ops:
         if op.kind == "update" and op.body is not None and len(op.outputs) > 1:
-            first: dict[object, PTensor] = {}
-            equal = equal_results(op.body.jaxpr.eqns)
-            for tensor, atom in zip(op.outputs, op.body.jaxpr.outvars, strict=True):
-                same[tensor] = first.setdefault(atom_key(swapped(equal, atom)), tensor)
+            same.update({op.outputs[n]: op.outputs[place] for n, place in first(op.body).items()})
     ops = (_reading(op, tuple(same.get(t, t) for t in op.inputs)) if op.kind == "update" else op for op in at.graph.ops)
     return _with_ops(at, list(ops))
+
+
+def _first_equals(body: Body) -> dict[int, int]:
+    """For results of a body that equal one before: their places, and that one's."""
+    first: dict[object, int] = {}
+    equal = equal_results(body.jaxpr.eqns)
+    places = [first.setdefault(atom_key(swapped(equal, atom)), n) for n, atom in enumerate(body.jaxpr.outvars)]
+    return {n: place for n, place in enumerate(places) if n != place}
 
 
 GROUP_PASSES: tuple[Pass[Planned], ...] = (
@@ -174,8 +183,16 @@ def _with_ops(at: Planned, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = 
     """
     if len(ops) == len(at.graph.ops) and all(new is old for new, old in zip(ops, at.graph.ops, strict=True)):
         return at
-    graph = dataclasses.replace(at.graph, ops=tuple(ops))
-    return dataclasses.replace(at, graph=on_same_groups(graph, at.graph, at.plan, at.pieces, moved))
+    return _with(at, dataclasses.replace(at.graph, ops=tuple(ops)), moved)
+
+
+def _with(
+    at: Planned, graph: Graph, moved: Mapping[str, DeviceMesh] = {}, unsettled: Set[str] = frozenset()
+) -> Planned:
+    """``at`` with ``graph``, of which more is known where it comes from that of ``at``."""
+    if graph is at.graph:
+        return at
+    return dataclasses.replace(at, graph=on_same_groups(graph, at.graph, at.plan, at.pieces, moved, unsettled))
 
 
 def _reading(op: Op, inputs: tuple[PTensor, ...]) -> Op:
@@ -250,11 +267,11 @@ class _Apart:
 
     def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], loop: Loop, at: Planned):
         self._graph, self._home, self._loop, self._bodies = graph, home, loop, at.bodies
-        self._through = ThroughLoops(graph)
+        self._through = ThroughLoops.of(graph)
         self._gone: set[str] = set()
         self._inside: list[Op] = []
         self._before: list[Op] = []
-        self._behind: list[Op] = []
+        self.behind: list[Op] = []
 
     def graph(self) -> Graph:
         carries = [new for carry in self._loop.carries for new in self._carries(carry)]
@@ -264,7 +281,7 @@ class _Apart:
         ops = [op for op in self._graph.ops if op.path not in self._gone]
         body = [i for i, op in enumerate(ops) if self._loop.name in chain_of(op.loop, self._graph.loops)]
         first, last = body[0], body[-1] + 1
-        ordered = (*ops[:first], *self._before, *ops[first:last], *self._inside, *self._behind, *ops[last:])
+        ordered = (*ops[:first], *self._before, *ops[first:last], *self._inside, *self.behind, *ops[last:])
         return dataclasses.replace(self._graph, ops=ordered, loops=loops)
 
     def _carries(self, carry: Carry) -> list[Carry]:
@@ -289,7 +306,7 @@ class _Apart:
         finals = tuple(c.final for c in found)
         body = self._bodies.join(carry.final.aval, len(finals))
         like = next(iter(joins.values()), added[0])
-        self._behind.append(
+        self.behind.append(
             Op(f"{like.path}@behind", like.kind, finals, (carry.final,), body, call=like.call, loop=self._loop.parent)
         )
         return found

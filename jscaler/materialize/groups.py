@@ -6,7 +6,7 @@ else meshes with the same axes, each over an order of its own: the first is the 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -172,13 +172,17 @@ def homes(
         return tensor.nbytes * math.prod(graph.loops[name].length for name in around)
 
     def cheapest(op: Op) -> Home | None:
-        read = {(t, home.group): nbytes(t, op) for t in op.inputs if (home := like(through.maker(t))) is not None}
-        read |= {(t, lies[t]): t.nbytes for t in op.inputs if t in lies}
-        made: dict[tuple[PTensor, DeviceMesh], int] = {}
-        for tensor, reader in ((t, reader) for t in op.outputs for reader in through.readers(t)):
-            home = like(reader)
-            if home is not None:
-                made[tensor, home.group] = max(made.get((tensor, home.group), 0), nbytes(tensor, reader))
+        makers = [(t, home.group) for t in op.inputs if (home := like(through.maker(t))) is not None]
+        stores = [(t, lies[t]) for t in op.inputs if t in lies]
+        uses = [(t, reader, home.group) for t in op.outputs for reader in through.readers(t) if (home := like(reader))]
+        back = [(t, lies[version[t]]) for t in op.outputs if version.get(t) in lies]  # state leaves where it came in
+        near_by = {group for _, group in (*makers, *stores)}
+        if len(near_by.union(group for *_, group in (*uses, *back))) == 1 and near_by:
+            return Home(near_by.pop(), "by its operands")
+        read = {(t, group): nbytes(t, op) for t, group in makers} | {(t, group): t.nbytes for t, group in stores}
+        made = {(t, group): t.nbytes for t, group in back}
+        for tensor, reader, group in uses:
+            made[tensor, group] = max(made.get((tensor, group), 0), nbytes(tensor, reader))
         lie: dict[DeviceMesh, int] = {}  # of what is sent, once to each group
         for (_, group), size in (read | made).items():
             lie[group] = lie.get(group, 0) + size
@@ -194,10 +198,13 @@ def homes(
     left = [op for op in graph.ops if op.path not in found]
     if not left:
         return {op.path: found[op.path] for op in graph.ops}
-    through = ThroughLoops(graph)
-    first = {t: next((h for r in through.readers(t) if (h := like(r)) is not None), None) for t in graph.inputs}
+    through = ThroughLoops.of(graph)
+    version = {graph.outputs[o]: graph.inputs[i] for o, i in graph.next_version.items()}
+    at_ends = {end for op in left for end in (*op.inputs, *(version[t] for t in op.outputs if t in version))}
+    inputs = [t for t in graph.inputs if t in at_ends]
+    first = {t: next((h for r in through.readers(t) if (h := like(r)) is not None), None) for t in inputs}
     lies = {t: groups.group_of(home.group) for t, home in first.items() if home is not None}  # where it is read first
-    lies |= {t: groups.stored[t.name] for t in graph.inputs if t.name in groups.stored}
+    lies |= {t: groups.stored[t.name] for t in inputs if t.name in groups.stored}
     fences = (op for op in reversed(left) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     of_loop: dict[str, set[DeviceMesh]] = {name: set() for name in graph.loops}
@@ -247,20 +254,33 @@ def on_groups(graph: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]]) -
 
 
 def on_same_groups(
-    graph: Graph, before: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]], moved: Mapping[str, DeviceMesh] = {}
+    graph: Graph,
+    before: Graph,
+    plan: Plan,
+    pieces: Mapping[str, tuple[str, ...]],
+    moved: Mapping[str, DeviceMesh] = {},
+    unsettled: Set[str] = frozenset(),
 ) -> Graph:
     """``graph``, which a pass has made of ``before``: ops that are as they were run where they did, but for those that are
-    ``moved``, or made for a group."""
+    ``moved``, or made for a group, and those that are ``unsettled``, as what they read is made elsewhere."""
     found = on_groups(before, plan, pieces)
-    same = {op.path: found.homes[op.path] for op in graph.ops if before.by_path.get(op.path) is op}
+    kept = (op for op in graph.ops if before.by_path.get(op.path) is op and op.path not in unsettled)
+    same = {op.path: found.homes[op.path] for op in kept}
     same |= {path: Home(group, "by its readers") for path, group in moved.items() if path not in found.groups.of}
-    key, kept = ("on groups", id(plan), id(pieces)), (plan, pieces)
-    graph.memo[key] = OnGroups(found.decided, found.groups, homes(graph, found.groups, pieces, same)), kept
+    key = "on groups", id(plan), id(pieces)
+    graph.memo[key] = OnGroups(found.decided, found.groups, homes(graph, found.groups, pieces, same)), (plan, pieces)
     return graph
 
 
 class ThroughLoops:
     """Who makes and who reads a tensor, seen through the loops that hand it on."""
+
+    @staticmethod
+    def of(graph: Graph) -> "ThroughLoops":
+        """Worked out once for each graph."""
+        if "through loops" not in graph.memo:
+            graph.memo["through loops"] = ThroughLoops(graph)
+        return graph.memo["through loops"]
 
     def __init__(self, graph: Graph):
         self._graph = graph

@@ -41,12 +41,16 @@ def select(graph: Planner, patterns: Dims) -> list[tuple[PTensor, int]]:
     """
     kinds = tensor_kinds(graph.graph) if graph.calls else {}
     found: list[tuple[PTensor, int]] = []
+    columns: dict[tuple[str, tuple[int, ...]], int | None] = {}  # of leaves; ranges of layers have that of the first
     for tensor in graph.inputs:
         for pattern, dim in patterns.items():
             if tensor.name != pattern and kinds.get(tensor) == "optimizer" and not read_by_a_loss(graph.graph, tensor):
                 continue
             if tensor.shape and _matches(tensor.name, pattern):
-                place = column(graph, tensor) if dim is None else _dim(tensor, dim)
+                leaf = without_range(tensor.name), tensor.shape
+                if dim is None and leaf not in columns:
+                    columns[leaf] = column(graph, tensor)
+                place = columns[leaf] if dim is None else _dim(tensor, dim)
                 if place is not None:
                     found.append((tensor, place))
                 break

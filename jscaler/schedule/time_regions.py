@@ -12,6 +12,7 @@ region: nothing that leaves it comes back.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from jscaler.ir import Graph, Nest, Op, PTensor, flat
@@ -54,9 +55,13 @@ WriteRegion = Callable[[TimeRegion, "str | None"], "list[Item]"]
 @dataclass
 class _Node:
     item: Item
+    read: Mapping[PTensor, int]  # what it reads of other nodes, with their numbers
     in_time: bool = False
     depth: int = 0
-    group: int = 0
+
+    @cached_property
+    def sources(self) -> Set[int]:
+        return frozenset(self.read.values())
 
 
 @dataclass
@@ -94,17 +99,15 @@ class TimeRegions:
         nodes: list[_Node] = []
         maker: dict[PTensor, int] = {}
         for item in items:
-            node = _Node(item)
-            made = made_by(item)
-            sources = {maker[t] for t in reads_of(item) if t in maker}
-            node.in_time = self._enters(item, sources, nodes)
-            for source in sources:
-                deeper = nodes[source].in_time and not (node.in_time and self._as_made(item, nodes[source].item))
+            node = _Node(item, {t: maker[t] for t in reads_of(item) if t in maker})
+            node.in_time = self._enters(node, nodes)
+            for source in node.sources:
+                deeper = nodes[source].in_time and not (node.in_time and self._as_made(node, source, nodes))
                 node.depth = max(node.depth, nodes[source].depth + deeper)
-            maker.update(dict.fromkeys(made, len(nodes)))
+            maker.update(dict.fromkeys(made_by(item), len(nodes)))
             nodes.append(node)
-        self._clones_late(nodes, maker)
-        return _sorted(nodes, _joined(nodes, maker), maker, self.spans)
+        self._clones_late(nodes)
+        return _sorted(nodes, _joined(nodes), self.spans)
 
     def rewritten(self, items: Sequence[Item], place: str | None, write: WriteRegion) -> list[Item]:
         """``items`` of the loop ``place``, and what stands in their loops, with every region as ``write`` writes it.
@@ -126,31 +129,31 @@ class TimeRegions:
                 found.append(item)
         return found
 
-    def _clones_late(self, nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> None:
+    def _clones_late(self, nodes: Sequence[_Node]) -> None:
         """Let what is computed again stand as deep as its readers, the backward ops: it could run long before them."""
         latest: dict[int, int] = {}
         for index in range(len(nodes) - 1, -1, -1):
             node = nodes[index]
             if node.in_time and _is_clone(node.item):
                 node.depth = max(node.depth, latest.get(index, 0))
-            for source in {maker[t] for t in reads_of(node.item) if t in maker}:
-                apart = nodes[source].in_time and not (node.in_time and self._as_made(node.item, nodes[source].item))
+            for source in node.sources:
+                apart = nodes[source].in_time and not (node.in_time and self._as_made(node, source, nodes))
                 latest[source] = min(latest.get(source, node.depth - apart), node.depth - apart)
 
-    def _enters(self, item: Item, sources: Set[int], nodes: Sequence[_Node]) -> bool:
-        """Whether ``item`` runs part by part; notes the forms of what it makes."""
+    def _enters(self, node: _Node, nodes: Sequence[_Node]) -> bool:
+        """Whether a node runs part by part; notes the forms of what it makes."""
+        item = node.item
         if isinstance(item, Nest):
-            found = self._lifted(item, self._seen(sources, nodes))
+            found = self._lifted(item, self._seen(node, nodes))
             self.forms.update(found or {})
             self.lifts.update(dict.fromkeys(_loops([item]) if found is not None else [item.loop.name], found is not None))
             return found is not None
         if item.path not in self.planned:
-            seen = self._seen(sources, nodes)
-            seen = {t: seen.get(t) for t in item.inputs}
+            seen = dict.fromkeys(item.inputs) | self._seen(node, nodes)
             enters = any(f is not None for f in seen.values()) or self._runs_with_readers(item)
             part = self.follow(item, seen, False) if enters else None
             if part is None and item.again is not None and item.kind != "update":
-                part = self._behind_a_fence(item, sources, nodes)
+                part = self._behind_a_fence(item, node, nodes)
             if part is None:
                 return False
             self.parts[item.path] = part
@@ -162,32 +165,30 @@ class TimeRegions:
         clones = (op for op in self.graph.ops if op.again is not None and op.again.remat[:1] == item.remat)
         return item.anywhere == "fence" and any(op.path in self.parts for op in clones)
 
-    def _behind_a_fence(self, clone: Op, sources: Set[int], nodes: Sequence[_Node]) -> OpPart | None:
+    def _behind_a_fence(self, clone: Op, node: _Node, nodes: Sequence[_Node]) -> OpPart | None:
         """A clone of what all parts share (a cast of parameters) runs in every part, as the fence in front of it does."""
-        makers = [nodes[s].item for s in sources if nodes[s].in_time]
+        makers = [nodes[s].item for s in node.sources if nodes[s].in_time]
         fenced = bool(makers) and all(isinstance(m, Op) and (m.anywhere == "fence" or m.again is not None) for m in makers)
         if not fenced or any(self.forms.get(t) is not None for t in clone.inputs):
             return None
         return OpPart((None,) * len(clone.inputs), (None,) * len(clone.outputs))
 
-    def _seen(self, sources: Set[int], nodes: Sequence[_Node]) -> dict[PTensor, Form]:
-        """The parts that a reader of ``sources`` finds: sums only if it may stand as deep as all that it reads."""
-        deepest = max((nodes[s].depth for s in sources), default=0)
+    def _seen(self, node: _Node, nodes: Sequence[_Node]) -> dict[PTensor, Form]:
+        """The parts that a node finds of what it reads: sums only if it may stand as deep as all that it reads."""
+        deepest = max((nodes[s].depth for s in node.sources), default=0)
         found: dict[PTensor, Form] = {}
-        for source in sources:
-            if nodes[source].in_time:
-                whole = nodes[source].depth < deepest
-                made = {t: self.forms.get(t) for t in made_by(nodes[source].item)}
-                found.update({t: f for t, f in made.items() if not (whole and isinstance(f, Summed))})
+        for tensor, source in node.read.items():
+            form = self.forms.get(tensor)
+            if nodes[source].in_time and not (isinstance(form, Summed) and nodes[source].depth < deepest):
+                found[tensor] = form
         return found
 
-    def _as_made(self, item: Item, source: Item) -> bool:
-        """Whether ``item`` reads what ``source`` makes as it is made: part for part."""
-        if self.far(item, source):
+    def _as_made(self, node: _Node, source: int, nodes: Sequence[_Node]) -> bool:
+        """Whether a node reads what the one of number ``source`` makes as it is made: part for part."""
+        if self.far(node.item, nodes[source].item):
             return False
-        made = set(made_by(source))
-        wanted = self.wanted(item)
-        return all(wanted.get(t) == self.forms.get(t) for t in reads_of(item) if t in made)
+        wanted = self.wanted(node.item)
+        return all(wanted.get(t) == self.forms.get(t) for t, maker in node.read.items() if maker == source)
 
     def wanted(self, item: Item) -> dict[PTensor, Form]:
         """Which part of each tensor an item in time reads."""
@@ -346,28 +347,25 @@ def _is_clone(item: Item) -> bool:
     return isinstance(item, Op) and item.again is not None
 
 
-def _joined(nodes: Sequence[_Node], maker: Mapping[PTensor, int]) -> list[int]:
+def _joined(nodes: Sequence[_Node]) -> list[int]:
     """For every node one that stands for its region: nodes in time of one depth that hand parts to each other."""
     sets = Sets[int]()
     for index, node in enumerate(nodes):
-        for source in {maker[t] for t in reads_of(node.item) if t in maker} if node.in_time else ():
+        for source in node.sources if node.in_time else ():
             if nodes[source].in_time and nodes[source].depth == node.depth:
                 sets.join(source, index)
     return [sets.root(i) for i in range(len(nodes))]
 
 
 def _sorted(
-    nodes: Sequence[_Node], roots: Sequence[int], maker: Mapping[PTensor, int], spans: Callable[[Iterable[Item]], bool]
+    nodes: Sequence[_Node], roots: Sequence[int], spans: Callable[[Iterable[Item]], bool]
 ) -> list[tuple[Item, ...] | TimeRegion]:
     """Nodes in an order that respects data, every region's in one piece; early ones first."""
     group = [(node.depth, roots[i]) if node.in_time else (-1, i) for i, node in enumerate(nodes)]
     members: dict[tuple[int, int], list[int]] = {}
     for i, name in enumerate(group):
         members.setdefault(name, []).append(i)
-    before = {
-        name: {group[maker[t]] for i in own for t in reads_of(nodes[i].item) if t in maker} - {name}
-        for name, own in members.items()
-    }
+    before = {name: {group[s] for i in own for s in nodes[i].sources} - {name} for name, own in members.items()}
     _merge(members, before, lambda name: name[0] >= 0 and spans(nodes[i].item for i in members[name]))
     found: list[tuple[Item, ...] | TimeRegion] = []
     # a region stands where the last of its items stood: by then all that it reads is there, or can be

@@ -73,7 +73,7 @@ def test_a_dim_reaches_through_loops(net: Graph) -> None:
     """From the stack to its slice, through carries to what follows, and to the optimizer; layers themselves are no dim."""
     hidden = {op.path: factor for op, factor in net.factor_of(UP, 2).items()}
     assert {"layers/mlp/up/dot", "layers/mlp/down/dot", "layers/mlp/up/dot@backward"} <= hidden.keys()
-    assert any(path.startswith("update/state/opt") for path in hidden)
+    assert any(path.startswith("update/state/params") for path in hidden)
     assert not any("norm" in path for path in hidden if path.startswith("layers"))
     rows = {op.path for op in net.factor_of("batch/x", 0)}
     assert {"layers/norm/rsqrt", "layers/add", "head/dot", "head/dot@backward", "layers/add@backward"} <= rows

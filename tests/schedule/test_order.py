@@ -92,8 +92,8 @@ def test_an_order_of_an_unknown_op(graph: Graph) -> None:
 
 
 def test_a_policys_order_is_that_of_the_programs_tasks() -> None:
-    """The momentum of the second layer before that of the first, and both after the loss."""
-    first, second = ("update/state/opt/0/trace/down/bias/mul", "update/state/opt/0/trace/up/kernel/mul")
+    """The update of the second layer's kernel before that of the first's bias, and both after the loss."""
+    first, second = ("update/state/params/down/bias/add", "update/state/params/up/kernel/add")
 
     def policy(graph: Any, devices: np.ndarray) -> None:
         graph.op_order(graph["loss/div"], graph[second])
