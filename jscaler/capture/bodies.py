@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import CUSTOM_VJP, all_equations, evaluate, fingerprint, make_jaxpr, trace_flat
@@ -60,6 +61,10 @@ class BodyTable:
     def fill(self, aval: Any, value: float) -> Body:
         """A tensor of one value: the seed of a backward pass, or the gradient of an unused parameter."""
         return self._known("fill", aval, value, lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
+
+    def concatenated(self, avals: Sequence[Any]) -> Body:
+        """Tensors behind each other along their first dim."""
+        return self._known("concatenate", tuple(avals), 0, lambda *parts: [lax.concatenate(parts, 0)], avals)
 
     def _known(self, kind: str, aval: Any, number: float, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Body:
         """The body that ``kind``, ``aval`` and ``number`` stand for: ``fun``, traced once."""

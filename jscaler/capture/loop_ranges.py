@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Mapping, Sequence, Set
 
 import jax
-import jax.numpy as jnp
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.differentiated import differentiated
@@ -53,7 +52,8 @@ def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable
     by_stack = sorted(ranges, key=lambda one: one.bounds)
     stacks = dict.fromkeys(x.stack for x in loop.xs)
     apart = [_apart(x, by_stack, like, bodies) for x in stacks if not _is_of_parts(graph, x, by_stack)]
-    joined = [_joined(graph, y, by_stack, like, bodies) for y in loop.ys]
+    read = _read_whole(graph)
+    joined = [_joined(graph, y, by_stack, like, bodies, y.stack in read) for y in loop.ys]
     inside = [op for one in ranges for op in one.ops]
     handed = {y.stack.name + RANGES for y in loop.ys if _is_taken_apart(graph, y.stack, by_stack)}  # the parts are there
     behind = (op for op in graph.ops[stop:] if op.path not in handed)
@@ -159,17 +159,19 @@ def _is_taken_apart(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> b
     return reader is not None and reader.outputs == tuple(r.written(stack) for r in ranges)
 
 
-def _is_read(graph: Graph, stack: PTensor) -> bool:
-    """Whether anything but a backward pass, which is made anew, reads ``stack``."""
-    readers = (op for op in graph.consumers.get(stack, ()) if op.kind != "backward" and op.path != stack.name + RANGES)
-    ends = (t for loop in graph.loops.values() if loop.forward is None for t in (*loop.operands, *loop.returned))
-    return any(True for _ in readers) or stack in {*ends, *graph.outputs, *(call.loss for call in graph.calls)}
+def _read_whole(graph: Graph) -> set[PTensor]:
+    """What anything but a backward pass, which is made anew, reads, and is not only taken apart."""
+    loops = (loop for loop in graph.loops.values() if loop.forward is None)
+    ends = (t for loop in loops for t in (*loop.operands, *loop.returned))
+    read = (t for op in graph.ops if op.kind != "backward" for t in op.inputs if op.path != t.name + RANGES)
+    return {*read, *ends, *graph.outputs, *(call.loss for call in graph.calls)}
 
 
 def _without_unread(graph: Graph, stacks: Set[PTensor]) -> tuple[Graph, list[Op]]:
     """``graph`` without the ops that join ``stacks`` of parts which nobody reads whole any more; and those ops."""
-    unread = [t for t in graph.producer if t in stacks and not _is_read(graph, t)]
-    gone = [graph.producer[t] for t in unread if graph.producer[t].path.endswith(JOINED)]
+    read = _read_whole(graph)
+    joins = (op for op in graph.ops if op.path.endswith(JOINED))
+    gone = [op for op in joins if op.outputs[0] in stacks and op.outputs[0] not in read]
     paths = {op.path for op in gone}
     return dataclasses.replace(graph, ops=tuple(op for op in graph.ops if op.path not in paths)) if gone else graph, gone
 
@@ -184,11 +186,11 @@ def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable
     )
 
 
-def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable) -> Op | None:
+def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable, is_read: bool) -> Op | None:
     """What makes one stack of those that the ranges leave; nothing, where nobody reads it."""
     taken = y.stack.name + RANGES in graph.by_path and not _is_taken_apart(graph, y.stack, ranges)
-    if not _is_read(graph, y.stack) and not taken:
+    if not is_read and not taken:
         return None
     parts = tuple(one.written(y.stack) for one in ranges)
-    body = bodies.traced(lambda *xs: [jnp.concatenate(xs)], [t.aval for t in parts])
+    body = bodies.concatenated([t.aval for t in parts])
     return Op(y.stack.name + JOINED, like.kind, parts, (y.stack,), body, like.source_info, like.call)

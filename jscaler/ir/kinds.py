@@ -20,6 +20,12 @@ def tensor_kinds(graph: Graph) -> Mapping[PTensor, TensorKind]:
     optimizer's, batch statistics and step counters included; the rest of the inputs (a batch, a key) and constants are
     inputs.
     """
+    if "tensor kinds" not in graph.memo:
+        graph.memo["tensor kinds"] = _kinds(graph)
+    return graph.memo["tensor kinds"]
+
+
+def _kinds(graph: Graph) -> dict[PTensor, TensorKind]:
     inputs = frozenset(graph.inputs)
     kinds: dict[PTensor, TensorKind] = dict.fromkeys((*graph.inputs, *(c for c, _ in graph.constants)), "input")
     kinds.update({graph.inputs[i]: "optimizer" for i in graph.next_version.values()})

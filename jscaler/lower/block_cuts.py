@@ -135,6 +135,8 @@ def _latest(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Se
 
 def _pins(program: Program, flat: FlatProgram, item: Item) -> list[int]:
     """The levels at which an item must run: that of ops which are in order, and of what is computed again."""
+    if not program.pinned:
+        return []
     ops = (flat.origins.op.get(v, "") for one in all_items([item]) for v in results(one))
     return [program.pinned[op] for op in ops if op in program.pinned]
 

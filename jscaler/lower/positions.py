@@ -7,9 +7,10 @@ from collections.abc import Hashable
 from typing import Any
 
 from jscaler.ir.op import without_range
-from jscaler.materialize import Adapter, DeviceMesh
+from jscaler.materialize import Adapter, DeviceMesh, Layout
 
 _GROUP = re.compile(r"[@~]\d+(-\d+)*(?=$|[@~/:)\]])")  # of a copy for one group: its devices
+_REST = tuple(field.name for field in dataclasses.fields(Layout) if field.name != "mesh")
 
 
 class Positions:
@@ -31,7 +32,9 @@ class Positions:
 
     def _fields(self, value: Any) -> Hashable:
         if isinstance(value, DeviceMesh):
-            return tuple(self._position[d] for d in value.devices), value.axes
+            return tuple(map(self._position.__getitem__, value.devices)), value.axes
+        if isinstance(value, Layout):  # all but the mesh is the same on any group
+            return self.of(value.mesh), *(getattr(value, name) for name in _REST)
         if isinstance(value, Adapter):
             return self.of((value.source, value.target, value.stages))
         return tuple(self.of(getattr(value, field.name)) for field in dataclasses.fields(value))

@@ -186,9 +186,7 @@ def _with_ops(at: Planned, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = 
     return _with(at, dataclasses.replace(at.graph, ops=tuple(ops)), moved)
 
 
-def _with(
-    at: Planned, graph: Graph, moved: Mapping[str, DeviceMesh] = {}, unsettled: Set[str] = frozenset()
-) -> Planned:
+def _with(at: Planned, graph: Graph, moved: Mapping[str, DeviceMesh] = {}, unsettled: Set[str] = frozenset()) -> Planned:
     """``at`` with ``graph``, of which more is known where it comes from that of ``at``."""
     if graph is at.graph:
         return at

@@ -166,9 +166,11 @@ def _passing_by(graph: Planner, units: Sequence[Unit]) -> dict[PTensor, set[int]
         return isinstance(item, Nest) or (holds_contraction(item) and not weights.isdisjoint(item.inputs))
 
     products = [*itertools.accumulate((has_kernel(unit.item) for unit in units), initial=0)]
+    items = {id(unit.item): unit.item for unit in units}
+    read = {key: set(reads_of(item)) - set(made_by(item)) for key, item in items.items()}
     readers: dict[PTensor, list[tuple[int, int]]] = {}
     for i, unit in enumerate(units):
-        for tensor in set(reads_of(unit.item)) - set(made_by(unit.item)):
+        for tensor in read[id(unit.item)]:
             readers.setdefault(tensor, []).append((i, id(unit.item.body if isinstance(unit.item, Op) else unit.item)))
     found: dict[PTensor, set[int]] = {}
     for tensor, own in readers.items():

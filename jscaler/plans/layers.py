@@ -194,6 +194,14 @@ def stacks_of(graph: Planner, given: Iterable[PTensor] = ()) -> set[str]:
 
 def of_parameters(graph: Planner, given: Iterable[PTensor] = ()) -> set[PTensor]:
     """Parameters, and what is made of them alone before a gradient is taken; of an evaluation the state that it follows."""
+    given, memo = tuple(given), graph.graph.memo
+    key = "of parameters", given, graph.stored
+    if key not in memo:
+        memo[key] = _of_parameters(graph, given)
+    return set(memo[key])
+
+
+def _of_parameters(graph: Planner, given: Iterable[PTensor]) -> set[PTensor]:
     made = {t for t, kind in tensor_kinds(graph.graph).items() if kind == "parameter"} | set(given)
     made.update(t for t in graph.inputs if not graph.calls and t.name in graph.stored)
     for op in graph.ops:

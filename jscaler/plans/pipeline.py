@@ -156,6 +156,8 @@ def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: i
 
 def _compute_again(graph: Planner, stage_of: Mapping[str, int]) -> None:
     """Have the layers of stages keep what enters them alone; stages without layers, what enters the stage."""
+    if not stage_of:
+        return
     for regions in (find_layers(graph, needed=False), [graph.forward()]):
         for ops in regions:
             own = [op for op in ops if op.path in stage_of]

@@ -15,8 +15,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-import jax.numpy as jnp
-
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.differentiated import differentiated
 from jscaler.errors import PlanError
@@ -222,7 +220,7 @@ class _Parts:
         if tensor not in self.forms or tensor in self.whole:
             return
         parts = self.parts(tensor)
-        body = self.bodies.traced(lambda *xs: [jnp.concatenate(xs)], [t.aval for t in parts])
+        body = self.bodies.concatenated([t.aval for t in parts])
         # the gradient of what is joined is called as that of the leaf was
         name = tensor.name + (JOINED if any(tensor in call.gradients for call in self.graph.calls) else "")
         self.whole[tensor] = PTensor(name, tensor.aval)

@@ -10,7 +10,7 @@ import numpy as np
 from jscaler.capture.bodies import BodyTable
 from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count, check_flag, shown
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
-from jscaler.ir.kinds import TensorKind, tensor_kinds
+from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import Residuals, range_mark
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
@@ -107,7 +107,6 @@ class Planner(GraphView):
         self.over = False  # whether the policy has returned
         self._regions: Graph | None = None  # the graph with what is to be computed again
         self._regions_of: Graph | None = None
-        self._kinds_of: tuple[Graph, Mapping[PTensor, TensorKind]] | None = None
 
     def op_trans(self, op: Op | Grid | str, *algorithms: Algorithm) -> Grid:
         """Replace ``op`` (or the op at a path) by a grid of cells, one axis per algorithm; on a whole grid, add axes.
@@ -581,15 +580,9 @@ class Planner(GraphView):
             raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
         parts = array.shape[0] if array.ndim else 0
         decision = Shard(tensor.name, dim, parts, numbers, stored)
-        check_shard(self.graph, decision, self._whole, self._kinds)
+        check_shard(self.graph, decision, self._whole, tensor_kinds(self.graph))
         self._sharded.add(tensor.name)
         self._decide(decision)
-
-    @property
-    def _kinds(self) -> Mapping[PTensor, TensorKind]:
-        if self._kinds_of is None or self._kinds_of[0] is not self.graph:  # fused ops make another graph
-            self._kinds_of = self.graph, tensor_kinds(self.graph)
-        return self._kinds_of[1]
 
     def residuals(self, op: Op | Grid | str, mode: Residuals) -> None:
         """Say what the backward of a forward op reads of it.

@@ -61,7 +61,7 @@ def leaf_rows(graph: Graph, plan: Plan, completed: Completed, cost: CostModel) -
     rows: dict[tuple[object, ...], LeafRow] = {}
     for index, tensor in enumerate(graph.inputs):
         layout = completed.inputs[tensor]
-        decided = said.get(tensor.name) or _decided(graph, completed, tensor, wants.get(tensor, ()))
+        decided = said.get(tensor.name) or _decided(graph, completed, tensor, made_by.get(index), wants.get(tensor, ()))
         runner_up = _runner_up(completed, tensor, made_by.get(index), wants.get(tensor, ()), cost)
         row = LeafRow(
             kinds[tensor],
@@ -119,14 +119,20 @@ def _into_loops(graph: Graph, completed: Completed) -> Iterator[tuple[PTensor, P
             yield x.stack, x.slice, layout.stacked(loop.length)
 
 
-def _decided(graph: Graph, completed: Completed, tensor: PTensor, readers: Sequence[_Wanted]) -> str:
-    """Who wanted the leaf's layout: the first reader that has it so."""
+def _decided(
+    graph: Graph, completed: Completed, tensor: PTensor, update: tuple[str, int] | None, readers: Sequence[_Wanted]
+) -> str:
+    """Who wanted the leaf's layout: the first reader that has it so.
+
+    Args:
+        update: op and output that make the next version.
+    """
     layout = completed.inputs[tensor]
     named = [reader for reader in readers if reader.op]
     for reader in named:
         if reader.layout == layout:
             op = graph[reader.op]
-            who = "its update" if op.path.startswith(f"update/{tensor.name}/") else op.path
+            who = "its update" if update is not None and op.path == update[0] else op.path
             return f"{completed.ops[op.path].placement.origin}: as {who} reads it"
     if not named:
         return "whole: no op reads it"

@@ -6,7 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jscaler.lax_primitives import Spec
+from jscaler.capture.jaxprs import Atom, make_jaxpr
+from jscaler.capture.user_op import op_p
+from jscaler.lax_primitives import REGISTRY, Spec, known
 from jscaler.rules.analysed import Analysis
 from jscaler.rules.localize import Localizer
 
@@ -30,6 +32,30 @@ class Cell(Localizer):
         super().__init__(
             analysis, dict.fromkeys(leaves, len(sizes)), dict.fromkeys(leaves, sizes), keeps_ops=True
         )  # fmt: skip
+
+    def run(self) -> core.Jaxpr:
+        """The local jaxpr; where its equations differ from the whole's in shapes alone, nothing is traced."""
+        return self._of_shapes() if all(map(self._differs_in_shapes, self.analysis.jaxpr.eqns)) else super().run()
+
+    def _differs_in_shapes(self, eqn: core.JaxprEqn) -> bool:
+        one = known(eqn.primitive)
+        bound = one.bound is not None and self.touches(eqn)
+        special = one.nested or eqn.primitive is op_p or eqn.primitive in REGISTRY or any(core.jaxprs_in_params(eqn.params))
+        return not (bound or special or self.wants or self.slid)
+
+    def _of_shapes(self) -> core.Jaxpr:
+        jaxpr = self.analysis.jaxpr
+        found = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
+        own: dict[Atom, Atom] = {v: core.Var(v.aval.update(shape=self.shape(v))) for v in found}
+
+        def here(atoms: Sequence[Atom]) -> list[Any]:
+            return [a if isinstance(a, core.Literal) else own[a] for a in atoms]
+
+        eqns = [
+            e.replace(invars=here(e.invars), outvars=here(e.outvars), params={**e.params, **self._own_params(e)})
+            for e in jaxpr.eqns
+        ]
+        return make_jaxpr(eqns, here(jaxpr.invars), here(jaxpr.outvars), jaxpr)
 
     def local_size(self, leaf: int) -> int:
         return self.own if leaf in self.sizes else super().local_size(leaf)

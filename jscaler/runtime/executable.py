@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -311,20 +311,23 @@ class _Program:
     named: int
     takes: tuple[int, ...]
     computed: tuple[int, ...]
+    few_bits: bool
 
 
 def _programs(step: StepPlan, returned: Mapping[int, int], gloo: bool) -> list[_Program]:
     """The program of each block. Blocks of one program have one function, which JAX traces and lowers once."""
     constants = dict(step.graph.constants)
-    known: dict[Hashable, tuple[int, Callable[..., list[Any]]]] = {}
+    known: dict[Hashable, _Program] = {}
     found = []
     for number, (block, takes, key) in enumerate(zip(step.blocks, step.taken, program_keys(step.blocks), strict=True)):
         values = [constants[t] for t in block.takes[len(takes) :]]
         computed = [place for place, i in enumerate(block.results) if i not in returned]
         computed += range(len(block.results), len(block.outputs))
         whole = key, tuple(computed), tuple(map(id, values))
-        named, run = known.setdefault(whole, (number, _run(block, len(takes), values, computed, gloo)))
-        found.append(_Program(run, named, takes, tuple(computed)))
+        if whole not in known:
+            few_bits = any(dtype(v).name in FEW_BITS for v in block.flat.inputs)
+            known[whole] = _Program(_run(block, len(takes), values, computed, gloo), number, takes, whole[1], few_bits)
+        found.append(replace(known[whole], takes=takes))
     return found
 
 
@@ -365,12 +368,13 @@ def _function(
         jits[key] = jax.jit(key[0], in_shardings=own, out_shardings=made, donate_argnums=key[3])
     jitted = jits[key]
     watched = _watched(step, block, devices, program.computed)
-    few_bits = any(dtype(v).name in FEW_BITS for v in block.flat.inputs)
     group = [devices[d] for d in block.group.devices] if devices else []
     mine = tuple(filter(is_here, group))
     shared = mine if len(mine) < len(group) else ()
     here = bool(mine) or not devices
-    return BlockFunction(jitted, takes, program.computed, program.named, tuple(imports), watched, few_bits, here, shared)
+    return BlockFunction(
+        jitted, takes, program.computed, program.named, tuple(imports), watched, program.few_bits, here, shared
+    )
 
 
 def _watched(step: StepPlan, block: PlacedBlock, devices: Sequence[Any], computed: Sequence[int]) -> int | None:
