@@ -1,4 +1,4 @@
-"""The global index of a part's elements as threefry counts them: 64 bits in two words, without 64-bit arithmetic."""
+"""The global index of a part's elements as threefry counts them: 64 bits in two words, since JAX may be without 64-bit types."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-WORD, HALF = 32, 16
-LOW = (1 << HALF) - 1
+WORD = 32
 
 
 def global_index(positions: Callable[[int], Any], dims: Sequence[int], whole: Sequence[int], local: Sequence[int]) -> Any:
@@ -34,10 +33,6 @@ def global_index(positions: Callable[[int], Any], dims: Sequence[int], whole: Se
 
 def product(values: Any, by: int) -> tuple[Any, Any]:
     """``values · by`` modulo 2^64 as (high, low) words, of uint32 ``values`` and a number below 2^64."""
-    above, b1, b0 = by >> WORD, by >> HALF & LOW, by & LOW
-    a1, a0 = values >> HALF, values & LOW
-    least, cross, across = a0 * jnp.uint32(b0), a0 * jnp.uint32(b1), a1 * jnp.uint32(b0)
-    middle = (least >> HALF) + (cross & LOW) + (across & LOW)
-    low = (middle << HALF) | (least & LOW)
-    high = a1 * jnp.uint32(b1) + (cross >> HALF) + (across >> HALF) + (middle >> HALF)
-    return (high + values * jnp.uint32(above) if above else high), low
+    above, below = by >> WORD, jnp.uint32(by % 2**WORD)
+    high = lax.mulhi(values, below)
+    return (high + values * jnp.uint32(above) if above else high), values * below

@@ -189,7 +189,7 @@ def _freed(steps: Sequence[Instruction], results: int) -> list[Instruction]:
         writes = step.writes if isinstance(step, Run) else (step.target,)
         last = tuple(s for s in dict.fromkeys((*reads, *writes)) if s not in later)
         later.update(reads)
-        found.append(replace(step, freed=last))
+        found.append(replace(step, freed=last) if last else step)
     return found[::-1]
 
 

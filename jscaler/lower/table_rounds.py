@@ -370,9 +370,9 @@ def _blocks_of(cell: TableCell, known: Mapping[TableCell, Sequence[Cell]], named
     others: tuple[BlockKind, ...] = (cell.kind,)
     if cell not in known:
         others = ("I", "W") if cell.kind == "B" else ("B",) if cell.kind == "I" else ()
-    again = dataclasses.replace(cell, kind="R")
+    again = TableCell(cell.stage, "R", cell.microbatch)
     every = [again] if cell.kind in "BI" and again not in named else []
-    every += [dataclasses.replace(cell, kind=kind) for kind in others]
+    every += [TableCell(cell.stage, kind, cell.microbatch) for kind in others]
     return [own for one in every for own in known.get(one, ())]
 
 

@@ -161,7 +161,8 @@ class _Completer:
         todo = [(op, placement)]
         while todo:
             op, placement = todo.pop()
-            placement = dataclasses.replace(placement, chunks=self._fitting_chunks(op, placement))
+            chunks = self._fitting_chunks(op, placement)
+            placement = placement if chunks == placement.chunks else dataclasses.replace(placement, chunks=chunks)
             done = self._lay_out(op, placement)
             self.ops[op.path] = done
             if op.anywhere == "sum":
@@ -259,7 +260,9 @@ class _Completer:
 
         State stays in parts, if of another dim: it lies so between steps.
         """
-        return storable(dataclasses.replace(layout, mesh=self.group_of(layout.mesh)), elsewhere=is_state)
+        mesh = self.group_of(layout.mesh)
+        here = layout if mesh == layout.mesh else dataclasses.replace(layout, mesh=mesh)
+        return storable(here, elsewhere=is_state)
 
     def _place(self, op: Op) -> Placement:
         group = self.home[op.path]
@@ -332,8 +335,9 @@ class _Completer:
     def _fitting_chunks(self, op: Op, placement: Placement) -> Mapping[str, int]:
         """The chunks of ``op`` that its parts divide into: a backward may be split in another way than its forward."""
         chunks = self._chunks(op)
-        factors = self.book.rule(op).factors if chunks else {}
-        parts = placement.parts
+        if not chunks:
+            return chunks
+        factors, parts = self.book.rule(op).factors, placement.parts
         return {
             f: n for f, n in chunks.items() if f not in placement.sizes and factors[f].size % (parts.get(f, 1) * n) == 0
         }
@@ -384,7 +388,7 @@ class _Completer:
                 held = held[:1] if passing else held
                 total += min(find_adapter(h, wanted, tensor.itemsize, self.cost).cost for h in held)
         for tensor, left in zip(op.outputs, laid.outputs, strict=True):
-            plain = dataclasses.replace(left, values=())
+            plain = without_values(left)
             sharded = tensor in self.shards.gradients
             goal = self.shards.gradient(tensor, plain) if sharded else self._goal(tensor) or plain
             within = goal != left and goal.mesh.unordered == left.mesh.unordered
@@ -404,7 +408,7 @@ class _Completer:
         made = [self.ops[op.path].outputs[i] for op, i in readers if op is not None and op.path in self.ops]
         alike = (layout for layout in made if layout.shape == tensor.shape)  # a part of a gradient has none
         found = next(alike, None)
-        return None if found is None else dataclasses.replace(found, values=())
+        return None if found is None else without_values(found)
 
     def _lay_out(self, op: Op, placement: Placement) -> OpLayouts:
         if placement.as_it_lies(op):

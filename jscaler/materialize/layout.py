@@ -139,13 +139,13 @@ class Layout:
     def stacked(self, length: int) -> "Layout":
         """The layout of ``length`` such tensors under a dim in front, which is not cut."""
         uneven = tuple((index + 1, blocks) for index, blocks in self.uneven)
-        return dataclasses.replace(self, subdims=((length,), *self.subdims), cuts=((), *self.cuts), uneven=uneven)
+        return Layout(self.mesh, ((length,), *self.subdims), ((), *self.cuts), self.values, self.memory, uneven)
 
     def sliced(self) -> "Layout":
         """The layout of a slice along the first dim, which must be whole to be taken apart."""
         first = len(self.subdims[0])
         uneven = tuple((index - first, blocks) for index, blocks in self.uneven if index >= first)
-        return dataclasses.replace(self, subdims=self.subdims[1:], cuts=self.cuts[first:], uneven=uneven)
+        return Layout(self.mesh, self.subdims[1:], self.cuts[first:], self.values, self.memory, uneven)
 
     def partition_spec(self) -> PartitionSpec | None:
         """The PartitionSpec that says the same; None for value shares, uneven blocks and cuts on minor sub-dims."""
@@ -233,7 +233,7 @@ class Layout:
 
 def without_values(layout: Layout) -> Layout:
     """``layout`` with its value shares joined: the axes that carried them replicate."""
-    return dataclasses.replace(layout, values=())
+    return dataclasses.replace(layout, values=()) if layout.values else layout
 
 
 def ceil_blocks(size: int, parts: int) -> tuple[int, ...]:

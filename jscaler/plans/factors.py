@@ -43,8 +43,9 @@ def select(graph: Planner, patterns: Dims) -> list[tuple[PTensor, int]]:
     found: list[tuple[PTensor, int]] = []
     columns: dict[tuple[str, tuple[int, ...]], int | None] = {}  # of leaves; ranges of layers have that of the first
     for tensor in graph.inputs:
+        follows = kinds.get(tensor) == "optimizer" and not read_by_a_loss(graph.graph, tensor)
         for pattern, dim in patterns.items():
-            if tensor.name != pattern and kinds.get(tensor) == "optimizer" and not read_by_a_loss(graph.graph, tensor):
+            if follows and tensor.name != pattern:
                 continue
             if tensor.shape and _matches(tensor.name, pattern):
                 leaf = without_range(tensor.name), tensor.shape

@@ -720,7 +720,7 @@ class _Moved:
         """The places of all cells, in time too: of every second part along the axis those for its own devices."""
         assert self._turned is not None
         own = self._turned[self._stage_of[decision.op]]
-        other = [dataclasses.replace(p, device=own[p.device]) for p in decision.places]
+        other = [Place(own[p.device], p.space) for p in decision.places]
         in_space = [1 if a.time else a.parts for a in axes]
         cells = np.empty([a.parts for a in axes], object)
         at = next(i for i, a in enumerate(axes) if a.time == self._axis)
@@ -733,5 +733,5 @@ class _Moved:
         key = id(places), stage
         if key not in self._places:
             own = self._devices[stage]
-            self._places[key] = places, tuple(dataclasses.replace(p, device=own[p.device]) for p in places)
+            self._places[key] = places, tuple(Place(own[p.device], p.space) for p in places)
         return self._places[key][1]
