@@ -261,7 +261,7 @@ class _Completer:
         State stays in parts, if of another dim: it lies so between steps.
         """
         mesh = self.group_of(layout.mesh)
-        here = layout if mesh == layout.mesh else dataclasses.replace(layout, mesh=mesh)
+        here = layout if mesh is layout.mesh else dataclasses.replace(layout, mesh=mesh)
         return storable(here, elsewhere=is_state)
 
     def _place(self, op: Op) -> Placement:
