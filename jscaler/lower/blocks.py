@@ -394,12 +394,11 @@ class _Levels:
     def handed_over(self, item: Item) -> list[PTensor]:
         """What ``item`` reads of another stage on its own group: that runs there, and not where it is read."""
         _, place, mark = self.of_op[_ops(item)[0].path]
+        if not self.in_loop or mark is None or mark[0] is None:
+            return []
         known = {t: self.of_tensor[t] for t in reads_of(item) if t in self.of_tensor}
         return [
-            t
-            for t, (_, home, own) in known.items()
-            if home == place and self.in_loop and own is not None and mark is not None and own[0] != mark[0]
-            if None not in (own[0], mark[0])
+            t for t, (_, home, own) in known.items() if home == place and own is not None and own[0] not in (None, mark[0])
         ]
 
     def _mark(self, ops: Sequence[Op]) -> Mark:

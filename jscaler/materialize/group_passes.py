@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.jaxprs import atom_key, equal_results, evaluate, make_jaxpr, swapped
+from jscaler.capture.jaxprs import atom_key, equal_results, evaluate, make_jaxpr, shape, swapped
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Carry, FactorNames, Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
@@ -131,8 +131,9 @@ def summed_per_group(at: Planned) -> Planned:
     if home is None:
         return at
     through, found = ThroughLoops.of(at.graph), list[Op]()
+    sum_of = functools.cache(_scalar_sum)
     for op in at.graph.ops:
-        parts = _scalar_sum(op) if op.path not in placed and op.kind == "update" else None
+        parts = sum_of(op.body) if op.path not in placed and op.kind == "update" and op.body is not None else None
         found += [op] if parts is None else _by_group(op, *parts, home, through, at)
     return _with_ops(at, found)
 
@@ -371,16 +372,14 @@ def _is_join(op: Op) -> bool:
     return len(op.inputs) > 1 and len(op.outputs) == 1 and bool(names) and set(names) <= {"add", "add_any"}
 
 
-def _scalar_sum(op: Op) -> tuple[core.Var, list[core.Var], list[core.JaxprEqn]] | None:
-    """The sum of scalar operands with which ``op`` begins: its variable, its summands, and the additions."""
-    if op.body is None:
-        return None
-    jaxpr = op.body.jaxpr
+def _scalar_sum(body: Body) -> tuple[core.Var, list[core.Var], list[core.JaxprEqn]] | None:
+    """The sum of scalar operands with which an op begins: its variable, its summands, and the additions."""
+    jaxpr = body.jaxpr
     often: dict[core.Var, int] = {}
     for atom in (*(a for e in jaxpr.eqns for a in e.invars), *jaxpr.outvars):
         if isinstance(atom, core.Var):
             often[atom] = often.get(atom, 0) + 1
-    scalars = {v for v, t in zip(jaxpr.invars, op.inputs, strict=True) if not t.shape and often.get(v) == 1}
+    scalars = {v for v in jaxpr.invars if not shape(v) and often.get(v) == 1}
     sums: dict[core.Var, tuple[list[core.Var], list[core.JaxprEqn]]] = {v: ([v], []) for v in scalars}
     for eqn in jaxpr.eqns:
         operands = [a for a in eqn.invars if isinstance(a, core.Var)]

@@ -312,6 +312,7 @@ def stages_of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> di
         elif stages:
             of_tensor[leaf] = min(stages)
     of_op: dict[str, int] = {}
+    left: set[str] = set()  # loops whose results have a stage
     parameter = {g: p for call in graph.calls for p, g in zip(call.wrt, call.gradients, strict=True)}
     of_tensor.update({g: of_tensor[p] for g, p in parameter.items() if p in of_tensor})  # zeros, of what is frozen
     for op in graph.ops:
@@ -323,7 +324,10 @@ def stages_of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> di
         stage = stage_of[source] if source in stage_of else of_tensor[known] if known is not None else None
         if stage is not None:
             of_op[op.path] = stage
-            made = (*op.outputs, *(graph.loops[op.loop].results if op.loop is not None else ()))
+            made = op.outputs
+            if op.loop is not None and op.loop not in left:
+                left.add(op.loop)
+                made = (*op.outputs, *graph.loops[op.loop].results)
             of_tensor.update({t: of_tensor.get(parameter.get(t, t), stage) for t in made})
     for op in reversed(graph.ops):
         readers = [of_op[r.path] for t in op.outputs for r in graph.consumers.get(t, ()) if r.path in of_op]
