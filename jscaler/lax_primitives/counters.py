@@ -1,4 +1,4 @@
-"""The global index of a part's elements as threefry counts them: 64 bits in two words, since JAX may be without 64-bit types."""
+"""The global index of a part's elements as threefry counts them: 64 bits in two words, as JAX may lack types of 64 bits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

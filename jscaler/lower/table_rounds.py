@@ -5,7 +5,6 @@ one executable (an overlapped entry; a backward whose halves, or what it compute
 entry of several blocks.
 """
 
-import dataclasses
 import functools
 import itertools
 import warnings
