@@ -5,7 +5,6 @@ between two hands. Gradients are ``jax.value_and_grad`` of the constrained forwa
 constraints on the cotangents.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -19,6 +18,7 @@ from jscaler.capture.jaxprs import evaluate
 from jscaler.ir import Graph, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, reads_of
 from jscaler.materialize import Layout
+from jscaler.materialize.layout import without_values
 
 Values = dict[PTensor, Any]
 KEPT = "kept"  # what a region saves though it is computed again
@@ -106,7 +106,7 @@ class _Evaluator:
         values.update(zip(made, results, strict=True))
         for tensor, gradient in zip(call.gradients, gradients, strict=True):
             layout = self.gradients.get(tensor)
-            values[tensor] = self.constrained(gradient, layout and dataclasses.replace(layout, values=()))
+            values[tensor] = self.constrained(gradient, layout and without_values(layout))
 
     def read_outside(self, index: int) -> set[PTensor]:
         """What a gradient call hands out besides its gradients."""

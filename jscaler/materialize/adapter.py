@@ -17,7 +17,7 @@ from jscaler.errors import PlanError
 from jscaler.ir.mask import SubDims
 from jscaler.materialize.bounds import bytes_at_least
 from jscaler.materialize.canonical import canonical
-from jscaler.materialize.layout import Layout, common_subdims
+from jscaler.materialize.layout import Layout, common_subdims, without_values
 from jscaler.materialize.notation import OpenLayout
 from jscaler.materialize.search import Path, cheapest_path, runners_up
 from jscaler.materialize.transitions import Transition, price_of, regions_between
@@ -262,8 +262,8 @@ def _through_regions(source: Layout, target: Layout, itemsize: int, cost: CostMo
             f"from '{source}' to '{target}': uneven blocks travel from device to device, which is planned for groups of at "
             f"most {MOST_DEVICES} devices; there are {num_devices}. Split this factor, or its neighbours', evenly"
         )
-    joined = dataclasses.replace(source, values=())
-    bare = dataclasses.replace(target, values=())
+    joined = without_values(source)
+    bare = without_values(target)
     copies = [Layout(x.mesh, x.subdims, ((),) * len(x.cuts), memory=x.memory) for x in (joined, bare)]
     stages: tuple[Stage, ...] = ()
     total = 0.0

@@ -29,7 +29,7 @@ from jscaler.clusters.cost_model import Bytes
 from jscaler.errors import PlanError
 from jscaler.materialize.adapter import Adapter, find_adapter
 from jscaler.materialize.canonical import canonical, in_primes
-from jscaler.materialize.layout import Layout
+from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.notation import opened
 from jscaler.materialize.point_to_point import BoxMove, PointToPoint
@@ -259,7 +259,7 @@ def _as_held(held: Layout, target: Layout, itemsize: int, cost: CostModel) -> Ad
 def _leaving(source: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
     """Ways to what may be sent: as it lies; with shares joined, each device with a part of its own; gathered, if small."""
     view = _divisible(canonical(source))
-    bare = dataclasses.replace(view, values=())
+    bare = without_values(view)
     shared = tuple(a for a, _ in view.values)
     ends = (source, *_gathered(bare), *_cut_by(bare, shared), *_cut_by(bare, (*shared, *view.free)))
     return _sorted(find_adapter(source, end, itemsize, cost) for end in _distinct(ends))
@@ -268,7 +268,7 @@ def _leaving(source: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
 def _arriving(target: Layout, itemsize: int, cost: CostModel) -> list[Adapter]:
     """Ways from what may be received: as it is wanted; in parts for those who want the same, or by one of them."""
     view = _divisible(canonical(target))
-    bare = dataclasses.replace(view, values=())
+    bare = without_values(view)
     ends = (target, *_cut_by(bare, bare.free), *_cut_by(view, view.free))
     if not _is_padded_behind(target):
         ends = (*ends, *_gathered(bare))

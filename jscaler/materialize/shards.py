@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jscaler.capture.accumulating import accumulating_loops
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.kinds import origins
-from jscaler.materialize.layout import Layout
+from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh, OnMesh, PlacedGrid
 from jscaler.primitives import Plan, Shard
 from jscaler.primitives.shard_checks import stored_leaves
@@ -44,7 +44,7 @@ class ShardCut:
             cuts = list(layout.cuts)
             cuts[index] += axes
             made = dataclasses.replace(layout, cuts=tuple(cuts), values=values)
-            plain = dataclasses.replace(made, values=())
+            plain = without_values(made)
             if made.even and plain.partition_spec() is not None:
                 return made
         return layout

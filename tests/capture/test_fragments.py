@@ -164,6 +164,17 @@ def test_what_prepares_a_call_is_no_part_of_the_update() -> None:
     assert names(casts) == [["convert_element_type"]]
 
 
+def test_terms_of_an_update_are_part_of_it_and_what_two_read_is_not() -> None:
+    def step(p: jax.Array, m: jax.Array, n: jax.Array) -> Any:
+        g = jscaler.grad(lambda p: (p * p).sum())(p)
+        both = n * n
+        return p - 0.1 * (0.9 * m + g) - 0.01 * p - both, g.sum() * both
+
+    behind = names([f for f in found(step, x, x, x) if f.call is None])
+    assert [own.count("mul") for own in behind if "sub" in own] == [3]
+    assert ["mul"] in behind
+
+
 def test_an_evaluation_behind_an_update_is_no_part_of_it() -> None:
     def step(p: jax.Array, m: jax.Array, x: jax.Array) -> Any:
         g = jscaler.grad(lambda p: (x @ p).sum())(p)

@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from parts import fragment
 
 import jscaler
 from jscaler import TimeSplit
+from jscaler.capture.jaxprs import fingerprint, make_jaxpr
+from jscaler.rules.cell import Cell
+from jscaler.rules.localize import Localizer
 
 
 def places(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -57,3 +61,24 @@ def test_parts_make_the_whole(fun: Any, sizes: tuple[int, ...]) -> None:
         jscaler.verify(made)
         assert any(path.endswith(f"[{len(sizes) - 1}]") for path in made.plan.graph.by_path)
         np.testing.assert_allclose(made.compile()(x, key), jax.jit(fun)(x, key), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (4, 4), (1, 6, 1)])
+def test_what_differs_in_shapes_alone_is_what_a_trace_gives(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update(mu: jax.Array, gradient: jax.Array, rate: jax.Array) -> tuple[jax.Array, ...]:
+        mu = 0.9 * mu + jnp.where(rate > 0, gradient, jnp.zeros((8, 3)))
+        return mu, jnp.sqrt(jnp.abs(mu)) / rate, jnp.square(gradient).sum(), mu.T.reshape(3, 8)
+
+    made = fragment(update, jnp.ones((8, 3)), jnp.ones((8, 3)), jnp.ones(()))
+    (leaf,) = made.analysis.leaves(made.analysis.jaxpr.invars[0])[0]
+    for number, size in enumerate(sizes):
+        cell = Cell(made.analysis, [leaf], sizes, number)
+        traced = Localizer.run(cell)
+        assert not cell.located, "it does not ask where it lies"
+        with monkeypatch.context() as untraced:
+            untraced.delattr(Localizer, "evaluate")
+            own = cell.run()
+        assert [v.aval.shape for v in own.outvars] == [(size, 3), (size, 3), (), (3, size)]
+        assert fingerprint(own) == fingerprint(make_jaxpr(traced.eqns, traced.invars[:3], traced.outvars, traced))
