@@ -125,7 +125,7 @@ class Op:
         kept: those of its outputs that are saved though it lies in a checkpointed region.
         again: on an op that computes a checkpointed region again, the op that it repeats.
         saved: on a backward op, pairs of a tensor that it reads and the forward's tensor that this stands for.
-        anywhere: whether it is right for any part of its inputs: ``fence``, or the ``sum`` of a loop's gradients.
+        anywhere: whether it is right for any part: a ``fence``, the ``sum`` of a loop's gradients, or its first ``zeros``.
         joins_shards: whether it puts a parameter that lies in parts together, once for all that runs part by part in time.
         added: on an op that each part in time runs alone, the results that leave it as the sum over all parts.
         turn: on an op of a loop that takes several parts in time in an iteration: which of them it is for.
@@ -150,7 +150,7 @@ class Op:
     kept: tuple[PTensor, ...] = field(default=(), compare=False)
     again: "Op | None" = field(default=None, compare=False)
     saved: tuple[tuple[PTensor, PTensor], ...] = field(default=(), compare=False)
-    anywhere: Literal["", "fence", "sum"] = field(default="", compare=False)
+    anywhere: Literal["", "fence", "sum", "zeros"] = field(default="", compare=False)
     joins_shards: bool = field(default=False, compare=False)
     added: tuple[int, ...] = field(default=(), compare=False)
     turn: int = 0

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 Role = str  # "input" | "constant" | "activation" | "gradient" | "residual"
 
 
-@dataclass(frozen=True)
-class PTensor:
+@dataclass(frozen=True, eq=False)
+class PTensor(str):
     """A whole tensor: parameter, input, activation, gradient or optimizer state.
+
+    It is its name, as far as tables are concerned: of each graph planning asks tables of tensors hundreds of thousands of
+    times, and text has its hash at hand.
 
     Attributes:
         name: unique in its graph, e.g. ``state/params/block_0/mlp/up/kernel`` or ``block_0/mlp/up/dot:0``.
@@ -18,8 +21,11 @@ class PTensor:
     """
 
     name: str
-    aval: Any = field(compare=False, repr=False)
-    role: Role = field(default="activation", compare=False)
+    aval: Any = field(repr=False)
+    role: Role = "activation"
+
+    def __new__(cls, name: str, aval: Any, role: Role = "activation") -> Self:
+        return super().__new__(cls, name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,9 +49,6 @@ class PTensor:
     def type(self) -> str:
         """Its dtype and shape: ``f32[4,8]``."""
         return self.aval.str_short(short_dtypes=True)
-
-    def __hash__(self) -> int:  # tables of tensors are asked all the time
-        return hash(self.name)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.type}"

@@ -1,5 +1,6 @@
 """The global index of a part's elements as threefry counts them: 64 bits in two words, as JAX may lack types of 64 bits."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,18 +18,33 @@ def global_index(positions: Callable[[int], Any], dims: Sequence[int], whole: Se
         dims: the dims that count, in order; the index is the same along the others.
         whole: the sizes of these dims in the whole.
     """
-    high = low = jnp.zeros(tuple(local), jnp.uint32)
-    stride = 1
-    for dim, size in zip(reversed(dims), reversed(whole), strict=True):
-        place = positions(dim)
-        if stride * size <= 2**WORD:  # the index within the dims so far is one word
-            low = low + lax.broadcast_in_dim(place * jnp.uint32(stride), tuple(local), (dim,))
+    shape, sizes = tuple(local), dict(zip(dims, whole, strict=True))
+    minor = _minor_dims(dims, whole, local)  # the index within them is a count
+    stride = math.prod(sizes[dim] for dim in minor)
+    low = lax.broadcast_in_dim(lax.iota(jnp.uint32, stride).reshape([sizes[dim] for dim in minor]), shape, minor)
+    high = None
+    for dim in reversed(dims[: len(dims) - len(minor)]):
+        if stride * sizes[dim] <= 2**WORD:  # the index within the dims so far is one word
+            low = low + lax.broadcast_in_dim(positions(dim) * jnp.uint32(stride), shape, (dim,))
         else:
-            more, least = (lax.broadcast_in_dim(w, tuple(local), (dim,)) for w in product(place, stride))
+            more, least = (lax.broadcast_in_dim(word, shape, (dim,)) for word in product(positions(dim), stride))
             low = low + least
-            high = high + more + (low < least).astype(jnp.uint32)
-        stride *= size
-    return high, low
+            carried = more + (low < least).astype(jnp.uint32)
+            high = carried if high is None else high + carried
+        stride *= sizes[dim]
+    return jnp.zeros(shape, jnp.uint32) if high is None else high, low
+
+
+def _minor_dims(dims: Sequence[int], whole: Sequence[int], local: Sequence[int]) -> tuple[int, ...]:
+    """The last of ``dims``, of which the part has all, as many as one word counts."""
+    found: tuple[int, ...] = ()
+    count = 1
+    for dim, size in zip(reversed(dims), reversed(whole), strict=True):
+        count *= size
+        if local[dim] != size or count > 2**WORD - 1:
+            break
+        found = (dim, *found)
+    return found
 
 
 def product(values: Any, by: int) -> tuple[Any, Any]:

@@ -61,8 +61,9 @@ def _own_bits(part: Part, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence
     high, low = global_index(lambda d: part.positions(out, d, jnp.uint32), dims, eqn.params["shape"], local)
     # one key stays a scalar: broadcast, it would go through every round of XLA:CPU's loop as an array
     words = jax.random.key_data(key)
-    rank = (*words.shape[:-1], *(1 for _ in local[keys:])) if keys else ()
-    first, second = (words[..., i].reshape(rank) for i in (0, 1))
+    first, second = (words[..., i] for i in (0, 1))
+    if keys:
+        first, second = (lax.expand_dims(word, range(keys, len(local))) for word in (first, second))
     high, low = threefry2x32_p.bind(first, second, high, low)
     if width == 64:
         return [(high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)]

@@ -122,7 +122,7 @@ def dynamic_slice(part: Part, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequ
             continue
         start = _clamped(values[1 + dim], whole - size)
         if part.shape(operand)[dim] == whole:
-            result = lax.dynamic_slice_in_dim(result, start, size, dim)
+            result = lax.dynamic_slice_in_dim(result, start, size, dim, allow_negative_indices=False)
             continue
         place, mine = part.locate(operand, dim, start + lax.iota(start.dtype, size))
         result = jnp.take(result, place, axis=dim, mode="clip")

@@ -131,7 +131,7 @@ def _scattered_by_gloo(
     index, size = who.index(), local.shape[target] // who.size
 
     def block(number: Any) -> Any:
-        return lax.dynamic_slice_in_dim(local, number % who.size * size, size, axis=target)
+        return lax.dynamic_slice_in_dim(local, number % who.size * size, size, axis=target, allow_negative_indices=False)
 
     def hop(number: Any, total: Any) -> Any:
         return lax.ppermute(total, axis_names(mesh.names), pairs) + block(index - number)
@@ -146,7 +146,7 @@ def _all_to_all(local: Any, step: Transition, who: Members) -> Any:
 def _slice(local: Any, step: Transition, who: Members) -> Any:
     dim = _dim(step.target)
     size = local.shape[dim] // who.size
-    return lax.dynamic_slice_in_dim(local, who.index() * size, size, axis=dim)
+    return lax.dynamic_slice_in_dim(local, who.index() * size, size, axis=dim, allow_negative_indices=False)
 
 
 def _value_mask(local: Any, step: Transition, who: Members) -> Any:

@@ -60,7 +60,7 @@ def filled(fill: Fill, dtype: Any) -> Array:
 
 def read_piece(buffer: Array, move: BoxMove, position: Array) -> Array:
     """This device's piece of ``move``, out of the buffer that it reads."""
-    return lax.dynamic_slice(buffer, _start(move.starts, position), move.shape)
+    return lax.dynamic_slice(buffer, _start(move.starts, position), move.shape, allow_negative_indices=False)
 
 
 def write_piece(buffers: list[Array], write: Write, piece: Array, position: Array) -> None:
@@ -68,10 +68,12 @@ def write_piece(buffers: list[Array], write: Write, piece: Array, position: Arra
     start = _start(write.starts, position)
     buffer = buffers[write.buffer]
     if write.join != "set" or not all(write.active):
-        before = lax.dynamic_slice(buffer, start, piece.shape)
+        before = lax.dynamic_slice(buffer, start, piece.shape, allow_negative_indices=False)
         after = piece if write.join == "set" else JOIN[write.join](before, piece)
         piece = after if all(write.active) else jnp.where(_row(write.active, position), after, before)
-    buffers[write.buffer] = piece if piece.shape == buffer.shape else lax.dynamic_update_slice(buffer, piece, start)
+    if piece.shape != buffer.shape:
+        piece = lax.dynamic_update_slice(buffer, piece, start, allow_negative_indices=False)
+    buffers[write.buffer] = piece
 
 
 def _start(starts: Sequence[tuple[int, ...]], position: Array) -> Any:
@@ -83,4 +85,4 @@ def _start(starts: Sequence[tuple[int, ...]], position: Array) -> Any:
 
 
 def _row(table: Sequence[Any], position: Array) -> Array:
-    return lax.dynamic_index_in_dim(jnp.asarray(np.array(table)), position, keepdims=False)
+    return lax.dynamic_index_in_dim(jnp.asarray(np.array(table)), position, keepdims=False, allow_negative_indices=False)

@@ -17,6 +17,7 @@ from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, chain_of
 from jscaler.lower.members import Members, members
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
+from jscaler.materialize.completed import OpLayouts
 from jscaler.materialize.edges import Edge, extended_shape, halo_bytes
 from jscaler.rules.rule_book import RuleBook
 
@@ -251,7 +252,7 @@ class Writer:
     def compute(self, op: Op) -> None:
         laid = self.completed.ops[op.path]
         if laid.placement.as_it_lies(op):
-            jaxpr, indexed = self._anywhere(op, [layout.local_shape for layout in laid.inputs]), ()
+            jaxpr, indexed = self._anywhere(op, laid), ()
         else:
             place = laid.placement
             jaxpr, indexed = self.book.local(op, place.parts, place.sizes, place.chunks)
@@ -265,9 +266,12 @@ class Writer:
         self.results[op.path] = outputs
         self.tasks.append(Compute(op, jaxpr, inputs, outputs, parts, self._before(op.path, op.path)))
 
-    def _anywhere(self, op: Op, shapes: Sequence[tuple[int, ...]]) -> core.Jaxpr:
-        """The body of an op that takes any part of its inputs."""
-        avals = tuple(t.aval.update(shape=shape) for t, shape in zip(op.inputs, shapes, strict=True))
+    def _anywhere(self, op: Op, laid: OpLayouts) -> core.Jaxpr:
+        """The body of an op that is right for any part."""
+        if op.anywhere == "zeros":
+            (made,), (layout,) = op.outputs, laid.outputs
+            return self.book.bodies.fill(made.aval.update(shape=layout.local_shape), 0).jaxpr
+        avals = tuple(t.aval.update(shape=at.local_shape) for t, at in zip(op.inputs, laid.inputs, strict=True))
         key, memo = ("anywhere", op.anywhere, avals), self.book.memo
         if key not in memo:
             fence, add = lambda *xs: list(lax.optimization_barrier(xs)), lambda a, b: [a + b]

@@ -104,6 +104,7 @@ class _Completer:
         self.joined = {g: p for g, p in pairs if g in graph.producer and graph.producer[g].forward is None}
         self.summands = summands(graph)
         self.waiting: dict[PTensor, Op] = {}  # by output: ops that take the layout their first reader wants
+        self.wanted: dict[PTensor, Layout] = {}  # how zeros are made: whatever their reader wants, they are right for it
         self.fetches: dict[str, Op] = {}  # fences of stored parameters, in loops over micro-batches
         self.fetched: dict[PTensor, PTensor] = {}  # what comes out of them -> what goes in
         self.undecided: set[PTensor] = set()  # slices that may lie in any of the layouts at hand, until they are read
@@ -141,6 +142,8 @@ class _Completer:
 
     def _waits(self, op: Op) -> bool:
         """Whether nothing that ``op`` reads lies anywhere yet, so that its readers may choose."""
+        if op.anywhere == "zeros":
+            return True
         placed = op.path in self.given or op.path in self.unordered or op.forward or op.again or op.anywhere
         if not self.home[op.path].axes or not op.outputs or placed:
             return False
@@ -187,6 +190,10 @@ class _Completer:
 
     def _as_wanted(self, op: Op, tensor: PTensor, wanted: Layout) -> Placement:
         """The placement of ``op`` that makes ``tensor`` as its reader wants it; what is made of shards, in shards."""
+        if op.anywhere == "zeros":
+            here = self.home[op.path]
+            self.wanted[tensor] = wanted if wanted.mesh.unordered == here.unordered else self._whole(tensor, here)
+            return Placement(here, origin="filled")
         made = self._making(op, tensor, wanted)
         if any(t in self.at_hand for t in op.inputs if t.shape):  # a parameter that lies: its norm is split as it is
             made = self._fill(op, made)
@@ -399,7 +406,7 @@ class _Completer:
         """Where several gradients of one tensor go when they are joined: a parameter's update follows the parameter, and
         the backward of what has made an activation runs as that did."""
         parameter = self.joined.get(tensor)
-        if parameter in self.at_hand:
+        if parameter is not None and parameter in self.at_hand:
             return self.at_hand[parameter][0]
         maker = self.graph.producer.get(tensor)
         if maker is None or maker.kind != "backward" or maker.forward is not None or maker.again is not None:
@@ -551,7 +558,10 @@ class _Completer:
         self.at_hand[tensor] = [best]
 
     def layouts_at_hand(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        """The layouts of an op that takes any part of its inputs."""
+        """The layouts of an op that is right for any part."""
+        if op.anywhere == "zeros":
+            (made,) = op.outputs
+            return (), (self.wanted[made],)
         if op.anywhere == "sum":
             group = self.home[op.path]
             held = self._options(op.inputs[1], group)  # (none, where its maker waits for a reader)

@@ -102,7 +102,8 @@ class Chunks:
         if found is None:
             return value
         view, dim, rows = found
-        return lax.dynamic_slice_in_dim(value.reshape(view), i * rows, rows, dim).reshape(self.chunk.extended(var))
+        piece = lax.dynamic_slice_in_dim(value.reshape(view), i * rows, rows, dim, allow_negative_indices=False)
+        return piece.reshape(self.chunk.extended(var))
 
     def _empty(self, atom: core.Var | core.Literal, state: State) -> Any:
         """What a result starts as. Sums of short floats are added up in float32, as one dot would."""
@@ -123,4 +124,5 @@ class Chunks:
         assert found is not None
         view, dim, rows = found
         piece = made.reshape((*view[:dim], rows, *view[dim + 1 :]))
-        return lax.dynamic_update_slice_in_dim(before.reshape(view), piece, i * rows, dim).reshape(before.shape)
+        seen, start = before.reshape(view), i * rows
+        return lax.dynamic_update_slice_in_dim(seen, piece, start, dim, allow_negative_indices=False).reshape(before.shape)

@@ -108,7 +108,8 @@ class Localizer:
         if leaf in self.sizes:
             starts = [0, *itertools.accumulate(self.sizes[leaf])][:-1]
             return self._of_part(leaf, starts, dtype)
-        return jnp.asarray(self.index[leaf], dtype) * jnp.asarray(self.local_size(leaf), dtype)
+        index, size = jnp.asarray(self.index[leaf], dtype), self.local_size(leaf)
+        return index * jnp.asarray(size, dtype) if size > 1 else index
 
     def extent(self, leaf: int, dtype: Any) -> Any:
         """The number of the part's own rows along a leaf; what it has beyond them is padding."""
@@ -228,13 +229,20 @@ class Localizer:
 
     def positions(self, var: core.Var, dim: int, dtype: Any) -> Any:
         """The global positions of a part's rows along ``dim``, as a vector of the local size."""
-        total = None
+        total: Any = None  # a scalar, as long as the part has one row of each leaf so far
         for leaf in self.analysis.leaves(var)[dim]:
-            own = lax.iota(dtype, self.local_size(leaf))
-            own = self.start(leaf, dtype) + own if leaf in self.parts else own
-            size = jnp.asarray(self.analysis.atoms.size[leaf], dtype)
-            total = own if total is None else (total[:, None] * size + own[None, :]).reshape(-1)
-        return total if total is not None else jnp.zeros((1,), dtype)
+            size, split = self.local_size(leaf), leaf in self.parts
+            if size == 1 and not split:
+                continue
+            own = lax.iota(dtype, size) if size != 1 else None
+            if split:
+                own = self.start(leaf, dtype) if own is None else self.start(leaf, dtype) + own
+            if total is not None:
+                total = total * jnp.asarray(self.analysis.atoms.size[leaf], dtype)
+                own = (total[:, None] + own[None, :]).reshape(-1) if total.ndim and own.ndim else total + own
+            total = own
+        total = jnp.zeros((), dtype) if total is None else total
+        return total if total.ndim else total[None]
 
     def locate(self, var: core.Var, dim: int, positions: Any) -> tuple[Any, Any]:
         """Where global ``positions`` along ``dim`` (inside the whole) lie in this part, and whether they do."""

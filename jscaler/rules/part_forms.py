@@ -39,7 +39,8 @@ class Sliced:
     def take(self, x: jax.Array, index: jax.Array | int) -> jax.Array:
         """Part ``index`` of ``x``."""
         seen = x.reshape((*x.shape[: self.dim], self.blocks, self.parts, self.rows, *x.shape[self.dim + 1 :]))
-        return lax.dynamic_index_in_dim(seen, index, self.dim + 1, keepdims=False).reshape(self.shape(x.shape))
+        row = lax.dynamic_index_in_dim(seen, index, self.dim + 1, keepdims=False, allow_negative_indices=False)
+        return row.reshape(self.shape(x.shape))
 
     def merge(self, stack: jax.Array) -> jax.Array:
         """The whole of a stack of all parts."""

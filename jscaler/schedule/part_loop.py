@@ -304,7 +304,8 @@ class _Region(RegionWriter):
         final = tensor if wide is None else wide
         self.after += [] if wide is None else [self.cast(tensor, wide)]
         init, inside = (PTensor(f"{tensor.name}@{word}", final.aval, tensor.role) for word in ("start", "sofar"))
-        self.before.append(self.beside(f"{tensor.name}@start", (), init, _start(bodies, final.aval, combiner)))
+        start = self.beside(f"{tensor.name}@start", (), init, _start(bodies, final.aval, combiner))
+        self.before.append(dataclasses.replace(start, anywhere="zeros") if combiner == "add" else start)
         if form is None:
             return Carry(init, inside, part, tensor)
         out = PTensor(f"{tensor.name}@more", final.aval, tensor.role)
