@@ -127,6 +127,9 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     source, first = run_passes(at, TO_SOURCE, _num_ops)
     at, rest = run_passes(source, (*TO_LAYOUTS, *GROUP_PASSES), _num_ops)
     graph = at.graph
+    for run in (*first, *rest):
+        if run.result.graph is not source.graph and run.result.graph is not graph:
+            run.result.graph.forget()  # who looks at it makes its tables again
     orders = [d for d in at.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after = grouped((order.after, order.before) for order in orders)

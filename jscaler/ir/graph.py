@@ -77,8 +77,14 @@ class Graph(Shown):
     def __post_init__(self) -> None:
         made = [*self.inputs, *(t for t, _ in self.constants), *(t for op in self.ops for t in op.outputs)]
         made += [t for loop in self.loops.values() for t in (*loop.inner, *loop.results)]
-        assert len({t.name for t in made}) == len(made), "two PTensors share a name"
+        assert len(set(made)) == len(made), "two PTensors share a name"
         assert len({op.path for op in self.ops}) == len(self.ops), "two ops share a path"
+
+    def forget(self) -> None:
+        """Let go of tables and of what others have worked out, which are made again when they are wanted."""
+        for name in ("by_path", "_inputs", "position", "tree", "linked", "homes", "producer", "consumers"):
+            vars(self).pop(name, None)
+        self.memo.clear()
 
     @cached_property
     def by_path(self) -> dict[str, Op]:

@@ -225,16 +225,17 @@ class _Writer:
             own = ((n, t) for n, t in enumerate(transfers) if t.phase in spanning.phases and t.level == FRONT)
             self.handed = {t.target: n for n, t in own}
         self.sofar: dict[int, list[Slot]] = {}  # carry by its ``inside`` -> its slots, oldest first
+        self.ends: dict[int, tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]] = {}  # of blocks of the loop
 
     def _slot(self, value: int, iteration: int | None = None) -> Slot:
         key = value, iteration if value in self.repeated else None
-        if key not in self.slots:
-            self.slots[key] = self.count
+        slot = self.slots.setdefault(key, self.count)
+        if slot == self.count:
             if self.spanning is not None and value in self.spanning.indices:
                 assert iteration is not None
-                self.counts[self.count] = value, iteration * len(self.spanning.phases) + self.spanning.indices[value]
+                self.counts[slot] = value, iteration * len(self.spanning.phases) + self.spanning.indices[value]
             self.count += 1
-        return self.slots[key]
+        return slot
 
     def run_as(self, executables: Iterable[Parts], inputs: Set[PTensor]) -> dict[Parts, int]:
         """Have the loop's blocks run as these ``executables``; returns the number of each among all blocks."""
@@ -298,23 +299,30 @@ class _Writer:
             microbatch = self.spanning.microbatch(transfer.phase, iteration)
         self.steps.append(Send(number, source, self._slot(transfer.target, iteration), microbatch))
 
+    def _ends_of(self, number: int) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+        """What a block of the loop takes, and what it leaves, each with the place of its micro-batch."""
+        if number not in self.ends:
+            self.ends[number] = self.blocks[number].taken, self.blocks[number].left
+        return self.ends[number]
+
     def round(self, runs: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         """Blocks that run at once, each for its iterations; then what they send."""
         assert self.spanning is not None
         for number, iterations in runs:
             block = self.blocks[number]
-            for value, place in block.taken:  # a state that another group has left, to its first reader
-                if value in self.handed and (value, iterations[place]) not in self.slots:
-                    self._send(self.handed[value], iterations[place])
-            reads = tuple(self._inside(v, iterations[place]) for v, place in block.taken)
-            writes = tuple(self._slot(v, iterations[place]) for v, place in block.left)
-            microbatches = tuple(self.spanning.microbatch(block.phase, i) for i in iterations)
+            taken, left = ([(value, iterations[place]) for value, place in ends] for ends in self._ends_of(number))
+            for value, iteration in taken:  # a state that another group has left, to its first reader
+                if value in self.handed and (value, iteration) not in self.slots:
+                    self._send(self.handed[value], iteration)
+            reads = tuple([(self._inside if v in self.carries else self._slot)(v, i) for v, i in taken])
+            writes = tuple([self._slot(v, i) for v, i in left])
+            microbatches = tuple([self.spanning.microbatch(block.phase, i) for i in iterations])
             self.steps.append(Run(number, reads, writes, microbatches))
-            for value, place in block.left:
+            for value, iteration in left:
                 for carry in self.leaving.get(value, ()):
-                    self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, iterations[place]))
+                    self.sofar.setdefault(carry.inside, []).append(self._slot(carry.out, iteration))
         for number, iterations in runs:
-            for value, place in self.blocks[number].left:
+            for value, place in self._ends_of(number)[1]:
                 for transfer in self.behind.get(value, ()):
                     self._send(transfer, iterations[place])
 

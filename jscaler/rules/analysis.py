@@ -58,7 +58,7 @@ def _analyse(
             specs.append(Spec((), ()))
             reduced.append(())
             continue
-        spec = _spec(eqn, warned)
+        spec = spec_of(eqn, warned)
         specs.append(spec)
         labels: dict[object, int] = {}
         for mine, tensor in zip((*operands, *results), (*spec.operands, *spec.results), strict=True):
@@ -90,12 +90,13 @@ def _unify_tensor(atoms: Atoms, mine: Sequence[list[int]], tensor: Dims, labels:
         atoms.unify(dim, [labels[n] for n in names], where)
 
 
-def _spec(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
-    name, spec_of = eqn.primitive.name, known(eqn.primitive).spec
+def spec_of(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
+    """What an equation does with the dims of its operands and results."""
+    name, of_shapes = eqn.primitive.name, known(eqn.primitive).spec
     if (spec := call_spec(eqn)) is not None:
         return spec
-    if spec_of is not None:
-        return spec_of(eqn)
+    if of_shapes is not None:
+        return of_shapes(eqn)
     if (spec := shardy_spec(eqn)) is not None:
         return spec
     if name not in warned:

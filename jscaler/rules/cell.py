@@ -10,6 +10,7 @@ from jscaler.capture.jaxprs import Atom, make_jaxpr
 from jscaler.capture.user_op import op_p
 from jscaler.lax_primitives import REGISTRY, Spec, known
 from jscaler.rules.analysed import Analysis
+from jscaler.rules.analysis import spec_of
 from jscaler.rules.localize import Localizer
 
 
@@ -22,6 +23,7 @@ class Cell(Localizer):
     Attributes:
         located: what has been asked for the place of its first row; where nothing has, and its index is not read, all parts
             of its size are the same.
+        analysed: of a part that differs from the whole in shapes alone, the analysis, where that differs in sizes alone.
     """
 
     def __init__(self, analysis: Analysis, leaves: Sequence[int], sizes: tuple[int, ...], number: int):
@@ -29,6 +31,7 @@ class Cell(Localizer):
         self.first = sum(sizes[:number])
         self.all_sizes, self.number, self.cut_leaves = sizes, number, tuple(leaves)
         self.located: list[int] = []
+        self.analysed: Analysis | None = None
         super().__init__(
             analysis, dict.fromkeys(leaves, len(sizes)), dict.fromkeys(leaves, sizes), keeps_ops=True
         )  # fmt: skip
@@ -46,7 +49,7 @@ class Cell(Localizer):
     def _of_shapes(self) -> core.Jaxpr:
         jaxpr = self.analysis.jaxpr
         found = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
-        own: dict[Atom, Atom] = {v: core.Var(v.aval.update(shape=self.shape(v))) for v in found}
+        own = {v: core.Var(v.aval.update(shape=self.shape(v))) for v in found}
 
         def here(atoms: Sequence[Atom]) -> list[Any]:
             return [a if isinstance(a, core.Literal) else own[a] for a in atoms]
@@ -55,7 +58,16 @@ class Cell(Localizer):
             e.replace(invars=here(e.invars), outvars=here(e.outvars), params={**e.params, **self._own_params(e)})
             for e in jaxpr.eqns
         ]
-        return make_jaxpr(eqns, here(jaxpr.invars), here(jaxpr.outvars), jaxpr)
+        made = make_jaxpr(eqns, here(jaxpr.invars), here(jaxpr.outvars), jaxpr)
+        atoms = self.analysis.atoms.resized(self.cut_leaves, self.own) if self.own > 1 else None
+        if atoms is not None:
+            specs = tuple(spec_of(eqn, set()) for eqn in eqns)
+            dims, zeros = self.analysis.dims, self.analysis.zeros
+            self.analysed = Analysis(
+                made, specs, atoms, {own[v]: dims[v] for v in found}, frozenset(own[v] for v in zeros),
+                self.analysis.reduced, {},
+            )  # fmt: skip
+        return made
 
     def local_size(self, leaf: int) -> int:
         return self.own if leaf in self.sizes else super().local_size(leaf)

@@ -5,6 +5,7 @@ atom from the minor end; where sizes differ and one divides the other, the large
 """
 
 import math
+from collections.abc import Collection
 
 
 class Atoms:
@@ -35,6 +36,15 @@ class Atoms:
             children = self._children.get(atom)
             result += self.leaves(list(children)) if children else [atom]
         return result
+
+    def resized(self, leaves: Collection[int], size: int) -> "Atoms | None":
+        """The same forest with leaves of another size; None where some atom is refined, as the sizes decided."""
+        if self._children:
+            return None
+        made = Atoms()
+        made.size = [size if self.root(atom) in leaves else own for atom, own in enumerate(self.size)]
+        made.reason, made.changes, made._parent = dict(self.reason), self.changes, list(self._parent)
+        return made
 
     def block(self, atoms: list[int], reason: str) -> None:
         """Mark what ``atoms`` stand for as unsplittable; the first reason stays."""

@@ -234,7 +234,7 @@ class Localizer:
             size, split = self.local_size(leaf), leaf in self.parts
             if size == 1 and not split:
                 continue
-            own = lax.iota(dtype, size) if size != 1 else None
+            own: Any = lax.iota(dtype, size) if size != 1 else None
             if split:
                 own = self.start(leaf, dtype) if own is None else self.start(leaf, dtype) + own
             if total is not None:

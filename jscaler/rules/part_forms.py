@@ -156,8 +156,10 @@ def cell_parts(op: Op, factor: str, sizes: tuple[int, ...], book: RuleBook, bodi
         return FactorNames(tuple(tuple(tuple((f, own[f]) for f in dim) for dim in dims) for dims in tensors), tuple(own))
 
     names = {size: named(size) for size in sizes}
-    of_cells = tuple(known[id(jaxpr)] for jaxpr in made), tuple(names[size] for size in sizes)
-    return CellParts(tuple(inputs), tuple(outputs), bodies=of_cells[0], names=of_cells[1])
+    own = tuple(known[id(jaxpr)] for jaxpr in made)
+    for body, size in dict(zip(own, sizes, strict=True)).items():
+        book.know_cell(op, factor, size, body, names[size])
+    return CellParts(tuple(inputs), tuple(outputs), bodies=own, names=tuple(names[size] for size in sizes))
 
 
 def _ranged(rule: Rule, dims: TensorFactors, name: str, sizes: tuple[int, ...]) -> Ranged | None:

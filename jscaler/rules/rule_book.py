@@ -58,6 +58,7 @@ class RuleBook:
     _analyses: dict[Any, Analysis] = field(default_factory=dict)
     _rules: dict[Any, tuple[Rule, dict[str, Leaves], Analysis, Any]] = field(default_factory=dict)
     _locals: dict[Any, tuple[core.Jaxpr, tuple[int, ...]]] = field(default_factory=dict)
+    _of_cells: dict[int, Analysis] = field(default_factory=dict)  # of local bodies, by identity of what is kept there
     _cuts: dict[Any, tuple[Piece, ...]] = field(default_factory=dict)
     _expansions: dict[Any, Sequence[Step] | None] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
@@ -220,9 +221,22 @@ class RuleBook:
         if anywhere not in self._locals and here not in self._locals:
             part = Cell(derived.analysis, derived.groups[factor], sizes, number)
             made = inline(part.run())
+            if part.analysed is not None and part.analysed.jaxpr is made:
+                self._of_cells[id(made)] = part.analysed
             placed = bool(part.located) or _reads_index(made, len(op.inputs))
             self._locals[here if placed else anywhere] = _one_index(made, len(op.inputs), number), ()
         return self._locals[here if here in self._locals else anywhere][0]
+
+    def know_cell(self, op: Op, factor: str, size: int, body: Body, names: FactorNames) -> None:
+        """Keep the rule of a part of ``op``, ``body`` of this size along ``factor``, where it is that of ``op``."""
+        analysis = self._of_cells.get(id(body.jaxpr))
+        derived = self._derived(op)
+        if analysis is None or derived.finer or (body, names) in self._rules:
+            return
+        self._analyses.setdefault((body, ()), analysis)
+        own = dataclasses.replace(derived.rule.factors[factor], size=size)
+        rule = dataclasses.replace(derived.rule, factors=derived.rule.factors | {factor: own})
+        self._rules[body, names] = rule, derived.groups, analysis, ()
 
     def cut(self, op: Op, factors: tuple[str, ...]) -> tuple[Piece, ...]:
         """The pieces of ``op`` that let ``factors`` be split."""

@@ -34,13 +34,30 @@ def op_part(
     known: dict[int, Body],
     alone: Mapping[PTensor, Form] | None = None,
 ) -> OpPart | None:
-    """The part of ``op`` that ``cut`` makes; None where it has no such factor, or needs it whole.
+    """The part of ``op`` that ``cut`` makes; None where it has no such factor, or needs it whole. Equal ops have one.
 
     Args:
         known: the bodies of parts, by jaxpr; filled here.
         alone: of an op that runs on each part alone, where it needs the whole: what is known of the tensors it reads.
     """
     rule = book.rule(op)
+    if alone is not None:
+        return _part(op, rule, cut, book, bodies, known, alone)
+    key = ("part", op.body, id(rule), cut)
+    if key not in book.memo:
+        book.memo[key] = _part(op, rule, cut, book, bodies, known, None)
+    return book.memo[key]
+
+
+def _part(
+    op: Op,
+    rule: Rule,
+    cut: TimeCut,
+    book: RuleBook,
+    bodies: BodyTable,
+    known: dict[int, Body],
+    alone: Mapping[PTensor, Form] | None,
+) -> OpPart | None:
     if cut.factor + REST in rule.factors:  # a time axis further out cut every block into parts: this one cuts those
         cut = dataclasses.replace(cut, factor=cut.factor + REST, blocks=1)
     factor = rule.factors.get(cut.factor)

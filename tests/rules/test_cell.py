@@ -1,5 +1,6 @@
 """One part of unequal parts: its own rows, where they lie in the whole, and the bits that the whole draws there."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,9 +12,14 @@ from parts import fragment
 
 import jscaler
 from jscaler import TimeSplit
+from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import fingerprint, make_jaxpr
+from jscaler.ir import Op, PTensor
+from jscaler.rules.analysis import analyse
 from jscaler.rules.cell import Cell
 from jscaler.rules.localize import Localizer
+from jscaler.rules.part_forms import cell_parts
+from jscaler.rules.rule_book import RuleBook
 
 
 def places(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -82,3 +88,31 @@ def test_what_differs_in_shapes_alone_is_what_a_trace_gives(
             own = cell.run()
         assert [v.aval.shape for v in own.outvars] == [(size, 3), (size, 3), (), (3, size)]
         assert fingerprint(own) == fingerprint(make_jaxpr(traced.eqns, traced.invars[:3], traced.outvars, traced))
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (4, 4), (1, 6, 1)])
+def test_what_differs_in_sizes_alone_has_the_rule_of_the_whole(sizes: tuple[int, ...]) -> None:
+    def update(mu: jax.Array, gradient: jax.Array, table: jax.Array) -> tuple[jax.Array, ...]:
+        mu = 0.9 * mu + jnp.where(gradient > 0, gradient, jnp.zeros((8, 3)))
+        return mu, jnp.sqrt(jnp.abs(mu)), jnp.square(gradient).sum(), jnp.max(mu, 0), jnp.sort(table, 1) * mu[:, :1]
+
+    bodies = BodyTable()
+    whole = bodies.traced(update, [jax.typeof(jnp.ones(shape)) for shape in ((8, 3), (8, 3), (8, 5))])
+    ends = [tuple(PTensor(f"{v}", v.aval) for v in vs) for vs in (whole.jaxpr.invars, whole.jaxpr.outvars)]
+    book, op = RuleBook(bodies), Op("update", "update", *ends, whole)
+    factor = book.rule(op).operands[0][0][0]
+    found = cell_parts(op, factor, sizes, book, book.bodies)
+    assert found is not None
+    untraced = [found.of(number) in book._rules for number in range(len(sizes))]
+    assert untraced == [size > 1 for size in sizes], "known without an analysis, but where a dim is gone"
+    for number in range(len(sizes)):
+        body, names = found.of(number)
+        assert body is not None
+        part = dataclasses.replace(op, body=body, named=names)
+        known, anew = book.rule(part), RuleBook(book.bodies).rule(part)
+        assert known == anew
+        assert [*known.factors] == [*anew.factors]
+        analysed = analyse(body.jaxpr)
+        for var in (*body.jaxpr.invars, *body.jaxpr.outvars):
+            sizes_of = [[book.analysis(part).atoms.size[leaf] for leaf in dim] for dim in book.analysis(part).leaves(var)]
+            assert sizes_of == [[analysed.atoms.size[leaf] for leaf in dim] for dim in analysed.leaves(var)]
