@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from jscaler.errors import UnknownNameError
-from jscaler.ir.mask import Combiner, SubDims
+from jscaler.ir.mask import Combiner
 
 FactorKind = Literal["parallel", "reduction", "blocked"]
 DimFactors = tuple[str, ...]  # the factors of one dim, major first; empty for a dim of size 1
@@ -110,10 +110,6 @@ class Rule:
         if name not in self.factors:
             raise UnknownNameError("factor", name, self.factors, f" in op '{op}' ({self})")
         return self.factors[name]
-
-    def subdims(self, tensor: TensorFactors, shape: tuple[int, ...]) -> SubDims:
-        """How the rule refines a tensor's dims: the sizes of the factors each dim carries."""
-        return tuple(tuple(self.factors[f].size for f in dim) or (size,) for dim, size in zip(tensor, shape, strict=True))
 
     def dim_of(self, tensor: TensorFactors, name: str) -> tuple[int, int, int] | None:
         """The dim that carries factor ``name``, and the sizes of what lies outside of it there, and inside; None: none."""

@@ -7,7 +7,7 @@ from typing import Any, Self
 Role = str  # "input" | "constant" | "activation" | "gradient" | "residual"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class PTensor(str):
     """A whole tensor: parameter, input, activation, gradient or optimizer state.
 
@@ -24,8 +24,8 @@ class PTensor(str):
     aval: Any = field(repr=False)
     role: Role = "activation"
 
-    def __new__(cls, name: str, aval: Any, role: Role = "activation") -> Self:
-        return super().__new__(cls, name)
+    def __new__(cls, name: str, *_: Any, **__: Any) -> Self:
+        return str.__new__(cls, name)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -91,6 +91,7 @@ class _Completer:
         # what equal ops share, by all that it depends on; a placement's key and a layout have their group
         self.laid: dict[Any, Laid] = {}
         self.filled: dict[Any, Placement] = {}
+        self.wholes: dict[tuple[DeviceMesh, tuple[int, ...]], Layout] = {}
         # The layouts in which a tensor is at hand: as produced first, then as adapted for its readers so far.
         self.at_hand: dict[PTensor, list[Layout]] = {
             t: [self._whole(t, g) for g in self.groups] for t, _ in graph.constants
@@ -240,7 +241,10 @@ class _Completer:
         return dataclasses.replace(copy, factors=factors) if legal else copy
 
     def _whole(self, tensor: PTensor, group: DeviceMesh) -> Layout:
-        return Layout.replicated(group, tensor.shape)
+        shape = tensor.aval.shape
+        if (found := self.wholes.get((group, shape))) is None:
+            found = self.wholes[group, shape] = Layout.replicated(group, tensor.shape)
+        return found
 
     def _read(self, tensor: PTensor, layout: Layout) -> None:
         if tensor in self.undecided:

@@ -99,18 +99,20 @@ def _layout(
     tensor: PTensor,
     values: Mapping[str, Combiner | None],
 ) -> Layout:
-    used = {f for dim in factors for f in dim if placement.factors.get(f)}
-    # Refine only the dims whose factors are split: a coarse layout is a cheap layout to search.
-    split_dims = [any(f in used for f in dim) for dim in factors]
-    refined = rule.subdims(factors, tensor.shape)
-    subdims = tuple(r if s else (size,) for r, s, size in zip(refined, split_dims, tensor.shape, strict=True))
     cuts: list[Axes] = []
+    subdims: list[tuple[int, ...]] = []
     sizes: dict[int, tuple[int, ...]] = {}
-    for dim, split in zip(factors, split_dims, strict=True):
-        sizes.update({len(cuts) + i: placement.sizes[f] for i, f in enumerate(dim) if split and f in placement.sizes})
-        cuts += [placement.factors.get(f, ()) for f in dim] if split else [()]
-    shares = tuple((axis, values[axis]) for axis in placement.group.names if values.get(axis))
-    return Layout(placement.group, subdims, tuple(cuts), shares).with_sizes(sizes)  # type: ignore[arg-type]
+    for dim, size in zip(factors, tensor.shape, strict=True):
+        own = [placement.factors.get(f, ()) for f in dim]
+        if any(own):
+            sizes.update({len(cuts) + i: placement.sizes[f] for i, f in enumerate(dim) if f in placement.sizes})
+            subdims.append(tuple([rule.factors[f].size for f in dim]))
+            cuts += own
+        else:  # refined are only the dims whose factors are split: a coarse layout is a cheap layout to search
+            subdims.append((size,))
+            cuts.append(())
+    shares = tuple([(axis, values[axis]) for axis in placement.group.names if values.get(axis)]) if values else ()
+    return Layout(placement.group, tuple(subdims), tuple(cuts), shares).with_sizes(sizes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
