@@ -36,12 +36,12 @@ def global_index(positions: Callable[[int], Any], dims: Sequence[int], whole: Se
 
 
 def _minor_dims(dims: Sequence[int], whole: Sequence[int], local: Sequence[int]) -> tuple[int, ...]:
-    """The last of ``dims``, of which the part has all, as many as one word counts."""
+    """The last of ``dims``, of which the part has all, as many as one array can count."""
     found: tuple[int, ...] = ()
     count = 1
     for dim, size in zip(reversed(dims), reversed(whole), strict=True):
         count *= size
-        if local[dim] != size or count > 2**WORD - 1:
+        if local[dim] != size or count >= 2 ** (WORD - 1):
             break
         found = (dim, *found)
     return found

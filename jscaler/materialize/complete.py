@@ -193,7 +193,8 @@ class _Completer:
         """The placement of ``op`` that makes ``tensor`` as its reader wants it; what is made of shards, in shards."""
         if op.anywhere == "zeros":
             here = self.home[op.path]
-            self.wanted[tensor] = wanted if wanted.mesh.unordered == here.unordered else self._whole(tensor, here)
+            right = wanted.mesh.unordered == here.unordered and wanted.memory == "device"
+            self.wanted[tensor] = wanted if right else self._whole(tensor, here)
             return Placement(here, origin="filled")
         made = self._making(op, tensor, wanted)
         if any(t in self.at_hand for t in op.inputs if t.shape):  # a parameter that lies: its norm is split as it is

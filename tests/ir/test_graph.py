@@ -1,5 +1,8 @@
 """Asking a graph: ops by path and pattern, inputs by path, and what errors say."""
 
+import copy
+import dataclasses
+import pickle
 from typing import Any
 
 import jax
@@ -116,3 +119,24 @@ def test_a_step_without_a_gradient_says_so() -> None:
     graph = graph_of(lambda x: x * 2, np.ones(3, np.float32))
     with pytest.raises(CaptureError, match=r"use jscaler.value_and_grad"):
         graph.require_gradient()
+
+
+def test_a_tensor_is_its_name(graph: Graph) -> None:
+    tensor = graph.inputs[0]
+    assert graph.consumers[tensor] == graph.consumers[tensor.name]
+    assert dataclasses.replace(tensor, role="activation") == tensor != dataclasses.replace(tensor, name="another")
+    for same in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor))):
+        assert (same, same.shape, same.role) == (tensor, (4, 4), "input")
+    assert f"{tensor}" == f"{tensor.name}: f32[4,4]"
+
+
+def test_tables_that_are_let_go_are_made_again(graph: Graph) -> None:
+    before = {
+        name: getattr(graph, name) for name in ("by_path", "producer", "consumers", "position", "homes", "linked", "tree")
+    }
+    graph.memo["own"] = 1
+    graph.forget()
+    assert not graph.memo
+    for name, table in before.items():
+        assert name not in vars(graph)
+        assert getattr(graph, name) == table

@@ -25,7 +25,9 @@ def test_products_are_exact_modulo_two_to_the_64(values: list[int], by: int) -> 
     assert found == [value * by % 2**64 for value in values]
 
 
-@pytest.mark.parametrize("whole", [(5, 4, 3), (2**14, 2**11, 2**9), (3 * 2**20, 7, 2**13), (2**31, 2**31)])
+@pytest.mark.parametrize(
+    "whole", [(5, 4, 3), (2**14, 2**11, 2**9), (3 * 2**20, 7, 2**13), (2**31, 2**31), (2**30, 3, 2, 3)]
+)
 def test_an_index_is_that_of_the_whole(whole: tuple[int, ...]) -> None:
     starts = [0 if size < 8 else size - 3 for size in whole]
     local = tuple(min(size, 3) for size in whole)
