@@ -10,6 +10,7 @@ import jax
 from jscaler import plans
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
+from jscaler.collector import no_full_collections
 from jscaler.errors import CaptureError, CaptureWarning, DeviceError, PlanError, PlanWarning, check_flag, shown, warn
 from jscaler.estimate.loops_apart import loops_apart
 from jscaler.estimate.lost_parallelism import lost_parallelism
@@ -455,6 +456,7 @@ class Parallelized(Shown):
             return transform(captured, self._policy, num_devices, cost=self._cost)
         return self._following.plan(captured, self._policy, call, num_devices, self._name, self._cost)
 
+    @no_full_collections()
     def _lower(self, call: BoundCall) -> Lowered:
         count, devices = devices_at_hand(self._devices)
         if isinstance(self._cost, Cluster) and self._cost.num_devices < count:
@@ -469,6 +471,7 @@ class Parallelized(Shown):
     def _lowered_for(
         self, captured: Captured, result: StepResult, call: BoundCall, count: int, devices: tuple[Any, ...]
     ) -> Lowered:
+        @no_full_collections()
         def planned(num_devices: int) -> StepPlan:
             step = lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
             _say_lost(step, self._strict)

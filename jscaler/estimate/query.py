@@ -9,6 +9,7 @@ from typing import Any
 
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
+from jscaler.collector import no_full_collections
 from jscaler.errors import PlanError, check_flag, shown
 from jscaler.estimate.cost import Cost, DeviceShare, OpCost
 from jscaler.estimate.timed_step import timed_step
@@ -95,6 +96,7 @@ def _by_segment(step: StepPlan, on: Cluster) -> Iterator[tuple[dict[str, OpCost]
         yield costs, list(_of_blocks(segment, costs, moved.get(RESULTS, Traffic())))
 
 
+@no_full_collections()
 def planned(graph: Any, plan: Any, cluster: Cluster, devices: int | None = None) -> StepPlan:
     """The step completed, from wherever it has got to, without StableHLO; raises as `cost`."""
     done = graph if isinstance(graph, StepPlan) else getattr(graph, "plan", None)  # of a Lowered or Compiled
