@@ -1,4 +1,4 @@
-"""The global index of a part's elements as threefry counts them: 64 bits in two words, as JAX may lack types of 64 bits."""
+"""The global index of a part's elements as threefry counts them: 64 bits in two words, without arithmetic of 64 bits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-WORD = 32
+WORD, HALF = 32, 16
+LOW = (1 << HALF) - 1
 
 
 def global_index(positions: Callable[[int], Any], dims: Sequence[int], whole: Sequence[int], local: Sequence[int]) -> Any:
@@ -27,7 +28,9 @@ def global_index(positions: Callable[[int], Any], dims: Sequence[int], whole: Se
         if stride * sizes[dim] <= 2**WORD:  # the index within the dims so far is one word
             low = low + lax.broadcast_in_dim(positions(dim) * jnp.uint32(stride), shape, (dim,))
         else:
-            more, least = (lax.broadcast_in_dim(word, shape, (dim,)) for word in product(positions(dim), stride))
+            more, least = (
+                lax.broadcast_in_dim(word, shape, (dim,)) for word in product(positions(dim), stride, sizes[dim])
+            )
             low = low + least
             carried = more + (low < least).astype(jnp.uint32)
             high = carried if high is None else high + carried
@@ -47,8 +50,17 @@ def _minor_dims(dims: Sequence[int], whole: Sequence[int], local: Sequence[int])
     return found
 
 
-def product(values: Any, by: int) -> tuple[Any, Any]:
-    """``values · by`` modulo 2^64 as (high, low) words, of uint32 ``values`` and a number below 2^64."""
-    above, below = by >> WORD, jnp.uint32(by % 2**WORD)
-    high = lax.mulhi(values, below)
-    return (high + values * jnp.uint32(above) if above else high), values * below
+def product(values: Any, by: int, size: int = 2**WORD) -> tuple[Any, Any]:
+    """``values · by`` modulo 2^64 as (high, low) words, of uint32 ``values`` below ``size`` and a number below 2^64.
+
+    By halves of words: XLA compiles ``lax.mulhi`` for CPUs, and not for CUDA.
+    """
+    above, b1, b0 = by >> WORD, jnp.uint32(by >> HALF & LOW), jnp.uint32(by & LOW)
+    if size <= 2**HALF:
+        high = values * b1 + (values * b0 >> HALF) >> HALF
+    else:
+        a1, a0 = values >> HALF, values & LOW
+        cross, across = a0 * b1, a1 * b0
+        middle = (a0 * b0 >> HALF) + (cross & LOW) + (across & LOW)
+        high = a1 * b1 + (cross >> HALF) + (across >> HALF) + (middle >> HALF)
+    return (high + values * jnp.uint32(above) if above else high), values * jnp.uint32(by % 2**WORD)

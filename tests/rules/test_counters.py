@@ -7,20 +7,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.extend.random import threefry2x32_p
 from parts import fragment
 
+import jscaler
 from jscaler.lax_primitives.counters import global_index, product
 
 words = st.integers(0, 2**32 - 1)
 
 
-@given(st.lists(words, min_size=1, max_size=4), st.integers(0, 2**64 - 1))
-def test_products_are_exact_modulo_two_to_the_64(values: list[int], by: int) -> None:
+halves = st.integers(0, 2**16 - 1)
+
+
+@given(st.lists(words, min_size=1, max_size=4), st.integers(0, 2**64 - 1), st.just(2**32))
+@example([2**32 - 1], 2**64 - 1, 2**32)
+@example([2**16 - 1], 2**64 - 1, 2**16)
+@example([2**16 - 1], 2**32 - 1, 2**16)
+def test_products_are_exact_modulo_two_to_the_64(values: list[int], by: int, size: int) -> None:
+    _compare_products(values, by, size)
+
+
+@given(st.lists(halves, min_size=1, max_size=4), st.integers(0, 2**64 - 1))
+def test_so_are_those_of_values_of_half_a_word(values: list[int], by: int) -> None:
+    _compare_products(values, by, max(values) + 1)
+
+
+def _compare_products(values: list[int], by: int, size: int) -> None:
     with jax.disable_jit():
-        high, low = product(jnp.asarray(values, jnp.uint32), by)
+        high, low = product(jnp.asarray(values, jnp.uint32), by, size)
     found = [(int(h) << 32) + int(x) for h, x in zip(high, low, strict=True)]
     assert found == [value * by % 2**64 for value in values]
 
@@ -55,3 +71,14 @@ def test_a_part_of_more_than_four_thousand_million_bits_is_drawn_alone() -> None
     first, second = jax.random.key_data(key)
     expected = np.bitwise_xor(*threefry2x32_p.bind(first, second, jnp.asarray(high), jnp.asarray(low)))
     np.testing.assert_array_equal(bits, expected)
+
+
+@pytest.mark.aot
+def test_such_a_part_compiles_for_cuda() -> None:
+    def step(key: jax.Array, x: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(key, 0.5, (*x.shape, 2**16))
+        return jnp.where(kept, x[:, None], 0).sum(axis=1)
+
+    arguments = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((2**17,), jnp.float32)
+    lowered = jscaler.parallelize("data_parallel(batch='x')", devices=8)(step).lower(*arguments)
+    lowered.compile(target="8xH100-80GB")  # XLA has no `mulhi` there
