@@ -53,7 +53,8 @@ def _minor_dims(dims: Sequence[int], whole: Sequence[int], local: Sequence[int])
 def product(values: Any, by: int, size: int = 2**WORD) -> tuple[Any, Any]:
     """``values · by`` modulo 2^64 as (high, low) words, of uint32 ``values`` below ``size`` and a number below 2^64.
 
-    By halves of words: XLA compiles ``lax.mulhi`` for CPUs, and not for CUDA.
+    By halves of words: XLA compiles ``lax.mulhi`` for CPUs, and not for CUDA. Of values beyond ``size``, as rows of padding
+    have, the high word may be any.
     """
     above, b1, b0 = by >> WORD, jnp.uint32(by >> HALF & LOW), jnp.uint32(by & LOW)
     if size <= 2**HALF:
