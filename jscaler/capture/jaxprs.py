@@ -22,6 +22,8 @@ CALLS = frozenset(one.name for one in TABLE.values() if one.opened == "call")
 CUSTOM_VJP = frozenset(one.name for one in TABLE.values() if one.opened == "vjp")
 CUSTOM_CALLS = frozenset(one.name for one in TABLE.values() if one.opened) - CALLS
 
+Program = core.Jaxpr | core.ClosedJaxpr  # in a parameter of an equation
+
 
 def make_jaxpr(eqns: Sequence[core.JaxprEqn], invars: Sequence[core.Var], outvars: Sequence[Atom], like: Any) -> core.Jaxpr:
     """A jaxpr without constants; ``like`` is any jaxpr whose debug info it may carry."""
@@ -118,17 +120,14 @@ class Inliner:
 
 def _without_wishes(value: Any) -> Any:
     """A parameter of an equation without the model's own wishes: its programs have none, and zeros lie like nothing."""
-    if isinstance(value, NamedSharding):
-        return None
-    if isinstance(value, tuple):
-        return tuple(map(_without_wishes, value)) if any(map(is_program, value)) else value
-    if not is_program(value):
-        return value
-    inner, consts = open_jaxpr(value)
+    return None if isinstance(value, NamedSharding) else map_programs(_program_without_wishes, value)
+
+
+def _program_without_wishes(program: Program) -> Program:
+    inner, consts = open_jaxpr(program)
     if not _holds_wishes(inner):
-        return value
-    made = flatten(inner, consts, Inliner(frozenset()))
-    return made if type(value) is core.Jaxpr else core.ClosedJaxpr(made, [])
+        return program
+    return like_program(program, flatten(inner, consts, Inliner(frozenset())))
 
 
 def _holds_wishes(jaxpr: core.Jaxpr) -> bool:
@@ -140,6 +139,26 @@ def _holds_wishes(jaxpr: core.Jaxpr) -> bool:
 def is_program(value: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr."""
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+
+
+def map_programs(fun: Callable[[Program], Program], value: Any) -> Any:
+    """A parameter of an equation with ``fun`` applied to the programs in it; itself, if ``fun`` changes none.
+
+    Programs stand alone, in tuples (the branches of a condition), and in named tuples (those of a linear solve).
+    """
+    if is_program(value):
+        return fun(value)
+    if not isinstance(value, tuple):
+        return value
+    made = [map_programs(fun, one) for one in value]
+    if all(new is one for new, one in zip(made, value, strict=True)):
+        return value
+    return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+
+
+def like_program(program: Program, made: core.Jaxpr) -> Program:
+    """``made``, which has no constants, closed if ``program`` is."""
+    return made if type(program) is core.Jaxpr else core.ClosedJaxpr(made, [])
 
 
 def _read(env: dict[core.Var, Atom], atom: Atom) -> Atom:

@@ -11,7 +11,16 @@ from typing import Any, NoReturn
 from jax.extend import core
 
 from jscaler.capture.gradient import apply, value_and_grad_p
-from jscaler.capture.jaxprs import Inliner, all_equations, flatten, is_program, open_jaxpr, trace_flat
+from jscaler.capture.jaxprs import (
+    Inliner,
+    Program,
+    all_equations,
+    flatten,
+    like_program,
+    map_programs,
+    open_jaxpr,
+    trace_flat,
+)
 from jscaler.errors import CaptureError
 from jscaler.ir.op import user_line
 
@@ -57,10 +66,10 @@ class WithPlainGradients(Inliner):
         return super().called(eqn)
 
     def parameter(self, value: Any) -> Any:
-        value = super().parameter(value)
-        if isinstance(value, tuple):
-            return tuple(map(self.parameter, value)) if any(map(is_program, value)) else value
-        if not is_program(value) or not _holds(value):
-            return value
-        made = flatten(*open_jaxpr(value), WithPlainGradients())
-        return made if type(value) is core.Jaxpr else core.ClosedJaxpr(made, [])
+        return map_programs(_with_plain_gradients, super().parameter(value))
+
+
+def _with_plain_gradients(program: Program) -> Program:
+    if not _holds(program):
+        return program
+    return like_program(program, flatten(*open_jaxpr(program), WithPlainGradients()))

@@ -10,10 +10,11 @@ The same for what is written so, ``x.at[jnp.arange(n), labels].add(…)``.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, is_program, open_jaxpr, shape
+from jscaler.capture.jaxprs import Atom, Program, map_programs, open_jaxpr, shape
 
 # of a look-up's dimension numbers: the operand's dims that are looked up, those of one row, and the batched pairs
 GATHER = ("start_index_map", "collapsed_slice_dims", "operand_batching_dims", "start_indices_batching_dims")
@@ -50,7 +51,7 @@ class _Counts:
         names = GATHER if eqn.primitive.name == "gather" else SCATTER if eqn.primitive.name.startswith("scatter") else None
         if names is not None and eqn.invars[1] in self.columns:
             return self.by_row(eqn, names)
-        params = {name: _inside(value) for name, value in eqn.params.items()}
+        params = {name: map_programs(_in_program, value) for name, value in eqn.params.items()}
         changed = any(params[name] is not value for name, value in eqn.params.items())
         return [eqn.replace(params=params) if changed else eqn]
 
@@ -58,8 +59,14 @@ class _Counts:
         """The dim along which ``atom`` counts."""
         return self.along.get(atom) if isinstance(atom, core.Var) else None
 
+    def count(self, counted: Any, dim: int) -> None:
+        """``counted`` has each row's number, if its type has that many numbers: others begin again at their least."""
+        dtype, last = np.dtype(getattr(counted.aval, "dtype")), shape(counted)[dim] - 1  # noqa: B009
+        if jnp.issubdtype(dtype, np.integer) and last <= jnp.iinfo(dtype).max:
+            self.along[counted] = dim
+
     def iota(self, eqn: core.JaxprEqn) -> None:
-        self.along[eqn.outvars[0]] = eqn.params["dimension"]
+        self.count(eqn.outvars[0], eqn.params["dimension"])
 
     def compare(self, eqn: core.JaxprEqn) -> None:
         """``i < 0``, by which jnp asks whether an index counts from the end."""
@@ -69,13 +76,13 @@ class _Counts:
 
     def choose(self, eqn: core.JaxprEqn) -> None:
         which, first, *_ = eqn.invars
-        if which in self.false:
+        if isinstance(which, core.Var) and which in self.false:
             self.same(eqn, first)
 
     def same(self, eqn: core.JaxprEqn, operand: Atom | None = None) -> None:
         dim = self.dim(eqn.invars[0] if operand is None else operand)
-        if dim is not None and np.issubdtype(getattr(eqn.outvars[0].aval, "dtype"), np.integer):  # noqa: B009
-            self.along[eqn.outvars[0]] = dim
+        if dim is not None:
+            self.count(eqn.outvars[0], dim)
 
     def broadcast(self, eqn: core.JaxprEqn) -> None:
         dim = self.dim(eqn.invars[0])
@@ -131,16 +138,11 @@ _LEARN: Mapping[str, Any] = {
 }
 
 
-def _inside(value: Any) -> Any:
-    """A parameter of an equation: its programs written anew, where they hold such look-ups."""
-    if isinstance(value, tuple) and any(map(is_program, value)):
-        made = tuple(map(_inside, value))
-        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
-    if not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-        return value
-    inner, consts = open_jaxpr(value)
+def _in_program(program: Program) -> Program:
+    """A program that an equation holds, written anew where it holds such look-ups."""
+    inner, consts = open_jaxpr(program)
     eqns = own_rows(inner.eqns, zip(inner.constvars, consts, strict=False))
     if all(own[0] is eqn for own, eqn in zip(eqns, inner.eqns, strict=True)):
-        return value
+        return program
     made = inner.replace(eqns=[eqn for own in eqns for eqn in own])
-    return made if inner is value else value.replace(jaxpr=made)
+    return made if inner is program else program.replace(jaxpr=made)  # type: ignore[call-arg]

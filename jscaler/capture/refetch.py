@@ -21,6 +21,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
+from jscaler.ir.op import turn_mark
 
 REFETCHED = "@refetched"
 
@@ -46,7 +47,8 @@ def refetched(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
         cotangents = [t for t in reads if t.role == "gradient"] if own else [t for _, t in ops[0].cotangents if t in reads]
         table = {t: PTensor(f"{t.name}{REFETCHED}@{path}", t.aval, t.role) for t in dict.fromkeys((*wanted, *cotangents))}
         place = graph.loops[path].parent if own else ops[0].loop
-        fence = Op(f"{path}@refetch", "backward", tuple(table), tuple(table.values()), call=ops[0].call, loop=place)
+        more = {"call": ops[0].call, "loop": place, "turn": ops[0].turn}
+        fence = Op(f"{path}@refetch", "backward", tuple(table), tuple(table.values()), **more)
         fences[ops[0].path] = with_fence_body(dataclasses.replace(fence, anywhere="fence"), bodies)
         tables.update((op.path, table) for op in ops)
         loops.update({name: loops[name].renamed(table, {}) for name in own})
@@ -56,25 +58,28 @@ def refetched(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
         found.append(op.renamed(tables.get(op.path, {})))
     made = dataclasses.replace(graph, ops=tuple(found), loops=loops)
     for name in sorted(accumulating):
-        made = _fetched_inside(made, graph.loops[name], tensors, bodies)
+        for turn in range(graph.loops[name].turns):
+            made = _fetched_inside(made, graph.loops[name], turn, tensors, bodies)
     return made
 
 
-def _fetched_inside(graph: Graph, loop: Loop, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
-    """``graph``, whose forward ops in ``loop`` read ``tensors`` from outside through one fence at its beginning."""
+def _fetched_inside(graph: Graph, loop: Loop, turn: int, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
+    """``graph``, whose forward ops in ``loop`` at ``turn`` read ``tensors`` from outside through one fence in front."""
     if not loop.xs:
         return graph
     inside = {name for name in graph.loops if loop.name in chain_of(name, graph.loops)}
-    places = [i for i, op in enumerate(graph.ops) if op.loop in inside]
+    places = [i for i, op in enumerate(graph.ops) if op.loop in inside and op.turn == turn]
     own = {t for name in inside for t in graph.loops[name].inner} | {t for i in places for t in graph.ops[i].outputs}
     forward = {i for i in places if graph.ops[i].kind != "backward"}
     wanted = dict.fromkeys(t for i in sorted(forward) for t in graph.ops[i].inputs if t in tensors and t not in own)
     if not wanted:
         return graph
-    number = min((x.slice for x in loop.xs), key=lambda t: t.nbytes)  # or what else is of an iteration
-    table = {t: PTensor(f"{t.name}@fetched@{loop.name}", t.aval, t.role) for t in wanted}
+    number = min((x.slice for x in loop.xs[turn :: loop.turns]), key=lambda t: t.nbytes)  # or what else is of a part
+    mark = turn_mark(turn)
+    table = {t: PTensor(f"{t.name}@fetched@{loop.name}{mark}", t.aval, t.role) for t in wanted}
     outputs = (*table.values(), PTensor(f"{number.name}@fetched", number.aval, number.role))
-    fence = Op(f"{loop.name}@fetch", "forward", (*table, number), outputs, loop=loop.name, anywhere="fence")
+    path = f"{loop.name}@fetch{mark}"
+    fence = Op(path, "forward", (*table, number), outputs, loop=loop.name, anywhere="fence", turn=turn)
     ops = [op.renamed(table) if i in forward else op for i, op in enumerate(graph.ops)]
     return dataclasses.replace(graph, ops=(*ops[: places[0]], with_fence_body(fence, bodies), *ops[places[0] :]))
 

@@ -229,7 +229,7 @@ class _Region(RegionWriter):
         carries = tuple(
             dataclasses.replace(
                 c,
-                init=self.read(c.init, self.forms.get(c.inside), self.like),
+                init=self.read(c.init, self.writer.regions.begun(c), self.like),
                 inside=self.part(c.inside),
                 out=self.part(c.out),
                 final=self.part(c.final),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from jscaler.ir import Graph, Nest, Op, PTensor, flat
+from jscaler.ir import Carry, Graph, Nest, Op, PTensor, flat
 from jscaler.ir.loop import Item, chain_of, item_name, made_by, nests, reads_of
 from jscaler.ir.walk import Sets, closure, in_order
 from jscaler.rules.part_forms import Form, OpPart, Piece, Sliced, Summed
@@ -79,6 +79,7 @@ class TimeRegions:
         late: loop -> what in it cannot, and need not: it may run behind the loop.
         far: whether what one item makes goes whole to another, since they lie on different device groups.
         spans: whether items lie on several device groups; regions that do are one, if they do not wait for each other.
+        whole_sums: items with sums that they read whole, since they cannot share the loop that adds up; grows.
     """
 
     graph: Graph
@@ -89,6 +90,7 @@ class TimeRegions:
     lifts: dict[str, bool] = field(default_factory=dict)
     late: dict[str, Set[str]] = field(default_factory=dict)
     far: Callable[[Item, Item], bool] = lambda item, other: False
+    whole_sums: set[tuple[str, PTensor]] = field(default_factory=set)  # (item, a sum that it reads whole)
     spans: Callable[[Iterable[Item]], bool] = lambda items: False
 
     def __post_init__(self) -> None:
@@ -96,6 +98,19 @@ class TimeRegions:
 
     def arranged(self, items: Sequence[Item]) -> list[tuple[Item, ...] | TimeRegion]:
         """``items`` in an order in which every region stands together; runs of what is in none between them."""
+        before = dict(self.parts), dict(self.forms), dict(self.lifts), dict(self.late)
+        while True:
+            nodes = self._deepened(items)
+            roots = _joined(nodes)
+            torn = {pair for node, root in zip(nodes, roots, strict=True) for pair in self._torn_sums(node, root, roots)}
+            if not torn:
+                return _sorted(nodes, roots, self.spans)
+            assert not torn <= self.whole_sums, torn
+            self.whole_sums |= torn
+            self.parts, self.forms, self.lifts, self.late = map(dict, before)
+
+    def _deepened(self, items: Sequence[Item]) -> list[_Node]:
+        """``items`` with the parts that they read, and their depths."""
         nodes: list[_Node] = []
         maker: dict[PTensor, int] = {}
         for item in items:
@@ -107,7 +122,15 @@ class TimeRegions:
             maker.update(dict.fromkeys(made_by(item), len(nodes)))
             nodes.append(node)
         self._clones_late(nodes)
-        return _sorted(nodes, _joined(nodes), self.spans)
+        return nodes
+
+    def _torn_sums(self, node: _Node, root: int, roots: Sequence[int]) -> set[tuple[str, PTensor]]:
+        """The sums that a node in time takes for summands, and whose parts another region adds up: they arrive whole."""
+        if not node.in_time:
+            return set()
+        wanted = self.wanted(node.item)
+        summands = (t for t in node.read if isinstance(wanted.get(t), Summed))
+        return {(item_name(node.item), t) for t in summands if roots[node.read[t]] != root}
 
     def rewritten(self, items: Sequence[Item], place: str | None, write: WriteRegion) -> list[Item]:
         """``items`` of the loop ``place``, and what stands in their loops, with every region as ``write`` writes it.
@@ -174,12 +197,17 @@ class TimeRegions:
         return OpPart((None,) * len(clone.inputs), (None,) * len(clone.outputs))
 
     def _seen(self, node: _Node, nodes: Sequence[_Node]) -> dict[PTensor, Form]:
-        """The parts that a node finds of what it reads: sums only if it may stand as deep as all that it reads."""
+        """The parts that a node finds of what it reads.
+
+        Summands only where it may stand as deep as all that it reads: another device group sends their sum.
+        """
         deepest = max((nodes[s].depth for s in node.sources), default=0)
         found: dict[PTensor, Form] = {}
         for tensor, source in node.read.items():
             form = self.forms.get(tensor)
-            if nodes[source].in_time and not (isinstance(form, Summed) and nodes[source].depth < deepest):
+            shallow = nodes[source].depth < deepest or self.far(node.item, nodes[source].item)
+            whole = isinstance(form, Summed) and (shallow or (item_name(node.item), tensor) in self.whole_sums)
+            if nodes[source].in_time and not whole:
                 found[tensor] = form
         return found
 
@@ -198,10 +226,15 @@ class TimeRegions:
         for inner in item.items:
             found.update(self.wanted(inner) if not isinstance(inner, Op) or inner.path in self.parts else {})
         for carry in item.loop.carries:
-            found[carry.init] = self.forms.get(carry.inside)
+            found[carry.init] = self.begun(carry)
         for x in item.loop.xs:
             found[x.stack] = shifted(self.forms.get(x.slice), 1)
         return found
+
+    def begun(self, carry: Carry) -> Form:
+        """Which part of ``carry.init`` a loop in time begins with: a sum of summands begins at zeros, whoever has them."""
+        form = self.forms.get(carry.inside)
+        return None if carry.is_sum and isinstance(form, Summed) else form
 
     # -- loops over layers
 

@@ -16,7 +16,7 @@ from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Graph, Op, PTensor, flat
 from jscaler.ir.loop import Item, made_by
 from jscaler.ir.mask import Combiner
-from jscaler.rules.part_forms import Form, OpPart, Own, Piece
+from jscaler.rules.part_forms import Form, OpPart, Own, Piece, Summed
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.op_parts import passed_on
 from jscaler.schedule.time_axes import TimeAxes
@@ -229,6 +229,9 @@ class RegionWriter(ABC):
 
     def read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
         """What a part reads of ``tensor``: what the region makes, a piece that is cut off here, or the whole."""
+        assert not isinstance(form, Summed) or tensor in self.made, (
+            f"'{reader.path}' reads '{tensor}' as a summand"
+        )
         as_made = isinstance(form, (Piece, Own)) and self.forms.get(tensor) == form
         handed = tensor in self.made or (as_made and self.writer.handed(tensor, reader))
         found = self.writer.part_of[tensor, self.number] if handed else tensor
