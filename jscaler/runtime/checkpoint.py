@@ -22,6 +22,7 @@ from jscaler.capture.names import tree_path
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, ProcessError, warn
 from jscaler.report.written import check_folder, writing
 from jscaler.runtime.agreement import any_process
+from jscaler.runtime.graph_nodes import revived, stored
 from jscaler.runtime.out_of_memory import is_out_of_memory
 from jscaler.runtime.spreading import brought_home, spread, spread_structs
 
@@ -38,6 +39,7 @@ PASSING = re.compile(
     "Stale file handle|Too many open files|timed out",
     re.IGNORECASE,
 )
+READERS_OWN = (TypeError, AttributeError, AssertionError, NotImplementedError, NameError, ImportError, RecursionError)
 MARK = ".seen-"  # and a number: a file for a moment
 UNSEEN = 1  # in place of a mark's number: none can be written
 FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read it
@@ -118,7 +120,7 @@ class Checkpoints:
         with _saying(self.folder):
             self._manager.wait_until_finished()  # Orbax may leave out what comes while it writes
             about = {"jscaler": self._about | ({} if batches is None else {"batches": batches})}
-            saved = self._manager.save(step, args=ocp.args.StandardSave(spread(state)), custom_metadata=about)
+            saved = self._manager.save(step, args=ocp.args.StandardSave(spread(stored(state))), custom_metadata=about)
         if not saved:  # Orbax says so, and no more
             last = self._manager.latest_step()
             raise DataError(f"the state after {step} steps is not saved: {self.folder} has one after {last}")
@@ -247,7 +249,7 @@ def restore_latest(folder: Path, target: Any) -> tuple[int, Any]:
         except DamagedError as error:
             damaged = error
         if not any_process(damaged is not None):  # before processes share out what each has read
-            return step, brought_home(found, target)
+            return step, revived(brought_home(found, stored(target)), target)
         damaged = damaged or DamagedError(f"the checkpoint after {step} steps in {folder} is damaged for another process")
         earlier = [n for n in steps_in(folder) if n < step]
         if not earlier:
@@ -274,12 +276,13 @@ def restore(folder: Path, step: int, target: Any) -> Any:
     Raises:
         DataError: the checkpoint is of another model, of a newer jscaler, or damaged.
     """
-    return brought_home(_read(folder, step, target), target)
+    return revived(brought_home(_read(folder, step, target), stored(target)), target)
 
 
 def _read(folder: Path, step: int, target: Any) -> Any:
-    """A state as Orbax reads it in a job of several processes, each leaf on all of them."""
+    """A state as it is `stored`, which Orbax reads in a job of several processes, each leaf on all of them."""
     _check_folder(folder)
+    objects, target = target, stored(target)
     which = f"the checkpoint after {step} steps in {folder}"
     with _manager(folder) as manager:
         if step not in (known := manager.all_steps()):
@@ -288,13 +291,15 @@ def _read(folder: Path, step: int, target: Any) -> Any:
         written = written_beside(folder, step)
         _check_format(which, written.get("format", FORMAT))
         saved, wanted = _saved_leaves(manager, step), _leaves(target)
+        if objects is not target and saved.keys() == (older := _leaves(objects, whole=False)).keys():
+            target, wanted = objects, older  # as they were written until November 2026
         if saved.keys() == wanted.keys() and saved != wanted:  # Orbax would say it in a hundred lines
             raise DataError(_foreign(which, saved, wanted))
         try:
             found = manager.restore(step, args=ocp.args.StandardRestore(spread_structs(target)))
             if _types(found) != _types(target):  # it does not know any more which of its numbers are a key
-                raise TypeError("its leaves have other types than were saved")
-            return found
+                raise DamagedError("its leaves have other types than were saved")
+            return stored(found)
         except Exception as error:  # of whatever class
             if is_out_of_memory(error):
                 raise
@@ -314,7 +319,9 @@ def _read(folder: Path, step: int, target: Any) -> Any:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a state that could not be read is at fault, and not what it lies on."""
+    """Whether a state that could not be read is at fault, and not what it lies on, nor who reads it."""
+    if isinstance(error, READERS_OWN):
+        return False
     if isinstance(error, OSError):
         return error.errno in DAMAGED and not PASSING.search(str(error))
     return not isinstance(error, MemoryError) and not PASSING.search(str(error))
@@ -345,9 +352,10 @@ def read(folder: Path, step: int, entry: str | None = None) -> Any:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 return reader.restore(folder.absolute() / str(step) / ITEM, args=how)
         except Exception as error:  # of whatever class
-            raise DamagedError(
-                f"the checkpoint after {step} steps in {folder} is damaged: {_line(error)}; give another --step"
-            ) from error
+            which = f"the checkpoint after {step} steps in {folder}"
+            if not _is_damage(error):
+                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is: try again") from error
+            raise DamagedError(f"{which} is damaged: {_line(error)}; give another --step") from error
 
 
 def _manager(folder: Path, **options: Any) -> ocp.CheckpointManager:
@@ -419,9 +427,13 @@ def _saved_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, tuple[
         return {}
 
 
-def _leaves(tree: Any) -> dict[str, tuple[str, str]]:
-    """Shape and dtype of each leaf as text, by its path, which Orbax writes as dicts and lists."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))[0]
+def _leaves(tree: Any, whole: bool = True) -> dict[str, tuple[str, str]]:
+    """Shape and dtype of each leaf as text, by its path, which Orbax writes as dicts and lists.
+
+    Args:
+        whole: whether what has a shape is a leaf; else an nnx Variable holds one.
+    """
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: whole and hasattr(leaf, "shape"))[0]
     arrays = [(tree_path("", path), _stored(leaf)) for path, leaf in found if hasattr(leaf, "shape")]
     return {path: (f"[{', '.join(map(str, leaf.shape))}]", str(leaf.dtype)) for path, leaf in arrays}
 

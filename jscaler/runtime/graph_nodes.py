@@ -95,3 +95,27 @@ def update(nodes: Mapping[str, Any], path_values: Mapping[tuple[Any, ...], Any])
 def paths(name: str, tree: Any) -> list[tuple[Any, ...]]:
     """The path of every leaf of one tree of `split`, behind ``name``."""
     return [(name, *(getattr(k, "key", k) for k in path)) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def stored(state: Any) -> Any:
+    """A state as dicts by attribute, if nnx objects are in it: what a checkpoint holds of it. Any other is itself.
+
+    Names are text throughout: an ``nnx.List`` counts its items, and Orbax sorts the names of one tree.
+    """
+    return _by_text(split({"": state})[1][""]) if holds_nodes(state) else state
+
+
+def revived(tree: Any, target: Any) -> Any:
+    """What `stored` has made of a state like ``target``, as such a state again: fresh objects, with the arrays of ``tree``."""
+    if not holds_nodes(target):
+        return tree
+    graphdef, trees = split({"": target})
+    return merge(graphdef, {"": _by_names_of(trees[""], tree)})[""]
+
+
+def _by_text(tree: Any) -> Any:
+    return {str(name): _by_text(one) for name, one in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _by_names_of(like: Any, tree: Any) -> Any:
+    return {name: _by_names_of(one, tree[str(name)]) for name, one in like.items()} if isinstance(like, dict) else tree
