@@ -1,5 +1,6 @@
 """``@jscaler.parallelize``: a train step that runs under a plan; otherwise it is used like ``jax.jit``'s."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from jscaler.runtime.step_capture import StepResult, capture_call
 from jscaler.runtime.training_state import TracedState, by_position_and_name, missing_arguments, trace_state
 from jscaler.stages import Captured, lower, transform
 from jscaler.text.units import counted
+from jscaler.verification import verify as prove
 
 PlanLike = str | os.PathLike[str] | Plan | Callable[..., Any]
 
@@ -48,6 +50,7 @@ def parallelize(
     static_argnames: str | Sequence[str] = (),
     without_passes: str | Sequence[str] = (),
     strict: bool = False,
+    verify: bool = True,
 ) -> Callable[[Any], Any]:
     """Decorate a step function, a method or a Flax module so that it runs on many devices as ``plan`` says.
 
@@ -68,6 +71,8 @@ def parallelize(
         strict: whether a plan that loses parallelism is refused. Ops that are copied on every device though they carry
             what the plan splits, activations that are gathered though no decision asked for it, and micro-batches that run
             in several loops are a `PlanWarning` otherwise; ``explain()`` lists them.
+        verify: whether a plan over several device groups, or with time axes, is proven when it is first lowered, as
+            `jscaler.verify` does. ``explain()`` says what was proven, and what was left out for its size.
 
     Returns:
         A decorator: of a function it makes a `Parallelized`, of a module class a subclass, of a module one like it.
@@ -76,6 +81,8 @@ def parallelize(
         PlanError: ``plan`` is neither a policy nor a plan, or its arguments are not those it takes.
         UnknownNameError: there is no plan, pass or cluster of that name, or no argument of the step.
         CaptureError: what is decorated is no function and no Flax module.
+        VerificationError: at the first call, or ``lower``: the program would compute something else. This is a fault of
+            jscaler's own, not of the plan.
 
     Example:
         >>> @jscaler.parallelize("data_parallel", devices=4, donate_argnames="weights")
@@ -92,6 +99,7 @@ def parallelize(
 
     cost = _cost_model(cluster)
     check_flag("strict", strict)
+    check_flag("verify", verify)
     several = isinstance(without_passes, Iterable) and not isinstance(without_passes, str)
     without: tuple[Any, ...] = tuple(without_passes) if several else (without_passes,)
     if not all(isinstance(name, str) for name in without):
@@ -120,7 +128,7 @@ def parallelize(
                 "been imported as flax.linen or flax.nnx?"
             )
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
-        return Parallelized(fun, policy, devices, arguments, cost, without=without, strict=strict)
+        return Parallelized(fun, policy, devices, arguments, cost, without=without, strict=strict, proven=verify)
 
     def step_of_module(forward: Callable[..., Any]) -> Parallelized:
         if any(x not in ((), "") for x in (donate_argnums, donate_argnames, static_argnums, static_argnames)):
@@ -129,7 +137,9 @@ def parallelize(
                 "arguments is no array is static"
             )
         arguments = Arguments.of(forward, (), (), (), "constants")
-        return Parallelized(forward, policy, devices, arguments, cost, updates=False, without=without, strict=strict)
+        return Parallelized(
+            forward, policy, devices, arguments, cost, updates=False, without=without, strict=strict, proven=verify
+        )
 
     return decorate
 
@@ -182,6 +192,7 @@ class Parallelized(Shown):
     def __init__(
         self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS,
         updates: bool = True, following: Following | None = None, without: Sequence[str] = (), strict: bool = False,
+        proven: bool = True,
     ):  # fmt: skip
         functools.update_wrapper(self, fun)
         self.fun = fun
@@ -192,6 +203,7 @@ class Parallelized(Shown):
         self._cost = cost
         self._without = without
         self._strict = strict
+        self._proven = proven
         self._method = ""  # what it is called in a class
         self._following = following  # whose layouts the state of this step has
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
@@ -258,7 +270,7 @@ class Parallelized(Shown):
             )
         bound = Parallelized(
             self.fun.__get__(instance, owner), self._policy, self._devices, self._arguments.of_method, self._cost,
-            self._updates, self._following, self._without, self._strict,
+            self._updates, self._following, self._without, self._strict, self._proven,
         )  # fmt: skip
         instance.__dict__[self._method] = bound  # found in place of this descriptor from now on
         return bound
@@ -405,7 +417,7 @@ class Parallelized(Shown):
         following = Following(self._name, self._policy, planned, paths or {})
         return Parallelized(
             fun, policy, self._devices, arguments, self._cost, following=following, without=self._without,
-            strict=self._strict,
+            strict=self._strict, proven=self._proven,
         )  # fmt: skip
 
     def under(self, plan: PlanLike) -> "Parallelized":
@@ -419,7 +431,7 @@ class Parallelized(Shown):
         """
         return Parallelized(
             self.fun, _policy(plan), self._devices, self._arguments, self._cost, self._updates, self._following,
-            self._without, self._strict,
+            self._without, self._strict, self._proven,
         )  # fmt: skip
 
     def without_stages(self) -> "Parallelized":
@@ -477,15 +489,25 @@ class Parallelized(Shown):
             _say_lost(step, self._strict)
             if repeated := repeated_effects(step):
                 warn(f"plan '{step.name}': {repeated}", PlanWarning)
+            if num_devices != count and self._proven and _is_proven(step):
+                prove(step)
             return step
 
         step = planned(count)
         donated = [i for i, name in enumerate(call.owners) if name in self._arguments.donated]
         made = executable(step, devices, donated)
-        return Lowered(
+        found = Lowered(
             ExplainedPlan.of(step), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
             self._cost, result.changes, planned if self._devices is None else None,
         )  # fmt: skip
+        if not (self._proven and _is_proven(step)):
+            return found
+        return dataclasses.replace(found, plan=dataclasses.replace(found.plan, proof=str(prove(found))))
+
+
+def _is_proven(step: StepPlan) -> bool:
+    """Whether a plan is proven unasked: one over several device groups, or with time axes."""
+    return len(step.completed.groups) > 1 or step.has_time_axes
 
 
 def _say_lost(step: StepPlan, strict: bool) -> None:

@@ -124,9 +124,8 @@ class BodyTable:
         return self.intern(pruned), kept
 
 
-def filled_with(body: Body) -> Any | None:
-    """The one value of all elements that ``body`` makes of nothing; None where it is another body."""
-    jaxpr = body.jaxpr
+def filled_with(jaxpr: core.Jaxpr) -> Any | None:
+    """The one value of all elements that ``jaxpr`` makes of nothing; None where it does something else."""
     if jaxpr.invars or [eqn.primitive.name for eqn in jaxpr.eqns] != ["broadcast_in_dim"] or len(jaxpr.outvars) != 1:
         return None
     (operand,) = jaxpr.eqns[0].invars

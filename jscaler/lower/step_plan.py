@@ -77,6 +77,14 @@ class StepPlan:
         steps = self.instructions.steps
         return sum(isinstance(one, Run) and one.block == number for one in steps)
 
+    @functools.cached_property
+    def has_time_axes(self) -> bool:
+        """Whether parts of ops run one after another: the pass that writes them has changed the graph."""
+        results = [(run.name, run.result) for run in self.passes.runs]
+        place = next(i for i, (name, _) in enumerate(results) if name == "time_loops")
+        before, after = (getattr(result, "graph") for _, result in results[place - 1 : place + 1])  # noqa: B009
+        return before is not after
+
     @property
     def sent(self) -> tuple[Transfer, ...]:
         """What crosses between groups; the others' targets nobody reads in the end."""

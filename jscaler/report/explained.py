@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 
@@ -19,7 +19,13 @@ from jscaler.text.units import counted, readable_bytes
 
 @dataclass(frozen=True, repr=False)
 class ExplainedPlan(Shown, StepPlan):
-    """What ``lowered.plan`` is: a `StepPlan`, its report and its tables."""
+    """What ``lowered.plan`` is: a `StepPlan`, its report and its tables.
+
+    Attributes:
+        proof: what was proven of it when it was lowered; empty where nothing was.
+    """
+
+    proof: str = field(default="", compare=False)
 
     @staticmethod
     def of(step: StepPlan) -> "ExplainedPlan":
@@ -37,12 +43,12 @@ class ExplainedPlan(Shown, StepPlan):
 
     def explain(self, sections: Iterable[Section] = SECTIONS) -> str:
         """Tables: how every group of ops is split, who decided, and which collectives with how many bytes follow; how the
-        leaves of the arguments lie; bytes by kind of tensor.
+        leaves of the arguments lie; bytes by kind of tensor. What was proven of the plan stands behind them.
 
         Args:
             sections: which of ``"ops"``, ``"leaves"``, ``"memory"``; all by default.
         """
-        return explain(self.report, sections)
+        return "\n".join([explain(self.report, sections), *([self.proof] if self.proof else [])])
 
     def overview(self) -> Overview:
         """The plan in a few lines; in a notebook how each op is split and each leaf lies, by module."""

@@ -426,20 +426,27 @@ def _returned(
     return found
 
 
-def lowered(step: StepPlan, made: Executable) -> tuple[Any, ...]:
-    """``made`` as StableHLO, a ``jax.stages.Lowered`` for each block; of absent devices for the default backend."""
+def traced(step: StepPlan, made: Executable) -> tuple[Any, ...]:
+    """``made`` as a ``jax.stages.Traced`` for each block. JAX remembers them: asked again, it traces nothing."""
     structs = input_structs(step.graph.inputs, made.ins.of_parts)
-    absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.ins.of_parts, *made.outs.of_parts))
-    platforms = {"lowering_platforms": (jax.default_backend(),)} if absent else {}
     known: dict[Hashable, Any] = {}  # on absent devices groups are alike
     found = []
     for one in made.blocks:
         given = (*(structs[i] for i in one.takes), *one.values)
         key = one.jitted, given
         if key not in known:
-            known[key] = one.jitted.trace(*given).lower(**platforms)
+            known[key] = one.jitted.trace(*given)
         found.append(known[key])
     return tuple(found)
+
+
+def lowered(step: StepPlan, made: Executable) -> tuple[Any, ...]:
+    """``made`` as StableHLO, a ``jax.stages.Lowered`` for each block; of absent devices for the default backend."""
+    absent = any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in (*made.ins.of_parts, *made.outs.of_parts))
+    platforms = {"lowering_platforms": (jax.default_backend(),)} if absent else {}
+    each = traced(step, made)
+    programs = {key: one.lower(**platforms) for key, one in {id(one): one for one in each}.items()}
+    return tuple(programs[id(one)] for one in each)
 
 
 def input_structs(inputs: Sequence[PTensor], in_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

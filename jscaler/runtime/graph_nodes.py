@@ -106,7 +106,7 @@ def stored(state: Any) -> Any:
 
 
 def revived(tree: Any, target: Any) -> Any:
-    """What `stored` has made of a state like ``target``, as such a state again: fresh objects, with the arrays of ``tree``."""
+    """What `stored` has made of a state like ``target``, as such a state: fresh objects with the arrays of ``tree``."""
     if not holds_nodes(target):
         return tree
     graphdef, trees = split({"": target})

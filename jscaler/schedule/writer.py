@@ -229,9 +229,7 @@ class RegionWriter(ABC):
 
     def read(self, tensor: PTensor, form: Form, reader: Op) -> PTensor:
         """What a part reads of ``tensor``: what the region makes, a piece that is cut off here, or the whole."""
-        assert not isinstance(form, Summed) or tensor in self.made, (
-            f"'{reader.path}' reads '{tensor}' as a summand"
-        )
+        assert not isinstance(form, Summed) or tensor in self.made, f"'{reader.path}' reads '{tensor}' as a summand"
         as_made = isinstance(form, (Piece, Own)) and self.forms.get(tensor) == form
         handed = tensor in self.made or (as_made and self.writer.handed(tensor, reader))
         found = self.writer.part_of[tensor, self.number] if handed else tensor
@@ -251,7 +249,7 @@ class RegionWriter(ABC):
         aval = whole.aval.update(shape=form.shape(whole.shape, number), weak_type=False)
         made = PTensor(f"{tensor.name}@{self.name}{mark}{self.mark}", aval, tensor.role)
         maker, bodies = self.writer.graph.producer.get(tensor), self.writer.bodies
-        value = filled_with(maker.body) if maker is not None and maker.body is not None else None
+        value = filled_with(maker.body.jaxpr) if maker is not None and maker.body is not None else None
         if value is not None:
             inputs, body = (), bodies.traced(lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
         else:

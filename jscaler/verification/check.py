@@ -12,41 +12,35 @@ The proof has six parts:
 It looks at jaxprs, the mesh and masks, never at transitions or how they were found.
 """
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jscaler.capture.jaxprs import dtype as dtype_of
-from jscaler.capture.jaxprs import fingerprint, shape_struct
-from jscaler.capture.jaxprs import shape as shape_of
 from jscaler.capture.wishes import no_mesh
-from jscaler.errors import VerificationError
+from jscaler.collector import no_full_collections
+from jscaler.errors import VerificationError, listing
+from jscaler.ir import PTensor
 from jscaler.ir.mask import Mask
-from jscaler.lower.emit import emit_in_turn, value_shape
-from jscaler.lower.emit_crossing import in_one_program
-from jscaler.lower.flat_program import numbered_exchanges
-from jscaler.lower.program import Program
+from jscaler.lower.members import Members
+from jscaler.lower.program import Compute, Program, Repeat, Task
 from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan, step_of
 from jscaler.materialize import DeviceMesh
-from jscaler.materialize.edges import Edge
 from jscaler.runtime.compiled import Compiled, Lowered
-from jscaler.verification.arrival import Arrival
-from jscaler.verification.extended import check_extended, extended
-from jscaler.verification.flow import SlotFlow, emitted_exchange, max_carries, plain_program, spec_masks
+from jscaler.verification.emitted import EmittedBlock, emitted_blocks, in_order
+from jscaler.verification.exchanges import Exchanges, prove
+from jscaler.verification.flow import SlotFlow, max_carries, spec_masks
 from jscaler.verification.frames import Frame
-from jscaler.verification.interpret import Interpreter
-from jscaler.verification.local_programs import Local, abstract_mesh, open_shard_map, trace_local
-from jscaler.verification.segments import check_values, hop_masks, number_like
+from jscaler.verification.local_programs import Local, trace_local
+from jscaler.verification.plain_values import PlainValues
+from jscaler.verification.segments import check_values
 from jscaler.verification.slots import check_instructions
-from jscaler.verification.symbols import Patterns, Symbolic
 from jscaler.verification.time_loops import check_time_loops
-from jscaler.verification.values import content_key, numbered
+from jscaler.verification.values import Values, numbered
 
 
 @dataclass(frozen=True)
@@ -60,6 +54,8 @@ class Report:
         elements: elements proven in place by exchanges, over all devices.
         reads: VTensors of ops and results of the step that were found in their slots, each on all devices.
         time_loops: how many loops over parts were proven to take each part once.
+        on_smaller: of the distinct exchanges those that were proven on a smaller tensor, cut in the same way: large ones.
+        left_out: the tensors whose exchanges were not proven, for their size.
     """
 
     devices: int
@@ -69,6 +65,8 @@ class Report:
     elements: int
     reads: int = 0
     time_loops: int = 0
+    on_smaller: int = 0
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.collectives.items())) or "none"
@@ -82,6 +80,10 @@ class Report:
             lines.append(f"  reads        {self.reads} of ops and results, each from a slot that holds its part")
         if self.time_loops:
             lines.append(f"  time loops   {self.time_loops}, each part once, each summand once")
+        if self.on_smaller:
+            lines.append(f"  large        {self.on_smaller} exchanges, on smaller tensors that are cut in the same way")
+        if self.left_out:
+            lines.append(f"  left out     exchanges of {listing(self.left_out)}, for their size")
         return "\n".join(lines)
 
 
@@ -123,11 +125,12 @@ def verify_exchange(
     sizes, names = _axes_of(mesh)
     before, after = Frame(held, packed), Frame(wanted, packed)
     local = trace_local(fun, sizes, [jax.ShapeDtypeStruct(before.shape, dtype)])
-    passed, elements = _prove(local, sizes, shape, before, after, names, lambda: where)
+    passed, elements = prove(local, sizes, shape, before, after, names, lambda: where)
     return Report(len(names), 1, 1, Counter(passed), elements)
 
 
 @no_mesh()
+@no_full_collections()
 def verify(step: Lowered | Compiled | StepPlan) -> Report:
     """Prove a whole step: ``jscaler.verify(train_step.lower(state, batch))``.
 
@@ -152,8 +155,9 @@ def verify(step: Lowered | Compiled | StepPlan) -> Report:
 class _StepCheck:
     step: StepPlan
     lowered: Lowered | None
-    proven: dict[Any, tuple[list[str], int]] = field(default_factory=dict)
-    kept: list[Local] = field(default_factory=list)  # what keys know by identity must stay alive
+    exchanges: Exchanges = field(default_factory=Exchanges)
+    computed: set[Hashable] = field(default_factory=set)  # what tells segments that compute the same apart from others
+    places: dict[tuple[object, Members], Local] = field(default_factory=dict)
 
     def run(self) -> Report:
         collectives: Counter[str] = Counter()
@@ -161,37 +165,37 @@ class _StepCheck:
         values = check_values(self.step)
         for transfer in self.step.transfers:
             crossing, tensor = transfer.crossing, transfer.tensor
-            mesh, masks = hop_masks(crossing)
-            crossed = verify_exchange(
-                functools.partial(in_one_program, crossing, mesh=mesh), mesh, tensor.shape, number_like(tensor.dtype),
-                *masks, where=f"crossing of '{tensor.name}'",
-            )  # fmt: skip
-            devices.update(transfer.crossing.devices)
-            collectives.update(crossed.collectives)
-            elements, count = elements + crossed.elements, count + 1
+            passed, proven = self.exchanges.prove_crossing(
+                crossing, tensor.shape, tensor.dtype, f"crossing of '{tensor.name}'"
+            )
+            devices.update(crossing.devices)
+            collectives.update(passed)
+            elements, count = elements + proven, count + 1
+        emitted = emitted_blocks(self.step, self.lowered)
         for segment in self.step.segments:
-            program = segment.program
-            sizes, names = _axes_of(program.group)
-            own = len(program.tensors) - len(program.imports)
-            structs = [shape_struct(t.aval) for t in program.tensors[:own]]
-            brought = zip(program.tensors[own:], program.inputs[own:], strict=True)
-            structs += [
-                jax.ShapeDtypeStruct(value_shape(layout, program.group, layout.local_shape), t.dtype)
-                for t, (_, layout) in brought
-            ]
-            emitted = open_shard_map(emit_in_turn(segment, abstract_mesh(sizes)), structs)  # type: ignore[arg-type]
-            flow = SlotFlow(self.step, program, names, values)
-            flow.walk(emitted)
-            moved, proven, number = self._exchanges(segment, flow, sizes, names)
-            self._same_values(segment.program, emitted, flow, sizes)
-            self._shardings(segment.program, emitted, sizes)
-            collectives.update(moved)
-            devices.update(names)
-            elements, count, reads = elements + proven, count + number, reads + flow.num_reads
+            blocks = in_order(emitted, segment)
+            taken = {tensor: spec for block in blocks for tensor, spec in block.inputs}
+            left = {number: spec for block in blocks for number, spec in block.outputs.items()}
+            group = segment.program.group
+            flow = SlotFlow(self.step, segment.program, group.devices, values)
+            flow.walk(taken, left)
+            for number, (task, held, wanted) in enumerate(flow.exchanges, 1):
+                where = f"step {number}, exchange of '{held.tensor.name}'"
+                passed, proven = self.exchanges.prove(group, task, held, wanted, where)
+                collectives.update(passed)
+                elements, count = elements + proven, count + 1
+            self._same_values(segment, blocks, flow)
+            self._shardings(segment.program, taken, left)
+            devices.update(group.devices)
+            reads += flow.num_reads
         self._leaf_ends()
         time_loops = check_time_loops(self.step)
         reads += check_instructions(self.step)
-        return Report(len(devices), count, len(self.proven), collectives, elements, reads, time_loops)
+        done = self.exchanges
+        return Report(
+            len(devices), count, done.distinct, collectives, elements, reads, time_loops, done.on_smaller,
+            tuple(dict.fromkeys(done.left_out)),
+        )  # fmt: skip
 
     def _leaf_ends(self) -> None:
         """A leaf that is several inputs, or outputs, has on each device what the part of it has there."""
@@ -211,105 +215,77 @@ class _StepCheck:
                         )
                 start += shape[0]
 
-    def _exchanges(
-        self, segment: Segment, flow: SlotFlow, sizes: Mapping[str, int], names: Sequence[Any]
-    ) -> tuple[Counter[str], int, int]:
-        """Every exchange of the flat program: equal code between equal masks is interpreted once."""
-        collectives: Counter[str] = Counter()
-        elements = count = 0
-        for number, item in numbered_exchanges([item for block in segment.blocks for item in block.flat.items]):
-            held, wanted = flow.exchanges[item.adapt.output]
-            struct = jax.ShapeDtypeStruct(shape_of(item.input), dtype_of(item.input))
-            where = f"step {number}, exchange of '{held.tensor.name}'"
-            before, after = Frame(held.masks), Frame(wanted.masks)
-            if struct.shape != before.shape:
-                raise VerificationError(f"{where}: takes {list(struct.shape)} for parts of {list(before.shape)}")
-            local = trace_local(emitted_exchange(segment.program, item.adapt), sizes, [struct])
-            inputs = tuple(map(content_key, local.inputs[:-1]))
-            key = (tuple(names), fingerprint(local.jaxpr), inputs, held.masks, wanted.masks, wanted.edges)
-            if key not in self.proven:
-                self.kept.append(local)
-                shape = held.tensor.shape
-                self.proven[key] = _prove(
-                    local, sizes, shape, before, after, names, lambda where=where: where, wanted.edges
-                )
-            passed, proven = self.proven[key]
-            collectives.update(passed)
-            elements += proven
-            count += 1
-        return collectives, elements, count
+    def _same_values(self, segment: Segment, blocks: Sequence[EmittedBlock], flow: SlotFlow) -> None:
+        """The emitted blocks compute the values of the program's tasks one after another; equal segments are one."""
+        program = segment.program
+        key = self._computed(segment, blocks)
+        if key in self.computed:
+            return
+        constants = dict(self.step.graph.constants)
 
-    def _same_values(self, program: Program, emitted: Local, flow: SlotFlow, sizes: Mapping[str, int]) -> None:
-        structs = []
-        for slot, _ in program.inputs:
-            held = flow.slots[slot]
-            structs.append(shape_struct(held.tensor.aval.update(shape=Frame(held.masks).shape)))
-        plain = trace_local(plain_program(program), sizes, structs)
-        numbers = numbered((emitted, plain), len(structs), 2 * max_carries(program.tasks) + 1)
-        for index, ours, theirs in zip((*program.results, *program.exports), *numbers, strict=True):
+        def both(values: Values) -> list[tuple[int, int, int]]:
+            own = program.tensors[: len(program.tensors) - len(program.imports)]
+            leaves = {t: values.constant(constants[t]) if t in constants else values.argument(t) for t in own}
+            between = {value: values.argument(value) for value in program.imports}
+            plain = PlainValues(program, self.exchanges, values, self.places)
+            wanted = plain.numbers([*leaves.values(), *between.values()])
+            for block in blocks:
+                between |= block.numbers(values, leaves, between)
+            ends = (*program.results, *program.exports)
+            return [(index, between[index], number) for index, number in zip(ends, wanted, strict=True)]
+
+        for index, ours, theirs in numbered(both, 2 * max_carries(program.tasks) + 1):
             if ours != theirs:
                 name = flow.values[index].name if index in flow.values else self.step.graph.outputs[index].name
                 raise VerificationError(
                     f"output {index} '{name}': the emitted program computes another value than the step's ops and "
                     "exchanges one after another"
                 )
+        self.computed.add(key)
 
-    def _shardings(self, program: Program, emitted: Local, sizes: Mapping[str, int]) -> None:
+    def _computed(self, segment: Segment, blocks: Sequence[EmittedBlock]) -> Hashable:
+        """What segments share whose tasks, and whose blocks, are the same on any values."""
+        program = segment.program
+
+        def key(task: Task) -> Hashable:
+            if isinstance(task, Compute):
+                return id(task.jaxpr), task.inputs, task.outputs, task.parts
+            if isinstance(task, Repeat):
+                times = task.loop.length, task.loop.reverse
+                return times, task.carries, task.xs, task.ys, tuple(map(key, task.tasks))
+            return self.exchanges.traced(program.group, task)[0], task.input, task.output
+
+        ends = (*program.inputs, *program.outputs)
+        constants = tuple(t for t, _ in self.step.graph.constants if t in program.tensors)
+        return (
+            tuple(map(key, program.tasks)),
+            tuple(slot for slot, _ in ends),
+            len(program.imports),
+            constants,
+            tuple(block.like(segment) for block in blocks),
+        )
+
+    def _shardings(
+        self, program: Program, taken: Mapping[PTensor, PartitionSpec], left: Mapping[int, PartitionSpec]
+    ) -> None:
         """The compiled step's shardings put the parts where the program takes and leaves them."""
         if self.lowered is None or not self.lowered.devices:  # (lowered for devices that are not at hand)
             return
         graph, made = self.step.graph, self.lowered.executable
         devices = [self.lowered.devices[d] for d in program.group.devices]
         number = {t: i for i, t in enumerate(graph.inputs)}
-        taken = zip(program.tensors[: len(program.tensors) - len(program.imports)], emitted.in_specs, strict=False)
-        inputs = [(t, made.ins.of_parts[number[t]], spec) for t, spec in taken if t in number]
-        left = zip(program.results, emitted.out_specs, strict=False)
-        outputs = [(graph.outputs[i], made.outs.of_parts[i], spec) for i, spec in left]
+        inputs = [(t, made.ins.of_parts[number[t]], spec) for t, spec in taken.items()]
+        outputs = [(graph.outputs[i], made.outs.of_parts[i], left[i]) for i in program.results]
         for role, tensors in (("input", inputs), ("output", outputs)):
             for tensor, sharding, spec in tensors:
                 table = sharding.devices_indices_map(tensor.shape)
-                for device, mask in zip(devices, spec_masks(spec, sizes, tensor.shape), strict=True):
+                for device, mask in zip(devices, spec_masks(spec, dict(program.group.axes), tensor.shape), strict=True):
                     at = [i.indices(size)[:2] for i, size in zip(table[device], tensor.shape, strict=True)]
                     box = [interval for (interval,) in mask.box]
                     if at != box:
                         raise VerificationError(
                             f"{role} '{tensor.name}': {device} has {at} by its sharding, {box} by the program"
                         )
-
-
-def _prove(
-    local: Local,
-    sizes: Mapping[str, int],
-    shape: tuple[int, ...],
-    held: Frame,
-    wanted: Frame,
-    names: Sequence[Any],
-    where: Callable[[], str],
-    edges: tuple[Edge, ...] = (),
-) -> tuple[list[str], int]:
-    """Interpret one exchange and check what arrives; the collectives it ran and the elements it put in place."""
-    patterns = Patterns(shape)
-    interpreter = Interpreter(sizes, patterns)
-    start, expected = patterns.held(held), list(wanted.shape)
-    for edge in edges:
-        expected[edge.dim] += edge.before + edge.after
-
-    def here() -> str:
-        return where() + (f" by {', '.join(interpreter.passed)}" if interpreter.passed else "")
-
-    try:
-        (end,) = interpreter.run(local.jaxpr, local.bind([start], interpreter.constant))
-    except VerificationError as error:
-        raise VerificationError(f"{here()}: {error}") from None
-    if (left := list(end.shape[1:])) != expected:
-        raise VerificationError(f"{here()} leaves local arrays of {left}; {expected} are wanted")
-    if (kind := dtype_of(local.jaxpr.outvars[0])) != (started := dtype_of(local.jaxpr.invars[-1])):
-        raise VerificationError(f"{here()} makes {kind} of {started}")
-    cells = end if isinstance(end, Symbolic) else patterns.constants(end)
-    if edges:
-        right = extended(patterns, held, edges, start.pattern.reshape(len(names), -1)[:, 0])
-        return interpreter.passed, check_extended(patterns, cells, right, edges, names, here)
-    return interpreter.passed, Arrival(patterns, held, wanted, names, here).check(cells)
 
 
 def _axes_of(mesh: DeviceMesh | Mesh | AbstractMesh) -> tuple[dict[str, int], list[Any]]:

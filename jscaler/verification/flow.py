@@ -4,13 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from jscaler.capture.jaxprs import evaluate, shape
+from jscaler.capture.jaxprs import shape
 from jscaler.errors import VerificationError
 from jscaler.ir import PTensor
 from jscaler.ir.mask import Mask
@@ -18,64 +15,21 @@ from jscaler.lower.emit_collectives import exchange
 from jscaler.lower.halo import extend
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task, all_tasks
 from jscaler.lower.step_plan import StepPlan
-from jscaler.materialize import Layout
+from jscaler.materialize import DeviceMesh, Layout
 from jscaler.materialize.edges import Edge
 from jscaler.verification.arrival import Arrival
 from jscaler.verification.collectives import COLLECTIVES
 from jscaler.verification.frames import Frame
-from jscaler.verification.local_programs import Local
 from jscaler.verification.symbols import Patterns
 
 Masks = tuple[Mask, ...]
 
 
-def emitted_exchange(program: Program, adapt: Adapt | Extend) -> Callable[[Any], Any]:
-    """What ``emit`` runs for an exchange: the one place where the verifier knows how it is called."""
-    if isinstance(adapt, Extend):
-        return lambda local: extend(adapt.edges, local, program.group, adapt.layout.mesh)
-    return lambda local: exchange(adapt.adapter, local, program.group, adapt.reduce_dtype)
-
-
-def plain_program(program: Program) -> Callable[..., list[Any]]:
-    """The tasks of ``program`` one after another on local arrays: what the emitted program must compute."""
-
-    def local(*args: Any) -> list[Any]:
-        slots: dict[int, Any] = dict(zip((slot for slot, _ in program.inputs), args, strict=True))
-        _run_plainly(program, program.tasks, slots)
-        return [slots[slot] for slot, _ in program.outputs]
-
-    return local
-
-
-def _run_plainly(program: Program, tasks: Sequence[Task], slots: dict[int, Any]) -> None:
-    for task in tasks:
-        if isinstance(task, Compute):
-            indices = [who.index() for who in task.parts]
-            results = evaluate(task.jaxpr, [*(slots[s] for s in task.inputs), *indices])
-            slots.update(zip(task.outputs, results, strict=True))
-        elif isinstance(task, Adapt | Extend):
-            slots[task.output] = emitted_exchange(program, task)(slots[task.input])
-        else:
-            _repeat_plainly(program, task, slots)
-
-
-def _repeat_plainly(program: Program, task: Repeat, slots: dict[int, Any]) -> None:
-    def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        inner = {**slots, **dict(zip((slot for _, slot in task.xs), slices, strict=True))}
-        inner.update(zip((inside for _, inside, _, _ in task.carries), carries, strict=True))
-        _run_plainly(program, task.tasks, inner)
-        outs = [_array(inner[out], c.out) for (_, _, out, _), c in zip(task.carries, task.loop.carries, strict=True)]
-        return outs, [_array(inner[s], y.slice) for (s, _), y in zip(task.ys, task.loop.ys, strict=True)]
-
-    inits = [_array(slots[init], c.init) for (init, *_), c in zip(task.carries, task.loop.carries, strict=True)]
-    stacks = [slots[stack] for stack, _ in task.xs]
-    finals, made = lax.scan(body, inits, stacks, length=task.loop.length, reverse=task.loop.reverse)
-    slots.update(zip(task.outputs, (*finals, *made), strict=True))
-
-
-def _array(value: Any, tensor: PTensor) -> Any:
-    """A literal as an array of the tensor's type."""
-    return value if isinstance(value, jax.Array) else jnp.asarray(value, tensor.dtype)
+def emitted_exchange(group: DeviceMesh, task: Adapt | Extend) -> Callable[[Any], Any]:
+    """What ``emit`` runs for an exchange of a program on ``group``. Nowhere else the verifier knows how it is called."""
+    if isinstance(task, Extend):
+        return lambda local: extend(task.edges, local, group, task.layout.mesh)
+    return lambda local: exchange(task.adapter, local, group, task.reduce_dtype)
 
 
 def max_carries(tasks: Sequence[Task]) -> int:
@@ -106,7 +60,7 @@ class SlotFlow:
 
     Attributes:
         values: what goes from segment to segment, by number.
-        exchanges: for each exchange what lies in its input slot, and what its readers are promised.
+        exchanges: each with what lies in its input slot, and what its readers are promised.
         num_reads: the VTensors checked so far, each on all devices.
     """
 
@@ -115,31 +69,35 @@ class SlotFlow:
     names: Sequence[Any]
     values: Mapping[int, PTensor] = field(default_factory=dict)
     slots: dict[int, HeldSlot] = field(default_factory=dict)
-    exchanges: dict[int, tuple[HeldSlot, HeldSlot]] = field(default_factory=dict)
+    exchanges: list[tuple[Adapt | Extend, HeldSlot, HeldSlot]] = field(default_factory=list)
     num_reads: int = 0
     _same: set[tuple[Masks, Masks]] = field(default_factory=set)
     _masks: dict[Any, Masks] = field(default_factory=dict)
 
-    def walk(self, local: Local) -> None:
-        """Check every read of every op, and that the step's results lie as ``local``'s out_specs say.
+    def walk(self, taken: Mapping[PTensor, PartitionSpec], left: Mapping[int, PartitionSpec]) -> None:
+        """Check every read of every op, and that the step's results lie as their specs say.
+
+        Args:
+            taken: how the emitted program cuts the inputs of the step that it takes.
+            left: how it cuts the results that it leaves, by number.
 
         Raises:
             VerificationError: an op's VTensor is not what its slot holds.
         """
         program = self.program
-        sizes = dict(program.group.axes)
         own = len(program.inputs) - len(program.imports)
-        ends = list(zip(program.tensors, program.inputs, local.in_specs, strict=True))
-        for tensor, (slot, _), spec in ends[:own]:
-            self.slots[slot] = HeldSlot(tensor, spec_masks(spec, sizes, tensor.shape))
-        for tensor, (slot, layout), _ in ends[own:]:  # what other segments leave is looked at where they leave it
+        ends = list(zip(program.tensors, program.inputs, strict=True))
+        for tensor, (slot, layout) in ends[:own]:
+            spec = taken[tensor] if tensor in taken else layout.partition_spec()  # a constant is cut as its layout says
+            assert spec is not None, f"{layout} is not stored"
+            self.slots[slot] = HeldSlot(tensor, self._cut(spec, tensor.shape))
+        for tensor, (slot, layout) in ends[own:]:  # what other segments leave is looked at where they leave it
             self.slots[slot] = HeldSlot(tensor, self._all(layout))
         wanted = self._first_readers()
         self._tasks(program.tasks, wanted)
-        outputs = zip(program.results, program.outputs, local.out_specs, strict=False)
-        for index, (slot, _), spec in outputs:
+        for index, (slot, _) in zip(program.results, program.outputs, strict=False):
             tensor = self.step.graph.outputs[index]
-            promised = HeldSlot(tensor, spec_masks(spec, sizes, tensor.shape))
+            promised = HeldSlot(tensor, self._cut(left[index], tensor.shape))
             self._check(self.slots[slot], promised, lambda index=index, tensor=tensor: f"output {index} '{tensor.name}'")
         for value, (slot, layout) in self._exports():
             tensor = self.values[value]
@@ -159,7 +117,7 @@ class SlotFlow:
             elif isinstance(task, Repeat):
                 self._repeat(task, wanted)
             elif task.output in wanted:  # what nobody reads promises nothing
-                self.exchanges[task.output] = (self.slots[task.input], wanted[task.output])
+                self.exchanges.append((task, self.slots[task.input], wanted[task.output]))
                 self.slots[task.output] = wanted[task.output]
 
     def _repeat(self, task: Repeat, wanted: Mapping[int, HeldSlot]) -> None:
@@ -235,6 +193,12 @@ class SlotFlow:
                 self._find_readers(task.tasks, found)
                 for slot, held in after:
                     found.setdefault(slot, held)
+
+    def _cut(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Masks:
+        """What devices have of an array under ``spec``."""
+        if (spec, shape) not in self._masks:
+            self._masks[spec, shape] = spec_masks(spec, dict(self.program.group.axes), shape)
+        return self._masks[spec, shape]
 
     def _all(self, layout: Layout) -> Masks:
         """A layout's masks, by position in the program's mesh (the layout's own may have another order)."""

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jscaler.capture.jaxprs import open_jaxpr
+from jscaler.capture.jaxprs import make_jaxpr, open_jaxpr
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,26 @@ def trace_local(fun: Callable[..., Any], sizes: Mapping[str, int], structs: Sequ
 
 def open_shard_map(fun: Callable[..., Any], structs: Sequence[jax.ShapeDtypeStruct]) -> Local:
     """Trace ``fun`` and open the one shard_map that it is; without one, it runs on one device."""
-    outer, consts = open_jaxpr(jax.make_jaxpr(fun)(*structs))
+    return local_program(jax.make_jaxpr(fun)(*structs))
+
+
+def local_program(traced: Any) -> Local:
+    """What one device runs of a closed jaxpr that is one shard_map, or that runs on one device."""
+    outer, consts = open_jaxpr(traced)
     known: dict[Any, Any] = dict(zip(outer.constvars, consts, strict=True))
     known |= {v: _Argument(i) for i, v in enumerate(outer.invars)}
-    whole = (PartitionSpec(),)
+    whole, count = (PartitionSpec(),), len(outer.invars)
     if not any(e.primitive.name == "shard_map" for e in outer.eqns):
-        return Local(outer, (*consts, *map(known.get, outer.invars)), whole * len(structs), whole * len(outer.outvars))
+        return Local(outer, (*consts, *map(known.get, outer.invars)), whole * count, whole * len(outer.outvars))
     (eqn,) = outer.eqns
     inputs = tuple(a.val if isinstance(a, core.Literal) else known[a] for a in eqn.invars)
     specs = {i.index: s for i, s in zip(inputs, eqn.params["in_specs"], strict=True) if isinstance(i, _Argument)}
     results: dict[Any, PartitionSpec] = dict(zip(eqn.outvars, eqn.params["out_specs"], strict=True))
-    in_specs = tuple(specs.get(i, PartitionSpec()) for i in range(len(structs)))
+    in_specs = tuple(specs.get(i, PartitionSpec()) for i in range(count))
     out_specs = tuple(results[v] for v in outer.outvars)
     inner, inner_consts = open_jaxpr(eqn.params["jaxpr"])
+    if list(outer.outvars) != list(eqn.outvars):  # the caller returns some of what it makes
+        made = dict(zip(eqn.outvars, inner.outvars, strict=True))
+        invars = [*inner.constvars, *inner.invars]
+        inner = make_jaxpr(inner.eqns, invars, [made[v] for v in outer.outvars], inner)
     return Local(inner, (*inner_consts, *inputs), in_specs, out_specs)

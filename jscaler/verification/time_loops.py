@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.extend import core
 
+from jscaler.capture.bodies import filled_with
 from jscaler.capture.jaxprs import evaluate, shape
 from jscaler.errors import VerificationError
 from jscaler.ir import Carry, Loop, Op, PTensor, Rule
@@ -261,8 +262,10 @@ class _TimeLoop:
         maker = self._maker(carry.init)
         if maker is None or maker.op.inputs:
             raise VerificationError(f"{here}: it starts at '{carry.init.name}', which is not known to be nothing")
-        (start,) = evaluate(maker.jaxpr, [])
         wanted = 0 if combiner == "add" else neutral(combiner, carry.init.dtype)
+        start = filled_with(maker.jaxpr)
+        if start is None:
+            (start,) = evaluate(maker.jaxpr, [])
         if not (np.asarray(start) == np.asarray(wanted)).all():
             raise VerificationError(f"{here}: it starts at {np.asarray(start).ravel()[:1]}, not at nothing")
 

@@ -1,29 +1,33 @@
 """Do two local programs compute the same values? Equal equations of equal values are one value: numbered, and compared."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import inner_jaxpr, open_jaxpr, params_key, shape
+from jscaler.capture.jaxprs import dtype, inner_jaxpr, open_jaxpr, params_key, shape
 from jscaler.capture.opening import scan_parts
 from jscaler.lax_primitives import known
 from jscaler.verification import collectives
 from jscaler.verification.local_programs import Local
 
+T = TypeVar("T")
 
-def numbered(programs: Sequence[Local], num_args: int, most: int) -> list[list[int]]:
-    """The numbers of the results of ``programs``, given the same arguments: of equal numbers, equal values.
+
+def numbered(number: Callable[["Values"], T], most: int) -> T:
+    """What ``number`` says of the values of several programs, whose loops it tells apart: of equal numbers, equal values.
 
     Args:
-        most: rounds after which carries of loops are told apart for certain: as many as all programs' loops have carries.
+        number: is asked again, with fresh numbers, until the carries of all loops are told apart.
+        most: rounds after which they are for certain: as many as all programs' loops have carries.
     """
     rounds = 1
     while True:  # a few rounds nearly always do, and of loops in loops each costs those of the others
         values = Values(rounds)
-        found = [values.results(program, num_args) for program in programs]
+        found = number(values)
         if values.settled or rounds >= most:
             return found
         rounds = min(2 * rounds, most)
@@ -49,19 +53,28 @@ class Values:
         self._next: dict[int, int] = {}  # a carry's symbol -> what it is after one round more
         self._numbers: dict[Any, int] = {}
         self._moved: dict[int, Any] = {}  # results of what only moves elements -> how they were made
+        self._reshaped: dict[int, tuple[int, tuple[int, ...]]] = {}  # results of reshapes -> of what, and its shape
         self._dots: dict[int, Any] = {}  # results of dots -> their other parameters, and operands with the dims' labels
         self._kept: list[Any] = []  # what is known by identity must stay alive
 
-    def results(self, local: Local, num_args: int) -> list[int]:
-        """The numbers of ``local``'s results, given arguments 0, 1, ..."""
-        args = [self._number(("argument", i)) for i in range(num_args)]
-        return self._run(local.jaxpr, local.bind(args, self._constant))
+    def argument(self, key: Hashable) -> int:
+        """The number of what is known by ``key`` alone."""
+        return self._number(("argument", key))
 
-    def _run(self, jaxpr: core.Jaxpr, args: Sequence[int]) -> list[int]:
+    def constant(self, value: Any) -> int:
+        """The number of an array: of equal content, the same."""
+        return self._number(("constant", self._content(value)))
+
+    def results(self, local: Local, args: Sequence[int]) -> list[int]:
+        """The numbers of ``local``'s results, given those of its arguments."""
+        return self.run(local.jaxpr, local.bind(args, self.constant))
+
+    def run(self, jaxpr: core.Jaxpr, args: Sequence[int]) -> list[int]:
+        """The numbers of the results of ``jaxpr``, given those of its constants and arguments."""
         env: dict[core.Var, int] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
         def read(atom: Any) -> int:
-            return self._constant(atom.val, str(atom.aval)) if isinstance(atom, core.Literal) else env[atom]
+            return self.constant(value_of(atom)) if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self._equation(eqn, [read(a) for a in eqn.invars]), strict=True))
@@ -74,7 +87,7 @@ class Values:
             return args
         if one.opened:
             inner, consts = inner_jaxpr(eqn)
-            return self._run(inner, [*map(self._constant, consts), *args])
+            return self.run(inner, [*map(self.constant, consts), *args])
         if name == "scan":
             key = (id(eqn), tuple(args))
             if key not in self._scans:
@@ -90,6 +103,8 @@ class Values:
         params = params_key(eqn.params, self._content)
         if one.seen == "casts":
             return [self._cast(params, args[0])]
+        if name == "reshape":
+            return [self._reshape(eqn, params, args[0])]
         key = (name, params, tuple(args))
         numbers = [self._number((key, i)) for i in range(len(eqn.outvars))]
         if name in collectives.MOVES or (one.seen == "moves" and "fill_value" not in eqn.params):
@@ -99,37 +114,54 @@ class Values:
     def _condition(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
         """A condition, result by result, so that several of one predicate are the one that holds them all."""
         branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
-        each = [self._run(branch, [*map(self._constant, consts), *args[1:]]) for branch, consts in branches]
+        each = [self.run(branch, [*map(self.constant, consts), *args[1:]]) for branch, consts in branches]
         return [self._number(("cond", args[0], made)) for made in zip(*each, strict=True)]
 
     def _scan(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
-        """A loop: its carries are told apart by what they are before it, and by what an iteration makes of them.
-
-        At first carries with one initial value are one symbol; each round, those of which an iteration makes different
-        values part. As in the minimization of an automaton, once a round parts none (of both programs that are compared)
-        equal symbols mean equal values in every iteration.
-        """
         parts = scan_parts(eqn)
-        self._depth += 1  # a loop's iterations are not those of the loop around it
-        how = (self._depth, eqn.params["length"], eqn.params["reverse"])
         first, last = len(parts.consts), len(parts.consts) + len(parts.inits)
-        consts, inits = [*map(self._constant, parts.body_consts), *args[:first]], args[first:last]
-        slices = [self._slice(how, stack) for stack in args[last:]]
+        consts = [*map(self.constant, parts.body_consts), *args[:first]]
+
+        def body(carries: Sequence[int], slices: Sequence[int]) -> Sequence[int]:
+            return self.run(parts.body, [*consts, *carries, *slices])
+
+        return self.loop((eqn.params["length"], eqn.params["reverse"]), args[first:last], args[last:], body)
+
+    def loop(
+        self,
+        times: tuple[int, bool],
+        inits: Sequence[int],
+        stacks: Sequence[int],
+        body: Callable[[Sequence[int], Sequence[int]], Sequence[int]],
+    ) -> list[int]:
+        """The numbers of a loop's last carries, and of the stacks that it leaves.
+
+        Carries are told apart by what they are before the loop, and by what an iteration makes of them. At first carries
+        with one initial value are one symbol; each round, those of which an iteration makes different values part. As in
+        the minimization of an automaton, once a round parts none (of both programs that are compared) equal symbols mean
+        equal values in every iteration.
+
+        Args:
+            times: how often it runs, and whether from the end.
+            body: from carries and slices to what an iteration leaves of carries, and then of stacks.
+        """
+        self._depth += 1  # a loop's iterations are not those of the loop around it
+        how = (self._depth, *times)
+        slices = [self._slice(how, stack) for stack in stacks]
         symbols = [self._number(("carry", how, init)) for init in inits]
         for _ in range(self._rounds):
-            results = self._run(parts.body, [*consts, *symbols, *slices])
-            made = zip(inits, results, strict=False)
+            made = zip(inits, body(symbols, slices), strict=False)
             symbols = [self._number(("carry", how, init, result)) for init, result in made]
-        results = self._run(parts.body, [*consts, *symbols, *slices])
+        results = body(symbols, slices)
         for symbol, init, result in zip(symbols, inits, results, strict=False):
             after = self._number(("carry", how, init, result))
             self.settled &= self._next.setdefault(symbol, after) == after
         self._depth -= 1
         finals = [self._number(("final", symbol)) for symbol in symbols]
         pieces = results[len(inits) :]
-        stacks = [self._number(("stack", how, piece)) for piece in pieces]
-        self._pieces.update((stack, (how, piece)) for stack, piece in zip(stacks, pieces, strict=True))
-        return [*finals, *stacks]
+        left = [self._number(("stack", how, piece)) for piece in pieces]
+        self._pieces.update((stack, (how, piece)) for stack, piece in zip(left, pieces, strict=True))
+        return [*finals, *left]
 
     def _slice(self, how: Any, stack: int) -> int:
         """What an iteration takes of a stack: of one that such a loop has left, what it has put there at this iteration. A
@@ -150,6 +182,17 @@ class Values:
             self._moved[moved] = (*key, data)
             return moved
         return self._number((("convert_element_type", params, (arg,)), 0))
+
+    def _reshape(self, eqn: core.JaxprEqn, params: Any, arg: int) -> int:
+        """The number of a reshape; one that undoes another is what that one was of."""
+        before, sizes = self._reshaped.get(arg, (arg, shape(eqn.invars[0])))
+        if sizes == shape(eqn.outvars[0]):
+            return before
+        key = ("reshape", params, (arg,))
+        number = self._number((key, 0))
+        self._moved[number] = (*key, {0})
+        self._reshaped[number] = (arg, shape(eqn.invars[0]))
+        return number
 
     def _dot(self, eqn: core.JaxprEqn, args: list[int]) -> int:
         """The number of a dot, whichever operand comes first: each operand's dims are labelled by the dim of the result
@@ -181,12 +224,15 @@ class Values:
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _constant(self, value: Any, kind: str = "") -> int:
-        return self._number(("constant", self._content(value), kind))
-
     def _content(self, value: Any) -> Any:
         self._kept.append(value)
         return content_key(value)
+
+
+def value_of(literal: core.Literal) -> Any:
+    """A literal as an array of its type."""
+    kind = dtype(literal)
+    return literal.val if jax.dtypes.issubdtype(kind, jax.dtypes.extended) else np.asarray(literal.val, kind)
 
 
 def content_key(value: Any) -> Any:

@@ -1,0 +1,118 @@
+"""What the blocks of a step run: the very jaxprs that JAX has traced to lower them, and what each takes and leaves.
+
+A block that runs together with another as one executable (`PlacedBlock.parts`) is traced by itself.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from jscaler.capture.jaxprs import dtype, shape, shape_struct
+from jscaler.ir import PTensor
+from jscaler.lower.emit import emit, physical_mesh, value_shape
+from jscaler.lower.segment import PlacedBlock, Segment
+from jscaler.lower.step_plan import StepPlan
+from jscaler.runtime.compiled import Lowered
+from jscaler.runtime.devices import by_gloo
+from jscaler.runtime.executable import executable, traced
+from jscaler.verification.local_programs import Local, local_program, open_shard_map
+from jscaler.verification.values import Values
+
+
+@dataclass(frozen=True)
+class EmittedBlock:
+    """A block, and what one of its devices runs.
+
+    Attributes:
+        local: of the first ``num_takes`` of what the block takes, and its imports; further ones are constants in it.
+        num_takes: how many inputs of the step it takes.
+        computed: the places of its results and exports that ``local`` returns; the others are inputs as they came.
+    """
+
+    block: PlacedBlock
+    local: Local
+    num_takes: int
+    computed: tuple[int, ...]
+
+    @property
+    def inputs(self) -> Iterable[tuple[PTensor, PartitionSpec]]:
+        """The inputs of the step that it takes, and how each is cut."""
+        return zip(self.block.takes[: self.num_takes], self.local.in_specs, strict=False)
+
+    @property
+    def outputs(self) -> dict[int, PartitionSpec]:
+        """The step's results that it leaves, by number, and how each is cut."""
+        specs = dict(zip(self.computed, self.local.out_specs, strict=True))
+        taken = dict(zip(self.block.flat.inputs, self.local.in_specs, strict=False))
+        ends = zip(self.block.results, self.block.flat.outputs, strict=False)
+        return {n: specs[i] if i in specs else taken[v] for i, (n, v) in enumerate(ends) if i in specs or v in taken}
+
+    def numbers(self, values: Values, leaves: Mapping[PTensor, int], between: Mapping[int, int]) -> dict[int, int]:
+        """The numbers of its results and exports.
+
+        Args:
+            leaves: those of the step's inputs.
+            between: those of what programs and blocks hand on.
+        """
+        block = self.block
+        args = [*(leaves[t] for t in block.takes[: self.num_takes]), *(between[v] for v in block.imports)]
+        found = dict(zip(self.computed, values.results(self.local, args), strict=True))
+        given = dict(zip(block.flat.inputs, args, strict=False))  # of a returned input; it is one of the first
+        made = {}
+        for place, (number, atom) in enumerate(zip((*block.results, *block.exports), block.flat.outputs, strict=True)):
+            assert place in found or isinstance(atom, core.Var)
+            made[number] = found[place] if place in found else given[atom]
+        return made
+
+    def like(self, segment: Segment) -> tuple[object, ...]:
+        """What another segment's block has in common with it, if it computes the same of that segment's values."""
+        program, block = segment.program, self.block
+        number = {value: i for i, value in enumerate((*program.imports, *program.results, *program.exports))}
+        place = {t: i for i, t in enumerate(program.tensors)}
+        return (
+            id(self.local.jaxpr),
+            self.num_takes,
+            self.computed,
+            tuple(place[t] for t in block.takes),
+            *(tuple(number.get(value, -1) for value in values) for values in (block.imports, block.results, block.exports)),
+        )
+
+
+def emitted_blocks(step: StepPlan, lowered: Lowered | None) -> dict[int, EmittedBlock]:
+    """The blocks of all segments of ``step``, by identity.
+
+    Args:
+        lowered: where there is one, what was traced for it is looked at, unless it is written for gloo's sums.
+    """
+    use = lowered is not None and not by_gloo(lowered.devices)
+    made = lowered.executable if lowered is not None and use else executable(step, (), ())
+    known: dict[int, Local] = {}
+    found = {}
+    for block, one, jaxpr in zip(step.blocks, made.blocks, traced(step, made), strict=True):
+        if id(jaxpr) not in known:
+            known[id(jaxpr)] = local_program(jaxpr.jaxpr)
+        found[id(block)] = EmittedBlock(block, known[id(jaxpr)], len(one.takes), one.computed)
+    for segment in step.segments:
+        for block in segment.blocks:
+            if id(block) not in found:
+                found[id(block)] = _by_itself(block)
+    return found
+
+
+def _by_itself(block: PlacedBlock) -> EmittedBlock:
+    count = len(block.takes)
+    structs = [shape_struct(t.aval) for t in block.takes]
+    for variable, layout in zip(block.flat.inputs[count:], block.inputs[count:], strict=True):
+        whole = value_shape(layout, block.group, shape(variable))
+        structs.append(jax.ShapeDtypeStruct(whole, dtype(variable)))
+    local = open_shard_map(emit(block, physical_mesh(block.group, ())), structs)
+    return EmittedBlock(block, local, count, tuple(range(len(block.outputs))))
+
+
+def in_order(emitted: Mapping[int, EmittedBlock], segment: Segment) -> Sequence[EmittedBlock]:
+    """Those of a segment, one after another."""
+    return [dataclasses.replace(emitted[id(block)], block=block) for block in segment.blocks]
