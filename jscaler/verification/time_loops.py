@@ -311,8 +311,10 @@ class _TimeLoop:
             if all(_shape(rule, dims, cut, whole) == t.shape for (dims, t), whole in zip(tensors, wholes, strict=False)):
                 factor = dealt[around.index(self.task.loop)]
                 made = self._by_factor(source, rule, factor, given[: len(source.inputs)], len(cut) == 1)
-                if made is not None and alone:
-                    made = [_of_shape(*pair) for pair in zip(made, source.outputs, op.outputs, strict=True)]
+                if made is not None and alone:  # what loops within cut, too, is as large as it would be without this one
+                    within = [(f, x.parts) for f, x in zip(dealt, around, strict=True) if f and x is not self.task.loop]
+                    full = [_shape(rule, d, within, t.shape) for d, t in zip(rule.results, source.outputs, strict=True)]
+                    made = [_of_shape(s, n, t.shape) for s, n, t in zip(made, full, op.outputs, strict=True)]
                 found += [made] if made is not None and made not in found else []
         if not found:
             reads = ", ".join(f"'{t.name}' {list(t.shape)} ({_text(s)})" for t, s in zip(op.inputs, given, strict=True))
@@ -444,9 +446,9 @@ class _TimeLoop:
             states[y.stack] = state.shifted(1) if isinstance(state, VisitedPart) else state
 
 
-def _of_shape(state: State, whole: PTensor, made: PTensor) -> State:
+def _of_shape(state: State, whole: tuple[int, ...] | None, made: tuple[int, ...]) -> State:
     """What an op that runs alone makes: a part, if its shape is a part's; what else is its own is not followed."""
-    cut = [d for d, (a, b) in enumerate(zip(whole.shape, made.shape, strict=True)) if a != b]
+    cut = [d for d, (a, b) in enumerate(zip(whole or made, made, strict=True)) if a != b]
     if not cut:
         return UNKNOWN if state == WHOLE or isinstance(state, VisitedPart) else state
     return state if isinstance(state, VisitedPart) and state.dim == cut[0] else VisitedPart(cut[0])

@@ -1,7 +1,7 @@
 """Do two local programs compute the same values? Equal equations of equal values are one value: numbered, and compared."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from jscaler.verification import collectives
 from jscaler.verification.local_programs import Local
 
 T = TypeVar("T")
+ASIDE = frozenset({"sharding", "out_sharding", "weak_type"})  # parameters that no value depends on
 
 
 def numbered(number: Callable[["Values"], T], most: int) -> T:
@@ -100,9 +101,10 @@ class Values:
             return [self._dot(eqn, args)]
         if name == "transpose" and args[0] in self._dots:
             return [self._transposed_dot(args[0], eqn.params["permutation"])]
-        params = params_key(eqn.params, self._content)
+        params = self._params(eqn.params)
         if one.seen == "casts":
-            return [self._cast(params, args[0])]
+            same = dtype(eqn.invars[0]) == dtype(eqn.outvars[0])  # whether its type is weak makes no other number
+            return [args[0] if same else self._cast(params, args[0])]
         if name == "reshape":
             return [self._reshape(eqn, params, args[0])]
         key = (name, params, tuple(args))
@@ -110,6 +112,10 @@ class Values:
         if name in collectives.MOVES or (one.seen == "moves" and "fill_value" not in eqn.params):
             self._moved[numbers[0]] = (*key, one.data(len(args)))
         return numbers
+
+    def _params(self, params: Mapping[str, Any]) -> Hashable:
+        """The parameters that tell values apart."""
+        return params_key({name: value for name, value in params.items() if name not in ASIDE}, self._content)
 
     def _condition(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
         """A condition, result by result, so that several of one predicate are the one that holds them all."""
@@ -208,7 +214,7 @@ class Values:
             exactness = precision[side] if isinstance(precision, tuple) else precision
             operands.append((arg, tuple(labels[dim] for dim in sorted(labels)), str(exactness)))
         rest = {name: value for name, value in eqn.params.items() if name not in ("dimension_numbers", "precision")}
-        return self._labelled_dot(params_key(rest, self._content), operands)
+        return self._labelled_dot(self._params(rest), operands)
 
     def _transposed_dot(self, dot: int, permutation: Sequence[int]) -> int:
         how, operands = self._dots[dot]
