@@ -10,6 +10,8 @@ case gives axes of few names any counts, on forward and on backward ops, which i
 ``accumulate(…, per_microbatch=…)``, against a loop by hand over the step traced on the part.
 ``--groups``: plans that place ops on two or three device groups, apart, nested or overlapping, backward ops too; in every
 tenth case a loop spans them, whose parts may take turns on them (most that are refused have two such loops).
+``--pipelines``: chains and stacks of layers as pipelines, with co-shard, recompute, ZeRO and tensor parallelism inside of
+stages, under each schedule; in half of them no layer ends at a residual. Any 110 cases have every pair of both.
 A case that takes longer than five minutes hangs: it counts as failed, and so do those behind it in its row, not run then.
 """
 
@@ -35,14 +37,16 @@ OPTIONS = {
     "timed": {"action": "store_true", "help": "plans with time axes"},
     "alone": {"action": "store_true", "help": "models that run on each micro-batch alone"},
     "groups": {"action": "store_true", "help": "plans that place ops on several device groups"},
+    "pipelines": {"action": "store_true", "help": "pipelines with other plans inside of stages"},
 }
 
 
-def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool = False) -> Row:
+def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool = False, pipelines: bool = False) -> Row:
     """Measure some cases; a case that fails or raises is named."""
     import jax
 
     from tests.part_models import draw_model, measure_model
+    from tests.pipelines import measure_pipeline, plan_of
     from tests.programs import devices_of, measure
 
     if jax.config.jax_num_cpu_devices != 8:  # type: ignore[attr-defined]
@@ -53,6 +57,8 @@ def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool =
     found, failed = [], []
 
     def case(seed: int) -> Any:
+        if pipelines:
+            return measure_pipeline(seed)
         counts = seed % (10 if groups else 3) == 0 and (timed or groups)
         return measure_model(seed) if alone else measure(seed, timed=timed, counts=counts, groups=groups)
 
@@ -60,15 +66,20 @@ def chunk(seeds: range, timed: bool = False, alone: bool = False, groups: bool =
         try:
             found.append(within(LIMIT, functools.partial(case, seed)))
         except TimeoutError:
-            failed += [f"{seed} {_steps(seed, alone)}: hangs", *(f"{n}: not run" for n in range(seed + 1, seeds.stop))]
+            failed += [
+                f"{seed} {_steps(seed, alone, pipelines)}: hangs",
+                *(f"{n}: not run" for n in range(seed + 1, seeds.stop)),
+            ]
             break
         except Exception as error:
-            failed.append(f"{seed} {_steps(seed, alone)}: {type(error).__name__}: {str(error)[:300]}")
+            failed.append(f"{seed} {_steps(seed, alone, pipelines)}: {type(error).__name__}: {str(error)[:300]}")
             continue
         if found[-1].worst > 1:
             failed.append(f"{seed} {found[-1].steps}: {found[-1].where} is {found[-1].worst:.3g} off")
     jax.clear_caches()
-    devices = {draw_model(seed).devices if alone else devices_of(seed, timed) for seed in seeds}
+    devices = {
+        draw_model(seed).devices if alone else plan_of(seed)[1] if pipelines else devices_of(seed, timed) for seed in seeds
+    }
     return {
         "cases": len(seeds),
         "devices": " ".join(map(str, sorted(devices))),
@@ -108,26 +119,33 @@ def _reason(found: Any) -> str:
     return re.sub(r"\d+", "n", re.sub(r"'[^']*'", "'…'", found.refused))[:90]
 
 
-def _steps(seed: int, alone: bool) -> object:
+def _steps(seed: int, alone: bool, pipelines: bool) -> object:
     """What a case that failed is made of, where it can be drawn at all."""
     from tests.part_models import draw_model
+    from tests.pipelines import draw_net, plan_of
     from tests.programs import draw_program
 
     try:
+        if pipelines:
+            return plan_of(seed)[0], draw_net(seed).steps
         return draw_model(seed).drawn if alone else draw_program(seed).steps
     except Exception as error:
         return f"(not drawn: {error})"
 
 
-def rows(quick: bool, cases: int, first: int, workers: int, timed: bool, alone: bool, groups: bool) -> Iterator[Row]:
+def rows(
+    quick: bool, cases: int, first: int, workers: int, timed: bool, alone: bool, groups: bool, pipelines: bool
+) -> Iterator[Row]:
+    kind = {"timed": timed, "alone": alone, "groups": groups, "pipelines": pipelines}
     if quick:
-        yield chunk(range(first, first + 8), timed, alone, groups)
+        yield chunk(range(first, first + 4), **kind)
+        yield chunk(range(first, first + 4), pipelines=True)
         return
     seeds = range(first, first + cases)
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     # fresh processes now and then: XLA keeps what it compiled
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=5) as pool:
-        yield from pool.imap(functools.partial(chunk, timed=timed, alone=alone, groups=groups), chunks)
+        yield from pool.imap(functools.partial(chunk, **kind), chunks)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,15 @@ X, LABELS = jnp.linspace(-1, 1, 8 * 4 * 5).reshape(8, 4, 5), jnp.arange(32).resh
 ROWS = jnp.arange(8)
 Look = Callable[[jax.Array, jax.Array], jax.Array]
 
+
+def tall(x: jax.Array, rows: int) -> jax.Array:
+    return jnp.arange(rows * 5.0).reshape(rows, 5) + x[0, 0]
+
+
+def many(y: jax.Array, rows: int) -> jax.Array:
+    return jnp.arange(rows) % 5 + 0 * y[0, 0]
+
+
 # a look-up, and the dims of the operand that are the rows' own
 LOOKS: dict[str, tuple[Look, tuple[int, ...]]] = {
     "labels of rows": (lambda x, y: x[:, 0][jnp.arange(8), y[:, 0]], (0,)),
@@ -33,6 +42,16 @@ LOOKS: dict[str, tuple[Look, tuple[int, ...]]] = {
     "added": (lambda x, y: x.at[jnp.arange(8)[:, None], jnp.arange(4), y].add(x[:, :, 0]), (0, 1)),
     "written where it is inside": (lambda x, y: x.at[jnp.arange(8), y[:, 0] + 2].mul(x[:, 0], mode="drop"), (0,)),
     "in a loop": (lambda x, y: jax.lax.scan(lambda c, w: (c + 1, w[jnp.arange(4), (c + y[0]) % 5]), 0, x)[1], (0,)),
+    "counted in a type of as many": (lambda x, y: tall(x, 256)[jnp.arange(256, dtype=jnp.uint8), many(y, 256)], (0,)),
+    "a counter that begins again": (lambda x, y: tall(x, 260)[jnp.arange(260, dtype=jnp.uint8), many(y, 260)], ()),
+    "one with a sign, cast back": (
+        lambda x, y: tall(x, 260)[jnp.arange(260).astype("uint8").astype("int32"), many(y, 260)],
+        (),
+    ),
+    "one that is not whole": (
+        lambda x, y: tall(x, 2100)[jnp.arange(2100, dtype="float16").astype("int32"), many(y, 2100)],
+        (),
+    ),
     "fewer rows": (lambda x, y: x[jnp.arange(3), y[:3, 0] % 4], ()),
     "turned round": (lambda x, y: x[jnp.arange(8)[::-1], y[:, 0] % 4], ()),
     "two steps": (lambda x, y: x[jnp.arange(8) * 2 % 8, y[:, 0] % 4], ()),
