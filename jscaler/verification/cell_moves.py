@@ -4,6 +4,7 @@ A rule takes the equation, its data operands, and its index operands (concrete, 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,25 @@ Arrays = Sequence[np.ndarray]
 
 def _reshape(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
     assert eqn.params.get("dimensions") is None
-    return [data[0].reshape(len(data[0]), *eqn.params["new_sizes"])]
+    return [_seen_as(data[0], eqn.params["new_sizes"])]
+
+
+def _seen_as(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """``x`` with dims of ``sizes``; those that are broadcast stay so, where they become dims of their own."""
+    small: list[int] = []
+    cut: list[slice] = [slice(None)]
+    dims, new = list(range(1, x.ndim)), list(sizes)
+    while dims or new:  # the fewest dims that become as many elements as the fewest new ones
+        mine, its = [dims.pop(0)] if dims else [], [new.pop(0)] if new else []
+        while (a := math.prod(x.shape[d] for d in mine)) != (b := math.prod(its)):
+            if a < b:
+                mine.append(dims.pop(0))
+            else:
+                its.append(new.pop(0))
+        flat = all(x.strides[d] == 0 for d in mine)
+        cut += [slice(0, 1) if flat else slice(None)] * len(mine)
+        small += [1] * len(its) if flat else its
+    return np.broadcast_to(x[tuple(cut)].reshape(len(x), *small), (len(x), *sizes))
 
 
 def _transpose(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
@@ -86,8 +105,13 @@ def _dynamic_slice(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
         return [data[0][(slice(None), *(slice(s, s + w) for s, w in zip(starts[0], window, strict=True)))]]
     if all(stride == 0 for stride in data[0].strides[1:]):  # one value on each device
         return [data[0][(slice(None), *map(slice, window))]]
-    windows = (tuple(slice(s, s + w) for s, w in zip(at, window, strict=True)) for at in starts)
-    return [np.stack([row[at] for row, at in zip(data[0], windows, strict=True)])]
+    flat = [stride == 0 for stride in data[0].strides[1:]]  # wherever these begin, it is the same
+    few = data[0][(slice(None), *(slice(0, 1) if f else slice(None) for f in flat))]
+    windows = (
+        tuple(slice(0, 1) if f else slice(s, s + w) for s, w, f in zip(at, window, flat, strict=True)) for at in starts
+    )
+    made = np.stack([row[at] for row, at in zip(few, windows, strict=True)])
+    return [np.broadcast_to(made, (len(made), *window))]
 
 
 def _dynamic_update_slice(eqn: Any, data: Arrays, index: Arrays) -> Arrays:

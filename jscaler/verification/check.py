@@ -55,7 +55,7 @@ class Report:
         reads: VTensors of ops and results of the step that were found in their slots, each on all devices.
         time_loops: how many loops over parts were proven to take each part once.
         on_smaller: of the distinct exchanges those that were proven on a smaller tensor, cut in the same way: large ones.
-        left_out: the tensors whose exchanges were not proven, for their size.
+        left_out: the tensors of which an exchange, or a cut into parts in time, was not proven, for their size.
     """
 
     devices: int
@@ -83,7 +83,7 @@ class Report:
         if self.on_smaller:
             lines.append(f"  large        {self.on_smaller} exchanges, on smaller tensors that are cut in the same way")
         if self.left_out:
-            lines.append(f"  left out     exchanges of {listing(self.left_out)}, for their size")
+            lines.append(f"  left out     {listing(self.left_out)}, for their size")
         return "\n".join(lines)
 
 
@@ -189,7 +189,7 @@ class _StepCheck:
             devices.update(group.devices)
             reads += flow.num_reads
         self._leaf_ends()
-        time_loops = check_time_loops(self.step)
+        time_loops = check_time_loops(self.step, self.exchanges.left_out)
         reads += check_instructions(self.step)
         done = self.exchanges
         return Report(

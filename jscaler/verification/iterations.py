@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from jscaler.errors import VerificationError
 from jscaler.ir.mask import Combiner
 from jscaler.lax_primitives import known
 from jscaler.verification.interpret import Interpreter
-from jscaler.verification.symbols import Patterns, Symbolic
+from jscaler.verification.symbols import Patterns, Symbolic, compact
+
+MOST_CELLS = 2**22  # of all iterations: beyond, the dims of an array are looked at one by one
 
 
 def ids(sizes: Sequence[int]) -> np.ndarray:
@@ -47,39 +50,134 @@ def adds_all(jaxpr: core.Jaxpr) -> bool:
     return each and all(known(e.primitive).seen == "joins" and known(e.primitive).combiner == "add" for e in jaxpr.eqns)
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Which elements of an array come where, in each of some iterations.
+
+    Attributes:
+        elements: (iterations, *what an iteration leaves): the numbers of elements; None of large arrays.
+        axes: of large arrays, whose dims are moved apart from one another: per axis of what is left the numbers of the rows
+            that come there, (iterations, size).
+        shape: of what an iteration leaves.
+    """
+
+    elements: np.ndarray | None
+    axes: tuple[np.ndarray, ...]
+    shape: tuple[int, ...]
+
+    def are_parts(self, whole: tuple[int, ...], dim: int, blocks: int, count: int, rows: int) -> bool:
+        """Whether iteration i leaves part i of ``whole``: of ``dim``, seen as (blocks, parts, rows)."""
+        if self.elements is not None:
+            parts = parts_of(ids(whole), dim, blocks, count, rows)
+            return parts is not None and np.array_equal(parts, self.elements)
+        parts = parts_of(np.arange(whole[dim]), 0, blocks, count, rows)
+        return parts is not None and np.array_equal(parts, self.axes[dim])
+
+    def puts_together(self, stack: tuple[int, ...], dim: int, blocks: int, count: int, rows: int) -> bool:
+        """Whether the first iteration makes the whole of such a ``stack`` of parts."""
+        if self.elements is not None:
+            parts = parts_of(self.elements[0], dim, blocks, count, rows)
+            return parts is not None and np.array_equal(parts, ids(stack))
+        parts = parts_of(self.axes[dim][0], 0, blocks, count, rows)
+        return parts is not None and np.array_equal(parts, np.arange(parts.size).reshape(parts.shape))
+
+
 def each_once(
-    jaxpr: core.Jaxpr, args: Sequence[np.ndarray], count: int, places: Sequence[int], where: str
-) -> np.ndarray:  # fmt: skip
+    jaxpr: core.Jaxpr, args: Sequence[np.ndarray | None], count: int, places: Sequence[int], where: str
+) -> Moved | None:
     """Which elements ``jaxpr`` moves in each of ``count`` iterations: each once on a device, and all on some.
 
     Args:
-        args: element numbers, and for scalars a number for each iteration.
+        args: for scalars a number for each iteration; None for the array.
         places: how many devices differ along each of its last operands.
+
+    Returns:
+        What it moves; None where the array is large and its dims are not moved apart from one another.
+
+    Raises:
+        VerificationError: elements are left out, or come more than once.
     """
     read = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
     own = [n if v in read else 1 for n, v in zip(places, jaxpr.invars[len(args) :], strict=True)]
     devices = np.indices(own).reshape(len(own), -1) if own else np.zeros((0, 1), int)
+    whole = shape(jaxpr.invars[args.index(None)])
+
+    def run(elements: np.ndarray) -> np.ndarray:
+        return _moved(jaxpr, args, elements, count, devices, where)
+
+    if count * devices.shape[1] * math.prod(whole) <= MOST_CELLS:
+        found = run(ids(whole))
+        _check_once(found, math.prod(whole), devices.shape[1], where)
+        return Moved(found, (), found.shape[1:])
+    lines = [run(np.broadcast_to(_along(n, d, len(whole)), whole)) for d, n in enumerate(whole)]
+    axes = _axes(lines, whole)
+    if axes is None:
+        return None
+    full = [np.array_equal(np.sort(rows, 1), np.broadcast_to(np.arange(size), (len(rows), size))) for rows, size in axes]
+    if full.count(False) > 1:
+        return None
+    for rows, size in (axes[full.index(False)],) if False in full else ():
+        _check_once(rows, size, devices.shape[1], where)
+    return Moved(None, tuple(rows for rows, _ in axes), lines[0].shape[1:])
+
+
+def _moved(
+    jaxpr: core.Jaxpr, args: Sequence[np.ndarray | None], elements: np.ndarray, count: int, devices: np.ndarray, where: str
+) -> np.ndarray:
+    """The numbers that ``elements`` have where they come to, device by device and iteration by iteration."""
     total = count * devices.shape[1]
     patterns = Patterns(())
     given: list[Any] = []
-    for atom, x in zip(jaxpr.invars, args, strict=False):
-        if not shape(atom) and x.shape == (count,):
+    for x in args:
+        if x is not None:
             given.append(np.tile(x, devices.shape[1]))
         else:
-            cells = np.broadcast_to(x, (total, *x.shape))
+            cells = np.broadcast_to(elements, (total, *elements.shape))
             given.append(Symbolic(cells, np.broadcast_to(np.int32(patterns.whole), cells.shape)))
     given += [np.repeat(device.astype(np.int32), count) for device in devices]
     try:
         (result,) = Interpreter({"part": total}, patterns).run(jaxpr, given)
     except VerificationError as error:
         raise VerificationError(f"{where}: {str(error).replace('on devices', 'in iterations')}") from None
-    found = result.element if isinstance(result, Symbolic) else np.full(result.shape, -1)
-    size = max(x.size for x, atom in zip(args, jaxpr.invars, strict=False) if shape(atom))
-    often = np.stack([np.bincount(x[x >= 0], minlength=size) for x in found.reshape(devices.shape[1], -1)])
+    return result.element if isinstance(result, Symbolic) else np.full(result.shape, -1)
+
+
+def _check_once(found: np.ndarray, size: int, devices: int, where: str) -> None:
+    often = np.stack([np.bincount(x[x >= 0], minlength=size) for x in found.reshape(devices, -1)])
     missing, twice = int((often == 0).all(0).sum()), int((often > 1).any(0).sum())
     if missing or twice or found.size < size:
         raise VerificationError(f"{where}: of {size} elements {missing} are left out, {twice} come more than once")
-    return found
+
+
+def _along(size: int, dim: int, rank: int) -> np.ndarray:
+    """The numbers of rows along a dim."""
+    return np.arange(size, dtype=np.int32).reshape([size if d == dim else 1 for d in range(rank)])
+
+
+def _axes(lines: Sequence[np.ndarray], whole: tuple[int, ...]) -> list[tuple[np.ndarray, int]] | None:
+    """Per axis of a result the numbers of the rows that come there, and how many there are of these.
+
+    Args:
+        lines: for each dim of the operand the numbers that its rows have in the result.
+
+    Returns:
+        None where rows of a dim come to several axes, so that the dims are not moved apart.
+    """
+    made = lines[0].shape
+    axes = [(np.zeros((made[0], n), np.int64), 1) for n in made[1:]]
+    for rows, size in zip(lines, whole, strict=True):
+        (few,) = compact(rows)
+        varying = [axis for axis in range(1, few.ndim) if few.shape[axis] > 1]
+        if len(varying) > 1 or (few < 0).any():
+            return None
+        if size > 1:
+            axis = varying[0] if varying else next((a for a in range(1, few.ndim) if made[a] == 1), 0)
+            if not axis:
+                return None
+            numbers, before = axes[axis - 1]
+            line = np.broadcast_to(few.reshape(few.shape[0], -1), numbers.shape)
+            axes[axis - 1] = numbers * size + line, before * size
+    return axes
 
 
 def parts_of(whole: np.ndarray, dim: int, blocks: int, parts: int, rows: int) -> np.ndarray | None:

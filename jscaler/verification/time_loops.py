@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core
 
 from jscaler.capture.bodies import filled_with
-from jscaler.capture.jaxprs import evaluate, shape
+from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import VerificationError
 from jscaler.ir import Carry, Loop, Op, PTensor, Rule
 from jscaler.ir.mask import Combiner
@@ -31,7 +31,8 @@ from jscaler.lower.program import Compute, Repeat, Task, all_tasks
 from jscaler.rules.neutral import neutral
 from jscaler.rules.rule_book import RuleBook
 from jscaler.stages import StepPlan
-from jscaler.verification.iterations import adds_all, each_once, ids, joins, only_moves, parts_of
+from jscaler.verification import iterations
+from jscaler.verification.iterations import adds_all, each_once, ids, joins, only_moves
 
 
 class Mark(enum.Enum):
@@ -77,8 +78,11 @@ WHOLE, INDEX, UNKNOWN, OPEN = Mark.WHOLE, Mark.INDEX, Mark.UNKNOWN, Mark.OPEN
 States = dict[PTensor, State]
 
 
-def check_time_loops(step: StepPlan) -> int:
+def check_time_loops(step: StepPlan, left_out: list[str]) -> int:
     """Prove all loops over parts of ``step``; how many there are.
+
+    Args:
+        left_out: filled here: tensors whose parts are too large to be looked at.
 
     Raises:
         VerificationError: a part is left out or visited twice, or a summand is left out or added twice.
@@ -86,15 +90,15 @@ def check_time_loops(step: StepPlan) -> int:
     stacks, writers, around = States(), dict[PTensor, Loop](), dict[int, tuple[Loop, ...]]()
     if step.spanning is not None:
         loop = step.spanning.loop
-        stacks = _over_groups(step).run()
+        stacks = _over_groups(step, left_out).run()
         writers.update((y.stack, loop) for y in loop.ys)
         around.update(dict.fromkeys(step.spanning.phases, (loop,)))
     programs = [segment.program for segment in step.segments]
-    levels = [_Level(step, p.tasks, around.get(p.phase, ()), stacks, writers) for p in programs]
+    levels = [_Level(step, p.tasks, left_out, around.get(p.phase, ()), stacks, writers) for p in programs]
     return (step.spanning is not None) + sum(level.check() for level in levels)
 
 
-def _over_groups(step: StepPlan) -> "_TimeLoop":
+def _over_groups(step: StepPlan, left_out: list[str]) -> "_TimeLoop":
     """The proof of the loop over groups: its body is what all of them run, in the order of the graph."""
     assert step.spanning is not None
     loop, phases = step.spanning.loop, step.spanning.phases
@@ -106,7 +110,7 @@ def _over_groups(step: StepPlan) -> "_TimeLoop":
     for x in loop.xs:  # the number of the micro-batch is told to the blocks
         op = step.graph.producer[x.stack]
         makers[x.stack] = Compute(op, _body(op), (), ())
-    return _TimeLoop(step, Repeat(loop, tuple(body), (), (), ()), (), makers, {})
+    return _TimeLoop(step, Repeat(loop, tuple(body), (), (), ()), (), makers, {}, left_out)
 
 
 @dataclass
@@ -115,6 +119,7 @@ class _Level:
 
     step: StepPlan
     tasks: Sequence[Task]
+    left_out: list[str]
     around: tuple[Loop, ...]
     stacks: States = field(default_factory=dict)  # stacks of loops over parts -> what their slices are
     writers: dict[PTensor, Loop] = field(default_factory=dict)
@@ -128,11 +133,11 @@ class _Level:
             elif isinstance(task, Repeat):
                 inner = self.around
                 if task.loop.time and task.loop.parts > 1:
-                    self.stacks.update(_TimeLoop(self.step, task, self.around, makers, self.stacks).run())
+                    self.stacks.update(_TimeLoop(self.step, task, self.around, makers, self.stacks, self.left_out).run())
                     self.writers.update((y.stack, task.loop) for y in task.loop.ys)
                     inner = (*self.around, task.loop)
                     count += 1
-                count += _Level(self.step, task.tasks, inner).check()
+                count += _Level(self.step, task.tasks, self.left_out, inner).check()
         return count
 
     def _merge(self, task: Compute) -> None:
@@ -145,24 +150,29 @@ class _Level:
         if len(op.inputs) > 1:
             self._merge_turns(task, loop, where)
             return
-        for jaxpr, places in ((_body(op), []), (task.jaxpr, [who.size for who in task.parts])):
-            each_once(jaxpr, [ids(shape(jaxpr.invars[0]))], 1, places, where)
+        each_once(task.jaxpr, [None], 1, [who.size for who in task.parts], where)
+        moved = each_once(_body(op), [None], 1, [], where)
         state = self.stacks[stack]
         if state == WHOLE or isinstance(state, Sum):
             raise VerificationError(f"{where}: what each iteration leaves is no part: {_text(state)}")
         if isinstance(state, VisitedPart) and state.dim is not None and state.blocks is not None and state.rows is not None:
-            found = each_once(_body(op), [ids(stack.shape)], 1, [], where)
-            parts = parts_of(found[0], state.dim, state.blocks, loop.parts, state.rows)
-            if parts is None or not np.array_equal(parts, ids(stack.shape)):
+            if moved is None:
+                self.left_out.append(op.outputs[0].name)
+            elif not moved.puts_together(stack.shape, state.dim, state.blocks, loop.parts, state.rows):
                 raise VerificationError(f"{where}: they are put together in another order than they were cut in")
 
     def _merge_turns(self, task: Compute, loop: Loop, where: str) -> None:
         """What puts the stacks of several turns together has the parts in their order."""
         made, states = task.op.outputs[0], {self.stacks[t] for t in task.op.inputs}
-        every = ids((loop.parts, *task.op.inputs[0].shape[1:]))
-        own = [every[turn :: loop.turns] for turn in range(loop.turns)]
-        moved = len(own) == len(task.op.inputs) and evaluate(_body(task.op), own)[0]
-        if not np.array_equal(moved, every) or len(states) > 1:
+        sizes = (loop.parts, *task.op.inputs[0].shape[1:])
+        in_order = len(task.op.inputs) == loop.turns
+        if math.prod(sizes) > iterations.MOST_CELLS:
+            self.left_out.append(made.name)
+        elif in_order:
+            every = ids(sizes)
+            (moved,) = evaluate(_body(task.op), [every[turn :: loop.turns] for turn in range(loop.turns)])
+            in_order = np.array_equal(moved, every)
+        if not in_order or len(states) > 1:
             raise VerificationError(f"{where}: those of the {loop.turns} turns are not put together in their order")
         self.stacks[made], self.writers[made] = states.pop(), loop
 
@@ -182,6 +192,7 @@ class _TimeLoop:
     around: tuple[Loop, ...]
     makers: Mapping[PTensor, Compute]
     stacks: Mapping[PTensor, State]
+    left_out: list[str]
     read: list[PTensor] = field(default_factory=list)
     turns: dict[PTensor, tuple[int, ...]] = field(default_factory=dict)  # what a carry leaves -> when something is added
 
@@ -378,16 +389,18 @@ class _TimeLoop:
         number, where = given.index(rest[0]), f"{self._here()}, '{op.outputs[0].name}'"
         if isinstance(rest[0], VisitedPart | Sum | SoFar):
             raise VerificationError(f"{where}: a part is cut off {_text(rest[0])}")
-        args = [np.arange(count, dtype=np.int32)] * len(op.inputs)
-        for jaxpr, places in ((task.jaxpr, [who.size for who in task.parts]), (_body(op), [])):
-            args[number] = ids(shape(jaxpr.invars[number]))
-            found = each_once(jaxpr, args, count, places, where)
+        args: list[np.ndarray | None] = [np.arange(count, dtype=np.int32)] * len(op.inputs)
+        args[number] = None
+        each_once(task.jaxpr, args, count, [who.size for who in task.parts], where)
+        moved = each_once(_body(op), args, count, [], where)
+        if moved is None:
+            self.left_out.append(op.outputs[0].name)
+            return [VisitedPart()]
         whole = op.inputs[number].shape
-        dims = [d for d, (a, b) in enumerate(zip(whole, found.shape[1:], strict=True)) if a != b]
-        for blocks in range(1, found.shape[1 + dims[0]] + 1) if len(dims) == 1 else ():
-            rows = found.shape[1 + dims[0]] // blocks
-            parts = parts_of(ids(whole), dims[0], blocks, count, rows)
-            if parts is not None and np.array_equal(parts, found):
+        dims = [d for d, (a, b) in enumerate(zip(whole, moved.shape, strict=True)) if a != b]
+        for blocks in range(1, moved.shape[dims[0]] + 1) if len(dims) == 1 else ():
+            rows = moved.shape[dims[0]] // blocks
+            if moved.are_parts(whole, dims[0], blocks, count, rows):
                 return [VisitedPart(dims[0], blocks, rows)]
         raise VerificationError(f"{where}: the parts of the iterations do not follow each other")
 

@@ -13,7 +13,7 @@ from losing import losing
 
 import jscaler
 from jscaler import TimeSplit
-from jscaler.capture.jaxprs import trace_flat
+from jscaler.capture.jaxprs import open_jaxpr, trace_flat
 from jscaler.errors import VerificationError
 from jscaler.ir import Body
 from jscaler.lower.block_cuts import uncut
@@ -21,7 +21,9 @@ from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Repeat, Task
 from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan
+from jscaler.rules.part_forms import Sliced
 from jscaler.schedule import time_axes
+from jscaler.verification import iterations
 from jscaler.verification.time_loops import check_time_loops
 
 DRAWS = np.random.default_rng(0)
@@ -207,7 +209,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 def right() -> StepPlan:
     with jax.enable_x64(True):
         plan = planned()
-    assert check_time_loops(plan) == 2
+    assert check_time_loops(plan, []) == 2
     return plan
 
 
@@ -217,4 +219,43 @@ def test_faults_are_found(fault: str, right: StepPlan) -> None:
     with jax.enable_x64(True):
         wrong = planted(right, plant)
         with pytest.raises(VerificationError, match=message):
-            check_time_loops(wrong)
+            check_time_loops(wrong, [])
+
+
+BY_NUMBERS = ("merged turned round", "merged without the last")  # rows are moved by a table of their numbers
+
+
+def test_of_large_arrays_dims_are_looked_at_one_by_one(right: StepPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same faults are found, or it is said that nothing was looked at."""
+    monkeypatch.setattr(iterations, "MOST_CELLS", 0)
+    left_out: list[str] = []
+    assert check_time_loops(right, left_out) == 2
+    assert not left_out
+    for fault, (plant, message) in FAULTS.items():
+        with jax.enable_x64(True):
+            wrong, unseen = planted(right, plant), list[str]()
+            if fault not in BY_NUMBERS:
+                with pytest.raises(VerificationError, match=message):
+                    check_time_loops(wrong, unseen)
+                continue
+            check_time_loops(wrong, unseen)
+            assert unseen
+
+
+def test_rows_of_a_large_array() -> None:
+    """A cut of (blocks, parts, rows), and what puts its parts together, on an array that no machine could hold."""
+    aval = jax.ShapeDtypeStruct((6, 2**20, 2**20), jnp.float32)
+    form = Sliced(1, 4, 8, 2**15)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    cut = open_jaxpr(jax.make_jaxpr(form.take)(aval, index))[0]
+    moved = iterations.each_once(cut, [None, np.arange(8, dtype=np.int32)], 8, [], "cut")
+    assert moved is not None
+    assert moved.are_parts(aval.shape, 1, 4, 8, 2**15)
+    assert not moved.are_parts(aval.shape, 1, 1, 8, 2**17)
+    stack = jax.ShapeDtypeStruct((8, *form.shape(aval.shape)), jnp.float32)
+    merged = iterations.each_once(open_jaxpr(jax.make_jaxpr(form.merge)(stack))[0], [None], 1, [], "merge")
+    assert merged is not None
+    assert merged.puts_together(stack.shape, 1, 4, 8, 2**15)
+    assert not merged.puts_together(stack.shape, 1, 2, 8, 2**16)
+    with pytest.raises(VerificationError, match="1048576 elements 131072 are left out, 131072 come more than once"):
+        iterations.each_once(cut, [None, np.array([0, 1, 2, 3, 4, 5, 6, 6], np.int32)], 8, [], "cut")

@@ -1,0 +1,116 @@
+"""What does the proof of a step cost, which runs by itself for plans over several device groups or with time axes?
+
+CPU seconds of ``jscaler.verify`` by those of ``lower`` without it, summed over the cases of `bench.parity_cases`, in one
+process: held to 0.5. GPT-3 15B on 4 stages of dp 4 × tp 8, 128 devices, is held to 30 seconds, and with co-shard in stages.
+Nothing is compiled. ``distinct`` of the ``exchanges`` differ; ``smaller`` are proven on smaller tensors, for their size.
+A case whose proof fails is a false alarm, and counts as one more second than is allowed.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jscaler
+from bench.harness import Row, main
+from bench.parity import OPTIMIZERS
+from bench.parity_cases import CASES, PIPELINES, Case, Run
+from jscaler.verification import Report
+
+COLUMNS = (
+    "case", "cases", "devices", "lower_seconds", "verify_seconds", "exchanges", "distinct", "smaller", "left_out", "failed",
+    "value", "bound",
+)  # fmt: skip
+MOST = 0.5  # of lowering
+LARGE = {
+    "megatron(dp=4, tp=8, pp=4, microbatches=32)": 128,
+    "pipeline(4, 32, plan=co_shard(5, plan=megatron(dp=4, tp=8)))": 128,
+}
+MOST_SECONDS = 30.0
+
+
+def cpu_seconds(fun: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.process_time()
+    result = fun()
+    return time.process_time() - started, result
+
+
+def lowered(case: Case, run: Run) -> Callable[[], Any]:
+    """The step of a case under a plan, with AdamW and clipping; not proven."""
+    optimizer = OPTIMIZERS["clip+adamw"]()
+
+    def step(state: Any, batch: Any, key: jax.Array) -> Any:
+        params, moments, rest = state
+        value_and_grad = jscaler.value_and_grad(lambda p: case.loss(p, rest, batch, key), has_aux=True)
+        (loss, rest), gradients = value_and_grad(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments, rest), loss
+
+    made = jscaler.parallelize(run.plan, devices=run.devices, verify=False)(step)
+    state = (case.params, optimizer.init(case.params), case.rest)
+    return lambda: made.lower(state, case.batches[0], jax.random.key(0))
+
+
+def small(quick: bool) -> Row:
+    """All small cases, or the quick ones."""
+    seconds = {"lower": 0.0, "verify": 0.0}
+    count, failed, reports = 0, list[str](), list[Report]()
+    for model, (make, runs) in CASES.items():
+        chosen = [run for run in (*runs, *PIPELINES.get(model, ())) if run.quick or not quick]
+        case = make(jnp.float32) if chosen else None
+        for run in chosen:
+            assert case is not None
+            took, step = cpu_seconds(lowered(case, run))
+            seconds["lower"] += took
+            count += 1
+            try:
+                took, report = cpu_seconds(lambda step=step: jscaler.verify(step))
+            except jscaler.VerificationError as error:
+                failed.append(f"{model}, {run.name}: {str(error)[:200]}")
+                continue
+            seconds["verify"] += took
+            reports.append(report)
+    return {
+        "case": "small cases", "cases": count, "devices": max(run.devices for _, runs in CASES.values() for run in runs),
+        "lower_seconds": round(seconds["lower"], 2), "verify_seconds": round(seconds["verify"], 2),
+        **totals(reports), "failed": "; ".join(failed),
+        "value": round(seconds["verify"] / seconds["lower"] + len(failed) * (MOST + 1), 3), "bound": MOST,
+    }  # fmt: skip
+
+
+def large(plan: str, devices: int) -> Row:
+    from bench.planning import arguments_of
+    from models.training import train_step
+
+    step = jscaler.parallelize(plan, devices=devices, donate_argnames="state", verify=False)(train_step)
+    given = arguments_of(48, True, 512)
+    took, found = cpu_seconds(lambda: step.lower(*given))
+    proving, report = cpu_seconds(lambda: jscaler.verify(found))
+    return {
+        "case": f"GPT-3 15B, {plan}", "cases": 1, "devices": devices, "lower_seconds": round(took, 2),
+        "verify_seconds": round(proving, 2), **totals([report]), "value": round(proving, 2), "bound": MOST_SECONDS,
+    }  # fmt: skip
+
+
+def totals(reports: list[Report]) -> Row:
+    return {
+        "exchanges": sum(r.exchanges for r in reports), "distinct": sum(r.distinct for r in reports),
+        "smaller": sum(r.on_smaller for r in reports), "left_out": sum(len(r.left_out) for r in reports),
+    }  # fmt: skip
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    warnings.simplefilter("ignore")
+    yield small(quick)
+    for plan, devices in LARGE.items():
+        yield large(plan, devices)
+        if quick:
+            return
+
+
+if __name__ == "__main__":
+    main("proofs", __doc__ or "", COLUMNS, rows)
