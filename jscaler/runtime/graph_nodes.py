@@ -98,19 +98,39 @@ def paths(name: str, tree: Any) -> list[tuple[Any, ...]]:
 
 
 def stored(state: Any) -> Any:
-    """A state as dicts by attribute, if nnx objects are in it: what a checkpoint holds of it. Any other is itself.
+    """A state as dicts by attribute, if nnx objects or ``nnx.State`` are in it: what a checkpoint holds of it.
 
-    Names are text throughout: an ``nnx.List`` counts its items, and Orbax sorts the names of one tree.
+    Names are text throughout: an ``nnx.List`` counts its items, and Orbax sorts the names of one tree. Any other state is
+    itself.
     """
-    return _by_text(split({"": state})[1][""]) if holds_nodes(state) else state
+    if holds_nodes(state):
+        return _by_text(split({"": state})[1][""])
+    if "flax.nnx" not in sys.modules:
+        return state
+    to_dict = flax_nnx().to_pure_dict
+    return jax.tree.map(lambda x: _by_text(to_dict(x)) if _is_state(x) else x, state, is_leaf=_is_state)
 
 
 def revived(tree: Any, target: Any) -> Any:
     """What `stored` has made of a state like ``target``, as such a state: fresh objects with the arrays of ``tree``."""
-    if not holds_nodes(target):
+    if holds_nodes(target):
+        graphdef, trees = split({"": target})
+        return merge(graphdef, {"": _by_names_of(trees[""], tree)})[""]
+    if "flax.nnx" not in sys.modules:
         return tree
-    graphdef, trees = split({"": target})
-    return merge(graphdef, {"": _by_names_of(trees[""], tree)})[""]
+    leaves, treedef = jax.tree.flatten(target, is_leaf=_is_state)
+    found = treedef.flatten_up_to(tree)
+    return treedef.unflatten([_as_state(a, b) if _is_state(b) else a for a, b in zip(found, leaves, strict=True)])
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, flax_nnx().State)
+
+
+def _as_state(tree: Any, like: Any) -> Any:
+    """A ``State`` like another, with the arrays of a tree by text."""
+    pure = flax_nnx().to_pure_dict(like)
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(_by_names_of(pure, tree)))
 
 
 def _by_text(tree: Any) -> Any:

@@ -107,7 +107,7 @@ class TimeRegions:
                 return _sorted(nodes, roots, self.spans)
             assert not torn <= self.whole_sums, torn
             self.whole_sums |= torn
-            self.parts, self.forms, self.lifts, self.late = map(dict, before)
+            self.parts, self.forms, self.lifts, self.late = (dict(one) for one in before)  # type: ignore[assignment]
 
     def _deepened(self, items: Sequence[Item]) -> list[_Node]:
         """``items`` with the parts that they read, and their depths."""

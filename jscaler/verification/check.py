@@ -4,12 +4,13 @@ The proof has six parts:
 
 1. each exchange, traced as it is emitted and interpreted symbolically, turns its producer's masks into its consumers';
 2. each op's VTensors are what lies in its slots, from the step's inputs to its outputs (``flow``);
-3. the whole emitted function computes the very values of those ops and exchanges one after another (``values``);
+3. the emitted blocks compute the very values of those ops and exchanges one after another (``values``);
 4. loops over parts in time visit each part of each tensor once, and join each summand once (``time_loops``);
 5. the shardings of the compiled step mean the parts that the program takes and leaves;
 6. the instructions give each block what it takes, of its micro-batch, neither freed nor donated, and each once (``slots``).
 
-It looks at jaxprs, the mesh and masks, never at transitions or how they were found.
+It looks at jaxprs, the mesh and masks, never at how transitions were found. Equal exchanges, and equal segments, are looked
+at once, and large tensors are made smaller (``smaller``): a proof costs what the distinct parts of a step cost.
 """
 
 from collections import Counter

@@ -6,6 +6,7 @@ A block that runs together with another as one executable (`PlacedBlock.parts`) 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 from jax.extend import core
@@ -47,9 +48,15 @@ class EmittedBlock:
     def outputs(self) -> dict[int, PartitionSpec]:
         """The step's results that it leaves, by number, and how each is cut."""
         specs = dict(zip(self.computed, self.local.out_specs, strict=True))
-        taken = dict(zip(self.block.flat.inputs, self.local.in_specs, strict=False))
-        ends = zip(self.block.results, self.block.flat.outputs, strict=False)
-        return {n: specs[i] if i in specs else taken[v] for i, (n, v) in enumerate(ends) if i in specs or v in taken}
+        returned = {place: self.local.in_specs[at] for place, at in self._returned.items()}
+        return {number: (specs | returned)[place] for place, number in enumerate(self.block.results)}
+
+    @cached_property
+    def _returned(self) -> dict[int, int]:
+        """The places of results that are inputs as they came, and those of the inputs."""
+        at = {var: i for i, var in enumerate(self.block.flat.inputs[: self.num_takes])}
+        pairs = enumerate(self.block.flat.outputs)
+        return {i: at[v] for i, v in pairs if i not in self.computed and isinstance(v, core.Var)}
 
     def numbers(self, values: Values, leaves: Mapping[PTensor, int], between: Mapping[int, int]) -> dict[int, int]:
         """The numbers of its results and exports.
@@ -61,25 +68,18 @@ class EmittedBlock:
         block = self.block
         args = [*(leaves[t] for t in block.takes[: self.num_takes]), *(between[v] for v in block.imports)]
         found = dict(zip(self.computed, values.results(self.local, args), strict=True))
-        given = dict(zip(block.flat.inputs, args, strict=False))  # of a returned input; it is one of the first
-        made = {}
-        for place, (number, atom) in enumerate(zip((*block.results, *block.exports), block.flat.outputs, strict=True)):
-            assert place in found or isinstance(atom, core.Var)
-            made[number] = found[place] if place in found else given[atom]
-        return made
+        found |= {place: args[at] for place, at in self._returned.items()}
+        return {number: found[place] for place, number in enumerate((*block.results, *block.exports))}
 
     def like(self, segment: Segment) -> tuple[object, ...]:
         """What another segment's block has in common with it, if it computes the same of that segment's values."""
         program, block = segment.program, self.block
         number = {value: i for i, value in enumerate((*program.imports, *program.results, *program.exports))}
         place = {t: i for i, t in enumerate(program.tensors)}
-        return (
-            id(self.local.jaxpr),
-            self.num_takes,
-            self.computed,
-            tuple(place[t] for t in block.takes),
-            *(tuple(number.get(value, -1) for value in values) for values in (block.imports, block.results, block.exports)),
-        )
+        ends = (block.imports, block.results, block.exports)
+        numbers = tuple(tuple(number.get(value, -1) for value in values) for values in ends)
+        takes = tuple(place[t] for t in block.takes)
+        return id(self.local.jaxpr), self.num_takes, self.computed, tuple(self._returned.items()), takes, numbers
 
 
 def emitted_blocks(step: StepPlan, lowered: Lowered | None) -> dict[int, EmittedBlock]:

@@ -73,5 +73,5 @@ def local_program(traced: Any) -> Local:
     if list(outer.outvars) != list(eqn.outvars):  # the caller returns some of what it makes
         made = dict(zip(eqn.outvars, inner.outvars, strict=True))
         invars = [*inner.constvars, *inner.invars]
-        inner = make_jaxpr(inner.eqns, invars, [made[v] for v in outer.outvars], inner)
+        inner = make_jaxpr(inner.eqns, invars, [made[v] for v in outer.outvars if isinstance(v, core.Var)], inner)
     return Local(inner, (*inner_consts, *inputs), in_specs, out_specs)

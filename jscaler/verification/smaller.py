@@ -89,8 +89,8 @@ def smaller_adapter(adapter: Adapter, ratios: Ratios) -> Adapter | None:
         start = smaller_layout(stage.start, ratios)
         made = Stage(start, steps, start.local_sizes, ())
         stages.append(dataclasses.replace(made, result=made.layouts[-1].local_sizes))
-    ends = (smaller_layout(layout, ratios) for layout in (adapter.source, adapter.target))
-    return Adapter(*ends, tuple(stages), adapter.cost)
+    source, target = (smaller_layout(layout, ratios) for layout in (adapter.source, adapter.target))
+    return Adapter(source, target, tuple(stages), adapter.cost)
 
 
 def smaller_crossing(crossing: Crossing) -> tuple[Crossing, Ratios] | None:
