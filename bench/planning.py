@@ -2,10 +2,11 @@
 under ``megatron(tp=8, zero=1)``, beside ``jax.jit``'s own trace and lowering of the undecorated step.
 
 Everything is given by shape: no array is allocated, and no device need be at hand. Plans are not proven, which
-`bench.proofs` has the cost of. The layers are one stack (``nn.scan``) or a Python loop. ``seconds`` and ``jit_seconds`` are CPU seconds of this process, which other programs
-move less than they move a clock: the least of interleaved rounds, after a small model has warmed both up (what another
-program does to the caches only adds: medians of one case spread from 2.4 to 3.1, the least from 2.6 to 2.9). Rounds go on
-while they still find less, as they do where another program ends: a third of them must have lowered none. ``ratio``
+`bench.proofs` has the cost of. The layers are one stack (``nn.scan``) or a Python loop. ``seconds`` and
+``jit_seconds`` are CPU seconds of this process, which other programs move less than they move a clock: the least of
+interleaved rounds, after a small model has warmed both up (what another program does to the caches only adds: medians of
+one case spread from 2.4 to 3.1, the least from 2.6 to 2.9). Rounds go on while they still find less, as they do where
+another program ends: a third of them must have lowered none. ``ratio``
 (ours / jit's) is held to 3 for the stack and to 4 for the loop. ``growth`` is 1,024 devices against 32 in the same
 rounds, held to 1.3: planning works on axes and device arrays, not on devices. ``explain_seconds`` is the plan's table
 with its estimate of the peak, held to 5.
