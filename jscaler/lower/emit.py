@@ -19,7 +19,7 @@ from jscaler.lower.flat_program import results as results_of
 from jscaler.lower.halo import extend
 from jscaler.lower.program import Extend
 from jscaler.lower.scopes import adapter_scope
-from jscaler.lower.segment import PlacedBlock, Segment
+from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import DeviceMesh, Layout
 
 
@@ -132,27 +132,6 @@ def run_block(block: PlacedBlock, args: Sequence[Any], watch: ValueWatch | None 
         env[var] = who.index()
     _run(flat.items, env, _Place(block.group, flat.source, gloo), watch)
     return [_value(env, v) for v in flat.outputs]
-
-
-def emit_in_turn(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
-    """All blocks of a segment as one function of its program's inputs, one after another: what the verifier looks at."""
-    program = segment.program
-    (layouts_in, layouts_out) = ([layout for _, layout in ends] for ends in (program.inputs, program.outputs))
-
-    def local(*args: Any) -> list[Any]:
-        own = len(program.tensors) - len(program.imports)
-        leaves = dict(zip(program.tensors[:own], args, strict=False))
-        values: dict[int, Any] = dict(zip(program.imports, args[own:], strict=True))
-        for block in segment.blocks:
-            made = run_block(block, [*(leaves[t] for t in block.takes), *(values[v] for v in block.imports)])
-            values.update(zip((*block.results, *block.exports), made, strict=True))
-        return [values[number] for number in (*program.results, *program.exports)]
-
-    if not program.group.axes:
-        return local
-    in_specs = tuple(s.spec for s in boundary_shardings(layouts_in, len(program.imports), mesh))
-    out_specs = [s.spec for s in boundary_shardings(layouts_out, len(program.exports), mesh)]
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 class _Place(NamedTuple):

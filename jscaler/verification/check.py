@@ -26,6 +26,7 @@ from jscaler.collector import no_full_collections
 from jscaler.errors import VerificationError, listing
 from jscaler.ir import PTensor
 from jscaler.ir.mask import Mask
+from jscaler.lower.flat_program import numbered_exchanges
 from jscaler.lower.members import Members
 from jscaler.lower.program import Compute, Program, Repeat, Task
 from jscaler.lower.segment import Segment
@@ -180,8 +181,10 @@ class _StepCheck:
             group = segment.program.group
             flow = SlotFlow(self.step, segment.program, group.devices, values)
             flow.walk(taken, left)
-            for number, (task, held, wanted) in enumerate(flow.exchanges, 1):
-                where = f"step {number}, exchange of '{held.tensor.name}'"
+            items = [item for block in segment.blocks for item in block.flat.items]
+            steps = {item.adapt.output: f"step {number}, " for number, item in numbered_exchanges(items)}
+            for task, held, wanted in flow.exchanges:
+                where = f"{steps.get(task.output, '')}exchange of '{held.tensor.name}'"
                 passed, proven = self.exchanges.prove(group, task, held, wanted, where)
                 collectives.update(passed)
                 elements, count = elements + proven, count + 1
