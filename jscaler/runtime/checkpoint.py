@@ -304,7 +304,7 @@ def _read(folder: Path, step: int, target: Any) -> Any:
             if is_out_of_memory(error):
                 raise
             if not _is_damage(error):
-                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is: try again") from error
+                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_hope(error)}") from error
             if saved and saved != wanted:
                 raise DataError(_foreign(which, saved, wanted)) from error
             if _numbers(by := str(written.get("orbax", ""))) > _numbers(ocp.__version__):
@@ -325,6 +325,11 @@ def _is_damage(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in DAMAGED and not PASSING.search(str(error))
     return not isinstance(error, MemoryError) and not PASSING.search(str(error))
+
+
+def _hope(error: Exception) -> str:
+    """What is left to do about a state that cannot be read, and is not damaged."""
+    return ", and Orbax cannot read it: train anew into another folder" if isinstance(error, READERS_OWN) else ": try again"
 
 
 def read(folder: Path, step: int, entry: str | None = None) -> Any:
@@ -354,7 +359,7 @@ def read(folder: Path, step: int, entry: str | None = None) -> Any:
         except Exception as error:  # of whatever class
             which = f"the checkpoint after {step} steps in {folder}"
             if not _is_damage(error):
-                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is: try again") from error
+                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_hope(error)}") from error
             raise DamagedError(f"{which} is damaged: {_line(error)}; give another --step") from error
 
 

@@ -6,7 +6,7 @@ has imported it: without, nothing is an nnx object.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,39 +98,48 @@ def paths(name: str, tree: Any) -> list[tuple[Any, ...]]:
 
 
 def stored(state: Any) -> Any:
-    """A state as dicts by attribute, if nnx objects or ``nnx.State`` are in it: what a checkpoint holds of it.
+    """A state with dicts by attribute in the place of nnx objects and of ``nnx.State``: what a checkpoint holds of it.
 
-    Names are text throughout: an ``nnx.List`` counts its items, and Orbax sorts the names of one tree. Any other state is
-    itself.
+    Names are text throughout: an ``nnx.List`` counts its items, and Orbax sorts the names of one tree. Objects that share
+    variables have them once. Any other state is itself.
     """
-    if holds_nodes(state):
-        return _by_text(split({"": state})[1][""])
     if "flax.nnx" not in sys.modules:
         return state
-    to_dict = flax_nnx().to_pure_dict
-    return jax.tree.map(lambda x: _by_text(to_dict(x)) if _is_state(x) else x, state, is_leaf=_is_state)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=_is_graph)
+    return treedef.unflatten([_by_text(a) for a in _pure(leaves)[1]])
 
 
 def revived(tree: Any, target: Any) -> Any:
     """What `stored` has made of a state like ``target``, as such a state: fresh objects with the arrays of ``tree``."""
-    if holds_nodes(target):
-        graphdef, trees = split({"": target})
-        return merge(graphdef, {"": _by_names_of(trees[""], tree)})[""]
     if "flax.nnx" not in sys.modules:
         return tree
-    leaves, treedef = jax.tree.flatten(target, is_leaf=_is_state)
-    found = treedef.flatten_up_to(tree)
-    return treedef.unflatten([_as_state(a, b) if _is_state(b) else a for a, b in zip(found, leaves, strict=True)])
+    leaves, treedef = jax.tree.flatten(target, is_leaf=_is_graph)
+    graphdef, pure = _pure(leaves)
+    given = treedef.flatten_up_to(tree)
+    found = [_by_names_of(a, b) if _is_graph(leaf) else b for leaf, a, b in zip(leaves, pure, given, strict=True)]
+    nodes = merge(graphdef, {str(i): found[i] for i, leaf in enumerate(leaves) if is_node(leaf)}) if graphdef else {}
+    return treedef.unflatten([
+        nodes[str(i)] if is_node(leaf) else _as_state(found[i], leaf) if _is_graph(leaf) else found[i]
+        for i, leaf in enumerate(leaves)
+    ])  # fmt: skip
 
 
-def _is_state(value: Any) -> bool:
-    return isinstance(value, flax_nnx().State)
+def _is_graph(value: Any) -> bool:
+    return is_node(value) or isinstance(value, flax_nnx().State)
 
 
-def _as_state(tree: Any, like: Any) -> Any:
-    """A ``State`` like another, with the arrays of a tree by text."""
-    pure = flax_nnx().to_pure_dict(like)
-    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(_by_names_of(pure, tree)))
+def _pure(leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The static graph of the objects among ``leaves``, if there are any; each leaf, of objects and states a dict."""
+    nodes = {str(i): leaf for i, leaf in enumerate(leaves) if is_node(leaf)}
+    graphdef, trees = split(nodes) if nodes else (None, {})
+    to_dict = flax_nnx().to_pure_dict
+    states = {str(i): to_dict(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, flax_nnx().State)}
+    return graphdef, [(trees | states).get(str(i), leaf) for i, leaf in enumerate(leaves)]
+
+
+def _as_state(pure: Any, like: Any) -> Any:
+    """A ``State`` like another, with the arrays of a pure dict."""
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(pure))
 
 
 def _by_text(tree: Any) -> Any:

@@ -27,6 +27,8 @@ def _reshape(eqn: Any, data: Arrays, index: Arrays) -> Arrays:
 
 def _seen_as(x: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """``x`` with dims of ``sizes``; those that are broadcast stay so, where they become dims of their own."""
+    if not x.size:
+        return x.reshape(len(x), *sizes)
     small: list[int] = []
     cut: list[slice] = [slice(None)]
     dims, new = list(range(1, x.ndim)), list(sizes)

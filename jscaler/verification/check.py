@@ -261,13 +261,9 @@ class _StepCheck:
 
         ends = (*program.inputs, *program.outputs)
         constants = tuple(t for t, _ in self.step.graph.constants if t in program.tensors)
-        return (
-            tuple(map(key, program.tasks)),
-            tuple(slot for slot, _ in ends),
-            len(program.imports),
-            constants,
-            tuple(block.like(segment) for block in blocks),
-        )
+        number = {value: i for i, value in enumerate((*program.imports, *program.results, *program.exports))}
+        alike = tuple(block.like(segment, number) for block in blocks)
+        return tuple(map(key, program.tasks)), tuple(slot for slot, _ in ends), len(program.imports), constants, alike
 
     def _shardings(
         self, program: Program, taken: Mapping[PTensor, PartitionSpec], left: Mapping[int, PartitionSpec]
@@ -278,7 +274,7 @@ class _StepCheck:
         graph, made = self.step.graph, self.lowered.executable
         devices = [self.lowered.devices[d] for d in program.group.devices]
         number = {t: i for i, t in enumerate(graph.inputs)}
-        inputs = [(t, made.ins.of_parts[number[t]], spec) for t, spec in taken.items()]
+        inputs = [(t, made.ins.of_parts[number[t]], spec) for t, spec in taken.items() if t in number]
         outputs = [(graph.outputs[i], made.outs.of_parts[i], left[i]) for i in program.results]
         for role, tensors in (("input", inputs), ("output", outputs)):
             for tensor, sharding, spec in tensors:

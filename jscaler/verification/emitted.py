@@ -30,7 +30,7 @@ class EmittedBlock:
 
     Attributes:
         local: of the first ``num_takes`` of what the block takes, and its imports; further ones are constants in it.
-        num_takes: how many inputs of the step it takes.
+        num_takes: how many inputs of the step it takes; what it takes behind them are constants.
         computed: the places of its results and exports that ``local`` returns; the others are inputs as they came.
     """
 
@@ -41,8 +41,11 @@ class EmittedBlock:
 
     @property
     def inputs(self) -> Iterable[tuple[PTensor, PartitionSpec]]:
-        """The inputs of the step that it takes, and how each is cut."""
-        return zip(self.block.takes[: self.num_takes], self.local.in_specs, strict=False)
+        """The inputs of the step, and constants, that it takes, and how each is cut."""
+        count = len(self.block.takes)
+        constants = [layout.partition_spec() for layout in self.block.inputs[self.num_takes : count] if layout is not None]
+        specs = (*self.local.in_specs[: self.num_takes], *constants)
+        return [(t, spec) for t, spec in zip(self.block.takes, specs, strict=True) if spec is not None]
 
     @property
     def outputs(self) -> dict[int, PartitionSpec]:
@@ -71,13 +74,16 @@ class EmittedBlock:
         found |= {place: args[at] for place, at in self._returned.items()}
         return {number: found[place] for place, number in enumerate((*block.results, *block.exports))}
 
-    def like(self, segment: Segment) -> tuple[object, ...]:
-        """What another segment's block has in common with it, if it computes the same of that segment's values."""
-        program, block = segment.program, self.block
-        number = {value: i for i, value in enumerate((*program.imports, *program.results, *program.exports))}
-        place = {t: i for i, t in enumerate(program.tensors)}
+    def like(self, segment: Segment, number: dict[int, int]) -> tuple[object, ...]:
+        """What another segment's block has in common with it, if it computes the same of that segment's values.
+
+        Args:
+            number: of the values of the segment so far; those that its blocks hand to each other are numbered here.
+        """
+        block = self.block
+        place = {t: i for i, t in enumerate(segment.program.tensors)}
         ends = (block.imports, block.results, block.exports)
-        numbers = tuple(tuple(number.get(value, -1) for value in values) for values in ends)
+        numbers = tuple(tuple(number.setdefault(value, len(number)) for value in values) for values in ends)
         takes = tuple(place[t] for t in block.takes)
         return id(self.local.jaxpr), self.num_takes, self.computed, tuple(self._returned.items()), takes, numbers
 

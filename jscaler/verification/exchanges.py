@@ -41,7 +41,8 @@ from jscaler.verification.smaller import (
 from jscaler.verification.symbols import Patterns, Symbolic
 
 MOST_CELLS = 2**18  # of all devices' local arrays: beyond, exchanges are proven on smaller tensors
-Proof = tuple[list[str], int]  # the collectives that an exchange runs; the elements that it puts in place
+MOST_DIRECT = 2**23  # of those of which there is no smaller one, as they are
+Proof = tuple[list[str], int]  # the collectives that an exchange runs; the elements that it puts in place, -1 if left out
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Exchanges:
     @property
     def distinct(self) -> int:
         """How many different ones there were."""
-        return len(self._proven)
+        return sum(elements >= 0 for _, elements in self._proven.values())
 
     def traced(self, group: DeviceMesh, task: Adapt | Extend) -> tuple[Hashable, Local]:
         """What one device of a program's group runs, and a key that equal exchanges share, on whatever group."""
@@ -89,10 +90,10 @@ class Exchanges:
         key, local = self.traced(group, task)
         known = key, held.masks, wanted.masks, wanted.edges
         if known not in self._proven:
-            if (taken := shape_of(local.jaxpr.invars[-1])) != (parts := Frame(held.masks).shape):
+            if (taken := shape_of(local.jaxpr.invars[-1])) != (parts := held.shape):
                 raise VerificationError(f"{where}: takes {list(taken)} for parts of {list(parts)}")
             self._proven[known] = self._prove(group, task, local, held, wanted, where)
-        return self._proven[known]
+        return self._said(known, held.tensor.name)
 
     def _prove(
         self, group: DeviceMesh, task: Adapt | Extend, local: Local, held: HeldSlot, wanted: HeldSlot, where: str
@@ -101,12 +102,14 @@ class Exchanges:
         if self._is_large(local, len(names)):
             made = _smaller_task(task)
             ends = [smaller_masks(one.masks, made[1]) for one in (held, wanted)] if made is not None else [None, None]
-            if made is None or ends[0] is None or ends[1] is None:
-                return self._leave_out(held.tensor.name, local)
-            few, ratios = made
-            struct = jax.ShapeDtypeStruct(Frame(ends[0]).shape, held.tensor.dtype)
-            small = trace_local(emitted_exchange(group, few), sizes, [struct])
-            return self._of_smaller(local, small, sizes, shape, ratios, ends, names, where, wanted.edges)
+            if made is not None and ends[0] is not None and ends[1] is not None:
+                few, ratios = made
+                struct = jax.ShapeDtypeStruct(Frame(ends[0]).shape, held.tensor.dtype)
+                small = trace_local(emitted_exchange(group, few), sizes, [struct])
+                if outline(local.jaxpr) == outline(small.jaxpr):
+                    return self._of_smaller(small, sizes, shape, ratios, ends, names, where, wanted.edges)
+            if _cells(local, len(names)) > MOST_DIRECT:
+                return _collectives(local), -1
         return prove(local, sizes, shape, Frame(held.masks), Frame(wanted.masks), names, lambda: where, wanted.edges)
 
     def prove_crossing(self, crossing: Crossing, shape: tuple[int, ...], dtype: Any, where: str) -> Proof:
@@ -115,7 +118,14 @@ class Exchanges:
         key = "crossing", self._on(mesh).of(crossing), number_like(dtype)
         if key not in self._proven:
             self._proven[key] = self._prove_crossing(crossing, mesh, masks, shape, number_like(dtype), where)
-        return self._proven[key]
+        return self._said(key, where)
+
+    def _said(self, key: Hashable, name: str) -> Proof:
+        """What is known of an exchange; of one that was left out, that nothing is."""
+        passed, elements = self._proven[key]
+        if elements < 0:
+            self.left_out.append(name)
+        return passed, max(elements, 0)
 
     def _prove_crossing(
         self, crossing: Crossing, mesh: DeviceMesh, masks: Any, shape: tuple[int, ...], dtype: Any, where: str
@@ -127,35 +137,37 @@ class Exchanges:
 
         before, after = map(Frame, masks)
         local = traced(crossing, before)
-        if not self._is_large(local, len(names)):
-            return prove(local, sizes, shape, before, after, names, lambda: where)
-        made = smaller_crossing(crossing)
-        if made is None:
-            return self._leave_out(where, local)
-        _, ends = hop_masks(made[0])
-        return self._of_smaller(local, traced(made[0], Frame(ends[0])), sizes, shape, made[1], ends, names, where)
+        made = smaller_crossing(crossing) if self._is_large(local, len(names)) else None
+        if made is not None:
+            _, ends = hop_masks(made[0])
+            small = traced(made[0], Frame(ends[0]))
+            if outline(local.jaxpr) == outline(small.jaxpr):
+                return self._of_smaller(small, sizes, shape, made[1], ends, names, where)
+        if self._is_large(local, len(names)) and _cells(local, len(names)) > MOST_DIRECT:
+            return _collectives(local), -1
+        return prove(local, sizes, shape, before, after, names, lambda: where)
 
     def _is_large(self, local: Local, devices: int) -> bool:
-        ends = (*local.jaxpr.invars[-1:], *local.jaxpr.outvars)
-        return devices * max(math.prod(shape_of(v)) for v in ends) > (
-            MOST_CELLS if self.most_cells is None else self.most_cells
-        )
+        return _cells(local, devices) > (MOST_CELLS if self.most_cells is None else self.most_cells)
 
     def _of_smaller(
-        self, local: Local, small: Local, sizes: Mapping[str, int], shape: tuple[int, ...], ratios: Ratios, ends: Any,
+        self, small: Local, sizes: Mapping[str, int], shape: tuple[int, ...], ratios: Ratios, ends: Any,
         names: Sequence[Any], where: str, edges: tuple[Edge, ...] = (),
     ) -> Proof:  # fmt: skip
-        if outline(local.jaxpr) != outline(small.jaxpr):
-            return self._leave_out(where, local)
         few = tuple(n // ratio for n, ratio in zip(shape, ratios, strict=True))
         before, after = map(Frame, ends)
         passed, elements = prove(small, sizes, few, before, after, names, lambda: f"{where}, of {list(few)} rows", edges)
         self.on_smaller += 1
         return passed, elements * math.prod(ratios)
 
-    def _leave_out(self, name: str, local: Local) -> Proof:
-        self.left_out.append(name)
-        return [e.primitive.name for e in local.jaxpr.eqns if e.primitive.name in COLLECTIVES], 0
+
+def _cells(local: Local, devices: int) -> int:
+    """The cells of the larger of what devices take and leave."""
+    return devices * max(math.prod(shape_of(v)) for v in (*local.jaxpr.invars[-1:], *local.jaxpr.outvars))
+
+
+def _collectives(local: Local) -> list[str]:
+    return [e.primitive.name for e in local.jaxpr.eqns if e.primitive.name in COLLECTIVES]
 
 
 def _smaller_task(task: Adapt | Extend) -> tuple[Adapt | Extend, Ratios] | None:

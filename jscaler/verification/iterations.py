@@ -58,11 +58,13 @@ class Moved:
         elements: (iterations, *what an iteration leaves): the numbers of elements; None of large arrays.
         axes: of large arrays, whose dims are moved apart from one another: per axis of what is left the numbers of the rows
             that come there, (iterations, size).
+        dims: of large arrays: per axis the dims of more than a row whose rows come there, major first.
         shape: of what an iteration leaves.
     """
 
     elements: np.ndarray | None
     axes: tuple[np.ndarray, ...]
+    dims: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
 
     def are_parts(self, whole: tuple[int, ...], dim: int, blocks: int, count: int, rows: int) -> bool:
@@ -71,7 +73,8 @@ class Moved:
             parts = parts_of(ids(whole), dim, blocks, count, rows)
             return parts is not None and np.array_equal(parts, self.elements)
         parts = parts_of(np.arange(whole[dim]), 0, blocks, count, rows)
-        return parts is not None and np.array_equal(parts, self.axes[dim])
+        stay = [(d,) if n > 1 else () for d, n in enumerate(whole)]
+        return self._rest_stays(dim, stay) and parts is not None and np.array_equal(parts, self.axes[dim])
 
     def puts_together(self, stack: tuple[int, ...], dim: int, blocks: int, count: int, rows: int) -> bool:
         """Whether the first iteration makes the whole of such a ``stack`` of parts."""
@@ -79,7 +82,15 @@ class Moved:
             parts = parts_of(self.elements[0], dim, blocks, count, rows)
             return parts is not None and np.array_equal(parts, ids(stack))
         parts = parts_of(self.axes[dim][0], 0, blocks, count, rows)
-        return parts is not None and np.array_equal(parts, np.arange(parts.size).reshape(parts.shape))
+        stay: list[tuple[int, ...]] = [(d + 1,) if n > 1 else () for d, n in enumerate(stack[1:])]
+        stay[dim] = (0, *stay[dim]) if count > 1 else stay[dim]
+        in_order = parts is not None and np.array_equal(parts, np.arange(parts.size).reshape(parts.shape))
+        return self._rest_stays(dim, stay) and in_order
+
+    def _rest_stays(self, dim: int, dims: Sequence[tuple[int, ...]]) -> bool:
+        """Whether rows of ``dims`` come to each axis, and but for that of ``dim`` in their order."""
+        others = (rows for axis, rows in enumerate(self.axes) if axis != dim)
+        return self.dims == tuple(dims) and all((rows == np.arange(rows.shape[1])).all() for rows in others)
 
 
 def each_once(
@@ -108,17 +119,17 @@ def each_once(
     if count * devices.shape[1] * math.prod(whole) <= MOST_CELLS:
         found = run(ids(whole))
         _check_once(found, math.prod(whole), devices.shape[1], where)
-        return Moved(found, (), found.shape[1:])
+        return Moved(found, (), (), found.shape[1:])
     lines = [run(np.broadcast_to(_along(n, d, len(whole)), whole)) for d, n in enumerate(whole)]
-    axes = _axes(lines, whole)
-    if axes is None:
+    axes, dims = _axes(lines, whole)
+    if not axes:
         return None
     full = [np.array_equal(np.sort(rows, 1), np.broadcast_to(np.arange(size), (len(rows), size))) for rows, size in axes]
     if full.count(False) > 1:
         return None
     for rows, size in (axes[full.index(False)],) if False in full else ():
         _check_once(rows, size, devices.shape[1], where)
-    return Moved(None, tuple(rows for rows, _ in axes), lines[0].shape[1:])
+    return Moved(None, tuple(rows for rows, _ in axes), dims, lines[0].shape[1:])
 
 
 def _moved(
@@ -154,30 +165,34 @@ def _along(size: int, dim: int, rank: int) -> np.ndarray:
     return np.arange(size, dtype=np.int32).reshape([size if d == dim else 1 for d in range(rank)])
 
 
-def _axes(lines: Sequence[np.ndarray], whole: tuple[int, ...]) -> list[tuple[np.ndarray, int]] | None:
-    """Per axis of a result the numbers of the rows that come there, and how many there are of these.
+def _axes(
+    lines: Sequence[np.ndarray], whole: tuple[int, ...]
+) -> tuple[list[tuple[np.ndarray, int]], tuple[tuple[int, ...], ...]]:
+    """Per axis of a result the numbers of the rows that come there, and how many there are of these; and of which dims.
 
     Args:
         lines: for each dim of the operand the numbers that its rows have in the result.
 
     Returns:
-        None where rows of a dim come to several axes, so that the dims are not moved apart.
+        Nothing where rows of a dim come to several axes, so that the dims are not moved apart.
     """
     made = lines[0].shape
     axes = [(np.zeros((made[0], n), np.int64), 1) for n in made[1:]]
-    for rows, size in zip(lines, whole, strict=True):
+    dims: list[tuple[int, ...]] = [() for _ in axes]
+    for dim, (rows, size) in enumerate(zip(lines, whole, strict=True)):
         (few,) = compact(rows)
         varying = [axis for axis in range(1, few.ndim) if few.shape[axis] > 1]
-        if len(varying) > 1 or (few < 0).any():
-            return None
-        if size > 1:
-            axis = varying[0] if varying else next((a for a in range(1, few.ndim) if made[a] == 1), 0)
-            if not axis:
-                return None
-            numbers, before = axes[axis - 1]
-            line = np.broadcast_to(few.reshape(few.shape[0], -1), numbers.shape)
-            axes[axis - 1] = numbers * size + line, before * size
-    return axes
+        varying = varying or [axis for axis in (dim + 1, *range(1, few.ndim)) if axis < few.ndim and made[axis] == 1][:1]
+        if size == 1:
+            continue
+        if len(varying) != 1 or (few < 0).any():
+            return [], ()
+        axis = varying[0] - 1
+        numbers, before = axes[axis]
+        line = np.broadcast_to(few.reshape(few.shape[0], -1), numbers.shape)
+        axes[axis] = numbers * size + line, before * size
+        dims[axis] += (dim,)
+    return axes, tuple(dims)
 
 
 def parts_of(whole: np.ndarray, dim: int, blocks: int, parts: int, rows: int) -> np.ndarray | None:

@@ -150,16 +150,20 @@ class _Level:
         if len(op.inputs) > 1:
             self._merge_turns(task, loop, where)
             return
-        each_once(task.jaxpr, [None], 1, [who.size for who in task.parts], where)
+        local = each_once(task.jaxpr, [None], 1, [who.size for who in task.parts], where)
         moved = each_once(_body(op), [None], 1, [], where)
+        if local is None or moved is None:
+            self.left_out.append(op.outputs[0].name)
         state = self.stacks[stack]
         if state == WHOLE or isinstance(state, Sum):
             raise VerificationError(f"{where}: what each iteration leaves is no part: {_text(state)}")
-        if isinstance(state, VisitedPart) and state.dim is not None and state.blocks is not None and state.rows is not None:
-            if moved is None:
-                self.left_out.append(op.outputs[0].name)
-            elif not moved.puts_together(stack.shape, state.dim, state.blocks, loop.parts, state.rows):
-                raise VerificationError(f"{where}: they are put together in another order than they were cut in")
+        if moved is None or not isinstance(state, VisitedPart) or None in (state.dim, state.blocks, state.rows):
+            return
+        assert state.dim is not None
+        assert state.blocks is not None
+        assert state.rows is not None
+        if not moved.puts_together(stack.shape, state.dim, state.blocks, loop.parts, state.rows):
+            raise VerificationError(f"{where}: they are put together in another order than they were cut in")
 
     def _merge_turns(self, task: Compute, loop: Loop, where: str) -> None:
         """What puts the stacks of several turns together has the parts in their order."""
@@ -391,10 +395,11 @@ class _TimeLoop:
             raise VerificationError(f"{where}: a part is cut off {_text(rest[0])}")
         args: list[np.ndarray | None] = [np.arange(count, dtype=np.int32)] * len(op.inputs)
         args[number] = None
-        each_once(task.jaxpr, args, count, [who.size for who in task.parts], where)
+        local = each_once(task.jaxpr, args, count, [who.size for who in task.parts], where)
         moved = each_once(_body(op), args, count, [], where)
-        if moved is None:
+        if local is None or moved is None:
             self.left_out.append(op.outputs[0].name)
+        if moved is None:
             return [VisitedPart()]
         whole = op.inputs[number].shape
         dims = [d for d, (a, b) in enumerate(zip(whole, moved.shape, strict=True)) if a != b]

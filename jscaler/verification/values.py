@@ -1,6 +1,7 @@
 """Do two local programs compute the same values? Equal equations of equal values are one value: numbered, and compared."""
 
 import hashlib
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from jscaler.verification import collectives
 from jscaler.verification.local_programs import Local
 
 T = TypeVar("T")
+Sizes = tuple[int, ...]
+LoopBody = Callable[[Sequence[int], Sequence[int]], Sequence[int]]  # from carries and slices to carries and pieces
 ASIDE = frozenset({"sharding", "out_sharding", "weak_type"})  # parameters that no value depends on
 
 
@@ -54,7 +57,7 @@ class Values:
         self._next: dict[int, int] = {}  # a carry's symbol -> what it is after one round more
         self._numbers: dict[Any, int] = {}
         self._moved: dict[int, Any] = {}  # results of what only moves elements -> how they were made
-        self._reshaped: dict[int, tuple[int, tuple[int, ...]]] = {}  # results of reshapes -> of what, and its shape
+        self._reshaped: dict[int, tuple[int, Sizes, Sizes]] = {}  # results of reshapes -> of what, its shape, and theirs
         self._dots: dict[int, Any] = {}  # results of dots -> their other parameters, and operands with the dims' labels
         self._kept: list[Any] = []  # what is known by identity must stay alive
 
@@ -105,8 +108,8 @@ class Values:
         if one.seen == "casts":
             same = dtype(eqn.invars[0]) == dtype(eqn.outvars[0])  # whether its type is weak makes no other number
             return [args[0] if same else self._cast(params, args[0])]
-        if name == "reshape":
-            return [self._reshape(eqn, params, args[0])]
+        if name == "reshape" and eqn.params.get("dimensions") is None:
+            return [self._reshape(params, args[0], shape(eqn.invars[0]), shape(eqn.outvars[0]))]
         key = (name, params, tuple(args))
         numbers = [self._number((key, i)) for i in range(len(eqn.outvars))]
         if name in collectives.MOVES or (one.seen == "moves" and "fill_value" not in eqn.params):
@@ -138,14 +141,15 @@ class Values:
         times: tuple[int, bool],
         inits: Sequence[int],
         stacks: Sequence[int],
-        body: Callable[[Sequence[int], Sequence[int]], Sequence[int]],
+        body: LoopBody,
     ) -> list[int]:
         """The numbers of a loop's last carries, and of the stacks that it leaves.
 
         Carries are told apart by what they are before the loop, and by what an iteration makes of them. At first carries
         with one initial value are one symbol; each round, those of which an iteration makes different values part. As in
         the minimization of an automaton, once a round parts none (of both programs that are compared) equal symbols mean
-        equal values in every iteration.
+        equal values in every iteration. As JAX has it, a carry that no iteration changes is what it was before the loop,
+        and a stack of the slices of another is that one.
 
         Args:
             times: how often it runs, and whether from the end.
@@ -154,20 +158,38 @@ class Values:
         self._depth += 1  # a loop's iterations are not those of the loop around it
         how = (self._depth, *times)
         slices = [self._slice(how, stack) for stack in stacks]
-        symbols = [self._number(("carry", how, init)) for init in inits]
+        first = [self._number(("carry", how, init)) for init in inits]
+        same: frozenset[int] = frozenset()
+        if any(map(operator.eq, body(first, slices), first)):
+            same = self._unchanged(how, inits, slices, body)
+
+        def symbols_of(results: Sequence[int]) -> list[int]:
+            pairs = enumerate(zip(inits, results, strict=False))
+            return [init if i in same else self._number(("carry", how, init, result)) for i, (init, result) in pairs]
+
+        symbols = [init if i in same else symbol for i, (init, symbol) in enumerate(zip(inits, first, strict=True))]
         for _ in range(self._rounds):
-            made = zip(inits, body(symbols, slices), strict=False)
-            symbols = [self._number(("carry", how, init, result)) for init, result in made]
+            symbols = symbols_of(body(symbols, slices))
         results = body(symbols, slices)
-        for symbol, init, result in zip(symbols, inits, results, strict=False):
-            after = self._number(("carry", how, init, result))
-            self.settled &= self._next.setdefault(symbol, after) == after
+        for i, (symbol, after) in enumerate(zip(symbols, symbols_of(results), strict=True)):
+            self.settled &= i in same or self._next.setdefault(symbol, after) == after
         self._depth -= 1
-        finals = [self._number(("final", symbol)) for symbol in symbols]
-        pieces = results[len(inits) :]
-        left = [self._number(("stack", how, piece)) for piece in pieces]
-        self._pieces.update((stack, (how, piece)) for stack, piece in zip(left, pieces, strict=True))
+        finals = [symbol if i in same else self._number(("final", symbol)) for i, symbol in enumerate(symbols)]
+        pieces, given = results[len(inits) :], dict(zip(slices, stacks, strict=True))
+        left = [given[piece] if piece in given else self._number(("stack", how, piece)) for piece in pieces]
+        self._pieces.update((stack, (how, piece)) for stack, piece in zip(left, pieces, strict=True) if piece not in given)
         return [*finals, *left]
+
+    def _unchanged(self, how: Any, inits: Sequence[int], slices: Sequence[int], body: LoopBody) -> frozenset[int]:
+        """The carries that each iteration leaves as it found them: known by symbols that no others have."""
+        same: frozenset[int] = frozenset()
+        while True:  # one that becomes another, which does not change, changes no more behind the first iteration
+            symbols = [init if i in same else self._number(("own", how, i)) for i, init in enumerate(inits)]
+            results = body(symbols, slices)
+            found = frozenset(i for i, (a, b) in enumerate(zip(symbols, results, strict=False)) if a == b)
+            if found <= same:
+                return same
+            same |= found
 
     def _slice(self, how: Any, stack: int) -> int:
         """What an iteration takes of a stack: of one that such a loop has left, what it has put there at this iteration. A
@@ -183,21 +205,24 @@ class Values:
         """The number of a cast. What only moves elements may be cast before or after: before is the form compared."""
         if arg in self._moved:
             name, how, args, data = self._moved[arg]
+            if arg in self._reshaped:
+                source, before, after = self._reshaped[arg]
+                return self._reshape(how, self._cast(params, source), before, after)
             key = (name, how, tuple(self._cast(params, a) if i in data else a for i, a in enumerate(args)))
             moved = self._number((key, 0))
             self._moved[moved] = (*key, data)
             return moved
         return self._number((("convert_element_type", params, (arg,)), 0))
 
-    def _reshape(self, eqn: core.JaxprEqn, params: Any, arg: int) -> int:
-        """The number of a reshape; one that undoes another is what that one was of."""
-        before, sizes = self._reshaped.get(arg, (arg, shape(eqn.invars[0])))
-        if sizes == shape(eqn.outvars[0]):
-            return before
+    def _reshape(self, params: Any, arg: int, before: Sizes, after: Sizes) -> int:
+        """The number of a reshape from one shape to another; of one that undoes another, what that one was of."""
+        source, sizes, _ = self._reshaped.get(arg, (arg, before, before))
+        if sizes == after:
+            return source
         key = ("reshape", params, (arg,))
         number = self._number((key, 0))
         self._moved[number] = (*key, {0})
-        self._reshaped[number] = (arg, shape(eqn.invars[0]))
+        self._reshaped[number] = (arg, before, after)
         return number
 
     def _dot(self, eqn: core.JaxprEqn, args: list[int]) -> int:
@@ -249,4 +274,4 @@ def content_key(value: Any) -> Any:
         return id(value)
     if array.dtype == object:
         return id(value)
-    return array.shape, array.dtype.str, hashlib.sha256(array.tobytes()).digest()
+    return array.shape, str(array.dtype), hashlib.sha256(array.tobytes()).digest()

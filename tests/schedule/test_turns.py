@@ -208,7 +208,7 @@ def faulty(plan: StepPlan, change: Callable[[Any], Any]) -> StepPlan:
 
 def test_a_turn_that_is_left_out_or_run_twice_is_found() -> None:
     plan = lowered(placed(TWO_WAYS, 4)).plan
-    check_time_loops(plan)
+    check_time_loops(plan, [])
 
     def swapped(loop: Any) -> Any:
         return dataclasses.replace(loop, xs=loop.xs[::-1])
@@ -223,4 +223,4 @@ def test_a_turn_that_is_left_out_or_run_twice_is_found() -> None:
 
     for change in (swapped, once, without_a_sum):
         with pytest.raises(VerificationError):
-            check_time_loops(faulty(plan, change))
+            check_time_loops(faulty(plan, change), [])

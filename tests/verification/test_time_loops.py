@@ -259,3 +259,29 @@ def test_rows_of_a_large_array() -> None:
     assert not merged.puts_together(stack.shape, 1, 2, 8, 2**16)
     with pytest.raises(VerificationError, match="1048576 elements 131072 are left out, 131072 come more than once"):
         iterations.each_once(cut, [None, np.array([0, 1, 2, 3, 4, 5, 6, 6], np.int32)], 8, [], "cut")
+
+
+@pytest.mark.parametrize("fun", [
+    lambda y, i: Sliced(1, 1, 4, 4).take(y.reshape(4, 2, 8).transpose(0, 2, 1).reshape(4, 16), i),
+    lambda y, i: Sliced(1, 1, 4, 4).take(y.reshape(4, 16)[::-1], i),
+    lambda y, i: Sliced(0, 1, 4, 1).take(y.reshape(2, 2, 16).transpose(1, 0, 2).reshape(4, 16), i),
+])  # fmt: skip
+def test_rows_that_change_places_on_the_way(fun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each element comes once, in another place than its part's."""
+    jaxpr = open_jaxpr(jax.make_jaxpr(fun)(jnp.zeros((4, 16)), 0))[0]
+    args = [None, np.arange(4, dtype=np.int32)]
+    for most in (10**9, 0):
+        monkeypatch.setattr(iterations, "MOST_CELLS", most)
+        moved = iterations.each_once(jaxpr, args, 4, [], "cut")
+        assert moved is None or not (moved.are_parts((4, 16), 1, 1, 4, 4) or moved.are_parts((4, 16), 0, 1, 4, 1))
+
+
+def test_equal_dims_that_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iterations, "MOST_CELLS", 0)
+    take = Sliced(0, 1, 4, 1).take
+    args = [None, np.arange(4, dtype=np.int32)]
+    for turned in (False, True):
+        fun = lambda y, i, turned=turned: take(y.transpose(0, 2, 1) if turned else y, i)  # noqa: E731
+        moved = iterations.each_once(open_jaxpr(jax.make_jaxpr(fun)(jnp.zeros((4, 3, 3)), 0))[0], args, 4, [], "cut")
+        assert moved is not None
+        assert moved.are_parts((4, 3, 3), 0, 1, 4, 1) != turned

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jscaler.verification.local_programs import Local, trace_local
-from jscaler.verification.values import Values, numbered
+from jscaler.verification.values import Values, content_key, numbered
 
 SQUARE = jax.ShapeDtypeStruct((4, 4, 4), jnp.float32)
 FREE, BATCHED = (((2,), (0,)), ((), ())), (((2,), (1,)), ((0,), (0,)))
@@ -149,3 +149,44 @@ def test_loops_in_loops_are_numbered_in_a_few_rounds() -> None:
     of_two_arguments(values, local)
     assert values.settled
     assert runs["tanh"] < 300
+
+
+def scanned(fun: Any, again: Any = lambda x: x) -> Any:
+    """A loop with a carry that it does not change, and stacks of what it is given; hidden from JAX by ``again``."""
+
+    def run(a: Any, b: Any) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            moved, kept, x = again((*carry, x))
+            return (fun(moved, kept), kept), (x, moved)
+
+        (first, same), (given, left) = lax.scan(body, (a, b), a)
+        return first + same + given.sum() + left.sum()
+
+    return run
+
+
+@pytest.mark.smoke
+def test_carries_that_stay_and_stacks_that_are_handed_on() -> None:
+    """JAX takes them out of a loop where it sees them, and numbers are the same wherever it does."""
+    hidden = jax.jit(lambda x: x)
+    assert proven(scanned(lambda m, k: m * k), scanned(lambda m, k: m * k, hidden))
+    assert not proven(scanned(lambda m, k: m * k), scanned(lambda m, k: m + k, hidden))
+    swapped = lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), None, length=3)[0][0]  # noqa: E731
+    assert not proven(swapped, lambda a, b: a)
+    shifted = lambda a, b: lax.scan(lambda c, _: ((c[1], c[1] * 2), None), (a, a), None, length=3)[0][0]  # noqa: E731
+    assert not proven(shifted, lambda a, b: a)
+
+
+def test_reshapes_of_turned_dims_and_casts() -> None:
+    assert not same(lambda a, b: lax.reshape(a, (4, 4, 4), dimensions=(2, 1, 0)), lambda a, b: a)
+    flat = lambda x: x.reshape(16, 4)  # noqa: E731
+    assert same(
+        lambda a, b: flat(a).reshape(4, 4, 4).astype(jnp.bfloat16),
+        lambda a, b: flat(a).astype(jnp.bfloat16).reshape(4, 4, 4),
+    )
+
+
+def test_numbers_of_few_bits_are_told_apart() -> None:
+    for kind, one, other in (("float8_e4m3fn", 1.0, 0.0625), ("int4", -1, 1)):
+        assert content_key(jnp.asarray(one, kind)) != content_key(jnp.asarray(other, kind))
+    assert content_key(jnp.asarray(-1, "int4")) != content_key(jnp.asarray(15, "uint4"))
