@@ -41,7 +41,7 @@ POLICIES: dict[str, Case] = {
     "two axes of one name": (
         lambda g, d: g.op_assign(g.op_trans("loss/dot", TimeSplit("a", 2, "t"), TimeSplit("b", 2, "t")), 0),
         PlanError,
-        "'loss/dot' has two time axes that are called 't'; give each a name of its own",
+        "'loss/dot' has two time axes that are called 't', of 2 and 2 parts; give each a name of its own, or",
     ),
     "an axis of two lengths": (
         lambda g, d: [g.op_assign(g.op_trans(o, TimeSplit("a", n, "t")), 0) for o, n in zip(OPS, (2, 4), strict=True)],

@@ -294,7 +294,11 @@ def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
         if not axis.time:
             continue
         if axis.time in found:
-            raise PlanError(f"'{path}' has two time axes that are called '{axis.time}'; give each a name of its own")
+            parts = " and ".join(str(a.parts) for a in axes if a.time == axis.time)
+            raise PlanError(
+                f"'{path}' has two time axes that are called '{axis.time}', of {parts} parts; give each a name of its own, "
+                "or have one of all parts (a pipeline cuts its micro-batches itself, without accumulate inside)"
+            )
         assert axis.factor is not None
         around = axes[:i] if _is_shared(axis) else axes
         blocks = math.prod(a.parts for a in around if a.factor == axis.factor and not a.time)
