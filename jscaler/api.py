@@ -12,7 +12,17 @@ from jscaler import plans
 from jscaler.capture.wishes import no_mesh
 from jscaler.clusters import FEW_STEPS, Bytes, Cluster, CostModel, find_cluster
 from jscaler.collector import no_full_collections
-from jscaler.errors import CaptureError, CaptureWarning, DeviceError, PlanError, PlanWarning, check_flag, shown, warn
+from jscaler.errors import (
+    CaptureError,
+    CaptureWarning,
+    DeviceError,
+    PlanError,
+    PlanWarning,
+    VerificationError,
+    check_flag,
+    shown,
+    warn,
+)
 from jscaler.estimate.loops_apart import loops_apart
 from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
@@ -489,8 +499,8 @@ class Parallelized(Shown):
             _say_lost(step, self._strict)
             if repeated := repeated_effects(step):
                 warn(f"plan '{step.name}': {repeated}", PlanWarning)
-            if num_devices != count and self._proven and _is_proven(step):
-                prove(step)
+            if num_devices != count and self._proven:
+                _proof(step, step)
             return step
 
         step = planned(count)
@@ -500,14 +510,25 @@ class Parallelized(Shown):
             ExplainedPlan.of(step), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
             self._cost, result.changes, planned if self._devices is None else None,
         )  # fmt: skip
-        if not (self._proven and _is_proven(step)):
-            return found
-        return dataclasses.replace(found, plan=dataclasses.replace(found.plan, proof=str(prove(found))))
+        proof = _proof(step, found) if self._proven else ""
+        return dataclasses.replace(found, plan=dataclasses.replace(found.plan, proof=proof)) if proof else found
 
 
-def _is_proven(step: StepPlan) -> bool:
-    """Whether a plan is proven unasked: one over several device groups, or with time axes."""
-    return len(step.completed.groups) > 1 or step.has_time_axes
+def _proof(step: StepPlan, lowered: Lowered | StepPlan) -> str:
+    """What is proven unasked: of a plan over several device groups, or with time axes; of others nothing.
+
+    Raises:
+        VerificationError: the program computes something else than the step.
+    """
+    if len(step.completed.groups) < 2 and not step.has_time_axes:
+        return ""
+    try:
+        return str(prove(lowered))
+    except VerificationError as error:
+        raise VerificationError(
+            f"plan '{step.name}' would not compute what the step does: {error}. This is a fault of jscaler's own: please "
+            "report it, and take another plan; parallelize(..., verify=False) runs this one all the same"
+        ) from error
 
 
 def _say_lost(step: StepPlan, strict: bool) -> None:
