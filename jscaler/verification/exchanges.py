@@ -1,7 +1,6 @@
-"""Each exchange of a step, traced as it is emitted and interpreted on all devices at once; equal ones once.
+"""Proofs of exchanges: each is traced as it is emitted, and interpreted on all devices in lockstep; equal ones once.
 
-What lies on many devices, or is large, is looked at on a smaller tensor (`verification.smaller`): the same equations, on
-fewer rows.
+A large exchange is proven on a smaller tensor (`verification.smaller`): the equations are the same, the rows are fewer.
 """
 
 import math
@@ -47,7 +46,7 @@ Proof = tuple[list[str], int]  # the collectives that an exchange runs; the elem
 
 @dataclass
 class Exchanges:
-    """What was traced and proven of a step so far.
+    """The exchanges of one step that were traced and proven so far.
 
     Attributes:
         on_smaller: how many distinct ones were proven on a smaller tensor.
@@ -67,7 +66,7 @@ class Exchanges:
         return sum(elements >= 0 for _, elements in self._proven.values())
 
     def traced(self, group: DeviceMesh, task: Adapt | Extend) -> tuple[Hashable, Local]:
-        """What one device of a program's group runs, and a key that equal exchanges share, on whatever group."""
+        """A key that equal exchanges share on any group, and the program that one device runs."""
         if isinstance(task, Adapt):
             local, what = task.adapter.source.local_shape, (task.adapter, task.reduce_dtype)
         else:
@@ -121,7 +120,7 @@ class Exchanges:
         return self._said(key, where)
 
     def _said(self, key: Hashable, name: str) -> Proof:
-        """What is known of an exchange; of one that was left out, that nothing is."""
+        """The result for an exchange; one that was left out is listed under ``name``."""
         passed, elements = self._proven[key]
         if elements < 0:
             self.left_out.append(name)
@@ -162,7 +161,7 @@ class Exchanges:
 
 
 def _cells(local: Local, devices: int) -> int:
-    """The cells of the larger of what devices take and leave."""
+    """The number of cells in all local arrays, before or after, whichever are larger."""
     return devices * max(math.prod(shape_of(v)) for v in (*local.jaxpr.invars[-1:], *local.jaxpr.outvars))
 
 
@@ -171,7 +170,7 @@ def _collectives(local: Local) -> list[str]:
 
 
 def _smaller_task(task: Adapt | Extend) -> tuple[Adapt | Extend, Ratios] | None:
-    """An exchange of a smaller tensor, and by how much it is smaller; None where it cannot be."""
+    """The same exchange of a smaller tensor, and the ratios; None where there is none."""
     if isinstance(task, Extend):
         ratios = ratios_of([task.layout], {edge.dim for edge in task.edges})
         if ratios is None:

@@ -56,9 +56,9 @@ class Moved:
 
     Attributes:
         elements: (iterations, *what an iteration leaves): the numbers of elements; None of large arrays.
-        axes: of large arrays, whose dims are moved apart from one another: per axis of what is left the numbers of the rows
-            that come there, (iterations, size).
-        dims: of large arrays: per axis the dims of more than a row whose rows come there, major first.
+        axes: of large arrays, whose dims are moved independently: for each axis of the result the numbers of the rows that
+            arrive there, (iterations, size).
+        dims: of large arrays: for each axis the operand's dims (of size 2 and more) whose rows arrive there, major first.
         shape: of what an iteration leaves.
     """
 

@@ -3,8 +3,8 @@
     5120 × 20480 on 4 × 8 devices          D(4, 8): parts of 1280 × 2560
        8 ×    16                           the same layouts, steps and members; parts of 2 × 2
 
-An exchange moves whole parts: no step looks at how many rows a part has. So every dim is made smaller by a divisor of the
-rows of all parts on the way, and each part keeps two rows at least, where it had as many, so that their order shows.
+An exchange moves whole parts, and no step depends on the number of rows in a part. So each dim shrinks by a common divisor
+of the rows of all parts on the way. A part keeps at least two rows, so that their order shows.
 """
 
 import dataclasses
