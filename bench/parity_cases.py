@@ -36,6 +36,21 @@ class Case:
     rest: Any = ()
     alone: Callable[..., Any] | None = None
 
+    def train_step(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+        """``train_step(state, batch, key) -> (state, loss)`` for a state as `state` makes it."""
+
+        def step(state: Any, batch: Any, key: jax.Array) -> Any:
+            params, moments, rest = state
+            loss_of = jscaler.value_and_grad(lambda p: self.loss(p, rest, batch, key), has_aux=True)
+            (loss, rest), gradients = loss_of(params)
+            updates, moments = optimizer.update(gradients, moments, params)
+            return (optax.apply_updates(params, updates), moments, rest), loss
+
+        return step
+
+    def state(self, optimizer: optax.GradientTransformation) -> Any:
+        return self.params, optimizer.init(self.params), self.rest
+
 
 @dataclass(frozen=True)
 class Run:

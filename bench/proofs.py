@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import jscaler
 from bench.harness import Row, main
@@ -42,17 +41,8 @@ def cpu_seconds(fun: Callable[[], Any]) -> tuple[float, Any]:
 def lowered(case: Case, run: Run) -> Callable[[], Any]:
     """The step of a case under a plan, with AdamW and clipping; not proven."""
     optimizer = OPTIMIZERS["clip+adamw"]()
-
-    def step(state: Any, batch: Any, key: jax.Array) -> Any:
-        params, moments, rest = state
-        value_and_grad = jscaler.value_and_grad(lambda p: case.loss(p, rest, batch, key), has_aux=True)
-        (loss, rest), gradients = value_and_grad(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments, rest), loss
-
-    made = jscaler.parallelize(run.plan, devices=run.devices, verify=False)(step)
-    state = (case.params, optimizer.init(case.params), case.rest)
-    return lambda: made.lower(state, case.batches[0], jax.random.key(0))
+    step = jscaler.parallelize(run.plan, devices=run.devices, verify=False)(case.train_step(optimizer))
+    return lambda: step.lower(case.state(optimizer), case.batches[0], jax.random.key(0))
 
 
 def small(quick: bool) -> Row:

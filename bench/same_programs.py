@@ -67,15 +67,7 @@ def _step(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     import optax
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-
-    def step(state: Any, batch: Any, key: jax.Array) -> Any:
-        params, moments, rest = state
-        vg = jscaler.value_and_grad(lambda p: case.loss(p, rest, batch, key), has_aux=True)
-        (loss, rest), gradients = vg(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments, rest), loss
-
-    return step, ((case.params, optimizer.init(case.params), case.rest), case.batches[0], jax.random.key(0))
+    return case.train_step(optimizer), (case.state(optimizer), case.batches[0], jax.random.key(0))
 
 
 def _swin() -> tuple[Callable[..., Any], tuple[Any, ...]]:

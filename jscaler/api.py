@@ -138,7 +138,7 @@ def parallelize(
                 "been imported as flax.linen or flax.nnx?"
             )
         arguments = Arguments.of(fun, donate_argnums, donate_argnames, static_argnums, static_argnames)
-        return Parallelized(fun, policy, devices, arguments, cost, without=without, strict=strict, proven=verify)
+        return Parallelized(fun, policy, devices, arguments, cost, without=without, strict=strict, verify=verify)
 
     def step_of_module(forward: Callable[..., Any]) -> Parallelized:
         if any(x not in ((), "") for x in (donate_argnums, donate_argnames, static_argnums, static_argnames)):
@@ -148,7 +148,7 @@ def parallelize(
             )
         arguments = Arguments.of(forward, (), (), (), "constants")
         return Parallelized(
-            forward, policy, devices, arguments, cost, updates=False, without=without, strict=strict, proven=verify
+            forward, policy, devices, arguments, cost, updates=False, without=without, strict=strict, verify=verify
         )
 
     return decorate
@@ -202,7 +202,7 @@ class Parallelized(Shown):
     def __init__(
         self, fun: Callable[..., Any], policy: Any, devices: Devices, arguments: Arguments, cost: CostModel = FEW_STEPS,
         updates: bool = True, following: Following | None = None, without: Sequence[str] = (), strict: bool = False,
-        proven: bool = True,
+        verify: bool = True,
     ):  # fmt: skip
         functools.update_wrapper(self, fun)
         self.fun = fun
@@ -213,7 +213,7 @@ class Parallelized(Shown):
         self._cost = cost
         self._without = without
         self._strict = strict
-        self._proven = proven
+        self._verify = verify
         self._method = ""  # what it is called in a class
         self._following = following  # whose layouts the state of this step has
         self._updates = updates  # whether results may be next versions of arguments; a forward updates no state
@@ -280,7 +280,7 @@ class Parallelized(Shown):
             )
         bound = Parallelized(
             self.fun.__get__(instance, owner), self._policy, self._devices, self._arguments.of_method, self._cost,
-            self._updates, self._following, self._without, self._strict, self._proven,
+            self._updates, self._following, self._without, self._strict, self._verify,
         )  # fmt: skip
         instance.__dict__[self._method] = bound  # found in place of this descriptor from now on
         return bound
@@ -427,7 +427,7 @@ class Parallelized(Shown):
         following = Following(self._name, self._policy, planned, paths or {})
         return Parallelized(
             fun, policy, self._devices, arguments, self._cost, following=following, without=self._without,
-            strict=self._strict, proven=self._proven,
+            strict=self._strict, verify=self._verify,
         )  # fmt: skip
 
     def under(self, plan: PlanLike) -> "Parallelized":
@@ -441,7 +441,7 @@ class Parallelized(Shown):
         """
         return Parallelized(
             self.fun, _policy(plan), self._devices, self._arguments, self._cost, self._updates, self._following,
-            self._without, self._strict, self._proven,
+            self._without, self._strict, self._verify,
         )  # fmt: skip
 
     def without_stages(self) -> "Parallelized":
@@ -499,7 +499,7 @@ class Parallelized(Shown):
             _say_lost(step, self._strict)
             if repeated := repeated_effects(step):
                 warn(f"plan '{step.name}': {repeated}", PlanWarning)
-            if num_devices != count and self._proven:
+            if num_devices != count and self._verify:
                 _proof(step, step)
             return step
 
@@ -510,7 +510,7 @@ class Parallelized(Shown):
             ExplainedPlan.of(step), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
             self._cost, result.changes, planned if self._devices is None else None,
         )  # fmt: skip
-        proof = _proof(step, found) if self._proven else ""
+        proof = _proof(step, found) if self._verify else ""
         return dataclasses.replace(found, plan=dataclasses.replace(found.plan, proof=proof)) if proof else found
 
 

@@ -175,6 +175,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         made.spanning,
         steps,
         tuple(runs_as),
+        at.has_time_axes,
     )
 
 

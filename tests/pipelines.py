@@ -1,7 +1,7 @@
 """Random nets as pipelines, with another plan inside of their stages: what `bench.programs --pipelines` draws from.
 
 A net is a chain of layers, or a stack; in half of them no layer ends at a residual. Seeds go through all pairs of an inner
-plan and a schedule, so that as many cases have each.
+plan and a schedule, so that as many cases have each. `accumulate` is no inner plan: a pipeline has micro-batches itself.
 """
 
 import math
@@ -40,7 +40,7 @@ def draw_net(seed: int) -> Program:
     residual, last = drawer.pick(True, False), drawer.pick(True, False)
     count, names, body = int(drawer.pick(4, 5, 6)), list[str](), list[StepFn]()
     if drawer.pick(True, False, False, False):
-        names, body = ["stack"], [stack(drawer, 4, residual)]
+        names, body = ["stack" + ("+" if residual else "")], [stack(drawer, 4, residual)]
         count = 0
     for _ in range(count):
         made = drawer.pick(dense, pair, pair, attention, norm_pair)

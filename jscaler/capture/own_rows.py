@@ -59,14 +59,14 @@ class _Counts:
         """The dim along which ``atom`` counts."""
         return self.along.get(atom) if isinstance(atom, core.Var) else None
 
-    def count(self, counted: Any, dim: int) -> None:
+    def note_counter(self, counted: Any, dim: int) -> None:
         """``counted`` has each row's number, if its type has that many numbers: others begin again at their least."""
         dtype, last = np.dtype(getattr(counted.aval, "dtype")), shape(counted)[dim] - 1  # noqa: B009
         if jnp.issubdtype(dtype, np.integer) and last <= jnp.iinfo(dtype).max:
             self.along[counted] = dim
 
     def iota(self, eqn: core.JaxprEqn) -> None:
-        self.count(eqn.outvars[0], eqn.params["dimension"])
+        self.note_counter(eqn.outvars[0], eqn.params["dimension"])
 
     def compare(self, eqn: core.JaxprEqn) -> None:
         """``i < 0``, by which jnp asks whether an index counts from the end."""
@@ -82,7 +82,7 @@ class _Counts:
     def same(self, eqn: core.JaxprEqn, operand: Atom | None = None) -> None:
         dim = self.dim(eqn.invars[0] if operand is None else operand)
         if dim is not None:
-            self.count(eqn.outvars[0], dim)
+            self.note_counter(eqn.outvars[0], dim)
 
     def broadcast(self, eqn: core.JaxprEqn) -> None:
         dim = self.dim(eqn.invars[0])

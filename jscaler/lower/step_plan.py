@@ -37,6 +37,7 @@ class StepPlan:
         spanning: the loop whose ops lie on several groups, if there is one.
         instructions: in which order blocks run, and what is sent.
         blocks: what runs, each an executable: those of the segments, or several of these as one; of one group one.
+        has_time_axes: whether parts of ops run one after another.
     """
 
     source: Graph
@@ -50,6 +51,7 @@ class StepPlan:
     spanning: SpanningLoop | None = None
     instructions: Instructions = field(default_factory=lambda: Instructions((), 0, {}))
     blocks: tuple[PlacedBlock, ...] = ()
+    has_time_axes: bool = False
 
     @functools.cached_property
     def taken(self) -> tuple[tuple[int, ...], ...]:
@@ -76,14 +78,6 @@ class StepPlan:
         """How often a block runs in a step."""
         steps = self.instructions.steps
         return sum(isinstance(one, Run) and one.block == number for one in steps)
-
-    @functools.cached_property
-    def has_time_axes(self) -> bool:
-        """Whether parts of ops run one after another: the pass that writes them has changed the graph."""
-        results = [(run.name, run.result) for run in self.passes.runs]
-        place = next(i for i, (name, _) in enumerate(results) if name == "time_loops")
-        before, after = (getattr(result, "graph") for _, result in results[place - 1 : place + 1])  # noqa: B009
-        return before is not after
 
     @property
     def sent(self) -> tuple[Transfer, ...]:

@@ -22,7 +22,7 @@ from jscaler.capture.names import tree_path
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, ProcessError, warn
 from jscaler.report.written import check_folder, writing
 from jscaler.runtime.agreement import any_process
-from jscaler.runtime.graph_nodes import revived, stored
+from jscaler.runtime.graph_nodes import from_saved_tree, to_saved_tree
 from jscaler.runtime.out_of_memory import is_out_of_memory
 from jscaler.runtime.spreading import brought_home, spread, spread_structs
 
@@ -120,7 +120,9 @@ class Checkpoints:
         with _saying(self.folder):
             self._manager.wait_until_finished()  # Orbax may leave out what comes while it writes
             about = {"jscaler": self._about | ({} if batches is None else {"batches": batches})}
-            saved = self._manager.save(step, args=ocp.args.StandardSave(spread(stored(state))), custom_metadata=about)
+            saved = self._manager.save(
+                step, args=ocp.args.StandardSave(spread(to_saved_tree(state))), custom_metadata=about
+            )
         if not saved:  # Orbax says so, and no more
             last = self._manager.latest_step()
             raise DataError(f"the state after {step} steps is not saved: {self.folder} has one after {last}")
@@ -249,7 +251,7 @@ def restore_latest(folder: Path, target: Any) -> tuple[int, Any]:
         except DamagedError as error:
             damaged = error
         if not any_process(damaged is not None):  # before processes share out what each has read
-            return step, revived(brought_home(found, stored(target)), target)
+            return step, from_saved_tree(brought_home(found, to_saved_tree(target)), target)
         damaged = damaged or DamagedError(f"the checkpoint after {step} steps in {folder} is damaged for another process")
         earlier = [n for n in steps_in(folder) if n < step]
         if not earlier:
@@ -276,13 +278,13 @@ def restore(folder: Path, step: int, target: Any) -> Any:
     Raises:
         DataError: the checkpoint is of another model, of a newer jscaler, or damaged.
     """
-    return revived(brought_home(_read(folder, step, target), stored(target)), target)
+    return from_saved_tree(brought_home(_read(folder, step, target), to_saved_tree(target)), target)
 
 
 def _read(folder: Path, step: int, target: Any) -> Any:
-    """A state as it is `stored`, which Orbax reads in a job of several processes, each leaf on all of them."""
+    """A state as `to_saved_tree` has it, read by Orbax; in a job of several processes each leaf lies on all of them."""
     _check_folder(folder)
-    objects, target = target, stored(target)
+    objects, target = target, to_saved_tree(target)
     which = f"the checkpoint after {step} steps in {folder}"
     with _manager(folder) as manager:
         if step not in (known := manager.all_steps()):
@@ -299,12 +301,12 @@ def _read(folder: Path, step: int, target: Any) -> Any:
             found = manager.restore(step, args=ocp.args.StandardRestore(spread_structs(target)))
             if _types(found) != _types(target):  # it does not know any more which of its numbers are a key
                 raise DamagedError("its leaves have other types than were saved")
-            return stored(found)
+            return to_saved_tree(found)
         except Exception as error:  # of whatever class
             if is_out_of_memory(error):
                 raise
             if not _is_damage(error):
-                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_hope(error)}") from error
+                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_remedy(error)}") from error
             if saved and saved != wanted:
                 raise DataError(_foreign(which, saved, wanted)) from error
             if _numbers(by := str(written.get("orbax", ""))) > _numbers(ocp.__version__):
@@ -327,7 +329,7 @@ def _is_damage(error: Exception) -> bool:
     return not isinstance(error, MemoryError) and not PASSING.search(str(error))
 
 
-def _hope(error: Exception) -> str:
+def _remedy(error: Exception) -> str:
     """What is left to do about a state that cannot be read, and is not damaged."""
     return ", and Orbax cannot read it: train anew into another folder" if isinstance(error, READERS_OWN) else ": try again"
 
@@ -359,7 +361,7 @@ def read(folder: Path, step: int, entry: str | None = None) -> Any:
         except Exception as error:  # of whatever class
             which = f"the checkpoint after {step} steps in {folder}"
             if not _is_damage(error):
-                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_hope(error)}") from error
+                raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_remedy(error)}") from error
             raise DamagedError(f"{which} is damaged: {_line(error)}; give another --step") from error
 
 

@@ -97,7 +97,7 @@ def paths(name: str, tree: Any) -> list[tuple[Any, ...]]:
     return [(name, *(getattr(k, "key", k) for k in path)) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def stored(state: Any) -> Any:
+def to_saved_tree(state: Any) -> Any:
     """A state with dicts by attribute in the place of nnx objects and of ``nnx.State``: what a checkpoint holds of it.
 
     Names are text throughout: an ``nnx.List`` counts its items, and Orbax sorts the names of one tree. Objects that share
@@ -109,8 +109,8 @@ def stored(state: Any) -> Any:
     return treedef.unflatten([_by_text(a) for a in _pure(leaves)[1]])
 
 
-def revived(tree: Any, target: Any) -> Any:
-    """What `stored` has made of a state like ``target``, as such a state: fresh objects with the arrays of ``tree``."""
+def from_saved_tree(tree: Any, target: Any) -> Any:
+    """A state like ``target`` with what `to_saved_tree` has made of it: fresh objects with the arrays of ``tree``."""
     if "flax.nnx" not in sys.modules:
         return tree
     leaves, treedef = jax.tree.flatten(target, is_leaf=_is_graph)

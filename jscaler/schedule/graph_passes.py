@@ -35,6 +35,7 @@ class Planned:
     Attributes:
         plan: what is left to be done with it: first all decisions, in the end those in space.
         pieces: path of an op that was cut -> paths of the ops that stand for it.
+        has_time_axes: whether parts of ops run one after another.
     """
 
     graph: Graph
@@ -42,6 +43,7 @@ class Planned:
     rules: RuleBook = field(repr=False)
     bodies: BodyTable = field(repr=False)
     pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_time_axes: bool = False
 
     def __str__(self) -> str:
         return str(self.graph)
@@ -83,7 +85,7 @@ def recomputed(at: Planned) -> Planned:
 def time_loops(at: Planned) -> Planned:
     """Time axes become loops, or groups of ops. All that follows knows loops, and the plan that is left is in space."""
     graph, plan = timed(at.graph, at.plan, at.rules, at.bodies)
-    return dataclasses.replace(at, graph=graph, plan=plan)
+    return dataclasses.replace(at, graph=graph, plan=plan, has_time_axes=graph is not at.graph)
 
 
 def cut_ops(at: Planned) -> Planned:

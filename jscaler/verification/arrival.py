@@ -43,13 +43,14 @@ class Arrival:
             VerificationError: the first thing that is wrong.
         """
         ids = element_ids(self.patterns.shape)
+        broken = np.array([isinstance(self.patterns[i], Broken) for i in range(len(self.patterns))])
         parts: dict[int, Symbolic] = {}
         groups: dict[Any, dict[Path, list[int]]] = {}
         for position, mask in enumerate(self.wanted.masks):
             if mask is None or not mask.size:
                 continue
             parts[position] = self._part(arrived, position)
-            self._check_elements(position, parts[position], cells_of(mask, ids))
+            self._check_elements(position, parts[position], cells_of(mask, ids), broken)
             groups.setdefault((mask.subdims, mask.box), {}).setdefault(path_of(mask), []).append(position)
         for (subdims, box), shares in groups.items():
             self._check_group(shares, parts, cells_of(Mask(subdims, box), ids))
@@ -58,9 +59,12 @@ class Arrival:
     def _part(self, arrived: Symbolic, position: int) -> Symbolic:
         return arrived.map(lambda x: self.wanted.part(x[position], position))
 
-    def _check_elements(self, position: int, part: Symbolic, expected: np.ndarray) -> None:
-        """Nothing is broken, and no other element stands in an element's place."""
-        broken = np.array([isinstance(self.patterns[i], Broken) for i in range(len(self.patterns))])
+    def _check_elements(self, position: int, part: Symbolic, expected: np.ndarray, broken: np.ndarray) -> None:
+        """Nothing is broken, and no other element stands in an element's place.
+
+        Args:
+            broken: for each pattern, by its number, whether it is broken.
+        """
         pattern = compact(part.pattern)[0]
         if broken[pattern].any():
             at = np.broadcast_to(broken[pattern], part.shape)

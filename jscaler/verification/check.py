@@ -33,7 +33,7 @@ from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan, step_of
 from jscaler.materialize import DeviceMesh
 from jscaler.runtime.compiled import Compiled, Lowered
-from jscaler.verification.emitted import EmittedBlock, emitted_blocks, in_order
+from jscaler.verification.emitted import EmittedBlock, emitted_blocks
 from jscaler.verification.exchanges import Exchanges, prove
 from jscaler.verification.flow import SlotFlow, max_carries, spec_masks
 from jscaler.verification.frames import Frame
@@ -158,8 +158,8 @@ class _StepCheck:
     step: StepPlan
     lowered: Lowered | None
     exchanges: Exchanges = field(default_factory=Exchanges)
-    computed: set[Hashable] = field(default_factory=set)  # what tells segments that compute the same apart from others
-    places: dict[tuple[object, Members], Local] = field(default_factory=dict)
+    proven_segments: set[Hashable] = field(default_factory=set)  # by a key that segments share if they compute the same
+    device_numbers: dict[tuple[object, Members], Local] = field(default_factory=dict)
 
     def run(self) -> Report:
         collectives: Counter[str] = Counter()
@@ -175,7 +175,7 @@ class _StepCheck:
             elements, count = elements + proven, count + 1
         emitted = emitted_blocks(self.step, self.lowered)
         for segment in self.step.segments:
-            blocks = in_order(emitted, segment)
+            blocks = [emitted[id(block)] for block in segment.blocks]
             taken = {tensor: spec for block in blocks for tensor, spec in block.inputs}
             left = {number: spec for block in blocks for number, spec in block.outputs.items()}
             group = segment.program.group
@@ -222,8 +222,8 @@ class _StepCheck:
     def _same_values(self, segment: Segment, blocks: Sequence[EmittedBlock], flow: SlotFlow) -> None:
         """The emitted blocks compute the values of the program's tasks one after another; equal segments are one."""
         program = segment.program
-        key = self._computed(segment, blocks)
-        if key in self.computed:
+        key = self._segment_key(segment, blocks)
+        if key in self.proven_segments:
             return
         constants = dict(self.step.graph.constants)
 
@@ -231,7 +231,7 @@ class _StepCheck:
             own = program.tensors[: len(program.tensors) - len(program.imports)]
             leaves = {t: values.constant(constants[t]) if t in constants else values.argument(t) for t in own}
             between = {value: values.argument(value) for value in program.imports}
-            plain = PlainValues(program, self.exchanges, values, self.places)
+            plain = PlainValues(program, self.exchanges, values, self.device_numbers)
             wanted = plain.numbers([*leaves.values(), *between.values()])
             for block in blocks:
                 between |= block.numbers(values, leaves, between)
@@ -245,10 +245,10 @@ class _StepCheck:
                     f"output {index} '{name}': the emitted program computes another value than the step's ops and "
                     "exchanges one after another"
                 )
-        self.computed.add(key)
+        self.proven_segments.add(key)
 
-    def _computed(self, segment: Segment, blocks: Sequence[EmittedBlock]) -> Hashable:
-        """What segments share whose tasks, and whose blocks, are the same on any values."""
+    def _segment_key(self, segment: Segment, blocks: Sequence[EmittedBlock]) -> Hashable:
+        """A key of tasks and blocks: segments that share it compute the same of their inputs."""
         program = segment.program
 
         def key(task: Task) -> Hashable:
@@ -262,7 +262,7 @@ class _StepCheck:
         ends = (*program.inputs, *program.outputs)
         constants = tuple(t for t, _ in self.step.graph.constants if t in program.tensors)
         number = {value: i for i, value in enumerate((*program.imports, *program.results, *program.exports))}
-        alike = tuple(block.like(segment, number) for block in blocks)
+        alike = tuple(block.key_in(segment, number) for block in blocks)
         return tuple(map(key, program.tasks)), tuple(slot for slot, _ in ends), len(program.imports), constants, alike
 
     def _shardings(

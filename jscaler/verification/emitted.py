@@ -3,8 +3,7 @@
 A block that runs together with another as one executable (`PlacedBlock.parts`) is traced by itself.
 """
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,8 +73,8 @@ class EmittedBlock:
         found |= {place: args[at] for place, at in self._returned.items()}
         return {number: found[place] for place, number in enumerate((*block.results, *block.exports))}
 
-    def like(self, segment: Segment, number: dict[int, int]) -> tuple[object, ...]:
-        """What another segment's block has in common with it, if it computes the same of that segment's values.
+    def key_in(self, segment: Segment, number: dict[int, int]) -> tuple[object, ...]:
+        """A key that it shares with another segment's block that computes the same of that segment's values.
 
         Args:
             number: of the values of the segment so far; those that its blocks hand to each other are numbered here.
@@ -117,8 +116,3 @@ def _by_itself(block: PlacedBlock) -> EmittedBlock:
         structs.append(jax.ShapeDtypeStruct(whole, dtype(variable)))
     local = open_shard_map(emit(block, physical_mesh(block.group, ())), structs)
     return EmittedBlock(block, local, count, tuple(range(len(block.outputs))))
-
-
-def in_order(emitted: Mapping[int, EmittedBlock], segment: Segment) -> Sequence[EmittedBlock]:
-    """Those of a segment, one after another."""
-    return [dataclasses.replace(emitted[id(block)], block=block) for block in segment.blocks]

@@ -53,7 +53,6 @@ class Exchanges:
         left_out: those that could not be, by the tensor's name.
     """
 
-    most_cells: int | None = None  # None: MOST_CELLS
     on_smaller: int = 0
     left_out: list[str] = field(default_factory=list)
     _traced: dict[Hashable, Local] = field(default_factory=dict)
@@ -92,7 +91,7 @@ class Exchanges:
             if (taken := shape_of(local.jaxpr.invars[-1])) != (parts := held.shape):
                 raise VerificationError(f"{where}: takes {list(taken)} for parts of {list(parts)}")
             self._proven[known] = self._prove(group, task, local, held, wanted, where)
-        return self._said(known, held.tensor.name)
+        return self._noted(known, held.tensor.name)
 
     def _prove(
         self, group: DeviceMesh, task: Adapt | Extend, local: Local, held: HeldSlot, wanted: HeldSlot, where: str
@@ -106,7 +105,7 @@ class Exchanges:
                 struct = jax.ShapeDtypeStruct(Frame(ends[0]).shape, held.tensor.dtype)
                 small = trace_local(emitted_exchange(group, few), sizes, [struct])
                 if outline(local.jaxpr) == outline(small.jaxpr):
-                    return self._of_smaller(small, sizes, shape, ratios, ends, names, where, wanted.edges)
+                    return self._prove_smaller(small, sizes, shape, ratios, ends, names, where, wanted.edges)
             if _cells(local, len(names)) > MOST_DIRECT:
                 return _collectives(local), -1
         return prove(local, sizes, shape, Frame(held.masks), Frame(wanted.masks), names, lambda: where, wanted.edges)
@@ -117,9 +116,9 @@ class Exchanges:
         key = "crossing", self._on(mesh).of(crossing), number_like(dtype)
         if key not in self._proven:
             self._proven[key] = self._prove_crossing(crossing, mesh, masks, shape, number_like(dtype), where)
-        return self._said(key, where)
+        return self._noted(key, where)
 
-    def _said(self, key: Hashable, name: str) -> Proof:
+    def _noted(self, key: Hashable, name: str) -> Proof:
         """The result for an exchange; one that was left out is listed under ``name``."""
         passed, elements = self._proven[key]
         if elements < 0:
@@ -141,15 +140,15 @@ class Exchanges:
             _, ends = hop_masks(made[0])
             small = traced(made[0], Frame(ends[0]))
             if outline(local.jaxpr) == outline(small.jaxpr):
-                return self._of_smaller(small, sizes, shape, made[1], ends, names, where)
+                return self._prove_smaller(small, sizes, shape, made[1], ends, names, where)
         if self._is_large(local, len(names)) and _cells(local, len(names)) > MOST_DIRECT:
             return _collectives(local), -1
         return prove(local, sizes, shape, before, after, names, lambda: where)
 
     def _is_large(self, local: Local, devices: int) -> bool:
-        return _cells(local, devices) > (MOST_CELLS if self.most_cells is None else self.most_cells)
+        return _cells(local, devices) > MOST_CELLS
 
-    def _of_smaller(
+    def _prove_smaller(
         self, small: Local, sizes: Mapping[str, int], shape: tuple[int, ...], ratios: Ratios, ends: Any,
         names: Sequence[Any], where: str, edges: tuple[Edge, ...] = (),
     ) -> Proof:  # fmt: skip

@@ -16,13 +16,13 @@ class PlainValues:
 
     Attributes:
         exchanges: what an exchange runs.
-        places: how a device finds its number among those that differ in a part, traced; filled here.
+        device_numbers: the traced programs by which a device finds its number among those of a part; filled here.
     """
 
     program: Program
     exchanges: Exchanges
     values: Values
-    places: dict[tuple[object, Members], Local]
+    device_numbers: dict[tuple[object, Members], Local]
 
     def numbers(self, inputs: Sequence[int]) -> list[int]:
         """Those of the program's outputs, given those of its inputs."""
@@ -33,7 +33,7 @@ class PlainValues:
     def _run(self, tasks: Sequence[Task], slots: dict[int, int]) -> None:
         for task in tasks:
             if isinstance(task, Compute):
-                given = [*(slots[s] for s in task.inputs), *map(self._place, task.parts)]
+                given = [*(slots[s] for s in task.inputs), *map(self._device_number, task.parts)]
                 slots.update(zip(task.outputs, self.values.run(task.jaxpr, given), strict=True))
             elif isinstance(task, Repeat):
                 self._repeat(task, slots)
@@ -52,9 +52,9 @@ class PlainValues:
         inits, stacks = [slots[init] for init, *_ in task.carries], [slots[stack] for stack, _ in task.xs]
         slots.update(zip(task.outputs, self.values.loop(times, inits, stacks, body), strict=True))
 
-    def _place(self, who: Members) -> int:
+    def _device_number(self, who: Members) -> int:
         key = self.program.group.axes, who
-        if key not in self.places:
-            self.places[key] = trace_local(lambda: [who.index()], dict(self.program.group.axes), [])
-        (number,) = self.values.results(self.places[key], [])
+        if key not in self.device_numbers:
+            self.device_numbers[key] = trace_local(lambda: [who.index()], dict(self.program.group.axes), [])
+        (number,) = self.values.results(self.device_numbers[key], [])
         return number

@@ -1,5 +1,6 @@
 """A state of each model, this project's and others', is saved under one plan, restored under another, and exported."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from bench import foreign_models, parity_cases
 from jscaler.cli import app
 from jscaler.errors import DataError
 from jscaler.runtime import checkpoint
-from jscaler.runtime.graph_nodes import revived, stored
+from jscaler.runtime.graph_nodes import from_saved_tree, to_saved_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore::jscaler.PlanWarning", "ignore::jscaler.UnknownPrimitiveWarning")
 PLANS = {"zero3": 4, "data_parallel": 2, "single": 1}
@@ -30,16 +31,8 @@ def own(name: str) -> Made:
     """A model of this project, with the state of `bench.parity`."""
     case = parity_cases.CASES[name][0](jnp.float32)
     optimizer = optax.adamw(1e-2)
-
-    def step(state: Any, batch: Any, key: jax.Array) -> Any:
-        params, moments, rest = state
-        loss_of = jscaler.value_and_grad(lambda p: case.loss(p, rest, batch, key), has_aux=True)
-        (loss, rest), gradients = loss_of(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments, rest), loss
-
     given = {"batch": case.batches[0], "key": jax.random.key(0)}
-    return step, lambda: (case.params, optimizer.init(case.params), case.rest), given
+    return case.train_step(optimizer), lambda: case.state(optimizer), given
 
 
 def gpt_of_objects() -> Made:
@@ -87,8 +80,8 @@ def test_saved_restored_and_exported(name: str, tmp_path: Path) -> None:
     target = jscaler.parallelize(second, devices=PLANS[second])(step).abstract_state(make, **given)
     number, restored = checkpoint.restore_latest(tmp_path, target)
     assert number == 3
-    assert jax.tree.structure(stored(restored)) == jax.tree.structure(stored(state))
-    leaves = [jax.tree.leaves(stored(tree)) for tree in (restored, state, target)]
+    assert jax.tree.structure(to_saved_tree(restored)) == jax.tree.structure(to_saved_tree(state))
+    leaves = [jax.tree.leaves(to_saved_tree(tree)) for tree in (restored, state, target)]
     for ours, theirs, wanted in zip(*leaves, strict=True):
         assert ours.sharding.is_equivalent_to(wanted.sharding, ours.ndim)
         np.testing.assert_array_equal(numbers(ours), numbers(theirs))
@@ -97,6 +90,33 @@ def test_saved_restored_and_exported(name: str, tmp_path: Path) -> None:
     assert result.exception is None, result.output
     exported = jax.tree.leaves(serialization.msgpack_restore(file.read_bytes()))
     assert sorted(x.shape for x in exported) == sorted(numbers(x).shape for x in leaves[1])
+
+
+@pytest.mark.one_day_in(2)
+def test_a_run_of_objects_goes_on_under_another_plan(tmp_path: Path) -> None:
+    step, make, given = gpt_of_objects()
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return step(*state, batch)
+
+    def losses(plan: str, steps: int, **more: Any) -> list[float]:
+        told = Losses()
+        job = jscaler.Job(lambda _: make(), train_step, lambda: itertools.repeat(given["batch"]))
+        jscaler.train(job, plan, steps, devices=PLANS[plan], trackers=[told], say=lambda _: None, **more)
+        return told.losses
+
+    want = losses("single", 4)
+    got = losses("zero3", 2, checkpoint=tmp_path) + losses("data_parallel", 4, checkpoint=tmp_path, resume=True)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert want[3] < want[0]
+
+
+class Losses(jscaler.Tracker):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def step(self, record: Any) -> None:
+        self.losses.append(float(record.loss))
 
 
 def numbers(leaf: Any) -> np.ndarray:
@@ -114,14 +134,14 @@ def test_objects_as_dicts_and_back() -> None:
     """Twelve layers: as text, '10' stands before '2'."""
     model = Layers(12, nnx.Rngs(0))
     state = {"model": model, "step": jnp.zeros((), jnp.int32)}
-    tree = stored(state)
+    tree = to_saved_tree(state)
     assert tree["model"]["layers"]["10"]["kernel"].shape == (3, 3)
-    again = revived(jax.tree.map(lambda x: x, tree), state)
+    again = from_saved_tree(jax.tree.map(lambda x: x, tree), state)
     assert type(again["model"]) is Layers
     assert again["model"] is not model
     for ours, theirs in zip(again["model"].layers, model.layers, strict=True):
         np.testing.assert_array_equal(ours.kernel[...], theirs.kernel[...])
-    assert stored({"a": 1}) == {"a": 1}
+    assert to_saved_tree({"a": 1}) == {"a": 1}
 
 
 def test_a_state_that_was_saved_as_objects_is_read_all_the_same(tmp_path: Path) -> None:

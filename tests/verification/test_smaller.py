@@ -30,8 +30,13 @@ def tensor(shape: tuple[int, ...]) -> PTensor:
     return PTensor("x", jax.core.ShapedArray(shape, "float32"))
 
 
-def prove(source: Layout, target: Layout, most_cells: int) -> Exchanges:
-    known, x = Exchanges(most_cells), tensor(source.shape)
+@pytest.fixture
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges, "MOST_CELLS", 0)
+
+
+def prove(source: Layout, target: Layout) -> Exchanges:
+    known, x = Exchanges(), tensor(source.shape)
     task = Adapt(x, find_adapter(source, target, 4), 0, 1)
     held, wanted = (HeldSlot(x, tuple(layout.mask(p) for p in range(4))) for layout in (source, target))
     known.prove(MESH, task, held, wanted, "exchange")
@@ -39,14 +44,16 @@ def prove(source: Layout, target: Layout, most_cells: int) -> Exchanges:
 
 
 @pytest.mark.smoke
-def test_all_pairs_of_layouts_are_smaller_or_small() -> None:
+def test_all_pairs_of_layouts_are_smaller_or_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is proven as it is and on a smaller tensor, which says the same."""
     layouts = list(every_layout(MESH, LARGE, ("add",)))
     pairs = list(itertools.product(layouts, layouts))
     smaller = 0
     for source, target in of_the_day(pairs, 8):
-        assert not prove(source, target, 10**9).on_smaller
-        known = prove(source, target, 0)
+        monkeypatch.setattr(exchanges, "MOST_CELLS", 10**9)
+        assert not prove(source, target).on_smaller
+        monkeypatch.setattr(exchanges, "MOST_CELLS", 0)
+        known = prove(source, target)
         smaller += known.on_smaller
         assert not known.left_out
     assert smaller > 0.8 * len(of_the_day(pairs, 8))
@@ -71,36 +78,39 @@ def test_by_how_much_a_tensor_may_be_smaller() -> None:
     (lambda local: local, r"leaves local arrays of \[2, 8\]; \[8, 2\] are wanted"),
     (lambda local: local.T, r"exchange, of \[8, 8\] rows: device 0 holds element \(1, 0\) where element \(0, 1\) belongs"),
 ])  # fmt: skip
+@pytest.mark.usefixtures("all_large")
 def test_a_fault_of_a_large_exchange(fault: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "exchange", lambda adapter, local, *_: fault(local))
     rows = Layout(MESH, ((64,), (64,)), (("x0", "x1"), ()))
     with pytest.raises(VerificationError, match=message):
-        prove(rows, Layout(MESH, ((64,), (64,)), ((), ("x0", "x1"))), 0)
+        prove(rows, Layout(MESH, ((64,), (64,)), ((), ("x0", "x1"))))
 
 
+@pytest.mark.usefixtures("all_large")
 def test_what_differs_on_a_smaller_tensor_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof speaks of the program that runs: a smaller one with other equations is none."""
     rows = Layout(MESH, ((64,), (48,)), (("x0", "x1"), ()))
     whole = Layout.replicated(MESH, (64, 48))
-    assert not prove(rows, whole, 0).left_out
+    assert not prove(rows, whole).left_out
     emitted = flow.exchange
 
     def longer(adapter: Any, local: Any, *rest: Any) -> Any:
         return emitted(adapter, local + 0 if local.shape[0] > 4 else local, *rest)
 
     monkeypatch.setattr(flow, "exchange", longer)
-    known = prove(rows, whole, 0)  # it is small enough as it is
+    known = prove(rows, whole)  # it is small enough as it is
     assert (known.on_smaller, known.left_out, known.distinct) == (0, [], 1)
     monkeypatch.setattr(exchanges, "MOST_DIRECT", 0)
-    known = prove(rows, whole, 0)
+    known = prove(rows, whole)
     assert (known.left_out, known.distinct) == (["x"], 0)
 
 
-def test_crossings() -> None:
+def test_crossings(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = mesh_of(2), mesh_of(2, devices=(2, 3))
     source, target = (Layout(mesh, ((64,), (48,)), (("x0",), ())) for mesh in groups)
     for most_cells, on_smaller in ((10**9, 0), (0, 1)):
-        known = Exchanges(most_cells)
+        monkeypatch.setattr(exchanges, "MOST_CELLS", most_cells)
+        known = Exchanges()
         passed, elements = known.prove_crossing(find_crossing(source, target, 4), (64, 48), "float32", "crossing")
         assert (known.on_smaller, known.left_out, elements) == (on_smaller, [], 64 * 48)
         assert passed == ["ppermute"]
