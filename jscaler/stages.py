@@ -16,7 +16,6 @@ from jscaler.clusters import FEW_STEPS, Cluster, CostModel
 from jscaler.errors import DeviceError
 from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.ir import Graph
-from jscaler.ir.op import without_turn
 from jscaler.ir.overview import Overview, Shown
 from jscaler.ir.passes import Passes, PassRun, run_passes
 from jscaler.ir.walk import grouped
@@ -30,13 +29,14 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.lower.twins import twin_key, twin_of
 from jscaler.materialize import complete
 from jscaler.materialize.group_passes import GROUP_PASSES
-from jscaler.primitives import Decision, OnDevices, Order, Plan, Store, make_plan
+from jscaler.materialize.groups import OnGroups, on_groups
+from jscaler.primitives import Decision, Order, Plan, Store, make_plan
 from jscaler.primitives.plan_matches import check_fits
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
 from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
 from jscaler.schedule.time_axes import orders_on_groups
-from jscaler.tables.cuts import Cuts, cuts_of
+from jscaler.tables.cuts import cuts_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,19 +125,20 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     passes = flat_passes(without)
     at = Planned(captured.graph, plan, captured.rules, captured.bodies)
     source, first = run_passes(at, TO_SOURCE, _num_ops)
-    at, rest = run_passes(source, (*TO_LAYOUTS, *GROUP_PASSES), _num_ops)
-    graph = at.graph
-    for run in (*first, *rest):
+    at, rest = run_passes(source, TO_LAYOUTS, _num_ops)
+    placed, last = run_passes(on_groups(at.graph, at.plan, at.bodies, at.pieces), GROUP_PASSES, _num_ops)
+    graph = placed.graph
+    for run in (*first, *rest, *last):
         if run.result.graph is not source.graph and run.result.graph is not graph:
             run.result.graph.forget()  # who looks at it makes its tables again
     orders = [d for d in at.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after = grouped((order.after, order.before) for order in orders)
-    completed = complete(graph, at.plan, captured.rules, cost, at.pieces)
-    runs: list[PassRun[Any]] = [*first, *rest]
+    completed = complete(placed, at.plan, captured.rules, cost)
+    runs: list[PassRun[Any]] = [*first, *rest, *last]
     segments: list[Segment] = []
-    cuts, stage_of = _asked(plan, at.pieces)
-    made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts, stage_of)
+    cuts = cuts_of(plan.table)
+    made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts)
     values, keys = made.values, Keys()
     several = len(completed.groups) > 1
     known: dict[Hashable, Segment] = {}
@@ -179,15 +180,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     )
 
 
-def _asked(plan: Plan, pieces: Mapping[str, Sequence[str]]) -> tuple[Cuts, dict[str, int]]:
-    """What a plan's table wants to have in blocks of their own, and the stage of each op that the plan places."""
-    named = [d for d in plan.decisions if isinstance(d, OnDevices)] if plan.table is not None else []
-    stages = {path: stage for stage, own in enumerate(named) for path in own.ops}
-    whole = ((without_turn(path), own) for path, own in pieces.items())
-    return cuts_of(plan.table), stages | {piece: stages[path] for path, own in whole if path in stages for piece in own}
-
-
-def _num_ops(at: Planned) -> int:
+def _num_ops(at: Planned | OnGroups) -> int:
     return len(at.graph.ops)
 
 

@@ -37,6 +37,17 @@ def _kinds(graph: Graph) -> dict[PTensor, TensorKind]:
     return kinds
 
 
+def learned(graph: Graph) -> frozenset[PTensor]:
+    """Parameters, and arrays of state in floating point: moments, statistics.
+
+    Keys, counters and scalars of the state are none. What is made of them and of data costs little, and is made wherever it
+    is needed.
+    """
+    state = (graph.inputs[i] for i in graph.next_version.values())
+    arrays = (t for t in state if t.shape and jnp.issubdtype(t.dtype, jnp.inexact))
+    return frozenset((*arrays, *(t for call in graph.calls for t in call.wrt)))
+
+
 def _frozen(graph: Graph) -> list[PTensor]:
     """State that is read by a loss and never changed."""
     kept = [graph.inputs[i] for o, i in graph.next_version.items() if graph.outputs[o] is graph.inputs[i]]

@@ -135,7 +135,6 @@ def make_programs(
     cost: CostModel = FEW_STEPS,
     reduce_dtype: str | None = None,
     cuts: Cuts | None = None,
-    stage_of: Mapping[str, int] | None = None,
 ) -> Programs:
     """Lay ops out in ``order``, on each group, with an adapter wherever a reader wants another layout than is at hand.
 
@@ -143,8 +142,8 @@ def make_programs(
         after: op path -> paths of ops that ``op_order`` puts before it.
         cost: what adapters and crossings cost.
         reduce_dtype: the dtype in which gradients are added between devices; see `lower.sums` for the default.
-        cuts: what blocks of a loop over groups are cut at, beside crossings.
-        stage_of: op path -> its stage, where the plan says so; two stages of one group are blocks of their own.
+        cuts: what blocks of a loop over groups are cut at, beside crossings; two stages of one group are blocks of their
+            own, too.
 
     Raises:
         PlanError: a loop lies on several groups which cannot be lowered so.
@@ -154,7 +153,7 @@ def make_programs(
     order = [op for op in order if op.path in read]
     phases = _phases(graph, nested(order, graph.loops), completed, after)
     dtypes = summing_dtypes(graph, order, reduce_dtype)
-    levels = _Levels(graph, completed, after, cuts, stage_of or {})
+    levels = _Levels(graph, completed, after, cuts)
     levels.find_layers(phases)
     made = _Blocks(graph, completed, cost, phases, levels, cuts.weights)
 
@@ -257,7 +256,6 @@ class _Levels:
     completed: Completed
     after: Mapping[str, Sequence[str]]
     cuts: Cuts
-    stage_of: Mapping[str, int]
     of_op: dict[str, tuple[int, Place, Mark | None]] = field(default_factory=dict)  # path -> level, place; of this phase
     of_tensor: dict[PTensor, tuple[int, Place, Mark | None]] = field(default_factory=dict)
     marks: dict[BlockAt, set[Mark]] = field(default_factory=dict)
@@ -402,10 +400,8 @@ class _Levels:
         ]
 
     def _mark(self, ops: Sequence[Op]) -> Mark:
-        found: Op | None = ops[0]
-        while found is not None and found.path not in self.stage_of and found.whole not in self.stage_of:
-            found = found.forward or found.again
-        stage = None if found is None else self.stage_of.get(found.path, self.stage_of.get(found.whole))
+        stages = (self.completed.homes[op.path].stage for op in ops)
+        stage = next((stage for stage in stages if stage is not None), None)
         if self.cuts.recompute and all(map(_region_of, ops)):
             return stage, "R"
         return stage, "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"

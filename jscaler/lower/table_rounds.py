@@ -7,11 +7,11 @@ entry of several blocks.
 
 import functools
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
-from jscaler.errors import OrderError, PlanError, ScheduleWarning, listing
+from jscaler.errors import OrderError, PlanError, PlanWarning, ScheduleWarning, listing, warn
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
 from jscaler.ir.walk import grouped
@@ -201,7 +201,7 @@ class Rounds:
                     "give a table (its text, say), or none"
                 )
             try:
-                return self._checked(self._of_own(published_table(plan, len(self.rows), self._stages, self.spanning)))
+                return self._checked(self._of_own(plan, published_table(plan, len(self.rows), self._stages, self.spanning)))
             except PlanError as error:
                 return self._instead(plan, str(error))
         return self._checked(plan)
@@ -209,10 +209,11 @@ class Rounds:
     def _instead(self, plan: Published, why: str) -> Table:
         """The table that runs instead of a published one that does not go with the blocks."""
         if plan.name not in ("1f1b", "gpipe"):
-            warnings.warn(
+            warn(
                 f"the schedule '{plan.name}' does not go with this step, which runs one forward, one backward, as soon as "
-                f"each block can: {why}", ScheduleWarning, stacklevel=2,
-            )  # fmt: skip
+                f"each block can: {why}",
+                ScheduleWarning,
+            )
         return self._as_table(self._one_forward_one_backward(self._all if plan.name == "gpipe" else self._enough))
 
     @property
@@ -229,9 +230,20 @@ class Rounds:
         check_cells(table, rows, names, runs)
         return table
 
-    def _of_own(self, table: Table) -> Table:
-        """A published table without what this step lacks: an evaluation goes forward alone."""
+    def _of_own(self, plan: Published, table: Table) -> Table:
+        """A published table without what this step lacks: an evaluation goes forward alone.
+
+        A `PlanWarning` says what else is left out: a stage whose parameters are frozen has no backward.
+        """
         known = {whole_of(TableCell(stage, kind, 0)) for names in self.names.values() for stage, kind in names}
+        lacking = {(cell.stage, cell.kind) for cell in table.cells() if whole_of(replace(cell, microbatch=0)) not in known}
+        if lacking and any(cell.kind == "B" for cell in known):
+            cells = ", ".join(f"{stage}{kind}" for stage, kind in sorted(lacking))
+            warn(
+                f"the schedule '{plan.name}' has {cells}, for which this step has no block: these stages have no such work "
+                "(nothing in them is trained, or made again); the rest of the schedule runs as it is published",
+                PlanWarning,
+            )
         rows = []
         for row in table.rows:
             kept = [[c for c in entry.cells if whole_of(TableCell(c.stage, c.kind, 0)) in known] for entry in row]

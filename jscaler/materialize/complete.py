@@ -18,13 +18,13 @@ from typing import Any
 
 from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Nest, Op, PTensor, Rule
+from jscaler.ir import Nest, Op, PTensor, Rule
 from jscaler.ir.loop import Item, chain_of
 from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.groups import ThroughLoops, on_groups
+from jscaler.materialize.groups import OnGroups, ThroughLoops
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
@@ -45,47 +45,38 @@ from jscaler.rules.rule_book import RuleBook
 Laid = tuple[tuple[Layout, ...], tuple[Layout, ...], tuple[tuple[Edge, ...], ...]]
 
 
-def complete(
-    graph: Graph,
-    plan: Plan,
-    book: RuleBook,
-    cost: CostModel = FEW_STEPS,
-    pieces: Mapping[str, tuple[str, ...]] | None = None,
-) -> Completed:
+def complete(placed: OnGroups, plan: Plan, book: RuleBook, cost: CostModel = FEW_STEPS) -> Completed:
     """Fill in what the policy left open.
 
     A reader on another group than its operand's finds it there in the layout that it reads: `lower.blocks` crosses.
 
-    Args:
-        pieces: path of an op that was cut -> paths of the ops that stand for it.
-
     Raises:
         PlanError: incomplete or contradictory decisions.
     """
-    return _Completer(graph, plan, book, cost, {} if pieces is None else pieces).run()
+    return _Completer(placed, plan, book, cost).run()
 
 
 class _Completer:
-    def __init__(self, graph: Graph, plan: Plan, book: RuleBook, cost: CostModel, pieces: Mapping[str, tuple[str, ...]]):
+    def __init__(self, placed: OnGroups, plan: Plan, book: RuleBook, cost: CostModel):
+        graph = placed.graph
         self.graph = graph
         self.book = book
         self.cost = cost
-        self.pieces = pieces
-        found = on_groups(graph, plan, pieces)
-        decided, where = found.decided, found.groups.grids
+        self.pieces = placed.pieces
+        decided, where = placed.decided, placed.groups.grids
         grids = placed_grids(decided)
         self.given = {p: placement_of(d, *where[grids[p]]) for p, d in decided.items() if not d.any_order}
         self.unordered = {p: d for p, d in decided.items() if d.any_order}
         self.chunks = chunked_ops(plan)
         self.shards = find_shards(graph, plan, where)
-        self.groups, self.group_of = found.groups.meshes, found.groups.group_of
-        self.homes = found.homes
-        self.home = {path: one.group for path, one in found.homes.items()}  # op path -> the group that it runs on
+        self.groups, self.group_of = placed.groups.meshes, placed.groups.group_of
+        self.homes = placed.homes
+        self.home = {path: one.group for path, one in placed.homes.items()}  # op path -> the group that it runs on
         self.of_loop = {op.loop: self.home[op.path] for op in reversed(graph.ops)}  # loop -> the group of its first op
         self.in_loop: dict[str, set[DeviceMesh]] = {}  # loop -> the groups of all ops in it
         for op in graph.ops:
             for name in chain_of(op.loop, graph.loops):
-                self.in_loop.setdefault(name, set()).add(found.of_op[op.path])
+                self.in_loop.setdefault(name, set()).add(placed.of_op[op.path])
         self.through = ThroughLoops.of(graph)
         self.ops: dict[str, OpLayouts] = {}
         # what equal ops share, by all that it depends on; a placement's key and a layout have their group

@@ -11,7 +11,7 @@ one_of_equals          of equal results of an update one crosses
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from jax.extend import core
 
@@ -19,17 +19,17 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import atom_key, equal_results, evaluate, make_jaxpr, shape, swapped
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Carry, FactorNames, Graph, Loop, Op, PTensor
+from jscaler.ir.kinds import learned
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.ir.walk import closure
 from jscaler.lax_primitives import known
-from jscaler.materialize.groups import ThroughLoops, on_groups, on_same_groups
+from jscaler.materialize.groups import OnGroups, ThroughLoops
 from jscaler.materialize.mesh import DeviceMesh
-from jscaler.schedule.graph_passes import Planned
 
 
-def fences_apart(at: Planned) -> Planned:
+def fences_apart(at: OnGroups) -> OnGroups:
     """A fence in front of ops on several groups (it fetches sharded parameters) becomes one on each. It moves nothing."""
     home, _ = _homes(at)
     if home is None or not any(op.anywhere == "fence" for op in at.graph.ops):
@@ -45,7 +45,7 @@ def _fence_by_group(
     op: Op,
     home: Mapping[str, DeviceMesh],
     through: ThroughLoops,
-    at: Planned,
+    at: OnGroups,
     renamed: dict[tuple[PTensor, DeviceMesh], PTensor],
 ) -> list[Op]:
     """A fence for each group whose ops read what comes out; ``renamed`` says what a group reads in the place of what."""
@@ -70,16 +70,16 @@ def _fence_by_group(
     return found
 
 
-def made_where_read(at: Planned) -> Planned:
+def made_where_read(at: OnGroups) -> OnGroups:
     """What inputs, literals and the micro-batch's number are enough for is made where it is read. It is not sent."""
     home, placed = _homes(at)
     if home is None:
         return at
-    copies = _Copies(at.graph, home, frozenset(placed))
+    copies = _Copies(at.graph, home, placed)
     return _with_ops(at, copies.ops(), copies.moved)
 
 
-def joined_behind_loops(at: Planned) -> Planned:
+def joined_behind_loops(at: OnGroups) -> OnGroups:
     """Gradients of what several groups use (a tied table) add up on each group. Behind the loop one joins them once.
 
     So do those of one group between which a micro-batch goes through others: the first would wait there for the last, for
@@ -93,10 +93,10 @@ def joined_behind_loops(at: Planned) -> Planned:
         apart = _Apart(graph, home, loop, at)
         graph, joins = apart.graph(), [*joins, *apart.behind]
     readers = {reader.path for join in joins for t in join.outputs for reader in graph.consumers.get(t, ())}
-    return _with(at, graph, unsettled=readers)
+    return at.with_graph(graph, unsettled=readers)
 
 
-def joined_per_group(at: Planned) -> Planned:
+def joined_per_group(at: OnGroups) -> OnGroups:
     """Gradients that several groups have for one tensor of a micro-batch are added on each first, where it has several."""
     home, placed = _homes(at)
     if home is None:
@@ -125,7 +125,7 @@ def _join_of(join: Op, parts: Sequence[PTensor], mark: str, bodies: BodyTable) -
     return dataclasses.replace(join, path=join.path + mark, inputs=tuple(parts), outputs=(made,), body=body, named=named)
 
 
-def summed_per_group(at: Planned) -> Planned:
+def summed_per_group(at: OnGroups) -> OnGroups:
     """Scalars that are added up (a global norm over all leaves) are added on their group first. One per group crosses."""
     home, placed = _homes(at)
     if home is None:
@@ -138,7 +138,7 @@ def summed_per_group(at: Planned) -> Planned:
     return _with_ops(at, found)
 
 
-def one_of_equals(at: Planned) -> Planned:
+def one_of_equals(at: OnGroups) -> OnGroups:
     """Of equal results of an update (a step's size, made for each leaf) readers read the first. So one crosses."""
     home, _ = _homes(at)
     if home is None:
@@ -160,7 +160,7 @@ def _first_equals(body: Body) -> dict[int, int]:
     return {n: place for n, place in enumerate(places) if n != place}
 
 
-GROUP_PASSES: tuple[Pass[Planned], ...] = (
+GROUP_PASSES: tuple[Pass[OnGroups], ...] = (
     fences_apart,
     made_where_read,
     joined_behind_loops,
@@ -170,13 +170,12 @@ GROUP_PASSES: tuple[Pass[Planned], ...] = (
 )
 
 
-def _homes(at: Planned) -> tuple[Mapping[str, DeviceMesh] | None, Iterable[str]]:
+def _homes(at: OnGroups) -> tuple[Mapping[str, DeviceMesh] | None, Set[str]]:
     """The group of every op, and the ops that the plan itself places; None where there is one group."""
-    found = on_groups(at.graph, at.plan, at.pieces)
-    return (None, ()) if len(found.groups.meshes) == 1 else (found.of_op, found.groups.of.keys())
+    return (None, frozenset()) if len(at.groups.meshes) == 1 else (at.of_op, at.groups.of.keys())
 
 
-def _with_ops(at: Planned, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = {}) -> Planned:
+def _with_ops(at: OnGroups, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = {}) -> OnGroups:
     """``at`` with other ops; itself, where they are the same, of which more is known already.
 
     Args:
@@ -184,14 +183,7 @@ def _with_ops(at: Planned, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = 
     """
     if len(ops) == len(at.graph.ops) and all(new is old for new, old in zip(ops, at.graph.ops, strict=True)):
         return at
-    return _with(at, dataclasses.replace(at.graph, ops=tuple(ops)), moved)
-
-
-def _with(at: Planned, graph: Graph, moved: Mapping[str, DeviceMesh] = {}, unsettled: Set[str] = frozenset()) -> Planned:
-    """``at`` with ``graph``, of which more is known where it comes from that of ``at``."""
-    if graph is at.graph:
-        return at
-    return dataclasses.replace(at, graph=on_same_groups(graph, at.graph, at.plan, at.pieces, moved, unsettled))
+    return at.with_graph(dataclasses.replace(at.graph, ops=tuple(ops)), moved)
 
 
 def _reading(op: Op, inputs: tuple[PTensor, ...]) -> Op:
@@ -215,17 +207,32 @@ class _Copies:
     def _known(self) -> set[str]:
         """The ops that every group can run by itself: paths."""
         graph = self._graph
-        trained = {t for call in graph.calls for t in call.wrt}
-        tensors = {t for t, _ in graph.constants} | {t for t in graph.inputs if t not in trained}
+        trained, arrays = {t for call in graph.calls for t in call.wrt}, learned(graph)
+        given = [*(t for t, _ in graph.constants), *graph.inputs]
+        tensors = {t for t in given if t not in trained}
+        unlearned = {t for t in given if t not in arrays}  # an optimizer's moments are no input to share
         slices = {x.stack: x.slice for loop in graph.loops.values() for x in loop.xs}
         ops: set[str] = set()
         for op in graph.ops:
-            cheap = op.kind != "update" and op.body is not None and op.again is None
-            if cheap and all(t in tensors for t in op.inputs) and not op.body.jaxpr.effects and not _contracts(op):  # type: ignore[union-attr]
+            if op.body is None or op.again is not None or op.body.jaxpr.effects or _contracts(op):
+                continue
+            known = unlearned if op.kind == "update" else tensors
+            if all(t in known for t in op.inputs):
+                made = [*op.outputs, *(slices[t] for t in op.outputs if t in slices)]
                 ops.add(op.path)
-                tensors.update(op.outputs)
-                tensors.update(slices[t] for t in op.outputs if t in slices)
-        return ops
+                tensors.update(made)
+                unlearned.update(made if all(t in unlearned for t in op.inputs) else ())
+        return ops - self._of_updates_alone(ops)
+
+    def _of_updates_alone(self, ops: Set[str]) -> set[str]:
+        """Those of ``ops`` outside of losses that no loss reads: step sizes of an optimizer are sent, and masks are not."""
+        found: set[str] = set()
+        for op in reversed(self._graph.ops):
+            if op.path in ops and op.kind == "update":
+                readers = [r for t in op.outputs for r in self._graph.consumers.get(t, ())]
+                if not any(r.kind != "update" or (r.path in ops and r.path not in found) for r in readers):
+                    found.add(op.path)
+        return found
 
     def _groups(self, op: Op) -> list[DeviceMesh]:
         """The groups that read what ``op`` makes: its own first, if the plan says where it runs."""
@@ -264,7 +271,7 @@ def _contracts(op: Op) -> bool:
 class _Apart:
     """A graph whose loop over groups carries a sum for each stage, and turn, that adds to it, where it had one for all."""
 
-    def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], loop: Loop, at: Planned):
+    def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], loop: Loop, at: OnGroups):
         self._graph, self._home, self._loop, self._bodies = graph, home, loop, at.bodies
         self._through = ThroughLoops.of(graph)
         self._gone: set[str] = set()
@@ -403,7 +410,7 @@ def _by_group(
     additions: Sequence[core.JaxprEqn],
     home: Mapping[str, DeviceMesh],
     through: ThroughLoops,
-    at: Planned,
+    at: OnGroups,
 ) -> list[Op]:
     """``op`` behind one that adds up the summands of each group."""
     assert op.body is not None

@@ -7,10 +7,11 @@ else meshes with the same axes, each over an order of its own: the first is the 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
@@ -37,12 +38,14 @@ class Groups:
         grids: where each grid of the plan lies: on the mesh of a group, or on that in another order.
         of: op path -> the mesh that the plan gives it.
         stored: input -> the group that the plan stores it on.
+        stages: op path -> the stage that it is of, where the plan has a schedule of these.
     """
 
     meshes: tuple[DeviceMesh, ...]
     grids: Mapping[PlacedGrid, OnMesh]
     of: Mapping[str, DeviceMesh]
     stored: Mapping[str, DeviceMesh]
+    stages: Mapping[str, int] = field(default_factory=dict)
 
     def group_of(self, mesh: DeviceMesh) -> DeviceMesh:
         """The group on whose devices ``mesh`` lies, in whatever order."""
@@ -81,7 +84,9 @@ def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
     of = {path: meshes[sets[d.devices]][0] for d in open_ for path in d.ops}
     of |= {path: found[grid].mesh if grid in found else meshes[sets[grid.devices]][0] for path, grid in grids.items()}
     stored = {store.leaf: found[stored_grid(store)].mesh for store in stored_inputs(plan)}
-    return Groups(tuple(mesh for own in meshes.values() for mesh in own), found, of, stored)
+    scheduled = open_ if plan.table is not None else []
+    stages = {path: d.stage for d in scheduled if d.stage is not None for path in d.ops}
+    return Groups(tuple(mesh for own in meshes.values() for mesh in own), found, of, stored, stages)
 
 
 def _regular(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> list[list[PlacedGrid]]:
@@ -134,24 +139,67 @@ def _mesh_of(
 
 @dataclass(frozen=True)
 class Home:
-    """The group that an op runs on, and why: empty where the plan says so."""
+    """The group that an op runs on, and why: empty where the plan says so; and its stage, if it is of one."""
 
     group: DeviceMesh
     why: str = ""
+    stage: int | None = None
 
 
 def homes(
     graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]], known: Mapping[str, Home] = {}
+) -> dict[str, Home]:
+    """The group of every op, and its stage.
+
+    Args:
+        pieces: path of an op that was cut -> paths of the ops that stand for it.
+        known: of ops, that were found before.
+    """
+    found = _groups_of_ops(graph, groups, pieces, known)
+    stages = _stages(graph, groups, pieces, known)
+    for path, stage in stages.items():
+        if found[path].stage != stage:
+            found[path] = dataclasses.replace(found[path], stage=stage)
+    return found
+
+
+def _stages(
+    graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]], known: Mapping[str, Home]
+) -> dict[str, int]:
+    """The stage of each op that is of one: as the plan says, that of its forward op, or of all who read a fence.
+
+    Other ops have none: joins and sums of gradients, what is made of the batch alone. They run with what they read.
+    """
+    found = dict(groups.stages)
+    if not found:
+        return found
+    found |= {path: home.stage for path, home in known.items() if home.stage is not None}
+    fences = []
+    for op in graph.ops:
+        if op.path in found or op.path in known:
+            continue
+        fences += [op] if op.anywhere == "fence" else []
+        for source in (source for source in (op.forward, op.again) if source is not None):
+            stage = next((found[p] for p in pieces.get(source.path, (source.path,)) if p in found), None)
+            if stage is not None:
+                found[op.path] = stage
+                break
+    for op in reversed(fences):
+        readers = (reader.path for t in op.outputs for reader in graph.consumers.get(t, ()))
+        stages = {found[path] for path in readers if path in found}
+        if len(stages) == 1:
+            found[op.path] = stages.pop()
+    return {path: stage for path, stage in found.items() if path in graph.by_path}
+
+
+def _groups_of_ops(
+    graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]], known: Mapping[str, Home]
 ) -> dict[str, Home]:
     """The group of every op. One that the plan does not place runs where its forward op does, or else where the fewest
     bytes of what it reads, and of what it makes for ops that have a group, come from or go to another. In a loop whose ops
     all lie on one group it runs there, too, and so do all of a loop of which the plan places none.
 
     A fence runs where what comes out of it is read, and so does what reads nothing that an op made (a key, a count).
-
-    Args:
-        pieces: path of an op that was cut -> paths of the ops that stand for it.
-        known: of ops, that were found before.
     """
     found = {path: Home(group) for path, group in groups.of.items()} | dict(known)
     if len({*groups.meshes, *groups.of.values()}) == 1:
@@ -211,65 +259,82 @@ def homes(
     for op in graph.ops:
         for name in chain_of(op.loop, graph.loops) if op.path in found else ():
             of_loop[name].add(found[op.path].group)
+
+    def as_its_loop(op: Op) -> Home | None:
+        """Where the innermost loop around ``op`` runs of which something has a group, if that is one group."""
+        own = next((of_loop[name] for name in chain_of(op.loop, graph.loops)[::-1] if of_loop[name]), ())
+        return Home(next(iter(own)), "as its loop") if len(own) == 1 else None
+
     for op in left:
         if op.path not in found:
-            own = of_loop[op.loop] if op.loop is not None else ()
-            home = Home(next(iter(own)), "as its loop") if len(own) == 1 else cheapest(op)
+            home = as_its_loop(op) or cheapest(op)
             if home is not None:
                 found[op.path] = home
                 for name in chain_of(op.loop, graph.loops):
                     of_loop[name].update({home.group} if not of_loop[name] else ())
+    for op in left:  # what stands in front of the first with a home: a loop's counter reads nothing that an op made
+        if op.path not in found and (home := as_its_loop(op)) is not None:
+            found[op.path] = home
     settle(reversed(left), "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
 
 
 @dataclass(frozen=True)
 class OnGroups:
-    """A graph on the device groups of a plan: what the plan decides on ops, its groups, and where every op runs."""
+    """A graph on the device groups of a plan.
 
+    Attributes:
+        decided: what the plan decides on ops.
+        groups: the plan's device groups.
+        homes: op path -> the group that it runs on, its stage, and why.
+        pieces: path of an op that was cut -> paths of the ops that stand for it.
+    """
+
+    graph: Graph
     decided: Mapping[str, Decided]
     groups: Groups
     homes: Mapping[str, Home]
+    bodies: BodyTable = field(repr=False)
+    pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return str(self.graph)
 
     @cached_property
     def of_op(self) -> dict[str, DeviceMesh]:
         """Op path -> the group that it runs on, in the order of its state."""
         return {path: self.groups.group_of(home.group) for path, home in self.homes.items()}
 
+    def with_graph(
+        self, graph: Graph, moved: Mapping[str, DeviceMesh] = {}, unsettled: Set[str] = frozenset()
+    ) -> "OnGroups":
+        """``graph``, which a pass has made of this one; itself, if it is the same.
 
-def on_groups(graph: Graph, plan: Plan, pieces: Mapping[str, tuple[str, ...]]) -> OnGroups:
-    """Worked out once for each graph: most passes over several groups leave it as it was.
+        Args:
+            moved: op path -> the group for which a pass has made the op, or to which it has moved it.
+            unsettled: paths of ops that are as they were, and read what is made elsewhere now. All others stay.
+        """
+        if graph is self.graph:
+            return self
+        kept = (op for op in graph.ops if self.graph.by_path.get(op.path) is op and op.path not in unsettled)
+        same = {op.path: self.homes[op.path] for op in kept}
+        same |= {path: Home(group, "by its readers") for path, group in moved.items() if path not in self.groups.of}
+        return dataclasses.replace(self, graph=graph, homes=homes(graph, self.groups, self.pieces, same))
+
+
+def on_groups(graph: Graph, plan: Plan, bodies: BodyTable, pieces: Mapping[str, tuple[str, ...]] = {}) -> OnGroups:
+    """Lay ``graph`` on the device groups of ``plan``.
+
+    Args:
+        pieces: path of an op that was cut -> paths of the ops that stand for it.
 
     Raises:
         UnknownNameError, PlanError: incomplete or contradictory decisions.
     """
-    key, memo = ("on groups", id(plan), id(pieces)), graph.memo
-    if key not in memo:
-        decided = decided_placements(graph, plan)
-        check_devices(decided)
-        groups = find_groups(plan, decided)
-        kept = plan, pieces  # so that none other has their identities
-        memo[key] = OnGroups(decided, groups, homes(graph, groups, pieces)), kept
-    return memo[key][0]
-
-
-def on_same_groups(
-    graph: Graph,
-    before: Graph,
-    plan: Plan,
-    pieces: Mapping[str, tuple[str, ...]],
-    moved: Mapping[str, DeviceMesh] = {},
-    unsettled: Set[str] = frozenset(),
-) -> Graph:
-    """``graph``, which a pass has made of ``before``: ops that are as they were run where they did, but for those that are
-    ``moved``, or made for a group, and those that are ``unsettled``, as what they read is made elsewhere."""
-    found = on_groups(before, plan, pieces)
-    kept = (op for op in graph.ops if before.by_path.get(op.path) is op and op.path not in unsettled)
-    same = {op.path: found.homes[op.path] for op in kept}
-    same |= {path: Home(group, "by its readers") for path, group in moved.items() if path not in found.groups.of}
-    key = "on groups", id(plan), id(pieces)
-    graph.memo[key] = OnGroups(found.decided, found.groups, homes(graph, found.groups, pieces, same)), (plan, pieces)
-    return graph
+    decided = decided_placements(graph, plan)
+    check_devices(decided)
+    groups = find_groups(plan, decided)
+    return OnGroups(graph, decided, groups, homes(graph, groups, pieces), bodies, pieces)
 
 
 class ThroughLoops:

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -156,16 +156,32 @@ class OnDevices:
 
     Attributes:
         axis, turned: of every second part along this time axis, the devices.
+        stage: what the plan's schedule calls them. None only in files that were written before stages were: there
+            stages stand in their order, and `numbered_stages` gives them their numbers.
     """
 
     ops: tuple[str, ...]
     devices: tuple[int, ...]
     axis: str = ""
     turned: tuple[int, ...] = ()
+    stage: int | None = None
 
     def __str__(self) -> str:
         turned = f" and, every second part along '{self.axis}', [{' '.join(map(str, self.turned))}]" if self.turned else ""
-        return f"on        [{' '.join(map(str, self.devices))}]{turned} {' + '.join(self.ops)}"
+        stage = "" if self.stage is None else f"stage {self.stage} "
+        return f"on        {stage}[{' '.join(map(str, self.devices))}]{turned} {' + '.join(self.ops)}"
+
+
+def numbered_stages(decisions: Iterable[Any]) -> tuple[Any, ...]:
+    """``decisions`` with a stage in each `OnDevices`; one that lacks it is the stage behind the ones before it."""
+    found: list[Any] = []
+    stage = 0
+    for decision in decisions:
+        if isinstance(decision, OnDevices):
+            own = stage if decision.stage is None else decision.stage
+            decision, stage = replace(decision, stage=own), max(stage, own + 1)
+        found.append(decision)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -392,7 +408,9 @@ class Plan(Shown):
         Raises:
             PlanFileError: it is malformed, of a newer version, or holds a kind of decision that is not known.
         """
-        return cls(**plan_file.read(text, KINDS))
+        data = plan_file.read(text, KINDS)
+        data["decisions"] = numbered_stages(data["decisions"])
+        return cls(**data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.

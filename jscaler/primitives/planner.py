@@ -388,19 +388,25 @@ class Planner(GraphView):
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return tuple(loop + range_mark(own) for own in bounds) if len(sizes) > 1 else (loop,)
 
-    def on_devices(self, ops: Sequence[Op | str], devices: Any, turned: Any = None, axis: str = "microbatch") -> None:
+    def on_devices(
+        self,
+        ops: Sequence[Op | str],
+        devices: Any,
+        turned: Any = None,
+        axis: str = "microbatch",
+        stage: int | None = None,
+    ) -> None:
         """Run forward ops on a group of devices, split there as else is said, or else as is cheapest.
-
-        Where the plan has a schedule, each call is a stage of it, in the order of the calls.
 
         Args:
             ops: forward ops, or their paths.
             devices: their numbers, an array of any shape.
             turned: the devices for every second part along a time axis, if other ones.
             axis: the name of that time axis.
+            stage: the stage that the plan's schedule knows these ops as; by default the one behind all stages so far.
 
         Raises:
-            PlanError: there is no such device, or one is named twice, or none at all.
+            PlanError: there is no such device, or one is named twice, or none at all; or ``stage`` is no number from 0 on.
 
         Example:
             >>> graph.on_devices(graph.select("attention/*"), devices[:2])
@@ -419,7 +425,12 @@ class Planner(GraphView):
                 )
         paths = tuple(self._named("on_devices", op).path for op in ops)
         same = groups[-1] == groups[0]
-        self._decide(OnDevices(paths, groups[0]) if same else OnDevices(paths, groups[0], axis, groups[1]))
+        if stage is None:
+            stage = 1 + max((d.stage or 0 for d in self._decisions if isinstance(d, OnDevices)), default=-1)
+        elif isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise PlanError(f"on_devices: a stage is a number, 0 or more, and not {shown(stage)}")
+        turn = ("", ()) if same else (axis, groups[1])
+        self._decide(OnDevices(paths, groups[0], *turn, stage))
 
     def on_stages(
         self,

@@ -18,7 +18,7 @@ from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.primitives.algorithms import GridAxis
 from jscaler.primitives.expand import expand_op
 from jscaler.primitives.held_up import held_up
-from jscaler.primitives.plan import Assign, Decision, Order, Plan, Trans
+from jscaler.primitives.plan import Assign, Decision, OnDevices, Order, Plan, Trans
 from jscaler.rules.rule_book import RuleBook
 
 
@@ -126,6 +126,8 @@ def _dealt(decision: Decision, pieces: Mapping[str, tuple[Op, ...]], book: RuleB
         ]
     if isinstance(decision, Assign) and decision.op in pieces:
         return [dataclasses.replace(decision, op=op.path) for op in pieces[decision.op]]
+    if isinstance(decision, OnDevices):
+        return [dataclasses.replace(decision, ops=tuple(p for path in decision.ops for p in _paths(path, pieces)))]
     if isinstance(decision, Order):
         before, after = (_paths(path, pieces) for path in (decision.before, decision.after))
         return [Order(a, b) for a in before for b in after]

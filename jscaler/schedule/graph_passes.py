@@ -23,7 +23,7 @@ from jscaler.primitives.shard_checks import stored_leaves
 from jscaler.rules.made_of import made_of
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.per_microbatch_state import with_alone
-from jscaler.schedule.regions_by_group import regions_by_group
+from jscaler.schedule.regions_by_stage import regions_by_stage
 from jscaler.schedule.timed import timed
 from jscaler.tables.cuts import cuts_of
 
@@ -60,7 +60,7 @@ def recompute_regions(at: Planned) -> Planned:
 
     On several device groups each has its own part of a region. What crosses within would be made and sent twice.
     """
-    return dataclasses.replace(at, graph=regions_by_group(with_regions(at.graph, at.plan.decisions), at.plan))
+    return dataclasses.replace(at, graph=regions_by_stage(with_regions(at.graph, at.plan.decisions), at.plan))
 
 
 def per_microbatch_ops(at: Planned) -> Planned:

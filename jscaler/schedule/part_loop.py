@@ -18,6 +18,7 @@ from jax import lax
 from jscaler.capture.bodies import BodyTable
 from jscaler.errors import PlanError, listing
 from jscaler.ir import Body, Carry, Graph, Loop, Nest, Op, PTensor, Stacked
+from jscaler.ir.kinds import learned
 from jscaler.ir.loop import Item, chain_of
 from jscaler.ir.mask import Combiner
 from jscaler.ir.walk import closure
@@ -116,9 +117,9 @@ class _Writer(AxisWriter):
 
         What reads a sum over all parts could not stand in their loop otherwise.
         """
-        state = {self.graph.inputs[i] for i in self.graph.next_version.values()}
-        state |= {t for call in self.graph.calls for t in call.wrt}
-        known = set(self.graph.inputs) - state | {c for c, _ in self.graph.constants}
+        graph, maker = self.graph, self.graph.producer
+        handed = {graph.inputs[i] for o, i in graph.next_version.items() if self._runs_alone(maker.get(graph.outputs[o]))}
+        known = set(graph.inputs) - learned(graph) - handed | {c for c, _ in graph.constants}
         alone: set[str] = set()
         for op in self.graph.ops:
             is_alone = op.path in self.alone  # its body is that of a part
@@ -135,6 +136,9 @@ class _Writer(AxisWriter):
         made = self.graph.producer
         whole = {op.path for op in closure(counts, lambda op: [made[t] for t in op.inputs if t in made])}
         return {path: part for path, part in parts.items() if path not in whole}
+
+    def _runs_alone(self, op: Op | None) -> bool:
+        return op is not None and op.path in self.alone
 
     def _reaches(self, tensor: PTensor, parts: Mapping[str, OpPart]) -> bool:
         """Whether an op in time reads ``tensor``, or what others make of it (the division of a loss, and its backward)."""

@@ -85,17 +85,23 @@ def devices_of_cells(plan: Plan) -> dict[str, Devices]:
     return {d.op: known[id(d.places)] for d in plan.decisions if isinstance(d, Assign)}
 
 
-def devices_by_op(graph: Graph, plan: Plan) -> dict[str, Devices]:
-    """The devices of every op at each of its turns, if ``plan`` knows several groups; open ops go with what they read."""
+def stages_by_op(graph: Graph, plan: Plan) -> dict[str, tuple[Devices, int | None]]:
+    """The devices of every op at each of its turns, and its stage, if ``plan`` knows several groups.
+
+    Open ops go with what they read, fences with those that read them.
+    """
+    scheduled = plan.table is not None
     plan, turns = taken_in_turn(plan)
     on = [d for d in plan.decisions if isinstance(d, OnDevices)]
-    said = {path: tuple(frozenset(own) for own in (d.devices, d.turned) if own) for d in on for path in d.ops}
-    said |= devices_of_cells(plan) | turns.devices
-    found: dict[str, Devices] = {}
-    for op in graph.ops if len(set(said.values())) > 1 else ():
+    devices = {path: tuple(frozenset(own) for own in (d.devices, d.turned) if own) for d in on for path in d.ops}
+    devices |= devices_of_cells(plan) | turns.devices
+    stages = {path: d.stage for d in on for path in d.ops} if scheduled else {}
+    found: dict[str, tuple[Devices, int | None]] = {}
+    for op in graph.ops if len(set(devices.values())) > 1 else ():
         source = op.forward or op.again
         makers = (graph.producer[t].path for t in op.inputs if t in graph.producer)
-        own = said.get(op.path) or (found.get(source.path) if source is not None else None)
+        own = (devices[op.path], stages.get(op.path)) if op.path in devices else None
+        own = own or (found.get(source.path) if source is not None else None)
         known = own or next((found[path] for path in makers if path in found), None)
         found.update({op.path: known} if known is not None and op.anywhere != "fence" else {})
     for op in (op for op in graph.ops if op.anywhere == "fence" and found):
@@ -166,7 +172,7 @@ class _Writer:
                 for turn in self._turns_of(path):
                     own = decision.turned if decision.turned and turn % 2 else decision.devices
                     by_turn.setdefault(own, []).append(self._path(path, turn))
-            return [OnDevices(tuple(paths), own) for own, paths in by_turn.items()]
+            return [OnDevices(tuple(paths), own, stage=decision.stage) for own, paths in by_turn.items()]
         if isinstance(decision, Order):
             first, second = (self._turns_of(path) for path in (decision.before, decision.after))
             pairs = zip(first, second, strict=True) if len(first) == len(second) else itertools.product(first, second)

@@ -21,7 +21,7 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule.op_parts import passed_on
 from jscaler.schedule.time_axes import TimeAxes
 from jscaler.schedule.time_regions import TimeRegion, TimeRegions
-from jscaler.schedule.turns import devices_by_op
+from jscaler.schedule.turns import stages_by_op
 from jscaler.schedule.wide_sums import add_wide, cast, read_wide
 
 
@@ -50,11 +50,11 @@ class AxisWriter(ABC):
             for tensor in (*loop.operands, *loop.returned):
                 self.read_by.setdefault(tensor, set()).add(loop.name)
         # micro-batches, outermost, go from group to group; a loop within lies on one
-        devices = devices_by_op(graph, axes.plan)
-        self._groups = devices if axes.names[0] != axis else {}
+        stages = stages_by_op(graph, axes.plan)
+        self._groups = stages if axes.names[0] != axis else {}
 
         def spans(items: Iterable[Item]) -> bool:
-            return len({devices[op.path] for op in flat(items) if op.path in devices}) > 1
+            return len({stages[op.path] for op in flat(items) if op.path in stages}) > 1
 
         self.regions = TimeRegions(graph, self.planned(), self._follow, closed, far=self._far, spans=spans)
 

@@ -17,7 +17,7 @@ from jscaler.lower.numbering import flatten
 from jscaler.lower.program import Compute, Program
 from jscaler.materialize.complete import complete
 from jscaler.materialize.completed import Completed
-from jscaler.materialize.groups import find_groups, homes
+from jscaler.materialize.groups import find_groups, homes, on_groups
 from jscaler.materialize.placement import decided_placements
 from jscaler.primitives import make_plan
 from jscaler.stages import Captured
@@ -54,7 +54,7 @@ def lowered() -> tuple[Captured, Completed, tuple[Program, ...], list[FlatProgra
     captured = jscaler.parallelize("single", devices=1)(towers).lower(one, one).captured
     plan = make_plan(by_tower, captured.graph, 4, captured.bodies, ())
     graph, rules = captured.graph, captured.rules
-    completed = complete(graph, plan, rules)
+    completed = complete(on_groups(graph, plan, captured.bodies), plan, rules)
     made = make_programs(graph, graph.ops, completed, rules, {}, FEW_STEPS)
     programs = made.programs
     assert not made.transfers

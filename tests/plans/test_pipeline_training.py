@@ -15,7 +15,7 @@ from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 
 import jscaler
-from jscaler import PlanError, plans
+from jscaler import PlanError, PlanWarning, plans
 from jscaler.lower.program import Adapt, Repeat
 from jscaler.tables.one_f_one_b import one_f_one_b
 
@@ -154,7 +154,8 @@ def test_first_stages_that_are_frozen_go_forward_alone() -> None:
     with jax.enable_x64(True):
         make, state = of_a_part(FROZEN["first"])
         lowered = jscaler.parallelize(plans.pipeline(4, 2, "gpipe", batch="x"), devices=4)(make(jscaler.value_and_grad))
-        table = lowered.lower(state, inputs()).plan.instructions.table
+        with pytest.warns(PlanWarning, match="the schedule 'gpipe' has 0B, 1B, for which this step has no block"):
+            table = lowered.lower(state, inputs()).plan.instructions.table
     assert str(table) == "0F0 0F1\n1F0 1F1\n2F0 2F1 2B0 2B1\n3F0 3F1 3B0 3B1"
 
 
@@ -184,6 +185,56 @@ def test_a_norm_for_logging_follows_the_stages() -> None:
         norm = train.follow(lambda params: optax.tree.norm(params), paths={"params": "state/0"})
         by_hand = sum(float(jnp.vdot(leaf, leaf)) for leaf in jax.tree.leaves(params)) ** 0.5
         assert abs(float(norm(params)) - by_hand) < 1e-9
+
+
+# -- updates, and what is drawn for them
+
+
+def test_an_update_may_have_loops() -> None:
+    """Muon's steps of Newton and Schulz are a loop for each kernel; a loop's counter reads nothing that has a home."""
+    optimizer = optax.contrib.muon(1e-2)
+
+    def make(value_and_grad: Any) -> Any:
+        def step(state: Any, x: jax.Array) -> Any:
+            params, moments = state
+            loss, grads = value_and_grad(lambda p: jnp.mean(forward(p, x) ** 2))(params)
+            updates, moments = optimizer.update(grads, moments, params)
+            updates = jax.tree.map(lambda u: jax.lax.fori_loop(0, 3, lambda i, u: u * (1 + 0.1 * i), u), updates)
+            return (optax.apply_updates(params, updates), moments), loss
+
+        return step
+
+    with jax.enable_x64(True):
+        lowered = same_steps(make, (layers(), optimizer.init(layers())), "pipeline(2, 2, batch='x')", 2)
+    inside = {op.path for op in lowered.plan.graph.ops if op.loop is not None and op.kind == "update"}
+    groups = {lowered.plan.completed.homes[path].group.devices for path in inside}
+    assert groups == {(0,), (1,)}
+
+
+@pytest.mark.parametrize("plan", ["pipeline(2, 4, batch='x')", "accumulate(4, batch='x')"])
+def test_a_mask_may_be_drawn_by_a_key_of_the_state(plan: str) -> None:
+    """As BERT and MAE do, outside of the loss: where it is read it is made, and its count is no reason for two loops."""
+
+    def make(value_and_grad: Any) -> Any:
+        def step(state: Any, x: jax.Array) -> Any:
+            params, key, number = state
+            mask = jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, (x.shape[0],))
+
+            def loss_of(params: Any) -> jax.Array:
+                with jax.named_scope("embed"):
+                    masked = jnp.where(mask[:, None], params["layer_0"]["down"][0], x)
+                y = forward(params, masked)
+                return jnp.sum(jnp.mean((y - x) ** 2, -1) * mask) / jnp.sum(mask)
+
+            loss, grads = value_and_grad(loss_of)(params)
+            return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), key, number + 1), loss
+
+        return step
+
+    with jax.enable_x64(True):
+        lowered = same_steps(make, (layers(), jax.random.key(3), jnp.int32(0)), plan, 1 if "acc" in plan else 2)
+    assert [loop.time for loop in lowered.plan.graph.loops.values()] == ["microbatch"]
+    assert not any("random" in transfer.tensor.name for transfer in lowered.plan.transfers)
 
 
 # -- several gradients in a step

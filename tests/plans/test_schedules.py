@@ -22,6 +22,7 @@ from jscaler.tables import SCHEDULES, Published, Table, schedule_named
 
 WIDTH, ROWS = 4, 16
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+V_PLACEMENTS = ("zb_v", "dualpipe_v")
 INNER = ["tensor_parallel(columns=['*/up'])", "zero1('x')", "zero3('x')", "data_parallel('x')"]  # on two devices of a stage
 
 
@@ -32,6 +33,7 @@ class Model:
     layers: int = 4
     stacked: bool = False
     passes: int = 1
+    remat: bool = False
 
     def params(self) -> Any:
         keys = iter(jax.random.split(jax.random.key(0), 2 * self.layers))
@@ -53,6 +55,7 @@ class Model:
             kept = jax.random.bernoulli(key, 0.9, h.shape)
             return h + jnp.where(kept, jnp.tanh(h @ params["up"]) @ params["down"], 0), None
 
+        layer = jax.checkpoint(layer) if self.remat else layer
         keys = jax.random.split(key, self.layers)
         if self.stacked:
             return jax.lax.scan(layer, h, (params["layers"], keys))[0]
@@ -120,6 +123,8 @@ def cases() -> Iterator[Case]:
         model = Model(stacked=number % 2 == 0 and not known.everywhere, passes=known.chunks_of(None) if known.passes else 1)
         if name != "forward_only":
             yield Case(f"{name}+R", model, 2, INNER[number % 4] if number % 3 else "")
+    yield from (Case(name, Model(stacked=True), 2, "recompute_layers()") for name in V_PLACEMENTS)
+    yield Case("zb_v", Model(remat=True))
     yield Case("1f1b+R", Model(8), 4)
     yield Case("interlaced+R", Model(8), 4)
 
@@ -170,6 +175,20 @@ def test_steps_are_those_of_one_device_in_the_table_s_order(case: Case) -> None:
     wanted = schedule_of(case.schedule).table(case.groups, microbatches, case.chunks)
     assert table == of_stages_that_compute_again(wanted, {c.stage for c in table.cells() if c.kind == "R"})
     assert out_of_order(lowered.plan) == []
+
+
+@pytest.mark.parametrize("name", V_PLACEMENTS)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("inner", ["", "recompute_layers()", "co_shard(2, plan=recompute_layers())"])
+def test_stages_side_by_side_on_a_group_compute_again_what_is_theirs(name: str, stacked: bool, inner: str) -> None:
+    """By the plan, or by the model's own checkpoint: the fence of a stage's layers is of that stage."""
+    model = Model(stacked=stacked, remat=not inner)
+    policy = plans.pipeline(2, 4, name, plans.by_name(inner) if inner else None, batch="x")
+    with jax.enable_x64(True):
+        lowered = jscaler.parallelize(policy, devices=2)(lambda s, x: model.step(s, x)).lower(start(model), batch(0))
+    assert lowered.plan.instructions.table == schedule_of(name).table(2, 4)
+    fences = [op for op in lowered.plan.graph.ops if op.anywhere == "fence"]
+    assert {lowered.plan.completed.homes[op.path].stage for op in fences} == {0, 1, 2, 3}
 
 
 def of_stages_that_compute_again(table: Table, stages: set[int]) -> Table:

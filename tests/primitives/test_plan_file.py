@@ -65,7 +65,7 @@ PLAN = Plan(
         Shard("state/params/up/kernel", 0, 2, (0, 2, 1, 3), stored=True),
         Shard("state/params/up/bias", 0, 4, (0, 2, 1, 3)),
         Store("state/params/down/kernel", (2, 2), (0, 2, 1, 3), ((1, 0), ())),
-        OnDevices(("up/dot", "down/dot"), (0, 2)),
+        OnDevices(("up/dot", "down/dot"), (0, 2), stage=0),
         Schedule("0F0 0B0\n1F0 1B0"),
         LeafParts(("params/layers/up", "moments/layers/up"), (2, 2)),
         LoopRanges("layers", (2, 2)),
@@ -88,6 +88,17 @@ def test_the_format_is_that_of_the_golden_file() -> None:
     assert read == PLAN
     assert read.made_for == PLAN.made_for
     assert read.digest == PLAN.digest
+
+
+def test_stages_of_a_file_that_was_written_before_they_had_numbers() -> None:
+    """They stand in order; the plan is the same."""
+    data = json.loads(PLAN.to_json())
+    (place,) = [d for d in data["decisions"] if d["kind"] == "on_devices"]
+    del place["stage"], data["digest"]
+    assert Plan.from_json(json.dumps(data)) == PLAN
+    data["decisions"] += [place | {"stage": 3}, place]
+    numbers = [d.stage for d in Plan.from_json(json.dumps(data)).decisions if isinstance(d, OnDevices)]
+    assert numbers == [0, 3, 4]
 
 
 def test_every_decision_is_one_line_and_every_device_array_stands_once() -> None:
@@ -130,7 +141,7 @@ strategies: dict[type, st.SearchStrategy[Any]] = {
     Recompute: st.builds(Recompute, st.lists(names).map(tuple), st.lists(names).map(tuple)),
     Accumulation: st.builds(Accumulation, st.none() | names, st.booleans(), st.booleans()),
     PerMicrobatch: st.builds(PerMicrobatch, st.lists(names).map(tuple)),
-    OnDevices: st.builds(OnDevices, st.lists(names).map(tuple), numbers),
+    OnDevices: st.builds(OnDevices, st.lists(names).map(tuple), numbers, stage=counts),
     Schedule: st.builds(Schedule, names),
     LoopRanges: st.builds(LoopRanges, names, numbers),
     LeafParts: st.builds(LeafParts, st.lists(names).map(tuple), numbers),

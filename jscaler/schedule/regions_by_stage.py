@@ -1,4 +1,4 @@
-"""A region that is computed again lies on one device group: what it has on another is a region of its own.
+"""A region that is computed again lies on one device group, in one stage: what it has on another is a region of its own.
 
 forward    group 0   x ──► f ──► h ┐                  h crosses, and group 1 keeps it
            group 1                 └──► g ──► y
@@ -11,14 +11,16 @@ from jscaler.ir import Graph, Op
 from jscaler.ir.op import RecomputeRegion
 from jscaler.primitives import Plan
 from jscaler.primitives.recompute_regions import with_ops
-from jscaler.schedule.turns import Devices, devices_by_op
+from jscaler.schedule.turns import Devices, stages_by_op
+
+Stage = tuple[Devices, int | None]  # where, at each turn, and its number
 
 
-def regions_by_group(graph: Graph, plan: Plan) -> Graph:
-    """``graph`` with the regions of recompute whose ops ``plan`` places on several groups cut between these."""
-    where = devices_by_op(graph, plan)
-    names: dict[tuple[RecomputeRegion, Devices | None], RecomputeRegion] = {}
-    first: dict[RecomputeRegion, Devices | None] = {}
+def regions_by_stage(graph: Graph, plan: Plan) -> Graph:
+    """``graph`` with regions of recompute cut between the stages, and the groups, on which ``plan`` places their ops."""
+    where = stages_by_op(graph, plan)
+    names: dict[tuple[RecomputeRegion, Stage | None], RecomputeRegion] = {}
+    first: dict[RecomputeRegion, Stage | None] = {}
     changed: dict[str, Op] = {}
     for op in (op for op in graph.ops if op.kind == "forward" and where):
         known = where.get(op.path)
