@@ -18,7 +18,7 @@ from jscaler.commands.fit_command import NOTHING
 from jscaler.commands.options import Batch, Dtype, JobFile, Model, Remat, Sequence, Size, Stacked, use_platform
 from jscaler.commands.progress import stages
 from jscaler.commands.screen import screen, show, show_error
-from jscaler.errors import JscalerError, PlanError, ScheduleWarning
+from jscaler.errors import JscalerError, PlanError, PlanWarning, ScheduleWarning
 from jscaler.estimate.query import planned
 from jscaler.estimate.simulation import simulate
 from jscaler.ir import Graph
@@ -139,6 +139,7 @@ def _simulated(graph: Graph, plan: str, schedule: Published, chunks: int, cluste
     try:
         more = {"chunks": chunks} if chunks > 1 else {}
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the schedule '.*' has", PlanWarning)  # who runs it is told
             warnings.simplefilter("error", ScheduleWarning)
             step = planned(graph, plans.with_schedule(plan, schedule.name, **more), cluster)
     except (PlanError, ScheduleWarning) as error:

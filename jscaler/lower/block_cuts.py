@@ -15,10 +15,10 @@ from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, swapped
 from jscaler.lax_primitives import is_fence
-from jscaler.lower.blocks import AGAIN, HOP, WEIGHTS
 from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, all_items, has_effects, reads, renamed, results
 from jscaler.lower.kept_values import Cuttable, saved_or_again
 from jscaler.lower.loop_halves import in_halves
+from jscaler.lower.op_blocks import AGAIN, HOP, WEIGHTS
 from jscaler.lower.program import Program
 from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import Layout

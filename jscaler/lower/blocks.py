@@ -2,8 +2,8 @@
 
 A *phase* is a stretch of the step: all of it; or, where the ops of a loop over micro-batches lie on several groups, what
 stands in front of that loop, its body (of one that takes several micro-batches in an iteration, which take turns on the
-groups: what it does for each), and what stands behind. Within a phase an op's *level* is the number of crossings
-on the longest way to it, times `HOP`::
+groups: what it does for each), and what stands behind. `lower.op_blocks` says of which block each op of a phase is. A
+block's *level* is a multiple of `HOP`, behind those of the blocks that it reads::
 
     group 0   │ level 0 ├──────────────────┤ level 6 │      a value that a later level of the same group reads
     group 1             └──► level 3 ──────┘                stays where it is; one that another group reads crosses
@@ -12,9 +12,8 @@ Where stages have ranges of a stack of layers, the layers of a group are a progr
 table of words, the loss) is another: two *places* of one group, between which a value counts as crossing and is not sent.
 So the layers of all stages are one program, for `lower.twins`, JAX and XLA.
 
-A table may ask for more blocks: between two stages of one group, between a stage's forward and its backward, of a backward
-pass for the gradients of weights (W), which no crossing waits for, and for what is computed again (R), which waits for
-none: these two run between levels, a W `WEIGHTS` behind that of the backward, an R `AGAIN` behind that of the forward.
+Gradients of weights (W), which no crossing waits for, are a level `WEIGHTS` behind their backward, where a table has such
+blocks; what is computed again (R) is one `AGAIN` behind its forward.
 
 `lower.block_cuts` cuts each program by these levels. A value that goes from program to program is an array of its devices'
 parts, one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh
@@ -22,7 +21,6 @@ has its devices.
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -32,22 +30,17 @@ from jscaler.clusters import FEW_STEPS, CostModel
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, made_by, reads_of
-from jscaler.ir.op import RecomputeRegion, range_of
+from jscaler.ir.op import RecomputeRegion
 from jscaler.ir.walk import closure
+from jscaler.lower.op_blocks import HOP, WEIGHTS, BlockAt, Mark, OpBlocks, Phase, Place, ops_of, region_of
 from jscaler.lower.program import Program, Slot, Writer
 from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.materialize.crossing import Crossing, find_crossing, on_devices
 from jscaler.rules.rule_book import RuleBook
-from jscaler.tables import BlockKind
 from jscaler.tables.cuts import Cuts
 
-Place = int  # the number of a group; of its layers of a stack that and how many groups there are
 Key = tuple[int, Place]  # number of a phase, and where: a program
-Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
-BlockAt = tuple[int, DeviceMesh, bool, int]  # phase, group, whether it is of its layers of a stack, level
-HOP = 3  # what a crossing adds to a level
-WEIGHTS, AGAIN = 1, 2  # behind a level what nobody waits for, and what is computed again
 FRONT = -1  # the level of what is there before the first block of a phase, or of an iteration, runs
 
 
@@ -153,7 +146,7 @@ def make_programs(
     order = [op for op in order if op.path in read]
     phases = _phases(graph, nested(order, graph.loops), completed, after)
     dtypes = summing_dtypes(graph, order, reduce_dtype)
-    levels = _Levels(graph, completed, after, cuts)
+    levels = OpBlocks(graph, completed, after, cuts)
     levels.find_layers(phases)
     made = _Blocks(graph, completed, cost, phases, levels, cuts.weights)
 
@@ -173,15 +166,6 @@ def _read(graph: Graph) -> set[str]:
     return {op.path for op in closure(found, lambda op: (graph.producer[t] for t in op.inputs if t in graph.producer))}
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of the step: ``items`` in order; of a loop over groups those of its body, at one of its turns."""
-
-    items: tuple[Item, ...]
-    loop: Loop | None = None
-    first: int = 0  # of the phases of its loop
-
-
 def _phases(graph: Graph, items: Sequence[Item], completed: Completed, after: Mapping[str, Sequence[str]]) -> list[Phase]:
     """One phase; or more, where a loop lies on several groups: what it needs runs in front of it."""
     spanning = [item for item in items if isinstance(item, Nest) and len(_groups(item, completed)) > 1]
@@ -189,17 +173,17 @@ def _phases(graph: Graph, items: Sequence[Item], completed: Completed, after: Ma
         return [Phase(tuple(items))]
     nest = _checked(spanning, completed)
     maker = {t: item for item in items for t in made_by(item)}
-    of_op = {op.path: item for item in items for op in _ops(item)}
+    of_op = {op.path: item for item in items for op in ops_of(item)}
 
     def needs(item: Item) -> list[Item]:
         found = [maker[t] for t in reads_of(item) if t in maker]
-        found += [of_op[p] for op in _ops(item) for p in after.get(op.path, ()) if p in of_op]
+        found += [of_op[p] for op in ops_of(item) for p in after.get(op.path, ()) if p in of_op]
         return [other for other in found if other is not item]
 
     needed = {id(item) for item in closure([nest], needs)}
     before = tuple(item for item in items if id(item) in needed and item is not nest)
     behind = tuple(item for item in items if id(item) not in needed)
-    turns = (tuple(i for i in nest.items if _ops(i)[0].turn == turn) for turn in range(nest.loop.turns))
+    turns = (tuple(i for i in nest.items if ops_of(i)[0].turn == turn) for turn in range(nest.loop.turns))
     return [Phase(before), *(Phase(own, nest.loop, 1) for own in turns), Phase(behind)]
 
 
@@ -235,184 +219,7 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
 
 def _groups(item: Item, completed: Completed) -> dict[DeviceMesh, Op]:
     """The groups of an item, each with an op that lies there."""
-    return {completed.group_of(completed.ops[op.path].placement.group): op for op in _ops(item)}
-
-
-def _ops(item: Item) -> list[Op]:
-    return [item] if isinstance(item, Op) else list(item.ops())
-
-
-def _region_of(op: Op) -> RecomputeRegion | None:
-    """The region that ``op`` computes again, or stands in front of as a fence."""
-    regions = op.again.remat if op.again is not None else op.remat if op.anywhere == "fence" else ()
-    return next(iter(regions), None)
-
-
-@dataclass
-class _Levels:
-    """The level of every op of a phase, and of what it makes."""
-
-    graph: Graph
-    completed: Completed
-    after: Mapping[str, Sequence[str]]
-    cuts: Cuts
-    of_op: dict[str, tuple[int, Place, Mark | None]] = field(default_factory=dict)  # path -> level, place; of this phase
-    of_tensor: dict[PTensor, tuple[int, Place, Mark | None]] = field(default_factory=dict)
-    marks: dict[BlockAt, set[Mark]] = field(default_factory=dict)
-    least: dict[tuple[Place, Mark], int] = field(default_factory=dict)  # place, stage -> the level of its block
-    of_layers: set[PTensor] = field(default_factory=set)  # what layers of a stack make
-
-    def __post_init__(self) -> None:
-        self.number = {group: number for number, group in enumerate(self.completed.groups)}
-
-    def number_of(self, layout: Layout) -> int:
-        """The number of the group that ``layout`` is on, in whatever order."""
-        return self.number[self.completed.group_of(layout.mesh)]
-
-    def number_at(self, item: Item) -> int:
-        """The number of the group that an item is on."""
-        return self.number[self.completed.group_of(self.completed.ops[_ops(item)[0].path].placement.group)]
-
-    def group(self, place: Place) -> DeviceMesh:
-        return self.completed.groups[place % len(self.number)]
-
-    def is_layers(self, place: Place) -> bool:
-        return place >= len(self.number)
-
-    def place_of(self, tensor: PTensor, layout: Layout) -> Place:
-        """Where what lies in ``layout`` is made."""
-        return self.number_of(layout) + len(self.number) * (tensor in self.of_layers)
-
-    def places(self, layout: Layout) -> tuple[Place, Place]:
-        """The places of the group that ``layout`` is on."""
-        number = self.number_of(layout)
-        return number, number + len(self.number)
-
-    def find_layers(self, phases: Sequence["Phase"]) -> None:
-        """Find what layers of a stack do, of which as many lie on another group: their ops, forward, backward and update,
-        and what these alone read of ops that the plan does not place.
-
-        They are a program of their own, and what a first and a last stage do besides is another: so the layers of all
-        stages are one program. Where a table cuts a stage's backward in pieces, which wait for no other block, that holds
-        around the loop, and not in it.
-        """
-        if len(self.number) == 1:
-            return
-        in_pieces = self.cuts.weights or self.cuts.recompute
-        bounds = {op.path: range_of(op.path) for phase in phases for item in phase.items for op in _ops(item)}
-        sizes = Counter(own[1] - own[0] for own in {*bounds.values()} if own is not None)
-        alike = {path for path, own in bounds.items() if own is not None and sizes[own[1] - own[0]] > 1}
-        if not alike:
-            return
-        loops = self.graph.loops.values()
-        ends = {*self.graph.outputs, *(t for loop in loops for t in loop.returned)}
-        for phase in (phase for phase in phases if phase.loop is None or not in_pieces):
-            readers: dict[PTensor, list[tuple[bool, int]]] = {}  # of a tensor: whether each is of layers, and where
-            for item in reversed(phase.items):
-                made, ops = list(made_by(item)), _ops(item)
-                group = self.number_at(item)
-                here = any(op.path in alike for op in ops)
-                if not here and self._mark(ops)[0] is None and ends.isdisjoint(made):
-                    read = [reader for t in made for reader in readers.get(t, ())]
-                    here = bool(read) and all(reader == (True, group) for reader in read)
-                if here:
-                    self.of_layers.update(made)
-                for t in reads_of(item):
-                    readers.setdefault(t, []).append((here, group))
-
-    def start(self, carried: Mapping[PTensor, Layout], in_loop: bool, phase: int) -> None:
-        """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
-
-        Arguments of the step leave their group behind the first level; a loop finds them there.
-        """
-        there = carried if in_loop else {**self.completed.inputs, **carried}
-        self.phase, self.in_loop = phase, in_loop
-        self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in there.items()}
-        self.least = {}
-
-    def gather(self, items: Sequence[Item]) -> None:
-        """Let a stage's forward be one block, and its backward one, though what these read arrives bit by bit: an encoder's
-        result has gradients from several stages of a decoder. They wait for the last, unless another block waits for them.
-        """
-        start, marks = dict(self.of_tensor), {key: set(own) for key, own in self.marks.items()}
-        tried: dict[tuple[int, Mark], int] = {}
-        while True:
-            self.of_op, self.of_tensor, self.least = {}, dict(start), tried
-            for item in items:
-                self.add(item)
-            levels: dict[tuple[int, Mark], set[int]] = {}
-            for level, place, mark in self.of_op.values():
-                if mark is not None and mark[0] is not None:
-                    levels.setdefault((place, mark), set()).add(level)
-            apart = {key: max(own) for key, own in levels.items() if len(own) > 1}
-            raised = tried | apart
-            if not apart or max(raised.values()) > 2 * HOP * len(levels):  # some block waits for itself
-                break
-            tried = raised
-        self.least = {} if apart else tried
-        self.of_op, self.of_tensor, self.marks = {}, start, marks
-
-    def add(self, item: Item) -> int:
-        """Give ``item`` its level; what it reads and waits for has one. Returns its place."""
-        ops = _ops(item)
-        place = self.number_at(item)
-        place += len(self.number) * any(t in self.of_layers for t in made_by(item))
-        operands = [t for op in ops for t in op.inputs]
-        operands += item.loop.operands if isinstance(item, Nest) else []
-        before = [self._known(t, place) for t in operands if t in self.of_tensor]
-        before += [self.of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in self.of_op]
-        if (
-            self.in_loop and self.of_layers
-        ):  # a cotangent that is a constant is made where the loss is, and not ahead of the layers
-            forward = (op.forward.path for op in ops if op.forward is not None)
-            before += [self.of_op[p] for p in forward if p in self.of_op and self.of_op[p][1] == place]
-        mark = self._mark(ops)
-        if mark[0] is None:  # it goes with what it reads
-            here = ((level, own[0]) for level, other, own in before if other == place and own is not None)
-            stages = [(level, stage) for level, stage in here if stage is not None]
-            mark = max(stages, default=(0, None))[1], mark[1]
-        level = max((level + HOP * (other != place or self._is_cut(own, mark)) for level, other, own in before), default=0)
-        level = level // HOP * HOP + AGAIN * (mark[1] == "R")
-        level = max(level, self.least.get((place, mark), 0))
-        key = level, place, mark
-        if self.in_loop:
-            at = self.phase, self.group(place), self.is_layers(place), level
-            self.marks.setdefault(at, set()).add(mark)
-        self.of_op.update(dict.fromkeys((op.path for op in ops), key))
-        made = [t for op in ops for t in op.outputs]
-        made += item.loop.results if isinstance(item, Nest) else []
-        self.of_tensor.update(dict.fromkeys(made, key))
-        return place
-
-    def _known(self, tensor: PTensor, place: Place) -> tuple[int, Place, Mark | None]:
-        """Of what is there the level, and where; what was there before is in both places of its group."""
-        level, other, own = self.of_tensor[tensor]
-        return level, place if own is None and self.group(other) == self.group(place) else other, own
-
-    def handed_over(self, item: Item) -> list[PTensor]:
-        """What ``item`` reads of another stage on its own group: that runs there, and not where it is read."""
-        _, place, mark = self.of_op[_ops(item)[0].path]
-        if not self.in_loop or mark is None or mark[0] is None:
-            return []
-        known = {t: self.of_tensor[t] for t in reads_of(item) if t in self.of_tensor}
-        return [
-            t for t, (_, home, own) in known.items() if home == place and own is not None and own[0] not in (None, mark[0])
-        ]
-
-    def _mark(self, ops: Sequence[Op]) -> Mark:
-        stages = (self.completed.homes[op.path].stage for op in ops)
-        stage = next((stage for stage in stages if stage is not None), None)
-        if self.cuts.recompute and all(map(_region_of, ops)):
-            return stage, "R"
-        return stage, "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"
-
-    def _is_cut(self, before: Mark | None, mark: Mark) -> bool:
-        """Whether a block ends between two ops of one group; what was there before the loop is of no block."""
-        if not self.in_loop or before is None:
-            return False
-        if None not in (before[0], mark[0]) and before[0] != mark[0]:
-            return True
-        return (before[1], mark[1]) == ("R", "B") or (self.cuts.forward and (before[1], mark[1]) == ("F", "B"))
+    return {completed.group_of(completed.ops[op.path].placement.group): op for op in ops_of(item)}
 
 
 @dataclass
@@ -429,7 +236,7 @@ class _Blocks:
     completed: Completed
     cost: CostModel
     phases: Sequence[Phase]
-    levels: _Levels
+    levels: OpBlocks
     weights_apart: bool = False
     new_writer: Callable[[Key], Writer] = field(init=False)
     writers: dict[Key, Writer] = field(default_factory=dict)
@@ -463,7 +270,7 @@ class _Blocks:
         for number, phase in enumerate(self.phases):
             self.phase = number
             if phase.loop is None:
-                self.levels.start({t: layout for t, (_, layout) in self.finals.items()}, False, number)
+                self.levels.begin(number, phase, {t: layout for t, (_, layout) in self.finals.items()})
                 self._write(phase.items)
             elif phase.first == number:
                 self._repeat(phase.loop, range(number, number + phase.loop.turns))
@@ -481,19 +288,18 @@ class _Blocks:
     def _write(self, items: Iterable[Item]) -> None:
         again: dict[tuple[Key, RecomputeRegion | None], dict[str, int]] = {}
         for item in items:
-            place = self.levels.add(item)
+            level, place, mark = self.levels.of_op[ops_of(item)[0].path]
             key = self.phase, place
             writer = self._open(key)
             for tensor in self.levels.handed_over(item):
                 layout = _between(writer.slots[tensor][0][0])
                 self._leave(writer, writer.read(tensor, layout), layout, self.levels.of_tensor[tensor][0])
             writer.write([item])
-            level, _, mark = self.levels.of_op[_ops(item)[0].path]
             self.own_levels[key] = max(self.own_levels[key], level)
-            self.pinned[key].update((op.path, level) for op in _ops(item) if op.path in self.ordered)
+            self.pinned[key].update((op.path, level) for op in ops_of(item) if op.path in self.ordered)
             if mark is not None and mark[1] == "R":
-                again.setdefault((key, _region_of(_ops(item)[0])), {}).update((op.path, level) for op in _ops(item))
-            made = (*_ops(item), item) if isinstance(item, Nest) else (item,)
+                again.setdefault((key, region_of(ops_of(item)[0])), {}).update((op.path, level) for op in ops_of(item))
+            made = (*ops_of(item), item) if isinstance(item, Nest) else (item,)
             for tensor in (t for one in made for t in (one.outputs if isinstance(one, Op) else one.loop.results)):
                 self.held[tensor, place] = key
                 self.made[tensor] = key, level, mark is not None and mark[1] == "B"
@@ -515,8 +321,7 @@ class _Blocks:
         self.slices = {x.slice for x in loop.xs}
         for self.phase in phases:
             there = {c.inside: layout for c, layout in zip(loop.carries, laid.carries, strict=True)}
-            self.levels.start(there, True, self.phase)
-            self.levels.gather(self.phases[self.phase].items)
+            self.levels.begin(self.phase, self.phases[self.phase], there)
             self._write(self.phases[self.phase].items)
 
         def writer_of(tensor: PTensor, layout: Layout) -> Writer:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jscaler.ir import Graph, PTensor
-from jscaler.lower.blocks import FRONT, BlockAt, CarriedValue, Mark, SpanningLoop, Transfer
+from jscaler.lower.blocks import FRONT, CarriedValue, SpanningLoop, Transfer
 from jscaler.lower.merged import merged
+from jscaler.lower.op_blocks import BlockAt, Mark
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.table_rounds import Cell, Name, Rounds, sums_of
 from jscaler.tables import BlockKind, Published, Table, TableCell

@@ -14,8 +14,9 @@ from dataclasses import replace
 from jscaler.errors import OrderError, PlanError, PlanWarning, ScheduleWarning, listing, warn
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
-from jscaler.ir.walk import grouped
-from jscaler.lower.blocks import AGAIN, FRONT, HOP, WEIGHTS, BlockAt, Mark, SpanningLoop, Transfer
+from jscaler.ir.walk import grouped, sorter_of
+from jscaler.lower.blocks import FRONT, SpanningLoop, Transfer
+from jscaler.lower.op_blocks import AGAIN, HOP, WEIGHTS, BlockAt, Mark
 from jscaler.lower.segment import PlacedBlock, made_by
 from jscaler.materialize import DeviceMesh
 from jscaler.tables import BlockKind, Published, Table, TableCell
@@ -73,13 +74,13 @@ class Rounds:
         for transfer in transfers:
             if transfer.source in states:
                 states[transfer.target] = states[transfer.source]
+        now = {n: {maker[v] for v in self.blocks[n].imports if v in maker} for n in self.own}
+        sorter_of(now)  # an iteration's blocks never wait for each other: `lower.op_blocks`
         self.waits: dict[Cell, set[Cell]] = {}
         for number in self.own:
-            imports = self.blocks[number].imports
-            now = {maker[v] for v in imports if v in maker}
-            last = {states[v] for v in imports if v in states}
+            last = {states[v] for v in self.blocks[number].imports if v in states}
             for i in range(self.iterations):
-                self.waits[number, i] = {(n, i) for n in now} | ({(n, i - 1) for n in last} if i else set())
+                self.waits[number, i] = {(n, i) for n in now[number]} | ({(n, i - 1) for n in last} if i else set())
 
     def _by_marks(self, marks: Mapping[BlockAt, Set[Mark]]) -> dict[int, list[Name]] | None:
         """The stages that the plan gives to ops; None where it gives none, or where a stage is in more blocks than one, its
@@ -231,17 +232,19 @@ class Rounds:
         return table
 
     def _of_own(self, plan: Published, table: Table) -> Table:
-        """A published table without what this step lacks: an evaluation goes forward alone.
+        """A published table without what this step lacks: an evaluation goes forward alone, and some stages compute nothing
+        again.
 
         A `PlanWarning` says what else is left out: a stage whose parameters are frozen has no backward.
         """
         known = {whole_of(TableCell(stage, kind, 0)) for names in self.names.values() for stage, kind in names}
-        lacking = {(cell.stage, cell.kind) for cell in table.cells() if whole_of(replace(cell, microbatch=0)) not in known}
+        cells = {replace(cell, microbatch=0) for cell in table.cells() if cell.kind != "R"}
+        lacking = {(cell.stage, cell.kind) for cell in cells if whole_of(cell) not in known}
         if lacking and any(cell.kind == "B" for cell in known):
-            cells = ", ".join(f"{stage}{kind}" for stage, kind in sorted(lacking))
+            names = ", ".join(f"{stage}{kind}" for stage, kind in sorted(lacking))
             warn(
-                f"the schedule '{plan.name}' has {cells}, for which this step has no block: these stages have no such work "
-                "(nothing in them is trained, or made again); the rest of the schedule runs as it is published",
+                f"the schedule '{plan.name}' has {names}, for which this step has no block: these stages have no such work "
+                "(nothing in them is trained, say); the rest of the schedule runs as it is published",
                 PlanWarning,
             )
         rows = []

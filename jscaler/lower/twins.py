@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from jscaler.lower.blocks import HOP
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
+from jscaler.lower.op_blocks import HOP
 from jscaler.lower.positions import Positions, called
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task, all_tasks
 from jscaler.lower.segment import PlacedBlock, Segment

@@ -23,7 +23,7 @@ from jscaler.ir.kinds import learned
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import turn_mark
 from jscaler.ir.passes import Pass
-from jscaler.ir.walk import closure
+from jscaler.ir.walk import closure, grouped
 from jscaler.lax_primitives import known
 from jscaler.materialize.groups import OnGroups, ThroughLoops
 from jscaler.materialize.mesh import DeviceMesh
@@ -76,7 +76,7 @@ def made_where_read(at: OnGroups) -> OnGroups:
     if home is None:
         return at
     copies = _Copies(at.graph, home, placed)
-    return _with_ops(at, copies.ops(), copies.moved)
+    return _with_ops(at, copies.ops(), copies.moved, copies.loops)
 
 
 def joined_behind_loops(at: OnGroups) -> OnGroups:
@@ -175,15 +175,18 @@ def _homes(at: OnGroups) -> tuple[Mapping[str, DeviceMesh] | None, Set[str]]:
     return (None, frozenset()) if len(at.groups.meshes) == 1 else (at.of_op, at.groups.of.keys())
 
 
-def _with_ops(at: OnGroups, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = {}) -> OnGroups:
+def _with_ops(
+    at: OnGroups, ops: Sequence[Op], moved: Mapping[str, DeviceMesh] = {}, loops: Mapping[str, Loop] = {}
+) -> OnGroups:
     """``at`` with other ops; itself, where they are the same, of which more is known already.
 
     Args:
         moved: the groups of ops that are made for one.
+        loops: loops that are others now.
     """
     if len(ops) == len(at.graph.ops) and all(new is old for new, old in zip(ops, at.graph.ops, strict=True)):
         return at
-    return at.with_graph(dataclasses.replace(at.graph, ops=tuple(ops)), moved)
+    return at.with_graph(dataclasses.replace(at.graph, ops=tuple(ops), loops={**at.graph.loops, **loops}), moved)
 
 
 def _reading(op: Op, inputs: tuple[PTensor, ...]) -> Op:
@@ -203,6 +206,20 @@ class _Copies:
         self._free = self._known()
         self._of: dict[str, list[DeviceMesh]] = {}  # of an op that is copied: the groups that read it
         self.moved: dict[str, DeviceMesh] = {}  # the group of each
+        self.loops: dict[str, Loop] = {}  # those that take a copy
+        self._on = self._groups_of_loops()
+        ends = [(t, self._on.get(loop.name)) for loop in graph.loops.values() for t in loop.operands]
+        self._taken = grouped((t, group) for t, group in ends if group is not None)
+        inside = {t for loop in graph.loops.values() for t in (*loop.inner, *loop.returned, *loop.results)}
+        self._held = inside | {t for t, group in ends if group is None} | {*graph.outputs}
+
+    def _groups_of_loops(self) -> dict[str, DeviceMesh]:
+        """The group of each loop that is on one."""
+        groups: dict[str, set[DeviceMesh]] = {}
+        for op in self._graph.ops:
+            for name in chain_of(op.loop, self._graph.loops):
+                groups.setdefault(name, set()).add(self._home[op.path])
+        return {name: next(iter(own)) for name, own in groups.items() if len(own) == 1}
 
     def _known(self) -> set[str]:
         """The ops that every group can run by itself: paths."""
@@ -238,9 +255,9 @@ class _Copies:
         """The groups that read what ``op`` makes: its own first, if the plan says where it runs."""
         readers = [r for t in op.outputs for r in self._graph.consumers.get(t, ())]
         found = [g for r in readers for g in (self._of[r.path] if r.path in self._of else [self._home[r.path]])]
-        linked = any(t in self._graph.linked for t in op.outputs) or any(t in self._graph.outputs for t in op.outputs)
-        own = [self._home[op.path]]
-        first, last = (own if op.path in self._placed else [], own if linked or not found else [])
+        found += [group for t in op.outputs for group in self._taken.get(t, ())]
+        own, is_held = [self._home[op.path]], any(t in self._held for t in op.outputs)
+        first, last = (own if op.path in self._placed else [], own if is_held or not found else [])
         return list(dict.fromkeys([*first, *found, *last]))
 
     def ops(self) -> list[Op]:
@@ -260,6 +277,10 @@ class _Copies:
                 outputs = tuple(dataclasses.replace(t, name=t.name + _on(group)) for t in op.outputs)
                 copies.update({(old, group): new for old, new in zip(op.outputs, outputs, strict=True)})
                 made.append(dataclasses.replace(here, path=op.path + _on(group), outputs=outputs, backward=None))
+        for name, group in self._on.items():
+            loop = self._graph.loops[name]
+            table = {t: copies[t, group] for t in loop.operands if (t, group) in copies}
+            self.loops.update({name: loop.renamed(table, {})} if table else {})
         return made
 
 

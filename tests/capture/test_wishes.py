@@ -51,6 +51,7 @@ def step_of(model: Callable[..., jax.Array], value_and_grad: Any) -> Any:
 
 
 @pytest.mark.smoke
+@pytest.mark.filterwarnings("ignore:the schedule '1f1b' has 0B:jscaler.PlanWarning")
 @pytest.mark.parametrize("plan", ["single()", "data_parallel()", "pipeline(2, 2)"])
 @pytest.mark.parametrize("model", [plain, layers, branch])
 def test_wishes_are_left_out(model: Callable[..., jax.Array], plan: str) -> None:

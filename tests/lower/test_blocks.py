@@ -14,8 +14,8 @@ import pytest
 import jscaler
 from jscaler import PlanError, Replicate, Split
 from jscaler.errors import VerificationError
-from jscaler.lower.blocks import HOP
 from jscaler.lower.flat_program import results
+from jscaler.lower.op_blocks import HOP
 from jscaler.verification.segments import check_values
 
 WIDTHS = (8, 12, 12, 6)

@@ -1,0 +1,317 @@
+"""Which block of a step each op is of: the one place that decides it.
+
+In a phase of the step (`lower.blocks`) an op is of a *place* (a group; its layers of a stack apart). It is of a *stage* if
+the plan's schedule has some, and of a *kind* where its table asks for blocks of their own: R for what is computed again, F
+and B where a stage's forward and backward are apart. Ops of one place, stage and kind are one block: a *visit*. It ends
+where it would wait for itself::
+
+    stage 0   F, visit 0 ──┐                                 ┌──► B, visit 1      what it reads comes from behind visit 0
+    stage 1                └──► F, loss and B, visit 0 ──────┘                    nothing lies between its F and its B
+
+So the blocks of an iteration are an acyclic graph, whatever the model: an encoder whose gradients come from several stages
+of a decoder, tied heads, losses besides, a norm over everything.
+
+In a phase without stages a visit is the number of crossings on the longest way to an op, so that groups run side by side.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor
+from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.op import RecomputeRegion, range_of
+from jscaler.ir.walk import in_order
+from jscaler.materialize import Completed, DeviceMesh, Layout
+from jscaler.tables import BlockKind
+from jscaler.tables.cuts import Cuts
+
+Place = int  # the number of a group; of its layers of a stack that and how many groups there are
+Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
+
+
+@dataclass(frozen=True)
+class BlockId:
+    """A block of a phase.
+
+    Attributes:
+        stage: of the plan's schedule; None where it has none.
+        kind: of a table's cells; empty where a block may be of several (a last stage's forward and backward).
+        visit: how often its place was with this stage and kind before.
+    """
+
+    place: Place
+    stage: int | None
+    kind: BlockKind | None
+    visit: int
+
+
+@dataclass
+class BlockGraph:
+    """The blocks of a phase, and which runs before which. It has no circle."""
+
+    blocks: list[BlockId] = field(default_factory=list)
+    sources: list[set[int]] = field(default_factory=list)  # those that a block reads
+    _before: list[int] = field(default_factory=list)  # all that run before a block, a bit each
+    _of_key: dict[tuple[Place, int | None, BlockKind | None], list[int]] = field(default_factory=dict)
+
+    def join(self, place: Place, stage: int | None, kind: BlockKind | None, reads: Iterable[int]) -> int:
+        """The first visit that does not run before what is read; a new one, if there is none."""
+        reads = set(reads)
+        known = self._of_key.setdefault((place, stage, kind), [])
+        number = next((n for n in known if not any(self.runs_before(n, other) for other in reads)), None)
+        if number is None:
+            number = self._new(BlockId(place, stage, kind, len(known)))
+            known.append(number)
+        for other in reads - {number}:
+            self._read(number, other)
+        return number
+
+    def runs_before(self, first: int, second: int) -> bool:
+        return bool(self._before[second] >> first & 1)
+
+    def _new(self, block: BlockId) -> int:
+        self.blocks.append(block)
+        self.sources.append(set())
+        self._before.append(0)
+        return len(self.blocks) - 1
+
+    def _read(self, number: int, other: int) -> None:
+        self.sources[number].add(other)
+        more = self._before[other] | 1 << other
+        if more & ~self._before[number]:
+            for n, own in enumerate(self._before):
+                if n == number or own >> number & 1:
+                    self._before[n] = own | more
+
+
+HOP = 3  # what a crossing adds to a level
+WEIGHTS, AGAIN = 1, 2  # behind a level what nobody waits for, and what is computed again
+BlockAt = tuple[int, DeviceMesh, bool, int]  # phase, group, whether it is of its layers of a stack, level
+At = tuple[int, Place, Mark | None]  # a level, where, and what is done; None for what is there before
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the step: ``items`` in order; of a loop over groups those of its body, at one of its turns."""
+
+    items: tuple[Item, ...]
+    loop: Loop | None = None
+    first: int = 0  # of the phases of its loop
+
+
+def ops_of(item: Item) -> list[Op]:
+    return [item] if isinstance(item, Op) else list(item.ops())
+
+
+def region_of(op: Op) -> RecomputeRegion | None:
+    """The region that ``op`` computes again, or stands in front of as a fence."""
+    regions = op.again.remat if op.again is not None else op.remat if op.anywhere == "fence" else ()
+    return next(iter(regions), None)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """An item of a phase: where it runs, what is done, and the items of the phase that it waits for."""
+
+    item: Item
+    ops: Sequence[Op]
+    place: Place
+    stage: int | None
+    kind: BlockKind
+    waits: Sequence[int]  # numbers of items
+    is_far: bool  # whether it reads what is there before the phase, on another group
+
+
+@dataclass
+class OpBlocks:
+    """The block of every op of a phase, and of what it makes.
+
+    Attributes:
+        of_op: path -> level and place, of this phase.
+        of_layers: what layers of a stack make.
+        marks: block -> the stages that run there, forward or backward.
+    """
+
+    graph: Graph
+    completed: Completed
+    after: Mapping[str, Sequence[str]]
+    cuts: Cuts
+    of_op: dict[str, At] = field(default_factory=dict)
+    of_tensor: dict[PTensor, At] = field(default_factory=dict)
+    marks: dict[BlockAt, set[Mark]] = field(default_factory=dict)
+    of_layers: set[PTensor] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.number = {group: number for number, group in enumerate(self.completed.groups)}
+
+    def number_of(self, layout: Layout) -> int:
+        """The number of the group that ``layout`` is on, in whatever order."""
+        return self.number[self.completed.group_of(layout.mesh)]
+
+    def number_at(self, item: Item) -> int:
+        """The number of the group that an item is on."""
+        return self.number[self.completed.group_of(self.completed.ops[ops_of(item)[0].path].placement.group)]
+
+    def group(self, place: Place) -> DeviceMesh:
+        return self.completed.groups[place % len(self.number)]
+
+    def is_layers(self, place: Place) -> bool:
+        return place >= len(self.number)
+
+    def place_of(self, tensor: PTensor, layout: Layout) -> Place:
+        """Where what lies in ``layout`` is made."""
+        return self.number_of(layout) + len(self.number) * (tensor in self.of_layers)
+
+    def places(self, layout: Layout) -> tuple[Place, Place]:
+        """The places of the group that ``layout`` is on."""
+        number = self.number_of(layout)
+        return number, number + len(self.number)
+
+    def find_layers(self, phases: Sequence[Phase]) -> None:
+        """Find what layers of a stack do, of which as many lie on another group: their ops, forward, backward and update,
+        and what these alone read of ops that the plan does not place.
+
+        They are a program of their own, and what a first and a last stage do besides is another: so the layers of all
+        stages are one program. Where a table cuts a stage's backward in pieces, which wait for no other block, that holds
+        around the loop, and not in it.
+        """
+        if len(self.number) == 1:
+            return
+        in_pieces = self.cuts.weights or self.cuts.recompute
+        bounds = {op.path: range_of(op.path) for phase in phases for item in phase.items for op in ops_of(item)}
+        sizes = Counter(own[1] - own[0] for own in {*bounds.values()} if own is not None)
+        alike = {path for path, own in bounds.items() if own is not None and sizes[own[1] - own[0]] > 1}
+        if not alike:
+            return
+        loops = self.graph.loops.values()
+        ends = {*self.graph.outputs, *(t for loop in loops for t in loop.returned)}
+        for phase in (phase for phase in phases if phase.loop is None or not in_pieces):
+            readers: dict[PTensor, list[tuple[bool, int]]] = {}  # of a tensor: whether each is of layers, and where
+            for item in reversed(phase.items):
+                made, ops = list(made_by(item)), ops_of(item)
+                group = self.number_at(item)
+                staged = any(self.completed.homes[op.path].stage is not None for op in ops)
+                is_made = not staged and isinstance(item, Op) and item.kind == "forward"  # of the batch, or of a parameter
+                here = not is_made and any(op.path in alike for op in ops)
+                if not here and not staged and ends.isdisjoint(made):
+                    read = [reader for t in made for reader in readers.get(t, ())]
+                    here = bool(read) and all(reader == (True, group) for reader in read)
+                if here:
+                    self.of_layers.update(made)
+                for t in reads_of(item):
+                    readers.setdefault(t, []).append((here, group))
+
+    def begin(self, number: int, phase: Phase, carried: Mapping[PTensor, Layout]) -> None:
+        """A new phase, in which all that earlier ones have made is there; so is what is ``carried``, on its group.
+
+        Arguments of the step leave their group behind the first level; a loop finds them there.
+        """
+        self.in_loop = phase.loop is not None
+        there = carried if self.in_loop else {**self.completed.inputs, **carried}
+        self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in there.items()}
+        here = self._here(phase.items)
+        by_stages = self.in_loop and any(one.stage is not None for one in here)
+        levels = self._by_stages(here) if by_stages else self._by_crossings(here)
+        for one, level in zip(here, levels, strict=True):
+            mark: Mark = one.stage, one.kind
+            at: At = level, one.place, mark
+            if self.in_loop:
+                self.marks.setdefault((number, self.group(one.place), self.is_layers(one.place), level), set()).add(mark)
+            self.of_op.update(dict.fromkeys((op.path for op in one.ops), at))
+            self.of_tensor.update(dict.fromkeys(made_by(one.item), at))
+
+    def _here(self, items: Sequence[Item]) -> list[_Here]:
+        """The items of a phase. One without a stage goes with what it reads on its place."""
+        maker = {t: n for n, item in enumerate(items) for t in made_by(item)}
+        of_op = {op.path: n for n, item in enumerate(items) for op in ops_of(item)}
+        found: list[_Here] = []
+        for item in items:
+            ops = ops_of(item)
+            place = self.number_at(item) + len(self.number) * any(t in self.of_layers for t in made_by(item))
+            operands = [*(t for op in ops for t in op.inputs), *(item.loop.operands if isinstance(item, Nest) else ())]
+            waits = {maker[t] for t in operands if t in maker}
+            waits |= {of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in of_op}
+            if self.in_loop and self.of_layers:  # a constant cotangent is made where the loss is, not ahead of the layers
+                forward = {of_op[op.forward.path] for op in ops if op.forward is not None and op.forward.path in of_op}
+                waits |= {n for n in forward if n < len(found) and found[n].place == place}
+            before = sorted(n for n in waits if n < len(found))
+            stages = (self.completed.homes[op.path].stage for op in ops)
+            stage = next((stage for stage in stages if stage is not None), None)
+            if stage is None:
+                read = (found[n].stage for n in reversed(before) if found[n].place == place)
+                stage = next((stage for stage in read if stage is not None), None)
+            there = (self.of_tensor[t][1] for t in operands if t in self.of_tensor)
+            is_far = any(self.group(other) != self.group(place) for other in there)
+            found.append(_Here(item, ops, place, stage, self._kind(ops), before, is_far))
+        return found
+
+    def _kind(self, ops: Sequence[Op]) -> BlockKind:
+        if self.cuts.recompute and all(map(region_of, ops)):
+            return "R"
+        return "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"
+
+    def _by_crossings(self, here: Sequence[_Here]) -> list[int]:
+        """Levels of a phase without stages: the crossings on the longest way to each item."""
+        levels: list[int] = []
+        for one in here:
+            level = HOP * one.is_far
+            for n in one.waits:
+                other = here[n]
+                is_cut = self.in_loop and self._is_cut(other.kind, one.kind)
+                level = max(level, levels[n] // HOP * HOP + HOP * (other.place != one.place or is_cut))
+            levels.append(level + AGAIN * (one.kind == "R"))
+        return levels
+
+    def _is_cut(self, before: BlockKind, kind: BlockKind) -> bool:
+        """Whether a block ends between two ops of one place and stage."""
+        return (before, kind) == ("R", "B") or (self.cuts.forward and (before, kind) == ("F", "B"))
+
+    def _by_stages(self, here: Sequence[_Here]) -> list[int]:
+        """Levels of a phase with stages: those of the blocks that these are."""
+        readers = self._stages_of_readers(here)
+        graph, numbers = BlockGraph(), list[int]()
+        for n, one in enumerate(here):
+            kind = one.kind if one.kind == "R" or self.cuts.forward else None
+            stage = one.stage if one.stage is not None else readers[n]
+            numbers.append(graph.join(one.place, stage, kind, (numbers[other] for other in one.waits)))
+        far = {number for number, one in zip(numbers, here, strict=True) if one.is_far}
+        levels = self._levels(graph, far)
+        return [levels[number] for number in numbers]
+
+    def _stages_of_readers(self, here: Sequence[_Here]) -> list[int | None]:
+        """For items that read nothing of a stage, that of their first reader on their place, if there is one."""
+        found: list[int | None] = [one.stage for one in here]
+        for n in range(len(here) - 1, -1, -1):
+            for other in here[n].waits:
+                if here[other].stage is None and here[other].place == here[n].place and found[n] is not None:
+                    found[other] = found[n]
+        return found
+
+    def _levels(self, graph: BlockGraph, far: Set[int]) -> list[int]:
+        """A level for each block, behind those of the blocks that it reads; the blocks of a place have different ones."""
+        taken: dict[tuple[Place, bool], set[int]] = {}
+        levels: dict[int, int] = {}
+        for number in in_order(dict(enumerate(graph.sources)), key=int):
+            block = graph.blocks[number]
+            again = block.kind == "R"
+            least = HOP * (number in far)
+            for other in graph.sources[number]:
+                stays = again and graph.blocks[other].place == block.place and graph.blocks[other].stage == block.stage
+                least = max(least, levels[other] // HOP * HOP + HOP * (not stays))
+            own = taken.setdefault((block.place, again), set())
+            level = next(level for level in itertools.count(least, HOP) if level not in own)
+            own.add(level)
+            levels[number] = level + AGAIN * again
+        return [levels[number] for number in range(len(graph.blocks))]
+
+    def handed_over(self, item: Item) -> list[PTensor]:
+        """What ``item`` reads of another stage on its own group: that runs there, and not where it is read."""
+        _, place, mark = self.of_op[ops_of(item)[0].path]
+        if not self.in_loop or mark is None or mark[0] is None:
+            return []
+        known = {t: self.of_tensor[t] for t in reads_of(item) if t in self.of_tensor}
+        return [
+            t for t, (_, home, own) in known.items() if home == place and own is not None and own[0] not in (None, mark[0])
+        ]
