@@ -163,7 +163,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     every.sort(key=lambda block: (block.phase, number[block.group], block.level, block.of_layers))  # as a group runs them
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
     outputs = len(graph.outputs)
-    runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, plan.table, between, made.marks)
+    runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, plan.table, between)
     return StepPlan(
         source.graph,
         graph,

@@ -134,7 +134,7 @@ PLAN_FILES: dict[str, tuple[Callable[[str], str | bytes], type[JscalerError], st
     "a byte order mark": (lambda text: b"\xef\xbb\xbf" + text.encode(), PlanFileError, "it is no JSON: Unexpected UTF-8 B"),
     "UTF-16": (lambda text: text.encode("utf-16"), PlanFileError, "cannot be read: 'utf-8' codec can't decode byte 0xff"),
     "a comment": (lambda text: "// mine\n" + text, PlanFileError, "it is no JSON: Expecting value: line 1 column 1"),
-    "a comma too many": (lambda text: text.replace("]\n}", "],\n}"), PlanFileError, "enclosed in double quotes: line 37"),
+    "a comma too many": (lambda text: text.replace("]\n}", "],\n}"), PlanFileError, "it is no JSON: "),
     "two plans": (lambda text: text + text, PlanFileError, "it is no JSON: Extra data: line 38 column 1"),
     "decisions twice": (
         lambda text: text.replace('"decisions"', '"decisions": [],\n "decisions"'),

@@ -5,7 +5,6 @@ import pytest
 from losing import losing
 from of_the_day import of_the_day
 
-from tests.pipelines import INNER, SCHEDULES, draw_net, plan_of
 from tests.programs import MAKERS, draw_program, measure
 
 pytestmark = losing
@@ -62,11 +61,3 @@ def test_the_slice_draws_most_kinds_of_steps() -> None:
     with jax.enable_x64(True):
         drawn = {name for seed in SEEDS for name in draw_program(seed).steps}
     assert len(drawn) >= 0.8 * len({maker.__name__ for maker in MAKERS}), drawn
-
-
-def test_the_pipelines_have_every_pair_and_stages_that_end_at_no_residual() -> None:
-    """`bench.programs --pipelines` draws from these."""
-    seeds = range(len(INNER) * len(SCHEDULES))
-    assert len({plan_of(seed) for seed in seeds}) == len(seeds)
-    without = sum(not any(name.endswith("+") for name in draw_net(seed).steps) for seed in seeds)
-    assert without > len(seeds) / 3

@@ -17,14 +17,14 @@ from jscaler.capture.jaxprs import Atom, swapped
 from jscaler.lax_primitives import is_fence
 from jscaler.lower.flat_program import FlatLoop, FlatProgram, Item, all_items, has_effects, reads, renamed, results
 from jscaler.lower.kept_values import Cuttable, saved_or_again
+from jscaler.lower.level import START, WEIGHTS, Level
 from jscaler.lower.loop_halves import in_halves
-from jscaler.lower.op_blocks import AGAIN, HOP, WEIGHTS
 from jscaler.lower.program import Program
 from jscaler.lower.segment import PlacedBlock
 from jscaler.materialize import Layout
 
-End = tuple[int, Atom, Layout | None, int]  # number, what it is, how it lies, behind which level it leaves
-Ending = tuple[int, Atom, Layout | None, int | None]  # the same, before levels are given
+End = tuple[int, Atom, Layout | None, Level]  # number, what it is, how it lies, behind which level it leaves
+Ending = tuple[int, Atom, Layout | None, Level | None]  # the same, before levels are given
 
 
 def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBlock, ...], int]:
@@ -35,7 +35,7 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     """
     arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
     ends = _ends(program, flat)
-    last = max(program.last_level, *program.import_levels, 0)
+    last = max(program.last_level, *program.import_levels, START)
     own = sorted({last, *program.pinned.values(), *(level for *_, level in ends if level is not None)})
     if len(own) == 1 and program.times == 1 and not program.import_levels and not program.exports:
         return (uncut(program, flat),), count
@@ -47,26 +47,26 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     places = [(number, atom, layout, _place(atom, level, made, own)) for number, atom, layout, level in ends]
     parts = [[item for item in flat.items if at[id(item)] == level] for level in own]
     left = [[atom for _, atom, _, place in places if place == level] for level in own]
-    free = {*(v for v in flat.inputs if not arrived.get(v, 0)), *(v for _, v in flat.part_indices)}
-    arrive = {v: bisect.bisect_left(own, level) for v, level in arrived.items() if level}
+    free = {*(v for v in flat.inputs if arrived.get(v, START) == START), *(v for _, v in flat.part_indices)}
+    arrive = {v: bisect.bisect_left(own, level) for v, level in arrived.items() if level != START}
     ends_of = zip(parts, left, own, strict=True)
-    whole = [Cuttable(tuple(items), tuple(out), level % HOP != WEIGHTS) for items, out, level in ends_of]
+    whole = [Cuttable(tuple(items), tuple(out), not level.is_weights) for items, out, level in ends_of]
     parts, originals = saved_or_again(whole, arrive, free)
     return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
 
 
-def _with_halves(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]) -> FlatProgram:
+def _with_halves(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[Level]) -> FlatProgram:
     """``flat`` with loops in two that make what other stages wait for, and gradients of weights, which none does."""
-    if not any(level % HOP == WEIGHTS for level in own):
+    if not any(level.is_weights for level in own):
         return flat
     latest = _asked(ends, own[-1])
     items: list[Item] = []
     originals: dict[core.Var, core.Var] = {}
     for item in reversed(flat.items):
         level = min((latest.get(v, own[-1]) for v in results(item)), default=own[-1])
-        late = {v for v in results(item) if latest.get(v) == level + 1}
+        late = {v for v in results(item) if latest.get(v) == Level(level.number, WEIGHTS)}
         halves: list[Item | None] = [item]
-        if isinstance(item, FlatLoop) and late and level % HOP == 0 and not _pins(program, flat, item):
+        if isinstance(item, FlatLoop) and late and level == level.whole and not _pins(program, flat, item):
             halves = [*in_halves(item, {v for v in results(item) if v not in late}, originals)]
         for half in (half for half in reversed(halves) if half is not None):
             items.append(half)
@@ -76,9 +76,9 @@ def _with_halves(program: Program, flat: FlatProgram, ends: Sequence[Ending], ow
     return _with_origins(dataclasses.replace(flat, items=tuple(items[::-1])), originals)
 
 
-def _asked(ends: Sequence[Ending], last: int) -> dict[core.Var, int]:
+def _asked(ends: Sequence[Ending], last: Level) -> dict[core.Var, Level]:
     """The level behind which what leaves a program is wanted."""
-    latest: dict[core.Var, int] = {}
+    latest: dict[core.Var, Level] = {}
     for _, atom, _, level in ends:
         if isinstance(atom, core.Var) and level is not None:
             latest[atom] = min(latest.get(atom, last), level)
@@ -96,7 +96,7 @@ def _with_origins(flat: FlatProgram, originals: Mapping[core.Var, core.Var]) -> 
 def uncut(program: Program, flat: FlatProgram) -> PlacedBlock:
     """All of a program that nothing leaves or comes to: that of a step on one group."""
     layouts = tuple(layout for _, layout in program.inputs), tuple(layout for _, layout in program.outputs)
-    return PlacedBlock(program.group, program.phase, 0, flat, program.tensors, (), program.results, (), *layouts)
+    return PlacedBlock(program.group, program.phase, START, flat, program.tensors, (), program.results, (), *layouts)
 
 
 def _ends(program: Program, flat: FlatProgram) -> list[Ending]:
@@ -106,34 +106,34 @@ def _ends(program: Program, flat: FlatProgram) -> list[Ending]:
     return list(zip(numbers, flat.outputs, layouts, levels, strict=True))
 
 
-def _latest(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[int]) -> dict[int, int]:
+def _latest(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[Level]) -> dict[int, Level]:
     """The level at which each item runs, by its identity: one of ``own``."""
     last = own[-1]
     latest = _asked(ends, last)
     also = dict(latest)  # the last level that reads a variable
     for _, atom, _, level in ends:
         if isinstance(atom, core.Var):
-            also[atom] = max(also.get(atom, 0), last if level is None else level)
+            also[atom] = max(also.get(atom, START), last if level is None else level)
     arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
     first = _first(flat, arrived)
-    at: dict[int, int] = {}
+    at: dict[int, Level] = {}
     for item in reversed(flat.items):
         level = min((latest.get(v, last) for v in results(item)), default=last)
         level = min([level, *_pins(program, flat, item)])
         if has_effects(item):
             level = first[id(item)]
-        if level % HOP == WEIGHTS and any(also.get(v, level) > level for v in results(item)):
-            level -= WEIGHTS  # what another stage reads, too, does not wait for gradients of weights
+        if level.is_weights and any(also.get(v, level) > level for v in results(item)):
+            level = level.whole  # what another stage reads, too, does not wait for gradients of weights
         level = max((x for x in own if x <= level), default=own[0])
         assert level >= first[id(item)], "an item would run before what it reads arrives"
         at[id(item)] = level
         for v in reads(item):
             latest[v] = min(latest.get(v, last), level)
-            also[v] = max(also.get(v, 0), level)
+            also[v] = max(also.get(v, START), level)
     return at
 
 
-def _pins(program: Program, flat: FlatProgram, item: Item) -> list[int]:
+def _pins(program: Program, flat: FlatProgram, item: Item) -> list[Level]:
     """The levels at which an item must run: that of ops which are in order, and of what is computed again."""
     if not program.pinned:
         return []
@@ -141,15 +141,15 @@ def _pins(program: Program, flat: FlatProgram, item: Item) -> list[int]:
     return [program.pinned[op] for op in ops if op in program.pinned]
 
 
-def _unfenced(flat: FlatProgram, at: dict[int, int]) -> FlatProgram:
+def _unfenced(flat: FlatProgram, at: dict[int, Level]) -> FlatProgram:
     """``flat`` without the fences of what is computed again in a block of its own: nothing can be merged with it there."""
-    if not any(level % HOP == AGAIN for level in at.values()):
+    if not any(level.is_again for level in at.values()):
         return flat
     table: dict[core.Var, Atom] = {}
     items: list[Item] = []
     for item in flat.items:
         level, item = at[id(item)], renamed(item, table)
-        if level % HOP == AGAIN and is_fence(item) and any(v in flat.origins.op for v in results(item)):
+        if level.is_again and is_fence(item) and any(v in flat.origins.op for v in results(item)):
             table.update(zip(item.outvars, item.invars, strict=True))
         else:
             at[id(item)] = level
@@ -158,18 +158,18 @@ def _unfenced(flat: FlatProgram, at: dict[int, int]) -> FlatProgram:
     return dataclasses.replace(flat, items=tuple(items), outputs=outputs)
 
 
-def _first(flat: FlatProgram, arrived: Mapping[core.Var, int]) -> dict[int, int]:
+def _first(flat: FlatProgram, arrived: Mapping[core.Var, Level]) -> dict[int, Level]:
     """The level at which each item could run first, by its identity."""
     known = dict(arrived)
     found = {}
     for item in flat.items:
-        level = max((known.get(v, 0) for v in reads(item)), default=0)
+        level = max((known.get(v, START) for v in reads(item)), default=START)
         found[id(item)] = level
         known.update(dict.fromkeys(results(item), level))
     return found
 
 
-def _place(atom: Atom, level: int | None, made: Mapping[core.Var, int], own: Sequence[int]) -> int:
+def _place(atom: Atom, level: Level | None, made: Mapping[core.Var, Level], own: Sequence[Level]) -> Level:
     """The level of the block that leaves ``atom``: the one that is asked for, or the one that makes it."""
     if level is not None:
         return level
@@ -179,7 +179,7 @@ def _place(atom: Atom, level: int | None, made: Mapping[core.Var, int], own: Seq
 def _blocks(
     program: Program,
     flat: FlatProgram,
-    own: Sequence[int],
+    own: Sequence[Level],
     parts: Sequence[Sequence[Item]],
     places: Sequence[End],
     count: int,
@@ -228,6 +228,7 @@ def _blocks(
                 (*(takes[v][1][1] for v in given), *(values[v][1] if v in values else None for v in brought)),
                 (*(layout for _, _, layout, _ in ends), *(None for _ in kept)),
                 of_layers=program.of_layers,
+                marks=program.marks.get(level.whole if level.is_weights else level, frozenset()),
             )
         )
         saved |= handed | {v: gone[v] for v in own_values if v in gone}

@@ -3,17 +3,17 @@
 A *phase* is a stretch of the step: all of it; or, where the ops of a loop over micro-batches lie on several groups, what
 stands in front of that loop, its body (of one that takes several micro-batches in an iteration, which take turns on the
 groups: what it does for each), and what stands behind. `lower.op_blocks` says of which block each op of a phase is. A
-block's *level* is a multiple of `HOP`, behind those of the blocks that it reads::
+block's *level* is behind those of the blocks that it reads::
 
-    group 0   │ level 0 ├──────────────────┤ level 6 │      a value that a later level of the same group reads
-    group 1             └──► level 3 ──────┘                stays where it is; one that another group reads crosses
+    group 0   │ level 0 ├──────────────────┤ level 2 │      a value that a later level of the same group reads
+    group 1             └──► level 1 ──────┘                stays where it is; one that another group reads crosses
 
 Where stages have ranges of a stack of layers, the layers of a group are a program, and what it does besides (a look-up in a
 table of words, the loss) is another: two *places* of one group, between which a value counts as crossing and is not sent.
 So the layers of all stages are one program, for `lower.twins`, JAX and XLA.
 
-Gradients of weights (W), which no crossing waits for, are a level `WEIGHTS` behind their backward, where a table has such
-blocks; what is computed again (R) is one `AGAIN` behind its forward.
+Where a table has such blocks, gradients of weights (W), which no crossing waits for, are a part of their backward's level,
+and what is computed again (R) is one of its forward's.
 
 `lower.block_cuts` cuts each program by these levels. A value that goes from program to program is an array of its devices'
 parts, one behind the other: so any layout can, also value shares and uneven blocks, in the order in which the group's mesh
@@ -21,7 +21,7 @@ has its devices.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -32,7 +32,8 @@ from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.op import RecomputeRegion
 from jscaler.ir.walk import closure
-from jscaler.lower.op_blocks import HOP, WEIGHTS, BlockAt, Mark, OpBlocks, Phase, Place, ops_of, region_of
+from jscaler.lower.level import FRONT, START, WEIGHTS, Level
+from jscaler.lower.op_blocks import OpBlocks, Phase, Place, ops_of, region_of
 from jscaler.lower.program import Program, Slot, Writer
 from jscaler.lower.sums import summing_dtypes
 from jscaler.materialize import Completed, DeviceMesh, Layout
@@ -41,7 +42,6 @@ from jscaler.rules.rule_book import RuleBook
 from jscaler.tables.cuts import Cuts
 
 Key = tuple[int, Place]  # number of a phase, and where: a program
-FRONT = -1  # the level of what is there before the first block of a phase, or of an iteration, runs
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Transfer:
     target: int
     crossing: Crossing
     phase: int = 0
-    level: int = 0
+    level: Level = START
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,12 @@ class Programs:
         programs: by phase, then by group.
         spanning: the loop over groups, if there is one.
         values: how many numbers of values are taken; results have the first ones.
-        marks: the stages that run there, forward or backward.
     """
 
     programs: tuple[Program, ...]
     transfers: tuple[Transfer, ...]
     spanning: SpanningLoop | None
     values: int
-    marks: Mapping[BlockAt, Set[Mark]] = field(default_factory=dict)
 
 
 def make_programs(
@@ -155,7 +153,7 @@ def make_programs(
 
     made.new_writer = writer
     made.run()
-    return Programs(made.programs(), tuple(made.transfers), made.spanning, made.count, made.levels.marks)
+    return Programs(made.programs(), tuple(made.transfers), made.spanning, made.count)
 
 
 def _read(graph: Graph) -> set[str]:
@@ -243,16 +241,16 @@ class _Blocks:
     held: dict[tuple[PTensor, int], Key] = field(default_factory=dict)
     given: dict[Key, dict[Slot, PTensor | int]] = field(default_factory=dict)
     inputs: dict[Key, list[tuple[PTensor, Slot, Layout]]] = field(default_factory=dict)
-    imports: dict[Key, list[tuple[PTensor, Slot, Layout, int, int]]] = field(default_factory=dict)  # value, level
-    exports: dict[Key, list[tuple[Slot, Layout, int, int | None]]] = field(default_factory=dict)  # value, level
-    left: dict[tuple[Key, Slot, Layout, int | None], int] = field(default_factory=dict)
-    own_levels: dict[Key, int] = field(default_factory=dict)
-    pinned: dict[Key, dict[str, int]] = field(default_factory=dict)
+    imports: dict[Key, list[tuple[PTensor, Slot, Layout, int, Level]]] = field(default_factory=dict)  # value, level
+    exports: dict[Key, list[tuple[Slot, Layout, int, Level | None]]] = field(default_factory=dict)  # value, level
+    left: dict[tuple[Key, Slot, Layout, Level | None], int] = field(default_factory=dict)
+    own_levels: dict[Key, Level] = field(default_factory=dict)
+    pinned: dict[Key, dict[str, Level]] = field(default_factory=dict)
     finals: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
     inside: dict[PTensor, tuple[int, Layout]] = field(default_factory=dict)
     indices: dict[Key, int] = field(default_factory=dict)  # number of the value
     slices: set[PTensor] = field(default_factory=set)  # the micro-batch's number, in the loop's words
-    made: dict[PTensor, tuple[Key, int, bool]] = field(default_factory=dict)  # program, level, if it is backward
+    made: dict[PTensor, tuple[Key, Level, bool]] = field(default_factory=dict)  # program, level, if it is backward
     transfers: list[Transfer] = field(default_factory=list)
     spanning: SpanningLoop | None = None
     phase: int = 0
@@ -286,7 +284,7 @@ class _Blocks:
         return next(known, (self.phase, self.levels.number_of(layout)))
 
     def _write(self, items: Iterable[Item]) -> None:
-        again: dict[tuple[Key, RecomputeRegion | None], dict[str, int]] = {}
+        again: dict[tuple[Key, RecomputeRegion | None], dict[str, Level]] = {}
         for item in items:
             level, place, mark = self.levels.of_op[ops_of(item)[0].path]
             key = self.phase, place
@@ -342,10 +340,12 @@ class _Blocks:
         indices = {value: phase - phases.start for (phase, _), value in self.indices.items()}
         self.spanning = SpanningLoop(loop, phases, tuple(carried), tuple(exits), indices)
 
-    def _exit(self, tensor: PTensor, writer: Writer) -> int | None:
+    def _exit(self, tensor: PTensor, writer: Writer) -> Level | None:
         """Behind which level an iteration leaves ``tensor``: that of its op, or the one of weights behind it."""
-        key, level, is_backward = self.made.get(tensor, (None, 0, False))
-        return level + WEIGHTS * (is_backward and self.weights_apart) if key == writer.key else None
+        key, level, is_backward = self.made.get(tensor, (None, START, False))
+        if key != writer.key:
+            return None
+        return Level(level.number, WEIGHTS) if is_backward and self.weights_apart else level
 
     def _check_counts(self, loop: Loop, stack: PTensor) -> None:
         maker = self.graph.producer.get(stack)
@@ -362,7 +362,7 @@ class _Blocks:
         if key not in self.writers:
             self.writers[key] = self.new_writer(key)
             self.inputs[key], self.imports[key], self.exports[key] = [], [], []
-            self.given[key], self.own_levels[key], self.pinned[key] = {}, 0, {}
+            self.given[key], self.own_levels[key], self.pinned[key] = {}, START, {}
             if len(self.completed.groups) == 1:
                 for tensor in self.graph.inputs:
                     self._take(key, tensor)
@@ -378,7 +378,7 @@ class _Blocks:
         self.inputs[key].append((tensor, slot, layout))
         self.given[key][slot] = tensor
 
-    def _import(self, key: Key, tensor: PTensor, layout: Layout, value: int, level: int = 0) -> None:
+    def _import(self, key: Key, tensor: PTensor, layout: Layout, value: int, level: Level = START) -> None:
         slot = self._defined(key, tensor, layout)
         self.imports[key].append((tensor, slot, layout, value, level))
         self.given[key][slot] = value
@@ -391,7 +391,7 @@ class _Blocks:
         return slot
 
     def _leave(
-        self, writer: Writer, slot: Slot, layout: Layout, level: int | None, value: int | None = None, fresh: bool = False
+        self, writer: Writer, slot: Slot, layout: Layout, level: Level | None, value: int | None = None, fresh: bool = False
     ) -> int:
         """The number of the value that ``writer`` leaves behind ``level``; None for the end of its phase."""
         end = (writer.key, slot, layout, level)
@@ -469,7 +469,7 @@ class _Blocks:
 
     def _cross(self, key: Key, tensor: PTensor, layout: Layout) -> None:
         """From another place: out of the program that makes it, or that has been given it."""
-        origin, level, _ = self.made.get(tensor) or ((key[0], self._group_of(tensor)), 0, False)
+        origin, level, _ = self.made.get(tensor) or ((key[0], self._group_of(tensor)), START, False)
         holder = self._open(origin)
         if tensor not in holder.slots:
             self.bring(origin, tensor, layout)
@@ -490,8 +490,8 @@ class _Blocks:
         if not inside:
             target = self._new()
             self.transfers.append(Transfer(tensor, source, target, Crossing.bare(leaving, arriving), origin[0], level))
-        behind = level // HOP * HOP + HOP
-        self._import(key, tensor, arriving, target, behind if origin[0] == key[0] and level != FRONT else 0)
+        is_behind = origin[0] == key[0] and level != FRONT
+        self._import(key, tensor, arriving, target, Level(level.number + 1) if is_behind else START)
 
     def _in_order(self, layout: Layout, key: Key) -> Layout:
         """``layout`` in the order of its program's mesh, in which values leave and arrive."""
@@ -550,6 +550,7 @@ class _Blocks:
                     self.pinned[key],
                     loop.length if loop is not None else 1,
                     self.levels.is_layers(key[1]),
+                    self.levels.marks.get(key, {}),
                 )
             )
         return tuple(made)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jscaler.ir import Graph, PTensor
-from jscaler.lower.blocks import FRONT, CarriedValue, SpanningLoop, Transfer
+from jscaler.lower.blocks import CarriedValue, SpanningLoop, Transfer
+from jscaler.lower.level import FRONT, Level
 from jscaler.lower.merged import merged
-from jscaler.lower.op_blocks import BlockAt, Mark
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.table_rounds import Cell, Name, Rounds, sums_of
 from jscaler.tables import BlockKind, Published, Table, TableCell
@@ -111,7 +111,6 @@ def instructions(
     results: int,
     plan: Published | Table | None = None,
     before: Iterable[tuple[tuple[str, int], tuple[str, int]]] = (),
-    marks: Mapping[BlockAt, Set[Mark]] | None = None,
 ) -> tuple[list[PlacedBlock], Instructions]:
     """What runs of ``blocks``, and all instructions, in the order of phases and levels.
 
@@ -119,7 +118,6 @@ def instructions(
         results: how many results the step has.
         plan: a table for the loop over groups, or a schedule that has one; None for one forward, one backward.
         before: (op, micro-batch) pairs of which the first runs before the second, as ``op_order`` says.
-        marks: the stages that run there.
 
     Returns:
         The blocks that are run alone, and those that several are one executable of.
@@ -133,7 +131,7 @@ def instructions(
         for phase in range(max((block.phase for block in blocks), default=0) + 1):
             writer.straight(phase)
         return [*blocks], Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts)
-    rounds = Rounds(graph, blocks, transfers, spanning, list(before), marks)
+    rounds = Rounds(graph, blocks, transfers, spanning, list(before))
     table = rounds.table(plan)
     order = [[_of_blocks(entry) for entry in entries] for entries in rounds.order(table)]
     writer = _Writer(blocks, transfers, spanning, results)
@@ -284,7 +282,7 @@ class _Writer:
                 self.steps.append(Run(number, tuple(self._slot(v) for v in block.imports), writes))
             self._sent(phase, level)
 
-    def _sent(self, phase: int, level: int) -> None:
+    def _sent(self, phase: int, level: Level) -> None:
         """What crosses behind ``level``."""
         for number, transfer in enumerate(self.transfers):
             if transfer.phase == phase and transfer.level == level:

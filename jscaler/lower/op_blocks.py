@@ -23,12 +23,12 @@ from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.op import RecomputeRegion, range_of
 from jscaler.ir.walk import in_order
+from jscaler.lower.level import AGAIN, START, WHOLE, Level, Mark
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.tables import BlockKind
 from jscaler.tables.cuts import Cuts
 
 Place = int  # the number of a group; of its layers of a stack that and how many groups there are
-Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,7 @@ class BlockGraph:
                     self._before[n] = own | more
 
 
-HOP = 3  # what a crossing adds to a level
-WEIGHTS, AGAIN = 1, 2  # behind a level what nobody waits for, and what is computed again
-BlockAt = tuple[int, DeviceMesh, bool, int]  # phase, group, whether it is of its layers of a stack, level
-At = tuple[int, Place, Mark | None]  # a level, where, and what is done; None for what is there before
+At = tuple[Level, Place, Mark | None]  # where, and what is done; None for what is there before
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ class OpBlocks:
     Attributes:
         of_op: path -> level and place, of this phase.
         of_layers: what layers of a stack make.
-        marks: block -> the stages that run there, forward or backward.
+        marks: number of a phase, place -> level of a block -> the stages that run there, forward or backward.
     """
 
     graph: Graph
@@ -140,7 +137,7 @@ class OpBlocks:
     cuts: Cuts
     of_op: dict[str, At] = field(default_factory=dict)
     of_tensor: dict[PTensor, At] = field(default_factory=dict)
-    marks: dict[BlockAt, set[Mark]] = field(default_factory=dict)
+    marks: dict[tuple[int, Place], dict[Level, set[Mark]]] = field(default_factory=dict)
     of_layers: set[PTensor] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -188,13 +185,16 @@ class OpBlocks:
         loops = self.graph.loops.values()
         ends = {*self.graph.outputs, *(t for loop in loops for t in loop.returned)}
         for phase in (phase for phase in phases if phase.loop is None or not in_pieces):
+            made_here = {t for item in phase.items for t in made_by(item)}
             readers: dict[PTensor, list[tuple[bool, int]]] = {}  # of a tensor: whether each is of layers, and where
             for item in reversed(phase.items):
                 made, ops = list(made_by(item)), ops_of(item)
                 group = self.number_at(item)
                 staged = any(self.completed.homes[op.path].stage is not None for op in ops)
-                is_made = not staged and isinstance(item, Op) and item.kind == "forward"  # of the batch, or of a parameter
-                here = not is_made and any(op.path in alike for op in ops)
+                of_batch = (
+                    not staged and isinstance(item, Op) and made_here.isdisjoint(item.inputs) and phase.loop is not None
+                )
+                here = not of_batch and any(op.path in alike for op in ops)
                 if not here and not staged and ends.isdisjoint(made):
                     read = [reader for t in made for reader in readers.get(t, ())]
                     here = bool(read) and all(reader == (True, group) for reader in read)
@@ -210,7 +210,7 @@ class OpBlocks:
         """
         self.in_loop = phase.loop is not None
         there = carried if self.in_loop else {**self.completed.inputs, **carried}
-        self.of_op, self.of_tensor = {}, {t: (0, self.number_of(layout), None) for t, layout in there.items()}
+        self.of_op, self.of_tensor = {}, {t: (START, self.number_of(layout), None) for t, layout in there.items()}
         here = self._here(phase.items)
         by_stages = self.in_loop and any(one.stage is not None for one in here)
         levels = self._by_stages(here) if by_stages else self._by_crossings(here)
@@ -218,7 +218,7 @@ class OpBlocks:
             mark: Mark = one.stage, one.kind
             at: At = level, one.place, mark
             if self.in_loop:
-                self.marks.setdefault((number, self.group(one.place), self.is_layers(one.place), level), set()).add(mark)
+                self.marks.setdefault((number, one.place), {}).setdefault(level, set()).add(mark)
             self.of_op.update(dict.fromkeys((op.path for op in one.ops), at))
             self.of_tensor.update(dict.fromkeys(made_by(one.item), at))
 
@@ -252,23 +252,23 @@ class OpBlocks:
             return "R"
         return "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"
 
-    def _by_crossings(self, here: Sequence[_Here]) -> list[int]:
+    def _by_crossings(self, here: Sequence[_Here]) -> list[Level]:
         """Levels of a phase without stages: the crossings on the longest way to each item."""
-        levels: list[int] = []
+        levels: list[Level] = []
         for one in here:
-            level = HOP * one.is_far
+            number = int(one.is_far)
             for n in one.waits:
                 other = here[n]
                 is_cut = self.in_loop and self._is_cut(other.kind, one.kind)
-                level = max(level, levels[n] // HOP * HOP + HOP * (other.place != one.place or is_cut))
-            levels.append(level + AGAIN * (one.kind == "R"))
+                number = max(number, levels[n].number + (other.place != one.place or is_cut))
+            levels.append(Level(number, AGAIN if one.kind == "R" else WHOLE))
         return levels
 
     def _is_cut(self, before: BlockKind, kind: BlockKind) -> bool:
         """Whether a block ends between two ops of one place and stage."""
         return (before, kind) == ("R", "B") or (self.cuts.forward and (before, kind) == ("F", "B"))
 
-    def _by_stages(self, here: Sequence[_Here]) -> list[int]:
+    def _by_stages(self, here: Sequence[_Here]) -> list[Level]:
         """Levels of a phase with stages: those of the blocks that these are."""
         readers = self._stages_of_readers(here)
         graph, numbers = BlockGraph(), list[int]()
@@ -289,21 +289,22 @@ class OpBlocks:
                     found[other] = found[n]
         return found
 
-    def _levels(self, graph: BlockGraph, far: Set[int]) -> list[int]:
+    def _levels(self, graph: BlockGraph, far: Set[int]) -> list[Level]:
         """A level for each block, behind those of the blocks that it reads; the blocks of a place have different ones."""
-        taken: dict[tuple[Place, bool], set[int]] = {}
-        levels: dict[int, int] = {}
-        for number in in_order(dict(enumerate(graph.sources)), key=int):
-            block = graph.blocks[number]
-            again = block.kind == "R"
-            least = HOP * (number in far)
-            for other in graph.sources[number]:
-                stays = again and graph.blocks[other].place == block.place and graph.blocks[other].stage == block.stage
-                least = max(least, levels[other] // HOP * HOP + HOP * (not stays))
-            own = taken.setdefault((block.place, again), set())
-            level = next(level for level in itertools.count(least, HOP) if level not in own)
-            own.add(level)
-            levels[number] = level + AGAIN * again
+        taken: dict[tuple[Place, int], set[int]] = {}
+        levels: dict[int, Level] = {}
+        for block_number in in_order(dict(enumerate(graph.sources)), key=int):
+            block = graph.blocks[block_number]
+            part = AGAIN if block.kind == "R" else WHOLE
+            least = int(block_number in far)
+            for other in graph.sources[block_number]:
+                source = graph.blocks[other]
+                stays = part == AGAIN and (source.place, source.stage) == (block.place, block.stage)
+                least = max(least, levels[other].number + (not stays))
+            own = taken.setdefault((block.place, part), set())
+            number = next(number for number in itertools.count(least) if number not in own)
+            own.add(number)
+            levels[block_number] = Level(number, part)
         return [levels[number] for number in range(len(graph.blocks))]
 
     def handed_over(self, item: Item) -> list[PTensor]:

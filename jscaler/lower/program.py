@@ -15,6 +15,7 @@ from jscaler.capture.jaxprs import trace_flat
 from jscaler.clusters import CostModel
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, chain_of
+from jscaler.lower.level import START, Level, Marks
 from jscaler.lower.members import Members, members
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.completed import OpLayouts
@@ -132,11 +133,12 @@ class Program:
             for each of ``exports``.
         phase: see `lower.blocks`.
         imports, exports: the numbers of the values that it takes from other programs, and of those that it leaves them.
-        import_levels, export_levels: behind how many crossings they arrive, and leave; None: when they are made.
+        import_levels, export_levels: behind which level they arrive, and leave; None: when they are made.
         last_level: of its ops.
         pinned: path -> the level of an op that must run there, as ``op_order`` says.
         times: how often it runs.
         of_layers: whether it is what a group does for its layers of a stack; what it does besides is another program.
+        marks: what its blocks do, by level: of which stages, forward or backward.
     """
 
     group: DeviceMesh
@@ -148,12 +150,13 @@ class Program:
     phase: int = 0
     imports: tuple[int, ...] = ()
     exports: tuple[int, ...] = ()
-    import_levels: tuple[int, ...] = ()
-    export_levels: tuple[int | None, ...] = ()
-    last_level: int = 0
-    pinned: Mapping[str, int] = field(default_factory=dict)
+    import_levels: tuple[Level, ...] = ()
+    export_levels: tuple[Level | None, ...] = ()
+    last_level: Level = START
+    pinned: Mapping[str, Level] = field(default_factory=dict)
     times: int = 1
     of_layers: bool = False
+    marks: Marks = field(default_factory=dict)
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ from jscaler.errors import PlanError
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.passes import Pass
 from jscaler.lower.flat_program import FlatProgram, all_items, results
+from jscaler.lower.level import Level, Mark
 from jscaler.lower.program import Program
 from jscaler.materialize import DeviceMesh, Layout
 
@@ -21,7 +22,7 @@ class PlacedBlock:
     """What a group runs between crossings: one executable, in a loop the same for all iterations.
 
     Attributes:
-        level: how many crossings of its phase stand before it.
+        level: where it stands in its phase.
         flat: takes ``takes`` and then ``imports``, and leaves ``results`` and then ``exports``.
         takes: inputs of the step, and constants.
         imports, exports: the numbers of values that come from other blocks, and of those that go to them.
@@ -30,12 +31,13 @@ class PlacedBlock:
         parts: of several blocks that are one executable: these, each with the place of its micro-batch among the run's.
         import_places, export_places: of these, the place of the micro-batch of each import and export; else all are of one.
         of_layers: whether it is of its group's layers of a stack, and of nothing that the group does besides.
+        marks: what it does: of which stages, forward or backward.
         like: the block of another group's program that it is the twin of (`lower.twins`), if it is one.
     """
 
     group: DeviceMesh
     phase: int
-    level: int
+    level: Level
     flat: FlatProgram
     takes: tuple[PTensor, ...]
     imports: tuple[int, ...]
@@ -47,6 +49,7 @@ class PlacedBlock:
     import_places: tuple[int, ...] = ()
     export_places: tuple[int, ...] = ()
     of_layers: bool = False
+    marks: Set[Mark] = frozenset()
     like: "PlacedBlock | None" = field(default=None, compare=False, repr=False)
 
     @property

@@ -15,8 +15,8 @@ from jscaler.errors import OrderError, PlanError, PlanWarning, ScheduleWarning, 
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
 from jscaler.ir.walk import grouped, sorter_of
-from jscaler.lower.blocks import FRONT, SpanningLoop, Transfer
-from jscaler.lower.op_blocks import AGAIN, HOP, WEIGHTS, BlockAt, Mark
+from jscaler.lower.blocks import SpanningLoop, Transfer
+from jscaler.lower.level import FRONT, WHOLE, Level
 from jscaler.lower.segment import PlacedBlock, made_by
 from jscaler.materialize import DeviceMesh
 from jscaler.tables import BlockKind, Published, Table, TableCell
@@ -47,7 +47,6 @@ class Rounds:
         transfers: Sequence[Transfer],
         spanning: SpanningLoop,
         before: Sequence[tuple[tuple[str, int], tuple[str, int]]] = (),
-        marks: Mapping[BlockAt, Set[Mark]] | None = None,
     ):
         self.graph, self.blocks = graph, blocks
         self.spanning, self.iterations, self.turns = spanning, spanning.loop.length, len(spanning.phases)
@@ -55,9 +54,9 @@ class Rounds:
         self.rows: dict[DeviceMesh, list[int]] = {}
         for number in sorted(self.own, key=lambda n: (blocks[n].phase, blocks[n].level, blocks[n].of_layers)):
             self.rows.setdefault(blocks[number].group, []).append(number)
-        self._hops = {t.level // HOP * HOP for t in transfers if t.phase in spanning.phases and t.level != FRONT}
+        self._hops = {t.level.whole for t in transfers if t.phase in spanning.phases and t.level != FRONT}
         self._wait(transfers, spanning)
-        self.names = self._by_marks(marks or {}) or self._by_levels(transfers)
+        self.names = self._by_marks() or self._by_levels(transfers)
         for number, reader in self._again.items():
             self.names[number] = [(stage, "R") for stage, kind in self.names[reader] if kind == "B"]
         self._halve()
@@ -82,14 +81,12 @@ class Rounds:
             for i in range(self.iterations):
                 self.waits[number, i] = {(n, i) for n in now[number]} | ({(n, i - 1) for n in last} if i else set())
 
-    def _by_marks(self, marks: Mapping[BlockAt, Set[Mark]]) -> dict[int, list[Name]] | None:
+    def _by_marks(self) -> dict[int, list[Name]] | None:
         """The stages that the plan gives to ops; None where it gives none, or where a stage is in more blocks than one, its
         layers of a stack in one, and all else in one."""
         found: dict[int, list[Name]] = {}
         for number in self.own:
-            block = self.blocks[number]
-            own = marks.get((block.phase, block.group, block.of_layers, block.level // HOP * HOP), ())
-            stages: list[Name] = [(stage, kind) for stage, kind in own if stage is not None]
+            stages: list[Name] = [(stage, kind) for stage, kind in self.blocks[number].marks if stage is not None]
             found[number] = sorted(stages, key=lambda name: (name[0], name[1] == "B"))
         # what reads nothing of other stages (a second pass's embedding) could run early, but does where it is read
         places = Counter((*self._kind(n), *name) for n in self._whole for name in found[n])
@@ -107,22 +104,22 @@ class Rounds:
         """The blocks without those that compute again, or make gradients of weights behind another, which makes that of the
         input."""
         found = [n for n in self.own if n not in self._again]
-        return [n for n in found if self.blocks[n].level % HOP == 0 or self._at(n, -WEIGHTS) is None]
+        return [n for n in found if self.blocks[n].level.part == WHOLE or self._at(n, WHOLE) is None]
 
     @functools.cached_property
     def _again(self) -> dict[int, int]:
         """The blocks of what is computed again, and of each the first that reads it."""
-        own = [n for n in self.own if self.blocks[n].level % HOP == AGAIN]
+        own = [n for n in self.own if self.blocks[n].level.is_again]
         readers = {n: [m for m in self.own if (n, 0) in self.waits[m, 0]] for n in own}
         return {n: min(readers[n], key=lambda m: self.blocks[m].level) for n in own}
 
-    def _at(self, number: int, levels: int) -> int | None:
-        """The block of the same place that stands so many ``levels`` behind another."""
+    def _at(self, number: int, part: int) -> int | None:
+        """The block that is another part of a block's level."""
         block = self.blocks[number]
-        return self._places.get((block.phase, block.group, block.of_layers, block.level + levels))
+        return self._places.get((block.phase, block.group, block.of_layers, Level(block.level.number, part)))
 
     @functools.cached_property
-    def _places(self) -> dict[BlockAt, int]:
+    def _places(self) -> dict[tuple[int, DeviceMesh, bool, Level], int]:
         return {(b.phase, b.group, b.of_layers, b.level): n for n in self.own for b in [self.blocks[n]]}
 
     def _by_levels(self, transfers: Sequence[Transfer]) -> dict[int, list[Name]]:
@@ -134,7 +131,9 @@ class Rounds:
         found: dict[int, list[Name]] = {n: [] for n in self.own}
         for phase in self.spanning.phases:
             ahead = sorted((n for n in forward if self.blocks[n].phase == phase), key=lambda n: (self.blocks[n].level, n))
-            back = sorted((n for n in backward if self.blocks[n].phase == phase), key=lambda n: (-self.blocks[n].level, n))
+            back = sorted(
+                (n for n in backward if self.blocks[n].phase == phase), key=lambda n: (-self.blocks[n].level.number, n)
+            )
             for stage, number in enumerate(ahead):
                 found[number].append((stage, "F"))
             for stage, number in enumerate(back, max(len(ahead) - len(back), 0)):
@@ -145,8 +144,8 @@ class Rounds:
         """A backward block behind which gradients of weights are made is I, and that which makes them is W. Where no stage
         waits for a gradient (of tokens, say), W is all there is."""
         for number in self.own:
-            if self.blocks[number].level % HOP == WEIGHTS:
-                inputs = self._at(number, -WEIGHTS)
+            if self.blocks[number].level.is_weights:
+                inputs = self._at(number, WHOLE)
                 inputs = number if inputs is None else inputs
                 names = self.names[inputs]
                 self.names[inputs] = [(stage, "I" if kind == "B" else kind) for stage, kind in names]
@@ -163,7 +162,7 @@ class Rounds:
         if self.rows[block.group][0] == number:
             return True
         came = [arrive[v] for v in block.imports if v in arrive]
-        makers = [self.graph.producer.get(t.tensor) for t in came if t.level + HOP == block.level]
+        makers = [self.graph.producer.get(t.tensor) for t in came if t.level.number + 1 == block.level.number]
         return any(maker is not None and maker.kind == "forward" for maker in makers)
 
     def _ordered(self, before: Sequence[tuple[tuple[str, int], tuple[str, int]]]) -> None:
@@ -358,7 +357,7 @@ class Rounds:
         self, turns: Sequence[dict[int, list[int]]], done: Set[Cell], most: Callable[[Iterable[int]], int]
     ) -> Cell | None:
         ready = [cell for left in turns if (cell := self._next(left, done, most(left))) is not None]
-        return min(ready, key=lambda cell: (cell[1], -self.blocks[cell[0]].level), default=None)
+        return min(ready, key=lambda cell: (cell[1], *(-x for x in self.blocks[cell[0]].level)), default=None)
 
     def _needs(self, number: int, iteration: int) -> set[Cell]:
         """What a block waits for; what is computed again also for what its reader does, or it would be held for longer."""

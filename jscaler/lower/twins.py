@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
-from jscaler.lower.op_blocks import HOP
+from jscaler.lower.level import START, Level
 from jscaler.lower.positions import Positions, called
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task, all_tasks
 from jscaler.lower.segment import PlacedBlock, Segment
@@ -36,7 +36,7 @@ def twin_key(program: Program) -> Hashable:
 
     place = _places(program)
     levels = (
-        None if level is None else (place[level // HOP], level % HOP)
+        None if level is None else (place[level.number], level.part)
         for level in (*program.import_levels, *program.export_levels, program.last_level)
     )
     return (
@@ -77,7 +77,7 @@ class _Own:
         self.levels = dict(zip(_places(theirs), _places(program), strict=True))
 
     def block(self, block: PlacedBlock) -> PlacedBlock:
-        level = self.levels[block.level // HOP] * HOP + block.level % HOP
+        level = Level(self.levels[block.level.number], block.level.part)
         return PlacedBlock(
             self.program.group,
             block.phase,
@@ -90,6 +90,7 @@ class _Own:
             tuple(map(self.layouts.__getitem__, block.inputs)),
             tuple(map(self.layouts.__getitem__, block.outputs)),
             of_layers=self.program.of_layers,
+            marks=self.program.marks.get(level.whole if level.is_weights else level, frozenset()),
             like=block,
         )
 
@@ -137,7 +138,7 @@ def _first(things: Iterable[Hashable]) -> tuple[int, ...]:
 
 
 def _places(program: Program) -> Mapping[int, int]:
-    """The hops behind which something arrives, runs or leaves, each with its place among them."""
-    levels = (0, *program.import_levels, *program.export_levels, program.last_level)
-    hops = sorted({level // HOP for level in levels if level is not None})
-    return {hop: place for place, hop in enumerate(hops)}
+    """The numbers of levels behind which something arrives, runs or leaves, each with its place among them."""
+    levels = (START, *program.import_levels, *program.export_levels, program.last_level)
+    numbers = sorted({level.number for level in levels if level is not None})
+    return {number: place for place, number in enumerate(numbers)}

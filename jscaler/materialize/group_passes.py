@@ -255,8 +255,10 @@ class _Copies:
         """The groups that read what ``op`` makes: its own first, if the plan says where it runs."""
         readers = [r for t in op.outputs for r in self._graph.consumers.get(t, ())]
         found = [g for r in readers for g in (self._of[r.path] if r.path in self._of else [self._home[r.path]])]
-        found += [group for t in op.outputs for group in self._taken.get(t, ())]
-        own, is_held = [self._home[op.path]], any(t in self._held for t in op.outputs)
+        taken = [group for t in op.outputs for group in self._taken.get(t, ())]
+        found += taken if op.loop is not None else []  # in front of all loops it is sent once, and not for each micro-batch
+        own = [self._home[op.path]]
+        is_held = any(t in self._held for t in op.outputs) or (bool(taken) and op.loop is None)
         first, last = (own if op.path in self._placed else [], own if is_held or not found else [])
         return list(dict.fromkeys([*first, *found, *last]))
 

@@ -15,7 +15,7 @@ import jscaler
 from jscaler import PlanError, Replicate, Split
 from jscaler.errors import VerificationError
 from jscaler.lower.flat_program import results
-from jscaler.lower.op_blocks import HOP
+from jscaler.lower.level import Level
 from jscaler.verification.segments import check_values
 
 WIDTHS = (8, 12, 12, 6)
@@ -126,7 +126,7 @@ def test_a_stage_hands_on_its_result_and_nothing_else() -> None:
     assert all(t.crossing.is_equal for t in lowered.plan.transfers)
     levels = sorted((block.level, block.group.devices) for block in lowered.plan.blocks)
     stages = [(0, 1), (2, 3), (4, 5), (2, 3), (0, 1)]
-    assert levels == [(HOP * crossings, devices) for crossings, devices in enumerate(stages)]
+    assert levels == [(Level(crossings), devices) for crossings, devices in enumerate(stages)]
     shown = lowered.plan.explain()
     assert "crosses" in shown
     assert len(lowered.plan.report.as_json()["crossings"]) == 4

@@ -1,0 +1,39 @@
+"""``Level``: where a block stands among those of its phase."""
+
+from collections.abc import Mapping, Set
+from typing import NamedTuple
+
+from jscaler.tables import BlockKind
+
+Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
+WHOLE, WEIGHTS, AGAIN = 0, 1, 2  # all of a block; what nobody waits for, behind it; what it computes again for another
+
+
+class Level(NamedTuple):
+    """A block runs behind those of its phase that it reads, which have lesser numbers.
+
+    Attributes:
+        number: another one for each block of a place.
+        part: whether it is what a block makes for weights alone (W), or what is computed again behind it (R).
+    """
+
+    number: int = 0
+    part: int = WHOLE
+
+    @property
+    def whole(self) -> "Level":
+        """That of the block of which it is a part."""
+        return Level(self.number)
+
+    @property
+    def is_weights(self) -> bool:
+        return self.part == WEIGHTS
+
+    @property
+    def is_again(self) -> bool:
+        return self.part == AGAIN
+
+
+Marks = Mapping[Level, Set[Mark]]  # of the blocks of a program
+START = Level()
+FRONT = Level(-1)  # of what is there before the first block of a phase, or of an iteration, runs
