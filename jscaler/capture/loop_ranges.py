@@ -170,7 +170,7 @@ def _read_whole(graph: Graph) -> set[PTensor]:
 def _without_unread(graph: Graph, stacks: Set[PTensor]) -> tuple[Graph, list[Op]]:
     """``graph`` without the ops that join ``stacks`` of parts which nobody reads whole any more; and those ops."""
     read = _read_whole(graph)
-    joins = (op for op in graph.ops if op.path.endswith(JOINED))
+    joins = (op for op in graph.ops if op.ranges == "joined")
     gone = [op for op in joins if op.outputs[0] in stacks and op.outputs[0] not in read]
     paths = {op.path for op in gone}
     return dataclasses.replace(graph, ops=tuple(op for op in graph.ops if op.path not in paths)) if gone else graph, gone
@@ -181,9 +181,8 @@ def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable
     sizes = [stop - start for start, stop in (one.bounds for one in ranges)]
     body = bodies.traced(lambda x: list(jax.lax.split(x, sizes, axis=0)), [stack.aval])
     made = tuple(one.read(stack) for one in ranges)
-    return Op(
-        f"{stack.name}{RANGES}@{ranges[0].nest.loop.name}", like.kind, (stack,), made, body, like.source_info, like.call
-    )
+    path = f"{stack.name}{RANGES}@{ranges[0].nest.loop.name}"
+    return Op(path, like.kind, (stack,), made, body, like.source_info, like.call, ranges="apart")
 
 
 def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable, is_read: bool) -> Op | None:
@@ -193,4 +192,4 @@ def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies
         return None
     parts = tuple(one.written(y.stack) for one in ranges)
     body = bodies.concatenated([t.aval for t in parts])
-    return Op(y.stack.name + JOINED, like.kind, parts, (y.stack,), body, like.source_info, like.call)
+    return Op(y.stack.name + JOINED, like.kind, parts, (y.stack,), body, like.source_info, like.call, ranges="joined")

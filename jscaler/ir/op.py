@@ -59,11 +59,6 @@ def without_range(name: str) -> str:
     return RANGE.sub("", name)
 
 
-def is_of_ranges(path: str) -> bool:
-    """Whether an op only takes a tensor apart into ranges, or joins it of them."""
-    return RANGES in path or path.endswith(JOINED)
-
-
 def matches(name: str, pattern: str) -> bool:
     """Whether the name of an op, or of an input, is a shell pattern's; one of a range is that of the whole, too."""
     return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in dict.fromkeys((name, without_range(name))))
@@ -129,6 +124,7 @@ class Op:
         joins_shards: whether it puts a parameter that lies in parts together, once for all that runs part by part in time.
         added: on an op that each part in time runs alone, the results that leave it as the sum over all parts.
         turn: on an op of a loop that takes several parts in time in an iteration: which of them it is for.
+        ranges: whether it only takes a stack apart into the ranges of stages, or joins it of them.
     """
 
     path: str
@@ -154,6 +150,7 @@ class Op:
     joins_shards: bool = field(default=False, compare=False)
     added: tuple[int, ...] = field(default=(), compare=False)
     turn: int = 0
+    ranges: Literal["", "apart", "joined"] = field(default="", compare=False)
 
     def renamed(self, table: Mapping[PTensor, PTensor]) -> "Op":
         """It reads other tensors, which stand for those that it read."""

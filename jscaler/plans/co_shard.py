@@ -22,7 +22,6 @@ from jscaler.capture.user_op import op_p
 from jscaler.errors import check_count
 from jscaler.ir import Op, PTensor
 from jscaler.ir.loop import chain_of, inside, made_by, reads_of
-from jscaler.ir.op import RANGES
 from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
 from jscaler.plans.argument_types import checked
@@ -90,7 +89,7 @@ def co_shard(
 
 def _in_turn(graph: Planner, table: Factors, parts: int) -> Factors:
     """The forward ops of ``table`` that can run part by part; what takes a stack apart hands out parts of parameters."""
-    forward = {op: name for op, name in table.items() if op.kind == "forward" and RANGES not in op.path}
+    forward = {op: name for op, name in table.items() if op.kind == "forward" and op.ranges != "apart"}
     return {op: name for op, name in forward.items() if can_run_in_turn(graph, op, name, parts)}
 
 

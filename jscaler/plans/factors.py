@@ -16,7 +16,7 @@ from jscaler.capture.jaxprs import all_equations
 from jscaler.errors import PlanError, PlanWarning, SplitError, UnknownNameError, check_count, factor_name
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
-from jscaler.ir.op import is_of_ranges, without_range
+from jscaler.ir.op import without_range
 from jscaler.lax_primitives import contracts
 from jscaler.materialize.layout import ceil_blocks
 from jscaler.primitives import Algorithm, Planner, Replicate, Split
@@ -83,7 +83,7 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
         for op in graph.consumers.get(tensor, ()):
             if op.kind == "backward":
                 continue
-            if is_of_ranges(op.path):
+            if op.ranges:
                 fresh += [(t, before) for t in op.outputs]
                 continue
             rule = graph.rule(op)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
-from jscaler.ir.op import RANGES, range_mark
+from jscaler.ir.op import range_mark
 from jscaler.ir.walk import closure, grouped
 from jscaler.plans.balance import Unit, balanced
 from jscaler.plans.find_ends import find_ends
@@ -343,7 +343,7 @@ def stages_of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> di
 def taken_apart(graph: Planner, batch: str) -> list[Op]:
     """The ops that take stacks of parameters apart into the ranges of stages."""
     made = _of_parameters(graph, batch)
-    return [op for op in graph.ops if RANGES in op.path and op.inputs and op.inputs[0] in made]
+    return [op for op in graph.ops if op.ranges == "apart" and op.inputs[0] in made]
 
 
 def _of_parameters(graph: Planner, batch: str) -> set[PTensor]:

@@ -213,7 +213,8 @@ class _Parts:
             )  # fmt: skip
         for tensor, found in summands.items():
             body = self.bodies.join(tensor.aval, len(found), combiners[tensor])
-            joins.append(Op(tensor.name + JOINED, op.kind, tuple(found), (tensor,), body, op.source_info, op.call))
+            path = tensor.name + JOINED
+            joins.append(Op(path, op.kind, tuple(found), (tensor,), body, op.source_info, op.call, ranges="joined"))
         self.ops += joins
 
     def _make_whole(self, tensor: PTensor, reader: Op) -> None:
@@ -224,15 +225,17 @@ class _Parts:
         # the gradient of what is joined is called as that of the leaf was
         name = tensor.name + (JOINED if any(tensor in call.gradients for call in self.graph.calls) else "")
         self.whole[tensor] = PTensor(name, tensor.aval)
+        made, call = (self.whole[tensor],), reader.call
         path = tensor.name + JOINED
-        self.ops.append(Op(path, reader.kind, parts, (self.whole[tensor],), body, reader.source_info, reader.call))
+        self.ops.append(Op(path, reader.kind, parts, made, body, reader.source_info, call, ranges="joined"))
 
     def _take_apart(self, tensor: PTensor, like: Op) -> None:
         form = self.taken[tensor]
         count = len(self.sizes)
         body = self.bodies.traced(lambda x: [form.take(x, i) for i in range(count)], [tensor.aval])
         parts = tuple(dataclasses.replace(t, role="activation") for t in self.parts(tensor))
-        self.ops.append(Op(tensor.name + RANGES, like.kind, (tensor,), parts, body, like.source_info, like.call))
+        path = tensor.name + RANGES
+        self.ops.append(Op(path, like.kind, (tensor,), parts, body, like.source_info, like.call, ranges="apart"))
 
     def _with_ends(self, loops: Set[str]) -> Graph:
         """The graph of the parts' inputs, outputs and gradients, still without a backward pass."""
