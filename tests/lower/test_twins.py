@@ -1,6 +1,8 @@
 """Programs of the layers of a stack are twins, of one that a table cuts in pieces those of the middle stages: what is
 copied of the first is what each would be by itself."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,11 +16,14 @@ from jscaler import plans
 from jscaler.flat_passes.all_passes import BEFORE_CUT, flat_passes
 from jscaler.lower.alike import program_keys
 from jscaler.lower.block_cuts import cut
+from jscaler.lower.level import Level
 from jscaler.lower.numbering import flatten
+from jscaler.lower.program import Compute, Program, Repeat
 from jscaler.lower.scopes import path_scope
 from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.lower.twins import twin_key
+from jscaler.materialize import DeviceMesh
 
 STAGES = 5
 
@@ -110,3 +115,67 @@ def test_a_step_of_twins_gives_one_device_s_numbers() -> None:
     expected = jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))(*arguments())
     found = jscaler.parallelize(plan, devices=STAGES - 1)(step)(*arguments())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def in_loop(change: Callable[[Repeat], Repeat]) -> Callable[[Program], Program]:
+    """A program whose first loop is another."""
+
+    def planted(program: Program) -> Program:
+        place = next(i for i, task in enumerate(program.tasks) if isinstance(task, Repeat))
+        loop = program.tasks[place]
+        assert isinstance(loop, Repeat)
+        return replace(program, tasks=(*program.tasks[:place], change(loop), *program.tasks[place + 1 :]))
+
+    return planted
+
+
+def in_op(change: Callable[[Compute], Compute]) -> Callable[[Program], Program]:
+    """A program of which the first op of its first loop that computes something of two operands is another."""
+
+    def planted(loop: Repeat) -> Repeat:
+        place = next(i for i, one in enumerate(loop.tasks) if isinstance(one, Compute) and len(one.inputs) > 1)
+        op = loop.tasks[place]
+        assert isinstance(op, Compute)
+        return replace(loop, tasks=(*loop.tasks[:place], change(op), *loop.tasks[place + 1 :]))
+
+    return in_loop(planted)
+
+
+def with_literal(op: Compute) -> Compute:
+    made = jax.make_jaxpr(lambda *xs: [2 * y for y in jax.core.eval_jaxpr(op.jaxpr, [], *xs)])(*op.jaxpr.in_avals)
+    return replace(op, jaxpr=made.jaxpr)
+
+
+def in_bfloat16(program: Program) -> Program:
+    first, *rest = program.tensors
+    return replace(program, tensors=(replace(first, aval=first.aval.update(dtype=jnp.bfloat16)), *rest))
+
+
+def on_another_mesh(program: Program) -> Program:
+    return replace(program, group=DeviceMesh(program.group.devices, (("x0", 1), *program.group.axes)))
+
+
+PLANTED: dict[str, Callable[[Program], Program]] = {
+    "a literal, as of a dropout rate": in_op(with_literal),
+    "operands of an op": in_op(lambda op: replace(op, inputs=op.inputs[::-1])),
+    "which result is read": in_op(lambda op: replace(op, outputs=tuple(slot + 1 for slot in op.outputs))),
+    "how many layers": in_loop(lambda one: replace(one, loop=replace(one.loop, length=one.loop.length + 1))),
+    "the direction": in_loop(lambda one: replace(one, loop=replace(one.loop, reverse=not one.loop.reverse))),
+    "carried values": in_loop(lambda one: replace(one, carries=one.carries[1:])),
+    "nothing left of a layer, as of a frozen one": in_loop(lambda one: replace(one, ys=one.ys[1:], tasks=one.tasks[:-1])),
+    "a dtype": in_bfloat16,
+    "another mesh": on_another_mesh,
+    "how often it runs": lambda program: replace(program, times=program.times + 1),
+    "how something lies": lambda program: replace(program, inputs=(*program.inputs[1:], program.inputs[0])),
+    "what leaves": lambda program: replace(program, exports=program.exports[:-1]),
+    "when something arrives": lambda program: replace(program, import_levels=(Level(99), *program.import_levels[1:])),
+    "what is in order": lambda program: replace(program, pinned={"an/op": Level(0)}),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_program_that_differs_is_no_twin(planted: str, made: StepPlan) -> None:
+    """One difference in the loop of one of the layers' programs, and it has a template of its own."""
+    own = [segment.program for segment in twins(made) if segment.program.times > 1]
+    assert len({twin_key(program) for program in own}) == 1
+    assert twin_key(PLANTED[planted](own[1])) != twin_key(own[0])
