@@ -235,7 +235,8 @@ class _Copies:
                 continue
             known = unlearned if op.kind == "update" else tensors
             if all(t in known for t in op.inputs):
-                made = [*op.outputs, *(slices[t] for t in op.outputs if t in slices)]
+                made = [t for t in op.outputs if t not in trained]
+                made += [slices[t] for t in made if t in slices]
                 ops.add(op.path)
                 tensors.update(made)
                 unlearned.update(made if all(t in unlearned for t in op.inputs) else ())

@@ -119,12 +119,13 @@ class _Writer(AxisWriter):
         """
         graph, maker = self.graph, self.graph.producer
         handed = {graph.inputs[i] for o, i in graph.next_version.items() if self._runs_alone(maker.get(graph.outputs[o]))}
-        known = set(graph.inputs) - learned(graph) - handed | {c for c, _ in graph.constants}
+        trained = learned(graph)  # a cast of a scalar parameter, too
+        known = set(graph.inputs) - trained - handed | {c for c, _ in graph.constants}
         alone: set[str] = set()
         for op in self.graph.ops:
             is_alone = op.path in self.alone  # its body is that of a part
             if op.loop is None and op.kind != "backward" and not is_alone and all(t in known for t in op.inputs):
-                known.update(op.outputs)
+                known.update(t for t in op.outputs if t not in trained)
                 alone.add(op.path)
         counts = [
             op
