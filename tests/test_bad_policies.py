@@ -111,6 +111,7 @@ POLICIES: dict[str, Case] = {
     "one op on devices": (lambda g, d: g.on_devices("loss/dot", [0, 1]), PlanError, "on_devices takes several ops, or the"),
     "an unknown op on devices": (lambda g, d: g.on_devices(["loss/dt"], [0]), UnknownNameError, "did you mean 'loss/dot'?"),
     "on no devices": (lambda g, d: g.on_devices(["loss/dot"], []), PlanError, "ops are to run on devices []…there are 8:"),
+    "of half a stage": (lambda g, d: g.on_devices(["loss/dot"], [0], stage=0.5), PlanError, "a stage is a number, 0 or"),
     "on half a device": (lambda g, d: g.on_devices(["loss/dot"], [0.5]), PlanError, "takes the numbers of devices, 0 and"),
     "a misspelt op of a stage": (
         lambda g, d: g.on_stages(plans.single(), {"loss/dt": 0}, d.reshape(2, 4)),

@@ -226,6 +226,28 @@ def test_a_schedule_that_does_not_go_with_the_step_is_said() -> None:
     assert {cell.stage for cell in lowered.plan.instructions.table.cells()} == {0, 1}
 
 
+def test_stages_are_placed_in_any_order() -> None:
+    """The last one first: a decision says which stage it is."""
+    model = Model()
+
+    def policy(graph: Planner, devices: Any) -> None:
+        def inner(graph: Planner, devices: Any) -> None:
+            for stage, layers in ((1, (2, 3)), (0, (0, 1))):
+                ops = [op for i in layers for op in graph.select(f"*layer_{i}/*")]
+                graph.on_devices(
+                    [*ops, *(graph.select("loss/*") if stage else [])], devices[stage : stage + 1], stage=stage
+                )
+            graph.schedule("1f1b")
+
+        plans.accumulate(4, inner, "x")(graph, devices)
+
+    with jax.enable_x64(True):
+        lowered = jscaler.parallelize(policy, devices=2)(lambda s, x: model.step(s, x)).lower(start(model), batch(0))
+        assert_trees_close(trained(model, lowered.compile(), start(model)), one_device(model))
+    table = schedule_of("1f1b").table(2, 4)
+    assert sorted(map(str, lowered.plan.instructions.table.rows)) == sorted(map(str, table.rows))
+
+
 def test_a_model_that_goes_over_its_own_output_is_cut_where_it_is_said() -> None:
     """Each pass has its stages on the same groups."""
     model = Model(passes=2)
