@@ -3,8 +3,8 @@
 Each case is a small random program (dots, elementwise functions, reductions, reshapes, transposes, look-ups, scatters,
 softmax, norms, convolutions, pooling, cumsum, sort, scan, cond, dropout) and its gradient, under a plan that splits most
 ops at random: nested, along several factors, on the devices in a random order. Two steps in float64 against ``jax.jit``;
-``worst`` is the largest difference in units of 1e-10 of the leaf's largest element; where that is more than one, of ten
-times what the last bits of the parameters change on one device. What is sent is proven by ``jscaler.verify``.
+``worst`` is the largest difference in units of 1e-10 of the leaf's largest element. What is sent is proven by
+``jscaler.verify``.
 ``--timed``: the plans also have time axes, one or two, and one to four devices; every third case gives axes of few names
 any counts, on forward and on backward ops, which is right or refused.
 ``--alone``: models with statistics of rows, auxiliary losses and running state, under

@@ -49,7 +49,7 @@ def draw_net(seed: int) -> Program:
     if last:
         names.append("head")
         body.append(head(drawer))
-    return Program(names, drawer.params, drawer.batch, body)
+    return Program(names, drawer.params, drawer.batch, body, bounded=True)
 
 
 def with_residual(layer: StepFn, residual: bool) -> StepFn:
