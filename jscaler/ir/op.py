@@ -21,7 +21,6 @@ OpKind = Literal["forward", "backward", "update"]
 Residuals = Literal["inputs", "saved"]
 RANGES, JOINED = "@ranges", "@joined"  # behind the name of what is taken apart into ranges, or made of them
 RANGE = re.compile(r"\[(\d+):(\d+)\]")
-TURN = re.compile(r"~\d+$")
 
 
 def user_line(source_info: Any) -> str:
@@ -36,11 +35,6 @@ def user_line(source_info: Any) -> str:
 def turn_mark(turn: int) -> str:
     """What follows the names of what a loop does for its parts after the first of an iteration."""
     return f"~{turn}" if turn else ""
-
-
-def without_turn(path: str) -> str:
-    """The name of what a thing is at a turn: of ``layer_0/dot~1`` ``layer_0/dot``."""
-    return TURN.sub("", path)
 
 
 def range_mark(bounds: tuple[int, int]) -> str:

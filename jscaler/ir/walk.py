@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -70,6 +70,20 @@ def sorter_of(before: Mapping[T, Iterable[T]]) -> TopologicalSorter[T]:
         sorter.add(item, *sources)
     sorter.prepare()
     return sorter
+
+
+def circle_of(before: Mapping[T, Iterable[T]]) -> list[T] | None:
+    """Some that are before each other, if there are any: the first again at the end.
+
+    Example:
+        >>> circle_of({"a": ["b"], "b": []}), circle_of({"a": ["a"]})
+        (None, ['a', 'a'])
+    """
+    try:
+        sorter_of(before)
+    except CycleError as error:
+        return list(error.args[1])
+    return None
 
 
 def operands_first(roots: Sequence[T], operands: Callable[[T], Sequence[T]], known: Container[T] = ()) -> Collection[T]:

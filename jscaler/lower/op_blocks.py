@@ -109,16 +109,23 @@ def region_of(op: Op) -> RecomputeRegion | None:
 
 
 @dataclass(frozen=True)
-class _Here:
-    """An item of a phase: where it runs, what is done, and the items of the phase that it waits for."""
+class _PhaseItem:
+    """An item of a phase.
+
+    Attributes:
+        place: where it runs.
+        stage, kind: what is done there; no stage where neither the plan nor what it reads has one.
+        waits: numbers of the items of the phase that run before it.
+        is_far: whether it reads what is there before the phase, on another group.
+    """
 
     item: Item
     ops: Sequence[Op]
     place: Place
     stage: int | None
     kind: BlockKind
-    waits: Sequence[int]  # numbers of items
-    is_far: bool  # whether it reads what is there before the phase, on another group
+    waits: Sequence[int]
+    is_far: bool
 
 
 @dataclass
@@ -211,22 +218,22 @@ class OpBlocks:
         self.in_loop = phase.loop is not None
         there = carried if self.in_loop else {**self.completed.inputs, **carried}
         self.of_op, self.of_tensor = {}, {t: (START, self.number_of(layout), None) for t, layout in there.items()}
-        here = self._here(phase.items)
-        by_stages = self.in_loop and any(one.stage is not None for one in here)
-        levels = self._by_stages(here) if by_stages else self._by_crossings(here)
-        for one, level in zip(here, levels, strict=True):
-            mark: Mark = one.stage, one.kind
-            at: At = level, one.place, mark
+        items = self._phase_items(phase.items)
+        by_stages = self.in_loop and any(item.stage is not None for item in items)
+        levels = self._by_stages(items) if by_stages else self._by_crossings(items)
+        for item, level in zip(items, levels, strict=True):
+            mark: Mark = item.stage, item.kind
+            at: At = level, item.place, mark
             if self.in_loop:
-                self.marks.setdefault((number, one.place), {}).setdefault(level, set()).add(mark)
-            self.of_op.update(dict.fromkeys((op.path for op in one.ops), at))
-            self.of_tensor.update(dict.fromkeys(made_by(one.item), at))
+                self.marks.setdefault((number, item.place), {}).setdefault(level, set()).add(mark)
+            self.of_op.update(dict.fromkeys((op.path for op in item.ops), at))
+            self.of_tensor.update(dict.fromkeys(made_by(item.item), at))
 
-    def _here(self, items: Sequence[Item]) -> list[_Here]:
+    def _phase_items(self, items: Sequence[Item]) -> list[_PhaseItem]:
         """The items of a phase. One without a stage goes with what it reads on its place."""
         maker = {t: n for n, item in enumerate(items) for t in made_by(item)}
         of_op = {op.path: n for n, item in enumerate(items) for op in ops_of(item)}
-        found: list[_Here] = []
+        found: list[_PhaseItem] = []
         for item in items:
             ops = ops_of(item)
             place = self.number_at(item) + len(self.number) * any(t in self.of_layers for t in made_by(item))
@@ -244,7 +251,7 @@ class OpBlocks:
                 stage = next((stage for stage in read if stage is not None), None)
             there = (self.of_tensor[t][1] for t in operands if t in self.of_tensor)
             is_far = any(self.group(other) != self.group(place) for other in there)
-            found.append(_Here(item, ops, place, stage, self._kind(ops), before, is_far))
+            found.append(_PhaseItem(item, ops, place, stage, self._kind(ops), before, is_far))
         return found
 
     def _kind(self, ops: Sequence[Op]) -> BlockKind:
@@ -252,40 +259,40 @@ class OpBlocks:
             return "R"
         return "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"
 
-    def _by_crossings(self, here: Sequence[_Here]) -> list[Level]:
+    def _by_crossings(self, items: Sequence[_PhaseItem]) -> list[Level]:
         """Levels of a phase without stages: the crossings on the longest way to each item."""
         levels: list[Level] = []
-        for one in here:
-            number = int(one.is_far)
-            for n in one.waits:
-                other = here[n]
-                is_cut = self.in_loop and self._is_cut(other.kind, one.kind)
-                number = max(number, levels[n].number + (other.place != one.place or is_cut))
-            levels.append(Level(number, AGAIN if one.kind == "R" else WHOLE))
+        for item in items:
+            number = int(item.is_far)
+            for n in item.waits:
+                other = items[n]
+                is_cut = self.in_loop and self._is_cut(other.kind, item.kind)
+                number = max(number, levels[n].number + (other.place != item.place or is_cut))
+            levels.append(Level(number, AGAIN if item.kind == "R" else WHOLE))
         return levels
 
     def _is_cut(self, before: BlockKind, kind: BlockKind) -> bool:
         """Whether a block ends between two ops of one place and stage."""
         return (before, kind) == ("R", "B") or (self.cuts.forward and (before, kind) == ("F", "B"))
 
-    def _by_stages(self, here: Sequence[_Here]) -> list[Level]:
+    def _by_stages(self, items: Sequence[_PhaseItem]) -> list[Level]:
         """Levels of a phase with stages: those of the blocks that these are."""
-        readers = self._stages_of_readers(here)
+        readers = self._stages_of_readers(items)
         graph, numbers = BlockGraph(), list[int]()
-        for n, one in enumerate(here):
-            kind = one.kind if one.kind == "R" or self.cuts.forward else None
-            stage = one.stage if one.stage is not None else readers[n]
-            numbers.append(graph.join(one.place, stage, kind, (numbers[other] for other in one.waits)))
-        far = {number for number, one in zip(numbers, here, strict=True) if one.is_far}
+        for n, item in enumerate(items):
+            kind = item.kind if item.kind == "R" or self.cuts.forward else None
+            stage = item.stage if item.stage is not None else readers[n]
+            numbers.append(graph.join(item.place, stage, kind, (numbers[other] for other in item.waits)))
+        far = {number for number, item in zip(numbers, items, strict=True) if item.is_far}
         levels = self._levels(graph, far)
         return [levels[number] for number in numbers]
 
-    def _stages_of_readers(self, here: Sequence[_Here]) -> list[int | None]:
+    def _stages_of_readers(self, items: Sequence[_PhaseItem]) -> list[int | None]:
         """For items that read nothing of a stage, that of their first reader on their place, if there is one."""
-        found: list[int | None] = [one.stage for one in here]
-        for n in range(len(here) - 1, -1, -1):
-            for other in here[n].waits:
-                if here[other].stage is None and here[other].place == here[n].place and found[n] is not None:
+        found: list[int | None] = [item.stage for item in items]
+        for n in range(len(items) - 1, -1, -1):
+            for other in items[n].waits:
+                if items[other].stage is None and items[other].place == items[n].place and found[n] is not None:
                     found[other] = found[n]
         return found
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from jscaler.errors import OrderError, PlanError, PlanWarning, ScheduleWarning, listing, warn
 from jscaler.ir import Graph
 from jscaler.ir.op import turn_mark
-from jscaler.ir.walk import grouped, sorter_of
+from jscaler.ir.walk import circle_of, grouped
 from jscaler.lower.blocks import SpanningLoop, Transfer
 from jscaler.lower.level import FRONT, WHOLE, Level
 from jscaler.lower.segment import PlacedBlock, made_by
@@ -74,7 +74,9 @@ class Rounds:
             if transfer.source in states:
                 states[transfer.target] = states[transfer.source]
         now = {n: {maker[v] for v in self.blocks[n].imports if v in maker} for n in self.own}
-        sorter_of(now)  # an iteration's blocks never wait for each other: `lower.op_blocks`
+        assert (circle := circle_of(now)) is None, (
+            f"blocks of an iteration wait for each other: {circle}"
+        )  # `lower.op_blocks`
         self.waits: dict[Cell, set[Cell]] = {}
         for number in self.own:
             last = {states[v] for v in self.blocks[number].imports if v in states}

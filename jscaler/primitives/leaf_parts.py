@@ -225,9 +225,9 @@ class _Parts:
         # the gradient of what is joined is called as that of the leaf was
         name = tensor.name + (JOINED if any(tensor in call.gradients for call in self.graph.calls) else "")
         self.whole[tensor] = PTensor(name, tensor.aval)
-        made, call = (self.whole[tensor],), reader.call
+        whole = (self.whole[tensor],)
         path = tensor.name + JOINED
-        self.ops.append(Op(path, reader.kind, parts, made, body, reader.source_info, call, ranges="joined"))
+        self.ops.append(Op(path, reader.kind, parts, whole, body, reader.source_info, reader.call, ranges="joined"))
 
     def _take_apart(self, tensor: PTensor, like: Op) -> None:
         form = self.taken[tensor]

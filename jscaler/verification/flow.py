@@ -73,7 +73,7 @@ class SlotFlow:
     num_reads: int = 0
     _same: set[tuple[Masks, Masks]] = field(default_factory=set)
     _masks: dict[Any, Masks] = field(default_factory=dict)
-    _shapes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    _shapes: dict[Any, tuple[tuple[int, ...], Masks]] = field(default_factory=dict)
 
     def walk(self, taken: Mapping[PTensor, PartitionSpec], left: Mapping[int, PartitionSpec]) -> None:
         """Check every read of every op, and that the step's results lie as their specs say.
@@ -220,10 +220,11 @@ class SlotFlow:
             self._same.add((held.masks, wanted.masks))
 
     def _check_shape(self, where: str, held: HeldSlot, atom: Any) -> None:
-        key = id(held.masks), held.edges  # masks of a layout are made once, and kept
+        key = id(held.masks), held.edges  # hashing the masks of 1,024 devices takes longer than all else here
         if key not in self._shapes:
-            self._shapes[key] = held.shape
-        if shape(atom) != (expected := self._shapes[key]):
+            self._shapes[key] = held.shape, held.masks  # which are kept, so that no others get their identity
+        expected, _ = self._shapes[key]
+        if shape(atom) != expected:
             raise VerificationError(f"{where}: a local array of {list(shape(atom))} for parts of {list(expected)}")
 
 
