@@ -49,7 +49,7 @@ class Differentiator:
         tree = nested(forward, self.loops)
         self.active = set(wrt)
         _activate(tree, self.active)
-        seed = self._filled(f"d({loss.name}){self.mark}", f"{loss.name}@seed{self.mark}", loss, 1.0)
+        seed = self._filled("d(" + loss.name + ")" + self.mark, loss.name + "@seed" + self.mark, loss, 1.0)
         self._arrived[loss] = [seed]
         self._visit_all(tree)
         return [self._gradient(t) for t in wrt]
@@ -69,7 +69,7 @@ class Differentiator:
             return
         cotangents = tuple((i, self._gradient(t)) for i, t in outputs)
         path = op.path + SUFFIX
-        made = tuple(PTensor(f"d({op.inputs[i].name})@{op.path}", op.inputs[i].aval, "gradient") for i in gradients)
+        made = tuple(PTensor("d(" + op.inputs[i].name + ")@" + op.path, op.inputs[i].aval, "gradient") for i in gradients)
         handle = Op(
             path, "backward", op.inputs + tuple(t for _, t in cotangents), made, None, op.source_info,
             self.call, forward=op, cotangents=cotangents, gradients=gradients,
@@ -86,9 +86,12 @@ class Differentiator:
         carried, written = self._reached_carries(nest), [y for y in loop.ys if self._reached(y.stack, y.slice)]
         if not carried and not written:
             return
-        name = f"{loop.name}{SUFFIX}{self.mark}"
+        name = loop.name + SUFFIX + self.mark
         carries = [(c, self._made_carry(c.out, c.final, name)) for c in carried]
-        xs = [Stacked(self._gradient(y.stack), self._new(f"d({y.stack.name})@{name}:slice", y.slice)) for y in written]
+        xs = [
+            Stacked(self._gradient(y.stack), self._new("d(" + y.stack.name + ")@" + name + ":slice", y.slice))
+            for y in written
+        ]
         outer, self._arrived, parent, self._loop = self._arrived, {}, self._loop, name
         for carry, (_, inside) in carries:
             self._arrived.setdefault(carry.out, []).append(inside)
@@ -104,9 +107,9 @@ class Differentiator:
         if len(self.ops) == before:  # a loop has at least one op to stand in the graph by
             outs, slices = self._copied(outs, slices, name)
         self._arrived, self._loop = outer, parent
-        ends = [self._new(f"d({c.inside.name})@{name}:last", c.inside) for c, _ in carries]
+        ends = [self._new("d(" + c.inside.name + ")@" + name + ":last", c.inside) for c, _ in carries]
         made = [Carry(init, inside, out, end) for (_, (init, inside)), out, end in zip(carries, outs, ends, strict=True)]
-        ys = [Stacked(self._new(f"d({x.slice.name})@{name}:stack", x.stack), gradient) for x, gradient in slices]
+        ys = [Stacked(self._new("d(" + x.slice.name + ")@" + name + ":stack", x.stack), gradient) for x, gradient in slices]
         after = len(self.ops)
         sums = [dataclasses.replace(s, init=self._zeros(t, name)) for s, t in zip(sums, shared, strict=True)]
         self.ops[before:before], self.ops[after + len(sums) :] = self.ops[after:], []
@@ -140,27 +143,29 @@ class Differentiator:
 
     def _made_carry(self, out: PTensor, final: PTensor, name: str) -> tuple[PTensor, PTensor]:
         """The cotangent of a carry before the backward loop and inside it."""
-        return self._gradient(final), self._new(f"d({final.name})@{name}", out)
+        return self._gradient(final), self._new("d(" + final.name + ")@" + name, out)
 
     def _summed(self, tensor: PTensor, name: str) -> Carry:
         """Adds what one iteration contributes to the gradient of ``tensor``, which lies outside the loop."""
         part = self._gradient(tensor)
-        inside, out, final = (self._new(f"d({tensor.name})@{name}:{w}", tensor) for w in ("sum", "more", "total"))
+        inside, out, final = (
+            self._new("d(" + tensor.name + ")@" + name + ":" + word, tensor) for word in ("sum", "more", "total")
+        )
         body = self.bodies.join(tensor.aval, 2)
-        path = f"{tensor.name}@sum@{name}"
+        path = tensor.name + "@sum@" + name
         self._add(Op(path, "backward", (inside, part), (out,), body, call=self.call, anywhere="sum"))
         return Carry(part, inside, out, final, is_sum=True)  # its init is made outside the loop
 
     def _zeros(self, tensor: PTensor, name: str) -> PTensor:
-        return self._filled(f"d({tensor.name})@{name}:zeros", f"{tensor.name}@zeros@{name}", tensor, 0.0)
+        return self._filled("d(" + tensor.name + ")@" + name + ":zeros", tensor.name + "@zeros@" + name, tensor, 0.0)
 
     def _copied(
         self, outs: list[PTensor], slices: list[tuple[Stacked, PTensor]], name: str
     ) -> tuple[list[PTensor], list[tuple[Stacked, PTensor]]]:
         source = outs[0] if outs else slices[0][1]
-        copy = self._new(f"{source.name}@copy", source)
+        copy = self._new(source.name + "@copy", source)
         body = self.bodies.traced(lambda x: [jnp.copy(x)], [source.aval])
-        self._add(Op(f"{source.name}@copy@{name}", "backward", (source,), (copy,), body, call=self.call))
+        self._add(Op(source.name + "@copy@" + name, "backward", (source,), (copy,), body, call=self.call))
         if outs:
             return [copy, *outs[1:]], slices
         return outs, [(slices[0][0], copy), *slices[1:]]
@@ -172,8 +177,8 @@ class Differentiator:
         parts = self._arrived.get(tensor, [])
         if len(parts) == 1:
             return parts[0]
-        where = f"@{self._loop}" if self._loop else self.mark
-        name, path = f"d({tensor.name}){where}", f"{tensor.name}@{'join' if parts else 'unused'}{where}"
+        where = "@" + self._loop if self._loop else self.mark
+        name, path = "d(" + tensor.name + ")" + where, tensor.name + ("@join" if parts else "@unused") + where
         if parts:
             total = self._new(name, tensor)
             self._add(

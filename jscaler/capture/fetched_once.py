@@ -29,7 +29,7 @@ def fetched_once(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Grap
     wanted = [t for t in dict.fromkeys(reads) if t in tensors and graph.homes.get(t) is None]
     if not wanted:
         return graph
-    table = {t: PTensor(f"{t.name}@whole", t.aval, t.role) for t in wanted}
+    table = {t: PTensor(t.name + "@whole", t.aval, t.role) for t in wanted}
     loops = {name: loop.renamed(table, {}) if name in inside else loop for name, loop in graph.loops.items()}
     ops = [op.renamed(table) if op.loop in inside else op for op in graph.ops]
     whole = [_whole(t, made, bodies) for t, made in table.items()]
@@ -38,4 +38,4 @@ def fetched_once(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Grap
 
 def _whole(tensor: PTensor, made: PTensor, bodies: BodyTable) -> Op:
     body = bodies.traced(lambda x: [lax.optimization_barrier(x)], [tensor.aval])
-    return Op(f"{tensor.name}@gather", "forward", (tensor,), (made,), body, joins_shards=True)
+    return Op(tensor.name + "@gather", "forward", (tensor,), (made,), body, joins_shards=True)

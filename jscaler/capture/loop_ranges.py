@@ -23,7 +23,8 @@ from jscaler.capture.differentiated import differentiated
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Carry, Graph, Loop, Nest, Op, PTensor, Stacked
 from jscaler.ir.loop import chain_of
-from jscaler.ir.op import JOINED, RANGES, RecomputeRegion, range_mark
+from jscaler.ir.name import range_mark
+from jscaler.ir.op import JOINED, RANGES, RecomputeRegion
 
 Range = tuple[int, int]
 
@@ -55,7 +56,7 @@ def with_ranges(graph: Graph, name: str, sizes: Sequence[int], bodies: BodyTable
     read = _read_whole(graph)
     joined = [_joined(graph, y, by_stack, like, bodies, y.stack in read) for y in loop.ys]
     inside = [op for one in ranges for op in one.ops]
-    handed = {y.stack.name + RANGES for y in loop.ys if _is_taken_apart(graph, y.stack, by_stack)}  # the parts are there
+    handed = {op.path for y in loop.ys for op in _taken_apart(graph, y.stack, by_stack)}  # the parts are there
     behind = (op for op in graph.ops[stop:] if op.path not in handed)
     ops = (*graph.ops[:first], *apart, *inside, *(op for op in joined if op is not None), *behind)
     made, gone = _without_unread(dataclasses.replace(graph, ops=ops, loops=loops), {x.stack for x in loop.xs})
@@ -102,7 +103,7 @@ class _Range:
         for name in (n for n in self.graph.loops if loop.name in chain_of(n, self.graph.loops)[:-1]):
             inner = self.graph.loops[name].mapped(self._own)
             self.loops[name + self.mark] = dataclasses.replace(
-                inner, name=name + self.mark, parent=f"{inner.parent}{self.mark}"
+                inner, name=name + self.mark, parent=(inner.parent or "") + self.mark
             )
         self.ops = [self._op(op) for op in self.nest.ops()]
         return finals
@@ -117,17 +118,16 @@ class _Range:
         """The part of a stack that it takes: one that the stack is made of, or what the loop takes it apart into."""
         part = self.part(stack)
         maker = self.graph.producer.get(stack)
-        if maker is not None and maker.path == stack.name + JOINED and part in maker.inputs:
+        if maker is not None and maker.ranges == "joined" and part in maker.inputs:
             return part
-        return dataclasses.replace(part, name=f"{stack.name}{RANGES}@{self.nest.loop.name}{self.mark}")
+        return dataclasses.replace(part, name=stack.name + RANGES + "@" + self.nest.loop.name + self.mark)
 
     def written(self, stack: PTensor) -> PTensor:
         """The part of a stack that it leaves: one that the stack is taken apart into, or what that is joined of."""
         part = self.part(stack)
-        reader = self.graph.by_path.get(stack.name + RANGES)
-        if reader is not None and part in reader.outputs:
+        if any(part in op.outputs for op in _splits(self.graph, stack)):
             return part
-        return dataclasses.replace(part, name=f"{stack.name}{JOINED}{self.mark}")
+        return dataclasses.replace(part, name=stack.name + JOINED + self.mark)
 
     def _named(self, tensor: PTensor) -> PTensor:
         return dataclasses.replace(tensor, name=tensor.name + self.mark)
@@ -138,7 +138,7 @@ class _Range:
     def _op(self, op: Op) -> Op:
         remat = tuple(self._region(region) for region in op.remat)
         own = op.mapped(self._own)
-        return dataclasses.replace(own, path=op.path + self.mark, remat=remat, loop=f"{op.loop}{self.mark}")
+        return dataclasses.replace(own, path=op.path + self.mark, remat=remat, loop=(op.loop or "") + self.mark)
 
     def _region(self, region: RecomputeRegion) -> RecomputeRegion:
         """A region inside the loop is one of this range; one around the loop stays what it is."""
@@ -150,26 +150,31 @@ class _Range:
 def _is_of_parts(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> bool:
     """Whether a stack is joined of the parts that the ranges take."""
     maker = graph.producer.get(stack)
-    return maker is not None and maker.path == stack.name + JOINED and maker.inputs == tuple(r.read(stack) for r in ranges)
+    return maker is not None and maker.ranges == "joined" and maker.inputs == tuple(r.read(stack) for r in ranges)
 
 
-def _is_taken_apart(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> bool:
-    """Whether a stack is taken apart into the parts that the ranges leave."""
-    reader = graph.by_path.get(stack.name + RANGES)
-    return reader is not None and reader.outputs == tuple(r.written(stack) for r in ranges)
+def _splits(graph: Graph, stack: PTensor) -> list[Op]:
+    """The ops that take a stack apart into ranges."""
+    return [op for op in graph.consumers.get(stack, ()) if op.ranges == "apart"]
+
+
+def _taken_apart(graph: Graph, stack: PTensor, ranges: Sequence[_Range]) -> list[Op]:
+    """The ops that take a stack apart into the parts that the ranges leave."""
+    parts = tuple(r.written(stack) for r in ranges)
+    return [op for op in _splits(graph, stack) if op.outputs == parts]
 
 
 def _read_whole(graph: Graph) -> set[PTensor]:
     """What anything but a backward pass, which is made anew, reads, and is not only taken apart."""
     loops = (loop for loop in graph.loops.values() if loop.forward is None)
     ends = (t for loop in loops for t in (*loop.operands, *loop.returned))
-    read = (t for op in graph.ops if op.kind != "backward" for t in op.inputs if op.path != t.name + RANGES)
+    read = (t for op in graph.ops if op.kind != "backward" and op.ranges != "apart" for t in op.inputs)
     return {*read, *ends, *graph.outputs, *(call.loss for call in graph.calls)}
 
 
 def _without_unread(graph: Graph, stacks: Set[PTensor]) -> tuple[Graph, list[Op]]:
     """``graph`` without the ops that join ``stacks`` of parts which nobody reads whole any more; and those ops."""
-    read = _read_whole(graph)
+    read = {*_read_whole(graph), *(t for op in graph.ops if op.ranges == "apart" for t in op.inputs)}
     joins = (op for op in graph.ops if op.ranges == "joined")
     gone = [op for op in joins if op.outputs[0] in stacks and op.outputs[0] not in read]
     paths = {op.path for op in gone}
@@ -181,14 +186,13 @@ def _apart(stack: PTensor, ranges: Sequence[_Range], like: Op, bodies: BodyTable
     sizes = [stop - start for start, stop in (one.bounds for one in ranges)]
     body = bodies.traced(lambda x: list(jax.lax.split(x, sizes, axis=0)), [stack.aval])
     made = tuple(one.read(stack) for one in ranges)
-    path = f"{stack.name}{RANGES}@{ranges[0].nest.loop.name}"
+    path = stack.name + RANGES + "@" + ranges[0].nest.loop.name
     return Op(path, like.kind, (stack,), made, body, like.source_info, like.call, ranges="apart")
 
 
 def _joined(graph: Graph, y: Stacked, ranges: Sequence[_Range], like: Op, bodies: BodyTable, is_read: bool) -> Op | None:
     """What makes one stack of those that the ranges leave; nothing, where nobody reads it."""
-    taken = y.stack.name + RANGES in graph.by_path and not _is_taken_apart(graph, y.stack, ranges)
-    if not is_read and not taken:
+    if not is_read and len(_taken_apart(graph, y.stack, ranges)) == len(_splits(graph, y.stack)):
         return None
     parts = tuple(one.written(y.stack) for one in ranges)
     body = bodies.concatenated([t.aval for t in parts])

@@ -47,7 +47,7 @@ class PathNames:
         self._used[path] = count + 1
         if not count:
             return path
-        return self.unique(f"{path}.{count}")
+        return self.unique(path + f".{count}")
 
 
 def tree_path(prefix: str, path: Sequence[Any]) -> str:

@@ -159,9 +159,9 @@ def _fence(
     for name in (*parts.inner, *(() if apart else parts.below)):
         reads += [*graph.loops[name].operands, *graph.loops[name].returned]
     outside = tuple(t for t in dict.fromkeys(reads) if t not in inside)
-    fenced = tuple(PTensor(f"{t.name}@fence@{region.name}", t.aval, t.role) for t in outside)
+    fenced = tuple(PTensor(t.name + "@fence@" + region.name, t.aval, t.role) for t in outside)
     call, remat = parts.forward[0].call, (region,) if apart else ()
-    return Op(f"{region.name}@fence", "backward", outside, fenced, call=call, remat=remat, loop=loop, anywhere="fence")
+    return Op(region.name + "@fence", "backward", outside, fenced, call=call, remat=remat, loop=loop, anywhere="fence")
 
 
 def _whole_loops(graph: Graph, first: int, last: int, depth: int) -> tuple[int, int]:

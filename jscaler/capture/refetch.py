@@ -21,7 +21,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
-from jscaler.ir.op import turn_mark
+from jscaler.ir.name import turn_mark
 
 REFETCHED = "@refetched"
 
@@ -45,10 +45,10 @@ def refetched(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Graph:
         if not wanted:
             continue
         cotangents = [t for t in reads if t.role == "gradient"] if own else [t for _, t in ops[0].cotangents if t in reads]
-        table = {t: PTensor(f"{t.name}{REFETCHED}@{path}", t.aval, t.role) for t in dict.fromkeys((*wanted, *cotangents))}
+        table = {t: PTensor(t.name + REFETCHED + "@" + path, t.aval, t.role) for t in dict.fromkeys((*wanted, *cotangents))}
         place = graph.loops[path].parent if own else ops[0].loop
         more = {"call": ops[0].call, "loop": place, "turn": ops[0].turn}
-        fence = Op(f"{path}@refetch", "backward", tuple(table), tuple(table.values()), **more)
+        fence = Op(path + "@refetch", "backward", tuple(table), tuple(table.values()), **more)
         fences[ops[0].path] = with_fence_body(dataclasses.replace(fence, anywhere="fence"), bodies)
         tables.update((op.path, table) for op in ops)
         loops.update({name: loops[name].renamed(table, {}) for name in own})
@@ -76,9 +76,9 @@ def _fetched_inside(graph: Graph, loop: Loop, turn: int, tensors: Set[PTensor], 
         return graph
     number = min((x.slice for x in loop.xs[turn :: loop.turns]), key=lambda t: t.nbytes)  # or what else is of a part
     mark = turn_mark(turn)
-    table = {t: PTensor(f"{t.name}@fetched@{loop.name}{mark}", t.aval, t.role) for t in wanted}
-    outputs = (*table.values(), PTensor(f"{number.name}@fetched", number.aval, number.role))
-    path = f"{loop.name}@fetch{mark}"
+    table = {t: PTensor(t.name + "@fetched@" + loop.name + mark, t.aval, t.role) for t in wanted}
+    outputs = (*table.values(), PTensor(number.name + "@fetched", number.aval, number.role))
+    path = loop.name + "@fetch" + mark
     fence = Op(path, "forward", (*table, number), outputs, loop=loop.name, anywhere="fence", turn=turn)
     ops = [op.renamed(table) if i in forward else op for i, op in enumerate(graph.ops)]
     return dataclasses.replace(graph, ops=(*ops[: places[0]], with_fence_body(fence, bodies), *ops[places[0] :]))

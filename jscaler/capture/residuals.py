@@ -68,7 +68,7 @@ def with_backward_bodies(
 def saved_pair(rule: Rule, bodies: BodyTable, op: Op, handle: Op) -> tuple[Op, Op]:
     """The op of ``rule`` that hands out residuals, and its backward that reads them."""
     made = bodies.saved(op, handle)
-    tensors = tuple(PTensor(f"{op.path}:residual:{i}", aval, "residual") for i, aval in enumerate(made.residuals))
+    tensors = tuple(PTensor(op.path + f":residual:{i}", aval, "residual") for i, aval in enumerate(made.residuals))
     nameless = tuple(tuple((("", size),) if size > 1 else () for size in t.shape) for t in tensors)
     names = FactorNames((*rule.names().tensors, *nameless), tuple(rule.factors))
     forward = dataclasses.replace(

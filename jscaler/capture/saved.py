@@ -59,7 +59,7 @@ class _Threader:
         if (tensor, reader) not in self.read_by:
             stack = self.slices[tensor] if tensor in self.slices else self._stack(tensor, self.loops[writer])
             outside = self.read(stack, self.loops[reader].parent)
-            made = PTensor(f"{tensor.name}@{reader}", tensor.aval, tensor.role)
+            made = PTensor(tensor.name + "@" + reader, tensor.aval, tensor.role)
             self.home[made] = reader
             self.slices[made] = outside
             loop = self.loops[reader]
@@ -75,7 +75,7 @@ class _Threader:
         """The stack that ``loop`` writes of ``tensor``."""
         if tensor not in self.stacks:
             aval = tensor.aval.update(shape=(loop.length, *tensor.shape), weak_type=False)
-            made = PTensor(f"{tensor.name}@saved", aval)
+            made = PTensor(tensor.name + "@saved", aval)
             self.stacks[tensor] = made
             self.home[made] = loop.parent
             self.loops[loop.name] = dataclasses.replace(loop, ys=(*loop.ys, Stacked(made, tensor, saved=True)))

@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr
 
 from jscaler.ir.mask import Mask
+from jscaler.ir.name import without
 from jscaler.ir.overview import clipped
 from jscaler.ir.rule import FactorNames
 from jscaler.ir.tensor import PTensor
@@ -20,7 +20,6 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames 
 OpKind = Literal["forward", "backward", "update"]
 Residuals = Literal["inputs", "saved"]
 RANGES, JOINED = "@ranges", "@joined"  # behind the name of what is taken apart into ranges, or made of them
-RANGE = re.compile(r"\[(\d+):(\d+)\]")
 
 
 def user_line(source_info: Any) -> str:
@@ -32,30 +31,9 @@ def user_line(source_info: Any) -> str:
     return source_info_util.summarize(source_info).split(" (")[0].rsplit(":", 1)[0]
 
 
-def turn_mark(turn: int) -> str:
-    """What follows the names of what a loop does for its parts after the first of an iteration."""
-    return f"~{turn}" if turn else ""
-
-
-def range_mark(bounds: tuple[int, int]) -> str:
-    """What follows the names of what is for the iterations from the first of ``bounds`` to before the second."""
-    return "[{}:{}]".format(*bounds)
-
-
-def range_of(name: str) -> tuple[int, int] | None:
-    """The iterations of which a thing of a range is, if it is one: of ``layers/dot[4:8]`` (4, 8)."""
-    found = RANGE.search(name)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def without_range(name: str) -> str:
-    """The name of what a thing of a range is a part of: of ``layers/dot[4:8]`` ``layers/dot``."""
-    return RANGE.sub("", name)
-
-
 def matches(name: str, pattern: str) -> bool:
     """Whether the name of an op, or of an input, is a shell pattern's; one of a range is that of the whole, too."""
-    return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in dict.fromkeys((name, without_range(name))))
+    return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in {name, without(name, "layers")})
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +149,7 @@ class Op:
     @property
     def whole(self) -> str:
         """Its path in the graph whose loops take one part in an iteration."""
-        return self.path.removesuffix(turn_mark(self.turn))
+        return without(self.path, "turn")
 
     @property
     def name(self) -> str:

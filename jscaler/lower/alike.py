@@ -5,9 +5,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from jscaler.capture.jaxprs import Numbering
 from jscaler.ir import PTensor
+from jscaler.ir.name import general
 from jscaler.lower.flat_program import Exchange, FlatLoop, Item
-from jscaler.lower.positions import Positions, called
+from jscaler.lower.positions import Positions
 from jscaler.lower.program import Adapt
+from jscaler.lower.scopes import path_scope
 from jscaler.lower.segment import PlacedBlock, made_by
 
 
@@ -39,6 +41,7 @@ class _Key:
         self._numbering = Numbering()
         self._positions = Positions(block.group)
         self._brought = set(block.flat.inputs[len(block.takes) :])
+        self._scopes = {path_scope(path): general(path) for path in block.flat.origins.op.values()}
 
     def key(self) -> Hashable:
         block, flat, define = self._block, self._block.flat, self._numbering.define
@@ -57,10 +60,11 @@ class _Key:
         if isinstance(item, Exchange):
             adapt, read = item.adapt, atom(item.input)
             rest = (adapt.adapter, adapt.reduce_dtype) if isinstance(adapt, Adapt) else (adapt.layout, adapt.edges)
-            name = "" if item.input in self._brought else called(adapt.tensor.name)
+            name = "" if item.input in self._brought else general(adapt.tensor.name)
             return name, self._positions.of(rest), read, define(item.output)
         if not isinstance(item, FlatLoop):
-            return called(str(item.source_info.name_stack)), self._numbering.equation(item)
+            scope = str(item.source_info.name_stack)
+            return self._scopes.get(scope, scope), self._numbering.equation(item)
         begin = tuple(atom(init) for init, *_ in item.carries), tuple(atom(stack) for stack, _ in item.xs)
         inside = tuple(define(v) for _, v, _, _ in item.carries), tuple(define(v) for _, v in item.xs)
         body = self._items(item.items)

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
-from jscaler.ir.op import RecomputeRegion, range_of
+from jscaler.ir.name import layers_of
+from jscaler.ir.op import RecomputeRegion
 from jscaler.ir.walk import in_order
 from jscaler.lower.level import AGAIN, START, WHOLE, Level, Mark
 from jscaler.materialize import Completed, DeviceMesh, Layout
@@ -184,7 +185,7 @@ class OpBlocks:
         if len(self.number) == 1:
             return
         in_pieces = self.cuts.weights or self.cuts.recompute
-        bounds = {op.path: range_of(op.path) for phase in phases for item in phase.items for op in ops_of(item)}
+        bounds = {op.path: layers_of(op.path) for phase in phases for item in phase.items for op in ops_of(item)}
         sizes = Counter(own[1] - own[0] for own in {*bounds.values()} if own is not None)
         alike = {path for path, own in bounds.items() if own is not None and sizes[own[1] - own[0]] > 1}
         if not alike:

@@ -1,15 +1,11 @@
-"""Layouts, adapters and names as they would be on any group: with positions in the place of devices, and no ranges."""
+"""Layouts and adapters as they would be on any group: with positions in the place of devices."""
 
 import dataclasses
-import functools
-import re
 from collections.abc import Hashable
 from typing import Any
 
-from jscaler.ir.op import without_range
 from jscaler.materialize import Adapter, DeviceMesh, Layout
 
-_GROUP = re.compile(r"[@~]\d+(-\d+)*(?=$|[@~/:)\]])")  # of a copy for one group: its devices
 _REST = tuple(field.name for field in dataclasses.fields(Layout) if field.name != "mesh")
 
 
@@ -38,9 +34,3 @@ class Positions:
         if isinstance(value, Adapter):
             return self.of((value.source, value.target, value.stages))
         return tuple(self.of(getattr(value, field.name)) for field in dataclasses.fields(value))
-
-
-@functools.lru_cache(maxsize=65536)
-def called(name: str) -> str:
-    """What a thing is called on any group, and in any range of layers."""
-    return _GROUP.sub("", without_range(name))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jscaler.errors import OrderError, PlanError, PlanWarning, ScheduleWarning, listing, warn
 from jscaler.ir import Graph
-from jscaler.ir.op import turn_mark
+from jscaler.ir.name import turn_mark
 from jscaler.ir.walk import circle_of, grouped
 from jscaler.lower.blocks import SpanningLoop, Transfer
 from jscaler.lower.level import FRONT, WHOLE, Level

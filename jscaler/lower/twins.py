@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
+from jscaler.ir.name import general
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Origins
 from jscaler.lower.level import START, Level
-from jscaler.lower.positions import Positions, called
+from jscaler.lower.positions import Positions
 from jscaler.lower.program import Adapt, Compute, Extend, Program, Repeat, Task, all_tasks
 from jscaler.lower.segment import PlacedBlock, Segment
 from jscaler.materialize import Layout
@@ -26,12 +27,12 @@ def twin_key(program: Program) -> Hashable:
 
     def of(task: Task) -> Hashable:
         if isinstance(task, Compute):  # equal ops hold one body
-            return called(task.op.path), id(task.jaxpr), task.inputs, task.outputs, task.parts
+            return general(task.op.path), id(task.jaxpr), task.inputs, task.outputs, task.parts
         if isinstance(task, Repeat):
             loop, inside = task.loop, tuple(map(of, task.tasks))
             return loop.length, loop.reverse, loop.unroll, bool(loop.time), inside, task.carries, task.xs, task.ys
         rest = (task.adapter, task.reduce_dtype) if isinstance(task, Adapt) else (task.layout, task.edges)
-        name = "" if task.tensor in brought else called(task.tensor.name)  # another stage's: its own for each
+        name = "" if task.tensor in brought else general(task.tensor.name)  # another stage's: its own for each
         return name, positions.of(rest), task.input, task.output
 
     place = _places(program)

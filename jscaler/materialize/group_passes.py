@@ -21,7 +21,7 @@ from jscaler.capture.recompute import with_fence_body
 from jscaler.ir import Body, Carry, FactorNames, Graph, Loop, Op, PTensor
 from jscaler.ir.kinds import learned
 from jscaler.ir.loop import chain_of
-from jscaler.ir.op import turn_mark
+from jscaler.ir.name import group_mark, turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.ir.walk import closure, grouped
 from jscaler.lax_primitives import known
@@ -195,7 +195,7 @@ def _reading(op: Op, inputs: tuple[PTensor, ...]) -> Op:
 
 
 def _on(group: DeviceMesh) -> str:
-    return "@" + "-".join(map(str, group.devices))
+    return group_mark(group.devices)
 
 
 class _Copies:
@@ -330,14 +330,14 @@ class _Apart:
         joins = {more: join for more in added if (join := self._join(more)) is not None}
         self._gone |= {start.path, *(op.path for op in (*added, *joins.values()))}
         found = [
-            self._one(carry, more, joins.get(more), start, _on(group) + f"#{place}" * bool(place), parts)
+            self._one(carry, more, joins.get(more), start, _on(group) + (f"#{place}" if place else ""), parts)
             for (group, more, place), parts in by_place.items()
         ]
         finals = tuple(c.final for c in found)
         body = self._bodies.join(carry.final.aval, len(finals))
         like = next(iter(joins.values()), added[0])
         self.behind.append(
-            Op(f"{like.path}@behind", like.kind, finals, (carry.final,), body, call=like.call, loop=self._loop.parent)
+            Op(like.path + "@behind", like.kind, finals, (carry.final,), body, call=like.call, loop=self._loop.parent)
         )
         return found
 
@@ -447,7 +447,7 @@ def _by_group(
         return [op]
     found, sums = list[Op](), list[PTensor]()
     for group, parts in by_group.items():
-        made = PTensor(f"{op.path}@sum{_on(group)}", parts[0].aval, parts[0].role)
+        made = PTensor(op.path + "@sum" + _on(group), parts[0].aval, parts[0].role)
         sums.append(made if len(parts) > 1 else parts[0])
         if len(parts) > 1:
             body = at.bodies.join(made.aval, len(parts))

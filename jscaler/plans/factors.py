@@ -16,7 +16,7 @@ from jscaler.capture.jaxprs import all_equations
 from jscaler.errors import PlanError, PlanWarning, SplitError, UnknownNameError, check_count, factor_name
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
-from jscaler.ir.op import without_range
+from jscaler.ir.name import without
 from jscaler.lax_primitives import contracts
 from jscaler.materialize.layout import ceil_blocks
 from jscaler.primitives import Algorithm, Planner, Replicate, Split
@@ -48,7 +48,7 @@ def select(graph: Planner, patterns: Dims) -> list[tuple[PTensor, int]]:
             if follows and tensor.name != pattern:
                 continue
             if tensor.shape and _matches(tensor.name, pattern):
-                leaf = without_range(tensor.name), tensor.shape
+                leaf = without(tensor.name, "layers"), tensor.shape
                 if dim is None and leaf not in columns:
                     columns[leaf] = column(graph, tensor)
                 place = columns[leaf] if dim is None else _dim(tensor, dim)
@@ -59,7 +59,7 @@ def select(graph: Planner, patterns: Dims) -> list[tuple[PTensor, int]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    name = without_range(name).removesuffix("/value")  # the array inside a variable of nnx
+    name = without(name, "layers").removesuffix("/value")  # the array inside a variable of nnx
     return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in (name, "/" + name))
 
 

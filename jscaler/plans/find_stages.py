@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Nest, Op, PTensor
 from jscaler.ir.loop import Item, flat, made_by, reads_of
-from jscaler.ir.op import range_mark
+from jscaler.ir.name import range_mark
 from jscaler.ir.walk import closure, grouped
 from jscaler.plans.balance import Unit, balanced
 from jscaler.plans.find_ends import find_ends

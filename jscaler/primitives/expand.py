@@ -51,7 +51,7 @@ class _Expander:
         return ops
 
     def _step(self, step: Step) -> Op:
-        path = f"{self.op.path}/{step.name}"
+        path = self.op.path + "/" + step.name
         unknown = [v for v in step.reads if v not in self.values]
         if unknown:
             raise self._wrong(f"step '{step.name}' reads {unknown}, which no step before it makes")
@@ -66,7 +66,7 @@ class _Expander:
                 outputs.append(self._result(step, value, var))
                 named.append(self._fitted(seen, var, self.rule.named(self.rule.results[value])))
             else:
-                outputs.append(PTensor(f"{path}:{i}", body.jaxpr.outvars[i].aval, self.op.outputs[0].role))
+                outputs.append(PTensor(path + f":{i}", body.jaxpr.outvars[i].aval, self.op.outputs[0].role))
                 named.append(((),) * len(var.aval.shape))  # type: ignore[attr-defined]
         names = FactorNames(tuple(named), tuple(self.rule.factors))
         inputs = tuple(t for t, _ in reads)

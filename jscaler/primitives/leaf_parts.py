@@ -21,7 +21,8 @@ from jscaler.errors import PlanError
 from jscaler.ir import GradientCall, Graph, Op, PTensor
 from jscaler.ir.loop import chain_of, flat, reads_of
 from jscaler.ir.mask import Combiner
-from jscaler.ir.op import JOINED, RANGES, range_mark
+from jscaler.ir.name import range_mark
+from jscaler.ir.op import JOINED, RANGES
 from jscaler.rules.part_forms import CellParts, Ranged, Summed, cell_parts
 from jscaler.rules.rule_book import RuleBook
 

@@ -12,7 +12,8 @@ from jscaler.errors import PlanError, SplitError, UnknownNameError, check_count,
 from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
-from jscaler.ir.op import Residuals, range_mark
+from jscaler.ir.name import range_mark
+from jscaler.ir.op import Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.graph_view import GraphView

@@ -94,11 +94,11 @@ def cut_op(op: Op, factors: Sequence[str], book: RuleBook, bodies: BodyTable) ->
         wanted.setdefault(_key(atom), []).append(tensor)
     names, made = PathNames(), []
     for piece in pieces:
-        path = names.unique(f"{op.path}/{piece.name}")
+        path = names.unique(op.path + "/" + piece.name)
         outputs, outvars, named = [], [], list(piece.named.tensors[: len(piece.jaxpr.invars)])
         inputs = tuple(known[v] for v in piece.jaxpr.invars)
         for i, atom in enumerate(piece.jaxpr.outvars):
-            tensors = wanted.pop(_key(atom), None) or [PTensor(f"{path}:{i}", atom.aval, op.outputs[0].role)]
+            tensors = wanted.pop(_key(atom), None) or [PTensor(path + f":{i}", atom.aval, op.outputs[0].role)]
             outputs += tensors
             outvars += [atom] * len(tensors)
             named += [piece.named.tensors[len(piece.jaxpr.invars) + i]] * len(tensors)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.kinds import tensor_kinds
-from jscaler.ir.op import without_range
+from jscaler.ir.name import without
 from jscaler.ir.walk import Sets
 from jscaler.text.folding import folded
 
@@ -72,7 +72,7 @@ def _names(graph: Graph, sets: Sets[Place]) -> dict[Place, str]:
 def _short_names(graph: Graph) -> dict[PTensor, str]:
     """The last parts of each input's path, as few as no other input of its kind has, layer numbers left out of account."""
     kinds = tensor_kinds(graph)
-    paths = {t: folded(without_range(t.name)).split("/") for t in graph.inputs}
+    paths = {t: folded(without(t.name, "layers")).split("/") for t in graph.inputs}
     ends: dict[tuple[str, str], set[str]] = {}
     for tensor, words in paths.items():
         for count in range(1, len(words) + 1):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jscaler.errors import PlanError
 from jscaler.ir import PTensor
-from jscaler.ir.op import without_range
+from jscaler.ir.name import without
 from jscaler.runtime.devices import own_devices
 
 STAGES = "stages"  # the mesh axis over which the ranges lie
@@ -136,7 +136,7 @@ class LeafEnds:
                 found.append(shardings[start])
             else:
                 shapes = tuple(t.shape for t in tensors[own])
-                whole = stacked_sharding(without_range(tensors[start].name), shapes[0], shardings[own])
+                whole = stacked_sharding(without(tensors[start].name, "layers"), shapes[0], shardings[own])
                 shape = (sum(s[0] for s in shapes), *shapes[0][1:])
                 stacked.append(LeafEnd(number, start, shape, whole, shapes, tuple(shardings[own])))
                 found.append(whole)

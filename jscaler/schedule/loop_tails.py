@@ -45,7 +45,7 @@ def _with_tail(graph: Graph, name: str, late: Set[str]) -> Graph:
     reads = dict.fromkeys(t for op in behind for t in op.inputs)
     reads |= dict.fromkeys(t for n in moved for t in graph.loops[n].operands)
     handed = [t for t in reads if graph.homes.get(t) == name and t not in made | own]
-    slices = {t: PTensor(f"{t.name}@{tail}", t.aval, t.role) for t in handed}
+    slices = {t: PTensor(t.name + "@" + tail, t.aval, t.role) for t in handed}
     stacks = {x.slice: x.stack for x in loop.xs}
     summed = [Stacked(_stack(t, loop.length, tail), t) for t in handed if t not in stacks]
     stacks |= {y.slice: y.stack for y in summed}
@@ -70,4 +70,4 @@ def _with_tail(graph: Graph, name: str, late: Set[str]) -> Graph:
 
 def _stack(tensor: PTensor, length: int, tail: str) -> PTensor:
     aval = tensor.aval.update(shape=(length, *tensor.shape), weak_type=False)
-    return PTensor(f"{tensor.name}@{tail}:stack", aval, tensor.role)
+    return PTensor(tensor.name + "@" + tail + ":stack", aval, tensor.role)

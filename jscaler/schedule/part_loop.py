@@ -193,7 +193,7 @@ class _Region(RegionWriter):
         self.after: list[Item] = []
         self.inside = {t: item.loop.name for item in region.items if isinstance(item, Nest) for t in item.tensors()}
         self.taken = {  # state that a part takes over: the input -> what an iteration finds
-            state: PTensor(f"{tensor.name}@before", state.aval, state.role)
+            state: PTensor(tensor.name + "@before", state.aval, state.role)
             for tensor, state in writer.handed_on.items()
             if tensor in self.made and tensor not in self.inside
         }
@@ -221,7 +221,9 @@ class _Region(RegionWriter):
         return [*self.before, Nest(loop, tuple(body)), *self.after]
 
     def stand_in(self, tensor: PTensor, aval: Any) -> PTensor:
-        return PTensor(f"{tensor.name}@{self.writer.axis}:part", aval, tensor.role)  # whatever the user calls the axis
+        return PTensor(
+            tensor.name + "@" + self.writer.axis + ":part", aval, tensor.role
+        )  # whatever the user calls the axis
 
     def _item(self, item: Item) -> None:
         if isinstance(item, Op):
@@ -272,11 +274,11 @@ class _Region(RegionWriter):
 
     def index(self) -> tuple[PTensor, ...]:
         if self.number_of is None:
-            self.number_of = PTensor(f"{self.name}:index", _index_aval())
-            stack = PTensor(f"{self.name}:indices", _index_aval(self.writer.count))
+            self.number_of = PTensor(self.name + ":index", _index_aval())
+            stack = PTensor(self.name + ":indices", _index_aval(self.writer.count))
             count = self.writer.count
             body = self.writer.bodies.traced(lambda: [lax.iota(jnp.int32, count)], [])
-            self.before.append(self.beside(f"{self.name}:count", (), stack, body))
+            self.before.append(self.beside(self.name + ":count", (), stack, body))
             self.xs.append(Stacked(stack, self.number_of))
         return (self.number_of,)
 
@@ -285,10 +287,10 @@ class _Region(RegionWriter):
     def _merged(self, tensor: PTensor, form: Sliced) -> Stacked:
         part = self.part(tensor)
         stack = PTensor(
-            f"{tensor.name}@stack", part.aval.update(shape=(self.writer.count, *part.shape), weak_type=False), tensor.role
+            tensor.name + "@stack", part.aval.update(shape=(self.writer.count, *part.shape), weak_type=False), tensor.role
         )
         body = self.writer.bodies.traced(lambda x: [form.merge(x)], [stack.aval])
-        self.after.append(self.beside(f"{tensor.name}@merge", (stack,), tensor, body))
+        self.after.append(self.beside(tensor.name + "@merge", (stack,), tensor, body))
         return Stacked(stack, part)
 
     def _carried(self, tensor: PTensor, form: Form) -> Carry:
@@ -305,16 +307,16 @@ class _Region(RegionWriter):
             return Carry(state, self.taken[state], part, tensor)
         combiner = form.combiner if isinstance(form, Summed) else "add"
         added = form is not None and combiner == "add"
-        wide = wide_sum(tensor, self.writer.in_space.accumulation.dtype, f"{tensor.name}@sum") if added else None
+        wide = wide_sum(tensor, self.writer.in_space.accumulation.dtype, tensor.name + "@sum") if added else None
         final = tensor if wide is None else wide
         self.after += [] if wide is None else [self.cast(tensor, wide)]
-        init, inside = (PTensor(f"{tensor.name}@{word}", final.aval, tensor.role) for word in ("start", "sofar"))
-        start = self.beside(f"{tensor.name}@start", (), init, _start(bodies, final.aval, combiner))
+        init, inside = (PTensor(tensor.name + "@" + word, final.aval, tensor.role) for word in ("start", "sofar"))
+        start = self.beside(tensor.name + "@start", (), init, _start(bodies, final.aval, combiner))
         self.before.append(dataclasses.replace(start, anywhere="zeros") if combiner == "add" else start)
         if form is None:
             return Carry(init, inside, part, tensor)
-        out = PTensor(f"{tensor.name}@more", final.aval, tensor.role)
-        op = self.beside(f"{tensor.name}@more", (inside, part), out, self.joining(inside, part, combiner))
+        out = PTensor(tensor.name + "@more", final.aval, tensor.role)
+        op = self.beside(tensor.name + "@more", (inside, part), out, self.joining(inside, part, combiner))
         self.levels[0][0].append(dataclasses.replace(op, loop=self.name, anywhere="sum" if added else ""))
         return Carry(init, inside, out, final, is_sum=added)
 

@@ -8,6 +8,7 @@ backward   group 1   h ──► g' ─► …                    else group 0 w
 import dataclasses
 
 from jscaler.ir import Graph, Op
+from jscaler.ir.name import group_mark
 from jscaler.ir.op import RecomputeRegion
 from jscaler.primitives import Plan
 from jscaler.primitives.recompute_regions import with_ops
@@ -26,7 +27,7 @@ def regions_by_stage(graph: Graph, plan: Plan) -> Graph:
         known = where.get(op.path)
         for region in op.remat[:1]:
             if known != first.setdefault(region, known):
-                name = f"{region.name}@{len(names) + 1}"
+                name = region.name + group_mark([len(names) + 1])
                 own = names.setdefault((region, known), dataclasses.replace(region, name=name))
                 changed[op.path] = dataclasses.replace(op, remat=(own, *op.remat[1:]))
     return with_ops(graph, changed) if changed else graph

@@ -22,7 +22,7 @@ from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, Place, PTensor, Stacked, flat
 from jscaler.ir.loop import Item, made_by
-from jscaler.ir.op import turn_mark
+from jscaler.ir.name import turn_mark
 from jscaler.primitives import Assign, GridAxis, OnDevices, Order, Plan, Trans
 from jscaler.primitives.plan import Decision
 from jscaler.schedule.assigned_cells import assignments, cell_places, with_one_each
@@ -221,7 +221,7 @@ class _Writer:
     def _taken(self, x: Stacked, turn: int, loop: Loop, before: list[Item]) -> Stacked:
         """The slices of one turn."""
         aval = x.stack.aval.update(shape=(loop.length // self.count, *x.stack.shape[1:]))
-        stack = PTensor(f"{x.stack.name}@turn{turn}", aval, x.stack.role)
+        stack = PTensor(x.stack.name + f"@turn{turn}", aval, x.stack.role)
         maker, step = self.graph.producer.get(x.stack), self.count
         if maker is not None and not maker.inputs and maker.body is not None:  # the numbers of parts
             jaxpr, place = maker.body.jaxpr, maker.outputs.index(x.stack)
@@ -238,11 +238,11 @@ class _Writer:
     def _left(self, y: Stacked, loop: Loop, behind: list[Item]) -> list[Stacked]:
         """What the parts of each turn leave; behind the loop they are put together in their order."""
         aval = y.stack.aval.update(shape=(loop.length // self.count, *y.stack.shape[1:]))
-        stacks = tuple(PTensor(f"{y.stack.name}@turn{turn}", aval, y.stack.role) for turn in range(self.count))
+        stacks = tuple(PTensor(y.stack.name + f"@turn{turn}", aval, y.stack.role) for turn in range(self.count))
         shape = y.stack.shape
         body = self.bodies.traced(lambda *own: [jnp.stack(own, 1).reshape(shape)], [aval] * self.count)
         maker = next(op for op in self.graph.ops if op.loop == loop.name)
-        behind.append(Op(f"{y.stack.name}@turns", maker.kind, stacks, (y.stack,), body, call=maker.call, loop=loop.parent))
+        behind.append(Op(y.stack.name + "@turns", maker.kind, stacks, (y.stack,), body, call=maker.call, loop=loop.parent))
         return [
             dataclasses.replace(y, stack=stack, slice=self.tensors[turn].get(y.slice, y.slice))
             for turn, stack in enumerate(stacks)

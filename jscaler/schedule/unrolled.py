@@ -154,7 +154,7 @@ class _Region(RegionWriter):
             if isinstance(form, Ranged):
                 parts = tuple(self.writer.part_of[tensor, i] for i in range(self.writer.count))
                 body = self.writer.bodies.traced(lambda *xs, form=form: [form.merge(xs)], [t.aval for t in parts])
-                items.append(self.beside(f"{tensor.name}@merge", parts, tensor, body))
+                items.append(self.beside(tensor.name + "@merge", parts, tensor, body))
         return items
 
     @property
@@ -164,23 +164,23 @@ class _Region(RegionWriter):
     def stand_in(self, tensor: PTensor, aval: Any) -> PTensor:
         """What is the same for all parts is handed on by the last, under its own name."""
         kept = self.number == self.last and self.forms.get(tensor) is None and tensor in self.wanted
-        return tensor if kept else PTensor(f"{tensor.name}{self.mark}", aval, tensor.role)
+        return tensor if kept else PTensor(tensor.name + self.mark, aval, tensor.role)
 
     def _added(self, tensor: PTensor, form: Summed, before: PTensor | None) -> PTensor:
         """What the parts so far add up to, or join to; a sum of gradients in more bits is cast behind the last."""
         part, items = self.part(tensor), self.levels[0][0]
         asked = self.writer.in_space.accumulation.dtype if form.combiner == "add" else None
-        wide = wide_sum(tensor, asked, f"{tensor.name}@wide{self.mark}")
+        wide = wide_sum(tensor, asked, tensor.name + "@wide" + self.mark)
         if before is None and wide is None:
             return part
-        out = tensor if self.number == self.last else PTensor(f"{tensor.name}@sum{self.mark}", tensor.aval, tensor.role)
+        out = tensor if self.number == self.last else PTensor(tensor.name + "@sum" + self.mark, tensor.aval, tensor.role)
         out = out if wide is None else wide
         if before is None:
             body = cast(self.writer.bodies, part.aval, out.dtype)
-            items.append(self.beside(f"{tensor.name}@first{self.mark}", (part,), out, body))
+            items.append(self.beside(tensor.name + "@first" + self.mark, (part,), out, body))
         else:
             body = self.joining(before, part, form.combiner)
-            items.append(self.beside(f"{tensor.name}@more{self.mark}", (before, part), out, body))
+            items.append(self.beside(tensor.name + "@more" + self.mark, (before, part), out, body))
         items += [self.cast(tensor, out)] if wide is not None and self.number == self.last else []
         return out
 

@@ -178,7 +178,7 @@ class RegionWriter(ABC):
     def __init__(self, writer: AxisWriter, region: TimeRegion, place: str | None):
         self.writer, self.region, self.place = writer, region, place
         self.forms = writer.regions.forms
-        self.name = f"{writer.axis}@{min(region.ops, key=writer.graph.position.__getitem__)}"
+        self.name = writer.axis + "@" + min(region.ops, key=writer.graph.position.__getitem__)
         self.made = dict.fromkeys(t for item in region.items for t in made_by(item))
         self.wanted = [t for t in self.made if writer.outside(t, region)]
         self.like = next(flat(region.items))
@@ -247,7 +247,7 @@ class RegionWriter(ABC):
         number, before = self.number, [t for t, _ in self.cut].count(tensor)
         mark = f"#{before}" if before else ""
         aval = whole.aval.update(shape=form.shape(whole.shape, number), weak_type=False)
-        made = PTensor(f"{tensor.name}@{self.name}{mark}{self.mark}", aval, tensor.role)
+        made = PTensor(tensor.name + "@" + self.name + mark + self.mark, aval, tensor.role)
         maker, bodies = self.writer.graph.producer.get(tensor), self.writer.bodies
         value = filled_with(maker.body.jaxpr) if maker is not None and maker.body is not None else None
         if value is not None:
@@ -256,7 +256,7 @@ class RegionWriter(ABC):
             inputs = (whole, *self.index())
             body = bodies.traced(lambda x, i=number: [form.take(x, i)], [t.aval for t in inputs])
         kind = "backward" if reader.kind == "backward" else "forward"
-        path = f"{tensor.name}@cut{mark}@{self.name}{self.mark}"
+        path = tensor.name + "@cut" + mark + "@" + self.name + self.mark
         items, loop = self.levels[-1] if tensor in self.made else self.levels[0]
         items.append(Op(path, kind, inputs, (made,), body, call=reader.call, loop=loop))
         return made
@@ -276,4 +276,4 @@ class RegionWriter(ABC):
     def cast(self, tensor: PTensor, wide: PTensor) -> Op:
         """Casts a sum in more bits, that of all parts, back."""
         self.writer.wide[tensor] = wide
-        return self.beside(f"{tensor.name}@cast", (wide,), tensor, cast(self.writer.bodies, wide.aval, tensor.dtype))
+        return self.beside(tensor.name + "@cast", (wide,), tensor, cast(self.writer.bodies, wide.aval, tensor.dtype))

@@ -20,7 +20,7 @@ from jscaler import PlanError, Replicate, UnknownNameError
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.loop_ranges import with_ranges
 from jscaler.ir import Graph
-from jscaler.ir.op import without_range
+from jscaler.ir.name import without
 from jscaler.primitives.leaf_parts import leaves_in, with_leaf_parts
 from jscaler.rules.rule_book import RuleBook
 
@@ -111,7 +111,7 @@ def test_leaves_in_parts_compute_what_whole_ones_do(sizes: list[int], reverse: b
         if len(set(sizes)) == 1:  # ops of some kinds have no parts of other sizes, and need the whole
             assert {leaf for leaf in leaves if leaf.endswith("k")} == {leaf for leaf in stacked if leaf.endswith("k")}
         changed = with_leaf_parts(graph, leaves, sizes, bodies)
-        assert {without_range(t.name) for t in changed.inputs} == {t.name for t in graph.inputs}
+        assert {without(t.name, "layers") for t in changed.inputs} == {t.name for t in graph.inputs}
         check(graph, changed, jax.tree.leaves(arguments))
         ranges = with_ranges(changed, name, sizes, bodies)
         check(graph, ranges, jax.tree.leaves(arguments))
