@@ -44,8 +44,8 @@ class LiveTensors:
         def sources(tensor: PTensor) -> list[PTensor]:
             """What a loop stacks up, or a join adds up, to a gradient is one, too."""
             maker = graph.producer.get(tensor)
-            added = maker is not None and maker.kind == "backward" and maker.forward is None
-            parts = [t for t in maker.inputs if t.role == "gradient"] if added else []
+            is_sum = maker is not None and maker.kind == "backward" and maker.forward is None
+            parts = [t for t in maker.inputs if t.role == "gradient"] if maker is not None and is_sum else []
             linked = (other for other, _ in graph.linked.get(tensor, ()))
             return [t for t in (*parts, *linked) if t not in kinds]
 

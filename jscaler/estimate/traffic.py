@@ -8,9 +8,9 @@ import numpy as np
 
 from jscaler.clusters import Cluster
 from jscaler.clusters.transition_kinds import sends
-from jscaler.lower.blocks import Transfer
 from jscaler.lower.program import Adapt, Compute, Extend, walk
 from jscaler.lower.segment import Segment
+from jscaler.lower.spanning_loop import Transfer
 from jscaler.materialize import Layout
 from jscaler.materialize.edges import halo_cost, messages
 from jscaler.materialize.transitions import Transition, price_of, rounds_of

@@ -14,9 +14,9 @@ from jax.extend import core
 from jscaler.capture.jaxprs import dtype, nbytes, shape
 from jscaler.estimate.live import HeldKind, LiveTensor, LiveTensors
 from jscaler.ir import PTensor
-from jscaler.lower.blocks import Transfer
 from jscaler.lower.donation import donated_inputs
 from jscaler.lower.instructions import Instruction, Run, Send, Slot
+from jscaler.lower.spanning_loop import Transfer
 from jscaler.lower.step_plan import StepPlan
 
 Devices = tuple[int, ...]

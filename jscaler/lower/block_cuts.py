@@ -35,8 +35,7 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     """
     arrived = dict(zip(reversed(flat.inputs), reversed(program.import_levels), strict=False))
     ends = _ends(program, flat)
-    last = max(program.last_level, *program.import_levels, START)
-    own = sorted({last, *program.pinned.values(), *(level for *_, level in ends if level is not None)})
+    own = program.block_levels
     if len(own) == 1 and program.times == 1 and not program.import_levels and not program.exports:
         return (uncut(program, flat),), count
     flat = _with_halves(program, flat, ends, own)
@@ -228,11 +227,12 @@ def _blocks(
                 (*(takes[v][1][1] for v in given), *(values[v][1] if v in values else None for v in brought)),
                 (*(layout for _, _, layout, _ in ends), *(None for _ in kept)),
                 of_layers=program.of_layers,
-                marks=program.marks.get(level.whole if level.is_weights else level, frozenset()),
             )
         )
         saved |= handed | {v: gone[v] for v in own_values if v in gone}
-    return tuple(made), next(numbers)
+    levels = {block.level for block in made}
+    named = (dataclasses.replace(block, names=program.names_at(block.level, levels)) for block in made)
+    return tuple(named), next(numbers)
 
 
 def _needed(items: Sequence[Item], ends: Sequence[End]) -> Iterator[core.Var]:

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jscaler.ir import Graph, PTensor
-from jscaler.lower.blocks import CarriedValue, SpanningLoop, Transfer
-from jscaler.lower.level import FRONT, Level
+from jscaler.lower.level import FRONT, Level, StageKind
+from jscaler.lower.loop_blocks import Cell, LoopBlocks, sums_of
 from jscaler.lower.merged import merged
 from jscaler.lower.segment import PlacedBlock
-from jscaler.lower.table_rounds import Cell, Name, Rounds, sums_of
+from jscaler.lower.spanning_loop import CarriedValue, SpanningLoop, Transfer
+from jscaler.lower.table_binding import bound_table, in_table_order
 from jscaler.tables import BlockKind, Published, Table, TableCell
 
 Slot = int
@@ -90,7 +91,7 @@ class Instructions:
     slots: int
     counts: Mapping[Slot, tuple[int, int]]
     table: Table | None = None
-    names: Mapping[int, Sequence[Name]] = field(default_factory=dict)
+    names: Mapping[int, Sequence[StageKind]] = field(default_factory=dict)
     places: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ends: Set[int] = frozenset()
 
@@ -131,9 +132,9 @@ def instructions(
         for phase in range(max((block.phase for block in blocks), default=0) + 1):
             writer.straight(phase)
         return [*blocks], Instructions(tuple(_freed(writer.steps, results)), writer.count, writer.counts)
-    rounds = Rounds(graph, blocks, transfers, spanning, list(before))
-    table = rounds.table(plan)
-    order = [[_of_blocks(entry) for entry in entries] for entries in rounds.order(table)]
+    loop = LoopBlocks.of(blocks, transfers, spanning, list(before))
+    table = bound_table(loop, plan)
+    order = [[_of_blocks(entry) for entry in entries] for entries in in_table_order(loop, table)]
     writer = _Writer(blocks, transfers, spanning, results)
     number = writer.run_as({parts for entries in order for parts, _ in entries}, set(graph.inputs))
     for phase in range(max(block.phase for block in blocks) + 1):
@@ -143,7 +144,7 @@ def instructions(
             writer.end()
         elif phase not in spanning.phases:
             writer.straight(phase)
-    names = {number[parts]: _names(parts, rounds.names) for parts in number}
+    names = {number[parts]: _names(parts, blocks) for parts in number}
     return writer.blocks, Instructions(
         tuple(_freed(writer.steps, results)),
         writer.count,
@@ -155,7 +156,7 @@ def instructions(
     )
 
 
-def _ends(blocks: Sequence[PlacedBlock], names: Mapping[int, Sequence[tuple[Name, int]]]) -> Set[int]:
+def _ends(blocks: Sequence[PlacedBlock], names: Mapping[int, Sequence[tuple[StageKind, int]]]) -> Set[int]:
     """The blocks of stages whose layers of a stack are blocks of their own."""
     of_layers = {(blocks[n].phase, name) for n, own in names.items() if blocks[n].of_layers for name, _ in own}
     rest = [n for n in names if not blocks[n].of_layers]
@@ -168,10 +169,10 @@ def _of_blocks(entry: tuple[Cell, ...]) -> tuple[Parts, tuple[int, ...]]:
     return tuple((number, iterations.index(iteration)) for number, iteration in entry), iterations
 
 
-def _names(parts: Parts, names: Mapping[int, Sequence[Name]]) -> list[tuple[Name, int]]:
+def _names(parts: Parts, blocks: Sequence[PlacedBlock]) -> list[tuple[StageKind, int]]:
     """What an executable does, and the place of the micro-batch of each; both halves of a backward are one."""
-    every = [(name, place) for number, place in parts for name in names[number]]
-    whole: list[tuple[Name, int]] = []
+    every = [(name, place) for number, place in parts for name in blocks[number].names]
+    whole: list[tuple[StageKind, int]] = []
     for (stage, kind), place in every:
         other: BlockKind | None = "W" if kind == "I" else "I" if kind == "W" else None
         both = other is not None and ((stage, other), place) in every

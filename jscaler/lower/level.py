@@ -1,11 +1,11 @@
 """``Level``: where a block stands among those of its phase."""
 
-from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from jscaler.tables import BlockKind
 
-Mark = tuple[int | None, BlockKind]  # a stage, if the plan says which, and what is done: F, R or B
+StageKind = tuple[int, BlockKind]  # a cell of a table but for its micro-batch
+Work = tuple[int | None, BlockKind]  # of an op: a stage, if the plan says which, and what is done: F, R or B
 WHOLE, WEIGHTS, AGAIN = 0, 1, 2  # all of a block; what nobody waits for, behind it; what it computes again for another
 
 
@@ -34,6 +34,5 @@ class Level(NamedTuple):
         return self.part == AGAIN
 
 
-Marks = Mapping[Level, Set[Mark]]  # of the blocks of a program
 START = Level()
 FRONT = Level(-1)  # of what is there before the first block of a phase, or of an iteration, runs

@@ -1,6 +1,6 @@
 """Which block of a step each op is of: the one place that decides it.
 
-In a phase of the step (`lower.blocks`) an op is of a *place* (a group; its layers of a stack apart). It is of a *stage* if
+In a phase of the step (`lower.phases`) an op is of a *place* (a group; its layers of a stack apart). It is of a *stage* if
 the plan's schedule has some, and of a *kind* where its table asks for blocks of their own: R for what is computed again, F
 and B where a stage's forward and backward are apart. Ops of one place, stage and kind are one block: a *visit*. It ends
 where it would wait for itself::
@@ -19,12 +19,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from jscaler.ir import Graph, Loop, Nest, Op, PTensor
+from jscaler.ir import Graph, Nest, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.name import layers_of
 from jscaler.ir.op import RecomputeRegion
 from jscaler.ir.walk import in_order
-from jscaler.lower.level import AGAIN, START, WHOLE, Level, Mark
+from jscaler.lower.block_names import BlockKey, BlockNames, BlockOps
+from jscaler.lower.level import AGAIN, START, WHOLE, Level, StageKind, Work
+from jscaler.lower.phases import Phase, ops_of
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.tables import BlockKind
 from jscaler.tables.cuts import Cuts
@@ -87,20 +89,7 @@ class BlockGraph:
                     self._before[n] = own | more
 
 
-At = tuple[Level, Place, Mark | None]  # where, and what is done; None for what is there before
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of the step: ``items`` in order; of a loop over groups those of its body, at one of its turns."""
-
-    items: tuple[Item, ...]
-    loop: Loop | None = None
-    first: int = 0  # of the phases of its loop
-
-
-def ops_of(item: Item) -> list[Op]:
-    return [item] if isinstance(item, Op) else list(item.ops())
+At = tuple[Level, Place, Work | None]  # where, and what is done; None for what is there before
 
 
 def region_of(op: Op) -> RecomputeRegion | None:
@@ -136,7 +125,7 @@ class OpBlocks:
     Attributes:
         of_op: path -> level and place, of this phase.
         of_layers: what layers of a stack make.
-        marks: number of a phase, place -> level of a block -> the stages that run there, forward or backward.
+        in_loops: what ops say of the blocks of a loop over groups.
     """
 
     graph: Graph
@@ -145,7 +134,7 @@ class OpBlocks:
     cuts: Cuts
     of_op: dict[str, At] = field(default_factory=dict)
     of_tensor: dict[PTensor, At] = field(default_factory=dict)
-    marks: dict[tuple[int, Place], dict[Level, set[Mark]]] = field(default_factory=dict)
+    in_loops: dict[BlockKey, BlockOps] = field(default_factory=dict)
     of_layers: set[PTensor] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -223,12 +212,24 @@ class OpBlocks:
         by_stages = self.in_loop and any(item.stage is not None for item in items)
         levels = self._by_stages(items) if by_stages else self._by_crossings(items)
         for item, level in zip(items, levels, strict=True):
-            mark: Mark = item.stage, item.kind
-            at: At = level, item.place, mark
+            at: At = level, item.place, (item.stage, item.kind)
             if self.in_loop:
-                self.marks.setdefault((number, item.place), {}).setdefault(level, set()).add(mark)
+                self._add(number, item, level, items, levels)
             self.of_op.update(dict.fromkeys((op.path for op in item.ops), at))
             self.of_tensor.update(dict.fromkeys(made_by(item.item), at))
+
+    def _add(
+        self, number: int, item: _PhaseItem, level: Level, items: Sequence[_PhaseItem], levels: Sequence[Level]
+    ) -> None:
+        """Say what ``item`` says of its block."""
+        key = BlockKey(number, item.place, level)
+        block = self.in_loops.setdefault(key, BlockOps())
+        block.works.add((item.stage, item.kind))
+        for n in item.waits:
+            other = BlockKey(number, items[n].place, levels[n])
+            block.reads |= {other} - {key}
+            is_sent = self.group(other.place) != self.group(item.place) and levels[n].number + 1 == level.number
+            block.takes_activation |= is_sent and items[n].kind == "F"
 
     def _phase_items(self, items: Sequence[Item]) -> list[_PhaseItem]:
         """The items of a phase. One without a stage goes with what it reads on its place."""
@@ -324,3 +325,27 @@ class OpBlocks:
         return [
             t for t, (_, home, own) in known.items() if home == place and own is not None and own[0] not in (None, mark[0])
         ]
+
+    def names(
+        self, programs: Mapping[tuple[int, Place], Sequence[Level]]
+    ) -> dict[tuple[int, Place], dict[Level, tuple[StageKind, ...]]]:
+        """The names of the blocks of a loop over groups: number of a phase, place -> level -> what a block is.
+
+        Args:
+            programs: number of a phase, place -> the levels at which its program is cut, in order. Ops of other levels run
+                where their results are read.
+        """
+
+        def where(key: BlockKey) -> BlockKey:
+            levels = programs[key.phase, key.place]
+            wholes = (level.whole if level.is_weights else level for level in levels)
+            return key._replace(level=next((level for level in wholes if level >= key.level), key.level))
+
+        blocks = {key: ops for key, ops in self.in_loops.items() if where(key) == key}
+        for key, ops in self.in_loops.items():
+            if (run := where(key)) != key and run in blocks:
+                blocks[run].reads |= ops.reads
+        found: dict[tuple[int, Place], dict[Level, tuple[StageKind, ...]]] = {}
+        for key, names in BlockNames(blocks, lambda place: place % len(self.number), self.is_layers).names().items():
+            found.setdefault((key.phase, key.place), {})[key.level] = names
+        return found

@@ -4,7 +4,7 @@ A slot holds one local array: a PTensor in one layout. The program is the same f
 differs per device are the part indices, which come from its place in the mesh.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jscaler.capture.jaxprs import trace_flat
 from jscaler.clusters import CostModel
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.loop import Item, chain_of
-from jscaler.lower.level import START, Level, Marks
+from jscaler.lower.level import START, WEIGHTS, Level, StageKind
 from jscaler.lower.members import Members, members
 from jscaler.materialize import Adapter, Completed, DeviceMesh, Layout, find_adapter
 from jscaler.materialize.completed import OpLayouts
@@ -131,14 +131,14 @@ class Program:
         inputs: a slot and a layout for each of ``tensors``: inputs of the step, constants, then values of other programs.
         outputs: a slot and a layout for each of ``results``, the numbers of those of the step's that are left here; then
             for each of ``exports``.
-        phase: see `lower.blocks`.
+        phase: its number; see `lower.phases`.
         imports, exports: the numbers of the values that it takes from other programs, and of those that it leaves them.
         import_levels, export_levels: behind which level they arrive, and leave; None: when they are made.
         last_level: of its ops.
         pinned: path -> the level of an op that must run there, as ``op_order`` says.
         times: how often it runs.
         of_layers: whether it is what a group does for its layers of a stack; what it does besides is another program.
-        marks: what its blocks do, by level: of which stages, forward or backward.
+        names: by level the cells of a table that its blocks are (`lower.block_names`).
     """
 
     group: DeviceMesh
@@ -156,7 +156,24 @@ class Program:
     pinned: Mapping[str, Level] = field(default_factory=dict)
     times: int = 1
     of_layers: bool = False
-    marks: Marks = field(default_factory=dict)
+    names: Mapping[Level, tuple[StageKind, ...]] = field(default_factory=dict)
+
+    @property
+    def block_levels(self) -> list[Level]:
+        """The levels of the blocks that it is cut into, in order."""
+        ends = (level for level in self.export_levels if level is not None)
+        return sorted({max(self.last_level, *self.import_levels, START), *self.pinned.values(), *ends})
+
+    def names_at(self, level: Level, levels: Container[Level]) -> tuple[StageKind, ...]:
+        """The names of its block at ``level``, if it has blocks at ``levels``: of a backward in halves, those of the half.
+
+        Where no stage waits for a gradient (of tokens, say), W is all there is.
+        """
+        names = self.names.get(level.whole if level.is_weights else level, ())
+        if level.is_weights:
+            return tuple((stage, "W") for stage, kind in names if kind == "B")
+        is_halved = Level(level.number, WEIGHTS) in levels
+        return tuple((stage, "I" if is_halved and kind == "B" else kind) for stage, kind in names)
 
     @property
     def adapters(self) -> tuple[Adapt, ...]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from jscaler.errors import PlanError
 from jscaler.ir import Graph, PTensor
 from jscaler.ir.passes import Pass
 from jscaler.lower.flat_program import FlatProgram, all_items, results
-from jscaler.lower.level import Level, Mark
+from jscaler.lower.level import Level, StageKind
 from jscaler.lower.program import Program
 from jscaler.materialize import DeviceMesh, Layout
 
@@ -31,7 +31,7 @@ class PlacedBlock:
         parts: of several blocks that are one executable: these, each with the place of its micro-batch among the run's.
         import_places, export_places: of these, the place of the micro-batch of each import and export; else all are of one.
         of_layers: whether it is of its group's layers of a stack, and of nothing that the group does besides.
-        marks: what it does: of which stages, forward or backward.
+        names: the cells of a table that it is, for each micro-batch: forward and backward of a last stage may be one block.
         like: the block of another group's program that it is the twin of (`lower.twins`), if it is one.
     """
 
@@ -49,7 +49,7 @@ class PlacedBlock:
     import_places: tuple[int, ...] = ()
     export_places: tuple[int, ...] = ()
     of_layers: bool = False
-    marks: Set[Mark] = frozenset()
+    names: tuple[StageKind, ...] = ()
     like: "PlacedBlock | None" = field(default=None, compare=False, repr=False)
 
     @property

@@ -11,11 +11,11 @@ from jscaler.errors import PlanError, shown
 from jscaler.ir import Graph, PTensor, VTensor
 from jscaler.ir.passes import Passes
 from jscaler.ir.walk import grouped
-from jscaler.lower.blocks import SpanningLoop, Transfer
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.instructions import Instructions, Run, Send
 from jscaler.lower.program import Program
 from jscaler.lower.segment import PlacedBlock, Segment, only
+from jscaler.lower.spanning_loop import SpanningLoop, Transfer
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.primitives import Plan
 from jscaler.primitives.shard_checks import stored_leaves

@@ -53,7 +53,7 @@ def twin_of(segment: Segment, program: Program, count: int) -> tuple[Segment, in
     Args:
         count: how many are taken.
     """
-    own = _Own(segment.program, program, count)
+    own = _Own(segment, program, count)
     blocks = tuple(own.block(block) for block in segment.blocks)
     return Segment(program, own.flat(segment.flat), blocks), next(own.fresh)
 
@@ -61,8 +61,8 @@ def twin_of(segment: Segment, program: Program, count: int) -> tuple[Segment, in
 class _Own:
     """What the things of one program are in its twin."""
 
-    def __init__(self, theirs: Program, program: Program, count: int):
-        self.program = program
+    def __init__(self, segment: Segment, program: Program, count: int):
+        self.program, theirs = program, segment.program
         self.fresh = itertools.count(count)
         pairs = list(zip(all_tasks(theirs.tasks), all_tasks(program.tasks), strict=True))
         self.tasks = {id(a): b for a, b in pairs}
@@ -76,9 +76,13 @@ class _Own:
         ends = zip((*theirs.inputs, *theirs.outputs), (*program.inputs, *program.outputs), strict=True)
         self.layouts: dict[Layout | None, Layout | None] = {None: None} | {a: b for (_, a), (_, b) in ends}
         self.levels = dict(zip(_places(theirs), _places(program), strict=True))
+        self.block_levels = {self._level(block.level) for block in segment.blocks}
+
+    def _level(self, theirs: Level) -> Level:
+        return Level(self.levels[theirs.number], theirs.part)
 
     def block(self, block: PlacedBlock) -> PlacedBlock:
-        level = Level(self.levels[block.level.number], block.level.part)
+        level = self._level(block.level)
         return PlacedBlock(
             self.program.group,
             block.phase,
@@ -91,7 +95,7 @@ class _Own:
             tuple(map(self.layouts.__getitem__, block.inputs)),
             tuple(map(self.layouts.__getitem__, block.outputs)),
             of_layers=self.program.of_layers,
-            marks=self.program.marks.get(level.whole if level.is_weights else level, frozenset()),
+            names=self.program.names_at(level, self.block_levels),
             like=block,
         )
 

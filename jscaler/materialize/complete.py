@@ -48,7 +48,7 @@ Laid = tuple[tuple[Layout, ...], tuple[Layout, ...], tuple[tuple[Edge, ...], ...
 def complete(placed: OnGroups, plan: Plan, book: RuleBook, cost: CostModel = FEW_STEPS) -> Completed:
     """Fill in what the policy left open.
 
-    A reader on another group than its operand's finds it there in the layout that it reads: `lower.blocks` crosses.
+    A reader on another group than its operand's finds it there in the layout that it reads: `lower.passing` crosses.
 
     Raises:
         PlanError: incomplete or contradictory decisions.

@@ -16,7 +16,7 @@ from jscaler.ir.kinds import TensorKind, tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.op import OpKind
 from jscaler.ir.walk import grouped
-from jscaler.lower.blocks import Transfer
+from jscaler.lower.spanning_loop import Transfer
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize import Completed
 from jscaler.materialize.placement import Placement, RunnerUp

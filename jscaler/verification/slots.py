@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from jscaler.errors import VerificationError
-from jscaler.lower.blocks import CarriedValue
 from jscaler.lower.donation import donated_imports
 from jscaler.lower.instructions import Gather, Instruction, Run, Send, microbatch_text
 from jscaler.lower.segment import PlacedBlock
+from jscaler.lower.spanning_loop import CarriedValue
 from jscaler.lower.step_plan import StepPlan
 
 
