@@ -166,7 +166,7 @@ def _name(graph: Graph, members: Sequence[Op]) -> str:
     common = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
     taken = {region.name for op in graph.ops for region in op.remat}
     name = "/".join([*common, "again"])
-    return name if common and name not in taken else f"{members[0].path}/again"
+    return name if common and name not in taken else members[0].path + "/again"
 
 
 def selected(graph: Graph, selection: Any) -> tuple[str, ...]:

@@ -66,7 +66,11 @@ def _names(graph: Graph) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices"), [("pipeline(2, 2, '1f1b+R', batch='x')", 2), ("pipeline(2, 2, plan=zero3('x'), batch='x')", 4)]
+    ("plan", "devices"),
+    [
+        ("pipeline(2, 2, '1f1b+R', batch='x', plan=recompute_layers())", 2),
+        ("pipeline(2, 2, plan=zero3('x'), batch='x')", 4),
+    ],
 )
 def test_every_name_of_a_pipeline_has_the_marks_that_a_person_sees(plan: str, devices: int) -> None:
     lowered = jscaler.parallelize(plan, devices=devices)(step).lower(make_state(4), inputs())
