@@ -10,17 +10,10 @@ from jax.extend import core
 
 import jscaler
 from jscaler import Split
-from jscaler.clusters import FEW_STEPS
-from jscaler.lower.blocks import make_programs
-from jscaler.lower.flat_program import FlatProgram, results
-from jscaler.lower.numbering import flatten
-from jscaler.lower.program import Compute, Program
-from jscaler.materialize.complete import complete
-from jscaler.materialize.completed import Completed
-from jscaler.materialize.groups import find_groups, homes, on_groups
-from jscaler.materialize.placement import decided_placements
-from jscaler.primitives import make_plan
-from jscaler.stages import Captured
+from jscaler.lower.flat_program import results
+from jscaler.lower.program import Compute
+from jscaler.lower.step_plan import StepPlan
+from jscaler.stages import Captured, lower, transform
 
 TABLE = np.arange(16.0).reshape(4, 4)  # constants that both towers read, the second one in the ops that are left open
 ROW = np.arange(1.0, 5.0)
@@ -49,27 +42,24 @@ def by_tower(graph: Any, devices: np.ndarray) -> None:
 
 
 @pytest.fixture(scope="module")
-def lowered() -> tuple[Captured, Completed, tuple[Program, ...], list[FlatProgram]]:
-    one = {"x": jnp.ones((8, 4)), "w": jnp.ones((4, 4))}
-    captured = jscaler.parallelize("single", devices=1)(towers).lower(one, one).captured
-    plan = make_plan(by_tower, captured.graph, 4, captured.bodies, ())
-    graph, rules = captured.graph, captured.rules
-    completed = complete(on_groups(graph, plan, captured.bodies), plan, rules)
-    made = make_programs(graph, graph.ops, completed, rules, {}, FEW_STEPS)
-    programs = made.programs
-    assert not made.transfers
-    return captured, completed, programs, [flatten(program, captured.source) for program in programs]
+def plan() -> StepPlan:
+    arguments = {"x": jnp.ones((8, 4)), "w": jnp.ones((4, 4))}
+    captured = Captured.of(jscaler.parallelize("single", devices=1)(towers).graph(arguments, arguments))
+    lowered = lower(captured, transform(captured, by_tower, 4))
+    assert not lowered.transfers
+    return lowered
 
 
-def test_every_op_lies_on_its_tower_s_group(lowered: Any) -> None:
-    captured, completed, programs, _ = lowered
+def test_every_op_lies_on_its_tower_s_group(plan: StepPlan) -> None:
+    completed = plan.completed
     assert [sorted(group.devices) for group in completed.groups] == [[0, 2], [1, 3]]
-    for op in captured.graph.ops:
+    for op in plan.graph.ops:
         group = completed.ops[op.path].placement.group
         assert group.devices == GROUPS[op.path.split("/")[0]], op.path
         for layout in (*completed.ops[op.path].inputs, *completed.ops[op.path].outputs):
             assert layout.mesh is group
-    assert [{t.op.path.split("/")[0] for t in p.tasks if isinstance(t, Compute)} for p in programs] == [{"left"}, {"right"}]
+    towers_of = [{t.op.path.split("/")[0] for t in s.program.tasks if isinstance(t, Compute)} for s in plan.segments]
+    assert towers_of == [{"left"}, {"right"}]
 
 
 def test_a_backward_op_runs_where_its_forward_op_does() -> None:
@@ -90,28 +80,26 @@ def test_a_backward_op_runs_where_its_forward_op_does() -> None:
             for op in graph.select(f"{name}/*", kind="forward"):
                 graph.op_assign(graph.op_trans(op, jscaler.Replicate(2)), list(group))
 
-    captured = jscaler.parallelize("single", devices=1)(step).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).captured
-    plan = make_plan(policy, captured.graph, 4, captured.bodies, ())
-    groups = find_groups(plan, decided_placements(captured.graph, plan))
-    home = homes(captured.graph, groups, {})
-    backward = [op for op in captured.graph.ops if op.forward is not None]
+    captured = Captured.of(jscaler.parallelize("single", devices=1)(step).graph(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    lowered = lower(captured, transform(captured, policy, 4))
+    backward = [op for op in lowered.graph.ops if op.forward is not None]
     assert {op.path.split("/")[0] for op in backward} == {"left", "right"}
     for op in backward:
-        assert home[op.path].group.devices == GROUPS[op.path.split("/")[0]], op.path
+        assert lowered.completed.homes[op.path].group.devices == GROUPS[op.path.split("/")[0]], op.path
 
 
-def test_what_the_plan_left_open_is_filled_in_on_its_own_group(lowered: Any) -> None:
+def test_what_the_plan_left_open_is_filled_in_on_its_own_group(plan: StepPlan) -> None:
     """The caches of the completion know the group: equal ops whose inputs lie alike, on other devices."""
-    _, completed, _, _ = lowered
+    completed = plan.completed
     for name in GROUPS:
         (path,) = [p for p in completed.ops if p.startswith(f"{name}/norm")]
         placement = completed.ops[path].placement
         assert (placement.origin, list(placement.factors.values())) == ("filled", [("x0",)])
 
 
-def test_each_group_has_a_copy_of_the_constant_and_arguments_of_its_own(lowered: Any) -> None:
-    captured, _, programs, _ = lowered
-    constants = [t for t, _ in captured.graph.constants]
+def test_each_group_has_a_copy_of_the_constant_and_arguments_of_its_own(plan: StepPlan) -> None:
+    programs = [segment.program for segment in plan.segments]
+    constants = [t for t, _ in plan.graph.constants]
     assert len(constants) == 2
     for program, name in zip(programs, GROUPS, strict=True):
         own = [t.name for t in program.tensors if t not in constants]
@@ -121,9 +109,9 @@ def test_each_group_has_a_copy_of_the_constant_and_arguments_of_its_own(lowered:
     assert [program.results for program in programs] == [(0,), (1,)]
 
 
-def test_value_numbering_merges_nothing_across_groups(lowered: Any) -> None:
+def test_value_numbering_merges_nothing_across_groups(plan: StepPlan) -> None:
     """Both programs make their own counts (an iota that reads nothing), and share no variable."""
-    _, _, _, flats = lowered
+    flats = [segment.flat for segment in plan.segments]
     names = [[eqn.primitive.name for eqn in flat.equations] for flat in flats]
     assert names[0] == names[1]
     assert names[0].count("iota") == 1

@@ -12,7 +12,8 @@ import jscaler
 from jscaler import plans
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize.groups import on_groups
-from jscaler.primitives import Planner, make_plan
+from jscaler.primitives import Planner
+from jscaler.stages import transform
 
 WIDTH = 4
 
@@ -75,7 +76,7 @@ def test_a_pass_hands_on_where_ops_run() -> None:
         for i in range(2):
             graph.on_devices(graph.select(f"layer_{i}/*"), devices[i : i + 1])
 
-    plan = make_plan(policy, captured.graph, 2, captured.bodies, ())
+    plan = transform(captured, policy, 2)
     placed = on_groups(captured.graph, plan, captured.bodies)
     assert placed.with_graph(captured.graph) is placed
     (loss,) = captured.graph.select("loss/div")

@@ -15,9 +15,8 @@ from jscaler import Plan, PlanError, PlanFitError, UnknownNameError
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import StepPlan
-from jscaler.primitives import make_plan
 from jscaler.primitives.plan_matches import check_fits
-from jscaler.stages import Captured, lower
+from jscaler.stages import Captured, lower, transform
 
 Policy = Callable[[Any, Any], Any]
 NAMES = ("a", "b", "c", "d")
@@ -62,7 +61,7 @@ def captured(loss_fn: Callable[..., jax.Array] = chain) -> Captured:
 
 def planned(policy: Policy, loss_fn: Callable[..., jax.Array] = chain) -> StepPlan:
     known = captured(loss_fn)
-    return lower(known, make_plan(policy, known.graph, 1, known.bodies))
+    return lower(known, transform(known, policy, 1))
 
 
 def more(policy: Policy, loss_fn: Callable[..., jax.Array] = chain) -> dict[str, int]:
@@ -191,7 +190,7 @@ def test_fused_ops_are_computed_again_as_one() -> None:
 
 def test_a_plan_file_holds_it_and_another_graph_is_checked() -> None:
     known = captured()
-    made = make_plan(lambda graph, _: graph.recompute(["b/*", "c/*"], "b/dot"), known.graph, 1, known.bodies)
+    made = transform(known, lambda graph, _: graph.recompute(["b/*", "c/*"], "b/dot"), 1)
     loaded = Plan.from_json(made.to_json())
     assert loaded == made
     assert '{"kind": "recompute", "ops": ["b/dot", "b/cos", "c/dot", "c/tanh"], "keep": ["b/dot"]}' in made.to_json()
@@ -199,7 +198,7 @@ def test_a_plan_file_holds_it_and_another_graph_is_checked() -> None:
     check_fits(loaded, known.graph, BodyTable())
     assert repeated(lower(known, loaded)) == repeated(lower(known, made))
     other: Graph = captured(checkpointed).graph
-    half = make_plan(lambda graph, _: graph.recompute(["a/*", "b/*"]), known.graph, 1, known.bodies)
+    half = transform(known, lambda graph, _: graph.recompute(["a/*", "b/*"]), 1)
     with pytest.raises(PlanFitError, match="are part of region 'remat'"):
         check_fits(half, other, BodyTable())
 
