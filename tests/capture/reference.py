@@ -23,11 +23,15 @@ def graph_of(step: Callable[..., Any], *args: Any) -> Graph:
 
 def interpret(graph: Graph, leaves: Any) -> list[Any]:
     """The graph's outputs. An op that reads what no earlier op wrote is an error: the order is wrong."""
+    bodies = BodyTable()
+    return interpret_ops(thread_saved(recompute(with_backward_bodies(graph, bodies), bodies)), leaves)
+
+
+def interpret_ops(graph: Graph, leaves: Any) -> list[Any]:
+    """The outputs of a graph all of whose ops have bodies, such as passes leave."""
     values: dict[PTensor, Any] = dict(zip(graph.inputs, leaves, strict=True))
     values |= dict(graph.constants)
-    bodies = BodyTable()
-    full = thread_saved(recompute(with_backward_bodies(graph, bodies), bodies))
-    _run(full.tree, values)
+    _run(graph.tree, values)
     return [values[t] for t in graph.outputs]
 
 

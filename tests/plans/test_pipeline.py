@@ -17,7 +17,6 @@ from jscaler import PlanError, SplitError, UnknownNameError, plans
 from jscaler.clusters import Peak, find_cluster
 from jscaler.clusters.device import find_kind
 from jscaler.errors import OrderError
-from jscaler.plans.balance import bottleneck
 from jscaler.tables.gpipe import gpipe
 from models.gpt import GPT, GPTConfig
 
@@ -217,25 +216,6 @@ def test_stages_are_balanced_or_begin_where_they_are_told() -> None:
     step, params, x = stack_of([512] * 7)
     told = jscaler.parallelize(plans.pipeline(3, 2, at=["layer_1", "layer_3"], batch="x"), devices=3)(step).lower(params, x)
     assert list(stages_of(told).values()) == [0, 1, 1, 2, 2, 2]
-
-
-def test_the_cuts_are_the_best_of_all() -> None:
-    """Against every choice of places."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        seconds, stages = rng.integers(0, 5, 7), int(rng.integers(2, 5))
-        sums, nbytes = np.concatenate([[0], np.cumsum(seconds)]).astype(float), [0] * 7
-        places = sorted(rng.choice(range(1, 7), int(rng.integers(1, 7)), replace=False).tolist())
-        found = bottleneck(sums, places, nbytes, stages)
-
-        def slowest(cuts: tuple[int, ...], sums: np.ndarray = sums) -> float:
-            bounds = [0, *cuts, len(sums) - 1]
-            shares = [sums[b] - sums[a] for a, b in itertools.pairwise(bounds)]
-            return max(shares) if min(shares[1:]) > 0 else np.inf
-
-        best = min((slowest(c) for c in itertools.combinations(places, stages - 1)), default=np.inf)
-        assert (found is None) == (best == np.inf)
-        assert found is None or slowest(tuple(found)) == best
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+"""Where a row is cut into stages: against every other choice of cuts, with what goes across counted naively."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from of_the_day import drawn
+from plans.rows import Loss, draw_row, planner_of, row_of, shape, units_of
+
+from jscaler import PlanError
+from jscaler.clusters.device import find_kind
+from jscaler.ir import Nest, PTensor
+from jscaler.ir.loop import made_by, reads_of
+from jscaler.plans.balance import BALANCED_FOR, EVEN, UNEVEN, Unit, balanced, bottleneck
+from jscaler.primitives import Planner
+from jscaler.xla_model.work import work_of
+
+Cuts = Sequence[int]
+
+
+# -- the dynamic programme by itself
+
+
+@given(st.integers(0, 2**32 - 1))
+@drawn(400, one_in=2)
+def test_the_slowest_stage_is_as_fast_as_any_choice_of_places_makes_it(seed: int) -> None:
+    """No stage may be without work; of two stages that are as fast either way, the cut with fewer bytes is taken."""
+    rng = np.random.default_rng(seed)
+    seconds, nbytes, stages = rng.integers(0, 5, 7), rng.integers(0, 9, 7).tolist(), int(rng.integers(2, 5))
+    sums = np.concatenate([[0], np.cumsum(seconds)]).astype(float)
+    places = sorted(rng.choice(range(1, 7), int(rng.integers(1, 7)), replace=False).tolist())
+
+    def cost(cuts: Cuts) -> tuple[float, int]:
+        shares = [sums[stop] - sums[start] for start, stop in itertools.pairwise([0, *cuts, 7])]
+        return (max(shares), sum(nbytes[i] for i in cuts)) if min(shares[1:]) > 0 else (np.inf, 0)
+
+    best = min((cost(cuts) for cuts in itertools.combinations(places, stages - 1)), default=(np.inf, 0))
+    cuts = bottleneck(sums, places, nbytes, stages)
+    assert (cuts is None) == (best[0] == np.inf)
+    if cuts is not None:
+        assert set(cuts) <= set(places)
+        assert cost(cuts)[0] == best[0]
+        assert stages > 2 or cost(cuts) == best
+
+
+# -- rows of ops
+
+
+@dataclasses.dataclass
+class Row:
+    """The units of a forward pass, with what they take and what goes across worked out op by op."""
+
+    graph: Planner
+    stages: int
+
+    def __post_init__(self) -> None:
+        self.units = units_of(self.graph)
+        kind = find_kind(BALANCED_FOR)
+        self.seconds = [
+            sum(work_of(op.body.jaxpr).seconds(kind) for op in unit.ops if op.body is not None) for unit in self.units
+        ]
+
+    def across(self, place: int) -> list[PTensor]:
+        """What is made in front of a place and read behind it."""
+        before = {t for unit in self.units[:place] for t in made_by(unit.item)}
+        behind = {t for unit in self.units[place:] for t in reads_of(unit.item)}
+        return sorted(before & behind, key=lambda t: t.name)
+
+    def most_across(self, cuts: Cuts) -> int:
+        return max(len(self.across(place)) for place in cuts)
+
+    def slowest(self, cuts: Cuts) -> float:
+        return max(self.shares(cuts))
+
+    def shares(self, cuts: Cuts) -> list[float]:
+        return [sum(self.seconds[a:b]) for a, b in itertools.pairwise([0, *cuts, len(self.units)])]
+
+    def nbytes(self, cuts: Cuts) -> int:
+        return sum(t.nbytes for place in cuts for t in self.across(place))
+
+    def every(self) -> list[tuple[int, ...]]:
+        """All cuts that leave no stage without work."""
+        choices = itertools.combinations(range(1, len(self.units)), self.stages - 1)
+        return [cuts for cuts in choices if min(self.shares(cuts)) > 0]
+
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(balanced(self.graph, self.units, self.stages, set()))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+@drawn(120, one_in=2)
+def test_few_tensors_go_across_and_the_slowest_stage_is_fast(seed: int, stages: int) -> None:
+    """Compared with all other cuts: none with as few tensors across is faster, and none is much faster."""
+    row = Row(planner_of(*draw_row(seed)), stages)
+    every = row.every()
+    if not every:
+        with pytest.raises(
+            PlanError, match=f"{len(row.units)} ops, layers and loops in a row, too few for {stages} stages"
+        ):
+            row.cuts()
+        return
+    cuts = row.cuts()
+    assert cuts in every
+    tolerance = 1 + 1e-9
+    for other in every:
+        if row.most_across(other) <= row.most_across(cuts):
+            assert row.slowest(cuts) <= row.slowest(other) * tolerance, f"{other} is faster than {cuts}, with as few across"
+        assert row.slowest(cuts) <= row.slowest(other) * UNEVEN * tolerance, f"{other} is much faster than {cuts}"
+        if stages == 2 and row.most_across(other) <= row.most_across(cuts) and row.slowest(other) == row.slowest(cuts):
+            assert row.nbytes(cuts) <= row.nbytes(other)
+
+
+def test_more_go_across_only_where_that_is_much_faster() -> None:
+    """A sum leaps over all layers but the first: behind that layer one tensor goes across, and further on two."""
+    for layers, wanted in ((4, 1), (8, 2)):
+        loss, params = row_of([512] * (layers + 1), [(1, layers)])
+        row = Row(planner_of(loss, params, shape(4096, 512)), 2)
+        (cut,) = row.cuts()
+        assert len(row.across(cut)) == wanted
+        least = min(row.slowest(other) for other in row.every())
+        fewest = min(row.slowest(other) for other in row.every() if row.most_across(other) == 1)
+        assert (fewest > least * UNEVEN) == (wanted == 2)
+
+
+def test_what_all_layers_read_alike_counts_nowhere() -> None:
+    """An encoder's result goes across all stages of a decoder, wherever that is cut."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params["encoder"]:
+            x = jnp.tanh(x @ w)
+        h = jnp.sin(x)
+        for w, v in params["decoder"]:
+            h = jnp.tanh(h @ w + x) @ v
+        return h.sum()
+
+    params = {"encoder": [shape(512, 512)] * 3, "decoder": [(shape(512, 512), shape(512, 512))] * 4}
+    row = Row(planner_of(loss, params, shape(4096, 512)), 2)
+    fewest = min(row.slowest(cuts) for cuts in row.every() if row.most_across(cuts) == 1)
+    cuts = row.cuts()
+    assert len(row.across(*cuts)) == 2
+    assert row.slowest(cuts) < fewest < min(map(row.slowest, row.every())) * UNEVEN, "else the cut would be there anyhow"
+
+
+def test_what_every_stage_can_make_counts_nowhere() -> None:
+    """What is ``known`` to all does not go across."""
+    loss, params = row_of([512] * 6, [(2, 5)])
+    row = Row(planner_of(loss, params, shape(4096, 512)), 2)
+    (leaping,) = {*row.across(3)} & {*row.across(4)}
+    balanced_cut = min(row.every(), key=row.slowest)
+    assert tuple(balanced(row.graph, row.units, 2, set())) != balanced_cut
+    assert tuple(balanced(row.graph, row.units, 2, {leaping})) == balanced_cut
+
+
+# -- loops over layers
+
+
+def stack_and_head(layers: int, width: int, head: int) -> tuple[Loss, Any, Any]:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0]
+        return jnp.tanh(x @ params["head"]).sum()
+
+    return loss, {"layers": shape(layers, width, width), "head": shape(width, head)}, shape(1024, width)
+
+
+def sizes_of(units: Sequence[Unit], cuts: Cuts) -> list[int]:
+    """How many layers of the loop each stage has."""
+    bounds = itertools.pairwise([0, *cuts, len(units)])
+    return [sum(unit.of > 1 for unit in units[start:stop]) for start, stop in bounds]
+
+
+@given(st.integers(4, 9), st.integers(2, 4), st.sampled_from([64, 512, 2048, 4096]))
+@drawn(60, one_in=2)
+def test_layers_lie_in_equal_ranges_where_that_costs_no_more_than_a_layer(layers: int, stages: int, head: int) -> None:
+    row = Row(planner_of(*stack_and_head(layers, 512, head)), stages)
+    assert sum(isinstance(unit.item, Nest) for unit in row.units) == layers
+    cuts = row.cuts()
+    sizes = sizes_of(row.units, cuts)
+    least, more = divmod(layers, stages)
+    even = [least + (stage < more) for stage in range(stages)]
+    best = min(map(row.slowest, row.every()))
+    layer = next(seconds for seconds, unit in zip(row.seconds, row.units, strict=True) if unit.of > 1)
+    (even_cuts,) = (other for other in row.every() if sizes_of(row.units, other) == even and max(other) < layers)
+    most = (best + layer) * (1 + 1e-9)
+    if row.slowest(even_cuts) <= most:
+        assert sizes == even, "the first ranges have one more"
+    elif len(set(filter(None, sizes))) == 1:
+        assert row.slowest(cuts) <= most, "ranges on fewer stages, which are equal"
+    else:
+        assert row.slowest(cuts) <= best * (1 + 1e-9)
+
+
+def test_equal_ranges_of_a_large_stack_may_cost_a_quarter() -> None:
+    """Every device gathers a stack whose ranges are not equal: of a large one that is much of its memory."""
+    for width, wanted in ((1024, False), (16384, True)):
+        row = Row(planner_of(*stack_and_head(16, width, 4 * width)), 2)
+        cuts, best = row.cuts(), min(map(row.slowest, row.every()))
+        assert row.slowest((8,)) > best + row.seconds[0]
+        assert row.slowest((8,)) < best * EVEN
+        assert (cuts == (8,)) == wanted
