@@ -21,11 +21,11 @@ from of_the_day import drawn
 import jscaler
 from jscaler import PlanError, plans
 from jscaler.errors import OrderError
-from jscaler.lower.blocks import Transfer
 from jscaler.lower.instructions import Gather, Instruction, Instructions, Run, Send, instructions, microbatch_text
+from jscaler.lower.loop_blocks import sums_of
 from jscaler.lower.segment import PlacedBlock
+from jscaler.lower.spanning_loop import Transfer
 from jscaler.lower.step_plan import StepPlan
-from jscaler.lower.table_rounds import sums_of
 from jscaler.tables import Entry, Overlap, Table, TableCell
 
 MICROBATCHES = 4

@@ -15,7 +15,7 @@ from plans.rows import Loss, draw_row, planner_of, row_of, shape, units_of
 import jscaler
 from jscaler import PlanError, UnknownNameError
 from jscaler.ir import Op
-from jscaler.ir.op import range_of, without_range
+from jscaler.ir.name import layers_of, without
 from jscaler.plans.balance import balanced
 from jscaler.plans.find_stages import find_stages, passes_of, stages_of_all, taken_apart
 from jscaler.primitives import Planner
@@ -158,7 +158,7 @@ def ranges(stage_of: dict[str, int]) -> dict[tuple[int, int], set[int]]:
     """The ranges of layers, and the stages of the ops of each."""
     stages_by_range: dict[tuple[int, int], set[int]] = {}
     for path, stage in stage_of.items():
-        bounds = range_of(path)
+        bounds = layers_of(path)
         if bounds is not None:
             stages_by_range.setdefault(bounds, set()).add(stage)
     return stages_by_range
@@ -173,9 +173,9 @@ def test_every_layer_of_a_loop_lies_in_one_stage(layers: int, stages: int) -> No
         *itertools.pairwise([start for start, _ in sorted(by_range)] + [layers])
     ]
     assert [stages_of for _, stages_of in sorted(by_range.items())] == [{stage} for stage in range(stages)]
-    source = {without_range(path) for path in stage_of}
+    source = {without(path, "layers") for path in stage_of}
     assert source == {op.path for op in planner_of(*stack_of(layers)).ops if op.kind == "forward"}
-    around = [stage for path, stage in stage_of.items() if range_of(path) is None]
+    around = [stage for path, stage in stage_of.items() if layers_of(path) is None]
     assert around == sorted(around)
     assert set(around) == {0, stages - 1}
 
