@@ -131,7 +131,7 @@ def in_table_order(loop: LoopBlocks, table: Table) -> list[list[Entry]]:
         for entry in row:
             asked = (at for cell in entry.cells for at in _blocks_of(cell, of_cell, named))
             run = tuple(dict.fromkeys(at for at in asked if at not in ran))
-            entries += _executables(loop, run) if len(entry.cells) == 1 else [run] if run else []
+            entries += _executables(loop, run) if len(entry.cells) == 1 else _overlapped(loop, run)
             ran.update(run)
         rows.append(entries)
     waits = {
@@ -159,6 +159,27 @@ def _executables(loop: LoopBlocks, entry: Entry) -> list[Entry]:
     """The blocks of one cell as what runs one after another: layers of a stack are apart from all else."""
     runs = itertools.groupby(entry, key=lambda at: loop.blocks[at[0]].of_layers)
     return [tuple(cells) for _, cells in runs]
+
+
+def _overlapped(loop: LoopBlocks, run: Entry) -> list[Entry]:
+    """The blocks of an overlapped entry: one executable; or more, where one leaves a state that another one takes.
+
+    A `PlanWarning` says so: these run one after another.
+    """
+    entries: list[list[Cell]] = []
+    for at in run:
+        takes_state = entries and any(other[1] != at[1] and other in entries[-1] for other in loop.waits[at])
+        if takes_state or not entries:
+            entries.append([])
+        entries[-1].append(at)
+    if len(entries) > 1:
+        apart = ", ".join(cells_text(loop, entry) for entry in entries)
+        warn(
+            f"the table overlaps {cells_text(loop, run)}, which hand on a state from one micro-batch to the next (a "
+            f"running mean, say), or are in order: they run one after another, as {apart}",
+            PlanWarning,
+        )
+    return [tuple(entry) for entry in entries]
 
 
 def _blocks_of(cell: TableCell, known: Mapping[TableCell, Sequence[Cell]], named: Set[TableCell]) -> Iterable[Cell]:

@@ -6,7 +6,8 @@ layers.)
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,22 +118,41 @@ def _is_equal(units: Sequence[Unit], cuts: Sequence[int]) -> bool:
 
 
 def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], stages: int) -> list[int] | None:
-    """Cuts at ``places`` by dynamic programming; None where there are too few with work in between."""
-    end = len(sums) - 1
-    best: dict[int, tuple[float, float, list[int]]] = {i: (sums[i], float(nbytes[i]), [i]) for i in places}
+    """Cuts at ``places`` by dynamic programming: for the least slowest stage, and then for the fewest bytes.
 
-    def ways_to(i: int, sent_here: float) -> list[tuple[float, float, list[int]]]:
+    None where there are too few places with work in between.
+    """
+
+    def slowest(before: float, start: int, stop: int) -> float:
+        return max(before, sums[stop] - sums[start])
+
+    def sent(before: float, start: int, stop: int) -> float:
+        return before + (nbytes[stop] if stop < len(sums) - 1 else 0.0)
+
+    fastest = _least(sums, places, stages, slowest)
+    found = None if fastest is None else _least(sums, places, stages, sent, fastest[0])
+    return None if found is None else found[1]
+
+
+def _least(
+    sums: np.ndarray, places: Sequence[int], stages: int, joined: Callable[[float, int, int], float], most: float = math.inf
+) -> tuple[float, list[int]] | None:
+    """The cuts into stages of at most ``most`` work that cost least, and this cost.
+
+    Args:
+        joined: the cost of the stages so far, with one more from a unit to another.
+    """
+    best: dict[int, tuple[float, list[int]]] = {i: (joined(0.0, 0, i), [i]) for i in places if sums[i] <= most}
+
+    def ways_to(i: int) -> list[tuple[float, list[int]]]:
         """One stage more, which ends at ``i``."""
-        return [
-            (max(slowest, sums[i] - sums[j]), sent + sent_here, [*cuts, i])
-            for j, (slowest, sent, cuts) in best.items()
-            if j < i and sums[i] > sums[j]
-        ]
+        starts = (j for j in best if j < i and 0 < sums[i] - sums[j] <= most)
+        return [(joined(best[j][0], j, i), [*best[j][1], i]) for j in starts]
 
     for _ in range(stages - 2):
-        best = {i: min(ways) for i in places if (ways := ways_to(i, nbytes[i]))}
-    ways = ways_to(end, 0.0)
-    return min(ways)[2][:-1] if ways else None
+        best = {i: min(ways) for i in places if (ways := ways_to(i))}
+    ways = ways_to(len(sums) - 1)
+    return (min(ways)[0], min(ways)[1][:-1]) if ways else None
 
 
 def _across(graph: Planner, units: Sequence[Unit], known: set[PTensor]) -> list[list[PTensor]]:

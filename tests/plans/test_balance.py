@@ -46,8 +46,7 @@ def test_the_slowest_stage_is_as_fast_as_any_choice_of_places_makes_it(seed: int
     assert (cuts is None) == (best[0] == np.inf)
     if cuts is not None:
         assert set(cuts) <= set(places)
-        assert cost(cuts)[0] == best[0]
-        assert stages > 2 or cost(cuts) == best
+        assert cost(cuts) == best
 
 
 # -- rows of ops
