@@ -7,9 +7,10 @@ A parameter that is whole only while it is used is put together inside of the fi
 of the second.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 from jscaler.ir import Graph, Loop, Op, PTensor
+from jscaler.ir.flow import ACYCLIC
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
 
@@ -40,13 +41,8 @@ def _goes_on(graph: Graph, loop: Loop, of_state: Set[PTensor]) -> bool:
     def readers(tensor: PTensor) -> list[Op]:
         return [op for op in graph.consumers.get(tensor, ()) if op.kind == "backward"]
 
-    def onward(tensor: PTensor) -> Iterator[PTensor]:
-        yield from (t for op in readers(tensor) for t in op.outputs)
-        for other in graph.loops.values():
-            yield from (t for c in other.carries if c.init == tensor for t in (c.inside, c.final))
-            yield from (x.slice for x in other.xs if x.stack == tensor)
-            yield from (c.final for c in other.carries if c.out == tensor)
-            yield from (y.stack for y in other.ys if y.slice == tensor)
+    def onward(tensor: PTensor) -> list[PTensor]:
+        return [*graph.flow.targets(tensor, *ACYCLIC), *(t for op in readers(tensor) for t in op.outputs)]
 
     gradients = closure((t for t in loop.results if t.role == "gradient"), onward)
     forward = (op.forward for t in gradients for op in readers(t) if op.forward is not None)

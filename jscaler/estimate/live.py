@@ -46,8 +46,7 @@ class LiveTensors:
             maker = graph.producer.get(tensor)
             is_sum = maker is not None and maker.kind == "backward" and maker.forward is None
             parts = [t for t in maker.inputs if t.role == "gradient"] if maker is not None and is_sum else []
-            linked = (other for other, _ in graph.linked.get(tensor, ()))
-            return [t for t in (*parts, *linked) if t not in kinds]
+            return [t for t in (*parts, *graph.flow.neighbours(tensor)) if t not in kinds]
 
         gradients = closure((t for t, kind in kinds.items() if kind == "gradient"), sources)
         self.kinds: Mapping[PTensor, HeldKind] = {**kinds, **dict.fromkeys(gradients, "gradient")}

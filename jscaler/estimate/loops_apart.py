@@ -13,7 +13,6 @@ from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
 from jscaler.lower.step_plan import StepPlan
 from jscaler.plans.accumulate import MICROBATCH
-from jscaler.schedule.tensor_flow import Flows
 from jscaler.text.folding import folded
 from jscaler.text.units import readable_bytes
 
@@ -39,7 +38,6 @@ def loops_apart(step: StepPlan) -> str:
 
 def _held(graph: Graph, loops: Mapping[str, Loop]) -> int:
     """The bytes of what loops hand to others, without those of one part."""
-    behind = Flows(graph).behind
     taken: dict[PTensor, set[str]] = {}
     for name, loop in loops.items():
         for x in loop.xs:
@@ -48,7 +46,7 @@ def _held(graph: Graph, loops: Mapping[str, Loop]) -> int:
     for name, loop in loops.items():
         times = math.prod(graph.loops[outer].length for outer in chain_of(loop.parent, graph.loops))
         for y in loop.ys:
-            readers = closure([y.stack], lambda t: behind.get(t, ()))
+            readers = closure([y.stack], graph.flow.targets)
             if any(taken.get(t, set()) - {name} for t in readers):
                 total += times * y.stack.nbytes * (loop.length - 1) // loop.length
     return total

@@ -255,7 +255,7 @@ class _Finder:
         for op in self.graph.consumers.get(cut.tensor, ()):
             if not op.anywhere:
                 yield from self._through(op, cut)
-        for other, shift in self.graph.linked.get(cut.tensor, ()) if cut.behind else ():
+        for other, shift in self.graph.flow.linked.get(cut.tensor, ()) if cut.behind else ():
             if cut.dim + shift >= 0 and other not in self.aside:
                 yield _Cut(other, cut.dim + shift, cut.mesh, cut.axis, cut.behind)
 
@@ -374,10 +374,7 @@ def _of_parameters(graph: Graph, given: Set[str]) -> set[PTensor]:
     found = {t for t, kind in tensor_kinds(graph).items() if kind != "input"}
     found |= {t for t in graph.inputs if not graph.calls and t.name in given}
 
-    def linked(tensor: PTensor) -> list[PTensor]:
-        return [other for other, _ in graph.linked.get(tensor, ())]
-
-    found = set(closure(found, linked))
+    found = set(closure(found, graph.flow.neighbours))
     for op in graph.ops:
         if op.anywhere == "fence":
             made = [out for out, given in zip(op.outputs, op.inputs, strict=False) if given in found]
@@ -385,5 +382,5 @@ def _of_parameters(graph: Graph, given: Set[str]) -> set[PTensor]:
             large = [t for t in op.inputs if t.shape]
             follows = {"forward": all, "update": any}.get(op.kind)
             made = list(op.outputs) if follows and large and follows(t in found for t in large) else []
-        found.update(closure([t for t in made if t not in found], linked))
+        found.update(closure([t for t in made if t not in found], graph.flow.neighbours))
     return found

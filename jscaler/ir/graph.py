@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, Protocol, get_args
 
 from jscaler.errors import CaptureError, PlanError, UnknownNameError, check_dim, shown
+from jscaler.ir.flow import Flow
 from jscaler.ir.loop import Item, Loop, nested
 from jscaler.ir.op import Op, OpKind, matches
 from jscaler.ir.overview import FoldingTable, Overview, Shown, count_text
@@ -82,7 +83,7 @@ class Graph(Shown):
 
     def forget(self) -> None:
         """Let go of tables and of what others have worked out, which are made again when they are wanted."""
-        for name in ("by_path", "_inputs", "position", "tree", "linked", "homes", "producer", "consumers"):
+        for name in ("by_path", "_inputs", "position", "tree", "flow", "homes", "producer", "consumers"):
             vars(self).pop(name, None)
         self.memo.clear()
 
@@ -105,18 +106,9 @@ class Graph(Shown):
         return nested(self.ops, self.loops)
 
     @cached_property
-    def linked(self) -> dict[PTensor, tuple[tuple[PTensor, int], ...]]:
-        """Tensor -> the tensors that hold the same dims before, in and after loops, and how far these dims shift."""
-        table: dict[PTensor, list[tuple[PTensor, int]]] = {}
-        for loop in self.loops.values():
-            for carry in loop.carries:
-                ends = [(tensor, 0) for tensor in carry.tensors]
-                for tensor in carry.tensors:
-                    table.setdefault(tensor, []).extend(end for end in ends if end[0] != tensor)
-            for stacked in (*loop.xs, *loop.ys):
-                table.setdefault(stacked.stack, []).append((stacked.slice, -1))
-                table.setdefault(stacked.slice, []).append((stacked.stack, 1))
-        return {t: tuple(others) for t, others in table.items()}
+    def flow(self) -> Flow:
+        """Where tensors come from and where they go, also through loops."""
+        return Flow(self.loops, self.producer, self.consumers, self.position)
 
     @cached_property
     def homes(self) -> dict[PTensor, str | None]:

@@ -57,8 +57,7 @@ def _frozen(graph: Graph) -> list[PTensor]:
 
 def read_by_a_loss(graph: Graph, tensor: PTensor) -> bool:
     """Whether a forward op reads ``tensor``, or what a loop takes of it."""
-    read = (tensor, *(other for other, _ in graph.linked.get(tensor, ())))
-    return any(op.kind == "forward" for t in read for op in graph.consumers.get(t, ()))
+    return any(op.kind == "forward" for t in (tensor, *graph.flow.neighbours(tensor)) for op in graph.consumers.get(t, ()))
 
 
 def _one_row(graph: Graph, tensor: PTensor) -> PTensor:

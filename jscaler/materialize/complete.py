@@ -24,7 +24,7 @@ from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import Completed, LoopLayouts, OpLayouts
 from jscaler.materialize.edges import Edge, edges_of, halo_cost
 from jscaler.materialize.filling import Filling, summands
-from jscaler.materialize.groups import OnGroups, ThroughLoops
+from jscaler.materialize.groups import OnGroups
 from jscaler.materialize.layout import Layout, without_values
 from jscaler.materialize.mesh import Axes, DeviceMesh
 from jscaler.materialize.placement import (
@@ -77,7 +77,6 @@ class _Completer:
         for op in graph.ops:
             for name in chain_of(op.loop, graph.loops):
                 self.in_loop.setdefault(name, set()).add(placed.of_op[op.path])
-        self.through = ThroughLoops.of(graph)
         self.ops: dict[str, OpLayouts] = {}
         # what equal ops share, by all that it depends on; a placement's key and a layout have their group
         self.laid: dict[Any, Laid] = {}
@@ -459,7 +458,7 @@ class _Completer:
         if len(own) == 1:
             return next(iter(own))
         readers = self.graph.consumers.get(tensor, ())
-        op = self.through.maker(tensor) or next(iter(readers), None)
+        op = self.graph.flow.maker(tensor) or next(iter(readers), None)
         return self.home[op.path if op is not None else next(iter(nest.ops())).path]
 
     def _pass(self, nest: Nest, carried: Sequence[Layout | None]) -> tuple[list[Layout], list[Layout]]:

@@ -25,7 +25,7 @@ from jscaler.ir.name import group_mark, turn_mark
 from jscaler.ir.passes import Pass
 from jscaler.ir.walk import closure, grouped
 from jscaler.lax_primitives import known
-from jscaler.materialize.groups import OnGroups, ThroughLoops
+from jscaler.materialize.groups import OnGroups
 from jscaler.materialize.mesh import DeviceMesh
 
 
@@ -34,9 +34,9 @@ def fences_apart(at: OnGroups) -> OnGroups:
     home, _ = _homes(at)
     if home is None or not any(op.anywhere == "fence" for op in at.graph.ops):
         return at
-    through, found, renamed = ThroughLoops.of(at.graph), list[Op](), dict[tuple[PTensor, DeviceMesh], PTensor]()
+    found, renamed = list[Op](), dict[tuple[PTensor, DeviceMesh], PTensor]()
     for op in at.graph.ops:
-        found += _fence_by_group(op, home, through, at, renamed) if op.anywhere == "fence" else [op]
+        found += _fence_by_group(op, home, at, renamed) if op.anywhere == "fence" else [op]
     ops = [_reading(op, tuple(renamed.get((t, home.get(op.path)), t) for t in op.inputs)) for op in found]  # type: ignore[arg-type]
     return _with_ops(at, ops)
 
@@ -44,7 +44,6 @@ def fences_apart(at: OnGroups) -> OnGroups:
 def _fence_by_group(
     op: Op,
     home: Mapping[str, DeviceMesh],
-    through: ThroughLoops,
     at: OnGroups,
     renamed: dict[tuple[PTensor, DeviceMesh], PTensor],
 ) -> list[Op]:
@@ -53,7 +52,7 @@ def _fence_by_group(
     by_group: dict[DeviceMesh, list[tuple[PTensor, PTensor]]] = {}
     unread = []
     for source, made in pairs:
-        groups = list(dict.fromkeys(home[reader.path] for reader in through.readers(made)))
+        groups = list(dict.fromkeys(home[reader.path] for reader in at.graph.flow.readers(made)))
         unread += [] if groups else [(source, made)]
         for group in groups:
             by_group.setdefault(group, []).append((source, made))
@@ -101,11 +100,11 @@ def joined_per_group(at: OnGroups) -> OnGroups:
     home, placed = _homes(at)
     if home is None:
         return at
-    through, found = ThroughLoops.of(at.graph), list[Op]()
+    found = list[Op]()
     for op in at.graph.ops:
         by_group: dict[DeviceMesh, list[PTensor]] = {}
         for tensor in op.inputs if op.loop is not None and _is_join(op) and op.path not in placed else ():
-            maker = through.maker(tensor)
+            maker = at.graph.flow.maker(tensor)
             by_group.setdefault(home[maker.path if maker is not None else op.path], []).append(tensor)
         if 1 < len(by_group) < len(op.inputs):
             parts = list[PTensor]()
@@ -130,11 +129,11 @@ def summed_per_group(at: OnGroups) -> OnGroups:
     home, placed = _homes(at)
     if home is None:
         return at
-    through, found = ThroughLoops.of(at.graph), list[Op]()
+    found = list[Op]()
     sum_of = functools.cache(_scalar_sum)
     for op in at.graph.ops:
         parts = sum_of(op.body) if op.path not in placed and op.kind == "update" and op.body is not None else None
-        found += [op] if parts is None else _by_group(op, *parts, home, through, at)
+        found += [op] if parts is None else _by_group(op, *parts, home, at)
     return _with_ops(at, found)
 
 
@@ -297,7 +296,6 @@ class _Apart:
 
     def __init__(self, graph: Graph, home: Mapping[str, DeviceMesh], loop: Loop, at: OnGroups):
         self._graph, self._home, self._loop, self._bodies = graph, home, loop, at.bodies
-        self._through = ThroughLoops.of(graph)
         self._gone: set[str] = set()
         self._inside: list[Op] = []
         self._before: list[Op] = []
@@ -343,10 +341,10 @@ class _Apart:
 
     def _others_between(self, group: DeviceMesh, *tensors: PTensor) -> bool:
         """Whether what makes one of two tensors waits for another group, and that for what makes the other."""
-        made, made_of = self._graph.producer, self._through.made_of
+        made, operands = self._graph.producer, self._graph.flow.operands
         for first, last in itertools.permutations(tensors):
-            apart = [t for t in closure([last], made_of) if t in made and self._home[made[t].path] != group]
-            if any(made.get(t) == self._maker(first) for t in closure(apart, made_of)):
+            apart = [t for t in closure([last], operands) if t in made and self._home[made[t].path] != group]
+            if any(made.get(t) == self._maker(first) for t in closure(apart, operands)):
                 return True
         return False
 
@@ -372,7 +370,7 @@ class _Apart:
         return more.inputs[1:] if join is None else join.inputs
 
     def _maker(self, gradient: PTensor) -> Op:
-        maker = self._through.maker(gradient)
+        maker = self._graph.flow.maker(gradient)
         assert maker is not None
         return maker
 
@@ -433,7 +431,6 @@ def _by_group(
     summands: Sequence[core.Var],
     additions: Sequence[core.JaxprEqn],
     home: Mapping[str, DeviceMesh],
-    through: ThroughLoops,
     at: OnGroups,
 ) -> list[Op]:
     """``op`` behind one that adds up the summands of each group."""
@@ -441,7 +438,7 @@ def _by_group(
     jaxpr, tensors = op.body.jaxpr, dict(zip(op.body.jaxpr.invars, op.inputs, strict=True))
     by_group: dict[DeviceMesh, list[PTensor]] = {}
     for v in summands:
-        maker = through.maker(tensors[v])
+        maker = at.graph.flow.maker(tensors[v])
         by_group.setdefault(home[maker.path if maker is not None else op.path], []).append(tensors[v])
     if len(by_group) == 1 or len(by_group) == len(summands):
         return [op]

@@ -14,7 +14,6 @@ from typing import Any
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import chain_of
-from jscaler.ir.walk import closure
 from jscaler.materialize.mesh import (
     DeviceMesh,
     OnMesh,
@@ -220,9 +219,9 @@ def _groups_of_ops(
         return tensor.nbytes * math.prod(graph.loops[name].length for name in around)
 
     def cheapest(op: Op) -> Home | None:
-        makers = [(t, home.group) for t in op.inputs if (home := like(through.maker(t))) is not None]
+        makers = [(t, home.group) for t in op.inputs if (home := like(graph.flow.maker(t))) is not None]
         stores = [(t, lies[t]) for t in op.inputs if t in lies]
-        uses = [(t, reader, home.group) for t in op.outputs for reader in through.readers(t) if (home := like(reader))]
+        uses = [(t, reader, home.group) for t in op.outputs for reader in graph.flow.readers(t) if (home := like(reader))]
         back = [(t, lies[version[t]]) for t in op.outputs if version.get(t) in lies]  # state leaves where it came in
         near_by = {group for _, group in (*makers, *stores)}
         if len(near_by.union(group for *_, group in (*uses, *back))) == 1 and near_by:
@@ -246,15 +245,14 @@ def _groups_of_ops(
     left = [op for op in graph.ops if op.path not in found]
     if not left:
         return {op.path: found[op.path] for op in graph.ops}
-    through = ThroughLoops.of(graph)
     version = {graph.outputs[o]: graph.inputs[i] for o, i in graph.next_version.items()}
     at_ends = {end for op in left for end in (*op.inputs, *(version[t] for t in op.outputs if t in version))}
     inputs = [t for t in graph.inputs if t in at_ends]
-    first = {t: next((h for r in through.readers(t) if (h := like(r)) is not None), None) for t in inputs}
+    first = {t: next((h for r in graph.flow.readers(t) if (h := like(r)) is not None), None) for t in inputs}
     lies = {t: groups.group_of(home.group) for t, home in first.items() if home is not None}  # where it is read first
     lies |= {t: groups.stored[t.name] for t in inputs if t.name in groups.stored}
     fences = (op for op in reversed(left) if op.anywhere == "fence")
-    settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
+    settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in graph.flow.readers(t)))
     of_loop: dict[str, set[DeviceMesh]] = {name: set() for name in graph.loops}
     for op in graph.ops:
         for name in chain_of(op.loop, graph.loops) if op.path in found else ():
@@ -275,7 +273,7 @@ def _groups_of_ops(
     for op in left:  # what stands in front of the first with a home: a loop's counter reads nothing that an op made
         if op.path not in found and (home := as_its_loop(op)) is not None:
             found[op.path] = home
-    settle(reversed(left), "by its readers", lambda op: (reader for t in op.outputs for reader in through.readers(t)))
+    settle(reversed(left), "by its readers", lambda op: (reader for t in op.outputs for reader in graph.flow.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
 
 
@@ -335,52 +333,3 @@ def on_groups(graph: Graph, plan: Plan, bodies: BodyTable, pieces: Mapping[str, 
     check_devices(decided)
     groups = find_groups(plan, decided)
     return OnGroups(graph, decided, groups, homes(graph, groups, pieces), bodies, pieces)
-
-
-class ThroughLoops:
-    """Who makes and who reads a tensor, seen through the loops that hand it on."""
-
-    @staticmethod
-    def of(graph: Graph) -> "ThroughLoops":
-        """Worked out once for each graph."""
-        if "through loops" not in graph.memo:
-            graph.memo["through loops"] = ThroughLoops(graph)
-        return graph.memo["through loops"]
-
-    def __init__(self, graph: Graph):
-        self._graph = graph
-        self._sources: dict[PTensor, tuple[PTensor, ...]] = {}
-        self._targets: dict[PTensor, tuple[PTensor, ...]] = {}
-        self._next = {c.init: c.out for loop in graph.loops.values() for c in loop.carries}
-        for loop in graph.loops.values():
-            pairs = [*((y.slice, y.stack) for y in loop.ys), *((x.stack, x.slice) for x in loop.xs)]
-            pairs += [pair for c in loop.carries for pair in ((c.out, c.final), (c.inside, c.final), (c.init, c.inside))]
-            for source, target in pairs:
-                self._sources[target] = (*self._sources.get(target, ()), source)
-                self._targets[source] = (*self._targets.get(source, ()), target)
-
-    def maker(self, tensor: PTensor) -> Op | None:
-        """The op that makes ``tensor``; of what a loop leaves, or finds, the op inside, or in front of it."""
-        if tensor in self._graph.producer:
-            return self._graph.producer[tensor]
-        found = closure([tensor], lambda t: self._sources.get(t, ()))
-        return next((self._graph.producer[t] for t in found if t in self._graph.producer), None)
-
-    def made_of(self, tensor: PTensor) -> Iterable[PTensor]:
-        """What the op reads that makes ``tensor``; of what a loop leaves, or finds, what is inside, or in front of it."""
-        maker = self._graph.producer.get(tensor)
-        return maker.inputs if maker is not None else self._sources.get(tensor, ())
-
-    def readers(self, tensor: PTensor) -> list[Op]:
-        """The ops that read ``tensor``, in their order; of what a loop takes, or hands on, those inside it, or behind it.
-
-        What a carry starts as that nobody reads inside is for who makes its next value.
-        """
-        if tensor not in self._targets:
-            return list(self._graph.consumers.get(tensor, ()))
-        linked = closure([tensor], lambda t: self._targets.get(t, ()))
-        found = sorted(
-            {op.path for t in linked for op in self._graph.consumers.get(t, ())}, key=self._graph.position.__getitem__
-        )
-        maker = self.maker(self._next[tensor]) if tensor in self._next else None
-        return [self._graph.by_path[path] for path in found] + ([maker] if maker is not None else [])

@@ -118,9 +118,8 @@ def find_shards(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh]) ->
 
 def _cast_stacks(graph: Graph, stored: Mapping[PTensor, ShardCut]) -> dict[PTensor, ShardCut]:
     """Gradients of stacks that are made of stored parameters (casts), which a loop stacks up layer by layer."""
-    stacks = {y.stack for loop in graph.loops.values() for y in loop.ys}
-    pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents if t in stacks)
-    return {cotangent: stored[tensor] for tensor, cotangent in pairs if tensor in stored}
+    pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents)
+    return {t: stored[made] for made, t in pairs if made in stored and graph.flow.sources(t, "stack")}
 
 
 def _made_cotangents(graph: Graph, plan: Plan, cuts: Mapping[PTensor, ShardCut]) -> dict[PTensor, ShardCut]:

@@ -101,7 +101,7 @@ def products_of(graph: Planner, kernel: PTensor, weights: set[PTensor]) -> list[
     """The forward ops that contract ``kernel`` with activations: it, its slice in a loop over layers, or a cast of them."""
 
     def onward(tensor: PTensor) -> Iterable[PTensor]:
-        yield from (other for other, _ in graph.linked.get(tensor, ()))
+        yield from graph.graph.flow.neighbours(tensor)
         for op in graph.consumers.get(tensor, ()):
             if op.kind == "forward":
                 yield from (t for t in op.outputs if t in weights)

@@ -165,7 +165,7 @@ def _with_makers(graph: Planner, found: Mapping[str, int], batch: str) -> dict[s
     stages = dict(found)
     for op in reversed(graph.ops):
         if op.kind == "forward" and op.path not in stages and op not in apart and alone.issuperset(op.outputs):
-            read = {t for out in op.outputs for t in (out, *(other for other, _ in graph.linked.get(out, ())))}
+            read = {t for out in op.outputs for t in (out, *graph.graph.flow.neighbours(out))}
             readers = [reader for t in read for reader in graph.consumers.get(t, ()) if reader.kind == "forward"]
             if readers and all(reader.path in stages for reader in readers):
                 stages[op.path] = min(stages[reader.path] for reader in readers)
@@ -297,12 +297,10 @@ def stages_of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> di
     apart = {t for op in taken_apart(graph, batch) for t in op.inputs}
     of_tensor: dict[PTensor, int] = {}
     everywhere = set(apart)
-    carries = grouped((c.init, c.inside) for loop in graph.loops.values() for c in loop.carries)  # by what they begin with
 
     def behind(tensor: PTensor) -> list[PTensor]:
         readers = [op for op in graph.consumers.get(tensor, ()) if op.path not in stage_of and op.kind == "forward"]
-        slices = [other for other, shift in graph.linked.get(tensor, ()) if shift < 0]
-        return [*slices, *carries.get(tensor, ()), *(t for op in readers for t in op.outputs)]
+        return [*graph.graph.flow.targets(tensor, "slice", "entry"), *(t for op in readers for t in op.outputs)]
 
     for leaf in graph.inputs:
         reached = list(closure([leaf], behind))

@@ -13,7 +13,6 @@ from jscaler.ir import Op, PTensor
 from jscaler.ir.walk import closure
 from jscaler.lax_primitives import known
 from jscaler.primitives import Planner
-from jscaler.schedule.tensor_flow import Flows
 
 
 def groups_alone(graph: Planner, selected: Sequence[str], rows: Mapping[str, str]) -> list[tuple[str, ...]]:
@@ -26,7 +25,6 @@ def groups_alone(graph: Planner, selected: Sequence[str], rows: Mapping[str, str
         selected: paths of the module's ops, in the order of the program.
         rows: by path of what sees rows of the batch their factor.
     """
-    flows = Flows(graph.graph)
     made_by: dict[PTensor, frozenset[str]] = {}  # what is made of all rows, and the ops that it is made by
     groups: list[frozenset[str]] = []
     for op in (graph.graph[path] for path in selected):
@@ -42,7 +40,7 @@ def groups_alone(graph: Planner, selected: Sequence[str], rows: Mapping[str, str
             joins = not is_affine(op, read)
         else:
             continue
-        for tensor in closure(made, lambda at: flows.behind.get(at, ())):
+        for tensor in closure(made, graph.graph.flow.targets):
             made_by[tensor] = made_by.get(tensor, frozenset()) | behind
         if joins:
             shared = [group for group in groups if not group.isdisjoint(behind)]

@@ -212,10 +212,9 @@ def _seen_inside(graph: Planner, leaf: PTensor, cuts: Factors) -> tuple[set[int 
                 place_of = {own[0]: place for place, own in zip(dims, names, strict=True) if own}
                 results = zip(op.outputs, rule.results, strict=True)
                 found += [(t, tuple(place_of.get(own[0]) if own else None for own in out)) for t, out in results]
-        for other, shift in graph.linked.get(tensor, ()):
-            if shift < 0:
-                taken.update(dims[:-shift])
-                found.append((other, dims[-shift:]))
+        for piece in graph.graph.flow.targets(tensor, "slice"):
+            taken.add(dims[0])
+            found.append((piece, dims[1:]))
         for other, places_of_other in found:
             places.setdefault(other, places_of_other)
         return [t for t, _ in found]
@@ -243,4 +242,4 @@ def without_followers(graph: Planner, table: Factors, stored: bool) -> Factors:
 
 def _with_slices(graph: Planner, tensors: Iterable[PTensor]) -> set[PTensor]:
     """``tensors``, and what loops take of them, layer by layer."""
-    return set(closure(tensors, lambda tensor: [other for other, shift in graph.linked.get(tensor, ()) if shift < 0]))
+    return set(closure(tensors, lambda tensor: graph.graph.flow.targets(tensor, "slice")))

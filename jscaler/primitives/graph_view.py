@@ -79,7 +79,7 @@ class GraphView(Shown):
     @property
     def linked(self) -> Mapping[PTensor, tuple[tuple[PTensor, int], ...]]:
         """Tensor -> tensors with the same dims before, in and after loops, and by how many places the dims are shifted."""
-        return self.graph.linked
+        return self.graph.flow.linked
 
     @property
     def producer(self) -> Mapping[PTensor, Op]:

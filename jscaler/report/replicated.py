@@ -57,6 +57,6 @@ def _together(name: str, rows: Sequence[_Whole]) -> _Whole:
 
 
 def _why(graph: Graph, tensor: PTensor, parts: int) -> str:
-    if not graph.consumers.get(tensor) and tensor not in graph.linked:
+    if not graph.consumers.get(tensor) and tensor not in graph.flow.linked:
         return "no op reads it"
     return "as its readers want it" if any(size % parts == 0 for size in tensor.shape) else "nothing divides"

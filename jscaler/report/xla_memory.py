@@ -234,7 +234,7 @@ class _Owners:
 
     def _maker(self, tensor: PTensor) -> Op | None:
         """The op that makes a tensor, or the slices or last iteration of it."""
-        same = closure([tensor], lambda t: [other for other, _ in self.graph.linked.get(t, ())])
+        same = closure([tensor], self.graph.flow.neighbours)
         return next((self.graph.producer[t] for t in same if t in self.graph.producer), None)
 
     def _of_op(self, op: Op, value: BufferValue) -> MemoryKind:

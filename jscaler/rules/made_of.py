@@ -58,8 +58,6 @@ def _wholly(op: Op, found: MadeOf, factor: str, graph: Graph) -> bool:
 def _into_loops(graph: Graph, found: MadeOf, tensor: PTensor) -> None:
     """A slice of a stack is what the stack is, a dim less."""
     leaf, dim = found.dims[tensor]
-    for loop in graph.loops.values():
-        for x in loop.xs:
-            if x.stack == tensor and dim > 0:
-                found.dims[x.slice] = (leaf, dim - 1)
-                _into_loops(graph, found, x.slice)
+    for piece in graph.flow.targets(tensor, "slice") if dim > 0 else ():
+        found.dims[piece] = (leaf, dim - 1)
+        _into_loops(graph, found, piece)

@@ -43,7 +43,7 @@ def _of_op(path: str, factors: Sequence[str], sets: Sets[Place], names: Mapping[
 
 def _alike(graph: Graph) -> Iterator[tuple[PTensor, PTensor, int]]:
     """Tensors of the same dims, and how far these shift: in loops and around them; tensors and their gradients."""
-    for tensor, others in graph.linked.items():
+    for tensor, others in graph.flow.linked.items():
         yield from ((tensor, other, shift) for other, shift in others)
     pairs = [pair for call in graph.calls for pair in zip(call.wrt, call.gradients, strict=True)]
     for op in graph.ops:
@@ -58,7 +58,7 @@ def _names(graph: Graph, sets: Sets[Place]) -> dict[Place, str]:
     kinds, position, short = tensor_kinds(graph), graph.position, _short_names(graph)
 
     def rank(tensor: PTensor) -> tuple[int, int]:
-        around = (tensor, *(other for other, _ in graph.linked.get(tensor, ())))
+        around = (tensor, *graph.flow.neighbours(tensor))
         readers = [position[op.path] for t in around for op in graph.consumers.get(t, ())[:1]]
         return KINDS.index(kinds[tensor]), min(readers, default=len(position))
 

@@ -32,7 +32,7 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
                 if factor is not None and factor not in by_op.setdefault(op, set()):
                     by_op[op].add(factor)
                     yield from ((tensors[i], dim) for i, dim in rule.places[factor])
-        for other, shift in graph.linked.get(here, ()):  # into loops and out of them; the dim of iterations stays outside
+        for other, shift in graph.flow.linked.get(here, ()):  # in and around loops; the dim of iterations stays outside
             if place + shift >= 0:
                 yield other, place + shift
 

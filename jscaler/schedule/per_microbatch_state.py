@@ -23,7 +23,7 @@ from jscaler.primitives.recompute_regions import with_ops
 from jscaler.rules.part_forms import OpPart, Own
 from jscaler.rules.per_microbatch_rules import HiddenCountError, OwnCounts, Place, Undivided, Whole, with_own_counts
 from jscaler.rules.rule_book import RuleBook
-from jscaler.schedule.tensor_flow import Flows
+from jscaler.schedule.state_flow import StateFlow
 from jscaler.schedule.time_axes import TimeAxes, time_axes
 
 
@@ -51,7 +51,7 @@ class _Alone:
         self.wholes: dict[PTensor, list[tuple[Whole, int]]] = {}  # of what each part has for itself, by time axis
         self.maker: dict[PTensor, Op] = {}
         self.undivided: dict[PTensor, dict[int, Undivided]] = {}  # by parts what is still to be divided by a count
-        self.flows = Flows(graph)
+        self.state_flow = StateFlow(graph)
         self.next_state = {graph.outputs[output] for output in graph.next_version}
 
     def run(self) -> dict[str, Op]:
@@ -62,8 +62,8 @@ class _Alone:
                 found[op.path] = self._on_its_parts(op)
             elif op.kind == "forward" and (changed := self._behind(op)) is not None:
                 behind[op.path] = changed
-        states = _states(self.graph, _with_stacks(self.graph, self.maker), self.flows)
-        of_loops = {y.slice for loop in self.graph.loops.values() for y in loop.ys if y.stack in states}
+        states = _states(self.graph, _with_stacks(self.graph, self.maker), self.state_flow)
+        of_loops = {piece for stack in states for piece in self.graph.flow.sources(stack, "stack")}
         return behind | {path: self._leaving(op, states.keys() | of_loops) for path, op in found.items()}
 
     def _on_its_parts(self, op: Op) -> Op:
@@ -106,7 +106,7 @@ class _Alone:
 
     def _hand_on(self, tensor: PTensor, undivided: Undivided, parts: int) -> None:
         """Through the carries and stacks of loops, too."""
-        for one in closure([tensor], lambda at: self.flows.behind.get(at, ())):
+        for one in closure([tensor], self.graph.flow.targets):
             before = self.undivided.setdefault(one, {}).get(parts, undivided)
             self.undivided[one][parts] = Undivided(before.counts | undivided.counts, undivided.others)
 
@@ -126,7 +126,7 @@ class _Alone:
         wholes = self.wholes.get(tensor, [])
         if not wholes or any(whole == "mixed" for whole, _ in wholes) or not jnp.issubdtype(tensor.dtype, jnp.inexact):
             return False
-        made, readers = self.flows.onward(tensor)
+        made, readers = self.state_flow.onward(tensor)
         is_state = tensor in states or not made.isdisjoint(self.next_state)
         return not is_state and not any(op.path in self.axes.cuts for op in readers)
 
@@ -162,7 +162,7 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
         PlanError: what a part has for itself is read, and is no state.
     """
     own = _own(graph, parts)
-    found = _states(graph, own, Flows(graph)) if own else {}
+    found = _states(graph, own, StateFlow(graph)) if own else {}
     for tensor, op in own.items():
         readers = [r.path for r in graph.consumers.get(tensor, ()) if not _hands_on(r, parts)]
         if tensor in found:
@@ -190,13 +190,13 @@ def _of_layers(graph: Graph, states: Mapping[PTensor, PTensor]) -> dict[PTensor,
     return slices | _of_layers(graph, slices) if slices else slices
 
 
-def _states(graph: Graph, own: Mapping[PTensor, Op], flows: Flows) -> dict[PTensor, PTensor]:
+def _states(graph: Graph, own: Mapping[PTensor, Op], flow: StateFlow) -> dict[PTensor, PTensor]:
     """Those of ``own`` that are state: what the step returns in the place of an input -> this input."""
     found: dict[PTensor, PTensor] = {}
     for output, number in graph.next_version.items() if own else ():
         state = graph.inputs[number]
-        ends = flows.handed(graph.outputs[output], own.keys())
-        ends = [t for t in ends if t.shape == state.shape and t.dtype == state.dtype and state in flows.all_of(t)]
+        ends = flow.handed(graph.outputs[output], own.keys())
+        ends = [t for t in ends if t.shape == state.shape and t.dtype == state.dtype and state in flow.all_of(t)]
         if len(ends) == 1:
             found.setdefault(ends[0], state)
     return found

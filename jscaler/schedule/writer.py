@@ -120,8 +120,8 @@ class AxisWriter(ABC):
 
     def _begun_with(self, tensor: PTensor) -> Form:
         """The part of ``tensor`` that a loop in time begins with: so does the loop that computes it again."""
-        carries = (c for loop in self.graph.loops.values() for c in loop.carries if c.init == tensor)
-        return next((form for c in carries if (form := self.regions.forms.get(c.inside)) is not None), None)
+        forms = map(self.regions.forms.get, self.graph.flow.targets(tensor, "entry"))
+        return next((form for form in forms if form is not None), None)
 
     def _between(self, op: Op) -> bool:
         """Whether ``op`` stands between ops that the plan splits, or is the backward of one that does."""

@@ -132,7 +132,7 @@ def test_a_tensor_is_its_name(graph: Graph) -> None:
 
 def test_tables_that_are_let_go_are_made_again(graph: Graph) -> None:
     before = {
-        name: getattr(graph, name) for name in ("by_path", "producer", "consumers", "position", "homes", "linked", "tree")
+        name: getattr(graph, name) for name in ("by_path", "producer", "consumers", "position", "homes", "flow", "tree")
     }
     graph.memo["own"] = 1
     graph.forget()

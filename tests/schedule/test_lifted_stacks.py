@@ -50,7 +50,7 @@ def test_layers_stand_in_the_one_loop_over_micro_batches(model: Callable[..., ja
     assert [name.split("@")[0] for name, loop in loops.items() if loop.parent is None] == ["microbatch"]
     assert len(loops) == 5  # two stacks, forward and backward, in it
     graph = lowered.plan.graph
-    read = {*graph.consumers, *graph.linked}
+    read = {*graph.consumers, *graph.flow.linked}
     filled = [t.shape for op in graph.ops if not op.inputs for t in op.outputs if t in read]
     assert (ROWS, WIDTH) not in filled  # gradients of what layers close over begin as zeros of a micro-batch's size
     assert ((ROWS // 4, WIDTH) in filled) == (model is over_memory)

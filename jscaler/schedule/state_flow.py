@@ -1,4 +1,4 @@
-"""Where tensors come from and where they go: through ops, and through the carries and stacks of loops."""
+"""Where state comes from and where it goes: through ops, and through the carries and stacks of loops."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 
@@ -11,22 +11,12 @@ from jscaler.lax_primitives import known
 Reads = list[frozenset[int]]  # by result, operands
 
 
-class Flows:
-    """The ways of tensors through a graph. State does not come by way of gradients: those end a way back."""
+class StateFlow:
+    """The ways of state through a graph. State does not come by way of gradients: those end a way back."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self.known: dict[tuple[Body, bool], Reads] = {}
-        self.before: dict[PTensor, list[PTensor]] = {}
-        self.behind: dict[PTensor, list[PTensor]] = {}
-        for loop in graph.loops.values():
-            pairs = [(x.stack, x.slice) for x in loop.xs] + [(y.slice, y.stack) for y in loop.ys]
-            for carry in loop.carries:
-                pairs += [(carry.out, carry.final), (carry.out, carry.inside), (carry.init, carry.inside)]
-                pairs += [(carry.init, carry.final)]
-            for source, target in pairs:
-                self.before.setdefault(target, []).append(source)
-                self.behind.setdefault(source, []).append(target)
 
     def all_of(self, tensor: PTensor) -> Set[PTensor]:
         """What ``tensor`` is made of."""
@@ -41,7 +31,7 @@ class Flows:
         readers: dict[str, Op] = {}
 
         def beyond(at: PTensor) -> Iterator[PTensor]:
-            yield from self.behind.get(at, ())
+            yield from self.graph.flow.targets(at)
             for op in self.graph.consumers.get(at, ()):
                 if op.kind != "backward":
                     readers[op.path] = op
@@ -55,7 +45,7 @@ class Flows:
     def _sources(self, tensor: PTensor, handed: bool) -> Sequence[PTensor]:
         op = self.graph.producer.get(tensor)
         if op is None:
-            return self.before.get(tensor, ())
+            return self.graph.flow.sources(tensor)
         if op.kind == "backward" or op.body is None:
             return ()
         return [op.inputs[i] for i in sorted(self._reads(op.body, handed)[op.outputs.index(tensor)])]
