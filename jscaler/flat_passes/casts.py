@@ -6,7 +6,7 @@
 Both are exact: a cast looks at one element at a time, and these adapters (collectives that move elements; point-to-point
 exchanges stay where they are) change none. Sums are never moved to
 fewer bits; that is ``reduce_dtype``'s to say. (Reshapes and scaling change no bytes; value shares pass through linear
-ops in ``materialize.complete``.)
+ops in ``materialize.filling``.)
 """
 
 import dataclasses

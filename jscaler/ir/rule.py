@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from jscaler.errors import UnknownNameError
 from jscaler.ir.mask import Combiner
@@ -86,6 +86,11 @@ class Rule:
     results: tuple[TensorFactors, ...]
     shares: dict[tuple[str, int], Combiner] = field(default_factory=dict)
     halos: dict[tuple[str, int, int], Halo] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What equal rules share."""
+        return (*self.factors.values(), self.operands, self.results, *self.shares.items(), *self.halos.items())
 
     @cached_property
     def followed(self) -> dict[tuple[int, int], str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Graph, PTensor
 from jscaler.materialize.layout import Layout, without_values
-from jscaler.materialize.mesh import OnMesh, PlacedGrid
+from jscaler.materialize.mesh import DeviceMesh, OnMesh, PlacedGrid
 from jscaler.primitives import Plan, Store
 
 
@@ -54,16 +54,17 @@ def store_of(leaf: str, layout: Layout) -> Store:
     return Store(leaf, grid, layout.mesh.devices, cuts)
 
 
-def storable(layout: Layout, elsewhere: bool = False) -> Layout:
+def storable(layout: Layout, group: DeviceMesh, elsewhere: bool = False) -> Layout:
     """A layout that a jax.Array can have: no value shares, and cuts that a PartitionSpec can say.
 
     Args:
+        group: the mesh in whose order the devices stand.
         elsewhere: whether cuts of a dim that does not divide are made along another that does, rather than nowhere.
     """
-    plain = without_values(layout)
+    plain = without_values(dataclasses.replace(layout, mesh=group))
     if not plain.even and elsewhere:
         plain = _divided_elsewhere(plain)
-    return plain if plain.even and plain.partition_spec() is not None else Layout.replicated(layout.mesh, layout.shape)
+    return plain if plain.even and plain.partition_spec() is not None else Layout.replicated(group, layout.shape)
 
 
 def _divided_elsewhere(layout: Layout) -> Layout:
