@@ -21,7 +21,7 @@ from jscaler.ir.loop import chain_of
 from jscaler.ir.passes import name_of
 from jscaler.ir.walk import closure
 from jscaler.materialize.group_passes import GROUP_PASSES, fences_apart, made_where_read
-from jscaler.materialize.groups import OnGroups, ThroughLoops
+from jscaler.materialize.groups import OnGroups
 from jscaler.materialize.mesh import DeviceMesh
 
 WIDTH, MICROBATCHES = 4, 4
@@ -99,10 +99,10 @@ def crossings(at: OnGroups) -> Counter[tuple[PTensor, DeviceMesh]]:
 
     The number of a micro-batch every group counts by itself.
     """
-    through, counts = ThroughLoops.of(at.graph), Counter[tuple[PTensor, DeviceMesh]]()
+    flow, counts = at.graph.flow, Counter[tuple[PTensor, DeviceMesh]]()
     for op in at.graph.ops:
         for tensor in op.inputs:
-            maker, group = through.maker(tensor), at.of_op[op.path]
+            maker, group = flow.maker(tensor), at.of_op[op.path]
             if maker is not None and not tensor.name.endswith(":index") and at.of_op[maker.path] != group:
                 inside = chain_of(at.graph.homes[tensor], at.graph.loops)
                 counts[tensor, group] = math.prod(at.graph.loops[loop].length for loop in inside)
@@ -168,8 +168,8 @@ def test_on_one_group_they_leave_the_graph_as_it_is() -> None:
 
 def readers_of(at: OnGroups, tensors: Any) -> set[DeviceMesh]:
     """The groups of the ops that read any of ``tensors``."""
-    through = ThroughLoops.of(at.graph)
-    return {at.of_op[reader.path] for t in tensors for reader in through.readers(t)}
+    flow = at.graph.flow
+    return {at.of_op[reader.path] for t in tensors for reader in flow.readers(t)}
 
 
 def test_a_fence_lies_on_one_group_and_holds_what_that_reads() -> None:
@@ -205,8 +205,8 @@ def test_what_is_given_is_made_by_every_group_that_reads_it() -> None:
 
 def learned_of(at: OnGroups, op: Op) -> set[str]:
     """The parameters that an op is made of."""
-    through = ThroughLoops.of(at.graph)
-    tensors = closure(op.inputs, through.made_of)
+    flow = at.graph.flow
+    tensors = closure(op.inputs, flow.operands)
     return {t.name for t in tensors if t.name.startswith("state/")}
 
 
@@ -221,13 +221,13 @@ def test_a_tied_gradient_is_summed_where_it_is_made_and_joined_behind_the_loop(n
     assert len(join.inputs) == 2
     assert [t.name for t in join.outputs] == ["d(state/0/tied)"]
     finals = {carry.final: carry for loop in at.graph.loops.values() for carry in loop.carries}
-    through = ThroughLoops.of(at.graph)
+    flow = at.graph.flow
     for total in join.inputs:
         carry = finals[total]
         assert carry.is_sum
         adds = at.graph.producer[carry.out]
         assert adds.inputs[0] == carry.inside
-        makers = [through.maker(t) for t in adds.inputs[1:]]
+        makers = [flow.maker(t) for t in adds.inputs[1:]]
         assert {at.of_op[maker.path] for maker in makers if maker is not None} == {at.of_op[adds.path]}
     count = {
         which: sum(c.is_sum for loop in g.graph.loops.values() for c in loop.carries)
@@ -246,8 +246,8 @@ def test_gradients_of_what_many_layers_read_are_joined_per_group() -> None:
         for t in op.inputs
         if t.name.startswith("d(layer_0/tanh") and at.of_op[op.path] == home
     ]
-    through = ThroughLoops.of(at.graph)
-    makers = [at.of_op[maker.path] for t, _ in arriving if (maker := through.maker(t)) is not None]
+    flow = at.graph.flow
+    makers = [at.of_op[maker.path] for t, _ in arriving if (maker := flow.maker(t)) is not None]
     assert Counter(group.devices for group in makers if group != home) == {(1,): 1, (2,): 1}
     joins = [
         op
@@ -255,7 +255,7 @@ def test_gradients_of_what_many_layers_read_are_joined_per_group() -> None:
         if op.outputs[0].name.startswith("d(layer_0/tanh:0)@") and len(op.inputs) > 1 and op.forward is None
     ]
     for join in joins:
-        groups = {at.of_op[maker.path] for t in join.inputs if (maker := through.maker(t)) is not None}
+        groups = {at.of_op[maker.path] for t in join.inputs if (maker := flow.maker(t)) is not None}
         assert len(groups) == 1 or at.of_op[join.path] == home
 
 
@@ -263,7 +263,7 @@ def test_gradients_of_what_many_layers_read_are_joined_per_group() -> None:
 def test_a_norm_is_summed_per_group(name: str) -> None:
     """Each group sends one scalar for a norm, and every summand is in it once."""
     at, before = behind(name, "summed_per_group"), in_front(name, "summed_per_group")
-    through = ThroughLoops.of(at.graph)
+    flow = at.graph.flow
     norms = [op for op in before.graph.ops if len(op.inputs) == 5 and not any(t.shape for t in op.inputs)]
     assert len(norms) == 2
     for norm in norms:
@@ -271,12 +271,12 @@ def test_a_norm_is_summed_per_group(name: str) -> None:
         sums = [op for op in at.graph.ops if op.path.startswith(f"{norm.path}@sum")]
         assert sums
         for op in sums:
-            groups = {at.of_op[maker.path] for t in op.inputs if (maker := through.maker(t)) is not None}
+            groups = {at.of_op[maker.path] for t in op.inputs if (maker := flow.maker(t)) is not None}
             assert groups == {at.of_op[op.path]}
         made_of = Counter(t for op in sums for t in op.inputs)
         made_of.update(t for t in now.inputs if t not in {out for op in sums for out in op.outputs})
         assert made_of == Counter(norm.inputs)
-        arriving = [at.of_op[m.path] for t in now.inputs if not t.shape and (m := through.maker(t)) is not None]
+        arriving = [at.of_op[m.path] for t in now.inputs if not t.shape and (m := flow.maker(t)) is not None]
         assert max(Counter(arriving).values()) == 1, "two scalars come from one group"
 
 
