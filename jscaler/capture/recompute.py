@@ -114,7 +114,7 @@ def _expanded(graph: Graph, region: RecomputeRegion, apart: bool) -> Graph:
         first = next(i for i, op in enumerate(graph.ops) if names[region.loop] in chain_of(op.loop, graph.loops))
         names[region.loop] = region.loop + AGAIN
         own = graph.loops[region.loop]
-        loops[names[region.loop]] = Loop(names[region.loop], own.length, own.reverse, unroll=own.unroll)
+        loops[names[region.loop]] = Loop(names[region.loop], own.length, own.reverse, unroll=own.unroll, again=True)
     made = [t for op in parts.forward for t in op.outputs]
     made += [t for name in parts.inner for t in (*graph.loops[name].inner, *graph.loops[name].results)]
     again: Tensors = {t: PTensor(t.name + AGAIN, t.aval) for t in made}
@@ -199,7 +199,7 @@ def _clone(op: Op, again: Tensors, table: Mapping[PTensor, PTensor], names: Mapp
 
 def _clone_loop(loop: Loop, table: Mapping[PTensor, PTensor], names: Mapping[str, str]) -> Loop:
     parent = names.get(loop.parent, loop.parent) if loop.parent is not None else None
-    return dataclasses.replace(loop.mapped(lambda t: table.get(t, t)), name=names[loop.name], parent=parent)
+    return dataclasses.replace(loop.mapped(lambda t: table.get(t, t)), name=names[loop.name], parent=parent, again=True)
 
 
 def without_dead_clones(graph: Graph) -> Graph:
@@ -215,7 +215,7 @@ def without_dead_clones(graph: Graph) -> Graph:
             uses.update((*loop.operands, *loop.returned))
         kept = _alive(ops, loops, uses)
         there = {name for op in kept for name in chain_of(op.loop, loops)}
-        trimmed = {n: _trimmed(loop, uses) if AGAIN in n else loop for n, loop in loops.items()}
+        trimmed = {n: _trimmed(loop, uses) if loop.again else loop for n, loop in loops.items()}
         there |= {name for n in trimmed if any(uses[t] for t in trimmed[n].inner) for name in chain_of(n, loops)}
         trimmed = {n: loop for n, loop in trimmed.items() if n in there}
         if len(kept) == len(ops) and trimmed == loops:

@@ -63,6 +63,7 @@ class Loop:
         parent: the name of the loop that this one stands in.
         unroll: how many iterations ``lax.scan`` writes out.
         forward: on a backward loop, the loop that it differentiates.
+        again: whether it computes a loop again, for a backward pass.
         time: on a loop over parts of ops, the name of the time axis.
         turns: how many of these parts an iteration runs, one after another.
     """
@@ -76,6 +77,7 @@ class Loop:
     parent: str | None = None
     unroll: int | bool = 1
     forward: str | None = None
+    again: bool = False
     time: str = ""
     turns: int = 1
 

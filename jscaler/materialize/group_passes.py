@@ -227,7 +227,6 @@ class _Copies:
         given = [*(t for t, _ in graph.constants), *graph.inputs]
         tensors = {t for t in given if t not in trained}
         unlearned = {t for t in given if t not in arrays}  # an optimizer's moments are no input to share
-        slices = {x.stack: x.slice for loop in graph.loops.values() for x in loop.xs}
         ops: set[str] = set()
         for op in graph.ops:
             if op.body is None or op.again is not None or op.body.jaxpr.effects or _contracts(op):
@@ -235,7 +234,7 @@ class _Copies:
             known = unlearned if op.kind == "update" else tensors
             if all(t in known for t in op.inputs):
                 made = [t for t in op.outputs if t not in trained]
-                made += [slices[t] for t in made if t in slices]
+                made += [piece for t in made for piece in graph.flow.targets(t, "slice")]
                 ops.add(op.path)
                 tensors.update(made)
                 unlearned.update(made if all(t in unlearned for t in op.inputs) else ())

@@ -21,7 +21,7 @@ from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import Nest, chain_of, made_by, reads_of
-from jscaler.ir.walk import between
+from jscaler.ir.walk import between, closure
 from jscaler.lax_primitives import contracts
 from jscaler.plans.attention import Ops, holds_contraction
 from jscaler.plans.necks import Stretch, stretches
@@ -213,14 +213,17 @@ def _of_parameters(graph: Planner, given: Iterable[PTensor]) -> set[PTensor]:
 
 def weights_of(graph: Planner) -> set[PTensor]:
     """Parameters, what is made of them alone, and what loops take of either."""
-    made = of_parameters(graph)
-    for loop in graph.loops.values():
-        made |= {x.slice for x in loop.xs if x.stack in made}
+    made = with_slices(graph, of_parameters(graph))
     for op in graph.forward():
         large = [t for t in op.inputs if t.shape]
         if large and all(t in made for t in large):
-            made.update(op.outputs)
+            made |= with_slices(graph, op.outputs)
     return made
+
+
+def with_slices(graph: Planner, tensors: Iterable[PTensor]) -> set[PTensor]:
+    """``tensors``, and what loops take of them, layer by layer."""
+    return set(closure(tensors, lambda tensor: graph.graph.flow.targets(tensor, "slice")))
 
 
 def _closed(graph: Planner, members: Sequence[Op], taken: Set[Op], weights: set[PTensor]) -> Ops:

@@ -30,6 +30,7 @@ from jscaler.ir.walk import closure
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_be_split, split
+from jscaler.plans.layers import with_slices
 from jscaler.primitives import Planner, Replicate
 
 
@@ -176,12 +177,12 @@ def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors, unequal: Fact
 
 def _read_by(graph: Planner, leaf: PTensor) -> list[Op]:
     """The forward ops that read ``leaf``, its slice in a loop over layers, or a cast, together with something else."""
-    known = _with_slices(graph, [leaf])
+    known = with_slices(graph, [leaf])
     found: list[Op] = []
     for op in graph.forward():
         if not known.isdisjoint(op.inputs):
             if all(t in known for t in op.inputs if t.shape):
-                known.update(_with_slices(graph, op.outputs))
+                known.update(with_slices(graph, op.outputs))
             else:
                 found.append(op)
     return found
@@ -229,17 +230,12 @@ def without_followers(graph: Planner, table: Factors, stored: bool) -> Factors:
     are ``stored`` in parts, those that make something of them alone (casts)."""
     kinds = tensor_kinds(graph.graph)
     own = {t for t, kind in kinds.items() if kind in ("parameter", "optimizer", "gradient")}
-    made = _with_slices(graph, [t for t, kind in kinds.items() if kind == "parameter"] if stored else [])
+    made = with_slices(graph, [t for t, kind in kinds.items() if kind == "parameter"] if stored else [])
     found = set()
     for op in graph.ops:
         known = {"update": own, "forward": made}.get(op.kind, set())
         large = [t for t in op.inputs if t.shape]
         if large and all(t in known for t in large):
-            known.update(op.outputs if known is own else _with_slices(graph, op.outputs))
+            known.update(op.outputs if known is own else with_slices(graph, op.outputs))
             found.add(op)
     return {op: factor for op, factor in table.items() if op not in found}
-
-
-def _with_slices(graph: Planner, tensors: Iterable[PTensor]) -> set[PTensor]:
-    """``tensors``, and what loops take of them, layer by layer."""
-    return set(closure(tensors, lambda tensor: graph.graph.flow.targets(tensor, "slice")))

@@ -236,7 +236,9 @@ def difference(expected: BoundCall, given: BoundCall) -> str:
     if expected.static != given.static:
         return f"static {dict(given.static)} instead of {dict(expected.static)}"
     if (expected.trees, expected.graphdef) != (given.trees, given.graphdef):
-        return "the argument trees differ"
+        lacks, has = (listing([n for n in a.names if n not in b.names]) for a, b in ((expected, given), (given, expected)))
+        named = [f"{what} {leaves}" for what, leaves in (("without", lacks), ("with", has)) if leaves]
+        return f"the argument trees differ{': ' if named else ''}{', and '.join(named)}"
     for name, want, have in zip(expected.names, expected.types, given.types, strict=True):
         if want != have:
             return f"'{name}' is {have} instead of {want}"

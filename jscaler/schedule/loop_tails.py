@@ -30,7 +30,7 @@ def with_tails(graph: Graph, late: Mapping[str, Set[str]]) -> Graph:
 
 def _with_tail(graph: Graph, name: str, late: Set[str]) -> Graph:
     loop = graph.loops[name]
-    names = (f"{name}/tail{number or ''}" for number in itertools.count())  # a loop within may have got one before
+    names = (name + f"/tail{number or ''}" for number in itertools.count())  # a loop within may have got one before
     tail = next(n for n in names if n not in graph.loops)
 
     def is_late(op: Op) -> bool:

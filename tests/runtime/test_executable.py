@@ -290,8 +290,8 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
         r"'batch/x' is bfloat16\[16, 4\] instead of float32\[16, 4\]",
     ),
     "one dim less": (lambda: with_batch(y=jnp.ones(ROWS)), r"'batch/y' is float32\[16\] instead of float32\[16, 3\]"),
-    "a leaf more": (lambda: with_batch(z=jnp.ones(2)), "the argument trees differ"),
-    "a leaf less": (lambda: (arguments()[0], {"x": jnp.ones((ROWS, WIDTH))}), "the argument trees differ"),
+    "a leaf more": (lambda: with_batch(z=jnp.ones(2)), "the argument trees differ: with 'batch/z'"),
+    "a leaf less": (lambda: (arguments()[0], {"x": jnp.ones((ROWS, WIDTH))}), "the argument trees differ: without 'batch/"),
 }
 
 
