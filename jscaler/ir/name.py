@@ -9,14 +9,15 @@ the name for it.
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self, SupportsIndex
 
-MarkKind = Literal["layers", "turn", "group"]
+MarkKind = Literal["layers", "turn", "group", "shared"]
 
 
 class Mark(NamedTuple):
     """A part of a name that says for which of several equal things it is.
 
     Attributes:
-        kind: ``layers`` of a range, ``turn`` of a loop's iteration, or ``group`` of devices (or stage) of a copy.
+        kind: ``layers``, of a range of these; ``turn`` of a loop's iteration; ``group`` of devices, or stage, of a copy;
+            ``shared``, of a time axis whose cells share devices.
         value: the bounds of a range of layers; else nothing.
     """
 
@@ -70,6 +71,15 @@ def turn_mark(turn: int) -> str:
 def group_mark(numbers: Sequence[int]) -> Name:
     """What follows the names of copies for one group of devices, or for one stage: ``@0-1``."""
     return Name([Mark("@" + "-".join(map(str, numbers)), "group")])
+
+
+def shared_axis(number: int, parts: str) -> Name:
+    """The name of a time axis of ``parts`` whose cells share devices: ``shared+4``; of others of an op ``shared2+4``."""
+    return Name([Mark(f"shared{number if number > 1 else ''}+{parts}", "shared")])
+
+
+def has_mark(name: str, kind: MarkKind) -> bool:
+    return any(isinstance(part, Mark) and part.kind == kind for part in _parts(name))
 
 
 def general(name: str) -> str:

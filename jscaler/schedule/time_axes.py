@@ -13,13 +13,14 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph
+from jscaler.ir.name import has_mark, shared_axis
 from jscaler.primitives import Assign, GridAxis, Order, Plan, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Index
 from jscaler.schedule.assigned_cells import assignments, with_one_each
 from jscaler.schedule.turns import Devices, Turns, devices_of_cells, taken_in_turn
 
-SHARED = "shared"  # what an axis is called that is in time because its cells share devices; of others of its op, numbered
+SHARED = "shared"  # how `ir.name.shared_axis` begins
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _grids(plan: Plan) -> dict[str, tuple[GridAxis, ...]]:
     grids = {d.op: d.axes for d in plan.decisions if isinstance(d, Trans)}
     for path, axes in grids.items():
         for axis in axes:
-            if _is_shared(axis):
+            if axis.time.rstrip("0123456789+") == SHARED:  # a user's own axis
                 raise PlanError(
                     f"'{path}': a time axis cannot be called '{axis.time}', as those of cells that share devices are; give "
                     "it another name"
@@ -250,9 +251,9 @@ def _marked(decision: Assign, axes: tuple[GridAxis, ...]) -> tuple[GridAxis, ...
         if places.shape[i] > 1 and axis.factor is not None and (places == places.take([0], i)).all():
             if axis.algorithm:
                 raise PlanError(f"'{decision.op}': the cells along {axis} share devices, and only plain parts run in turn")
-            count = sum(_is_shared(a) for a in found)
+            number = sum(has_mark(a.time, "shared") for a in found) + 1
             parts = parts_text(axis.parts, axis.sizes)  # ops with as many parts alone share a loop
-            found[i] = dataclasses.replace(axis, time=f"{SHARED}{count + 1 if count else ''}+{parts}")
+            found[i] = dataclasses.replace(axis, time=shared_axis(number, parts))
     return tuple(found)
 
 
@@ -284,10 +285,6 @@ def _check_rows(cuts: Mapping[str, Mapping[str, TimeCut]], alone: Set[str]) -> N
                 )
 
 
-def _is_shared(axis: GridAxis) -> bool:
-    return axis.time.rstrip("0123456789+") == SHARED
-
-
 def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
     found: dict[str, TimeCut] = {}
     for i, axis in enumerate(axes):
@@ -300,7 +297,7 @@ def _cuts(path: str, axes: Sequence[GridAxis]) -> dict[str, TimeCut]:
                 "or have one of all parts (a pipeline cuts its micro-batches itself, without accumulate inside)"
             )
         assert axis.factor is not None
-        around = axes[:i] if _is_shared(axis) else axes
+        around = axes[:i] if has_mark(axis.time, "shared") else axes
         blocks = math.prod(a.parts for a in around if a.factor == axis.factor and not a.time)
         found[axis.time] = TimeCut(axis.time, axis.factor, axis.parts, blocks, axis.sizes)
     return found
@@ -329,7 +326,7 @@ def _once(decision: Assign, axes: Sequence[GridAxis]) -> Assign:
     count = math.prod(n for n, axis in zip(sizes, axes, strict=True) if not axis.time)
     places = decision.places
     if len(places) > count:
-        shape = [n if not a.time or _is_shared(a) else 1 for n, a in zip(sizes, axes, strict=True)]
+        shape = [n if not a.time or has_mark(a.time, "shared") else 1 for n, a in zip(sizes, axes, strict=True)]
         numbers = np.arange(len(places)).reshape(shape)
         for i, axis in enumerate(axes):
             numbers = numbers.take([0], i) if axis.time else numbers
