@@ -106,7 +106,7 @@ class Flow:
     def readers(self, tensor: PTensor) -> list[Op]:
         """The ops that read ``tensor``, in order; of what a loop takes or hands on, also those inside it and behind it.
 
-        Behind these stands the maker of a carry's next value, if the carry begins with ``tensor``: nobody else may read it.
+        Last comes the op that makes the next value of the last carry that begins with ``tensor``: nobody else may read it.
         """
         reached = closure([tensor], lambda t: self.targets(t, *ACYCLIC))
         ops = {op.path: op for t in reached for op in self.consumers.get(t, ())}

@@ -8,7 +8,8 @@ numbered by levels::
     group 1           1F          1B
     group 2                 2F 2B
 
-A block that computes again is the R of the stage whose backward reads it first.
+A block that computes again is the R of the stage whose backward reads it first. Where a backward is cut in halves,
+`Program.names_at` calls them I and W.
 """
 
 from collections import Counter
@@ -65,6 +66,7 @@ class BlockNames:
         names = self._by_stages(whole) or self._by_levels(whole)
         for key in self.blocks.keys() - whole.keys():
             readers = [other for other, ops in whole.items() if key in ops.reads]
+            assert readers, f"nobody reads what {key} computes again"
             reader = min(readers, key=lambda other: other.level)
             names[key] = [(stage, "R") for stage, kind in names[reader] if kind == "B"]
         return {key: tuple(named) for key, named in names.items()}

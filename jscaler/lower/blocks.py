@@ -107,6 +107,10 @@ class _PhaseWriter:
         self.weights_apart = weights_apart
         after = self.blocks.after
         self.ordered = after.keys() | {path for paths in after.values() for path in paths}
+        loops = self.graph.loops.values()
+        ends = (t for loop in loops for t in (*loop.operands, *loop.returned))
+        self.read = {*self.graph.outputs, *ends, *(t for op in self.graph.ops for t in op.inputs)}
+        self.differentiated = {op.forward.path for op in self.graph.ops if op.forward is not None}
 
     def write_phases(self) -> SpanningLoop | None:
         """Write all phases; the results are left where they are made, or else in the last. Returns the loop over groups."""
@@ -141,6 +145,9 @@ class _PhaseWriter:
             for op in ops:
                 draft.run(op, level, op.path in self.ordered)
             kind = work[1] if work is not None else None
+            if self.blocks.in_loop and self.blocks.cuts.forward and kind == "F":
+                for tensor in self._unread_losses(item):
+                    draft.leave(tensor, between(draft.writer.slots[tensor][0][0]), level)
             if kind == "R":
                 again.setdefault((draft.key, region_of(ops[0])), {}).update((op.path, level) for op in ops)
             inside = (t for op in ops for t in op.outputs) if isinstance(item, Nest) else ()
@@ -149,6 +156,16 @@ class _PhaseWriter:
                 self.passing.made[tensor] = MadeAt(draft.key, level, kind == "B")
         for (key, _), levels in again.items():  # a region runs when all that it reads is there
             self.passing.drafts[key].pinned.update(dict.fromkeys(levels, max(levels.values())))
+
+    def _unread_losses(self, item: Item) -> list[PTensor]:
+        """What ``item`` makes for a gradient alone, and nobody reads: a loss that the step does not return.
+
+        Where the table has a forward apart from its backward, it leaves its block as a loss that is returned does. Else
+        nothing would wait for that forward, and it would run in the block of the backward.
+        """
+        made = item.outputs if isinstance(item, Op) else tuple(c.final for c in item.loop.carries)
+        is_of_loss = any(op.path in self.differentiated for op in ops_of(item))
+        return [t for t in made if t not in self.read] if is_of_loss else []
 
     def _repeat(self, loop: Loop, phases: range) -> SpanningLoop:
         """The body of a loop over groups, once for all iterations."""

@@ -28,7 +28,7 @@ class Taken(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A value that a program leaves, behind ``level``; None for the end of its phase."""
+    """A value that a program leaves, by the block at ``level``; None for the block that makes it."""
 
     slot: Slot
     layout: Layout
@@ -96,7 +96,7 @@ class Draft:
         self.results.append((number, Left(self.writer.read(tensor, layout), layout, None)))
 
     def run(self, op: Op, level: Level, is_pinned: bool) -> None:
-        """Note that ``op`` runs behind ``level``; pinned, in the block of that level."""
+        """Note that ``op`` is of the block at ``level``; pinned, it must run there and no later."""
         self.last_level = max(self.last_level, level)
         if is_pinned:
             self.pinned[op.path] = level

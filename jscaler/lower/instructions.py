@@ -17,6 +17,7 @@ from jscaler.lower.merged import merged
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.spanning_loop import CarriedValue, SpanningLoop, Transfer
 from jscaler.lower.table_binding import bound_table, in_table_order
+from jscaler.materialize import DeviceMesh
 from jscaler.tables import BlockKind, Published, Table, TableCell
 
 Slot = int
@@ -85,6 +86,7 @@ class Instructions:
         places: of such the place of the micro-batch of each name; else all are of one.
         ends: of these blocks what a stage does besides its layers of a stack, which are others: a model's first and last
             end. They run when the layers do.
+        groups: those of the table's rows.
     """
 
     steps: tuple[Instruction, ...]
@@ -94,6 +96,7 @@ class Instructions:
     names: Mapping[int, Sequence[StageKind]] = field(default_factory=dict)
     places: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ends: Set[int] = frozenset()
+    groups: tuple[DeviceMesh, ...] = ()
 
     def cells(self, run: Run) -> list[TableCell]:
         """The cells of the table that a run stands for; none outside of the loop, and where its stage's layers do."""
@@ -153,6 +156,7 @@ def instructions(
         {n: [name for name, _ in own] for n, own in names.items()},
         {n: [place for _, place in own] for n, own in names.items()},
         _ends(writer.blocks, names),
+        tuple(loop.rows),
     )
 
 

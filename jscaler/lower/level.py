@@ -10,11 +10,11 @@ WHOLE, WEIGHTS, AGAIN = 0, 1, 2  # all of a block; what nobody waits for, behind
 
 
 class Level(NamedTuple):
-    """A block runs behind those of its phase that it reads, which have lesser numbers.
+    """A block runs after the blocks of its phase that it reads; these have lesser levels.
 
     Attributes:
-        number: another one for each block of a place.
-        part: whether it is what a block makes for weights alone (W), or what is computed again behind it (R).
+        number: the blocks of a place have different ones, but for their parts.
+        part: whether it is what a block makes for weights alone (W), or what is computed again after it (R).
     """
 
     number: int = 0

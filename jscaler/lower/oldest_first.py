@@ -87,6 +87,6 @@ class _OldestFirst:
     def _stuck(self) -> str:
         """What the next blocks wait for."""
         heads = [(n, cells[0]) for turns in self.rows for left in turns for n, cells in left.items() if cells][:4]
-        waits = {head: sorted(self.loop.waits[head] - self.done) for head in heads}
+        waits = {head: sorted(self._needs(*head) - self.done) for head in heads}
         named = {head: ", ".join(cells_text(self.loop, [cell]) for cell in cells) for head, cells in waits.items()}
         return "; ".join(f"{waiting_text(self.loop, [head])} waits for {others}" for head, others in named.items())

@@ -17,7 +17,7 @@ In a phase without stages a visit is the number of crossings on the longest way 
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jscaler.ir import Graph, Nest, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
@@ -40,7 +40,7 @@ class BlockId:
 
     Attributes:
         stage: of the plan's schedule; None where it has none.
-        kind: of a table's cells; empty where a block may be of several (a last stage's forward and backward).
+        kind: of a table's cells; None where a block may be of several (a last stage's forward and backward).
         visit: how often its place was with this stage and kind before.
     """
 
@@ -123,7 +123,8 @@ class OpBlocks:
     """The block of every op of a phase, and of what it makes.
 
     Attributes:
-        of_op: path -> level and place, of this phase.
+        of_op: path -> level, place, stage and kind, of this phase.
+        in_loop: whether this phase is of a loop over groups.
         of_layers: what layers of a stack make.
         in_loops: what ops say of the blocks of a loop over groups.
     """
@@ -136,6 +137,7 @@ class OpBlocks:
     of_tensor: dict[PTensor, At] = field(default_factory=dict)
     in_loops: dict[BlockKey, BlockOps] = field(default_factory=dict)
     of_layers: set[PTensor] = field(default_factory=set)
+    in_loop: bool = False
 
     def __post_init__(self) -> None:
         self.number = {group: number for number, group in enumerate(self.completed.groups)}
@@ -164,12 +166,11 @@ class OpBlocks:
         return number, number + len(self.number)
 
     def find_layers(self, phases: Sequence[Phase]) -> None:
-        """Find what layers of a stack do, of which as many lie on another group: their ops, forward, backward and update,
-        and what these alone read of ops that the plan does not place.
+        """Find the ops of ranges of layers, if another range has as many layers, and what these ops alone read.
 
         They are a program of their own, and what a first and a last stage do besides is another: so the layers of all
-        stages are one program. Where a table cuts a stage's backward in pieces, which wait for no other block, that holds
-        around the loop, and not in it.
+        stages are one program. A table with W or R keeps a stage in one program in the loop, since halves of a backward
+        wait for no other block.
         """
         if len(self.number) == 1:
             return
@@ -242,7 +243,7 @@ class OpBlocks:
             operands = [*(t for op in ops for t in op.inputs), *(item.loop.operands if isinstance(item, Nest) else ())]
             waits = {maker[t] for t in operands if t in maker}
             waits |= {of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in of_op}
-            if self.in_loop and self.of_layers:  # a constant cotangent is made where the loss is, not ahead of the layers
+            if self.in_loop and self.of_layers:  # a backward waits for its forward: a constant cotangent is not early
                 forward = {of_op[op.forward.path] for op in ops if op.forward is not None and op.forward.path in of_op}
                 waits |= {n for n in forward if n < len(found) and found[n].place == place}
             before = sorted(n for n in waits if n < len(found))
@@ -257,7 +258,7 @@ class OpBlocks:
         return found
 
     def _kind(self, ops: Sequence[Op]) -> BlockKind:
-        if self.cuts.recompute and all(map(region_of, ops)):
+        if self.in_loop and self.cuts.recompute and all(map(region_of, ops)):
             return "R"
         return "B" if ops[0].kind == "backward" or ops[0].again is not None else "F"
 
@@ -344,7 +345,7 @@ class OpBlocks:
         blocks = {key: ops for key, ops in self.in_loops.items() if where(key) == key}
         for key, ops in self.in_loops.items():
             if (run := where(key)) != key and run in blocks:
-                blocks[run].reads |= ops.reads
+                blocks[run] = replace(blocks[run], reads=blocks[run].reads | ops.reads)
         found: dict[tuple[int, Place], dict[Level, tuple[StageKind, ...]]] = {}
         for key, names in BlockNames(blocks, lambda place: place % len(self.number), self.is_layers).names().items():
             found.setdefault((key.phase, key.place), {})[key.level] = names

@@ -133,9 +133,10 @@ class Program:
             for each of ``exports``.
         phase: its number; see `lower.phases`.
         imports, exports: the numbers of the values that it takes from other programs, and of those that it leaves them.
-        import_levels, export_levels: behind which level they arrive, and leave; None: when they are made.
+        import_levels: the first level at which each import may be read.
+        export_levels: the level whose block leaves each export; None: the block that makes it.
         last_level: of its ops.
-        pinned: path -> the level of an op that must run there, as ``op_order`` says.
+        pinned: path -> the level of an op that must run there: one that ``op_order`` names, or that computes again.
         times: how often it runs.
         of_layers: whether it is what a group does for its layers of a stack; what it does besides is another program.
         names: by level the cells of a table that its blocks are (`lower.block_names`).
@@ -167,7 +168,7 @@ class Program:
     def names_at(self, level: Level, levels: Container[Level]) -> tuple[StageKind, ...]:
         """The names of its block at ``level``, if it has blocks at ``levels``: of a backward in halves, those of the half.
 
-        Where no stage waits for a gradient (of tokens, say), W is all there is.
+        A backward whose gradient of the input nobody reads (of tokens, say) has no I: all of it is W.
         """
         names = self.names.get(level.whole if level.is_weights else level, ())
         if level.is_weights:

@@ -91,10 +91,8 @@ class StepPlan:
         table = self.instructions.table
         if self.spanning is None or table is None:
             return {}
-        own = [block for block in self.blocks if block.phase in self.spanning.phases]
-        own.sort(key=lambda block: (block.phase, block.level))
-        groups = [block.group for block in own]
-        rows = zip(dict.fromkeys(groups), table.rows, strict=True)
+        groups = [block.group for block in self.blocks if block.phase in self.spanning.phases]
+        rows = zip(self.instructions.groups, table.rows, strict=True)
         return {group: most_live(row) if groups.count(group) > 1 else 1 for group, row in rows}
 
     def block_name(self, number: int) -> str:

@@ -183,8 +183,11 @@ def _overlapped(loop: LoopBlocks, run: Entry) -> list[Entry]:
 
 
 def _blocks_of(cell: TableCell, known: Mapping[TableCell, Sequence[Cell]], named: Set[TableCell]) -> Iterable[Cell]:
-    """The blocks that a cell stands for: of a whole backward maybe two, and of a half none, where it has nothing to do. In
-    front of a backward stands what it computes again, if that has no cell among those ``named`` in the table."""
+    """The blocks that a cell stands for.
+
+    A backward may be two blocks; an I or W without a block stands for none. In front of a backward stands what it computes
+    again, if that has no cell among those ``named`` in the table.
+    """
     kinds: tuple[BlockKind, ...] = (cell.kind,)
     if cell not in known:
         kinds = ("I", "W") if cell.kind == "B" else ("B",) if cell.kind == "I" else ()

@@ -19,18 +19,17 @@ from jscaler.materialize import Layout
 
 
 def twin_key(program: Program) -> Hashable:
-    """What only twins share; None for a program that has none, as ``op_order`` names its ops."""
-    if program.pinned:
-        return None
+    """What only twins share."""
     positions = Positions(program.group)
     brought = set(program.tensors[len(program.tensors) - len(program.imports) :])
 
     def of(task: Task) -> Hashable:
         if isinstance(task, Compute):  # equal ops hold one body
-            return general(task.op.path), id(task.jaxpr), task.inputs, task.outputs, task.parts
+            return general(task.op.path), id(task.jaxpr), task.inputs, task.outputs, task.parts, task.after
         if isinstance(task, Repeat):
             loop, inside = task.loop, tuple(map(of, task.tasks))
-            return loop.length, loop.reverse, loop.unroll, bool(loop.time), inside, task.carries, task.xs, task.ys
+            ends = task.carries, task.xs, task.ys, task.after
+            return loop.length, loop.reverse, loop.unroll, bool(loop.time), inside, ends
         rest = (task.adapter, task.reduce_dtype) if isinstance(task, Adapt) else (task.layout, task.edges)
         name = "" if task.tensor in brought else general(task.tensor.name)  # another stage's: its own for each
         return name, positions.of(rest), task.input, task.output
@@ -40,8 +39,9 @@ def twin_key(program: Program) -> Hashable:
         None if level is None else (place[level.number], level.part)
         for level in (*program.import_levels, *program.export_levels, program.last_level)
     )
+    pinned = sorted((general(path), place[level.number], level.part) for path, level in program.pinned.items())
     return (
-        positions.of(program.group), program.phase, program.times, tuple(map(of, program.tasks)),
+        tuple(pinned), positions.of(program.group), program.phase, program.times, tuple(map(of, program.tasks)),
         positions.of((program.inputs, program.outputs)), tuple(t.aval for t in program.tensors), _first(program.tensors),
         len(program.imports), len(program.results), _first(_numbers(program)), tuple(levels),
     )  # fmt: skip
@@ -144,6 +144,7 @@ def _first(things: Iterable[Hashable]) -> tuple[int, ...]:
 
 def _places(program: Program) -> Mapping[int, int]:
     """The numbers of levels behind which something arrives, runs or leaves, each with its place among them."""
-    levels = (START, *program.import_levels, *program.export_levels, program.last_level)
+    ends = (*program.import_levels, *program.export_levels)
+    levels = (START, *ends, *program.pinned.values(), program.last_level)
     numbers = sorted({level.number for level in levels if level is not None})
     return {number: place for place, number in enumerate(numbers)}

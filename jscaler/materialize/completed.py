@@ -52,7 +52,7 @@ class Completed:
     Attributes:
         groups: the device groups, each a mesh; every placement and every layout is on the devices of one of them, those of
             inputs and outputs in its order.
-        homes: op path -> the group that it runs on, and why.
+        homes: op path -> the group that it runs on, its stage, and why.
     """
 
     groups: tuple[DeviceMesh, ...]

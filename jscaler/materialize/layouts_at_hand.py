@@ -111,7 +111,7 @@ class LayoutsAtHand:
         elif tensor in self.undecided:
             costs = [find_adapter(option, layout, tensor.itemsize, self.cost).cost for option in options]
             self.by_tensor[tensor] = (options[costs.index(min(costs))],)
-        elif not options:  # state stays in parts, if of another dim: it lies so between steps
+        elif not options:  # sharded state keeps its stored layout, even if the reader cuts another dim
             as_array = storable(layout, self.groups.group_of(layout.mesh), elsewhere=tensor in self.state)
             self.by_tensor[tensor] = (self.shards.leaf(tensor, as_array),)
             if tensor in self.step_inputs:
@@ -123,7 +123,7 @@ class LayoutsAtHand:
     def fix(self, op: Op, layouts: OpLayouts) -> None:
         """Lay out ``op`` and its outputs; it no longer waits."""
         self.ops[op.path] = layouts
-        if op.anywhere == "sum":
+        if op.anywhere == "sum":  # its carry is taken as the sum leaves it
             self.by_tensor[op.inputs[0]] = (layouts.inputs[0],)
         for tensor, layout in zip(op.outputs, layouts.outputs, strict=True):
             self.by_tensor[tensor] = (self.shards.gradient(tensor, layout),)

@@ -1,4 +1,4 @@
-"""The transitions between layouts on one device group. Their costs are the table of ``jscaler.cost.table``.
+"""The transitions between layouts on one device group. Their costs are those of a `clusters.CostModel`.
 
     D -> R   all_gather      V -> R   all_reduce       R -> D   slice        D -> D   all_to_all
                              V -> D   reduce_scatter   R -> V   value_mask   any -> any of equal parts   permute

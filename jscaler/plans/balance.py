@@ -26,6 +26,8 @@ UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cros
 EVEN = 1.25  # … so that a stack's ranges are equal, and each stage stores its own
 MUCH = 0.1  # of a device's memory, for stacks that every device gathers
 
+Cost = tuple[float, ...]  # compared number by number
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -118,33 +120,41 @@ def _is_equal(units: Sequence[Unit], cuts: Sequence[int]) -> bool:
 
 
 def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], stages: int) -> list[int] | None:
-    """Cuts at ``places`` by dynamic programming: for the least slowest stage, and then for the fewest bytes.
+    """Cuts at ``places`` by dynamic programming: for the least slowest stage, then for the fewest bytes, then for stages as
+    equal as can be.
 
     None where there are too few places with work in between.
     """
 
-    def slowest(before: float, start: int, stop: int) -> float:
-        return max(before, sums[stop] - sums[start])
+    def slowest(before: Cost, start: int, stop: int) -> Cost:
+        return (max(*before, sums[stop] - sums[start]),)
 
-    def sent(before: float, start: int, stop: int) -> float:
-        return before + (nbytes[stop] if stop < len(sums) - 1 else 0.0)
+    def sent(before: Cost, start: int, stop: int) -> Cost:
+        nbytes_here = nbytes[stop] if stop < len(sums) - 1 else 0.0
+        return before[0] + nbytes_here, before[1] + (sums[stop] - sums[start]) ** 2
 
-    fastest = _least(sums, places, stages, slowest)
-    found = None if fastest is None else _least(sums, places, stages, sent, fastest[0])
+    fastest = _least(sums, places, stages, slowest, (0.0,))
+    found = None if fastest is None else _least(sums, places, stages, sent, (0.0, 0.0), *fastest[0])
     return None if found is None else found[1]
 
 
 def _least(
-    sums: np.ndarray, places: Sequence[int], stages: int, joined: Callable[[float, int, int], float], most: float = math.inf
-) -> tuple[float, list[int]] | None:
+    sums: np.ndarray,
+    places: Sequence[int],
+    stages: int,
+    joined: Callable[[Cost, int, int], Cost],
+    nothing: Cost,
+    most: float = math.inf,
+) -> tuple[Cost, list[int]] | None:
     """The cuts into stages of at most ``most`` work that cost least, and this cost.
 
     Args:
         joined: the cost of the stages so far, with one more from a unit to another.
+        nothing: the cost of no stage.
     """
-    best: dict[int, tuple[float, list[int]]] = {i: (joined(0.0, 0, i), [i]) for i in places if sums[i] <= most}
+    best: dict[int, tuple[Cost, list[int]]] = {i: (joined(nothing, 0, i), [i]) for i in places if sums[i] <= most}
 
-    def ways_to(i: int) -> list[tuple[float, list[int]]]:
+    def ways_to(i: int) -> list[tuple[Cost, list[int]]]:
         """One stage more, which ends at ``i``."""
         starts = (j for j in best if j < i and 0 < sums[i] - sums[j] <= most)
         return [(joined(best[j][0], j, i), [*best[j][1], i]) for j in starts]

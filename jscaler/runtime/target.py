@@ -56,7 +56,7 @@ def without_cache() -> Iterator[None]:
 
 
 def find_target(target: Target) -> Cluster:
-    """The cluster that a target names (``jscaler.cost.find_cluster``), or the cluster itself.
+    """The cluster that a target names (`clusters.find_cluster`), or the cluster itself.
 
     Raises:
         UnknownNameError: no such cluster.

@@ -186,6 +186,24 @@ def test_batch_norm_on_each_micro_batch_keeps_running_state_in_order() -> None:
                 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "dualpipe_v", "zb_h1"])
+def test_a_loss_that_is_not_returned_is_a_forward_too(name: str) -> None:
+    """Nobody reads it, but the table has its stage's forward apart from the backward."""
+    step, params, x = stack_of([4] * 5)
+
+    def quiet(params: Any, x: jax.Array) -> Any:
+        return step(params, x)[0]
+
+    params, x = jax.tree.map(lambda t: jnp.ones(t.shape) / 8, (params, x))
+    staged = plans.pipeline(2, 4, name, at=[f"layer_{i}" for i in ((1, 2, 3) if name == "dualpipe_v" else (2,))], batch="x")
+    with jax.enable_x64(True):
+        lowered, whole = (jscaler.parallelize(staged, devices=2)(one).lower(params, x) for one in (quiet, step))
+        assert lowered.plan.instructions.table == whole.plan.instructions.table
+        assert lowered.plan.under_way == whole.plan.under_way
+        ours = jscaler.parallelize(staged, devices=2)(quiet)(params, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ours, jax.jit(quiet)(params, x))
+
+
 def stack_of(widths: list[int]) -> tuple[Callable[..., Any], Any, jax.Array]:
     def step(params: Any, x: jax.Array) -> Any:
         def loss_of(params: Any) -> jax.Array:
