@@ -43,7 +43,7 @@ def op_part(
     rule = book.rule(op)
     if alone is not None:
         return _part(op, rule, cut, book, bodies, known, alone)
-    key = ("part", op.body, id(rule), cut)
+    key = ("part", op.body, rule.key, cut)
     if key not in book.memo:
         book.memo[key] = _part(op, rule, cut, book, bodies, known, None)
     return book.memo[key]
