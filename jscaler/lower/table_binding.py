@@ -14,7 +14,7 @@ from jscaler.ir.walk import grouped
 from jscaler.lower.loop_blocks import Cell, LoopBlocks, cells_text, waiting_text
 from jscaler.lower.oldest_first import one_forward_one_backward
 from jscaler.lower.spanning_loop import SpanningLoop
-from jscaler.tables import BlockKind, Published, Table, TableCell
+from jscaler.tables import BlockKind, Overlap, Published, Table, TableCell
 from jscaler.tables.legal import check_cells, in_order, whole_of
 
 Entry = tuple[Cell, ...]  # blocks that run as one executable
@@ -108,11 +108,8 @@ def _without_lacking(loop: LoopBlocks, plan: Published, table: Table) -> Table:
             "(nothing in them is trained, say); the rest of the schedule runs as it is published",
             PlanWarning,
         )
-    rows = []
-    for row in table.rows:
-        kept = [[cell for cell in entry.cells if has(cell)] for entry in row]
-        rows.append(tuple(e if len(own) == len(e.cells) else own[0] for e, own in zip(row, kept, strict=True) if own))
-    return Table(tuple(rows))
+    kept = [[tuple(cell for cell in entry.cells if has(cell)) for entry in row] for row in table.rows]
+    return Table(tuple(tuple(cells[0] if len(cells) == 1 else Overlap(cells) for cells in row if cells) for row in kept))
 
 
 def in_table_order(loop: LoopBlocks, table: Table) -> list[list[Entry]]:
