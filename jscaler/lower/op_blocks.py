@@ -12,6 +12,9 @@ So the blocks of an iteration are an acyclic graph, whatever the model: an encod
 of a decoder, tied heads, losses besides, a norm over everything.
 
 In a phase without stages a visit is the number of crossings on the longest way to an op, so that groups run side by side.
+
+What an op sends leaves with its block. An equation that only a later block of its program reads runs there: `lower.block_cuts`
+puts it off, so that what a forward does for its backward alone is not kept in between.
 """
 
 import itertools
@@ -126,7 +129,7 @@ class OpBlocks:
         of_op: path -> level, place, stage and kind, of this phase.
         in_loop: whether this phase is of a loop over groups.
         of_layers: what layers of a stack make.
-        in_loops: what ops say of the blocks of a loop over groups.
+        blocks: what ops say of each block of a loop over groups.
     """
 
     graph: Graph
@@ -135,7 +138,7 @@ class OpBlocks:
     cuts: Cuts
     of_op: dict[str, At] = field(default_factory=dict)
     of_tensor: dict[PTensor, At] = field(default_factory=dict)
-    in_loops: dict[BlockKey, BlockOps] = field(default_factory=dict)
+    blocks: dict[BlockKey, BlockOps] = field(default_factory=dict)
     of_layers: set[PTensor] = field(default_factory=set)
     in_loop: bool = False
 
@@ -224,7 +227,7 @@ class OpBlocks:
     ) -> None:
         """Say what ``item`` says of its block."""
         key = BlockKey(number, item.place, level)
-        block = self.in_loops.setdefault(key, BlockOps())
+        block = self.blocks.setdefault(key, BlockOps())
         block.works.add((item.stage, item.kind))
         for n in item.waits:
             other = BlockKey(number, items[n].place, levels[n])
@@ -342,8 +345,8 @@ class OpBlocks:
             wholes = (level.whole if level.is_weights else level for level in levels)
             return key._replace(level=next((level for level in wholes if level >= key.level), key.level))
 
-        blocks = {key: ops for key, ops in self.in_loops.items() if where(key) == key}
-        for key, ops in self.in_loops.items():
+        blocks = {key: ops for key, ops in self.blocks.items() if where(key) == key}
+        for key, ops in self.blocks.items():
             if (run := where(key)) != key and run in blocks:
                 blocks[run] = replace(blocks[run], reads=blocks[run].reads | ops.reads)
         found: dict[tuple[int, Place], dict[Level, tuple[StageKind, ...]]] = {}

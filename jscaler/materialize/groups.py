@@ -194,11 +194,11 @@ def _stages(
 def _groups_of_ops(
     graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]], known: Mapping[str, Home]
 ) -> dict[str, Home]:
-    """The group of every op. One that the plan does not place runs where its forward op does, or else where the fewest
-    bytes of what it reads, and of what it makes for ops that have a group, come from or go to another. In a loop whose ops
-    all lie on one group it runs there, too, and so do all of a loop of which the plan places none.
+    """The group of every op.
 
-    A fence runs where what comes out of it is read, and so does what reads nothing that an op made (a key, a count).
+    An op that the plan does not place runs where its forward op does; else, in a loop whose ops all lie on one group, there;
+    else on the group for which the fewest bytes cross, counting its inputs and its readers that have a group. A fence runs
+    where its results are read, and so does what reads no result of an op (a key, a count).
     """
     found = {path: Home(group) for path, group in groups.of.items()} | dict(known)
     if len({*groups.meshes, *groups.of.values()}) == 1:
