@@ -13,8 +13,8 @@ of a decoder, tied heads, losses besides, a norm over everything.
 
 In a phase without stages a visit is the number of crossings on the longest way to an op, so that groups run side by side.
 
-What an op sends leaves with its block. An equation that only a later block of its program reads runs there: `lower.block_cuts`
-puts it off, so that what a forward does for its backward alone is not kept in between.
+What an op sends leaves with its block. An equation that only a later block of its program reads is put off to that
+(`lower.block_cuts`), so that what a forward does for its backward alone is not kept in between.
 """
 
 import itertools

@@ -196,9 +196,9 @@ def _groups_of_ops(
 ) -> dict[str, Home]:
     """The group of every op.
 
-    An op that the plan does not place runs where its forward op does; else, in a loop whose ops all lie on one group, there;
-    else on the group for which the fewest bytes cross, counting its inputs and its readers that have a group. A fence runs
-    where its results are read, and so does what reads no result of an op (a key, a count).
+    An op that the plan does not place runs where its forward op does. Else it runs on the group of its loop, if all ops in
+    that have one group; else where the fewest bytes cross, counting its inputs and its readers that have a group. A fence
+    runs where its results are read, and so does what reads no result of an op (a key, a count).
     """
     found = {path: Home(group) for path, group in groups.of.items()} | dict(known)
     if len({*groups.meshes, *groups.of.values()}) == 1:
