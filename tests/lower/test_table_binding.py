@@ -8,10 +8,10 @@ from jscaler.errors import OrderError, PlanError, PlanWarning, ScheduleWarning
 from jscaler.ir import Loop
 from jscaler.lower.flat_program import FlatProgram, Origins
 from jscaler.lower.level import AGAIN, WEIGHTS, Level
-from jscaler.lower.loop_blocks import Cell, LoopBlocks
+from jscaler.lower.loop_blocks import Cell, LoopBlocks, sums_of
 from jscaler.lower.oldest_first import one_forward_one_backward
 from jscaler.lower.segment import PlacedBlock
-from jscaler.lower.spanning_loop import SpanningLoop
+from jscaler.lower.spanning_loop import CarriedValue, SpanningLoop
 from jscaler.lower.table_binding import bound_table, in_table_order
 from jscaler.materialize import DeviceMesh
 from jscaler.tables import SCHEDULES, Table
@@ -146,3 +146,23 @@ def test_layers_of_a_stack_are_executables_of_their_own() -> None:
     loop.blocks[1].__dict__["of_layers"] = loop.blocks[2].__dict__["of_layers"] = True
     rounds = in_table_order(loop, Table.parse("0F0 0B0"))
     assert [entry for entries in rounds for entry in entries] == [((0, 0),), ((1, 0),), ((2, 0),), ((3, 0),)]
+
+
+def block_with(imports: Sequence[int], exports: Sequence[int], name: str = "F") -> PlacedBlock:
+    mesh, ends = DeviceMesh((0,), (("d", 1),)), (None,) * 2
+    names = ((0, name),)
+    return PlacedBlock(mesh, 1, Level(), NOTHING, (), tuple(imports), (), tuple(exports), ends, ends, names=names)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_sum", [True, False])
+def test_what_all_blocks_add_to_may_be_added_in_any_order(is_sum: bool) -> None:
+    """Not what one of them takes and another leaves: that goes from iteration to iteration, as a state does."""
+    spanning = SpanningLoop(Loop("m", 3, time="m"), range(1, 2), (CarriedValue(0, 1, 2, 3, is_sum),), (), {})
+    assert sums_of([block_with([1], [2]), block_with([1], [2])], spanning) == ({1} if is_sum else set())
+    assert sums_of([block_with([1], [2]), block_with([1], [4])], spanning) == set()
+
+
+def test_a_block_waits_for_the_state_that_the_micro_batch_before_leaves() -> None:
+    spanning = SpanningLoop(Loop("m", 3, time="m"), range(1, 2), (CarriedValue(0, 1, 2, 3, False),), (), {})
+    waits = LoopBlocks.of([block_with([1], [2])], [], spanning).waits
+    assert waits == {(0, 0): set(), (0, 1): {(0, 0)}, (0, 2): {(0, 1)}}
