@@ -9,6 +9,7 @@ the name for it.
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self, SupportsIndex
 
+SHARED = "shared"  # how `shared_axis` begins
 MarkKind = Literal["layers", "turn", "group", "shared"]
 
 
@@ -75,7 +76,7 @@ def group_mark(numbers: Sequence[int]) -> Name:
 
 def shared_axis(number: int, parts: str) -> Name:
     """The name of a time axis of ``parts`` whose cells share devices: ``shared+4``; of others of an op ``shared2+4``."""
-    return Name([Mark(f"shared{number if number > 1 else ''}+{parts}", "shared")])
+    return Name([Mark(f"{SHARED}{number if number > 1 else ''}+{parts}", "shared")])
 
 
 def has_mark(name: str, kind: MarkKind) -> bool:

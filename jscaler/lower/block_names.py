@@ -65,11 +65,16 @@ class BlockNames:
         whole = {key: ops for key, ops in self.blocks.items() if not key.level.is_again}
         names = self._by_stages(whole) or self._by_levels(whole)
         for key in self.blocks.keys() - whole.keys():
-            readers = [other for other, ops in whole.items() if key in ops.reads]
-            assert readers, f"nobody reads what {key} computes again"
-            reader = min(readers, key=lambda other: other.level)
+            readers = self._readers(key)
+            while readers.isdisjoint(whole):  # one that is computed again may be read by another alone
+                assert readers, f"nobody reads what {key} computes again"
+                readers = {other for again in readers for other in self._readers(again)}
+            reader = min(readers & whole.keys(), key=lambda other: (other.level, other))
             names[key] = [(stage, "R") for stage, kind in names[reader] if kind == "B"]
         return {key: tuple(named) for key, named in names.items()}
+
+    def _readers(self, key: BlockKey) -> set[BlockKey]:
+        return {other for other, ops in self.blocks.items() if key in ops.reads}
 
     def _by_stages(self, blocks: Blocks) -> dict[BlockKey, list[StageKind]] | None:
         """The stages that the plan gives; None where it gives none to a block, or one to several of a phase.

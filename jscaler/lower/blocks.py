@@ -163,9 +163,10 @@ class _PhaseWriter:
         Where the table has a forward apart from its backward, it leaves its block as a loss that is returned does. Else
         nothing would wait for that forward, and it would run in the block of the backward.
         """
-        made = item.outputs if isinstance(item, Op) else tuple(c.final for c in item.loop.carries)
-        is_of_loss = any(op.path in self.differentiated for op in ops_of(item))
-        return [t for t in made if t not in self.read] if is_of_loss else []
+        made = list(made_by(item))
+        if not self.read.isdisjoint(made) or self.differentiated.isdisjoint(op.path for op in ops_of(item)):
+            return []
+        return made if isinstance(item, Op) else [t for t in made if not t.shape]  # a loop's other results are no loss
 
     def _repeat(self, loop: Loop, phases: range) -> SpanningLoop:
         """The body of a loop over groups, once for all iterations."""

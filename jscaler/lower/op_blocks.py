@@ -322,12 +322,14 @@ class OpBlocks:
 
     def handed_over(self, item: Item) -> list[PTensor]:
         """What ``item`` reads of another stage on its own group: that runs there, and not where it is read."""
-        _, place, mark = self.of_op[ops_of(item)[0].path]
-        if not self.in_loop or mark is None or mark[0] is None:
+        _, place, work = self.of_op[ops_of(item)[0].path]
+        if not self.in_loop or work is None or work[0] is None:
             return []
-        known = {t: self.of_tensor[t] for t in reads_of(item) if t in self.of_tensor}
+        reads = {t: self.of_tensor[t] for t in reads_of(item) if t in self.of_tensor}
         return [
-            t for t, (_, home, own) in known.items() if home == place and own is not None and own[0] not in (None, mark[0])
+            t
+            for t, (_, origin, maker) in reads.items()
+            if origin == place and maker is not None and maker[0] not in (None, work[0])
         ]
 
     def names(

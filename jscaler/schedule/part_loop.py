@@ -221,9 +221,8 @@ class _Region(RegionWriter):
         return [*self.before, Nest(loop, tuple(body)), *self.after]
 
     def stand_in(self, tensor: PTensor, aval: Any) -> PTensor:
-        return PTensor(
-            tensor.name + "@" + self.writer.axis + ":part", aval, tensor.role
-        )  # whatever the user calls the axis
+        name = tensor.name + "@" + self.writer.axis + ":part"  # whatever the user calls the axis
+        return PTensor(name, aval, tensor.role)
 
     def _item(self, item: Item) -> None:
         if isinstance(item, Op):

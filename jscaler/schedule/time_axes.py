@@ -13,14 +13,12 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph
-from jscaler.ir.name import has_mark, shared_axis
+from jscaler.ir.name import SHARED, has_mark, shared_axis
 from jscaler.primitives import Assign, GridAxis, Order, Plan, Trans
 from jscaler.primitives.algorithms import parts_text
 from jscaler.primitives.plan import Index
 from jscaler.schedule.assigned_cells import assignments, with_one_each
 from jscaler.schedule.turns import Devices, Turns, devices_of_cells, taken_in_turn
-
-SHARED = "shared"  # how `ir.name.shared_axis` begins
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,18 @@ MARKS = st.one_of(
     st.lists(st.integers(0, 9), min_size=1, max_size=2).map(group_mark),
 )
 READS_TEXT = re.compile(
-    r"\[\(\?P?\w*\\d\+\):|\\\[\(\\d|removesuffix\(\w*_mark|RANGES in|JOINED in|path == .*(RANGES|JOINED)"
+    r"\\\[\(\\d|\[@~\]|removesuffix\(\w*_mark|(path ==|get\(|path !=).*\b(RANGES|JOINED)\b|(AGAIN|\"@\w+\") in "
 )
+PARSERS = [  # what stood in these rooms once
+    r'RANGE = re.compile(r"\[(\d+):(\d+)\]")',
+    r'_GROUP = re.compile(r"[@~]\d+(-\d+)*(?=$|[@~/:)\]])")',
+    "return self.path.removesuffix(turn_mark(self.turn))",
+    "if maker is not None and maker.path == stack.name + JOINED and part in maker.inputs:",
+    "reader = self.graph.by_path.get(stack.name + RANGES)",
+    "read = (t for t in op.inputs if op.path != t.name + RANGES)",
+    "trimmed = {n: _trimmed(loop, uses) if AGAIN in n else loop for n, loop in loops.items()}",
+    'parts = maker.inputs if maker is not None and "@join" in maker.path else ()',
+]
 
 
 @given(st.lists(st.one_of(TEXT, MARKS), min_size=1, max_size=6))
@@ -82,10 +92,16 @@ def test_every_name_of_a_pipeline_has_the_marks_that_a_person_sees(plan: str, de
     assert marked > 50
 
 
+@pytest.mark.parametrize("line", PARSERS)
+def test_what_reads_a_name_is_known_when_it_is_seen(line: str) -> None:
+    assert READS_TEXT.search(line)
+
+
 def test_no_name_is_read_for_a_range_a_turn_or_a_piece() -> None:
     package = Path(jscaler.__file__).parent
     rooms = [
-        package / room for room in ("ir", "capture", "rules", "primitives", "plans", "schedule", "materialize", "lower")
+        package / room
+        for room in ("ir", "capture", "rules", "primitives", "plans", "schedule", "materialize", "lower", "estimate")
     ]
     for file in (file for room in rooms for file in room.glob("*.py")):
         for number, line in enumerate(file.read_text().splitlines(), 1):

@@ -87,3 +87,16 @@ def test_what_is_computed_again_is_of_the_stage_that_reads_it_first() -> None:
 def test_turns_are_numbered_each_for_itself() -> None:
     blocks = {key(0, 0, phase=phase): ops("F") for phase in (1, 2)} | {key(1, 1, phase=phase): ops("F") for phase in (1, 2)}
     assert set(names_of(blocks).values()) == {"0F", "1F"}
+
+
+def test_what_is_computed_again_for_another_that_is_alone_is_of_that_ones_stage() -> None:
+    first, second = key(0, 0, AGAIN), key(0, 1, AGAIN)
+    blocks = {
+        key(0, 0): ops("0F"),
+        first: ops("R"),
+        second: ops("R", reads={first}),
+        key(1, 1): ops("1F 1B"),
+        key(0, 2): ops("0B", reads={second}),
+    }
+    named = names_of(blocks)
+    assert named[first] == named[second] == "0R"
