@@ -15,17 +15,8 @@ A block that computes again is the R of the stage whose backward reads it first.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from jscaler.lower.level import Level, StageKind, Work
-
-
-class BlockKey(NamedTuple):
-    """A block of a loop over groups: its phase, its place (`lower.op_blocks`) and its level."""
-
-    phase: int
-    place: int
-    level: Level
+from jscaler.lower.level import BlockKey, StageKind, Work
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""``Level``: where a block stands among those of its phase."""
+"""``Level``: where a block stands among those of its phase; ``BlockKey``: which block of a step it is."""
 
 from typing import NamedTuple
 
@@ -32,6 +32,14 @@ class Level(NamedTuple):
     @property
     def is_again(self) -> bool:
         return self.part == AGAIN
+
+
+class BlockKey(NamedTuple):
+    """A block: the number of its phase, its place (`lower.op_blocks`) and its level."""
+
+    phase: int
+    place: int
+    level: Level
 
 
 START = Level()

@@ -27,8 +27,8 @@ from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.name import layers_of
 from jscaler.ir.op import RecomputeRegion
 from jscaler.ir.walk import in_order
-from jscaler.lower.block_names import BlockKey, BlockNames, BlockOps
-from jscaler.lower.level import AGAIN, START, WHOLE, Level, StageKind, Work
+from jscaler.lower.block_names import BlockNames, BlockOps
+from jscaler.lower.level import AGAIN, START, WHOLE, BlockKey, Level, StageKind, Work
 from jscaler.lower.phases import Phase, ops_of
 from jscaler.materialize import Completed, DeviceMesh, Layout
 from jscaler.tables import BlockKind
@@ -107,7 +107,8 @@ class _PhaseItem:
 
     Attributes:
         place: where it runs.
-        stage, kind: what is done there; no stage where neither the plan nor what it reads has one.
+        stage, kind: what is done there.
+        is_early: whether only those that read it are of that stage: then it may as well run where they do.
         waits: numbers of the items of the phase that run before it.
         is_far: whether it reads what is there before the phase, on another group.
     """
@@ -116,9 +117,15 @@ class _PhaseItem:
     ops: Sequence[Op]
     place: Place
     stage: int | None
+    is_early: bool
     kind: BlockKind
     waits: Sequence[int]
     is_far: bool
+
+    @property
+    def work(self) -> Work:
+        """What its block does for it, and for no other."""
+        return None if self.is_early else self.stage, self.kind
 
 
 @dataclass
@@ -191,12 +198,12 @@ class OpBlocks:
             for item in reversed(phase.items):
                 made, ops = list(made_by(item)), ops_of(item)
                 group = self.number_at(item)
-                staged = any(self.completed.homes[op.path].stage is not None for op in ops)
+                placed = any(self.completed.homes[op.path].stage_by == "plan" for op in ops)
                 of_batch = (
-                    not staged and isinstance(item, Op) and made_here.isdisjoint(item.inputs) and phase.loop is not None
+                    not placed and isinstance(item, Op) and made_here.isdisjoint(item.inputs) and phase.loop is not None
                 )
                 here = not of_batch and any(op.path in alike for op in ops)
-                if not here and not staged and ends.isdisjoint(made):
+                if not here and not placed and ends.isdisjoint(made):
                     read = [reader for t in made for reader in readers.get(t, ())]
                     here = bool(read) and all(reader == (True, group) for reader in read)
                 if here:
@@ -216,7 +223,7 @@ class OpBlocks:
         by_stages = self.in_loop and any(item.stage is not None for item in items)
         levels = self._by_stages(items) if by_stages else self._by_crossings(items)
         for item, level in zip(items, levels, strict=True):
-            at: At = level, item.place, (item.stage, item.kind)
+            at: At = level, item.place, item.work
             if self.in_loop:
                 self._add(number, item, level, items, levels)
             self.of_op.update(dict.fromkeys((op.path for op in item.ops), at))
@@ -228,7 +235,7 @@ class OpBlocks:
         """Say what ``item`` says of its block."""
         key = BlockKey(number, item.place, level)
         block = self.blocks.setdefault(key, BlockOps())
-        block.works.add((item.stage, item.kind))
+        block.works.add(item.work)
         for n in item.waits:
             other = BlockKey(number, items[n].place, levels[n])
             block.reads |= {other} - {key}
@@ -236,7 +243,7 @@ class OpBlocks:
             block.takes_activation |= is_sent and items[n].kind == "F"
 
     def _phase_items(self, items: Sequence[Item]) -> list[_PhaseItem]:
-        """The items of a phase. One without a stage goes with what it reads on its place."""
+        """The items of a phase."""
         maker = {t: n for n, item in enumerate(items) for t in made_by(item)}
         of_op = {op.path: n for n, item in enumerate(items) for op in ops_of(item)}
         found: list[_PhaseItem] = []
@@ -250,14 +257,11 @@ class OpBlocks:
                 forward = {of_op[op.forward.path] for op in ops if op.forward is not None and op.forward.path in of_op}
                 waits |= {n for n in forward if n < len(found) and found[n].place == place}
             before = sorted(n for n in waits if n < len(found))
-            stages = (self.completed.homes[op.path].stage for op in ops)
-            stage = next((stage for stage in stages if stage is not None), None)
-            if stage is None:
-                read = (found[n].stage for n in reversed(before) if found[n].place == place)
-                stage = next((stage for stage in read if stage is not None), None)
+            homes = (self.completed.homes[op.path] for op in ops)
+            stage, by = next(((home.stage, home.stage_by) for home in homes if home.stage is not None), (None, None))
             there = (self.of_tensor[t][1] for t in operands if t in self.of_tensor)
             is_far = any(self.group(other) != self.group(place) for other in there)
-            found.append(_PhaseItem(item, ops, place, stage, self._kind(ops), before, is_far))
+            found.append(_PhaseItem(item, ops, place, stage, by == "readers", self._kind(ops), before, is_far))
         return found
 
     def _kind(self, ops: Sequence[Op]) -> BlockKind:
@@ -283,24 +287,13 @@ class OpBlocks:
 
     def _by_stages(self, items: Sequence[_PhaseItem]) -> list[Level]:
         """Levels of a phase with stages: those of the blocks that these are."""
-        readers = self._stages_of_readers(items)
         graph, numbers = BlockGraph(), list[int]()
-        for n, item in enumerate(items):
+        for item in items:
             kind = item.kind if item.kind == "R" or self.cuts.forward else None
-            stage = item.stage if item.stage is not None else readers[n]
-            numbers.append(graph.join(item.place, stage, kind, (numbers[other] for other in item.waits)))
+            numbers.append(graph.join(item.place, item.stage, kind, (numbers[other] for other in item.waits)))
         far = {number for number, item in zip(numbers, items, strict=True) if item.is_far}
         levels = self._levels(graph, far)
         return [levels[number] for number in numbers]
-
-    def _stages_of_readers(self, items: Sequence[_PhaseItem]) -> list[int | None]:
-        """For items that read nothing of a stage, that of their first reader on their place, if there is one."""
-        found: list[int | None] = [item.stage for item in items]
-        for n in range(len(items) - 1, -1, -1):
-            for other in items[n].waits:
-                if items[other].stage is None and items[other].place == items[n].place and found[n] is not None:
-                    found[other] = found[n]
-        return found
 
     def _levels(self, graph: BlockGraph, far: Set[int]) -> list[Level]:
         """A level for each block, behind those of the blocks that it reads; the blocks of a place have different ones."""

@@ -20,7 +20,7 @@ import jax
 from jscaler.clusters import CostModel
 from jscaler.ir import Graph, PTensor
 from jscaler.lower.draft import Draft, ProgramKey
-from jscaler.lower.level import FRONT, START, Level
+from jscaler.lower.level import FRONT, START, BlockKey, Level
 from jscaler.lower.op_blocks import OpBlocks
 from jscaler.lower.phases import Phase
 from jscaler.lower.program import Writer
@@ -165,7 +165,7 @@ class Passing:
         if not inside:
             target = next(self.numbers)
             crossing = Crossing.bare(leaving, arriving)
-            self.transfers.append(Transfer(tensor, source, target, crossing, origin.phase, level))
+            self.transfers.append(Transfer(tensor, source, target, crossing, BlockKey(*origin, level)))
         is_behind = origin.phase == draft.key.phase and level != FRONT
         draft.import_value(tensor, arriving, target, Level(level.number + 1) if is_behind else START)
 

@@ -4,16 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jscaler.ir import Loop, PTensor
-from jscaler.lower.level import START, Level
+from jscaler.lower.level import BlockKey, Level
 from jscaler.materialize.crossing import Crossing
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that crosses from group to group, behind the blocks of ``level`` of ``phase``.
+    """A value that crosses from group to group.
 
     Attributes:
         source, target: the numbers of the value that leaves, and of the one that arrives.
+        block: the block behind which it crosses; of level ``FRONT``, before all of its phase.
         crossing: its ends are how the value leaves and arrives; what is done inside of the groups, blocks do.
     """
 
@@ -21,8 +22,15 @@ class Transfer:
     source: int
     target: int
     crossing: Crossing
-    phase: int = 0
-    level: Level = START
+    block: BlockKey
+
+    @property
+    def phase(self) -> int:
+        return self.block.phase
+
+    @property
+    def level(self) -> Level:
+        return self.block.level
 
 
 @dataclass(frozen=True)

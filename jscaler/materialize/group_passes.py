@@ -6,6 +6,7 @@ joined_behind_loops    gradients of a parameter that several stages use add up f
 joined_per_group       gradients of what several groups read (an encoder's result) cross as one per group
 summed_per_group       scalars of all leaves (a global norm) cross as one per group
 one_of_equals          of equal results of an update one crosses
+stages_of_all          ops that the plan does not place have the stage of ops around them
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from jscaler.ir.walk import closure, grouped
 from jscaler.lax_primitives import known
 from jscaler.materialize.groups import OnGroups
 from jscaler.materialize.mesh import DeviceMesh
+from jscaler.materialize.op_stages import stages_by_neighbours
 
 
 def fences_apart(at: OnGroups) -> OnGroups:
@@ -159,6 +161,14 @@ def _first_equals(body: Body) -> dict[int, int]:
     return {n: place for n, place in enumerate(places) if n != place}
 
 
+def stages_of_all(at: OnGroups) -> OnGroups:
+    """Ops that the plan does not place have the stage of what they read on their group, or else of who reads them."""
+    given = {path: home.stage for path, home in at.homes.items() if home.stage is not None}
+    stages = stages_by_neighbours(at.graph, at.of_op, given) if given else {}
+    more = {path: dataclasses.replace(at.homes[path], stage=stage, stage_by=by) for path, (stage, by) in stages.items()}
+    return dataclasses.replace(at, homes={**at.homes, **more}) if more else at
+
+
 GROUP_PASSES: tuple[Pass[OnGroups], ...] = (
     fences_apart,
     made_where_read,
@@ -166,6 +176,7 @@ GROUP_PASSES: tuple[Pass[OnGroups], ...] = (
     joined_per_group,
     summed_per_group,
     one_of_equals,
+    stages_of_all,
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.inherited import inherited
 from jscaler.ir.loop import chain_of
 from jscaler.materialize.mesh import (
     DeviceMesh,
@@ -22,6 +23,7 @@ from jscaler.materialize.mesh import (
     common_mesh,
     find_common_mesh,
 )
+from jscaler.materialize.op_stages import StageBy
 from jscaler.materialize.placement import Decided, check_devices, decided_placements, placed_grids
 from jscaler.materialize.shards import shard_grid
 from jscaler.materialize.stored import stored_grid, stored_inputs
@@ -138,11 +140,17 @@ def _mesh_of(
 
 @dataclass(frozen=True)
 class Home:
-    """The group that an op runs on, and why: empty where the plan says so; and its stage, if it is of one."""
+    """The group that an op runs on, and its stage, if it is of one.
+
+    Attributes:
+        why: of the group; empty where the plan says so.
+        stage_by: what gives the stage: the plan, to the op or to its forward op; or what it reads; or who reads it.
+    """
 
     group: DeviceMesh
     why: str = ""
     stage: int | None = None
+    stage_by: StageBy | None = None
 
 
 def homes(
@@ -155,40 +163,11 @@ def homes(
         known: of ops, that were found before.
     """
     found = _groups_of_ops(graph, groups, pieces, known)
-    stages = _stages(graph, groups, pieces, known)
-    for path, stage in stages.items():
+    stages = {path: home.stage for path, home in known.items() if home.stage is not None}
+    for path, stage in inherited(graph, {**groups.stages, **stages}, pieces).items():
         if found[path].stage != stage:
-            found[path] = dataclasses.replace(found[path], stage=stage)
+            found[path] = dataclasses.replace(found[path], stage=stage, stage_by="plan")
     return found
-
-
-def _stages(
-    graph: Graph, groups: Groups, pieces: Mapping[str, tuple[str, ...]], known: Mapping[str, Home]
-) -> dict[str, int]:
-    """The stage of each op that is of one: as the plan says, that of its forward op, or of all who read a fence.
-
-    Other ops have none: joins and sums of gradients, what is made of the batch alone. They run with what they read.
-    """
-    found = dict(groups.stages)
-    if not found:
-        return found
-    found |= {path: home.stage for path, home in known.items() if home.stage is not None}
-    fences = []
-    for op in graph.ops:
-        if op.path in found or op.path in known:
-            continue
-        fences += [op] if op.anywhere == "fence" else []
-        for source in (source for source in (op.forward, op.again) if source is not None):
-            stage = next((found[p] for p in pieces.get(source.path, (source.path,)) if p in found), None)
-            if stage is not None:
-                found[op.path] = stage
-                break
-    for op in reversed(fences):
-        readers = (reader.path for t in op.outputs for reader in graph.consumers.get(t, ()))
-        stages = {found[path] for path in readers if path in found}
-        if len(stages) == 1:
-            found[op.path] = stages.pop()
-    return {path: stage for path, stage in found.items() if path in graph.by_path}
 
 
 def _groups_of_ops(

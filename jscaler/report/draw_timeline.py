@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jscaler.errors import PlanError, shown
 from jscaler.report.draw_layout import COLORS, FAINT, INK, refuse_picture, save_picture
 from jscaler.report.written import as_path
+from jscaler.tables.table import KINDS
 from jscaler.tables.timeline import Devices, TimedRun, Timeline, check_timeline
 from jscaler.text.device_list import devices_text
 from jscaler.text.units import readable_seconds
@@ -17,11 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KINDS = {
-    "F": "forward", "R": "forward again", "B": "backward", "I": "input gradient", "W": "weight gradient",
-    "": "other blocks",
-}  # fmt: skip
-KIND_COLORS = dict(zip(KINDS, (COLORS[i] for i in (0, 5, 2, 3, 1, 7)), strict=True))
+NAMES = {**{kind: facts.name for kind, facts in KINDS.items()}, "": "other blocks"}
+KIND_COLORS = {**dict(zip(KINDS, (COLORS[i] for i in (0, 5, 2, 3, 1, 4, 6)), strict=False)), "": COLORS[7]}
 MOST_ARROWS = 400
 MOST_NUMBERS = 600  # of blocks; of more the numbers would be unreadable
 GIB = 1 << 30
@@ -137,5 +135,5 @@ def _legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
 
     used = {cell.kind for one in timelines for run in one.runs for cell in run.cells}
     used |= {"" for one in timelines for run in one.runs if not run.cells}
-    patches = [Patch(color=KIND_COLORS[kind], label=name) for kind, name in KINDS.items() if kind in used]
+    patches = [Patch(color=KIND_COLORS[kind], label=name) for kind, name in NAMES.items() if kind in used]
     figure.legend(handles=patches, fontsize=8, ncols=len(patches), frameon=False, loc="outside upper right")

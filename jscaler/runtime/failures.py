@@ -21,8 +21,7 @@ from jscaler.lower.segment import PlacedBlock, own_ops
 from jscaler.lower.step_plan import StepPlan
 from jscaler.runtime.devices import by_gloo
 from jscaler.runtime.out_of_memory import is_out_of_memory, out_of_memory
-
-DOES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
+from jscaler.tables.table import KINDS
 
 
 def failure(
@@ -59,7 +58,7 @@ def place_of(step: StepPlan, number: int, microbatches: Sequence[int] = ()) -> s
     if len(step.blocks) == 1:
         return f"the step on {devices}"
     names = step.instructions.names.get(number, ())
-    does = " and ".join(dict.fromkeys(DOES.get(kind, kind) for _, kind in names))
+    does = " and ".join(dict.fromkeys(KINDS[kind].name for _, kind in names))
     stages = " and ".join(dict.fromkeys(str(stage) for stage, _ in names))
     what = f"the {does} block of stage {stages}" if names else step.block_name(number)
     if not microbatches or step.spanning is None:

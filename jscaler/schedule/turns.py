@@ -21,6 +21,7 @@ from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, Place, PTensor, Stacked, flat
+from jscaler.ir.inherited import inherited
 from jscaler.ir.loop import Item, made_by
 from jscaler.ir.name import turn_mark
 from jscaler.primitives import Assign, GridAxis, OnDevices, Order, Plan, Trans
@@ -96,19 +97,8 @@ def stages_by_op(graph: Graph, plan: Plan) -> dict[str, tuple[Devices, int | Non
     devices = {path: tuple(frozenset(own) for own in (d.devices, d.turned) if own) for d in on for path in d.ops}
     devices |= devices_of_cells(plan) | turns.devices
     stages = {path: d.stage for d in on for path in d.ops} if scheduled else {}
-    found: dict[str, tuple[Devices, int | None]] = {}
-    for op in graph.ops if len(set(devices.values())) > 1 else ():
-        source = op.forward or op.again
-        makers = (graph.producer[t].path for t in op.inputs if t in graph.producer)
-        own = (devices[op.path], stages.get(op.path)) if op.path in devices else None
-        own = own or (found.get(source.path) if source is not None else None)
-        known = own or next((found[path] for path in makers if path in found), None)
-        found.update({op.path: known} if known is not None and op.anywhere != "fence" else {})
-    for op in (op for op in graph.ops if op.anywhere == "fence" and found):
-        readers = {found.get(reader.path) for t in op.outputs for reader in graph.consumers.get(t, ())}
-        own = readers.pop() if len(readers) == 1 else None
-        found.update({op.path: own} if own is not None else {})
-    return found
+    known = {path: (own, stages.get(path)) for path, own in devices.items()}
+    return inherited(graph, known, from_makers=True) if len(set(devices.values())) > 1 else {}
 
 
 def _names_parts(decision: Assign, axes: Sequence[GridAxis]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.tables.legal import chain_waits, in_order
-from jscaler.tables.table import BlockKind, Entry, Table, cells_of, is_recompute
+from jscaler.tables.table import KINDS, BlockKind, Entry, Table, cells_of, is_recompute
 from jscaler.tables.timeline import TimedRun, Timeline
 
 
@@ -36,7 +36,7 @@ def times_of(tasks: Sequence[Task]) -> list[tuple[float, float]]:
     return found
 
 
-UNITS: Mapping[BlockKind, float] = {"F": 1.0, "R": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+UNITS: Mapping[BlockKind, float] = {kind: facts.units for kind, facts in KINDS.items()}
 
 
 def simulate_table(

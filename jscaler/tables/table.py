@@ -11,13 +11,29 @@ overlapped entry: two blocks as one executable, in which one's communication may
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from jscaler.errors import PlanError, shown
 
 BlockKind = Literal["F", "R", "B", "I", "W"]
+
+
+class KindFacts(NamedTuple):
+    """What a person calls blocks of a kind, and how long they take, in forwards."""
+
+    name: str
+    units: float
+
+
+KINDS: Mapping[BlockKind, KindFacts] = {
+    "F": KindFacts("forward", 1.0),
+    "R": KindFacts("recompute", 1.0),
+    "B": KindFacts("backward", 2.0),
+    "I": KindFacts("input gradient", 1.0),
+    "W": KindFacts("weight gradient", 1.0),
+}
 _CELL = re.compile(r"(\d+)([A-Z])(\d+)")
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jscaler.lower.block_names import BlockKey, BlockNames, BlockOps
-from jscaler.lower.level import AGAIN, Level
+from jscaler.lower.block_names import BlockNames, BlockOps
+from jscaler.lower.level import AGAIN, BlockKey, Level
 
 GROUPS = 3
 

@@ -10,6 +10,7 @@ import pytest
 
 import jscaler
 from jscaler import plans
+from jscaler.ir.loop import chain_of
 from jscaler.lower.step_plan import StepPlan
 from jscaler.materialize.groups import on_groups
 from jscaler.primitives import Planner
@@ -66,6 +67,30 @@ def test_a_loop_that_no_decision_names_is_on_one_group(plan: StepPlan) -> None:
         homes = [plan.completed.homes[op.path] for op in plan.graph.ops if op.loop == name]
         assert len({home.group for home in homes}) == 1
         assert {home.stage for home in homes} == {None}
+
+
+def test_every_op_of_the_loop_over_micro_batches_has_a_stage_of_its_group(plan: StepPlan) -> None:
+    """What the plan does not place goes with what it reads, and else with who reads it first."""
+    groups = [(0,), (1,), (1,), (0,)]
+    assert plan.spanning is not None
+    by = dict[str | None, set[str]]()
+    position = {op.path: n for n, op in enumerate(plan.graph.ops)}
+    for op in plan.graph.ops:
+        if chain_of(op.loop, plan.graph.loops)[:1] != (plan.spanning.loop.name,):
+            continue
+        home = plan.completed.homes[op.path]
+        assert home.stage is not None
+        assert groups[home.stage] == home.group.devices, op.path
+        by.setdefault(home.stage_by, set()).add(op.path)
+        readers = [plan.completed.homes[r.path] for t in op.outputs for r in plan.graph.consumers.get(t, ())]
+        if home.stage_by == "readers":
+            assert home.stage == next(r.stage for r in readers if r.group == home.group)
+        if home.stage_by == "operands":
+            makers = [m for m in map(plan.graph.flow.maker, op.inputs) if m is not None]
+            makers.sort(key=lambda m: position[m.path])
+            last = [plan.completed.homes[m.path] for m in makers if plan.completed.homes[m.path].group == home.group][-1]
+            assert home.stage == last.stage
+    assert by.keys() == {"plan", "operands", "readers"}, {why: sorted(ops) for why, ops in by.items()}
 
 
 def test_a_pass_hands_on_where_ops_run() -> None:
