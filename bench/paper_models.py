@@ -60,12 +60,11 @@ class Model:
 
     @functools.cached_property
     def state(self) -> Any:
-        from models import make_model
+        from models import MODELS
         from models.recipes import RECIPES
         from models.training import make_optimizer
 
-        made, _ = make_model(self.name, self.size)
-        module, config = type(made)(self.config), self.config
+        module, config = MODELS[self.name][0](self.config), self.config
         make = RECIPES[self.name].make_state
         return jax.eval_shape(lambda: make(module, config, make_optimizer(), jax.random.key(0)))
 

@@ -120,13 +120,25 @@ def gpt_of_masters(dtype: Any, **changes: Any) -> Case:
 
 def gpt_nnx(dtype: Any, **changes: Any) -> Case:
     """The GPT in nnx; what is not trained are the counters of its dropout. ``changes`` may stack its layers."""
-    from flax import nnx
-
     from models.gpt import GPTConfig
     from models.gpt_nnx import GPT
 
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, **changes}
-    model = GPT(GPTConfig(**sizes, **kinds(dtype)), nnx.Rngs(0))
+    return nnx_text(GPT, GPTConfig, dtype, {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, **changes})
+
+
+def llama(dtype: Any, **changes: Any) -> Case:
+    """The Llama, whose queries are in groups; ``changes`` may stack its layers, or tie its head."""
+    from models.llama import Llama, LlamaConfig
+
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "groups": 2, "units": 48, "sequence": 16, **changes}
+    return nnx_text(Llama, LlamaConfig, dtype, sizes)
+
+
+def nnx_text(make: Any, config: Any, dtype: Any, sizes: dict[str, Any]) -> Case:
+    """A language model in nnx, ``make(config, rngs)``."""
+    from flax import nnx
+
+    model = make(config(**sizes, **kinds(dtype)), nnx.Rngs(0))
     model.train()
     graphdef, _, rest = nnx.split(model, nnx.Param, ...)
 
@@ -135,7 +147,7 @@ def gpt_nnx(dtype: Any, **changes: Any) -> Case:
         value = cross_entropy(model(batch["tokens"]), batch["labels"])
         return value, nnx.split(model, nnx.Param, ...)[2]
 
-    exact = GPT(GPTConfig(**sizes), nnx.Rngs(0))
+    exact = make(config(**sizes), nnx.Rngs(0))
     return Case(loss, cast(nnx.split(exact, nnx.Param, ...)[1], dtype), text_batches(), rest)
 
 
@@ -351,6 +363,25 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2),
         ],
     ),
+    "Llama": (
+        llama,
+        [
+            Run("data_parallel", 8),
+            Run("tensor_parallel", 2),
+            Run("vocab_parallel", 8),
+            Run("megatron(dp=4, tp=2, sequence=True, zero=1)", 8, quick=True),
+            Run("zero3", 8),
+            Run("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2),
+        ],
+    ),
+    "stacked Llama with remat": (
+        functools.partial(llama, stacked=True, remat=True, tied=True, layers=4),
+        [
+            Run("megatron(dp=2, tp=2, sequence=True, zero=3)", 4),
+            Run("co_shard(2, plan=zero3())", 4),
+            Run("accumulate(4, zero2())", 2),
+        ],
+    ),
     "stacked GPT with remat": (
         functools.partial(gpt, stacked=True, remat=True),
         [
@@ -509,6 +540,13 @@ PIPELINES: dict[str, list[Run]] = {
     ],
     "GPT, masked loss": [Run("megatron(dp=2, tp=2, pp=2, microbatches=2)", 8), Run("pipeline(2, 4, 'gpipe')", 2)],
     "nnx GPT": pipelines(2, {plan.replace("layers()", "layers(on='0/blocks/*')"): n for plan, n in INNER.items()}),
+    "Llama": pipelines(1, {"": 1, "tensor_parallel()": 2, "zero3()": 2, "dp=2, tp=2": 4}),
+    "stacked Llama with remat": [
+        *pipelines(2, {"": 1, "tensor_parallel()": 2, "zero1()": 2, "co_shard(2)": 1, "dp=2, tp=2": 4}),
+        Run("interlaced(2, 4)", 2, quick=True),
+        Run("pipeline(2, 4, 'zb_h1')", 2),
+        Run("pipeline(2, 4, 'chimera')", 2),
+    ],
     "conv + BatchNorm, alone": pipelines(3, inner('{"*/same_1/conv/kernel": 3}', "down_*"), ALONE),
     # its balancing loss and recompute together need two loops over micro-batches, of which one may span groups
     "MoE": [

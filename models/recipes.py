@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flax import nnx
+
 from models.alignments import alignment_at
 from models.images import stripes_at
 from models.text import batch_at, held_out, load_bytes, pair_at
@@ -17,6 +19,8 @@ from models.training import (
     language_loss,
     make_image_state,
     make_state,
+    nnx_evaluation,
+    nnx_train_step,
     train_step,
     translation_loss,
     translation_train_step,
@@ -31,7 +35,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         step: its train step.
-        make_state: ``make_state(model, config, optimizer, key)``.
+        make_state: ``make_state(model, config, optimizer, key)``, where the model is as `models.MODELS` has it.
         data: ``data(config, path, evaluated)`` is what makes the batch of a step, and what makes one that no step reads, if
             it is to be ``evaluated``; ``path`` is a text, or None for its own.
         evaluation: ``evaluation(state, batch)`` is a dict of numbers.
@@ -47,6 +51,11 @@ class Recipe(NamedTuple):
 
 def _state_of_text(model: Any, config: Any, optimizer: Any, key: Any) -> Any:
     return make_state(model, config.sequence, optimizer, key)
+
+
+def _state_of_nnx(model: Any, config: Any, optimizer: Any, key: Any) -> Any:
+    made = model(nnx.Rngs(key))
+    return made, nnx.Optimizer(made, optimizer, wrt=nnx.Param)
 
 
 def _state_of_texts(model: Any, config: Any, optimizer: Any, key: Any) -> Any:
@@ -88,6 +97,7 @@ OPTIONS = ("seq", "data", "stacked", "remat")  # which not every model has
 _language = evaluation_of(language_loss)
 RECIPES = {
     "gpt": Recipe(train_step, _state_of_text, _text, _language, OPTIONS),
+    "llama": Recipe(nnx_train_step, _state_of_nnx, _text, nnx_evaluation, OPTIONS),
     "moe": Recipe(balanced_train_step, _state_of_text, _text, _language, ("seq", "data")),
     "mbart": Recipe(translation_train_step, _state_of_texts, _texts, evaluation_of(translation_loss), OPTIONS),
     "convnet": Recipe(image_train_step, _state_of_images, _images, image_evaluation, ()),

@@ -122,6 +122,26 @@ def evaluation_of(loss: Callable[..., jax.Array]) -> Callable[[Any, Any], dict[s
     return lambda state, batch: {"loss": loss(state.apply_fn, state.params, batch)}
 
 
+def nnx_language_loss(model: Any, batch: Any) -> jax.Array:
+    """The mean cross entropy of ``batch`` (tokens and labels, b s) by an nnx ``model``."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["labels"]).mean()
+
+
+def nnx_train_step(
+    state: tuple[Any, Any], batch: dict[str, Any], value_and_grad: Callable[..., Any] = jscaler.nnx.value_and_grad
+) -> dict[str, jax.Array]:
+    """One step of a state that is an nnx model and its ``nnx.Optimizer``: both are changed in place."""
+    model, optimizer = state
+    loss, grads = value_and_grad(nnx_language_loss)(model, batch)
+    optimizer.update(model, grads)
+    return {"loss": loss}
+
+
+def nnx_evaluation(state: tuple[Any, Any], batch: dict[str, Any]) -> dict[str, jax.Array]:
+    """The mean loss of ``batch``; it changes nothing."""
+    return {"loss": nnx_language_loss(state[0], batch)}
+
+
 class ImageState(train_state.TrainState):
     """Flax's train state with the running statistics of batch normalisation, if the model has any."""
 

@@ -10,10 +10,11 @@ from jax.extend import core
 from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fragments import Fragment, fragments
+from jscaler.capture.inner_jaxprs import scan_parts
 from jscaler.capture.jaxprs import Atom, Inliner, fresh, inner_jaxpr, live_equations, make_jaxpr
 from jscaler.capture.module_scopes import with_module_scopes
 from jscaler.capture.names import PathNames, common_root, function_name
-from jscaler.capture.opening import hoist_numbers, opens, scan_parts
+from jscaler.capture.opening import hoist_numbers, opens
 from jscaler.capture.residuals import default_residuals
 from jscaler.capture.saveable import Policy, saved_values, saves_all
 from jscaler.capture.trace import TaggedEquation, Trace

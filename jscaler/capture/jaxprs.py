@@ -10,6 +10,9 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding
 
+from jscaler.capture.inner_jaxprs import forwarded
+from jscaler.capture.inner_jaxprs import inner_jaxpr as inner_jaxpr
+from jscaler.capture.inner_jaxprs import open_jaxpr as open_jaxpr
 from jscaler.capture.wishes import MeshesLeftOut, is_wish, mesh_of, without_mesh
 from jscaler.ir.equations import Atom, dtype
 from jscaler.ir.equations import nbytes as nbytes
@@ -35,16 +38,6 @@ def anonymous_info(like: Any, num_in: int, num_out: int) -> Any:
     """``like``'s debug info for another number of arguments and results."""
     info = like.debug_info
     return info._replace(arg_names=("",) * num_in, result_paths=("",) * num_out)
-
-
-def open_jaxpr(jaxpr: Any) -> tuple[core.Jaxpr, list[Any]]:
-    """A closed jaxpr as (jaxpr, constants); JAX 0.12 merged the two classes."""
-    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
-
-
-def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
-    """The jaxpr that a call equation calls."""
-    return open_jaxpr(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr", eqn.params.get("fun_jaxpr"))))
 
 
 def evaluate(jaxpr: core.Jaxpr, args: Iterable[Any]) -> list[Any]:
@@ -87,6 +80,7 @@ class Inliner:
             return
         outvars = [fresh(v) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outvars, strict=True))
+        env.update((eqn.outvars[result], invars[operand]) for result, operand in forwarded(eqn).items())
         params = {name: self.parameter(value) for name, value in eqn.params.items()}
         copy = eqn.replace(invars=invars, outvars=outvars, source_info=info, params=params)
         self.eqns.append(self._meshes.of(copy))

@@ -6,51 +6,18 @@ that sums a vector) stays one op.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
-from jscaler.capture.jaxprs import Atom, all_equations, inner_jaxpr, shape
+from jscaler.capture.inner_jaxprs import inner_jaxpr
+from jscaler.capture.jaxprs import Atom, all_equations
 from jscaler.capture.user_op import op_p
 from jscaler.lax_primitives import known
 
 # A layer's number is a literal of these; as operands, equal layers are equal programs.
 NUMBERED = frozenset({"random_fold_in"})
-
-
-@dataclass(frozen=True)
-class ScanParts:
-    """A scan equation taken apart: the operands and the body's variables of each role."""
-
-    body: core.Jaxpr
-    body_consts: list[Any]
-    consts: list[Atom]
-    inits: list[Atom]
-    stacks: list[Atom]
-    finals: list[core.Var]
-    stacked: list[core.Var]
-
-
-def scan_parts(eqn: core.JaxprEqn) -> ScanParts:
-    """Roles are told by ranks: what is read or written slice by slice has one dim more outside. (How the parameters count
-    them differs between versions of JAX.)"""
-    body, body_consts = inner_jaxpr(eqn)
-    sliced = [len(shape(a)) > len(shape(v)) for a, v in zip(eqn.invars, body.invars, strict=True)]
-    written = [len(shape(a)) > len(shape(v)) for a, v in zip(eqn.outvars, body.outvars, strict=True)]
-    num_xs, num_carry = sum(sliced), len(written) - sum(written)
-    num_consts = len(sliced) - num_xs - num_carry
-    atoms = list(eqn.invars)
-    return ScanParts(
-        body,
-        body_consts,
-        atoms[:num_consts],
-        atoms[num_consts : num_consts + num_carry],
-        atoms[num_consts + num_carry :],
-        list(eqn.outvars[:num_carry]),
-        list(eqn.outvars[num_carry:]),
-    )
 
 
 def opens(eqn: core.JaxprEqn) -> bool:

@@ -1,6 +1,5 @@
 """The built-in models as jobs, as ``--model`` and the options beside it describe them."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -51,7 +50,6 @@ def built_in_job(
     if not 0 < learning_rate < math.inf:
         raise JscalerError(f"--learning-rate is a positive number, not {learning_rate}")
     name, size = model_and_size(model, size)
-    made, config = make_model(name, size)
     recipe = RECIPES[name]
     given = {"seq": seq, "data": data, "stacked": stacked, "remat": remat}
     lacking = [option for option in OPTIONS if option not in recipe.options]
@@ -59,8 +57,8 @@ def built_in_job(
         raise JscalerError(f"model {name} has no {' and no '.join(f'--{option}' for option in lacking)}; leave them out")
     changes = {"sequence": seq, "dtype": _dtype(dtype), "remat": remat or None}
     changes |= {"stacked": stacked} if "stacked" in recipe.options else {}
-    config = dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
-    module, optimizer = type(made)(config), make_optimizer(learning_rate, steps=steps)
+    module, config = make_model(name, size, **{k: v for k, v in changes.items() if v is not None})
+    optimizer = make_optimizer(learning_rate, steps=steps)
     batch_at, unread_at = recipe.data(config, data, eval_every is not None)
 
     def make_state(key: Any) -> Any:

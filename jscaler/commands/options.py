@@ -15,7 +15,9 @@ PLAN_HELP = (
     "plan: path.json. Built in are " + ", ".join([*plans.PLANS, *plans.ALIASES])
 )
 
-MODEL_HELP = "model: gpt, moe (a mixture of experts), mbart, swin, evoformer or convnet, with its size if wanted: gpt-1.3b"
+MODEL_HELP = (
+    "model: gpt, llama, moe (mixture of experts), mbart, swin, evoformer or convnet, with its size if wanted: gpt-1.3b"
+)
 
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 JobFile = Annotated[

@@ -173,7 +173,7 @@ class _PhaseWriter:
         laid, numbers = self.completed.loops[loop.name], self.passing.numbers
         carried = []
         for carry, layout in zip(loop.carries, laid.carries, strict=True):
-            front = self.passing.draft(ProgramKey(phases.start - 1, self.blocks.place_of(carry.init, layout)))
+            front = self.passing.leaving(carry.init, layout, phases.start - 1)
             init = front.leave_alone(carry.init, layout, None)
             values = CarriedValue(init, next(numbers), next(numbers), next(numbers), carry.is_sum)
             self.passing.carried[carry.inside] = Value(values.inside, layout)
@@ -202,7 +202,7 @@ class _PhaseWriter:
         """The program out of which an iteration leaves ``tensor``."""
         made = self.passing.made.get(tensor)
         phase = phases.start if made is None else max(made.program.phase, phases.start)
-        return self.passing.draft(ProgramKey(phase, self.blocks.place_of(tensor, layout)))
+        return self.passing.leaving(tensor, layout, phase)
 
     def _exit(self, tensor: PTensor, draft: Draft) -> Level | None:
         """Behind which level an iteration leaves ``tensor``: that of its op, or the one of weights behind it."""

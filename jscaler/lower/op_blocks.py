@@ -166,10 +166,6 @@ class OpBlocks:
     def is_layers(self, place: Place) -> bool:
         return place >= len(self.number)
 
-    def place_of(self, tensor: PTensor, layout: Layout) -> Place:
-        """Where what lies in ``layout`` is made."""
-        return self.number_of(layout) + len(self.number) * (tensor in self.of_layers)
-
     def places(self, layout: Layout) -> tuple[Place, Place]:
         """The places of the group that ``layout`` is on."""
         number = self.number_of(layout)

@@ -169,6 +169,12 @@ class Passing:
         is_behind = origin.phase == draft.key.phase and level != FRONT
         draft.import_value(tensor, arriving, target, Level(level.number + 1) if is_behind else START)
 
+    def leaving(self, tensor: PTensor, layout: Layout, phase: int) -> Draft:
+        """The program of ``phase``, on the group of ``layout``, that ``tensor`` leaves: its maker's, if that is there."""
+        number, made = self.blocks.number_of(layout), self.made.get(tensor)
+        is_here = made is not None and self.blocks.group(made.program.place) == self.blocks.group(number)
+        return self.draft(ProgramKey(phase, made.program.place if made is not None and is_here else number))
+
     def _place_of(self, tensor: PTensor) -> int:
         """Where an argument lies, or what a loop over groups finds and leaves."""
         value = self.carried.get(tensor) or self.finals.get(tensor)

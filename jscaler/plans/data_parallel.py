@@ -48,7 +48,8 @@ def data_parallel(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..
 def batch_factors(graph: Planner, batch: str, parts: int) -> Factors:
     """What dim 0 of every input that ``batch`` names reaches. Shared by the plans that split the batch."""
     leaves = batch_leaves(graph.graph, batch)
-    if any(graph.inputs[i] not in leaves for i in graph.next_version.values()):
+    changed = (graph.inputs[i] for o, i in graph.next_version.items() if graph.outputs[o] != graph.inputs[i])
+    if any(state not in leaves for state in changed):
         graph.require_gradient()  # a step that updates state is a training step
     for leaf in leaves:
         if leaf.shape[0] % parts:

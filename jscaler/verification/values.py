@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from jscaler.capture.inner_jaxprs import scan_parts
 from jscaler.capture.jaxprs import dtype, inner_jaxpr, open_jaxpr, params_key, shape
-from jscaler.capture.opening import scan_parts
 from jscaler.lax_primitives import known
 from jscaler.verification import collectives
 from jscaler.verification.local_programs import Local

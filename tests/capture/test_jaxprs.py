@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from jax.extend import core
 
+from jscaler.capture.inner_jaxprs import forwarded
 from jscaler.capture.jaxprs import (
     CALLS,
+    Inliner,
     evaluate,
     fingerprint,
+    flatten,
     inline,
     literal_key,
     live_equations,
@@ -158,6 +161,33 @@ def test_shapes_and_dtypes_are_part_of_the_fingerprint() -> None:
         fingerprint(trace_flat(f, [jax.ShapeDtypeStruct(s, d)])) for s in ((2,), (3,)) for d in (np.float32, np.int32)
     }
     assert len(prints) == 4
+
+
+def test_what_an_equation_hands_on_is_its_operand() -> None:
+    """A checkpoint in the body of a scan returns weights and a carry, as ``nnx.remat`` does; JAX does not see it."""
+
+    def layer(carry: Any, w: jax.Array) -> Any:
+        y, kept, w = jax.checkpoint(lambda y, kept, w: (jnp.tanh(y @ w), kept, w))(*carry, w)
+        return (y, kept), (w, w[0])
+
+    def f(x: jax.Array, kept: jax.Array, ws: jax.Array) -> Any:
+        return jax.lax.scan(layer, (x, kept), ws)
+
+    args = x[:, :2], x, np.ones((3, 2, 2), np.float32)
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    (scan,) = jaxpr.eqns
+    names = dict(zip(jaxpr.invars, ("x", "kept", "ws"), strict=True))
+    handed = {result: names[scan.invars[operand]] for result, operand in forwarded(scan).items()}
+    assert handed == {1: "kept", 2: "ws"}
+    opened = flatten(jaxpr, [], Inliner())
+    assert [v in opened.invars for v in opened.outvars] == [False, True, True, False]
+    for ours, theirs in zip(evaluate(opened, args), jax.tree.leaves(jax.jit(f)(*args)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_carry_that_moves_to_another_place_is_not_handed_on() -> None:
+    swap = jax.make_jaxpr(lambda a, b: jax.lax.scan(lambda c, _: ((c[1], c[0]), c[0]), (a, b), None, 3))(x, x)
+    assert forwarded(swap.jaxpr.eqns[0]) == {}
 
 
 def test_make_jaxpr_takes_other_numbers_of_arguments() -> None:

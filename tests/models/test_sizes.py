@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from flax import nnx
 from of_the_day import of_the_day
 
 from models import MODELS
@@ -20,6 +21,7 @@ PAPER = {
     "gpt": {"1.3b": 1.3e9, "2.6b": 2.6e9, "6.7b": 6.7e9, "15b": 15e9},
     "swin": {"1.8b": 1.8e9, "5.0b": 5.0e9, "10.4b": 10.4e9, "27b": 27e9},
     "mbart": {"3.9b": 3.9e9, "11.6b": 11.6e9, "21.3b": 21.3e9, "46.4b": 46.4e9},
+    "llama": {"1b": 1.24e9, "3b": 3.21e9, "7b": 6.74e9, "8b": 8.03e9, "13b": 13.0e9, "70b": 70.6e9},  # their model cards
     "evoformer": {"87m": 87e6, "930m": 930e6, "2.4b": 2.4e9, "3.2b": 3.2e9},
 }
 # Layers alone have 12 l h² parameters, 2.52 and 15.10 billion; with 2,048 positions and Megatron's 51,200 words it is 2.65
@@ -35,7 +37,9 @@ def parameters(name: str, size: str) -> int:
     def make_state(key: Any) -> Any:
         return RECIPES[name].make_state(model(config), config, make_optimizer(), key)
 
-    return sum(p.size for p in jax.tree.leaves(jax.eval_shape(make_state, jax.random.key(0)).params))
+    state = jax.eval_shape(make_state, jax.random.key(0))
+    params = nnx.state(state[0], nnx.Param) if isinstance(state, tuple) else state.params
+    return sum(p.size for p in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(("name", "size"), of_the_day([(name, size) for name, own in PAPER.items() for size in own]))
