@@ -371,7 +371,7 @@ CASES: dict[str, tuple[Callable[[Any], Case], list[Run]]] = {
             Run("vocab_parallel", 8),
             Run("megatron(dp=4, tp=2, sequence=True, zero=1)", 8, quick=True),
             Run("zero3", 8),
-            Run("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2),
+            Run("accumulate(2, co_shard(2))", 1),
         ],
     ),
     "stacked Llama with remat": (

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jscaler.capture.autodiff import Differentiator
+from jscaler.capture.batch_rows import BatchRows, data_rows
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.fragments import Fragment, fragments
 from jscaler.capture.inner_jaxprs import scan_parts
@@ -40,7 +41,8 @@ def build_graph(
         bodies: interns op bodies.
         rules: derives the ops' rules.
     """
-    builder = _Builder(with_module_scopes(step, input_names), input_names, bodies)
+    step = with_module_scopes(step, input_names, next_version)
+    builder = _Builder(step, input_names, bodies, data_rows(step, next_version.values()))
     builder.run()
     outputs = tuple(builder.result(v, name) for v, name in zip(step.outvars, output_names, strict=True))
     inputs = tuple(builder.tensors[v] for v in step.invars)
@@ -62,8 +64,8 @@ class _Place:
 
 
 class _Builder:
-    def __init__(self, step: Trace, input_names: Sequence[str], bodies: BodyTable):
-        self.step = step
+    def __init__(self, step: Trace, input_names: Sequence[str], bodies: BodyTable, rows: BatchRows):
+        self.step, self.rows = step, rows
         self.bodies = bodies
         self.ops: list[Op] = []
         self.calls: dict[int, GradientCall] = {}
@@ -74,7 +76,7 @@ class _Builder:
         self.trained = {self.tensors[v] for call in step.calls for v in call.wrt if v in self.tensors}
         self.constants: list[tuple[core.Var, Any]] = []
         self._add_constants(step.constants)
-        self.fragments, self.generated = fragments(step)
+        self.fragments, self.generated = fragments(step, rows=rows)
         # a step without a gradient names its ops as a loss does, so that one policy fits both
         self.root = common_root(f.scope for f in self.fragments if f.call is not None or not step.calls)
         results = {v for v in step.outvars if isinstance(v, core.Var)}
@@ -116,6 +118,7 @@ class _Builder:
             self.tensors[var] = PTensor(f"{name}:carry{i}", var.aval)
         for var, stack in zip(slices, stacks, strict=True):
             self.tensors[var] = PTensor(self.names.unique(f"{stack.name}@{name}"), var.aval)
+        self.rows.follow(eqn, variables)
         outer, self.place = self.place, dataclasses.replace(self.place, loop=name)
         args, before = [*parts.consts, *variables], len(self.ops)
         returned = self._block(parts.body, parts.body_consts, args, eqn, fragment.call, f"{name}/out")
@@ -174,7 +177,9 @@ class _Builder:
         tagged = tuple(TaggedEquation(e, call) for e in equations)
         saved = saved_values(self.place.policy, equations)
         self.kept |= saved.kept
-        found, self.generated = fragments(Trace((), (), tagged, (), tuple(outs), body), self.generated, saved.ends)
+        found, self.generated = fragments(
+            Trace((), (), tagged, (), tuple(outs), body), self.generated, saved.ends, self.rows
+        )
         self.read_outside |= _readers_outside(found, {v for v in (*outs, *saved.ends) if isinstance(v, core.Var)})
         for fragment in found:
             self._add(fragment)

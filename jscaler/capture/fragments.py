@@ -10,15 +10,17 @@ Fragments never form a cycle, by levels: a fragment's level is above those of al
 fragment only if everything else it reads lies on lower levels.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jax.extend import core
 
+from jscaler.capture.batch_rows import BatchRows, Need, largest
 from jscaler.capture.jaxprs import Atom, shape
 from jscaler.capture.trace import TaggedEquation, Trace, TracedCall
-from jscaler.ir.walk import in_order
+from jscaler.ir.walk import closure, grouped, in_order
 from jscaler.lax_primitives import known
 from jscaler.lax_primitives.primitive import Role
 
@@ -38,6 +40,8 @@ class Fragment:
     eqns: list[tuple[int, core.JaxprEqn]] = field(default_factory=list)
     closed: bool = False
     squares: set[core.Var] = field(default_factory=set)
+    need: Need = "none"
+    learned: bool = False
 
     @property
     def is_preparation(self) -> bool:
@@ -59,13 +63,15 @@ def fragments(
     step: Trace,
     generated: Mapping[core.Var, core.JaxprEqn] | None = None,
     ends: Set[core.Var] = frozenset(),
+    rows: BatchRows | None = None,
 ) -> tuple[list[Fragment], dict[core.Var, core.JaxprEqn]]:
     """The fragments of ``step`` in an order that respects their dependencies, and the equations to be copied.
 
     What reads a gradient comes after the whole forward program of its call, since autodiff comes between the two.
     ``generated`` are input-free equations of the program around a body; what makes one of ``ends`` ends its fragment.
+    ``rows`` are those of the batch in what ``step`` is given.
     """
-    builder = _Builder(step, ends)
+    builder = _Builder(step, ends, rows or BatchRows())
     builder.generated.update(generated or {})
     for index, tagged in enumerate(step.equations):
         builder.add(index, tagged)
@@ -100,8 +106,10 @@ def _squares(eqn: core.JaxprEqn) -> list[core.Var]:
 
 
 class _Builder:
-    def __init__(self, step: Trace, ends: Set[core.Var] = frozenset()):
-        self.ends = ends
+    def __init__(self, step: Trace, ends: Set[core.Var], rows: BatchRows):
+        self.ends, self.rows = ends, rows
+        self.eqns = [tagged.eqn for tagged in step.equations]
+        self.results = {v for v in step.outvars if isinstance(v, core.Var)}
         self.fragments: list[Fragment] = []
         self.home: dict[core.Var, Fragment] = {}
         self.readers: dict[core.Var, list[Fragment]] = {}
@@ -120,8 +128,11 @@ class _Builder:
         if not reads and not eqn.effects and _role(eqn) != "alone" and not self.wrt & set(eqn.outvars):
             self.generated.update(dict.fromkeys(eqn.outvars, eqn))
             return
-        fragment = self._choose(eqn, call, reads)
+        need = self.rows.add(eqn)
+        fragment = self._choose(index, eqn, call, reads, need)
         fragment.eqns.append((index, eqn))
+        fragment.need = largest([fragment.need, need])
+        fragment.learned |= self.rows.is_learned(eqn)
         fragment.squares.update(_squares(eqn))
         for var in eqn.outvars:
             self.home[var] = fragment
@@ -130,15 +141,16 @@ class _Builder:
                 self.readers[var].append(fragment)
         full_reduction = _role(eqn) == "reduces" and not shape(eqn.outvars[0])
         ends = _role(eqn) in ("contracts", "alone") or full_reduction
-        fragment.closed = ends or not self.ends.isdisjoint(eqn.outvars)
+        fragment.closed = ends or need == "mixed" or not self.ends.isdisjoint(eqn.outvars)
         if call is not None:
             self.call_level[call] = max(self.call_level.get(call, 0), fragment.level)
 
-    def _choose(self, eqn: core.JaxprEqn, call: int | None, reads: list[core.Var]) -> Fragment:
+    def _choose(self, index: int, eqn: core.JaxprEqn, call: int | None, reads: list[core.Var], need: Need) -> Fragment:
         scope = scope_of(eqn)
         scalar = not any(shape(v) for v in (*eqn.outvars, *reads))
         sources = [self.home[v] for v in reads if v in self.home]
-        beside = [f for v in reads if shape(v) for f in self.readers.get(v, ())]
+        beside = [f for v in reads if shape(v) for f in self.readers.get(v, ()) if f.need == need]
+        sources = [f for f in sources if self._may_end(f, index, need)]
         below = max((self._level(v) for v in reads), default=0)
         squares = set(_squares(eqn))
         for candidate in (*sources, *beside):
@@ -157,6 +169,29 @@ class _Builder:
         fragment = Fragment(call, scope, 0.5 if inputs_only else int(below) + 1, scalar, len(self.begun))
         self.fragments.append(fragment)
         return fragment
+
+    def _may_end(self, fragment: Fragment, index: int, need: Need) -> bool:
+        """Whether equation ``index`` may join a fragment that it reads.
+
+        What sees all rows may, and what depends on parameters may join what does not, if whoever else reads the fragment
+        waits for it, too. Else a mask of the data would wait for a layer, or for the end of the batch.
+        """
+        learned = self.rows.is_learned(self.eqns[index]) and not fragment.learned and fragment.need != "none"
+        if need == "mixed" or not (need == "joined" or learned):
+            return need != "mixed"
+        made = {v for _, e in fragment.eqns for v in e.outvars}
+        inside = {n for n, _ in fragment.eqns} | {index}
+        others = {n for v in made for n in self.uses.get(v, ())} - inside
+        return made.isdisjoint(self.results) and (not others or others <= self._behind(index))
+
+    @functools.cached_property
+    def uses(self) -> dict[core.Var, list[int]]:
+        """Variable -> the equations that read it."""
+        return grouped((v, n) for n, eqn in enumerate(self.eqns) for v in _variables(eqn))
+
+    def _behind(self, index: int) -> set[int]:
+        """The equations that need what equation ``index`` makes."""
+        return set(closure([index], lambda n: [m for v in self.eqns[n].outvars for m in self.uses.get(v, ())]))
 
     def _level(self, var: core.Var) -> float:
         if var in self.home:

@@ -5,8 +5,8 @@
 
 An equation that reads parameters (or what is made of parameters alone, as a cast) belongs to their module. Any other
 lies between the last module above it and the first one below, and belongs to what these two have in common; but the
-statistics of a norm, which only its module reads, are that module's. What no module follows is the loss. A scope names and
-groups ops; no number depends on it.
+statistics of a norm, which only its module reads, are that module's, and so is what makes its next state alone. What no
+module follows is the loss. A scope names and groups ops; no number depends on it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax.extend import core, source_info_util
 from jscaler.capture.fragments import scope_of
 from jscaler.capture.jaxprs import Atom, dtype, shape
 from jscaler.capture.trace import TaggedEquation, Trace
-from jscaler.ir.walk import closure
+from jscaler.ir.walk import closure, grouped
 from jscaler.lax_primitives import known
 from jscaler.lax_primitives.primitive import Role
 
@@ -27,10 +27,13 @@ LATER = re.compile(r"\.\d+$")  # a later use of a module
 HOLDERS = ("rngs",)  # below a module, and no module of the user's
 
 
-def with_module_scopes(step: Trace, input_names: Sequence[str]) -> Trace:
+def with_module_scopes(step: Trace, input_names: Sequence[str], next_version: Mapping[int, int] = {}) -> Trace:
     """``step`` with a scope for every equation of those gradient calls in which no equation has one.
 
     So has a step without any gradient call.
+
+    Args:
+        next_version: number of a result -> number of the input that it succeeds.
     """
     named = {t.call for t in step.equations if scope_of(t.eqn)}
     names = dict(zip(step.invars, input_names, strict=True))
@@ -44,6 +47,8 @@ def with_module_scopes(step: Trace, input_names: Sequence[str]) -> Trace:
         modules = {v: _module(name) for v, name in names.items() if name.split("/")[0] in roots}
         members = [i for i, t in enumerate(equations) if t.call == index]
         scopes = _scopes([equations[i].eqn for i in members], modules)
+        state = {step.outvars[o]: modules.get(step.invars[i], "") for o, i in next_version.items()}
+        scopes = _with_next_state([equations[i].eqn for i in members], scopes, step, state)
         for i, scope in zip(members, scopes, strict=True):
             equations[i] = _scoped(equations[i], scope)
     return dataclasses.replace(step, equations=tuple(equations))
@@ -93,6 +98,24 @@ def _own(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list
             home.update(dict.fromkeys(eqn.outvars, _common(held)))
         own.append(uses.name(_common(held)) if held else "")
     return own
+
+
+def _with_next_state(
+    eqns: Sequence[core.JaxprEqn], scopes: Sequence[str], step: Trace, state: Mapping[Atom, str]
+) -> list[str]:
+    """``scopes``, and those of modules for equations that make nothing but next ``state`` of theirs."""
+    found = list(scopes)
+    readers = grouped((v, t.eqn) for t in step.equations for v in _variables(t.eqn.invars))
+    results = {v for v in step.outvars if isinstance(v, core.Var)}
+    made_for: dict[core.Var, str] = {v: module for v, module in state.items() if isinstance(v, core.Var) and module}
+    for i, eqn in reversed(list(enumerate(eqns))):
+        uses = [(v, reader) for v in eqn.outvars for reader in readers.get(v, ())]
+        ends = {made_for.get(v, "") for v in eqn.outvars if v in results}
+        ends |= {made_for.get(v, "") for _, reader in uses for v in reader.outvars}
+        if len(ends) == 1 and (module := ends.pop()) and not scopes[i]:
+            found[i] = module
+            made_for.update(dict.fromkeys(eqn.outvars, module))
+    return found
 
 
 def _is_weight(variable: core.Var) -> bool:
