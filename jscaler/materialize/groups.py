@@ -144,7 +144,7 @@ class Home:
 
     Attributes:
         why: of the group; empty where the plan says so.
-        stage_by: what gives the stage: the plan, to the op or to its forward op; or what it reads; or who reads it.
+        stage_by: what gives the stage: the plan, to the op, its forward op or its loop; what it reads; or who reads it.
     """
 
     group: DeviceMesh

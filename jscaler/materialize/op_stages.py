@@ -22,8 +22,8 @@ def stages_by_neighbours(
 ) -> dict[str, tuple[int, StageBy]]:
     """The stages of ops that have none ``given``, and a neighbour on their group; and which neighbour.
 
-    An op goes with the last that it reads, else with the first that reads it, of the iteration that it is in; else with
-    its loop, as a counter does.
+    An op of a loop over layers goes with those of it that have a stage, as a counter does: the loop is of one block. Any
+    other goes with the last that it reads, else with the first that reads it, of the iteration that it is in.
     """
     found, by = dict(given), dict[str, StageBy]()
     outermost = {op.path: chain_of(op.loop, graph.loops)[:1] for op in graph.ops}
@@ -38,12 +38,14 @@ def stages_by_neighbours(
     def left(ops: Iterable[Op]) -> Iterator[Op]:
         return (op for op in ops if op.path not in found)
 
-    position, of_loop = graph.position, grouped((op.loop, op) for op in graph.ops if op.loop is not None)
+    position, around = graph.position, {op.path: chain_of(op.loop, graph.loops)[:2] for op in graph.ops}
+    of_loop = grouped((around[op.path], op) for op in graph.ops if op.path in given)
+    for op in left(graph.ops):
+        if len(around[op.path]) == 2:
+            settle(op, of_loop.get(around[op.path], ()), "plan")
     for op in left(graph.ops):
         makers = [maker for maker in map(graph.flow.maker, op.inputs) if maker is not None]
         settle(op, sorted(makers, key=lambda maker: position[maker.path], reverse=True), "operands")
     for op in left(reversed(graph.ops)):
         settle(op, (reader for t in op.outputs for reader in graph.flow.readers(t)), "readers")
-    for op in left(graph.ops):
-        settle(op, of_loop[op.loop] if op.loop is not None else (), "readers")
     return {path: (found[path], why) for path, why in by.items()}
