@@ -28,7 +28,7 @@ from jscaler.capture.names import tree_path
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, ProcessError, warn
 from jscaler.report.written import as_path, check_folder, writing
 from jscaler.runtime.agreement import any_process
-from jscaler.runtime.graph_nodes import from_saved_tree, to_saved_tree
+from jscaler.runtime.graph_nodes import from_saved_tree, module_paths, to_saved_tree
 from jscaler.runtime.out_of_memory import is_out_of_memory
 from jscaler.runtime.spreading import brought_home, spread, spread_structs
 
@@ -131,7 +131,8 @@ class Checkpoints:
         assert self._manager is not None, "checkpoints are saved within their with block"
         with _saying(self.folder):
             self._manager.wait_until_finished()  # Orbax may leave out what comes while it writes
-            about = {"jscaler": self._about | ({} if batches is None else {"batches": batches})}
+            more = {"batches": batches, "modules": module_paths(state) or None}
+            about = {"jscaler": self._about | {name: one for name, one in more.items() if one is not None}}
             saved = self._manager.save(
                 step, args=ocp.args.StandardSave(spread(to_saved_tree(state))), custom_metadata=about
             )

@@ -238,7 +238,9 @@ def test_where_nothing_can_be_written_the_last_good_state_stays(
     state = {"w": jax.random.normal(jax.random.key(0), (300, 300))}
     save(tmp_path, 1, state)
     files_of_at_most(100_000)
-    told = r"^cannot write the checkpoint '.*': File too large; the state after 1 steps is whole; make room, or choose anoth"
+    told = (
+        r"^cannot write the checkpoint '.*': File too large; the state after 1 steps is whole; make room, or choose anoth"
+    )
     with pytest.raises(OutputError, match=told) as raised, Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(2, state)
     files_of_at_most(resource.RLIM_INFINITY)
@@ -267,7 +269,7 @@ def test_a_folder_is_a_path_or_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert restore_latest("~/run", state)[0] == 1
     np.testing.assert_array_equal(read("~/run", 1)["w"], restore(f"{tmp_path}/run", 1, state)["w"])
     assert written_beside("~/run", 1)["format"] == FORMAT
-    with pytest.raises(OutputError, match="the checkpoint is written to a path, as text or a pathlib.Path, not to 5"):
+    with pytest.raises(OutputError, match=r"the checkpoint is written to a path, as text or a pathlib\.Path, not to 5"):
         Checkpoints(5)  # type: ignore[arg-type]
 
 
