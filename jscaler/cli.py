@@ -293,7 +293,7 @@ app.command("runs")(runs_)
 
 
 def main() -> None:
-    """Run the command line; errors of ours are printed without a traceback, exit code 1."""
+    """Run the command line; errors of ours are printed without a traceback, and have an exit code."""
     try:
         app()
     except Exception as error:
@@ -302,4 +302,4 @@ def main() -> None:
         if not isinstance(error, JscalerError):
             raise
         show_error("error:", f"{type(error).__name__}: {error}")
-        sys.exit(1)
+        sys.exit(error.exit_code)

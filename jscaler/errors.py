@@ -29,6 +29,8 @@ class JscalerError(Exception):
         UnknownNameError
     """
 
+    exit_code = 1  # of a command that it ends
+
     def __reduce__(self) -> Any:
         return _with_message, (type(self), self.args), self.__dict__ or None
 
