@@ -244,7 +244,7 @@ def test_inside_a_policy_the_decisions_so_far_are_priced() -> None:
     def greedy(graph: Any, devices: np.ndarray) -> None:
         asked.append(jscaler.cost(graph, None, H100))
         split(graph, "up/dot", ("kernel", 1), devices)
-        asked.append(jscaler.cost(graph, None, H100))
+        asked.append(jscaler.cost(graph, H100))
 
     made = lowered(greedy, 4, cluster=H100)
     assert asked[0].flops > asked[1].flops  # whole dots, then columns of one and what follows from them
