@@ -28,7 +28,7 @@ from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.overview import Overview, Shown
-from jscaler.lower.step_plan import StepPlan
+from jscaler.lower.step_plan import StepPlan, decisions_of
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.side_effects import repeated_effects
@@ -46,7 +46,7 @@ from jscaler.stages import Captured, lower, transform
 from jscaler.text.units import counted
 from jscaler.verification import verify as prove
 
-PlanLike = str | os.PathLike[str] | Plan | Callable[..., Any]
+PlanLike = str | os.PathLike[str] | Plan | StepPlan | Callable[..., Any]
 
 
 def parallelize(
@@ -68,8 +68,8 @@ def parallelize(
     class or an instance, ``apply`` runs in parallel; of an nnx module its call. Their arguments lie at ``batch``.
 
     Args:
-        plan: a policy, the name of a built-in one (``"data_parallel"``), a finished `Plan`, or the file of a saved one
-            (``"plan.json"``).
+        plan: a policy, the name of a built-in one (``"data_parallel"``), a finished `Plan` (or a lowered step's ``.plan``,
+            which has one), or the file of a saved one (``"plan.json"``).
         devices: how many of ``jax.devices()``, or which; by default as many as a finished plan is for, and else all of
             them. A step can be planned and lowered for more than there are, not run.
         cluster: whose links price the adapters, in seconds: a `Cluster`, a built-in one's name or a .toml file. By
@@ -160,8 +160,7 @@ def _policy(plan: PlanLike) -> Callable[..., Any] | Plan:
         raise PlanError(
             f"plans.{name} makes a policy of its arguments: call it, plans.{name}(…), or give its name, '{name}'"
         )
-    if isinstance(policy, StepPlan):
-        raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {type(policy).__name__}: give its `plan`")
+    policy = decisions_of(policy)
     if not isinstance(policy, Plan) and not callable(policy):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {shown(plan)}")
     return policy
@@ -508,7 +507,7 @@ class Parallelized(Shown):
         made = executable(step, devices, donated)
         found = Lowered(
             ExplainedPlan.of(step), captured, made, call.without_arrays(), result.tree, lowered(step, made), devices,
-            self._cost, result.changes, planned if self._devices is None else None,
+            self._cost, result.changes, planned if self._devices is None else None, self,
         )  # fmt: skip
         proof = _proof(step, found) if self._verify else ""
         return dataclasses.replace(found, plan=dataclasses.replace(found.plan, proof=proof)) if proof else found

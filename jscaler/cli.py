@@ -5,8 +5,10 @@ import itertools
 import json
 import platform as platform_
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
@@ -293,7 +295,8 @@ app.command("runs")(runs_)
 
 
 def main() -> None:
-    """Run the command line; errors of ours are printed without a traceback, exit code 1."""
+    """Run the command line: errors of ours have no traceback, and an exit code, and warnings no line."""
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
         app()
     except Exception as error:
@@ -302,4 +305,12 @@ def main() -> None:
         if not isinstance(error, JscalerError):
             raise
         show_error("error:", f"{type(error).__name__}: {error}")
-        sys.exit(1)
+        sys.exit(error.exit_code)
+
+
+def _show_warning(otherwise: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """Of ours a sentence: a command has no line of the user's own that it could be of."""
+    if category.__module__ == JscalerError.__module__:
+        show_error("warning:", f"{category.__name__}: {message}")
+    else:
+        otherwise(message, category, *where)

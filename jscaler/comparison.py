@@ -24,7 +24,7 @@ from jscaler.lower.gspmd import constrained_step
 from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import Totals, totals
 from jscaler.report.target_report import send_rows
-from jscaler.runtime.compiled import Lowered
+from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.executable import executable, input_structs, shardings
 from jscaler.runtime.executable import lowered as lowered_segments
 from jscaler.stages import lower
@@ -103,14 +103,14 @@ class Comparison:
         return printed([comparison_table(self)], TEXT_WIDTH)
 
 
-def compare(step: Parallelized, *args: Any, steps: int = 5, rounds: int = 10, beside: PlanLike | None = None) -> Comparison:
+def compare(step: Any, *args: Any, steps: int = 5, rounds: int = 10, beside: PlanLike | None = None) -> Comparison:
     """Run a parallelized step beside ``jax.jit``'s own partitioner (GSPMD) given the same split, in one process, in turn.
 
     Beside a step on several device groups (a pipeline), for which GSPMD has no word, stands what it does in each stage,
     over all devices.
 
     Args:
-        step: what `parallelize` has made of a step.
+        step: what `parallelize` has made of a step, as it is, lowered or compiled.
         args: its arguments, arrays. They are copied, so that a step which donates leaves the caller's own alone.
         steps: how many steps the numbers are compared after; each goes on from the state that the one before has returned.
         rounds: how many timed runs of each side.
@@ -134,6 +134,8 @@ def compare(step: Parallelized, *args: Any, steps: int = 5, rounds: int = 10, be
         >>> found.parameter_difference < 1e-6
         True
     """
+    lowered = step.lowered if isinstance(step, Compiled) else step
+    step = lowered.step if isinstance(lowered, Lowered) else lowered
     if not isinstance(step, Parallelized):
         raise CaptureError(
             f"compare takes a step that jscaler.parallelize has made, and its arguments, not a {type(step).__name__}: "

@@ -7,11 +7,15 @@ mistakes raise one of these classes; a broken invariant of our own is an ``asser
 import difflib
 import inspect
 import os
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+LEAST = 0.001  # of what a device computes, moves or holds in a step: less is not worth a warning
 
 
 class JscalerError(Exception):
@@ -24,6 +28,8 @@ class JscalerError(Exception):
         ...     print(type(error).__name__)
         UnknownNameError
     """
+
+    exit_code = 1  # of a command that it ends
 
     def __reduce__(self) -> Any:
         return _with_message, (type(self), self.args), self.__dict__ or None
@@ -345,15 +351,18 @@ def listing(names: Sequence[str], most: int = 6) -> str:
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn of a line of the user's own: the innermost that is no file of this package."""
-    package, level, frame = os.path.dirname(__file__), 1, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(package):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    """Warn of a line of the user's own: the innermost in no file of this package, of Python's or of another library."""
+    levels = list(enumerate(traceback.walk_stack(inspect.currentframe()), 1))
+    files = [(level, frame.f_code.co_filename) for level, (frame, _) in levels]
+    package, libraries = os.path.dirname(__file__), [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    outside = [(level, file) for level, file in files if not file.startswith((package, "<frozen "))]
+    own = [level for level, file in outside if not file.startswith(tuple(libraries))]
+    warnings.warn(message, category, stacklevel=next(iter([*own, *(level for level, _ in outside)]), 1))
 
 
 class PlanWarning(UserWarning):
-    """A step's plan is not the one that was asked for: the policy did not fit, and the plan was filled in.
+    """A step's plan is not the one that was asked for: the policy did not fit, and the plan was filled in; or it loses
+    parallelism. Less than a thousandth (`LEAST`) of a device's FLOPs or bytes is not worth one.
 
     Example:
         >>> import warnings

@@ -177,6 +177,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         steps,
         tuple(runs_as),
         at.has_time_axes,
+        captured.graph,
     )
 
 

@@ -57,11 +57,6 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
     "strict in words": (lambda: lowered("single", strict="no"), PlanError, "strict is True or False, not 'no'"),
     "a pass's number": (lambda: lowered("single", without_passes=[5]), PlanError, "without_passes is a pass's name, or se"),
     "a class of plans": (lambda: lowered(Plan), PlanError, "'Plan' has decided nothing and returned Plan"),
-    "what a plan has become": (
-        lambda: lowered(lowered("single").plan),
-        PlanError,
-        "a plan is a policy, a plan's name or a Plan, not ExplainedPlan: give its `plan`",
-    ),
     "a built-in function": (lambda: jscaler.parallelize("single")(max), CaptureError, "does not say which arguments it ta"),
     "no function": (lambda: jscaler.parallelize("single")(5), CaptureError, "parallelize decorates a step function, a Fla"),
     "twice": (
@@ -263,6 +258,17 @@ BESIDE: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
         lambda: jscaler.simulate(planned(), seconds=[1], sends=FIVE),
         PlanError,
         "sends are 'asynchronous' or 'rendezvous', not 5",
+    ),
+    "the cost of a step that is planned": (
+        lambda: jscaler.cost(planned(), "single", "H100-80GB"),
+        PlanError,
+        "the step is planned by 'single' already; give its graph",
+    ),
+    "a cost without a cluster": (lambda: jscaler.cost(planned()), PlanError, "cost is asked of a cluster: jscaler.cost(g"),
+    "a cost without a plan": (
+        lambda: jscaler.cost(single.graph(PARAMS, BATCH), None, "H100-80GB"),
+        PlanError,
+        "a graph costs nothing without a plan",
     ),
     "the cost of a number": (
         lambda: jscaler.cost(FIVE, "single", "H100-80GB"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import jax
@@ -10,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 import jscaler
-from jscaler import Plan
+from jscaler import Plan, cli
 from jscaler.cli import app
-from jscaler.errors import DataError, DeviceError, PlanError, PlanFitError, SplitError, UnknownNameError
+from jscaler.errors import DataError, DeviceError, PlanError, PlanFitError, PlanWarning, SplitError, UnknownNameError, warn
 from jscaler.tables import SCHEDULES, write_table
 from jscaler.training.planned_job import devices_for
 
@@ -53,6 +54,23 @@ def test_version() -> None:
 def test_every_command_has_an_example(command: str | None) -> None:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", run(*([command] if command else []), "--help"))  # whoever loaded typer first
     assert re.search(rf"Example: jscaler {command or 'train'} -", " ".join(plain.split()))
+
+
+def test_a_warning_of_a_command_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not of a line of a library that calls commands; another's is as ever."""
+
+    def command() -> None:
+        warn("a table stays whole", PlanWarning)
+        warnings.warn("old", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(cli, "app", command)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, category, *where: print(category.__name__, *where[:1]))
+        cli.main()
+    told = capsys.readouterr()
+    assert told.err == "warning: PlanWarning: a table stays whole\n"
+    assert told.out == f"UserWarning {__file__}\n"
 
 
 def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:

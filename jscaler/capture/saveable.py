@@ -8,7 +8,6 @@ policy saves all, nothing is computed again, and there is no region.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from jscaler.errors import CaptureWarning
+from jscaler.errors import CaptureWarning, warn
 
 Policy = Callable[..., Any]
 
@@ -40,11 +39,10 @@ def saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
     if isinstance(case, bool):
         return case
     if hasattr(case, "dst"):
-        warnings.warn(
+        warn(
             f"a checkpoint policy offloads results of '{eqn.primitive.name}' from {case.src} to {case.dst}: they are saved "
             "on the device instead; no plan moves them yet",
             CaptureWarning,
-            stacklevel=2,
         )
         return True
     return type(case) is not _again()

@@ -1,6 +1,5 @@
 """Trace a step once, flat: one list of equations, each tagged with the gradient call it belongs to."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from jscaler.capture.opening import hoist_numbers
 from jscaler.capture.own_rows import own_rows
 from jscaler.capture.split_conditions import split_cond
 from jscaler.capture.wishes import implicit_axes, is_wish, mesh_of, no_mesh, wished
-from jscaler.errors import CaptureError, CaptureWarning, listing
+from jscaler.errors import CaptureError, CaptureWarning, listing, warn
 from jscaler.ir.op import user_line
 
 
@@ -106,10 +105,9 @@ def _say_wishes(jaxpr: core.Jaxpr) -> None:
     if said:
         where = f": {listing(list(lines))}" if lines else ""
         verb = "are" if lines or len(meshes) > 1 else "is"
-        warnings.warn(
+        warn(
             f"the step's own {' and '.join(said)} {verb} left out, as its plan says how tensors lie{where}",
             CaptureWarning,
-            stacklevel=2,
         )
 
 

@@ -9,6 +9,7 @@ And they watch who starts them, who may be killed: then they end as on SIGTERM.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -54,6 +55,7 @@ StartedBy = Annotated[int | None, typer.Option(hidden=True)]  # the process that
 JAX_WAITS = 100  # seconds until JAX takes a process for dead, by itself
 GRACE = 5.0  # seconds that processes have to end by themselves, once one has
 LINES = 12  # of what a process said at last
+REASON = re.compile(r"ProcessError: (.*); process \d+ ends$", re.MULTILINE)
 LOOKS = 1.0  # seconds between two looks at who has started a process
 
 
@@ -153,6 +155,12 @@ class _Started:
         self.said.seek(0)
         return "\n".join(self.said.read().decode(errors="replace").splitlines()[-LINES:])
 
+    @property
+    def reason(self) -> str:
+        """Why a watch has ended it; "" where none has, or it has said so on the terminal, and not here."""
+        found = REASON.search(self.last_lines()) if self.process.poll() == HUNG and self.number else None
+        return found[1] if found else ""
+
 
 def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Path | None) -> None:
     """Start ``jscaler`` with ``words`` as ``count`` processes on this machine, and wait for them.
@@ -162,7 +170,7 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
 
     Raises:
         DataError: ``checkpoint`` holds the state of another run, from which ``words`` do not go on.
-        ProcessError: one has failed, once more than that.
+        ProcessError: one has failed, once more than that. Its exit code is theirs, where a watch has ended them.
         typer.Exit: a signal came, and all have ended as it asked; process 0 has said where.
     """
     if checkpoint is not None and not {"--resume", "--resume-if-any"} & set(words) and _has_state(checkpoint):
@@ -174,11 +182,18 @@ def run_locally(count: int, restarts: int, words: Sequence[str], checkpoint: Pat
             failed = _watched(started)
             if failed is None:
                 return
+            ends = [one.process.poll() for one in started]
+            hung = failed.process.poll() == HUNG
+            reason = next(filter(None, (one.reason for one in started)), "it has said why") if hung else ""
             told = f"process {failed.number} of {count} {failed.end}; the others were ended"
-            lines = failed.last_lines() if failed.number else ""
+            told += f": {reason}" if hung else ""
+            lines = failed.last_lines() if failed.number and not hung else ""
         if restart == restarts:
             told += f", and said:\n{lines}" if lines else ""
-            raise ProcessError(told if checkpoint is None else f"{told}\ngo on from the last checkpoint with --resume")
+            error = ProcessError(told if checkpoint is None else f"{told}\ngo on from the last checkpoint with --resume")
+            if HUNG in ends and all(end is None or end <= 0 or end == HUNG for end in ends):  # none by an error of its own
+                error.exit_code = HUNG
+            raise error
         said = lines.rpartition("\n")[2]
         sys.stderr.write(f"{told}; restart {restart + 1} of {restarts}\n" + (f"it said: {said}\n" if said else ""))
 

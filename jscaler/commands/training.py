@@ -31,14 +31,11 @@ class OnScreen:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
-            TextColumn("{task.fields[speed]:,.0f} {task.fields[what]}/s"),
-            TextColumn("{task.fields[seconds]:.3f} s/step{task.fields[more]}"),
+            TextColumn("{task.fields[told]}"),
             TimeElapsedColumn(),
             console=console,
         )
         self._task: Any = None
-        self._start = 0
         self._began = self._waited = self._saving = 0.0
 
     def __enter__(self) -> "OnScreen":
@@ -57,10 +54,8 @@ class OnScreen:
         plan = compiled.plan
         shown = plan.explain() if self._explain else f"{summary(plan.report)}\n(--explain shows every op)"
         show(self._console, f"{shown}\ncompiled in {time.perf_counter() - self._entered:.1f} s")
-        self._start, self._began = start, time.perf_counter()
-        self._task = self._progress.add_task(
-            "training", total=steps - start, loss=float("nan"), speed=0.0, what="", seconds=0.0, more=""
-        )
+        self._began = time.perf_counter()
+        self._task = self._progress.add_task("training", total=steps, completed=start, told="")
         with finished_before_interrupts():
             self._progress.start()
 
@@ -68,10 +63,8 @@ class OnScreen:
         what, speed = record.speed
         self._waited += record.waited
         self._saving += record.saving
-        self._progress.update(
-            self._task, completed=record.step + 1 - self._start, loss=record.loss, speed=speed, what=what,
-            seconds=record.seconds, more=self._more(record),
-        )  # fmt: skip
+        told = f"loss {record.loss:.3f} {speed:,.0f} {what}/s {record.seconds:.3f} s/step{self._more(record)}"
+        self._progress.update(self._task, completed=record.step + 1, told=told)
         if record.evaluation:
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in record.evaluation.items())
             show(self._progress.console, f"after {record.step + 1} steps: {numbers}")

@@ -16,13 +16,14 @@ from jscaler.estimate.cost import Cost
 from jscaler.estimate.fit_result import Fit, Tried
 from jscaler.estimate.query import cost
 from jscaler.ir import Graph
+from jscaler.lower.step_plan import graph_of
 from jscaler.plans import by_name
 from jscaler.plans.batch import batch_leaves
 from jscaler.plans.ladder import ladder
 
 
 def fit(
-    graph: Graph,
+    graph: Any,
     cluster: Cluster | str | os.PathLike[str],
     plans: Iterable[str] | None = None,
     *,
@@ -32,7 +33,8 @@ def fit(
     """Try plans from the cheapest to the most drastic until one fits into the memory of ``cluster``'s devices.
 
     Args:
-        graph: a train step's, ``train_step.graph(state, batch)``.
+        graph: a train step's, ``train_step.graph(state, batch)``; or a step that is lowered, or compiled, or its ``.plan``,
+            whose own plan does not count.
         cluster: a `Cluster`, a name (``"V100-32GB"``, ``"8xH100-80GB"``) or a .toml file.
         plans: what to try, in this order; by default the ladder of `jscaler.plans.ladder`.
         every: whether to try all of them.
@@ -51,8 +53,7 @@ def fit(
         >>> found.chosen.plan, found.chosen.headroom > 30e9  # bytes to spare
         ('single', True)
     """
-    if not isinstance(graph, Graph):
-        raise PlanError(f"fit takes a train step's graph, train_step.graph(state, batch), not {shown(graph)}")
+    graph = graph_of("fit", graph)
     if plans is not None and (isinstance(plans, str) or not isinstance(plans, Iterable)):
         raise PlanError(f"fit: plans are names in a list, such as ['single', 'zero3()'], not {shown(plans)}")
     check_flag("fit: every", every)

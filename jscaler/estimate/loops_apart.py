@@ -7,7 +7,7 @@ loops apart    for each: forward ──► all activations ──► for each: b
 import math
 from collections.abc import Mapping
 
-from jscaler.estimate.lost_parallelism import LEAST
+from jscaler.errors import LEAST
 from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from jscaler.clusters.transition_kinds import sends
-from jscaler.errors import factor_name
+from jscaler.errors import LEAST, factor_name
 from jscaler.estimate.traffic import moved_by_reader
 from jscaler.estimate.works import works
 from jscaler.ir import Factor, Graph, Op, PTensor, Rule
@@ -37,9 +37,10 @@ from jscaler.rules.reached_factors import all_reached_factors
 from jscaler.text.folding import folded
 from jscaler.text.units import readable_bytes, readable_count
 
-LEAST = 0.001  # of what a device computes, moves through its memory, or sends in a step: less is not worth a word
 HANDFUL = 256  # bytes that a device may gather without a word
+PER_SENT = 10  # bytes that pass through memory in the time of one over a link
 MOST_TOLD = 4
+NOTHING = "no parallelism is lost"
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,16 @@ class LostParallelism:
 
     def __str__(self) -> str:
         lines = self.lines
+        if not lines:
+            return self.summary
         more = f"\n  and {len(lines) - MOST_TOLD} more, in explain()" if len(lines) > MOST_TOLD else ""
         return f"{self.summary}:" + "".join(f"\n  {line}" for line in lines[:MOST_TOLD]) + more
 
     @property
     def summary(self) -> str:
         """The sum of it, in a sentence."""
+        if not self.ops:
+            return NOTHING
         count = sum(op.copied for op in self.ops)
         flops, nbytes, gathered = (sum(getattr(op, name) for op in self.ops) for name in ("flops", "nbytes", "gathered"))
         of_flops = f" ({flops / self.flops:.1%} of a device's)" if self.flops else ""
@@ -178,7 +183,8 @@ def _told(own: list[LostOp], every: list[LostOp]) -> str:
 def lost_parallelism(step: StepPlan) -> LostParallelism:
     """What a planned step computes on several devices though its plan splits what the ops carry.
 
-    Nothing, where all of it together is less than a thousandth of what a device does.
+    Nothing, where all of it together is less than a thousandth of what a device does: of its FLOPs, of its bytes through
+    memory, and of its time on the links, as far as that is more than a thousandth of its time in memory.
     """
     found = _Finder(step).run()
     if not found:
@@ -190,7 +196,8 @@ def lost_parallelism(step: StepPlan) -> LostParallelism:
     total = LostParallelism(ops, flops, nbytes)
     gathered = sum(op.gathered for op in ops)
     lost = sum(op.nbytes for op in ops) + gathered
-    told = total.copied_flops > LEAST or lost > LEAST * nbytes or gathered > max(HANDFUL, LEAST * sent)
+    least = max(HANDFUL, LEAST * sent, LEAST * nbytes / PER_SENT)
+    told = total.copied_flops > LEAST or lost > LEAST * nbytes or gathered > least
     return total if told else LostParallelism()
 
 

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from jscaler.estimate.works import works_of
 from jscaler.ir import Graph
 from jscaler.lower.instructions import Send
 from jscaler.lower.segment import PlacedBlock, Segment
-from jscaler.lower.step_plan import StepPlan
+from jscaler.lower.step_plan import StepPlan, decisions_of
 from jscaler.materialize.crossing import hop_price
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
@@ -31,8 +31,8 @@ PER_ELEMENT = 300.0  # FLOPs of products that take as long as one of elementwise
 
 def cost(
     graph: Any,
-    plan: Plan | Callable[..., Any] | str | None,
-    cluster: Cluster | str | os.PathLike[str],
+    plan: Any = None,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
     *,
     devices: int | None = None,
     donated: bool = True,
@@ -44,16 +44,17 @@ def cost(
     decisions so far, with what they leave open filled in.
 
     Args:
-        graph: a train step's graph, ``train_step.graph(state, batch)``; what a policy gets; or a finished step, as
-            ``train_step.lower(...)`` or its ``.plan``.
-        plan: a policy, a built-in plan's name or a `Plan`. None inside a policy and for a finished step.
+        graph: a train step's graph, ``train_step.graph(state, batch)``; what a policy gets; or a finished step: lowered,
+            compiled, or its ``.plan``.
+        plan: a policy, a built-in plan's name, a `Plan`, or another step's ``.plan``. Of a finished step it is left out,
+            ``jscaler.cost(lowered, cluster)``, and inside a policy it may be.
         cluster: a `Cluster`, a name (``"h100"``, ``"4x8xV100-32GB"``) or a .toml file. Adapters are chosen for its links,
             as ``parallelize(plan, cluster=...)`` does; a finished step has its own.
         devices: how many, where ``plan`` does not say; all of the cluster's by default.
         donated: whether the step updates its state in place (``donate_argnames``).
 
     Raises:
-        PlanError: no plan is given, or one for a finished step; or what `parallelize` would raise for it.
+        PlanError: no plan or no cluster is given, or a plan for a finished step; or what `parallelize` would raise for it.
         DeviceError: the plan is for another number of devices.
         UnknownNameError: no cluster or plan has the name.
 
@@ -62,6 +63,9 @@ def cost(
         >>> found.seconds.total < 1e-3, found.sent.between, found.memory.peak < 1e8  # seconds, bytes, bytes
         (True, 0.0, True)
     """
+    plan, cluster = plan_and_cluster(graph, plan, cluster)
+    if cluster is None:
+        raise PlanError("cost is asked of a cluster: jscaler.cost(graph, plan, cluster), or jscaler.cost(lowered, cluster)")
     on = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
     check_flag("cost: donated", donated)
     step = planned(graph, plan, on, devices)
@@ -76,6 +80,13 @@ def cost(
         runs, _ = timed_step(step, _seconds(step, blocks), hop_seconds(step, on))
         elapsed = max(one.end for one in runs)
     return Cost(step.name, on, step, by_op, _shares(step, blocks, on), elapsed, donated)
+
+
+def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:
+    """What was given behind a graph, or behind a finished step, of which the cluster is the first."""
+    if cluster is None and not isinstance(given, Graph | Captured):
+        return None, plan
+    return plan, cluster
 
 
 def block_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
@@ -118,7 +129,7 @@ def planned(graph: Any, plan: Any, cluster: Cluster, devices: int | None = None)
         )
     if policy is None:
         raise PlanError("a graph costs nothing without a plan: give a policy, a built-in plan's name or a Plan")
-    policy = plans.by_name(policy) if isinstance(policy, str) else policy
+    policy = plans.by_name(policy) if isinstance(policy, str) else decisions_of(policy)
     if not callable(policy) and not isinstance(policy, Plan):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {shown(policy)}")
     count = devices or (policy.num_devices if isinstance(policy, Plan) else cluster.num_devices)

@@ -8,7 +8,7 @@ from typing import Any
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError, UnknownNameError, check_flag, shown
 from jscaler.estimate.memory import memory_over_time
-from jscaler.estimate.query import block_seconds, hop_seconds
+from jscaler.estimate.query import block_seconds, hop_seconds, plan_and_cluster, planned
 from jscaler.estimate.timed_step import Sends, check_sends, timed_step
 from jscaler.lower.step_plan import StepPlan, step_of
 from jscaler.tables.timeline import Timeline
@@ -16,6 +16,7 @@ from jscaler.tables.timeline import Timeline
 
 def simulate(
     lowered: Any,
+    plan: Any = None,
     cluster: Cluster | str | os.PathLike[str] | None = None,
     *,
     seconds: Mapping[str, float] | Sequence[float] | None = None,
@@ -26,7 +27,8 @@ def simulate(
     """When each block of a step would run, what waits, and what each device holds.
 
     Args:
-        lowered: a lowered step, ``train_step.lower(...)``, or its ``.plan``.
+        lowered: a step that is lowered, ``train_step.lower(...)``, or compiled, or its ``.plan``; or, with a plan, a graph.
+        plan: as `jscaler.cost` takes it: of a finished step it is left out, ``jscaler.simulate(lowered, cluster)``.
         cluster: whose devices and links the seconds are of: a `Cluster`, a name (``"4x8xH100-80GB"``) or a .toml file.
         seconds: of one run of each block instead, as measured (``compiled.measure(…).blocks``): by number, or by name
             (``{"0F": 0.01, "0B": 0.02, …}``; others take none).
@@ -44,10 +46,11 @@ def simulate(
         >>> found.makespan < 1e-3, found.bubble, found.exposed, found.peak(0) > 0  # seconds, share, seconds, bytes
         (True, 0.0, 0.0, True)
     """
-    step = step_of("simulate", lowered)
     check_sends(sends)
     check_flag("simulate: donated", donated)
+    plan, cluster = plan_and_cluster(lowered, plan, cluster)
     on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(cluster)
+    step = step_of("simulate", lowered) if plan is None or on is None else planned(lowered, plan, on)
     if seconds is None and (on is None or on.device is None):
         raise PlanError(
             "to simulate a step, say how fast its devices are: give a cluster that has a device kind ('8xH100-80GB'), or "

@@ -38,6 +38,7 @@ class StepPlan:
         instructions: in which order blocks run, and what is sent.
         blocks: what runs, each an executable: those of the segments, or several of these as one; of one group one.
         has_time_axes: whether parts of ops run one after another.
+        captured: the graph before the plan.
     """
 
     source: Graph
@@ -52,6 +53,7 @@ class StepPlan:
     instructions: Instructions = field(default_factory=lambda: Instructions((), 0, {}))
     blocks: tuple[PlacedBlock, ...] = ()
     has_time_axes: bool = False
+    captured: Graph | None = field(default=None, compare=False)
 
     @functools.cached_property
     def taken(self) -> tuple[tuple[int, ...], ...]:
@@ -156,3 +158,23 @@ def step_of(function: str, given: Any) -> StepPlan:
     if not isinstance(step, StepPlan):
         raise PlanError(f"{function} takes a lowered step, train_step.lower(state, batch), or its plan, not {shown(given)}")
     return step
+
+
+def graph_of(function: str, given: Any) -> Graph:
+    """``given``; of a lowered or compiled step, or its plan, the graph before the plan. Raises PlanError for all else."""
+    step = given if isinstance(given, StepPlan) else getattr(given, "plan", None)
+    graph = step.captured if isinstance(step, StepPlan) else given
+    if not isinstance(graph, Graph):
+        raise PlanError(
+            f"{function} takes a train step's graph, train_step.graph(state, batch), or a lowered step, "
+            f"train_step.lower(state, batch), not {shown(given)}"
+        )
+    return graph
+
+
+def decisions_of(given: Any) -> Any:
+    """The `Plan` behind what it has become: a lowered step, or its plan; all else as it is."""
+    step = getattr(given, "plan", None)
+    if isinstance(step, StepPlan):
+        return step.plan
+    return step if isinstance(step, Plan) and not callable(given) else given

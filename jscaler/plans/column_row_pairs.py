@@ -7,14 +7,13 @@ two convolutions with a BatchNorm between, the experts' hidden units. The first 
 and those that its columns meet by rows; what follows begins anew.
 """
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
-from jscaler.errors import PlanError, PlanWarning, listing
+from jscaler.errors import PlanError, PlanWarning, listing, warn
 from jscaler.ir import Op, PTensor
 from jscaler.ir.walk import closure
 from jscaler.plans.attention import holds_contraction
-from jscaler.plans.factors import Dims, Factors, by_dim, column, reached, required, select
+from jscaler.plans.factors import Dims, Factors, by_dim, column, is_much, reached, required, select
 from jscaler.plans.layers import weights_of
 from jscaler.primitives import Planner
 
@@ -39,12 +38,11 @@ def columns_of(graph: Planner, columns: Dims | Sequence[str] | None, parts: int,
     named = select(graph, by_dim(COLUMNS))
     found = find_columns(graph, reached(graph, named, parts))
     left = [(t, dim) for t, dim in found if t.shape[dim] % parts]
-    if left:
+    if is_much(graph, [tensor for tensor, _ in left]):
         told = listing([f"{t.name} ({t.shape[dim]})" for t, dim in left])
-        warnings.warn(
+        warn(
             f"columns that do not divide into {parts} parts are not split, and what they make is copied: {told}",
             PlanWarning,
-            stacklevel=2,
         )
     leaves = named + [pair for pair in found if pair not in left]
     if not leaves:

@@ -7,13 +7,12 @@ forward.
 """
 
 import fnmatch
-import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jscaler.capture.jaxprs import all_equations
-from jscaler.errors import PlanError, PlanWarning, SplitError, UnknownNameError, check_count, factor_name
+from jscaler.errors import LEAST, PlanError, PlanWarning, SplitError, UnknownNameError, check_count, factor_name, warn
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.ir.name import without
@@ -192,12 +191,17 @@ def _warn_of_whole(graph: Planner, parts: int, table: Factors) -> None:
     op, factor = ops[0], graph.rule(ops[0]).factors[table[ops[0]]]
     named = factor_name(factor.name, graph.factor_names(op).get(factor.name, ""))
     why = f"it has size {factor.size}" if factor.splittable else blocked(factor, graph.rule(op), parts)
-    warnings.warn(
+    warn(
         f"nothing is split over {parts} devices, not '{op.path}' ({op.source}), which carries what the plan splits as its "
         f"factor {named}: {why}",
         PlanWarning,
-        stacklevel=2,
     )
+
+
+def is_much(graph: Planner, leaves: Sequence[PTensor]) -> bool:
+    """Whether parameters are worth a warning: at least a thousandth of the bytes of all."""
+    whole = sum(tensor.nbytes for tensor, kind in tensor_kinds(graph.graph).items() if kind == "parameter")
+    return bool(leaves) and sum(tensor.nbytes for tensor in leaves) >= LEAST * whole
 
 
 def can_be_split(graph: Planner, op: Op, name: str, parts: int, unequal: bool = False) -> bool:

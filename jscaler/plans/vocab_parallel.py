@@ -14,20 +14,19 @@ and what is too much counts nowhere. No array can lie so between steps: table an
 and once a step the table is exchanged for its use, and its gradient for the update.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from jscaler.errors import PlanWarning
+from jscaler.errors import PlanWarning, warn
 from jscaler.ir import PTensor
 from jscaler.ir.walk import closure
 from jscaler.materialize.layout import ceil_blocks
 from jscaler.plans.argument_types import checked
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.column_row_pairs import meets_rows, products_of, weights_of
-from jscaler.plans.factors import Dims, Factors, reached, required, select, split
+from jscaler.plans.factors import Dims, Factors, is_much, reached, required, select, split
 from jscaler.primitives import Planner
 
 # Tables of words: rows of an embedding, columns of an untied head.
@@ -73,13 +72,12 @@ def word_factors(graph: Planner, words: Sequence[tuple[PTensor, int]], parts: in
         PlanWarning: a table has too few words for a part each, and stays whole.
     """
     few = [(t, dim) for t, dim in words if not ceil_blocks(t.shape[dim], parts)[-1]]
-    if few:
+    if is_much(graph, [tensor for tensor, _ in few]):
         told = ", ".join(f"'{t.name}' of {t.shape}" for t, _ in few)
-        warnings.warn(
+        warn(
             f"tables of words stay whole, since {parts} devices cannot have a part each: {told}; give them words that "
             "nothing looks up, and leave those out of the loss",
             PlanWarning,
-            stacklevel=2,
         )
     words = [pair for pair in words if pair not in few]
     table = reached(graph, words, parts, unequal=True)

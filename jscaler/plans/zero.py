@@ -17,19 +17,18 @@ one layer's. What the forward casts is gathered after the cast.
 A parameter is cut along its first dim that divides. Those with none stay whole everywhere; ``explain()`` lists them.
 """
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from jscaler.errors import PlanWarning, listing
+from jscaler.errors import PlanWarning, listing, warn
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.walk import closure
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Factors, can_be_split, split
+from jscaler.plans.factors import Factors, can_be_split, is_much, split
 from jscaler.plans.layers import with_slices
 from jscaler.primitives import Planner, Replicate
 
@@ -128,11 +127,10 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
             graph.shard(tensor, dim, grid, stored=stored)
     if all(dim is None for dim in dims.values()):
         nbytes = sum(tensor.nbytes for tensor in parameters)
-        warnings.warn(
+        warn(
             f"nothing is sharded: no dim of the {len(parameters)} parameters ({nbytes} bytes) divides by {rows}, so they "
             "and the optimizer's state stay whole on every device",
             PlanWarning,
-            stacklevel=2,
         )
 
 
@@ -151,7 +149,7 @@ def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors, unequal: Fact
     forward = ((op, name) for op, name in cuts.items() if op.kind == "forward")
     legal = {op: f for op, f in forward if can_be_split(graph, op, f, devices.size, unequal.get(op) == f)}
     readers: dict[Op, None] = {}
-    whole: list[str] = []
+    whole: list[PTensor] = []
     for tensor, kind in tensor_kinds(graph.graph).items():
         if kind == "parameter" and len(tensor.shape) > 1:
             taken, cut = _seen_inside(graph, tensor, legal)
@@ -160,16 +158,13 @@ def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors, unequal: Fact
             if len(own) < 2 or cut:
                 continue
             if not divides:
-                whole.append(f"{tensor.name} {tensor.shape}")
+                whole.append(tensor)
                 continue
             graph.shard(tensor, divides[0], devices, stored=True)
             readers.update(dict.fromkeys(_read_by(graph, tensor)))
-    if whole:
-        warnings.warn(
-            f"kernels of which no dim divides into {devices.size} parts stay whole: {listing(whole)}",
-            PlanWarning,
-            stacklevel=3,
-        )
+    if is_much(graph, whole):
+        names = [f"{tensor.name} {tensor.shape}" for tensor in whole]
+        warn(f"kernels of which no dim divides into {devices.size} parts stay whole: {listing(names)}", PlanWarning)
     for reader in (op for op in readers if op not in legal):
         for op in (reader, reader.backward) if reader.backward is not None else (reader,):
             graph.op_assign(graph.op_trans(op, Replicate(devices.size)), devices)

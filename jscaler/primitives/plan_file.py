@@ -199,7 +199,7 @@ def _list(value: Any, where: str) -> list[Any]:
 
 def _path(path: Any) -> Path:
     if isinstance(path, str | os.PathLike):
-        return Path(path)
+        return Path(path).expanduser()
     raise PlanFileError(f"a plan's file is named by its path, as text or a pathlib.Path, not by {shown(path)}")
 
 

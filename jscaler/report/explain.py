@@ -172,11 +172,14 @@ def _details(moves: Sequence[MovedTensor]) -> list[str]:
 
 
 def _leaves(report: StepReport, explained: bool) -> list[str]:
-    table = [("leaf", "path", "n", "whole", "lies", "per device", "decided", "runner-up")]
+    several = len(report.groups) > 1
+    on = ("on",) if several else ()
+    table = [("leaf", "path", "n", *on, "whole", "lies", "per device", "decided", "runner-up")]
     for row in _merged_leaves(report.leaves):
         runner_up = _runners_up([row.runner_up] if row.runner_up else [], report)
         whole, part = readable_bytes(row.nbytes), readable_bytes(row.nbytes_per_device)
-        table.append((row.kind, row.name, str(row.count), whole, row.layout, part, row.decided, runner_up))
+        on = (devices_text(row.devices),) if several else ()
+        table.append((row.kind, row.name, str(row.count), *on, whole, row.layout, part, row.decided, runner_up))
     lines = aligned(table) if report.leaves else []
     lines += [] if explained else layout_legend(lines)
     return [*lines, *_kernels(report), *(report.not_sharded or _stay_whole(report))]
@@ -185,7 +188,7 @@ def _leaves(report: StepReport, explained: bool) -> list[str]:
 def _kernels(report: StepReport) -> list[str]:
     """How many kernels and tables lie in parts, and which do not; nothing if none does."""
     kernels = [row for row in report.leaves if row.kind == "parameter" and len(row.shape) > 1]
-    whole = _merged_leaves([row for row in kernels if row.replicated])
+    whole = _of_all_groups([row for row in kernels if row.replicated])
     count, left = sum(row.count for row in kernels), sum(row.count for row in whole)
     if left == count:
         return []
@@ -200,8 +203,12 @@ def _merged_leaves(rows: Sequence[LeafRow]) -> list[LeafRow]:
     return merged(rows, lambda row: row.name, _alike, _leaves_together)
 
 
+def _of_all_groups(rows: Sequence[LeafRow]) -> list[LeafRow]:
+    return _merged_leaves([dataclasses.replace(row, devices=()) for row in rows])
+
+
 def _alike(row: LeafRow) -> tuple[object, ...]:
-    return row.kind, row.shape, row.dtype, row.layout, row.decided.partition(":")[0], row.runner_up
+    return row.kind, row.shape, row.dtype, row.layout, row.decided.partition(":")[0], row.runner_up, row.devices
 
 
 def _leaves_together(name: str, rows: Sequence[LeafRow]) -> LeafRow:
@@ -211,7 +218,7 @@ def _leaves_together(name: str, rows: Sequence[LeafRow]) -> LeafRow:
 
 
 def _stay_whole(report: StepReport) -> list[str]:
-    rows = sorted(_merged_leaves(report.replicated), key=lambda row: -row.nbytes_per_device)
+    rows = sorted(_of_all_groups(report.replicated), key=lambda row: -row.nbytes_per_device)
     if not rows:
         return []
     count, nbytes = sum(row.count for row in rows), sum(row.nbytes_per_device for row in rows)

@@ -5,11 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from typing import Any
 
 from jscaler.estimate.lost_parallelism import LostParallelism
 from jscaler.ir import Op, PTensor
 from jscaler.ir.overview import FoldingTable, Overview, Shown
 from jscaler.lower.step_plan import StepPlan
+from jscaler.primitives import Plan
 from jscaler.report.explain import SECTIONS, Section, explain, meshes_text
 from jscaler.report.leaves import local_bytes
 from jscaler.report.moved_tensors import all_moved, moved_text
@@ -17,24 +19,18 @@ from jscaler.report.step_report import StepReport, memory_rows, memory_text, ste
 from jscaler.text.units import counted, readable_bytes
 
 
-@dataclass(frozen=True, repr=False)
-class ExplainedPlan(Shown, StepPlan):
-    """What ``lowered.plan`` is: a `StepPlan`, its report and its tables.
+class Explains(Shown):
+    """What says what a plan makes of a step: its tables, as text.
 
     Attributes:
+        plan: the decisions.
+        report: what they make of every group of ops and of state leaves, as data; ``report.as_json()`` for programs.
         proof: what was proven of it when it was lowered; empty where nothing was.
     """
 
-    proof: str = field(default="", compare=False)
-
-    @staticmethod
-    def of(step: StepPlan) -> "ExplainedPlan":
-        return ExplainedPlan(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)})
-
-    @cached_property
-    def report(self) -> StepReport:
-        """What the plan makes of every group of ops and of state leaves, as data; ``report.as_json()`` for programs."""
-        return step_report(self)
+    plan: Plan
+    report: Any
+    proof: str
 
     @property
     def lost(self) -> LostParallelism:
@@ -49,6 +45,48 @@ class ExplainedPlan(Shown, StepPlan):
             sections: which of ``"ops"``, ``"leaves"``, ``"memory"``; all by default.
         """
         return "\n".join([explain(self.report, sections), *([self.proof] if self.proof else [])])
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+@dataclass(frozen=True, repr=False)
+class LoadedPlan(Explains):
+    """What a pickle has of an `ExplainedPlan`: all that it says, and the decisions. Its programs are of JAX's own objects,
+    which are not pickled: lower the step under this plan for these."""
+
+    plan: Plan
+    report: StepReport
+    proof: str
+    lines: tuple[str, ...]
+
+    def overview(self) -> Overview:
+        return Overview(self.lines)
+
+
+@dataclass(frozen=True, repr=False)
+class ExplainedPlan(Explains, StepPlan):
+    """What ``lowered.plan`` is: a `StepPlan`, its report and its tables. Pickled, it is a `LoadedPlan`."""
+
+    proof: str = field(default="", compare=False)
+
+    @staticmethod
+    def of(step: StepPlan) -> "ExplainedPlan":
+        return ExplainedPlan(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)})
+
+    @cached_property
+    def report(self) -> StepReport:
+        """What the plan makes of every group of ops and of state leaves, as data; ``report.as_json()`` for programs."""
+        return step_report(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoadedPlan, (self.plan, self.report, self.proof, tuple(self._lines))
+
+    def __copy__(self) -> "ExplainedPlan":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "ExplainedPlan":
+        return self
 
     def overview(self) -> Overview:
         """The plan in a few lines; in a notebook how each op is split and each leaf lies, by module."""
@@ -85,6 +123,3 @@ class ExplainedPlan(Shown, StepPlan):
                 "leaves of arguments", ("type", "lies", "bytes per device"), leaves, attrgetter("name"), of_leaf, more
             ),
         ]
-
-    def __str__(self) -> str:
-        return self.explain()

@@ -17,7 +17,7 @@ from jscaler.text.folding import folded
 
 @dataclass(frozen=True)
 class LeafRow:
-    """Leaves that are alike but for layer numbers.
+    """Leaves of one device group that are alike but for layer numbers.
 
     Attributes:
         kind: parameter, optimizer or input.
@@ -31,6 +31,7 @@ class LeafRow:
         decided: who decided, and the op for whose sake.
         runner_up: the layout that other readers would have, or a whole copy, and what it costs more; negative where it
             costs less, for a leaf lies as its first reader wants it, whatever that costs.
+        devices: of the group that holds them.
     """
 
     kind: TensorKind
@@ -44,6 +45,7 @@ class LeafRow:
     replicated: bool
     decided: str
     runner_up: RunnerUp | None = None
+    devices: tuple[int, ...] = ()
 
 
 def local_bytes(tensor: PTensor, layout: Layout) -> int:
@@ -75,8 +77,9 @@ def leaf_rows(graph: Graph, plan: Plan, completed: Completed, cost: CostModel) -
             not any(layout.cuts),
             folded(decided),
             runner_up,
+            layout.mesh.devices,
         )
-        key = (row.kind, row.name, row.shape, row.dtype, row.layout, row.decided, row.runner_up)
+        key = (row.kind, row.name, row.shape, row.dtype, row.layout, row.decided, row.runner_up, row.devices)
         rows[key] = together(row.name, [rows[key], row]) if key in rows else row
     order: Sequence[TensorKind] = ("parameter", "optimizer", "input")
     return tuple(sorted(rows.values(), key=lambda row: order.index(row.kind)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +81,8 @@ class OpRow:
 
 @dataclass(frozen=True)
 class KindBytes:
-    """The tensors of one kind: how many, their bytes, and how many of these each device holds (most, if they differ)."""
+    """The tensors of one kind: how many, their bytes, and how many of these a device holds: that which holds most of all
+    kinds together."""
 
     kind: TensorKind
     count: int
@@ -296,12 +298,16 @@ def memory_rows(graph: Graph, completed: Completed) -> tuple[KindBytes, ...]:
                 laid[tensor] = layout
     for tensor, layout in zip(graph.outputs, completed.outputs, strict=True):
         laid.setdefault(tensor, layout)  # a gradient that the step only returns
-    rows = []
-    for kind in ("parameter", "gradient", "optimizer", "input"):
-        mine = [t for t, k in kinds.items() if k == kind]
-        parts = sum(local_bytes(t, laid[t]) if t in laid else t.nbytes for t in mine)
-        rows.append(KindBytes(kind, len(mine), sum(t.nbytes for t in mine), parts))
-    return tuple(rows)
+    held: dict[int, Counter[TensorKind]] = {d: Counter() for group in completed.groups for d in group.devices}
+    whole, count = Counter[TensorKind](), Counter(kinds.values())
+    for tensor, kind in kinds.items():
+        layout = laid.get(tensor)
+        whole[kind] += tensor.nbytes
+        for device in held if layout is None else layout.mesh.devices:
+            held[device][kind] += tensor.nbytes if layout is None else local_bytes(tensor, layout)
+    fullest = max(held.values(), key=Counter.total)
+    order: Sequence[TensorKind] = ("parameter", "gradient", "optimizer", "input")
+    return tuple(KindBytes(kind, count[kind], whole[kind], fullest[kind]) for kind in order)
 
 
 def memory_text(rows: Sequence[KindBytes]) -> str:

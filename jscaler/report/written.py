@@ -42,9 +42,9 @@ def written_whole(what: str, path: Path) -> Iterator[Path]:
 
 
 def as_path(what: str, path: Any) -> Path:
-    """``path`` of what is to be written; raises OutputError where it is none."""
+    """``path`` of what is to be written, with "~" as one's home; raises OutputError where it is none."""
     if isinstance(path, str | os.PathLike):
-        return Path(path)
+        return Path(path).expanduser()
     raise OutputError(f"the {what} is written to a path, as text or a pathlib.Path, not to {shown(path)}")
 
 

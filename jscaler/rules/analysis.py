@@ -1,12 +1,11 @@
 """``Analysis``: a fragment whose dims are unified, equation by equation, into the atoms that its factors are made of."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, shape
-from jscaler.errors import UnknownPrimitiveWarning
+from jscaler.errors import UnknownPrimitiveWarning, warn
 from jscaler.lax_primitives import Dims, Spec, known
 from jscaler.lax_primitives.spec import seen_whole
 from jscaler.rules.analysed import Analysis, is_zero, zero_results
@@ -101,9 +100,8 @@ def spec_of(eqn: core.JaxprEqn, warned: set[str]) -> Spec:
         return spec
     if name not in warned:
         warned.add(name)
-        warnings.warn(
+        warn(
             f"jscaler knows no rule for the primitive '{name}': ops that hold it are replicated, never split",
             UnknownPrimitiveWarning,
-            stacklevel=2,
         )
     return seen_whole(eqn, "there is no rule")

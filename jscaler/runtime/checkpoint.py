@@ -5,13 +5,19 @@ noticed when it is read; a bit that has turned in the numbers themselves is not.
 """
 
 import errno
+import gc
 import itertools
 import json
+import logging
+import os
 import re
 import secrets
 import shutil
+import sys
+import time
+import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +26,9 @@ import numpy as np
 
 from jscaler.capture.names import tree_path
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, ProcessError, warn
-from jscaler.report.written import check_folder, writing
+from jscaler.report.written import as_path, check_folder, writing
 from jscaler.runtime.agreement import any_process
-from jscaler.runtime.graph_nodes import from_saved_tree, to_saved_tree
+from jscaler.runtime.graph_nodes import from_saved_tree, module_paths, to_saved_tree
 from jscaler.runtime.out_of_memory import is_out_of_memory
 from jscaler.runtime.spreading import brought_home, spread, spread_structs
 
@@ -30,6 +36,8 @@ try:
     import orbax.checkpoint as ocp
 except ImportError:
     raise JscalerError('checkpoints need Orbax, which is not installed: pip install "jscaler[checkpoint]"') from None
+
+Folder = str | os.PathLike[str]
 
 SIDES = ("the checkpoint", "the model")
 LONGEST_WRITE = 24 * 3600  # seconds that a state may take; Orbax' own 20 minutes end a run whose storage is slow
@@ -44,6 +52,8 @@ MARK = ".seen-"  # and a number: a file for a moment
 UNSEEN = 1  # in place of a mark's number: none can be written
 FORMAT = 1  # of what a folder holds; grows when an older jscaler could not read it
 ITEM = "default"  # the one that a state is to Orbax: a folder in that of its step
+OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in what the storage below Orbax says
+SETTLES = 0.1  # seconds in which reads end that were under way beside one that has failed
 WRITTEN = {"jscaler": {"format": FORMAT, "orbax": ocp.__version__}}  # beside every state
 
 
@@ -68,13 +78,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, every: int | None = None, keep: int | None = None, about: Mapping[str, Any] | None = None
+        self, folder: Folder, every: int | None = None, keep: int | None = None, about: Mapping[str, Any] | None = None
     ):
-        self.folder, self.every = folder, every
+        self.folder, self.every = as_path("checkpoint", folder), every
         self.latest: int | None = None  # the last that this run has saved
         self._about = WRITTEN["jscaler"] | {"run": dict(about or {})}
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> "Checkpoints":
         check_folder("checkpoint", self.folder)
@@ -82,6 +93,7 @@ class Checkpoints:
         with _saying(self.folder):
             self._clear()
             self._manager = _manager(self.folder, max_to_keep=self._keep)
+        self._open.enter_context(_quiet())
         return self
 
     def _clear(self) -> None:
@@ -96,7 +108,7 @@ class Checkpoints:
     def __exit__(self, *raised: Any) -> None:
         assert self._manager is not None
         manager, self._manager = self._manager, None
-        with _saying(self.folder):
+        with self._open.pop_all(), _saying(self.folder):
             try:
                 manager.wait_until_finished()
             finally:
@@ -119,7 +131,8 @@ class Checkpoints:
         assert self._manager is not None, "checkpoints are saved within their with block"
         with _saying(self.folder):
             self._manager.wait_until_finished()  # Orbax may leave out what comes while it writes
-            about = {"jscaler": self._about | ({} if batches is None else {"batches": batches})}
+            more = {"batches": batches, "modules": module_paths(state) or None}
+            about = {"jscaler": self._about | {name: one for name, one in more.items() if one is not None}}
             saved = self._manager.save(
                 step, args=ocp.args.StandardSave(spread(to_saved_tree(state))), custom_metadata=about
             )
@@ -148,29 +161,67 @@ class Checkpoints:
 def _saying(folder: Path) -> Iterator[None]:
     """What goes wrong within is that a checkpoint cannot be written."""
     try:
-        with writing("checkpoint", folder):
-            yield
-    except OutputError:
+        yield
+    except JscalerError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        _let_go(error)
+        refused = _refused(error)
+        safe = max((int(one.name) for one in folder.glob("*") if one.name.isdecimal()), default=None)
+        told = f"cannot write the checkpoint '{folder}': {refused or _line(error)}"
+        told += "" if safe is None else f"; the state after {safe} steps is whole"
         # Orbax hands on what its storage raises, of whatever class
-        raise OutputError(f"cannot write the checkpoint '{folder}': {_line(error)}; choose another path") from error
+        raise OutputError(f"{told}; make room, or choose another path") from (None if refused else error)
 
 
-def save(folder: Path, step: int, state: Any) -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Threads of Orbax's report what is raised here, too, each in a hundred lines: within this they do not."""
+    said, before = logging.getLogger("absl"), sys.unraisablehook
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and _is_of_orbax(record.pathname))
+
+    def hook(left: Any) -> None:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(left.exc_traceback)]
+        if not (any(map(_is_of_orbax, files)) or str(left.exc_value) == "Event loop is closed"):
+            before(left)
+
+    said.addFilter(is_new)
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        said.removeFilter(is_new)
+        sys.unraisablehook = before
+
+
+def _is_of_orbax(file: str) -> bool:
+    return file.startswith(os.path.dirname(ocp.__file__))
+
+
+def _let_go(error: Exception) -> None:
+    """Reads and writes that were under way beside what has failed, and nobody awaits, tell of their ends here."""
+    traceback.clear_frames(error.__traceback__)  # which hold them
+    time.sleep(SETTLES)
+    gc.collect()
+
+
+def save(folder: Folder, step: int, state: Any) -> None:
     """Save one state, see `Checkpoints`."""
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(step, state)
 
 
-def steps_in(folder: Path) -> list[int]:
+def steps_in(folder: Folder) -> list[int]:
     """The numbers of steps taken by the states in ``folder``, in order; all processes of a job ask.
 
     Raises:
         ProcessError: they do not see the same folder.
     """
+    folder = as_path("checkpoint", folder)
     if not _is_there(folder):
         return []
     with _manager(folder) as manager:
@@ -209,12 +260,12 @@ def _mark(folder: Path, number: int) -> Path:
     return folder / f"{MARK}{number}"
 
 
-def found_step(folder: Path) -> int | None:
+def found_step(folder: Folder) -> int | None:
     """The number of steps taken by the latest state in ``folder``, where there is one."""
     return max(steps_in(folder), default=None)
 
 
-def check_unused(folder: Path) -> None:
+def check_unused(folder: Folder) -> None:
     """Raises DataError where ``folder`` holds the state of another run, beside which that of a new one would be lost."""
     if (step := found_step(folder)) is not None:
         raise DataError(
@@ -222,19 +273,20 @@ def check_unused(folder: Path) -> None:
         )
 
 
-def latest_step(folder: Path) -> int:
+def latest_step(folder: Folder) -> int:
     """The number of steps taken by the latest state in ``folder``.
 
     Raises:
         DataError: there is none.
     """
+    folder = as_path("checkpoint", folder)
     _check_folder(folder)
     if (step := found_step(folder)) is not None:
         return step
     raise DataError(f"there is no checkpoint in {folder}: train with --checkpoint {folder} first, without --resume")
 
 
-def restore_latest(folder: Path, target: Any) -> tuple[int, Any]:
+def restore_latest(folder: Folder, target: Any) -> tuple[int, Any]:
     """The latest state that is whole, and the number of its steps.
 
     One that is damaged is put aside, as ``damaged-N``, with a warning that names it, and the one before is taken.
@@ -242,6 +294,7 @@ def restore_latest(folder: Path, target: Any) -> tuple[int, Any]:
     Raises:
         DataError: there is none, none is whole, or they are of another model.
     """
+    folder = as_path("checkpoint", folder)
     while True:
         step = latest_step(folder)
         damaged: DamagedError | None = None
@@ -272,12 +325,13 @@ def _put_aside(folder: Path, step: int) -> Path:
     return aside
 
 
-def restore(folder: Path, step: int, target: Any) -> Any:
+def restore(folder: Folder, step: int, target: Any) -> Any:
     """The state after ``step`` steps, laid out as ``target`` says: a tree of structs with shardings.
 
     Raises:
         DataError: the checkpoint is of another model, of a newer jscaler, or damaged.
     """
+    folder = as_path("checkpoint", folder)
     return from_saved_tree(brought_home(_read(folder, step, target), to_saved_tree(target)), target)
 
 
@@ -286,7 +340,7 @@ def _read(folder: Path, step: int, target: Any) -> Any:
     _check_folder(folder)
     objects, target = target, to_saved_tree(target)
     which = f"the checkpoint after {step} steps in {folder}"
-    with _manager(folder) as manager:
+    with _quiet(), _manager(folder) as manager:
         if step not in (known := manager.all_steps()):
             found = f"those after {', '.join(map(str, sorted(known)))}" if known else "none"
             raise DataError(f"there is no state after {step} steps in {folder}; it has {found}")
@@ -305,6 +359,7 @@ def _read(folder: Path, step: int, target: Any) -> Any:
         except Exception as error:  # of whatever class
             if is_out_of_memory(error):
                 raise
+            _let_go(error)
             if not _is_damage(error):
                 raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_remedy(error)}") from error
             if saved and saved != wanted:
@@ -317,7 +372,7 @@ def _read(folder: Path, step: int, target: Any) -> Any:
             raise DamagedError(
                 f"{which} is damaged: {_line(error)}; remove {folder / str(step)} to go on from an earlier one, if there "
                 "is one, or train anew into another folder"
-            ) from error
+            ) from None
 
 
 def _is_damage(error: Exception) -> bool:
@@ -334,7 +389,7 @@ def _remedy(error: Exception) -> str:
     return ", and Orbax cannot read it: train anew into another folder" if isinstance(error, READERS_OWN) else ": try again"
 
 
-def read(folder: Path, step: int, entry: str | None = None) -> Any:
+def read(folder: Folder, step: int, entry: str | None = None) -> Any:
     """The state after ``step`` steps as it was written, as dicts and lists of numpy arrays; of a random key its words.
 
     Args:
@@ -343,15 +398,18 @@ def read(folder: Path, step: int, entry: str | None = None) -> Any:
     Raises:
         DataError: there is none, or it is damaged.
     """
+    folder = as_path("checkpoint", folder)
     if not folder.is_dir():  # which Orbax would make
         raise DataError(f"there is no checkpoint in {folder}: it is no folder; give the one that was trained into")
-    with _manager(folder) as manager:
+    with _quiet(), _manager(folder) as manager:
         if step not in (known := sorted(manager.all_steps())):
             raise DataError(
                 f"there is no state after {step} steps in {folder}; it has {', '.join(map(str, known)) or 'none'}"
             )
         try:
-            wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), manager.item_metadata(step).tree)
+            if (about := manager.item_metadata(step)) is None:
+                raise DamagedError("it does not say what is in it")
+            wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), about.tree)
             if not isinstance(wanted, dict) or entry not in wanted:
                 return manager.restore(step, args=ocp.args.StandardRestore(wanted))
             wanted = {entry: wanted[entry]}
@@ -359,10 +417,11 @@ def read(folder: Path, step: int, entry: str | None = None) -> Any:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 return reader.restore(folder.absolute() / str(step) / ITEM, args=how)
         except Exception as error:  # of whatever class
+            _let_go(error)
             which = f"the checkpoint after {step} steps in {folder}"
             if not _is_damage(error):
                 raise DataError(f"{which} cannot be read: {_line(error)}; it stays as it is{_remedy(error)}") from error
-            raise DamagedError(f"{which} is damaged: {_line(error)}; give another --step") from error
+            raise DamagedError(f"{which} is damaged: {_line(error)}; give another --step") from None
 
 
 def _manager(folder: Path, **options: Any) -> ocp.CheckpointManager:
@@ -377,11 +436,12 @@ def _types(tree: Any) -> list[tuple[Any, Any]]:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-def written_beside(folder: Path, step: int) -> dict[str, Any]:
+def written_beside(folder: Folder, step: int) -> dict[str, Any]:
     """What `save` has said of a state; nothing where an older jscaler, or a script, has written it.
 
     It is read as Orbax writes it: asked for it, Orbax reads all of the state's metadata, which it may not know.
     """
+    folder = as_path("checkpoint", folder)
     try:
         return dict(json.loads((folder / str(step) / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]["jscaler"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -451,7 +511,18 @@ def _stored(leaf: Any) -> Any:
     return jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
 
 
+def _refused(error: Exception) -> str:
+    """What the operating system has said, where it has refused to write; else nothing."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = OS_ERROR.search(str(error))
+    return os.strerror(int(found[1])) if found else ""
+
+
 def _line(error: Exception) -> str:
-    """The first line that an error says, cut where it is long."""
+    """The first line that an error says, cut where it is long; of an own one no more than its sentence."""
     text = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, JscalerError):
+        return text
+    text = text.partition(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

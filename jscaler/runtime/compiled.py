@@ -48,6 +48,7 @@ class Lowered(Shown):
         cost: the prices by which adapters were chosen.
         changes: what the step changes in nnx objects.
         planned: the plan for another number of devices; None where ``parallelize`` was told which to use.
+        step: the `Parallelized` that was lowered.
 
     Example:
         >>> lowered.plan.report.total  # kind of collective -> how many, bytes that a device sends
@@ -68,6 +69,7 @@ class Lowered(Shown):
     cost: CostModel = FEW_STEPS
     changes: NodeChanges | None = None
     planned: Callable[[int], StepPlan] | None = field(default=None, compare=False)
+    step: Any = field(default=None, compare=False)
 
     @property
     def graph(self) -> Graph:

@@ -5,13 +5,12 @@ plan as decisions (`jscaler.primitives.Store`), before anything else is complete
 """
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jscaler.clusters import CostModel
-from jscaler.errors import CaptureError, JscalerError, PlanWarning, UnknownNameError
+from jscaler.errors import CaptureError, JscalerError, PlanWarning, UnknownNameError, warn
 from jscaler.ir import Graph, PTensor
 from jscaler.materialize import Layout
 from jscaler.materialize.stored import store_of
@@ -73,11 +72,10 @@ class Following:
         try:
             return transform(captured, self.policy, num_devices, stores, cost)
         except JscalerError as error:
-            warnings.warn(
+            warn(
                 f"the policy of '{self.name}' does not fit '{step}', whose plan is filled in from the layout of the state; "
                 f"give it one of its own with follow(..., plan=). {type(error).__name__}: {error}",
                 PlanWarning,
-                stacklevel=2,
             )
             return left_open
 

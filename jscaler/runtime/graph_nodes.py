@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jscaler.capture.names import tree_path
 from jscaler.errors import CaptureError
 
 PLAIN = (dict, list, tuple)
@@ -107,6 +108,14 @@ def to_saved_tree(state: Any) -> Any:
         return state
     leaves, treedef = jax.tree.flatten(state, is_leaf=_is_graph)
     return treedef.unflatten([_by_text(a) for a in _pure(leaves)[1]])
+
+
+def module_paths(state: Any) -> list[str]:
+    """Where the modules of nnx lie in what `to_saved_tree` makes of a state: ``model``, ``0``; ``.`` where it is one."""
+    if "flax.nnx" not in sys.modules:
+        return []
+    found = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_graph)
+    return [tree_path("", path) or "." for path, leaf in found if isinstance(leaf, flax_nnx().Module)]
 
 
 def from_saved_tree(tree: Any, target: Any) -> Any:

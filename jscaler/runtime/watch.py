@@ -2,9 +2,10 @@
 
 ::
 
-    process 1 ──"runs step 12, for 0.3 s"──►  process 0  ──what all have said, and how long ago──►  process 1
-    process 2 ─────────────────────────────►             ──────────────────────────────────────►  process 2
+    process 1 ──"runs step 12, for 0.3 s"──►  process 0  ──where it is, and what is wrong──►  process 1
+    process 2 ─────────────────────────────►  judges     ────────────────────────────────►  process 2
 
+Process 0 judges for all, once, and ends last: else who ends first would be the reason that the others give.
 A process that waits for another in a collective cannot speak, nor be interrupted; a thread beside it can. JAX's own
 heartbeat finds the dead, too, later, and ends a process without a word of which and where.
 """
@@ -106,6 +107,7 @@ class Watch:
         self._end = end or _end
         self._beat, self._since = Beat(), time.monotonic()
         self._heard: dict[int, tuple[Beat, float, bool]] = {}  # by process 0: what, when, whether gone
+        self._told = ""  # what is wrong with the job, once that is known
         self._lock, self._leaving, self._closing = threading.Lock(), threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -128,6 +130,8 @@ class Watch:
         failed = f"{type(error).__name__}: {error}".splitlines()[0] if isinstance(error, Exception) else ""
         if failed and self._threads and may_be_for_want_of_another(error):
             self._closing.wait(2 * self._every)  # where another one is the cause, this one ends with its name
+        if failed and self._told:
+            time.sleep(LEAVING)  # until this one ends so
         with self._lock:
             self._since = time.monotonic() if failed else self._since
             self._beat = replace(self._beat, failed=failed, left=True)
@@ -173,15 +177,25 @@ class Watch:
         found = {number: Heard(beat, now - at, gone) for number, (beat, at, gone) in list(self._heard.items())}
         return {0: Heard(self._own()), **found}
 
-    def _check(self, table: Mapping[int, Heard]) -> None:
-        """End this process where something is wrong, unless it ends anyway, with an error of its own."""
-        if not self._closing.is_set() and not self._own().failed and (told := verdict(table, self.limit)):
+    def _judged(self) -> str:
+        """What is wrong, as process 0 has seen it first: who ends then is no other reason."""
+        table = self._table()
+        with self._lock:
+            self._told = self._told or verdict(table, self.limit)
+            return self._told
+
+    def _end_for(self, told: str) -> None:
+        """End this process, unless it ends anyway, with an error of its own."""
+        if not self._closing.is_set() and not self._own().failed:
+            self._told = told
             self._end(told, HUNG)
 
     def _judge(self) -> None:
         """Process 0's own look at what it has heard."""
         while not self._closing.wait(self._every):
-            self._check(self._table())
+            if told := self._judged():
+                self._closing.wait(2 * self._every)  # the others hear it
+                self._end_for(told)
 
     def _accept(self, server: socket.socket, key: bytes) -> None:
         server.settimeout(1.0)
@@ -195,7 +209,7 @@ class Watch:
                 self._start(self._listen, Connection(came.detach()), key)
 
     def _listen(self, connection: Connection, key: bytes) -> None:
-        """Hear one of the others, and answer with what all have said."""
+        """Hear one of the others, and answer with where this one is, and what is wrong."""
         number, beat = 0, Beat()
         try:
             deliver_challenge(connection, key)
@@ -203,7 +217,8 @@ class Watch:
             while True:
                 number, beat = connection.recv()
                 self._heard[number] = beat, time.monotonic(), False
-                connection.send(self._table())
+                told = self._judged()
+                connection.send((Heard(self._own()), told))
         except AuthenticationError:  # of whoever else knocks
             return
         except (EOFError, OSError):
@@ -211,7 +226,7 @@ class Watch:
                 self._heard[number] = beat, time.monotonic(), True
 
     def _speak(self, places: Sequence[tuple[str, int]], key: bytes, own: int) -> None:
-        """Tell process 0 where this one is, and look at what it answers."""
+        """Tell process 0 where this one is, and end where it says that something is wrong, or says nothing any more."""
         connection = next(filter(None, (_connected(place, key) for place in places)), None)
         if connection is None:
             hosts = ", ".join(host for host, _ in places)
@@ -226,24 +241,28 @@ class Watch:
                 beat = self._own()
                 connection.send((own, beat))
                 if not connection.poll(self.limit):
-                    self._check({0: replace(leader, silent=self.limit + 1)})
+                    self._end_for(verdict({0: replace(leader, silent=self.limit + 1)}, self.limit))
                     return
-                table = connection.recv()
-                leader = table[0]
-                self._check(table)
+                leader, told = connection.recv()
+                if told:
+                    self._end_for(told)
                 if beat.left:
                     self._closing.set()
                     return
                 self._leaving.wait(self._every)
         except (EOFError, OSError):
-            self._check({0: replace(leader, gone=True)})
+            if told := verdict({0: replace(leader, gone=True)}, self.limit):
+                self._end_for(told)
             self._closing.set()
 
 
 def may_be_for_want_of_another(error: object) -> bool:
-    """Whether an error, or what is behind it (a state that could not be gathered to be saved), is of the devices."""
+    """Whether an error, or what is behind it (a state that could not be gathered to be saved), is of the devices.
+
+    Of CPUs' collectives outside of a step it is a ValueError.
+    """
     while isinstance(error, BaseException):
-        if isinstance(error, jax.errors.JaxRuntimeError | BlockError | StateLostError):
+        if isinstance(error, jax.errors.JaxRuntimeError | BlockError | StateLostError) or "Gloo" in str(error):
             return True
         error = error.__cause__
     return False

@@ -10,10 +10,9 @@ import csv
 import io
 import os
 import re
-import warnings
 from pathlib import Path
 
-from jscaler.errors import PlanError, PlanWarning, UnknownNameError, listing, shown
+from jscaler.errors import PlanError, PlanWarning, UnknownNameError, listing, shown, warn
 from jscaler.tables.catalogue import SCHEDULES, schedule_named
 from jscaler.tables.published import Published
 from jscaler.tables.table import Entry, Overlap, Table, parse_entry
@@ -82,8 +81,8 @@ def parse_csv(text: str, name: str = "the table") -> Table:
             rows.append(tuple(row))
     if skipped:
         told = listing([f"{kind} ({count})" for kind, count in sorted(skipped.items())], len(skipped))
-        warnings.warn(f"{name}: actions of these kinds are left out, as the plan says what is sent and how "
-                      f"parameters lie: {told}", PlanWarning, stacklevel=2)  # fmt: skip
+        warn(f"{name}: actions of these kinds are left out, as the plan says what is sent and how "
+                      f"parameters lie: {told}", PlanWarning)  # fmt: skip
     return Table(tuple(rows))
 
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 import jax
 
 from jscaler.errors import JscalerError
-from jscaler.report.written import writing, written_whole
+from jscaler.report.written import as_path, writing, written_whole
 from jscaler.runtime.compiled import Compiled
 from jscaler.training.records import StepRecord
 
@@ -81,7 +81,7 @@ class JsonLines(Tracker):
     """
 
     def __init__(self, path: Path | str, about: Mapping[str, Any] | None = None):
-        self.path, self.about = Path(path), dict(about or {})
+        self.path, self.about = as_path("log", path), dict(about or {})
         try:
             json.dumps(self.about)
         except (TypeError, ValueError) as error:
@@ -161,7 +161,7 @@ class Profile(Tracker):
         if not (len(steps) == 2 and all(isinstance(n, int) for n in steps) and 0 <= steps[0] < steps[1]):
             raise JscalerError(f"a profile is of steps (FROM, TO), with FROM below TO, and not of {steps}")
         self.first, self.behind = steps
-        self.folder = Path(folder)
+        self.folder = as_path("profile", folder)
         self._on = self._done = False
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:
@@ -214,7 +214,7 @@ class TensorBoard(Tracker):
         except ImportError:
             missing = 'events for TensorBoard need tensorboardX, which is not installed: pip install "jscaler[tensorboard]"'
             raise JscalerError(missing) from None
-        self.folder = Path(folder)
+        self.folder = as_path("events", folder)
         self._writer: Any = None
 
     def begin(self, compiled: Compiled, start: int, steps: int) -> None:

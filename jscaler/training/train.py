@@ -15,7 +15,7 @@ import jax
 from jscaler.api import Parallelized, PlanLike
 from jscaler.capture.names import leaf_names
 from jscaler.errors import JobError, JscalerError, check_count
-from jscaler.report.written import check_folder
+from jscaler.report.written import as_path, check_folder
 from jscaler.runtime.agreement import check_shares, largest
 from jscaler.runtime.compiled import Compiled
 from jscaler.runtime.fetching import fetch
@@ -109,7 +109,7 @@ def train(
         job = job._replace(train_step=skipping(job.train_step))
     if choice is OnNan.RESTORE and checkpoint is None:
         raise JscalerError("on_nan='restore' goes back to a state of checkpoint=…, which is not given")
-    folder = None if checkpoint is None else Path(checkpoint)
+    folder = None if checkpoint is None else as_path("checkpoint", checkpoint)
     speaks = jax.process_index() == 0
     tell = say if speaks else lambda _: None
     check_shares()

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 from safetensors import safe_open
 from safetensors.flax import load_file
 from typer.testing import CliRunner
@@ -60,6 +62,43 @@ def test_the_rest_of_the_state_is_not_read(folder: Path) -> None:
     assert (whole.keys(), params.keys()) == ({"params", "key"}, {"params"})
     jax.tree.map(np.testing.assert_array_equal, params["params"], whole["params"])
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs)])
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+
+NAMES = ["layers.0.bias", "layers.0.kernel", "norm.bias", "norm.mean", "norm.scale", "norm.var"]
+
+
+def objects(**more: Any) -> dict[str, Any]:
+    net = Net(nnx.Rngs(0))
+    return {"net": net, "optimizer": nnx.Optimizer(net, optax.adam(0.1), wrt=nnx.Param), **more}
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "alone", "beside metrics", "states", "by Orbax alone"])
+def test_the_module_of_an_nnx_job_is_found(kind: str, tmp_path: Path) -> None:
+    state: Any = objects(rngs=nnx.Rngs(1)) if kind == "beside metrics" else objects()
+    net, optimizer = state["net"], state["optimizer"]
+    state = {"tuple": (optimizer, net), "alone": net, "states": nnx.state((net, optimizer))}.get(kind, state)
+    if kind == "by Orbax alone":  # each Variable as a dict with its value
+        with ocp.CheckpointManager(tmp_path / "run") as manager:
+            manager.save(1, args=ocp.args.StandardSave({name: nnx.state(one) for name, one in state.items()}))
+    else:
+        save(tmp_path / "run", 1, state)
+    output, error = export(tmp_path / "run", tmp_path / "net.safetensors")
+    assert error is None, output
+    found = load_file(tmp_path / "net.safetensors")
+    assert sorted(found) == NAMES
+    np.testing.assert_array_equal(found["layers.0.kernel"], net.layers[0].kernel[...])
+
+
+def test_several_modules_have_their_names(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, objects(teacher=Net(nnx.Rngs(1))))
+    assert export(tmp_path / "run", tmp_path / "both.safetensors")[1] is None
+    assert sorted(load_file(tmp_path / "both.safetensors")) == [f"{one}.{n}" for one in ("net", "teacher") for n in NAMES]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Jobs of several processes on one machine: the numbers of one, one end for all, and another start."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from jscaler.commands.processes import devices_of_one, join, without
 from jscaler.errors import DeviceError, ProcessError
 from jscaler.runtime.agreement import agree, any_process, digest
 from jscaler.runtime.checkpoint import latest_step, steps_in
+from jscaler.runtime.watch import HUNG
 from jscaler.training.signals import SIGNALLED
 
 LIMIT = 120.0  # seconds that any of these jobs has
@@ -98,6 +100,38 @@ def test_a_stopped_process_is_named_and_all_start_again(model: Path, tmp_path: P
     assert "restart 1 of 1" in output
     assert latest_step(tmp_path) == 60
     assert not Path(f"/proc/{stopped}").exists()
+
+
+@pytest.mark.one_day_in(3)
+@pytest.mark.parametrize("number", of_the_day([0, 1], 2))
+def test_where_a_step_hangs_all_give_one_reason_and_the_command_ends_as_they_do(tmp_path: Path, number: int) -> None:
+    """Whoever ends first is not the reason that the others, or the command, give."""
+    (tmp_path / "hangs.py").write_text(MODEL + HANGS)
+    words = ["--steps", "60", "--hang-after", "2", "--local-processes", "2", "--devices", "2"]
+    process = started(tmp_path / "hangs.py", tmp_path / "run", *words, job=f"hangs({number})")
+    output = ended(process)
+    assert process.returncode == HUNG, output
+    told = f"no process goes on: process 0 reads a batch for step 3 for {AGE}, process 1 reads a batch for step 3 for {AGE}"
+    assert re.search(f"error: ProcessError: {told}; .*; process 0 ends", output), output
+    last = f"process [01] of 2 ended with exit code 75; the others were ended: {told}; where steps take as long, give"
+    assert re.search(f"error: ProcessError: {last}", output), output
+    assert "Traceback" not in output
+
+
+AGE = "[0-9]+ s"
+HANGS = """
+
+def hangs(number):
+    import time
+
+    def batches():
+        for i, batch in enumerate(job().batches()):
+            if i == 3 and jax.process_index() == number:
+                time.sleep(999)
+            yield batch
+
+    return job()._replace(batches=batches)
+"""
 
 
 @pytest.mark.one_day_in(5)

@@ -1,5 +1,6 @@
 """Every command of the README on terminals of 80 and of 200 columns, into a pipe, and stopped by Ctrl-C."""
 
+import io
 import json
 import re
 import shlex
@@ -8,18 +9,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
 import typer.rich_utils  # asks for FORCE_COLOR once, when it is imported: not in a test that sets it, for all that follow
 from of_the_day import of_the_day
 from report.stand_in import on_cpu
+from rich.console import Console
 from screens import faults, shown
 from terminal import in_terminal
 from typer.testing import CliRunner
 
+import jscaler
+from jscaler import Speed, StepRecord
 from jscaler.cli import app
 from jscaler.commands.interrupts import INTERRUPTED, finished_before_interrupts, on_screen
+from jscaler.commands.training import OnScreen
 from jscaler.runtime.checkpoint import save
 
 ROOT = Path(__file__).parents[2]
@@ -297,3 +303,17 @@ def test_a_terminal_after_ctrl_c(arguments: str, columns: int, rows: int, stop_a
     assert not faults(ended.lines, columns)
     assert any(line.startswith("interrupted ") for line in ended.lines[-3:]), ended.lines
     assert not any("Traceback" in line or "capturing" in line for line in ended.lines)
+
+
+def test_the_bar_of_a_run_that_goes_on_counts_from_its_step_and_shows_no_loss_before_it_has_one() -> None:
+    compiled = jscaler.parallelize("single", devices=1)(jnp.sum).lower(jnp.ones(3)).compile()
+    out = io.StringIO()
+    with OnScreen(Console(file=out, force_terminal=True, width=160), explain=False) as shown:
+        shown.begin(compiled, 4, 8)
+        before = out.getvalue()
+        shown.step(StepRecord(4, 0.5, 0.1, Speed("rows", 80.0)))
+        shown.end(None)
+    assert "4/8" in before
+    assert "nan" not in before
+    assert "loss" not in before.partition("training")[2]
+    assert all(part in out.getvalue() for part in ("5/8", "loss 0.500", "80 rows/s", "0.100 s/step"))

@@ -1,5 +1,6 @@
 """What a plan leaves copied, or gathers unasked: found along the dataflow, priced, said once, and refused if ``strict``."""
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -98,6 +99,52 @@ def test_a_plan_that_loses_nothing_says_nothing(plan: str) -> None:
     lowered, said = planned(plan, step_of(lambda h: jax.nn.softmax(h)), 1 if plan == "single" else 4)
     assert said == []
     assert lowered.plan.lost == LostParallelism()
+
+
+def test_where_nothing_is_lost_its_text_says_so() -> None:
+    lowered, _ = planned("data_parallel", step_of(jnp.exp))
+    assert str(lowered.plan.lost) == lowered.plan.lost.summary == "no parallelism is lost"
+
+
+@pytest.mark.parametrize("way", ["lower", "call", "graph of a policy"])
+def test_a_warning_is_of_the_line_that_asks(way: str) -> None:
+    """Not of one of contextlib's, nor of this package's, however many of these stand between."""
+    step = jscaler.parallelize("data_parallel", devices=4)(step_of(ranked))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "lower":
+            line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+            step.lower(PARAMS, BATCH)
+        elif way == "call":
+            line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+            step(PARAMS, BATCH)
+        else:
+            graph = step.graph({"a": jnp.ones((8, 3)), "b": jnp.ones((3, 5))}, BATCH)
+            line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+            jscaler.cost(graph, "zero1", "16xH100-80GB")
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)] * len(caught)
+    assert caught
+
+
+def test_a_gather_of_less_than_a_thousandth_is_not_told() -> None:
+    """A few numbers are put together for a sort, beside products of many, though nothing else is sent."""
+
+    def evaluation(weights: jax.Array, batch: Any) -> jax.Array:
+        with jax.named_scope("ranked"):
+            rank = jnp.tanh(batch["rank"])
+        with jax.named_scope("sorted"):
+            least = jnp.sort(rank)[0]
+        return jnp.mean(jnp.tanh(batch["x"] @ weights) ** 2) + least
+
+    def told(width: int) -> list[str]:
+        weights, x, rank = (jax.ShapeDtypeStruct(s, np.float32) for s in ((width, width), (512, width), (512,)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jscaler.parallelize("data_parallel", devices=4)(evaluation).lower(weights, {"x": x, "rank": rank})
+        return [str(one.message) for one in caught]
+
+    assert "parallelism is lost" in told(8)[0]
+    assert told(4096) == []
 
 
 def test_an_evaluation_puts_parameters_together_as_the_step_that_it_follows() -> None:

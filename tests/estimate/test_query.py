@@ -55,6 +55,36 @@ def test_the_parts_of_a_cost_add_up(graph: Any, plan: Any, devices: int) -> None
         assert line in str(found)
 
 
+def finished() -> dict[str, Any]:
+    one = lowered("data_parallel", 4)
+    return {"lowered": one, "its plan": one.plan, "compiled": one.compile()}
+
+
+def test_what_is_asked_of_a_step_takes_it_lowered_or_compiled_and_its_plan(graph: Any) -> None:
+    """Then the cluster; behind a graph a plan stands between."""
+    wanted = jscaler.cost(graph, "data_parallel", H100, devices=4).as_json()
+    for name, one in finished().items():
+        cost, timeline, fit = (f(one, "4xH100-80GB") for f in (jscaler.cost, jscaler.simulate, jscaler.fit))
+        assert cost.by_op == jscaler.cost(one, None, "4xH100-80GB").by_op == jscaler.cost(one, cluster="4xH100-80GB").by_op
+        assert cost.as_json()["flops"] == wanted["flops"], name
+        assert timeline.makespan == jscaler.simulate(graph, "data_parallel", "4xH100-80GB").makespan
+        assert fit.chosen.plan == jscaler.fit(graph, "4xH100-80GB").chosen.plan
+        assert jscaler.simulate(one, seconds=[1.0]).makespan == 1.0
+
+
+def test_a_plan_is_taken_as_what_it_has_become(graph: Any) -> None:
+    one = lowered(tensor_parallel, 4)
+    for plan in (one, one.plan, one.plan.plan):
+        assert jscaler.cost(graph, plan, H100).step.digest == one.plan.digest
+        assert jscaler.simulate(graph, plan, "8xH100-80GB").makespan > 0
+        again = jscaler.parallelize(plan)(make_step()).lower(make_state(MOMENTUM), make_batch())
+        assert again.plan.digest == one.plan.digest
+    given = make_state(MOMENTUM), make_batch()
+    for step in (one, one.compile()):
+        found = jscaler.compare(step, *given, steps=1, rounds=1, beside=one.plan)
+        assert found.ours.digest == found.gspmd.digest == one.plan.digest
+
+
 def test_products_are_divided_among_the_devices(graph: Any) -> None:
     whole = jscaler.cost(graph, "single", H100, devices=1).flops
     # x @ up, h @ down; three gradients (none of x)
@@ -214,7 +244,7 @@ def test_inside_a_policy_the_decisions_so_far_are_priced() -> None:
     def greedy(graph: Any, devices: np.ndarray) -> None:
         asked.append(jscaler.cost(graph, None, H100))
         split(graph, "up/dot", ("kernel", 1), devices)
-        asked.append(jscaler.cost(graph, None, H100))
+        asked.append(jscaler.cost(graph, H100))
 
     made = lowered(greedy, 4, cluster=H100)
     assert asked[0].flops > asked[1].flops  # whole dots, then columns of one and what follows from them

@@ -176,6 +176,28 @@ def test_kernels_that_do_not_divide_are_named() -> None:
     assert lowered.plan is not None
 
 
+def test_kernels_of_less_than_a_thousandth_are_not_named() -> None:
+    def told(width: int) -> list[str]:
+        def step(params: Any, x: jax.Array) -> Any:
+            def loss(params: Any) -> jax.Array:
+                x2 = x + jnp.tanh(x @ params["up"]) @ params["down"]
+                return ((x2[:, :3] @ params["odd"]) ** 2).mean()
+
+            value, grads = jscaler.value_and_grad(loss)(params)
+            return jax.tree.map(jnp.subtract, params, grads), value
+
+        shapes = {"up": (8, width), "down": (width, 8), "odd": (3, 5)}
+        params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            plan = plans.tensor_parallel()
+            jscaler.parallelize(plan, devices=4)(step).lower(params, jax.ShapeDtypeStruct((4, 8), np.float32))
+        return [str(one.message) for one in said]
+
+    assert told(16) == ["kernels of which no dim divides into 4 parts stay whole: 'params/odd (3, 5)'"]
+    assert told(1024) == []
+
+
 def test_a_string_is_one_pattern() -> None:
     model, inputs, _ = MODELS["dense"]
     variables = model.init(jax.random.key(1), inputs)

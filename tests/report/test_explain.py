@@ -1,6 +1,8 @@
 """``explain`` says how each group of ops is split, who decided, and what is sent."""
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import jax
@@ -92,6 +94,29 @@ def test_the_report_is_plain_data() -> None:
     sent = sum(nbytes for _, nbytes in data["total"].values())
     assert sent == sum(n for row in data["ops"] for move in row["moves"] for _, n in move["moved"].values())
     assert sum(row["count"] for row in data["ops"]) == len(planned(batch_and_hidden, 4).graph.ops)
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "pipeline(2, 2)"])
+def test_a_plan_goes_through_a_pickle_with_all_that_it_says(plan: str) -> None:
+    step = jscaler.parallelize(plan, devices=2)(two_stages).lower({"a": jnp.eye(8), "b": jnp.eye(8)}, jnp.ones((4, 8)))
+    loaded = pickle.loads(pickle.dumps(step.plan))
+    assert (str(loaded), repr(loaded)) == (str(step.plan), repr(step.plan))
+    assert (loaded.plan, loaded.report, loaded.lost) == (step.plan.plan, step.plan.report, step.plan.lost)
+    assert loaded.explain(["memory"]) == step.plan.explain(["memory"])
+    assert str(pickle.loads(pickle.dumps(loaded))) == str(loaded)
+    assert jscaler.parallelize(loaded)(two_stages).plan_name == step.plan.name
+    assert copy.deepcopy(step.plan) is copy.copy(step.plan) is step.plan
+
+
+def two_stages(params: dict[str, jax.Array], batch: jax.Array) -> Any:
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        with jax.named_scope("block_0"):
+            x = jnp.tanh(batch @ params["a"])
+        with jax.named_scope("block_1"):
+            return (jnp.tanh(x @ params["b"]) ** 2).mean()
+
+    value, grads = jscaler.value_and_grad(loss)(params)
+    return jax.tree.map(jnp.subtract, params, grads), value
 
 
 def test_whatever_was_filled_in_by_price_says_what_it_cost_more() -> None:

@@ -17,6 +17,25 @@ from jscaler.report.leaves import LeafRow
 from tests.lower.steps import MOMENTUM, Policy, batch_and_hidden, make_batch, make_state, make_step, split, tensor_parallel
 
 
+def make_chain_state(layers: int) -> list[jax.Array]:
+    return [jnp.eye(6) for _ in range(layers)]
+
+
+def make_chain_step(layers: int) -> Any:
+    def step(params: list[jax.Array], batch: jax.Array) -> Any:
+        def loss_fn(params: list[jax.Array]) -> jax.Array:
+            x = batch
+            for i in range(layers):
+                with jax.named_scope(f"block_{i}"):
+                    x = jnp.tanh(x @ params[i])
+            return (x**2).mean()
+
+        loss, grads = jscaler.value_and_grad(loss_fn)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
+
+    return step
+
+
 def plan_of(policy: Policy | Plan | str, devices: int = 4) -> StepPlan:
     return jscaler.parallelize(policy, devices=devices)(make_step()).lower(make_state(MOMENTUM), make_batch()).plan
 
@@ -43,6 +62,29 @@ def test_every_leaf_lies_in_the_bytes_that_its_arrays_have() -> None:
         assert sum(row.nbytes for row in report.leaves if row.kind == kind) == by_kind[kind].nbytes
     assert held["parameter"] == held["optimizer"] == 4 * (8 * 16 // 2 + 16 // 2 + 16 * 8 // 2 + 8)
     assert sum(row.count for row in report.leaves) == len(lowered.graph.inputs)
+
+
+def test_of_a_pipeline_a_device_holds_what_its_stage_does() -> None:
+    """That of the fullest stage, kind by kind; each leaf stands with the devices that hold it."""
+    step = jscaler.parallelize("pipeline(4, 2)", devices=4)(make_chain_step(4))
+    state, batch = make_chain_state(4), jnp.ones((8, 6))
+    lowered = step.lower(state, batch)
+    report = lowered.plan.report
+    held: dict[int, dict[str, int]] = {device: {} for device in range(4)}
+    kinds = tensor_kinds(lowered.graph)
+    for tensor in lowered.graph.inputs:
+        for device in lowered.plan.completed.inputs[tensor].mesh.devices:
+            held[device][kinds[tensor]] = held[device].get(kinds[tensor], 0) + tensor.nbytes
+    fullest = max(held.values(), key=lambda one: sum(one.values()))
+    by_kind = {row.kind: row for row in report.memory}
+    assert {kind: by_kind[kind].nbytes_per_device for kind in fullest} == fullest
+    assert by_kind["parameter"].nbytes_per_device == by_kind["gradient"].nbytes_per_device == 6 * 6 * 4
+    assert by_kind["parameter"].nbytes == 4 * 6 * 6 * 4
+    kernels = {row.devices: row.nbytes_per_device for row in report.leaves if row.kind == "parameter"}
+    assert kernels == {(device,): 6 * 6 * 4 for device in range(4)}
+    assert "per device: parameter 144 B of 576 B, gradient 144 B of 576 B" in repr(lowered.plan)
+    rows = [line.split() for line in str(lowered.plan).splitlines() if line.startswith("parameter  params/*")]
+    assert [row[3] for row in rows] == ["[0]", "[1]", "[2]", "[3]"]
 
 
 def test_who_decided_and_for_whom() -> None:
