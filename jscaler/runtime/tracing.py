@@ -8,7 +8,7 @@ clock; a block has begun when it was started, its devices were free, and what it
 
 import statistics
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from jscaler.estimate.memory import memory_over_time
 from jscaler.estimate.timed_step import step_tasks, with_times
 from jscaler.lower.instructions import Run, Send
 from jscaler.lower.step_plan import StepPlan
-from jscaler.runtime.executable import Executable, executable, lowered
+from jscaler.runtime.executable import Executable
 from jscaler.tables.timeline import Timeline
 
 
@@ -40,12 +40,10 @@ class Measured:
 class Tracer:
     """A step whose blocks reuse no buffers, so that all that they leave can be waited for; else as it was compiled."""
 
-    def __init__(self, step: StepPlan, devices: Sequence[Any]):
+    def __init__(self, step: StepPlan, made: Executable, compiled: Sequence[Callable[..., Sequence[Any]]]):
         if jax.process_count() > 1:
             raise DeviceError(f"a step is watched in one process, and the job has {jax.process_count()}: start it alone")
-        self.step = step
-        self.made: Executable = executable(step, devices, (), reuse=False)
-        self.compiled = self.made.calls([one.compile() for one in lowered(step, self.made)])
+        self.step, self.made, self.compiled = step, made, compiled
         self._instructions = step.instructions.steps or (Run(0, (), ()),)
 
     def trace(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Timeline]:
