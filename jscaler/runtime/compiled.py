@@ -231,7 +231,7 @@ class Compiled(Shown, Inspectable):
         return self.lowered.executable.calls(self.segments)
 
     @functools.cached_property
-    def keeping(self) -> tuple[Executable, tuple[Callable[..., Sequence[Any]], ...]]:
+    def _keeping(self) -> tuple[Executable, tuple[Callable[..., Sequence[Any]], ...]]:
         """The step, compiled once more so that no block gives away what it reads: to be waited for, or run again."""
         with no_mesh():
             made = executable(self.plan, self.lowered.devices, (), reuse=False)
@@ -241,12 +241,17 @@ class Compiled(Shown, Inspectable):
     @functools.cached_property
     def tracer(self) -> Tracer:
         """What watches its blocks."""
-        return Tracer(self.plan, *self.keeping)
+        return Tracer(self.plan, *self._keeping)
 
     def trace(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run a step, and see when each block ran on its devices, in the order in which it runs anyway.
 
         Nothing is donated: the arguments stay. The first trace compiles.
+
+        Times are those of the host, in seconds from the first start. A block, or a send, ends when the host has seen all
+        that it makes, or its first reader's end where that was seen earlier. It begins when it was started, all that it
+        reads had ended, and so had what ran before it on its devices. Ends are late by what a thread of the host takes to
+        wake, so small blocks seem longer than they are, or end where their readers do.
 
         Args:
             args: the step's arguments by position.
@@ -317,7 +322,7 @@ class Compiled(Shown, Inspectable):
         """
         made, calls = self.lowered.executable, self.calls
         if made.gives_away and asked_for():
-            made, calls = self.keeping
+            made, calls = self._keeping
         return made.run(calls, placed)
 
     def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
