@@ -31,7 +31,7 @@ Cuts = Sequence[int]
 @given(st.integers(0, 2**32 - 1))
 @drawn(400, one_in=2)
 def test_the_slowest_stage_is_as_fast_as_any_choice_of_places_makes_it(seed: int) -> None:
-    """No stage may be without work; of cuts that are as fast, those with the fewest stages of little work, then of bytes."""
+    """No stage may be without work; of cuts that are as fast, those with the fewest stages of little work, then bytes."""
     rng = np.random.default_rng(seed)
     seconds, nbytes, stages = rng.integers(0, 5, 7), rng.integers(0, 9, 7).tolist(), int(rng.integers(2, 5))
     sums = np.concatenate([[0], np.cumsum(seconds)]).astype(float)
@@ -62,7 +62,8 @@ def test_equal_layers_lie_as_equally_as_they_divide(layers: int, stages: int, en
         cuts = bottleneck(sums, range(1, len(seconds)), nbytes, stages)
         assert cuts is not None
         products = [seconds[a:b].count(product) for a, b in itertools.pairwise([0, *cuts, len(seconds)])]
-        assert max(products) - min(products) == 1 and min(products) > 0, products
+        assert max(products) - min(products) == 1, products
+        assert min(products) > 0
 
 
 # -- rows of ops
