@@ -218,9 +218,9 @@ class _PhaseWriter:
             first = {homes[op.path].group: op.path for op in reversed(inside)}  # of each group
             ops = ", ".join(f"'{path}' on devices {list(group.devices)}" for group, path in reversed(first.items()))
             raise PlanError(
-                f"the loop '{loop.name}' has ops on several device groups ({ops}) and takes slices of '{stack.name}', which "
-                "another loop leaves: place the ops of this loop on one group; or give the ops of both loops one time axis, "
-                "and no op in between that needs all parts"
+                f"the loop '{loop.name}' has ops on several device groups ({ops}) and takes slices of '{stack.name}', "
+                "which another loop leaves: place the ops of this loop on one group; or give the ops of both loops one "
+                "time axis, and no op in between that needs all parts"
             )
 
     def programs(self) -> tuple[Program, ...]:
