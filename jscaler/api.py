@@ -54,10 +54,10 @@ def parallelize(
     *,
     devices: Devices = None,
     cluster: str | os.PathLike[str] | CostModel | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     without_passes: str | Sequence[str] = (),
     strict: bool = False,
     verify: bool = True,
@@ -141,7 +141,7 @@ def parallelize(
         return Parallelized(fun, policy, devices, arguments, cost, without=without, strict=strict, verify=verify)
 
     def step_of_module(forward: Callable[..., Any]) -> Parallelized:
-        if any(x not in ((), "") for x in (donate_argnums, donate_argnames, static_argnums, static_argnames)):
+        if any(x not in (None, (), "") for x in (donate_argnums, donate_argnames, static_argnums, static_argnames)):
             raise CaptureError(
                 "donate_* and static_* are for step functions: a module's forward donates nothing, and what of its "
                 "arguments is no array is static"

@@ -29,6 +29,7 @@ from jscaler.errors import (
 FIVE: Any = 5
 FOUR: Any = np.float32(4)
 NAME: Any = "q"
+NAN, INF = float("nan"), float("inf")
 NONE: Any = None
 
 # -- what the decorator is given, and what stands around it
@@ -50,7 +51,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
         "devices are a number or a list of jax.Device, not array([[CpuDevice(id=0), CpuDevice(id=1)]]",
     ),
     "donated in words": (lambda: lowered("single", donate_argnums="0"), CaptureError, "donate_argnums is an argument's nu"),
-    "nothing donated": (lambda: lowered("single", donate_argnums=None), CaptureError, "several of these, and holds None"),
+    "nothing among them": (lambda: lowered("single", donate_argnums=[None]), CaptureError, "of these, and holds None"),
     "a number for a name": (lambda: lowered("single", donate_argnames=[0]), CaptureError, "donate_argnames is an argument"),
     "a truth donated": (lambda: lowered("single", donate_argnums=True), CaptureError, "or several of these, and holds Tru"),
     "an array that is static": (lambda: lowered("single", static_argnames="batch"), CaptureError, "'batch' is a …, which"),
@@ -248,6 +249,9 @@ BESIDE: dict[str, tuple[Callable[[], Any], type[JscalerError], str]] = {
     "simulating a step": (lambda: jscaler.simulate(single), PlanError, "simulate takes a lowered step, train_step.lower(s"),
     "seconds of no block": (lambda: jscaler.simulate(planned(), seconds=FIVE), PlanError, "seconds= has the seconds of ea"),
     "seconds in words": (lambda: jscaler.simulate(planned(), seconds=[NAME]), PlanError, "of the step's 1 blocks, not ['"),
+    "seconds below zero": (lambda: jscaler.simulate(planned(), seconds=[-1]), PlanError, "numbers from 0 on, not -1"),
+    "seconds that are none": (lambda: jscaler.simulate(planned(), seconds=[NAN]), PlanError, "numbers from 0 on, not nan"),
+    "seconds without end": (lambda: jscaler.simulate(planned(), seconds=[INF]), PlanError, "numbers from 0 on, not inf"),
     "seconds of two blocks": (lambda: jscaler.simulate(planned(), seconds=[1, 2]), PlanError, "has 2 entries, and the ste"),
     "hops of a number": (
         lambda: jscaler.simulate(planned(), seconds=[1], hops=FIVE),
@@ -361,6 +365,15 @@ def test_beside(name: str) -> None:
     make, kind, sentence = BESIDE[name]
     with pytest.raises(kind, match=pattern(sentence)):
         make()
+
+
+def test_none_is_no_argument() -> None:
+    """As for ``jax.jit``."""
+    keeping = jscaler.parallelize(
+        "single", devices=1, donate_argnames=None, donate_argnums=None, static_argnames=None, static_argnums=None
+    )(step)
+    keeping(PARAMS, BATCH)
+    assert keeping.lower(PARAMS, BATCH).executable.donated == ()
 
 
 def test_donated_arrays_are_gone() -> None:

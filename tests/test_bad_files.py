@@ -252,7 +252,7 @@ TABLES: dict[str, tuple[Any, type[JscalerError], str]] = {
     "rows in another order": (f"{SECOND}\n{FIRST}", PlanError, "the rows of the table begin with the stages [1, 0]"),
     "one row": (f"{FIRST} {FIRST}", PlanError, "the table has 1 rows and the stages [0]; there are 2 groups"),
     "three rows": (f"{FIRST}\n{SECOND}\n2F0 2B0", PlanError, "the table has 3 rows and the stages [0, 1, 2]; there are 2"),
-    "each waits": (f"{FIRST}\n1B0 1F0{SECOND[7:]}", OrderError, "blocks wait for each other: 0B0 …next on devices [0]"),
+    "each waits": (f"{FIRST}\n1B0 1F0{SECOND[7:]}", OrderError, "row 1 of the table has 1B0 in front of 1F0, for w"),
     "a tenth micro-batch": (f"{FIRST} 0F9\n{SECOND}", PlanError, "has '0F9, which does not run anywhere'; it runs '0F for"),
     "half a backward": (f"{FIRST[:-3]}0I3\n{SECOND}", PlanError, "row 0 of the table, that of devices [0], lacks '0W3'"),
     "open brackets": (f"(0F0;0B0 {FIRST}\n{SECOND}", PlanError, "'(0F0;0B0' is no cell of a table"),

@@ -18,6 +18,14 @@ OPS = ("loss/dot", "loss/dot.1")
 FIVE: Any = 5
 FOUR: Any = np.float32(4)
 HALF: Any = 0.5
+
+
+def split_again(graph: Any, devices: np.ndarray) -> None:
+    rows = graph.op_trans("loss/dot", Split("a", 2))
+    graph.op_assign(rows, devices[:2])
+    graph.op_trans(rows, Split("b", 2))
+
+
 Case = tuple[Callable[[Any, np.ndarray], Any], type[JscalerError], str]
 POLICIES: dict[str, Case] = {
     "parts as a float": (
@@ -108,6 +116,7 @@ POLICIES: dict[str, Case] = {
     "a loop by its number": (lambda g, d: g.ranges(0, [1]), PlanError, "ranges takes the name of a loop, of those in grap"),
     "a range": (lambda g, d: g.ranges("layers", 2), PlanError, "sizes are how many layers each range takes, not 2"),
     "an empty range": (lambda g, d: g.ranges("layers", [2, 0]), PlanError, "the number of layers is a positive whole numb"),
+    "a grid that has its devices": (split_again, PlanError, "is assigned to devices as Grid(…); split it before that"),
     "one op on devices": (lambda g, d: g.on_devices("loss/dot", [0, 1]), PlanError, "on_devices takes several ops, or the"),
     "an unknown op on devices": (lambda g, d: g.on_devices(["loss/dt"], [0]), UnknownNameError, "did you mean 'loss/dot'?"),
     "on no devices": (lambda g, d: g.on_devices(["loss/dot"], []), PlanError, "ops are to run on devices []…there are 8:"),

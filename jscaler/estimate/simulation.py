@@ -1,5 +1,6 @@
 """``jscaler.simulate``: a step on several device groups in time, without running or compiling anything."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -38,7 +39,7 @@ def simulate(
 
     Raises:
         PlanError: neither a cluster nor seconds are given; the cluster does not say what its devices are; the step is not
-            lowered, or there are not as many seconds as blocks or transfers.
+            lowered, or there are not as many seconds as blocks or transfers; or some are less than 0, or no number.
         UnknownNameError: no block is called so.
 
     Example:
@@ -90,4 +91,7 @@ def _as_many(argument: str, seconds: Any, names: Sequence[str], what: str) -> li
         raise PlanError(
             f"{argument}= has {len(given)} entries, and the step has {len(names)} {what}: {', '.join(names) or 'none'}"
         )
+    wrong = [one for one in given if not 0 <= one < math.inf]
+    if wrong:
+        raise PlanError(f"{argument}= are numbers from 0 on, not {shown(wrong[0])}")
     return given

@@ -214,9 +214,13 @@ class _PhaseWriter:
     def _check_counts(self, loop: Loop, stack: PTensor) -> None:
         maker = self.graph.producer.get(stack)
         if maker is None or maker.inputs or len(stack.shape) != 1:
+            homes, inside = self.completed.homes, [op for op in self.graph.ops if op.loop == loop.name and op.source]
+            first = {homes[op.path].group: op.path for op in reversed(inside)}  # of each group
+            ops = ", ".join(f"'{path}' on devices {list(group.devices)}" for group, path in reversed(first.items()))
             raise PlanError(
-                f"the loop '{loop.name}' has ops on several device groups and takes slices of '{stack.name}', which "
-                "another loop leaves: give the ops of both loops one time axis"
+                f"the loop '{loop.name}' has ops on several device groups ({ops}) and takes slices of '{stack.name}', "
+                "which another loop leaves: place the ops of this loop on one group; or give the ops of both loops one "
+                "time axis, and no op in between that needs all parts"
             )
 
     def programs(self) -> tuple[Program, ...]:

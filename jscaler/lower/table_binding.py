@@ -15,7 +15,7 @@ from jscaler.lower.loop_blocks import Cell, LoopBlocks, cells_text, waiting_text
 from jscaler.lower.oldest_first import one_forward_one_backward
 from jscaler.lower.spanning_loop import SpanningLoop
 from jscaler.tables import BlockKind, Overlap, Published, Table, TableCell
-from jscaler.tables.legal import check_cells, in_order, whole_of
+from jscaler.tables.legal import check_cells, check_own_order, in_order, whole_of
 
 Entry = tuple[Cell, ...]  # blocks that run as one executable
 
@@ -28,6 +28,7 @@ def bound_table(loop: LoopBlocks, plan: Published | Table | None) -> Table:
 
     Raises:
         PlanError: a block is missing, stands twice, or stands in another group's row.
+        OrderError: one stands in front of another of its stage and micro-batch, for which it waits.
     """
     if plan is None:
         return _default_table(loop)
@@ -78,6 +79,7 @@ def _checked(loop: LoopBlocks, table: Table) -> Table:
         names.append(f"devices {list(group.devices)}")
         runs.append([_runs(loop, n) for n in numbers])
     check_cells(table, rows, names, runs)
+    check_own_order(table)
     return table
 
 

@@ -108,9 +108,10 @@ class LayoutsAtHand:
         options = self.by_tensor.get(tensor, ())
         if tensor in self.undecided and layout in options:
             self.by_tensor[tensor] = (layout,)
-        elif tensor in self.undecided:
-            costs = [find_adapter(option, layout, tensor.itemsize, self.cost).cost for option in options]
-            self.by_tensor[tensor] = (options[costs.index(min(costs))],)
+        elif tensor in self.undecided:  # to a reader on another group it crosses, however it lies
+            near = [x for x in options if x.mesh.unordered == layout.mesh.unordered]
+            costs = [find_adapter(option, layout, tensor.itemsize, self.cost).cost for option in near]
+            self.by_tensor[tensor] = (near[costs.index(min(costs))] if near else options[0],)
         elif not options:  # sharded state keeps its stored layout, even if the reader cuts another dim
             as_array = storable(layout, self.groups.group_of(layout.mesh), elsewhere=tensor in self.state)
             self.by_tensor[tensor] = (self.shards.leaf(tensor, as_array),)

@@ -24,6 +24,7 @@ from jscaler.xla_model.work import work_of
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
 EVEN = 1.25  # … so that a stack's ranges are equal, and each stage stores its own
+LITTLE = 0.25  # of an even share of the work: a stage with less might as well not be
 MUCH = 0.1  # of a device's memory, for stacks that every device gathers
 
 Cost = tuple[float, ...]  # compared number by number
@@ -47,7 +48,7 @@ class Unit:
 
 
 def balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTensor]) -> list[int]:
-    """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones those with fewer bytes.
+    """Cuts with the fewest tensors across, which leave the slowest stage fastest; of equal ones as `bottleneck` says.
 
     What all layers read alike (an encoder's result) does not count. More tensors go across where the slowest stage would
     else take half as long again.
@@ -120,8 +121,8 @@ def _is_equal(units: Sequence[Unit], cuts: Sequence[int]) -> bool:
 
 
 def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], stages: int) -> list[int] | None:
-    """Cuts at ``places`` by dynamic programming: for the least slowest stage, then for the fewest bytes, then for stages as
-    equal as can be.
+    """Cuts at ``places`` by dynamic programming: for the least slowest stage, then for the fewest stages with little to do,
+    then for the fewest bytes, then for stages as equal as can be.
 
     None where there are too few places with work in between.
     """
@@ -129,13 +130,19 @@ def bottleneck(sums: np.ndarray, places: Sequence[int], nbytes: Sequence[int], s
     def slowest(before: Cost, start: int, stop: int) -> Cost:
         return (max(*before, sums[stop] - sums[start]),)
 
+    little = LITTLE * sums[-1] / stages
+
     def sent(before: Cost, start: int, stop: int) -> Cost:
-        nbytes_here = nbytes[stop] if stop < len(sums) - 1 else 0.0
-        return before[0] + nbytes_here, before[1] + (sums[stop] - sums[start]) ** 2
+        nbytes_here, own = nbytes[stop] if stop < len(sums) - 1 else 0.0, sums[stop] - sums[start]
+        return before[0] + (own < little), before[1] + nbytes_here, before[2] + own**2
 
     fastest = _least(sums, places, stages, slowest, (0.0,))
-    found = None if fastest is None else _least(sums, places, stages, sent, (0.0, 0.0), *fastest[0])
-    return None if found is None else found[1]
+    if fastest is None:
+        return None
+    most = fastest[0][0] * (1 + 1e-9)  # equal stages' sums differ by what is rounded
+    found = _least(sums, places, stages, sent, (0.0, 0.0, 0.0), most)
+    assert found is not None
+    return found[1]
 
 
 def _least(

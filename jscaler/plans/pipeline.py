@@ -29,6 +29,7 @@ from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
 from jscaler.tables import Published, Table, find_schedule
 from jscaler.tables.table import cells_of
+from jscaler.text.units import counted
 
 
 @checked
@@ -54,7 +55,7 @@ def pipeline(
         schedule: the name of a published one (``jscaler.tables.SCHEDULES``, docs/schedules.md); or a table, or its text or
             file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand.
         chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one. For
-            ``"3f1b"`` how often the model goes over its own output.
+            ``"3f1b"`` how often the model goes over its own output. A table of one's own says it itself.
         ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``); by default
             `vocab_parallel` where ends are found, else ``plan``.
         vocabulary: tables of words, at which the ends are found that lie on all devices; as for `vocab_parallel`.
@@ -144,6 +145,11 @@ def _lies(schedule: Published | Table, groups: int, microbatches: int, chunks: i
     if first != sorted(first):
         raise PlanError(
             f"pipeline: the rows of the table begin with the stages {first}; rows stand in the order of their first stages"
+        )
+    if chunks is not None and chunks * groups != len(found):
+        raise PlanError(
+            f"pipeline: chunks={chunks} are {counted(chunks * groups, 'stage')} on {counted(groups, 'group')}, and the "
+            f"table has {len(found)}; leave chunks out, which is for published schedules"
         )
     twice = [stage for stage in found if sum(stage in own for own in rows) > 1]
     if twice:

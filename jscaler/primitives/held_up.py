@@ -33,9 +33,9 @@ def held_up(graph: Graph, plan: Plan, book: RuleBook) -> Mapping[str, tuple[str,
 
 
 def _gradients(graph: Graph, plan: Plan) -> dict[PTensor, set[int]]:
-    """The gradients of sharded parameters, with the dims that may be cut: any, where not all devices cut the shard's."""
+    """The gradients of sharded parameters, with the dims that may be cut: any, where some of their devices hold copies."""
     dims = {
-        graph.input(leaf): {shard.dim} if shard.parts == plan.num_devices else set(range(len(graph.input(leaf).shape)))
+        graph.input(leaf): {shard.dim} if shard.parts == len(shard.devices) else set(range(len(graph.input(leaf).shape)))
         for leaf, shard in plan.shards.items()
     }
     pairs = [pair for call in graph.calls if dims for pair in zip(call.wrt, call.gradients, strict=True)]

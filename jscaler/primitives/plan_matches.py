@@ -17,6 +17,9 @@ from jscaler.primitives.plan import (
     Accumulation,
     Assign,
     Fuse,
+    Index,
+    OnDevices,
+    Order,
     PerMicrobatch,
     Plan,
     Recompute,
@@ -30,6 +33,7 @@ from jscaler.primitives.plan import (
 from jscaler.primitives.recompute_regions import with_region
 from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
+from jscaler.primitives.stage_checks import check_on_devices
 from jscaler.primitives.stores import check_store
 
 
@@ -45,16 +49,19 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
         graph = _fused(plan, graph, bodies)
         _compare(plan, graph)
         grids: dict[str, tuple[GridAxis, ...]] = {}
-        kinds = tensor_kinds(graph)
+        assigned: set[str] = set()
+        kinds, groups = tensor_kinds(graph), _groups(plan)
         _check_once(plan)
         for decision in plan.decisions:
             _check_ops(named_ops(decision), graph, str(decision))
             if isinstance(decision, Trans):
+                if decision.op in assigned:
+                    raise PlanError(f"'{decision.op}' is split after it was assigned to devices, by '{decision}'")
                 alone = decision.op in plan.alone
                 _check_trans(decision, graph[decision.op], graph, grids.get(decision.op, ()), alone)
                 grids[decision.op] = decision.axes
             elif isinstance(decision, Shard):
-                check_shard(graph, decision, plan.num_devices, kinds)
+                check_shard(graph, decision, groups, kinds)
             elif isinstance(decision, Store):
                 check_store(graph, decision, plan.num_devices)
             elif isinstance(decision, Recompute):
@@ -65,8 +72,13 @@ def check_fits(plan: Plan, graph: Graph, bodies: BodyTable) -> None:
                 check_residuals(graph[decision.op])
             elif isinstance(decision, ReduceDtype) or (isinstance(decision, Accumulation) and decision.dtype):
                 summing_dtype(decision.dtype)
+            elif isinstance(decision, OnDevices):
+                check_on_devices(decision, plan.num_devices)
             elif isinstance(decision, Assign):
                 _check_assign(decision, grids, plan.num_devices)
+                assigned.add(decision.op)
+            elif isinstance(decision, Order):
+                _check_order(decision, graph, grids)
     except PlanFitError:
         raise
     except (PlanError, UnknownNameError) as error:
@@ -136,6 +148,13 @@ def _check_once(plan: Plan) -> None:
                 raise PlanError(f"of '{decision.leaf}' two things are said: '{first}' and '{decision}'")
 
 
+def _groups(plan: Plan) -> set[frozenset[int]]:
+    """The sets of devices that the plan puts ops on, and all devices."""
+    stages = [own for d in plan.decisions if isinstance(d, OnDevices) for own in (d.devices, d.turned or d.devices)]
+    placed = [d.devices for d in plan.decisions if isinstance(d, Assign)]
+    return set(map(frozenset, [range(plan.num_devices), *dict.fromkeys([*stages, *placed])]))
+
+
 def _check_trans(decision: Trans, op: Op, graph: Graph, before: tuple[GridAxis, ...], alone: bool) -> None:
     """``before`` is the grid that an earlier decision made of the op, which is split further."""
     rule = graph.rule(op)
@@ -158,14 +177,7 @@ def _check_assign(decision: Assign, grids: dict[str, tuple[GridAxis, ...]], num_
     if decision.op not in grids:
         raise PlanError(f"'{decision.op}' is assigned to devices before it is split; a Trans comes first, if of no axes")
     axes = grids[decision.op]
-    shape = tuple(axis.parts for axis in axes)
-    inside = len(decision.index) == len(shape) and all(
-        0 <= start < stop <= parts for (start, stop), parts in zip(decision.index, shape, strict=True)
-    )
-    if not inside:
-        raise PlanError(
-            f"the cells {list(map(list, decision.index))} of '{decision.op}' are none of its grid {list(shape)}"
-        )
+    _check_cells(decision.op, decision.index, axes)
     cells = math.prod(stop - start for (start, stop), axis in zip(decision.index, axes, strict=True) if not axis.time)
     all_cells = math.prod(stop - start for start, stop in decision.index)  # counted so where they take turns on devices
     if len(decision.places) not in (cells, all_cells):
@@ -173,3 +185,18 @@ def _check_assign(decision: Assign, grids: dict[str, tuple[GridAxis, ...]], num_
     wrong = sorted({p.device for p in decision.places if not 0 <= p.device < num_devices})
     if wrong:
         raise PlanError(f"'{decision.op}' is assigned to devices {listing([str(d) for d in wrong])} of {num_devices}")
+
+
+def _check_order(decision: Order, graph: Graph, grids: dict[str, tuple[GridAxis, ...]]) -> None:
+    for path, cells in ((decision.before, decision.before_cells), (decision.after, decision.after_cells)):
+        if cells is not None:
+            forward = graph[path].forward
+            own = grids.get(path, ()) or (grids.get(forward.path, ()) if forward is not None else ())
+            _check_cells(path, cells, own)
+
+
+def _check_cells(path: str, cells: Index, axes: tuple[GridAxis, ...]) -> None:
+    shape = [axis.parts for axis in axes]
+    inside = len(cells) == len(shape) and all(0 <= a < b <= parts for (a, b), parts in zip(cells, shape, strict=True))
+    if not inside:
+        raise PlanError(f"the cells {list(map(list, cells))} of '{path}' are none of its grid {shape}")

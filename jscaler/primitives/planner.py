@@ -45,7 +45,7 @@ from jscaler.primitives.plan import (
 from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
 from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
-from jscaler.primitives.stage_checks import check_stages
+from jscaler.primitives.stage_checks import check_on_devices, check_stages
 from jscaler.tables import Published, Table, find_schedule
 
 OpPart = tuple[Op | str, int]  # an op, and the number of its part along its time axis
@@ -129,7 +129,7 @@ class Planner(GraphView):
         Raises:
             SplitError: a factor is blocked or does not divide.
             UnknownNameError: an op has no such factor.
-            PlanError: the op was split before, or only part of a grid is split further.
+            PlanError: the op was split before, or has its devices; or only part of a grid is split further.
 
         Example:
             >>> cells = graph.op_trans("mlp/dot", Split(("up", 1), 2), Split("a", 2))  # columns × rows of the batch
@@ -142,6 +142,8 @@ class Planner(GraphView):
             raise PlanError(
                 f"{op} is part of a grid: cells that are split differently from their neighbours need their own ops"
             )
+        if isinstance(op, Grid) and target.path in self._assigned:
+            raise PlanError(f"'{target.path}' is assigned to devices as {self._grids[target.path]}; split it before that")
         known = self._grids.get(target.path)
         if not isinstance(op, Grid) and known is not None and self._only_in_time(known):
             axes, chunks = known.axes, known.chunks
@@ -417,21 +419,13 @@ class Planner(GraphView):
             raise PlanError(f"on_devices takes several ops, or their paths, not {shown(ops)}")
         given = (devices,) if turned is None else (devices, turned)
         groups = [_device_numbers("on_devices", own) for own in given]
-        for group in groups:
-            wrong = [d for d in group if not 0 <= d < self.num_devices or group.count(d) > 1]
-            if wrong or not group:
-                raise PlanError(
-                    f"ops are to run on devices {list(group)}, of which {wrong} are named twice or are not there; "
-                    f"there are {self.num_devices}: 0 to {self.num_devices - 1}"
-                )
         paths = tuple(self._named("on_devices", op).path for op in ops)
         same = groups[-1] == groups[0]
         if stage is None:
             stage = 1 + max((d.stage or 0 for d in self._decisions if isinstance(d, OnDevices)), default=-1)
-        elif isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise PlanError(f"on_devices: a stage is a number, 0 or more, and not {shown(stage)}")
-        turn = ("", ()) if same else (axis, groups[1])
-        self._decide(OnDevices(paths, groups[0], *turn, stage))
+        decision = OnDevices(paths, groups[0], *(("", ()) if same else (axis, groups[1])), stage)
+        check_on_devices(decision, self.num_devices)
+        self._decide(decision)
 
     def on_stages(
         self,
@@ -465,6 +459,7 @@ class Planner(GraphView):
         # a policy for some stages does not meet what one for other stages has said
         elsewhere = {path for path, grid in grids.items() if path not in stage_of and not self._only_in_time(grid)}
         self._grids = {path: grid for path, grid in grids.items() if path not in elsewhere}
+        self._assigned -= elsewhere
         self._sharded = sharded & stage_of.keys()
         self._whole = devices.shape[1]
         policy(self, np.arange(self._whole))
@@ -592,7 +587,7 @@ class Planner(GraphView):
             raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
         parts = array.shape[0] if array.ndim else 0
         decision = Shard(tensor.name, dim, parts, numbers, stored)
-        check_shard(self.graph, decision, self._whole, tensor_kinds(self.graph))
+        check_shard(self.graph, decision, [frozenset(range(self._whole))], tensor_kinds(self.graph))
         self._sharded.add(tensor.name)
         self._decide(decision)
 

@@ -1,6 +1,6 @@
 """Whether a parameter can be sharded as a decision says."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jscaler.errors import PlanError, SplitError, check_dim
 from jscaler.ir import Graph, PTensor
@@ -8,22 +8,31 @@ from jscaler.ir.kinds import TensorKind
 from jscaler.primitives.plan import Plan, Shard
 
 
-def check_shard(graph: Graph, shard: Shard, num_devices: int, kinds: Mapping[PTensor, TensorKind]) -> None:
-    """Compare a decision with the parameter that it names; ``kinds`` are those of the graph's tensors.
+def check_shard(
+    graph: Graph, shard: Shard, groups: Collection[frozenset[int]], kinds: Mapping[PTensor, TensorKind]
+) -> None:
+    """Compare a decision with the parameter that it names.
+
+    Args:
+        groups: the sets of devices that it may be sharded over; the largest is all devices.
+        kinds: of the graph's tensors.
 
     Raises:
         UnknownNameError: there is no such input.
-        PlanError: it is no parameter, has no such dim, or the devices are not all devices, as many for each part.
+        PlanError: it is no parameter, has no such dim, or the devices are none of ``groups``, as many for each part.
         SplitError: the dim does not divide.
     """
     tensor = graph.input(shard.leaf)
     if kinds.get(tensor) != "parameter":
         raise PlanError(f"'{tensor.name}' is no parameter: no gradient is taken with respect to it")
     check_dim(tensor.name, tensor.shape, shard.dim)
-    if sorted(shard.devices) != list(range(num_devices)) or shard.parts < 1 or num_devices % shard.parts:
+    devices = frozenset(shard.devices)
+    known = devices in groups and len(devices) == len(shard.devices)
+    if not known or shard.parts < 1 or len(devices) % shard.parts:
+        of_stage = ", or of all that a stage has" if len(groups) > 1 else ""
         raise PlanError(
-            f"'{tensor.name}' is sharded over devices {list(shard.devices)}: give an array of all {num_devices}, each "
-            "once, whose first axis counts the parts"
+            f"'{tensor.name}' is sharded over devices {list(shard.devices)}: give an array of all "
+            f"{max(map(len, groups))}{of_stage}, each once, whose first axis counts the parts"
         )
     if tensor.shape[shard.dim] % shard.parts:
         raise SplitError(tensor.name, f"dim {shard.dim}", tensor.shape[shard.dim], shard.parts)

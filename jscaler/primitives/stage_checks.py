@@ -1,4 +1,4 @@
-"""Whether what `on_stages` is given names ops and inputs of the graph, and stages that there are."""
+"""Whether `on_devices` and `on_stages` name devices and stages that there are, and ops and inputs of the graph."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,25 @@ import numpy as np
 
 from jscaler.errors import PlanError, UnknownNameError, shown
 from jscaler.ir import Graph
+from jscaler.primitives.plan import OnDevices
+
+
+def check_on_devices(decision: OnDevices, num_devices: int) -> None:
+    """Compare the devices of a decision with those that there are.
+
+    Raises:
+        PlanError: there is no such device, or one is named twice, or none at all; or the stage is no number from 0 on.
+    """
+    for group in (decision.devices, decision.turned or decision.devices):
+        wrong = [d for d in group if not 0 <= d < num_devices or group.count(d) > 1]
+        if wrong or not group:
+            raise PlanError(
+                f"ops are to run on devices {list(group)}, of which {wrong} are named twice or are not there; "
+                f"there are {num_devices}: 0 to {num_devices - 1}"
+            )
+    stage = decision.stage
+    if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 0):
+        raise PlanError(f"on_devices: a stage is a number, 0 or more, and not {shown(stage)}")
 
 
 def check_stages(graph: Graph, stage_of: Any, devices: np.ndarray) -> None:

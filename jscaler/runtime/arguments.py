@@ -93,10 +93,10 @@ class Arguments:
     @staticmethod
     def of(
         fun: Callable[..., Any],
-        donate_argnums: int | Sequence[int],
-        donate_argnames: str | Sequence[str],
-        static_argnums: int | Sequence[int],
-        static_argnames: str | Sequence[str],
+        donate_argnums: int | Sequence[int] | None,
+        donate_argnames: str | Sequence[str] | None,
+        static_argnums: int | Sequence[int] | None,
+        static_argnames: str | Sequence[str] | None,
     ) -> "Arguments":
         try:
             signature = inspect.signature(fun)
@@ -184,6 +184,8 @@ def _named(signature: inspect.Signature, what: str, nums: Any, names: Any) -> fr
 
 
 def _several(option: str, given: Any, kind: type, what: str) -> list[Any]:
+    if given is None:
+        return []
     found = [given] if isinstance(given, str | int) or not isinstance(given, Iterable) else list(given)
     if wrong := [one for one in found if not isinstance(one, kind) or isinstance(one, bool)]:
         raise CaptureError(f"{option} is {what}, or several of these, and holds {shown(wrong[0])}")

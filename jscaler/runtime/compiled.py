@@ -22,8 +22,8 @@ from jscaler.runtime import graph_nodes
 from jscaler.runtime.arguments import BoundCall, difference
 from jscaler.runtime.devices import Device, resolve_devices
 from jscaler.runtime.dispatch import KnownArguments
-from jscaler.runtime.executable import Executable
-from jscaler.runtime.failures import place_of, tell_lost
+from jscaler.runtime.executable import Executable, executable, lowered
+from jscaler.runtime.failures import asked_for, place_of, tell_lost
 from jscaler.runtime.out_of_memory import told_of_memory
 from jscaler.runtime.step_capture import NodeChanges
 from jscaler.runtime.target import Target, compile_for, find_target
@@ -233,15 +233,27 @@ class Compiled(Shown, Inspectable):
         return self.lowered.executable.calls(self.segments)
 
     @functools.cached_property
-    def tracer(self) -> Tracer:
-        """The step, compiled once more so that its blocks can be watched."""
+    def _keeping(self) -> tuple[Executable, tuple[Callable[..., Sequence[Any]], ...]]:
+        """The step, compiled once more so that no block gives away what it reads: to be waited for, or run again."""
         with no_mesh():
-            return Tracer(self.plan, self.lowered.devices)
+            made = executable(self.plan, self.lowered.devices, (), reuse=False)
+            blocks = zip(lowered(self.plan, made), made.blocks, strict=True)
+            return made, made.calls([one.compile() if block.here else None for one, block in blocks])
+
+    @functools.cached_property
+    def tracer(self) -> Tracer:
+        """What watches its blocks."""
+        return Tracer(self.plan, *self._keeping)
 
     def trace(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run a step, and see when each block ran on its devices, in the order in which it runs anyway.
 
         Nothing is donated: the arguments stay. The first trace compiles.
+
+        Times are those of the host, in seconds from the first start. A block, or a send, ends when the host has seen all
+        that it makes, or its first reader's end where that was seen earlier. It begins when it was started, all that it
+        reads had ended, and so had what ran before it on its devices. Ends are late by what a thread of the host takes to
+        wake, so small blocks seem longer than they are, or end where their readers do.
 
         Args:
             args: the step's arguments by position.
@@ -306,8 +318,14 @@ class Compiled(Shown, Inspectable):
         return self.known.place(leaves)
 
     def flat(self, *placed: Any) -> Sequence[Any]:
-        """The step's flat results, of leaves that lie as the plan wants them."""
-        return self.lowered.executable.run(self.calls, placed)
+        """The step's flat results, of leaves that lie as the plan wants them.
+
+        Where JAX looks for what is not finite, nothing is donated: a block that fails runs again, to see which op it was.
+        """
+        made, calls = self.lowered.executable, self.calls
+        if made.gives_away and asked_for():
+            made, calls = self._keeping
+        return made.run(calls, placed)
 
     def result(self, placed: list[Any], given: Sequence[Any] = (), nodes: Mapping[str, Any] | None = None) -> Any:
         """Run on leaves that lie as the plan wants them; ``given`` are those of the caller's ``nodes``."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from jscaler.errors import DeletedArgumentError
 from jscaler.runtime.arguments import BoundCall, leaf_type
+from jscaler.runtime.failures import unchecked
 
 _AVAL, _SHARDING, _DELETED = attrgetter("aval"), attrgetter("sharding"), methodcaller("is_deleted")
 
@@ -32,7 +33,7 @@ def place(value: Any, sharding: Any, returned: bool = False) -> Any:
             return value
     elif returned and isinstance(value, np.ndarray):
         value = value.copy()
-    return jax.device_put(value, sharding)
+    return unchecked(jax.device_put)(value, sharding)
 
 
 def distinct(leaves: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:

@@ -26,7 +26,7 @@ from jscaler.materialize import Layout
 from jscaler.runtime.absent import absent, is_absent
 from jscaler.runtime.crossings import Hop, find_hop
 from jscaler.runtime.devices import by_gloo, is_here
-from jscaler.runtime.failures import failure
+from jscaler.runtime.failures import failure, unchecked
 from jscaler.runtime.leaf_ends import Joined, LeafEnds
 from jscaler.runtime.process_messages import wait_on_cpus
 from jscaler.text.units import counted
@@ -97,6 +97,7 @@ class Executable(Shown):
         ins, outs: the leaves that the step's inputs and outputs are.
         donated: positions of the leaves whose buffers the step may reuse.
         returned: output -> the input that it is, untouched: of a frozen layer nothing is copied.
+        gives_away: whether a block reuses the memory of something that it reads.
         failed: what an error is raised as, given the number of the block, its leaves and imports, and its micro-batch.
         types: of its outputs.
     """
@@ -108,6 +109,7 @@ class Executable(Shown):
     outs: LeafEnds
     donated: tuple[int, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
+    gives_away: bool = False
     failed: Callable[..., Exception] = field(default=lambda error, *_: error, repr=False)
     types: tuple[Any, ...] = field(default=(), repr=False)
     known: Joined = field(default_factory=Joined, repr=False, compare=False)
@@ -175,7 +177,7 @@ class Executable(Shown):
                 return made
             except Exception as error:
                 raise self.failed(error, 0, leaves, ()) from error
-        given, leaves = leaves, self.ins.taken_apart(leaves, self.known)
+        given, leaves = leaves, unchecked(self.ins.taken_apart)(leaves, self.known)
         slots: list[Any] = [None] * self.instructions.slots
         for slot, number in self.between.counts.items():
             slots[slot] = number
@@ -209,7 +211,7 @@ class Executable(Shown):
         for end in self.ins.stacked:
             if end.number in self.donated:
                 given[end.number].delete()  # its parts have been given away
-        return self.outs.joined(slots[: self.outs.total], self.known)
+        return unchecked(self.outs.joined)(slots[: self.outs.total], self.known)
 
     @functools.cached_property
     def _is_one_program(self) -> bool:
@@ -236,9 +238,11 @@ class Executable(Shown):
             writes = tuple(step.writes[place] for place in block.computed)
             return step.block, None, block.takes, step.reads, writes, block.watched, step.freed, step.microbatches
         if isinstance(step, Send):
-            return -1, self.between.hops[step.transfer], (), (step.source,), (step.target,), None, step.freed, ()
+            hop = self.between.hops[step.transfer]
+            assert hop is not None
+            return -1, unchecked(hop), (), (step.source,), (step.target,), None, step.freed, ()
         stack = self.between.gathers.get(step.value, lambda *_: None)  # nobody reads it
-        return -1, stack, (), step.pieces, (step.target,), None, step.freed, ()
+        return -1, unchecked(stack), (), step.pieces, (step.target,), None, step.freed, ()
 
 
 def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], reuse: bool = True) -> Executable:
@@ -254,12 +258,13 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], re
     pairs = zip(step.blocks, step.taken, strict=True)
     returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}
     programs = enumerate(_programs(step, returned, by_gloo(devices)))
-    jits: dict[Hashable, Any] = {}
+    jits: dict[tuple[Any, ...], Any] = {}
     functions = tuple(_function(step, n, program, devices, donate, ins, outs, reuse, jits) for n, program in programs)
     between = functools.partial(_between, step, functions, devices)
     failed = functools.partial(failure, step, devices)
     types = tuple(t.aval for t in step.graph.outputs)
-    return Executable(functions, step.instructions, between, leaves, results, donated, returned, failed, types)
+    gives_away = any(given for *_, given in jits)
+    return Executable(functions, step.instructions, between, leaves, results, donated, returned, gives_away, failed, types)
 
 
 def _between(step: StepPlan, functions: Sequence[BlockFunction], devices: Sequence[Any]) -> Between:
@@ -352,7 +357,7 @@ def _function(
     ins: Sequence[Any],
     outs: Sequence[Any],
     reuse: bool,
-    jits: dict[Hashable, Any],
+    jits: dict[tuple[Any, ...], Any],
 ) -> BlockFunction:
     block, takes = step.blocks[number], program.takes
     mesh = physical_mesh(block.group, devices)
@@ -427,7 +432,10 @@ def _returned(
 
 
 def traced(step: StepPlan, made: Executable) -> tuple[Any, ...]:
-    """``made`` as a ``jax.stages.Traced`` for each block. JAX remembers them: asked again, it traces nothing."""
+    """``made`` as a ``jax.stages.Traced`` for each block. JAX remembers them: asked again, it traces nothing.
+
+    Under ``jax.debug_nans`` JAX would leave out what is donated, also where that is switched off again.
+    """
     structs = input_structs(step.graph.inputs, made.ins.of_parts)
     known: dict[Hashable, Any] = {}  # on absent devices groups are alike
     found = []
@@ -435,7 +443,8 @@ def traced(step: StepPlan, made: Executable) -> tuple[Any, ...]:
         given = (*(structs[i] for i in one.takes), *one.values)
         key = one.jitted, given
         if key not in known:
-            known[key] = one.jitted.trace(*given)
+            with jax.debug_nans(False):
+                known[key] = one.jitted.trace(*given)
         found.append(known[key])
     return tuple(found)
 

@@ -1,10 +1,10 @@
 """What is said of a step that fails while it runs: where, and by which op; and what of the state is lost.
 
 An executable says little of itself: of a NaN only that there is one. So the block that failed runs once more, watched: its
-values are those of the failed run, for under ``jax.debug_nans`` JAX donates nothing.
+values are those of the failed run, for under ``jax.debug_nans`` and ``jax.debug_infs`` nothing is donated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +38,7 @@ def failure(
     where = place_of(step, number, microbatches)
     if is_out_of_memory(error):
         return out_of_memory(step, where, error)
-    asked = {"NaN": jax.config.jax_debug_nans, "infinity": jax.config.jax_debug_infs}  # type: ignore[attr-defined]
-    kinds = [kind for kind in asked if asked[kind]]
+    kinds = asked_for()
     own = {devices[i].process_index for i in step.blocks[number].group.devices} == {jax.process_index()}
     if kinds and own:  # others may have seen nothing, and would not run it again
         found = first_not_finite(step, devices, number, given, kinds)
@@ -49,6 +48,24 @@ def failure(
     told = f"{where} failed ({_ops(step, step.blocks[number])}): {type(error).__name__}: {reason[0]}"
     alone = "; the op that makes it is looked for where one process has all devices of the block: run the job in one"
     return BlockError(told + (alone if kinds and not own else ""))
+
+
+def asked_for() -> list[str]:
+    """What JAX is told to raise an error for, where a program makes it."""
+    asked = {"NaN": jax.config.jax_debug_nans, "infinity": jax.config.jax_debug_infs}  # type: ignore[attr-defined]
+    return [kind for kind in asked if asked[kind]]
+
+
+def unchecked(moves: Callable[..., Any]) -> Callable[..., Any]:
+    """``moves``, in front of blocks and between them: it makes no NaN; who makes or reads one that it moves is named."""
+
+    def run(*args: Any) -> Any:
+        if not asked_for():
+            return moves(*args)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return moves(*args)
+
+    return run
 
 
 def place_of(step: StepPlan, number: int, microbatches: Sequence[int] = ()) -> str:
@@ -88,7 +105,9 @@ def first_not_finite(
     It is the first in the order of the block's program, of any device.
     """
     block = step.blocks[number]
-    arguments = [t.name for t in step.graph.inputs if t in block.takes]
+    constants = dict(step.graph.constants)
+    leaves = sum(t not in constants for t in block.takes)  # they come first
+    arguments = [t.name for t in block.takes[:leaves]]
     arguments += [_tensor(block, v) for v in block.flat.inputs[len(block.takes) :]]
 
     def bad(value: Any) -> Any:
@@ -104,8 +123,6 @@ def first_not_finite(
             if bool(bad(value)):
                 return f"'{name}' holds {_what(value, kinds)} already"
         watch = ValueWatch(bad)
-        constants = dict(step.graph.constants)
-        leaves = len(block.takes) - sum(t in constants for t in block.takes)
         args = [*given[:leaves], *(constants[t] for t in block.takes[leaves:]), *given[leaves:]]
         run = emit_watched(block, physical_mesh(block.group, devices), watch, by_gloo(devices))
         said = jax.jit(run)(*args)

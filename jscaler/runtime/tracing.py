@@ -3,12 +3,14 @@ each block takes alone.
 
 Blocks are started ahead of the devices, which run them in order. So a thread for each device group, and for each pair of
 groups that something is sent between, waits for what is under way there, one thing after the other, and looks at the
-clock; a block has begun when it was started, its devices were free, and what it reads was there.
+clock. A thread may wake late, so an end that is seen is the latest that it can be; nothing has ended later than what reads
+it, or what runs behind it on the same devices. A block has begun when it was started, its devices were free, and what it
+reads was there.
 """
 
 import statistics
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,8 @@ from jscaler.estimate.memory import memory_over_time
 from jscaler.estimate.timed_step import step_tasks, with_times
 from jscaler.lower.instructions import Run, Send
 from jscaler.lower.step_plan import StepPlan
-from jscaler.runtime.executable import Executable, executable, lowered
+from jscaler.runtime.executable import Executable
+from jscaler.tables.simulator import Task
 from jscaler.tables.timeline import Timeline
 
 
@@ -40,12 +43,10 @@ class Measured:
 class Tracer:
     """A step whose blocks reuse no buffers, so that all that they leave can be waited for; else as it was compiled."""
 
-    def __init__(self, step: StepPlan, devices: Sequence[Any]):
+    def __init__(self, step: StepPlan, made: Executable, compiled: Sequence[Callable[..., Sequence[Any]]]):
         if jax.process_count() > 1:
             raise DeviceError(f"a step is watched in one process, and the job has {jax.process_count()}: start it alone")
-        self.step = step
-        self.made: Executable = executable(step, devices, (), reuse=False)
-        self.compiled = self.made.calls([one.compile() for one in lowered(step, self.made)])
+        self.step, self.made, self.compiled = step, made, compiled
         self._instructions = step.instructions.steps or (Run(0, (), ()),)
 
     def trace(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Timeline]:
@@ -104,18 +105,35 @@ class Tracer:
             return self.step.blocks[one.block].group.devices
         return one.transfer if isinstance(one, Send) else place
 
-    def _timeline(self, started: Sequence[float], ends: Sequence[float]) -> Timeline:
+    def _timeline(self, started: Sequence[float], seen: Sequence[float]) -> Timeline:
         step = self.step
         tasks = step_tasks(step, [0.0] * len(step.blocks), [0.0] * len(step.transfers))
-        free: dict[Hashable, float] = {}
-        times: list[tuple[float, float]] = []
-        for task, start, end in zip(tasks, started, ends, strict=True):
-            begin = max([start, *(times[n][1] for n in task.waits), *(free.get(place, 0.0) for place in task.places)])
-            times.append((min(begin, end), end))
-            free.update(dict.fromkeys(task.places, end))
+        times = times_seen(tasks, started, seen)
         runs, sent = with_times(step, tasks, times)
         of_runs = [(one.begin, one.end) for one in runs]
         return Timeline(f"{step.name}, measured", tuple(runs), tuple(sent), memory_over_time(step, of_runs, donated=False))
+
+
+def times_seen(tasks: Sequence[Task], started: Sequence[float], seen: Sequence[float]) -> list[tuple[float, float]]:
+    """When each of ``tasks`` began and ended that was started, and was seen to have ended, at these times.
+
+    Each begins no earlier than all that it reads ends, and what ran before it on its devices.
+    """
+    ends = list(seen)
+    behind: dict[Hashable, float] = {}  # place -> the end of the task behind
+    for number, task in reversed([*enumerate(tasks)]):
+        ends[number] = min([ends[number], *(behind[place] for place in task.places if place in behind)])
+        behind.update(dict.fromkeys(task.places, ends[number]))
+        for maker in task.waits:
+            ends[maker] = min(ends[maker], ends[number])
+    free: dict[Hashable, float] = {}
+    times: list[tuple[float, float]] = []
+    for task, start, end in zip(tasks, started, ends, strict=True):
+        begin = max([start, *(times[n][1] for n in task.waits), *(free.get(place, 0.0) for place in task.places)])
+        assert begin <= end
+        times.append((begin, end))
+        free.update(dict.fromkeys(task.places, end))
+    return times
 
 
 def _end(made: Sequence[Any]) -> float:

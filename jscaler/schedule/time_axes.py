@@ -179,7 +179,8 @@ def _cells(graph: Graph, path: str, index: Index | None, grids: Mapping[str, tup
         return None
     forward = graph[path].forward if path in graph.by_path else None
     axes = grids.get(path) or grids.get(forward.path if forward is not None else "", ())
-    parts = [(axis, range(*box)) for axis, box in zip(axes, index, strict=True) if box != (0, axis.parts)]
+    own = zip(axes, index, strict=False)  # axes that the op was given later are meant whole
+    parts = [(axis, range(*box)) for axis, box in own if box != (0, axis.parts)]
     if len(parts) != 1 or not parts[0][0].time:
         inside = ", ".join(str(axis) for axis, _ in parts)
         raise PlanError(

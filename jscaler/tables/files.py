@@ -26,10 +26,12 @@ def find_schedule(schedule: "Published | Table | str | os.PathLike[str]") -> Pub
 
     Raises:
         UnknownNameError: there is no schedule, and no file, of that name.
-        PlanError: a cell cannot be read.
+        PlanError: a cell cannot be read, or there is none.
     """
-    if isinstance(schedule, Published | Table):
+    if isinstance(schedule, Published):
         return schedule
+    if isinstance(schedule, Table):
+        return _with_cells(schedule, "a table")
     if not isinstance(schedule, str | os.PathLike):
         raise PlanError(f"a schedule is a name, a Table, its text, or a file that holds one, not {shown(schedule)}")
     text = os.fspath(schedule)
@@ -37,10 +39,17 @@ def find_schedule(schedule: "Published | Table | str | os.PathLike[str]") -> Pub
         return found
     is_file = not isinstance(schedule, str) or text.endswith((".csv", ".txt")) or os.path.exists(text)
     if not is_file and len(text.split()) > 1:
-        return Table.parse(text)
+        return _with_cells(Table.parse(text), "a table")
     if not is_file:
         raise UnknownNameError("schedule", text, SCHEDULES, "; or give a table, its text, or a file that holds one")
-    return read_table(text)
+    return _with_cells(read_table(text), f"the schedule '{text}'")
+
+
+def _with_cells(table: Table, name: str) -> Table:
+    """``table``; raises PlanError where nothing is in it."""
+    if next(table.cells(), None) is None:
+        raise PlanError(f"{name} has no cells; a cell is stage, kind and micro-batch, as in 0F3, and a row is a group's")
+    return table
 
 
 def read_table(path: str | os.PathLike[str]) -> Table:
@@ -50,7 +59,7 @@ def read_table(path: str | os.PathLike[str]) -> Table:
         PlanError: there is no such file, or a cell cannot be read; says where.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")  # as a spreadsheet writes it
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise PlanError(f"the schedule '{os.fspath(path)}' cannot be read: {why}") from error

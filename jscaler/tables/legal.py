@@ -50,6 +50,22 @@ def check_cells(
             raise PlanError(f"row {number} of the table, that of {names[number]}, {'; '.join(told)}")
 
 
+def check_own_order(table: Table) -> None:
+    """Raise unless each stage has its F in front of its R, that in front of its B or I, and its I in front of its W.
+
+    A stage that passes no gradient on has an I that takes no time, and no block: its place is checked all the same.
+
+    Raises:
+        OrderError: a cell stands in front of one that it waits for.
+    """
+    for number, row in enumerate(table.rows):
+        place = {cell: at for at, cell in enumerate(cells_of(row))}
+        for cell, at in place.items():
+            for other in _before(cell):
+                if other.stage == cell.stage and place.get(other, at) > at:
+                    raise OrderError(f"row {number} of the table has {cell} in front of {other}, for which it waits")
+
+
 def _placed(cell: TableCell, row: int, home: Mapping[TableCell, int], names: Sequence[str]) -> str:
     """``cell``, and where it belongs, if not in ``row``."""
     own = home.get(whole_of(cell))

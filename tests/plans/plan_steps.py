@@ -98,12 +98,17 @@ def with_arguments(model: nn.Module, tx: optax.GradientTransformation, batch: An
     return train_step(model, tx), ({"params": params, "opt": tx.init(params)}, batch)
 
 
+def captured_once(step: Step, *arguments: Any) -> Captured:
+    """The step's graph, whatever the plan."""
+    if step not in CAPTURED:
+        CAPTURED[step] = Captured.of(jscaler.parallelize("single", devices=1)(step).graph(*arguments))
+    return CAPTURED[step]
+
+
 def planned(plan: Any, made: tuple[Step, tuple[Any, Any]], devices: int) -> StepPlan:
     """The step under ``plan``, not compiled; its redistribution is proven."""
     step, arguments = made
-    if step not in CAPTURED:
-        CAPTURED[step] = Captured.of(jscaler.parallelize(plan, devices=devices)(step).graph(*arguments))
-    known = CAPTURED[step]
+    known = captured_once(step, *arguments)
     done = ExplainedPlan.of(lower(known, transform(known, plan, devices)))
     jscaler.verify(done)
     return done

@@ -18,7 +18,7 @@ from jscaler import PlanError
 from jscaler.clusters.device import find_kind
 from jscaler.ir import Nest, PTensor
 from jscaler.ir.loop import made_by, reads_of
-from jscaler.plans.balance import BALANCED_FOR, EVEN, UNEVEN, Unit, balanced, bottleneck
+from jscaler.plans.balance import BALANCED_FOR, EVEN, LITTLE, UNEVEN, Unit, balanced, bottleneck
 from jscaler.primitives import Planner
 from jscaler.xla_model.work import work_of
 
@@ -31,22 +31,39 @@ Cuts = Sequence[int]
 @given(st.integers(0, 2**32 - 1))
 @drawn(400, one_in=2)
 def test_the_slowest_stage_is_as_fast_as_any_choice_of_places_makes_it(seed: int) -> None:
-    """No stage may be without work; of two stages that are as fast either way, the cut with fewer bytes is taken."""
+    """No stage may be without work; of cuts that are as fast, those with the fewest stages of little work, then bytes."""
     rng = np.random.default_rng(seed)
     seconds, nbytes, stages = rng.integers(0, 5, 7), rng.integers(0, 9, 7).tolist(), int(rng.integers(2, 5))
     sums = np.concatenate([[0], np.cumsum(seconds)]).astype(float)
     places = sorted(rng.choice(range(1, 7), int(rng.integers(1, 7)), replace=False).tolist())
 
-    def cost(cuts: Cuts) -> tuple[float, int]:
+    def cost(cuts: Cuts) -> tuple[float, int, int]:
         shares = [sums[stop] - sums[start] for start, stop in itertools.pairwise([0, *cuts, 7])]
-        return (max(shares), sum(nbytes[i] for i in cuts)) if min(shares[1:]) > 0 else (np.inf, 0)
+        little = sum(share < LITTLE * sums[-1] / stages for share in shares)
+        return (max(shares), little, sum(nbytes[i] for i in cuts)) if min(shares[1:]) > 0 else (np.inf, 0, 0)
 
-    best = min((cost(cuts) for cuts in itertools.combinations(places, stages - 1)), default=(np.inf, 0))
+    best = min((cost(cuts) for cuts in itertools.combinations(places, stages - 1)), default=(np.inf, 0, 0))
     cuts = bottleneck(sums, places, nbytes, stages)
     assert (cuts is None) == (best[0] == np.inf)
     if cuts is not None:
         assert set(cuts) <= set(places)
         assert cost(cuts) == best
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(5, 4), (6, 4), (7, 4), (5, 3), (6, 5), (9, 4)])
+@pytest.mark.parametrize("ends", [False, True])
+def test_equal_layers_lie_as_equally_as_they_divide(layers: int, stages: int, ends: bool) -> None:
+    """A layer is a product and something small; behind the last a loss, in front of whose last op four bytes go across."""
+    for product in (0.1, 0.7, 1 / 3):
+        head = [0.5 * product, 0.3 * product] if ends else []
+        seconds = [*head[:1], *[product, 0.1 * product] * layers, *head, 0.05 * product, 1e-4]
+        nbytes = [0, *[1024] * (len(seconds) - 2), 4]
+        sums = np.concatenate([[0.0], np.cumsum(seconds)])
+        cuts = bottleneck(sums, range(1, len(seconds)), nbytes, stages)
+        assert cuts is not None
+        products = [seconds[a:b].count(product) for a, b in itertools.pairwise([0, *cuts, len(seconds)])]
+        assert max(products) - min(products) == 1, products
+        assert min(products) > 0
 
 
 # -- rows of ops

@@ -1,6 +1,7 @@
 """A finished plan meets a graph that its policy never saw: it fits, or the first difference is named."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler import Chunk, Plan, PlanFitError, Prefix, Split
+from jscaler import Chunk, Plan, PlanFitError, Prefix, Split, plans
 from jscaler.capture.bodies import BodyTable
 from jscaler.ir import Graph, Place
-from jscaler.primitives import Assign, Fuse, GridAxis, Order, Trans, make_plan
+from jscaler.primitives import Assign, Fuse, GridAxis, OnDevices, Order, Trans, make_plan
 from jscaler.primitives.plan import ReduceDtype, SaveResiduals, Shard, Store
 from jscaler.primitives.plan_matches import check_fits
+from jscaler.stages import transform
 from tests.lower.steps import ADAMW, MOMENTUM, make_batch, make_state, make_step, split, tensor_parallel
+from tests.plans.plan_steps import captured_once, gpt, mlp
 
 
 def graph_of(
@@ -234,6 +237,65 @@ def test_inputs_that_are_stored_are_compared_with_the_graph(
 def test_inputs_are_stored_on_any_grid_of_the_devices() -> None:
     stores = (Store("batch", (2, 2), (3, 1, 2, 0), ((1,), (0,))), Store("params/up", (), (2,), ((), ())))
     check_fits(Plan("mine", 4, stores), graph_of(), BodyTable())
+
+
+INNER = (
+    "single()", "data_parallel()", "tensor_parallel()", "sequence_parallel()", "vocab_parallel()", "zero1()", "zero2()",
+    "zero3()", "megatron(dp=2, tp=1, zero=1)", "megatron(dp=1, tp=2, sequence=True, zero=3)", "co_shard(2, plan=zero2())",
+    "recompute_layers(zero3())", "selective_recompute(tensor_parallel())",
+)  # fmt: skip
+AROUND = (
+    "{}", "accumulate(2, {})", "pipeline(2, 4, plan={})", "pipeline(2, 4, 'interleaved', plan={})",
+    "pipeline(2, 4, 'chimera', plan={})", "pipeline(2, 4, '1f1b+R', plan={})", "interlaced(2, 4, {})",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_saved_plans_fit_the_graph_that_they_were_made_for(around: str, stacked: bool) -> None:
+    step, arguments = gpt(layers=4, stacked=stacked)
+    captured, fitted = captured_once(step, *arguments), 0
+    for inner in INNER:
+        try:
+            plan = transform(captured, plans.by_name(around.format(inner)), 4)
+        except jscaler.PlanError:  # these two do not go together
+            continue
+        check_fits(Plan.from_json(plan.to_json()), captured.graph, captured.bodies)
+        fitted += 1
+    assert fitted >= 10
+
+
+def test_a_saved_pipeline_with_zero_inside_lowers_to_the_same_program() -> None:
+    step, arguments = mlp()
+    first = jscaler.parallelize(plans.pipeline(2, 2, plan=plans.zero3()), devices=4)(step).lower(*arguments)
+    again = jscaler.parallelize(Plan.from_json(first.plan.plan.to_json()))(step).lower(*arguments)
+    assert again.as_text() == first.as_text()
+
+
+STAGE = OnDevices(("up/dot",), (0, 1), stage=0)
+
+
+@pytest.mark.parametrize(
+    ("decisions", "message"),
+    [
+        ((STAGE, Shard("params/up", 0, 2, (1, 2))), "devices [1, 2]: give an array of all 4, or of all that a stage has"),
+        ((STAGE, Shard("params/up", 0, 2, (0, 0, 1, 1))), "over devices [0, 0, 1, 1]"),
+        ((dataclasses.replace(STAGE, devices=(0, 9)),), "ops are to run on devices [0, 9]"),
+        ((dataclasses.replace(STAGE, devices=()),), "ops are to run on devices []"),
+        ((dataclasses.replace(STAGE, turned=(2, 2)),), "ops are to run on devices [2, 2]"),
+        ((dataclasses.replace(STAGE, stage=-1),), "a stage is a number, 0 or more, and not -1"),
+        ((GRID, Order("up/dot", "up/dot", ((0, 1), (5, 6)))), "the cells [[0, 1], [5, 6]] of 'up/dot' are none of"),
+        ((Order("up/dot", "up/dot", ((0, 1),)),), "the cells [[0, 1]] of 'up/dot' are none of its grid []"),
+        (
+            (Trans("up/dot", ()), Assign("up/dot", (), FOUR[:1]), Trans("up/dot", (GridAxis("c", 2),))),
+            "'up/dot' is split after it was assigned to devices",
+        ),
+    ],
+)
+def test_stages_and_orders_are_compared_with_devices_and_grids(decisions: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(PlanFitError, match=re.escape(message)):
+        check_fits(Plan("mine", 4, decisions), graph_of(), BodyTable())
+    check_fits(Plan("mine", 4, (STAGE, Shard("params/up", 0, 2, (1, 0)))), graph_of(), BodyTable())
 
 
 def test_the_number_of_devices_is_compared_first() -> None:

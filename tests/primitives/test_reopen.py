@@ -54,15 +54,16 @@ def test_the_channels_are_never_gathered() -> None:
 def test_the_handle_stays_valid_and_names_its_pieces() -> None:
     step = jscaler.parallelize("single", devices=1)(make_step(tied_loss, ADAMW))
     graph = step.graph(make_state(ADAMW), make_batch())
-    planner = Planner(graph, 4)
+    planner = Planner(graph, 8)
     op = graph["norm/rsqrt"]
     assert graph.rule(op).factors["b"].reopens
     grid = planner.op_trans(op, Split("b", 4))
     assert grid.op is op
     assert grid.pieces == ("reduce_sum", "reduce_sum", "rsqrt")
     assert str(grid[1]) == "Grid(norm/rsqrt = reduce_sum, reduce_sum, rsqrt [b:4] at ((1, 2),))"
-    planner.op_assign(grid, np.arange(4))
-    assert planner.op_trans(grid, Split("a", 2)).shape == (4, 2)
+    grid = planner.op_trans(grid, Split("a", 2))
+    assert grid.shape == (4, 2)
+    planner.op_assign(grid, np.arange(8).reshape(4, 2))
     assert planner.op_trans("up/dot", Split("a", 2)).pieces == ()
 
 

@@ -67,6 +67,53 @@ def test_debug_infs_names_the_op():
         step(jnp.array([1.0, 90.0]))
 
 
+@pytest.mark.parametrize("at_first", [False, True])
+def test_debug_nans_may_be_set_at_any_time_and_nothing_is_lost(at_first):
+    """Behind a first run that donates, and again behind the error; then donated arguments are given away again."""
+    step, params = pipelined(), make_params()
+    if not at_first:
+        params, _ = step(params, X / 100)
+    with jax.debug_nans(True):
+        for _ in range(2):
+            with pytest.raises(jscaler.NotFiniteError, match=r"by sqrt, in the forward.* block .*micro-batch 2 of 4"):
+                step(params, BAD)
+        new, _ = step(params, X)
+    expected, _ = jax.jit(train_step)(jax.device_get(params), X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), new, expected)
+    step(new, X)
+    assert all(x.is_deleted() for x in jax.tree.leaves(new))
+
+
+@pytest.mark.parametrize("at_first", [False, True])
+def test_debug_infs_loses_nothing_that_is_donated(at_first):
+    step = jscaler.parallelize("single", devices=1, donate_argnames="w")(lambda w, x: (w + 1, jnp.exp(w * x)))
+    w = jnp.ones(())
+    if not at_first:
+        w, _ = step(w, 1.0)
+    with jax.debug_infs(True), pytest.raises(jscaler.NotFiniteError, match="makes the first infinity, by exp"):
+        step(w, 100.0)
+    assert not w.is_deleted()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_debug_nans_names_what_holds_one_and_not_what_moves_it(schedule):
+    """The slices of a stack that lies in parts, and what stages get from others or from the batch."""
+
+    def stacked(ws, x):
+        loss_of = jscaler.value_and_grad(lambda ws: jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]))
+        loss, gradients = loss_of(ws)
+        return ws - gradients, loss
+
+    ws, x = jnp.stack([jnp.eye(4)] * 4), jnp.ones((8, 4))
+    bad_ws, bad_x = ws.at[3].set(jnp.nan), x * jnp.nan
+    step = jscaler.parallelize(plans.pipeline(2, 2, schedule, batch="x"), devices=2)(stacked)
+    with jax.debug_nans(True):
+        with pytest.raises(jscaler.NotFiniteError, match=r"'ws.*' holds a NaN already"):
+            step(bad_ws, x)
+        with pytest.raises(jscaler.NotFiniteError, match=r"'x' holds a NaN already, in .*block"):
+            step(ws, bad_x)
+
+
 def test_debug_nans_on_one_group_and_of_what_is_given():
     step = jscaler.parallelize(plans.data_parallel("x"), devices=2)(train_step)
     holds = X.at[0, 0].set(jnp.nan)

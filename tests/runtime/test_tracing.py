@@ -14,6 +14,8 @@ import jscaler
 from jscaler import plans
 from jscaler.errors import JscalerError, UnknownNameError
 from jscaler.report.trace_file import trace_events
+from jscaler.runtime.tracing import times_seen
+from jscaler.tables.simulator import Task
 from jscaler.tables.timeline import Timeline
 
 NEEDED = {
@@ -68,6 +70,31 @@ def test_blocks_ran_in_the_order_of_the_table(traced: Any) -> None:
         assert all(b <= e for b, e in times)
         assert all(e <= after for (_, e), (after, _) in itertools.pairwise(times)), "one after another"
     assert len(timeline.sends) == sum(type(one).__name__ == "Send" for one in compiled.plan.instructions.steps)
+
+
+def test_nothing_begins_before_what_it_reads_has_ended() -> None:
+    """Whenever threads wake: a maker's that is seen late, and a block of two groups that is seen before one of each."""
+    places = [("a",), ("b",), ("a", "b"), ("a",), ("b",)]
+    waits = [(), (0,), (1,), (2,), (0, 2)]
+    tasks = [Task(own, 0.0, before) for own, before in zip(places, waits, strict=True)]
+    draws = np.random.default_rng(0)
+    for _ in range(50):
+        true = 1.0 + np.cumsum(draws.random(len(tasks)))  # when they end, one after the other
+        seen = [float(end + draws.choice([0.0, 3.0]) * draws.random()) for end in true]
+        times = times_seen(tasks, [0.1 * i for i in range(len(tasks))], seen)
+        for number, (begin, end) in enumerate(times):
+            assert true[number] <= end <= seen[number]
+            assert all(times[maker][1] <= begin <= end for maker in waits[number])
+            assert all(times[n][1] <= begin for n in range(number) if {*places[n]} & {*places[number]})
+
+
+def test_measured_blocks_begin_behind_those_that_they_read(traced: Any) -> None:
+    compiled, *_ = traced
+    _, timeline = compiled.trace(*arguments())
+    ends = {str(cell): one.end for one in timeline.runs for cell in one.cells}
+    begins = {str(cell): one.begin for one in timeline.runs for cell in one.cells}
+    for stage in range(1, 4):
+        assert all(ends[f"{stage - 1}F{i}"] <= begins[f"{stage}F{i}"] for i in range(4))
 
 
 def test_measured_seconds_are_what_the_simulator_takes(traced: Any) -> None:

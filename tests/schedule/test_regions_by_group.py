@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jscaler
-from jscaler import TimeSplit, plans
+from jscaler import PlanError, Replicate, Split, TimeSplit, plans
 from jscaler.ir import Graph
 
 ROWS, WIDTH, MICROBATCHES = 8, 6, 2
@@ -133,3 +133,47 @@ def test_sums_in_more_bits_of_a_loop_run_where_it_lies():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), atol=0.02), step(params, x), expected
     )
+
+
+# -- what a forward loop saves, read by backwards on other groups
+
+
+def norm_step(params: Any, x: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    """Its mean over rows needs all of them: forward and backward are two loops over micro-batches."""
+
+    def loss_of(params: Any) -> Any:
+        with jax.named_scope("first"):
+            h = jnp.tanh(x @ params["a"])
+        with jax.named_scope("norm"):
+            h = h - h.mean(0)
+        with jax.named_scope("second"):
+            return jnp.mean(jnp.tanh(h @ params["b"]) ** 2)
+
+    loss, grads = value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def elsewhere(*backwards: str) -> Any:
+    """What the first product leaves lies in two layouts on [1, 2]; ``backwards`` are on [3]."""
+
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        (rows,) = {graph.factor_of("x", 0)[graph[path]] for path in ("first/dot", "first/tanh")}
+        graph.op_assign(graph.op_trans("first/dot", TimeSplit(rows, 2, "t"), Replicate(2)), [1, 2])
+        graph.op_assign(graph.op_trans("first/tanh", TimeSplit(rows, 2, "t"), Split(rows, 2)), [1, 2])
+        for path in backwards:
+            graph.op_assign(path, 3)
+
+    return policy
+
+
+@pytest.mark.filterwarnings("ignore::jscaler.PlanWarning")
+def test_what_several_layouts_hold_is_read_on_another_group() -> None:
+    """Refused with the ops' names, where one loop spans groups; and as the error says, on one group, right."""
+    params, x = PARAMS, BATCH["x"]
+    step = jscaler.parallelize(elsewhere("first/tanh@backward"), devices=4)(norm_step)
+    with pytest.raises(PlanError, match=r"'first/tanh@backward.*' on devices \[3\].*place the ops of this loop"):
+        step.lower(params, x)
+    with jax.enable_x64(True):
+        step = jscaler.parallelize(elsewhere("first/tanh@backward", "first/dot@backward"), devices=4)(norm_step)
+        expected = jax.jit(lambda *given: norm_step(*given, jax.value_and_grad))(params, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), step(params, x), expected)

@@ -14,7 +14,7 @@ from plans.plan_steps import assert_same_numbers, gpt
 from scheduled import Schedule
 
 import jscaler
-from jscaler import Split, TimeSplit
+from jscaler import Replicate, Split, TimeSplit
 from jscaler.errors import OrderError, PlanError
 from jscaler.report.targets import described_devices
 from jscaler.runtime.target import WITHOUT_GPU
@@ -178,6 +178,21 @@ def test_an_order_of_cells_is_saved_with_the_plan() -> None:
     assert jscaler.Plan.from_json(made.plan.to_json()) == made.plan
     unequal = lowered(PLANS["unequal time"][0]).plan.plan
     assert jscaler.Plan.from_json(unequal.to_json()) == unequal
+
+
+def test_an_op_may_be_split_further_behind_an_order_of_its_cells() -> None:
+    def policy(graph: Any, devices: np.ndarray) -> None:
+        rows = graph.factor_of("x", 0)
+        for path in ("a/dot", "b/dot"):
+            graph.op_trans(path, TimeSplit(rows[graph[path]], 2))
+        graph.op_order(("a/dot", 1), ("a/dot", 0))
+        for path in ("a/dot", "b/dot"):
+            graph.op_assign(graph.op_trans(path, Replicate(2)), devices)
+
+    run = lowered(policy, 2)
+    params, x = arguments()
+    ours, theirs = run.compile()(params, x), jax.jit(step)(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, theirs)
 
 
 def attention(params: dict[str, jax.Array], x: jax.Array) -> Any:

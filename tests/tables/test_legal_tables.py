@@ -409,6 +409,29 @@ def test_tables_whose_blocks_stand_in_several_ways(text: str) -> None:
     assert_trains(Table.parse(text))
 
 
+BACKWARDS = {
+    "0F0 0F1 0W0 0I0 0B1\n1F0 1B0 1F1 1B1": "row 0 of the table has 0W0 in front of 0I0",  # whose I is no block
+    "0F0 0F1 (0W0;0I0) 0B1\n1F0 1B0 1F1 1B1": "row 0 of the table has 0W0 in front of 0I0",
+    "0I0 0F0 0F1 0W0 0B1\n1F0 1B0 1F1 1B1": "row 0 of the table has 0I0 in front of 0F0",
+    "0F0 0F1 0B0 0B1\n1W0 1F0 1I0 1F1 1B1": "row 1 of the table has 1W0 in front of 1I0",
+    "0F0 0F1 0B0 0R0 0B1\n1F0 1B0 1F1 1B1": "row 0 of the table has 0B0 in front of 0R0",
+}
+
+
+@pytest.mark.parametrize("text", BACKWARDS)
+def test_cells_of_a_stage_stand_in_their_order_though_they_are_no_blocks(text: str) -> None:
+    train = jscaler.parallelize(plans.pipeline(2, 2, text, batch="x"), devices=2)(step)
+    with pytest.raises(OrderError, match=re.escape(f"{BACKWARDS[text]}, for which it waits")):
+        train.lower(*arguments())
+
+
+def test_chunks_are_those_of_the_table() -> None:
+    text = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    with pytest.raises(PlanError, match="chunks=2 are 4 stages on 2 groups, and the table has 2; leave chunks out"):
+        plans.pipeline(2, 2, text, chunks=2)
+    assert plans.pipeline(2, 2, text, chunks=1) is not None
+
+
 def assert_trains(table: Table) -> None:
     """One device's numbers, a proof, and the table's order."""
     microbatches = 1 + max(cell.microbatch for cell in table.cells())

@@ -115,6 +115,24 @@ def test_csv_with_one_action_in_a_line(tmp_path: Path) -> None:
         assert str(read_table(path)) == text.removesuffix("OVERLAP_F_B")
 
 
+def test_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As spreadsheets write it."""
+    for name, text in (("mine.csv", "0F0,0B0\n1F0,1B0\n"), ("mine.txt", "0F0 0B0\n1F0 1B0\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert str(find_schedule(tmp_path / name)) == "0F0 0B0\n1F0 1B0"
+
+
+@pytest.mark.parametrize("text", [",,,\n,,,\n", "", "\n\n"])
+def test_a_file_without_cells(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "empty.csv"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"the schedule '.*empty\.csv' has no cells; a cell is stage, kind and micro-batch"):
+        find_schedule(path)
+    for given in (Table(((), ())), Table(())):
+        with pytest.raises(PlanError, match="a table has no cells"):
+            find_schedule(given)
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_bytes(b"\xff\xfe0F0")
