@@ -190,6 +190,27 @@ def test_a_teacher_that_follows_is_split_like_its_student() -> None:
         }  # fmt: skip
 
 
+def test_an_update_that_reduces_a_gradient_says_nothing_of_columns() -> None:
+    """Of a stack it keeps the layers alone, as a contraction would."""
+
+    def step_by(value_and_grad: Any) -> Callable[..., Any]:
+        def train(params: Any, x: jax.Array) -> Any:
+            def loss_of(params: Any) -> jax.Array:
+                return jnp.mean(jax.lax.scan(lambda x, k: (jnp.tanh(x @ k["in"]) @ k["out"], None), x, params)[0] ** 2)
+
+            loss, grads = value_and_grad(loss_of)(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * (g - g.mean((1, 2), keepdims=True)), params, grads), loss
+
+        return train
+
+    draws = np.random.default_rng(0)
+    params = {"in": draws.normal(size=(2, 6, 8)), "out": draws.normal(size=(2, 8, 6))}
+    got, loss = jscaler.parallelize(plans.tensor_parallel(), devices=2)(step_by(jscaler.value_and_grad))(params, ROWS)
+    want = jax.jit(step_by(jax.value_and_grad))(params, ROWS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (got, loss), want)
+    assert got["in"].sharding.shard_shape(got["in"].shape) == (2, 6, 4)
+
+
 def test_kernels_that_do_not_divide_are_named() -> None:
     model, inputs, _ = MODELS["dense"]
     variables = model.init(jax.random.key(1), inputs)
