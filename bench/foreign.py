@@ -60,6 +60,7 @@ PLANS = {  # and on how many devices; `single` is what the last ones have on the
     "recompute_layers": 1,
     "co_shard(2)": 1,
     "pipeline(2, 2)": 2,
+    "pipeline(2, 2, 'gpipe')": 2,
 }
 BATCH_SPLIT = ("data_parallel", "zero1", "zero3")  # every device has its own part of all products
 QUICK = ("linen wmt transformer", "nnx gemma", "linen imagenet resnet", "hub gpt2")

@@ -185,8 +185,8 @@ def distances(state: Any, want: Any) -> dict[str, float]:
     for (path, a), b in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(want), strict=True):
         same = (a.shape, a.dtype) == (b.shape, b.dtype)
         mine, theirs = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        largest = max(float(np.abs(theirs).max()), RATE)
-        found[jax.tree_util.keystr(path)] = float(np.abs(mine - theirs).max()) / largest if same else np.inf
+        largest = max(float(np.abs(theirs).max(initial=0.0)), RATE)
+        found[jax.tree_util.keystr(path)] = float(np.abs(mine - theirs).max(initial=0.0)) / largest if same else np.inf
     return found
 
 

@@ -6,7 +6,7 @@
 import importlib.util
 from collections.abc import Callable
 
-from bench.foreign_models import attention, convolutional, nnx_models, recurrent
+from bench.foreign_models import attention, convolutional, generative, nnx_models, recurrent, sequences
 from bench.foreign_models.training import Foreign
 
 MODELS: dict[str, Callable[[], Foreign]] = {
@@ -14,6 +14,8 @@ MODELS: dict[str, Callable[[], Foreign]] = {
     **recurrent.MODELS,
     **attention.MODELS,
     **nnx_models.MODELS,
+    **sequences.MODELS,
+    **generative.MODELS,
 }
 
 if importlib.util.find_spec("transformers") is not None:

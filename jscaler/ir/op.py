@@ -148,8 +148,8 @@ class Op:
 
     @property
     def whole(self) -> str:
-        """Its path in the graph whose loops take one part in an iteration."""
-        return without(self.path, "turn")
+        """Its path in the graph in front of loops over parts and of copies for groups."""
+        return without(self.path, "turn", "group")
 
     @property
     def name(self) -> str:

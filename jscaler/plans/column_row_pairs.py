@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jscaler.errors import PlanError, PlanWarning, listing, warn
 from jscaler.ir import Op, PTensor
+from jscaler.ir.kinds import learned, read_by_a_loss
 from jscaler.ir.walk import closure
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.factors import Dims, Factors, by_dim, column, is_much, reached, required, select
@@ -60,7 +61,8 @@ def find_columns(graph: Planner, taken: Iterable[Op] = ()) -> list[tuple[PTensor
     Args:
         taken: ops that are split already: kernels that they read have their place.
     """
-    weights = weights_of(graph)
+    read = [t for t in learned(graph.graph) if read_by_a_loss(graph.graph, t)]  # a teacher's kernels, too
+    weights = weights_of(graph, read)
     found: list[tuple[PTensor, int]] = []
     table: Factors = dict.fromkeys(taken, "")
     products = {t: paths for t in graph.inputs if t in weights and (paths := products_of(graph, t, weights))}

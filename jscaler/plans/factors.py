@@ -80,7 +80,7 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
         tensor, before = queue.pop(0)  # ``before``: dims of the kernel in front of the tensor's, outside a loop over layers
         fresh: list[tuple[PTensor, int]] = [(other, before - shift) for other, shift in graph.linked.get(tensor, ())]
         for op in graph.consumers.get(tensor, ()):
-            if op.kind == "backward":
+            if op.kind == "backward" or _only_updates(graph, op):
                 continue
             if op.ranges:
                 fresh += [(t, before) for t in op.outputs]
@@ -97,6 +97,13 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
         queue += [(t, n) for t, n in fresh if t not in seen]
         seen.update(t for t, _ in fresh)
     return None
+
+
+def _only_updates(graph: Planner, op: Op) -> bool:
+    """Whether an op of a train step is neither a product nor in front of one: it may reduce a gradient in any way."""
+    product = op.body is not None and contracts(op.body.jaxpr.eqns)
+    read = any(read_by_a_loss(graph.graph, t) for t in op.outputs)
+    return bool(graph.calls) and op.kind == "update" and not product and not read
 
 
 def _taken_apart(graph: Planner, path: str, dim: int) -> bool:

@@ -211,9 +211,9 @@ def _of_parameters(graph: Planner, given: Iterable[PTensor]) -> set[PTensor]:
     return made
 
 
-def weights_of(graph: Planner) -> set[PTensor]:
-    """Parameters, what is made of them alone, and what loops take of either."""
-    made = with_slices(graph, of_parameters(graph))
+def weights_of(graph: Planner, given: Iterable[PTensor] = ()) -> set[PTensor]:
+    """Parameters and what is ``given``, what is made of them alone, and what loops take of either."""
+    made = with_slices(graph, of_parameters(graph, given))
     for op in graph.forward():
         large = [t for t in op.inputs if t.shape]
         if large and all(t in made for t in large):

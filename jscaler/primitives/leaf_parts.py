@@ -30,10 +30,11 @@ from jscaler.rules.rule_book import RuleBook
 def leaves_in(graph: Graph, stacks: Iterable[PTensor], sizes: Sequence[int], bodies: BodyTable) -> tuple[str, ...]:
     """The leaves of the state that lie in parts of ``sizes``, if ``stacks`` do; in the order of the step's inputs.
 
-    Not those that a stack is a reshape of, whose dim 0 is another.
+    Not those that a stack is a reshape of, whose dim 0 is another; nor those whose update needs all layers.
     """
-    found = _Parts(graph, tuple(sizes), bodies, stacks=stacks).forms
-    return tuple(t.name for t in graph.inputs if t in found and t.shape[:1] == (sum(sizes),))
+    found = _Parts(graph, tuple(sizes), bodies, stacks=stacks)
+    lie = (t for t in graph.inputs if t in found.forms and found.version.get(t) not in found.taken)
+    return tuple(t.name for t in lie if t.shape[:1] == (sum(sizes),))
 
 
 def with_leaf_parts(graph: Graph, leaves: Sequence[str], sizes: Sequence[int], bodies: BodyTable) -> Graph:
@@ -100,7 +101,7 @@ class _Parts:
         is_state = tensor in self.version or tensor in self.partners or tensor in self.graph.inputs
         if is_state and (maker is None or maker.kind == "backward"):
             self._lies(tensor, form)
-        elif maker is None or self._cell(maker, tensor, form) is None:
+        elif maker is None or self._cell(maker, tensor, form) is None or tensor not in self.forms:
             self.taken[tensor] = form
 
     def _lies(self, tensor: PTensor, form: Ranged) -> None:
@@ -166,10 +167,10 @@ class _Parts:
             cell = self.cells.get(inside[0].path) if item is inside[0] else None
             if cell is not None:
                 self._write(inside[0], cell)
-                continue
-            for tensor in dict.fromkeys(reads_of(item)):
-                self._make_whole(tensor, inside[0])
-            self.ops += [op.renamed(self.whole) for op in inside]
+            else:
+                for tensor in dict.fromkeys(reads_of(item)):
+                    self._make_whole(tensor, inside[0])
+                self.ops += [op.renamed(self.whole) for op in inside]
             made = item.outputs if isinstance(item, Op) else item.loop.results
             for tensor in (t for t in made if t in self.taken):
                 self._take_apart(tensor, inside[0])
@@ -202,7 +203,7 @@ class _Parts:
                 outputs.append(
                     self.parts(tensor)[number] if isinstance(own, Ranged)
                     else tensor if first
-                    else dataclasses.replace(tensor, name=tensor.name + mark)
+                    else dataclasses.replace(tensor, name=tensor.name + ("@each" if tensor in self.taken else "") + mark)
                 )  # fmt: skip
                 if isinstance(own, Summed):
                     summands.setdefault(tensor, []).append(outputs[-1])

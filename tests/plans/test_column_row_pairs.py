@@ -163,6 +163,54 @@ def test_words_are_what_is_looked_up_and_makes_logits(tied: bool) -> None:
         assert whole_kernels(got[0]["params"]) == alone
 
 
+def test_a_teacher_that_follows_is_split_like_its_student() -> None:
+    """Its kernels are state that a loss reads, and are no parameters."""
+
+    def step_by(value_and_grad: Any) -> Callable[..., Any]:
+        def train(state: Any, x: jax.Array) -> Any:
+            def net(params: Any) -> jax.Array:
+                return jnp.tanh(x @ params["in"]) @ params["out"]
+
+            loss, grads = value_and_grad(lambda p: jnp.mean((net(p) - net(state["teacher"])) ** 2))(state["student"])
+            student = jax.tree.map(lambda p, g: p - 0.1 * g, state["student"], grads)
+            teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, state["teacher"], student)
+            return {"student": student, "teacher": teacher}, loss
+
+        return train
+
+    draws = np.random.default_rng(0)
+    student = {"in": draws.normal(size=(6, 8)), "out": draws.normal(size=(8, 6))}
+    state = {"student": student, "teacher": jax.tree.map(lambda p: 1.5 * p, student)}
+    got, loss = jscaler.parallelize(plans.tensor_parallel(), devices=2)(step_by(jscaler.value_and_grad))(state, ROWS)
+    want = jax.jit(step_by(jax.value_and_grad))(state, ROWS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (got, loss), want)
+    for kernels in got.values():
+        assert {name: kernel.sharding.shard_shape(kernel.shape) for name, kernel in kernels.items()} == {
+            "in": (6, 4), "out": (4, 6),
+        }  # fmt: skip
+
+
+def test_an_update_that_reduces_a_gradient_says_nothing_of_columns() -> None:
+    """Of a stack it keeps the layers alone, as a contraction would."""
+
+    def step_by(value_and_grad: Any) -> Callable[..., Any]:
+        def train(params: Any, x: jax.Array) -> Any:
+            def loss_of(params: Any) -> jax.Array:
+                return jnp.mean(jax.lax.scan(lambda x, k: (jnp.tanh(x @ k["in"]) @ k["out"], None), x, params)[0] ** 2)
+
+            loss, grads = value_and_grad(loss_of)(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * (g - g.mean((1, 2), keepdims=True)), params, grads), loss
+
+        return train
+
+    draws = np.random.default_rng(0)
+    params = {"in": draws.normal(size=(2, 6, 8)), "out": draws.normal(size=(2, 8, 6))}
+    got, loss = jscaler.parallelize(plans.tensor_parallel(), devices=2)(step_by(jscaler.value_and_grad))(params, ROWS)
+    want = jax.jit(step_by(jax.value_and_grad))(params, ROWS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (got, loss), want)
+    assert got["in"].sharding.shard_shape(got["in"].shape) == (2, 6, 4)
+
+
 def test_kernels_that_do_not_divide_are_named() -> None:
     model, inputs, _ = MODELS["dense"]
     variables = model.init(jax.random.key(1), inputs)

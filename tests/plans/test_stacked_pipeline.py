@@ -167,6 +167,40 @@ def test_an_evaluation_and_averages_follow_the_stages(staged: Any) -> None:
     assert not averaged.lower(state[0], state).plan.transfers
 
 
+def test_a_leaf_whose_update_needs_all_layers_is_one_array() -> None:
+    """As Muon's of a stack of biases, which are one matrix to it; the stages have their parts of the others."""
+
+    def mixing(params: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        loss, grads = value_and_grad(loss_of)(params, x)
+        bias = grads["layers"]["bias"]
+        grads["layers"]["bias"] = bias / (1 + jnp.sum(bias**2, axis=0))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params, _ = make_state(2)
+    ours = jscaler.parallelize("pipeline(2, 2, batch='x')", devices=2)(mixing)(params, inputs())
+    want = jax.jit(lambda p, x: mixing(p, x, jax.value_and_grad))(params, inputs())
+    check(ours, want, 1e-5)
+    stages = {name: "stages" in str(leaf.sharding) for name, leaf in ours[0]["layers"].items()}
+    assert stages == {"bias": False, "down": True, "up": True}
+
+
+def test_noise_of_all_leaves_is_drawn_by_one_op() -> None:
+    noise = optax.add_noise(eta=0.1, gamma=0.5, key=3)
+
+    def noisy(state: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        loss, grads = value_and_grad(loss_of)(state[0], x)
+        updates, drawn = noise.update(grads, state[1], state[0])
+        return (jax.tree.map(lambda p, u: p - 0.1 * u, state[0], updates), drawn), loss
+
+    params, _ = make_state(2)
+    (ours, _), loss = jscaler.parallelize("pipeline(2, 2, batch='x')", devices=2)(noisy)(
+        (params, noise.init(params)), inputs()
+    )
+    plain = jax.jit(lambda s, x: noisy(s, x, jax.value_and_grad))
+    (want, _), want_loss = plain((params, noise.init(params)), inputs())
+    check((ours, loss), (want, want_loss), 1e-5)
+
+
 def test_layers_of_stages_are_as_asked_for_or_even() -> None:
     x = jax.ShapeDtypeStruct((16, 3), "float32")
 

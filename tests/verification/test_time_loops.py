@@ -12,7 +12,7 @@ from jax import lax
 from losing import losing
 
 import jscaler
-from jscaler import TimeSplit
+from jscaler import TimeSplit, plans
 from jscaler.capture.jaxprs import open_jaxpr, trace_flat
 from jscaler.errors import VerificationError
 from jscaler.ir import Body
@@ -73,6 +73,26 @@ def test_two_counts_under_one_name_would_be_found(
     monkeypatch.setattr(time_axes, "_check_counts", lambda known: None)
     with pytest.raises(VerificationError, match=r"beyond its array|are left out"):
         jscaler.verify(planned(devices, *counts))
+
+
+@losing
+def test_what_each_group_makes_for_itself_is_a_part_too() -> None:
+    """The gradient of a row's sum is a literal, repeated: stages in front make it, too, and it does not cross."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            with jax.named_scope("first"):
+                scale = jnp.tanh(x @ params["a"])
+                h = jnp.exp(scale)
+            rows = scale.sum(axis=-1)
+            with jax.named_scope("second"):
+                y = jnp.tanh(h @ params["b"])
+            return jnp.mean(rows + y.sum(axis=-1))
+
+        return jscaler.value_and_grad(loss)(params, x)
+
+    stages = plans.pipeline(2, 2, at=["*second"], batch="x")
+    assert jscaler.verify(jscaler.parallelize(stages, devices=2)(step).lower(PARAMS, X).plan).time_loops == 1
 
 
 # -- faults in a program that was right
