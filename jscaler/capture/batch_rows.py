@@ -68,7 +68,8 @@ class BatchRows:
 
 def largest(needs: Sequence[Need]) -> Need:
     """The need of equations that are one op."""
-    return next((need for need in reversed(NEEDS) if need in needs), "none")
+    found: list[Need] = [need for need in NEEDS if need in needs]
+    return found[-1] if found else "none"
 
 
 def data_rows(step: Trace, state: Iterable[int]) -> BatchRows:

@@ -197,7 +197,9 @@ class _Completion:
             if x.stack not in lying and x.stack in at_hand.saved:
                 # The loop that saves it leaves it as this one reads it; on another group, as it can.
                 source, _ = at_hand.saved[x.stack]
-                group = self.of_loop.get(self.graph.homes[source], layout.mesh)
+                maker = self.graph.producer.get(source)
+                home = self.of_loop.get(self.graph.homes[source], layout.mesh)
+                group = home if maker is None else self.homes[maker.path].group
                 near = group.unordered == layout.mesh.unordered
                 lying[x.stack] = (stacked if near else at_hand.first(x.stack, group),)
             self._want(x.stack, stacked)
