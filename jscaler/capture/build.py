@@ -10,10 +10,10 @@ from jax.extend import core
 from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.batch_rows import BatchRows, data_rows
 from jscaler.capture.bodies import BodyTable
-from jscaler.capture.fragments import Fragment, fragments
+from jscaler.capture.fragments import Fragment, fragments, scope_of
 from jscaler.capture.inner_jaxprs import scan_parts
 from jscaler.capture.jaxprs import Atom, Inliner, fresh, inner_jaxpr, live_equations, make_jaxpr
-from jscaler.capture.module_scopes import with_module_scopes
+from jscaler.capture.module_scopes import common_path, module_of, with_module_scopes
 from jscaler.capture.names import PathNames, common_root, function_name
 from jscaler.capture.opening import hoist_numbers, opens
 from jscaler.capture.residuals import default_residuals
@@ -76,9 +76,11 @@ class _Builder:
         self.trained = {self.tensors[v] for call in step.calls for v in call.wrt if v in self.tensors}
         self.constants: list[tuple[core.Var, Any]] = []
         self._add_constants(step.constants)
-        self.fragments, self.generated = fragments(step, rows=rows)
         # a step without a gradient names its ops as a loss does, so that one policy fits both
-        self.root = common_root(f.scope for f in self.fragments if f.call is not None or not step.calls)
+        self.root = common_root(scope_of(t.eqn) for t in step.equations if t.call is not None or not step.calls)
+        modules = [module_of(name) for v, name in zip(step.invars, input_names, strict=True) if v in rows.learned]
+        self.outermost = {self.root, common_path(modules)}
+        self.fragments, self.generated = fragments(step, rows=rows, outermost=self.outermost)
         results = {v for v in step.outvars if isinstance(v, core.Var)}
         results |= {v for c in step.calls for v in (c.loss, *c.wrt) if isinstance(v, core.Var)}
         self.read_outside = _readers_outside(self.fragments, results)
@@ -178,7 +180,7 @@ class _Builder:
         saved = saved_values(self.place.policy, equations)
         self.kept |= saved.kept
         found, self.generated = fragments(
-            Trace((), (), tagged, (), tuple(outs), body), self.generated, saved.ends, self.rows
+            Trace((), (), tagged, (), tuple(outs), body), self.generated, saved.ends, self.rows, self.outermost
         )
         self.read_outside |= _readers_outside(found, {v for v in (*outs, *saved.ends) if isinstance(v, core.Var)})
         for fragment in found:

@@ -64,14 +64,15 @@ def fragments(
     generated: Mapping[core.Var, core.JaxprEqn] | None = None,
     ends: Set[core.Var] = frozenset(),
     rows: BatchRows | None = None,
+    outermost: Set[str] = frozenset(),
 ) -> tuple[list[Fragment], dict[core.Var, core.JaxprEqn]]:
     """The fragments of ``step`` in an order that respects their dependencies, and the equations to be copied.
 
     What reads a gradient comes after the whole forward program of its call, since autodiff comes between the two.
     ``generated`` are input-free equations of the program around a body; what makes one of ``ends`` ends its fragment.
-    ``rows`` are those of the batch in what ``step`` is given.
+    ``rows`` are those of the batch in what ``step`` is given, ``outermost`` the scopes of the whole model.
     """
-    builder = _Builder(step, ends, rows or BatchRows())
+    builder = _Builder(step, ends, rows or BatchRows(), outermost)
     builder.generated.update(generated or {})
     for index, tagged in enumerate(step.equations):
         builder.add(index, tagged)
@@ -106,10 +107,11 @@ def _squares(eqn: core.JaxprEqn) -> list[core.Var]:
 
 
 class _Builder:
-    def __init__(self, step: Trace, ends: Set[core.Var], rows: BatchRows):
+    def __init__(self, step: Trace, ends: Set[core.Var], rows: BatchRows, outermost: Set[str]):
         self.ends, self.rows = ends, rows
         self.eqns = [tagged.eqn for tagged in step.equations]
         self.results = {v for v in step.outvars if isinstance(v, core.Var)}
+        self.outermost = {"", *outermost}
         self.fragments: list[Fragment] = []
         self.home: dict[core.Var, Fragment] = {}
         self.readers: dict[core.Var, list[Fragment]] = {}
@@ -141,7 +143,8 @@ class _Builder:
                 self.readers[var].append(fragment)
         full_reduction = _role(eqn) == "reduces" and not shape(eqn.outvars[0])
         ends = _role(eqn) in ("contracts", "alone") or full_reduction
-        fragment.closed = ends or need == "mixed" or not self.ends.isdisjoint(eqn.outvars)
+        apart = need == "mixed" and self._is_outermost(fragment)
+        fragment.closed = ends or apart or not self.ends.isdisjoint(eqn.outvars)
         if call is not None:
             self.call_level[call] = max(self.call_level.get(call, 0), fragment.level)
 
@@ -149,8 +152,8 @@ class _Builder:
         scope = scope_of(eqn)
         scalar = not any(shape(v) for v in (*eqn.outvars, *reads))
         sources = [self.home[v] for v in reads if v in self.home]
-        beside = [f for v in reads if shape(v) for f in self.readers.get(v, ()) if f.need == need]
-        sources = [f for f in sources if self._may_end(f, index, need)]
+        beside = [f for v in reads if shape(v) for f in self.readers.get(v, ()) if self._may_stand_beside(f, need)]
+        sources = [f for f in sources if self._may_follow(f, index, need)]
         below = max((self._level(v) for v in reads), default=0)
         squares = set(_squares(eqn))
         for candidate in (*sources, *beside):
@@ -170,12 +173,15 @@ class _Builder:
         self.fragments.append(fragment)
         return fragment
 
-    def _may_end(self, fragment: Fragment, index: int, need: Need) -> bool:
+    def _may_follow(self, fragment: Fragment, index: int, need: Need) -> bool:
         """Whether equation ``index`` may join a fragment that it reads.
 
-        What sees all rows may, and what depends on parameters may join what does not, if whoever else reads the fragment
-        waits for it, too. Else a mask of the data would wait for a layer, or for the end of the batch.
+        In the loss, and in the model's own scope, what sees all rows may, and what depends on parameters may join what does
+        not, if whoever else reads the fragment waits for it, too. Else a mask of the data would wait for a layer, or for
+        the batch's end. In a module a reduction is one op with what it reduces (a norm), which `per_microbatch` names.
         """
+        if not self._is_outermost(fragment):
+            return True
         learned = self.rows.is_learned(self.eqns[index]) and not fragment.learned and fragment.need != "none"
         if need == "mixed" or not (need == "joined" or learned):
             return need != "mixed"
@@ -183,6 +189,16 @@ class _Builder:
         inside = {n for n, _ in fragment.eqns} | {index}
         others = {n for v in made for n in self.uses.get(v, ())} - inside
         return made.isdisjoint(self.results) and (not others or others <= self._behind(index))
+
+    def _may_stand_beside(self, fragment: Fragment, need: Need) -> bool:
+        """Whether what needs so much of the batch may join a fragment that reads what it reads."""
+        if self._is_outermost(fragment):
+            return fragment.need == need
+        return fragment.need == need or "joined" in (fragment.need, need) or "mixed" in (fragment.need, need)
+
+    def _is_outermost(self, fragment: Fragment) -> bool:
+        """Whether it is of the loss, or of the model's own scope, and of no module in that."""
+        return fragment.scope in self.outermost
 
     @functools.cached_property
     def uses(self) -> dict[core.Var, list[int]]:

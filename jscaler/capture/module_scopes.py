@@ -44,7 +44,7 @@ def with_module_scopes(step: Trace, input_names: Sequence[str], next_version: Ma
         roots = {names[v].split("/")[0] for v in held if v in names and names[v].count("/") > 1}
         if index in named or not roots:
             continue
-        modules = {v: _module(name) for v, name in names.items() if name.split("/")[0] in roots}
+        modules = {v: module_of(name) for v, name in names.items() if name.split("/")[0] in roots}
         members = [i for i, t in enumerate(equations) if t.call == index]
         scopes = _scopes([equations[i].eqn for i in members], modules)
         state = {step.outvars[o]: modules.get(step.invars[i], "") for o, i in next_version.items()}
@@ -54,7 +54,7 @@ def with_module_scopes(step: Trace, input_names: Sequence[str], next_version: Ma
     return dataclasses.replace(step, equations=tuple(equations))
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
     """``model/blocks/0/attn/query`` for the leaf ``…/query/kernel`` of it, or ``…/query/kernel/value``."""
     parts = name.removesuffix("/value").split("/")[:-1]
     return "/".join(parts[:-1] if parts[-1:] and parts[-1] in HOLDERS else parts)
@@ -76,7 +76,7 @@ def _scopes(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> l
         first = min((first_at[v] for v in eqns[i].outvars if v in first_at), default=None)
         if not own[i] and first is not None:
             last = above[i]
-            scopes[i] = _common([own[first if last is None else last], own[first]])
+            scopes[i] = common_path([own[first if last is None else last], own[first]])
         if (first := i if own[i] else first) is not None:
             for v in _variables(eqns[i].invars):
                 first_at[v] = min(first, first_at.get(v, first))
@@ -95,19 +95,19 @@ def _own(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list
         if not reads:
             free.update(eqn.outvars)
         elif len(held) == len(reads):
-            home.update(dict.fromkeys(eqn.outvars, _common(held)))
-        own.append(uses.name(_common(held)) if held else "")
+            home.update(dict.fromkeys(eqn.outvars, common_path(held)))
+        own.append(uses.name(common_path(held)) if held else "")
     return own
 
 
 def _with_next_state(
     eqns: Sequence[core.JaxprEqn], scopes: Sequence[str], step: Trace, state: Mapping[Atom, str]
 ) -> list[str]:
-    """``scopes``, and those of modules for equations that make nothing but next ``state`` of theirs."""
+    """``scopes``, and those of modules for equations that make nothing but their next ``state``: statistics, no counts."""
     found = list(scopes)
     readers = grouped((v, t.eqn) for t in step.equations for v in _variables(t.eqn.invars))
     results = {v for v in step.outvars if isinstance(v, core.Var)}
-    made_for: dict[core.Var, str] = {v: module for v, module in state.items() if isinstance(v, core.Var) and module}
+    made_for: dict[core.Var, str] = {v: m for v, m in state.items() if isinstance(v, core.Var) and m and _is_weight(v)}
     for i, eqn in reversed(list(enumerate(eqns))):
         uses = [(v, reader) for v in eqn.outvars for reader in readers.get(v, ())]
         ends = {made_for.get(v, "") for v in eqn.outvars if v in results}
@@ -177,7 +177,7 @@ def _variables(atoms: Sequence[Atom]) -> list[core.Var]:
     return [v for v in atoms if isinstance(v, core.Var)]
 
 
-def _common(scopes: Sequence[str]) -> str:
+def common_path(scopes: Sequence[str]) -> str:
     """The path that all ``scopes`` share."""
     shared = []
     for parts in zip(*(s.split("/") for s in scopes), strict=False):

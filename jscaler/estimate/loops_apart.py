@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 
 from jscaler.errors import LEAST
-from jscaler.ir import Graph, Loop, Op, PTensor
+from jscaler.ir import Graph, Loop, PTensor
+from jscaler.ir.between_loops import between_loops
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
 from jscaler.lower.step_plan import StepPlan
@@ -27,7 +28,7 @@ def loops_apart(step: StepPlan) -> str:
     held = _held(graph, loops) if len(loops) > 1 else 0
     if held <= LEAST * sum(t.nbytes for t in graph.inputs):
         return ""
-    why = _between(graph, loops)
+    why = between_loops(graph, loops)
     because = f", since '{folded(why[0].path)}' needs what all of them make of '{folded(why[1].name)}'" if why else ""
     return (
         f"memory is lost: micro-batches run in {len(loops)} loops, one behind the other{because}: {readable_bytes(held)} "
@@ -50,14 +51,3 @@ def _held(graph: Graph, loops: Mapping[str, Loop]) -> int:
             if any(taken.get(t, set()) - {name} for t in readers):
                 total += times * y.stack.nbytes * (loop.length - 1) // loop.length
     return total
-
-
-def _between(graph: Graph, loops: Mapping[str, Loop]) -> tuple[Op, PTensor] | None:
-    """The first op that reads the sum which a loop leaves, in a loop over layers if there is one; with that sum."""
-    sums = {c.final for loop in loops.values() for c in loop.carries}
-    outside = [op for op in graph.ops if op.kind != "update" and loops.keys().isdisjoint(chain_of(op.loop, graph.loops))]
-    for op in sorted(outside, key=lambda op: op.loop is None):
-        for tensor in op.inputs:
-            if tensor in sums:
-                return op, tensor
-    return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op
+from jscaler.ir.between_loops import between_loops
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.walk import closure
 from jscaler.materialize import Completed, DeviceMesh
@@ -35,7 +36,7 @@ def find_phases(
     spanning = [item for item in items if isinstance(item, Nest) and len(_groups(item, completed)) > 1]
     if not spanning:
         return [Phase(tuple(items))]
-    nest = _checked(spanning, completed)
+    nest = _checked(graph, spanning, completed)
     maker = {t: item for item in items for t in made_by(item)}
     of_op = {op.path: item for item in items for op in ops_of(item)}
 
@@ -51,7 +52,7 @@ def find_phases(
     return [Phase(before), *(Phase(own, nest.loop, 1) for own in turns), Phase(behind)]
 
 
-def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
+def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Nest:
     """The one loop over groups that there may be.
 
     Raises:
@@ -71,14 +72,27 @@ def _checked(spanning: Sequence[Nest], completed: Completed) -> Nest:
         )
     if others:
         one, other = nest.loop, others[0].loop
-        why = "give the ops of both one time axis, or else"
         if one.time == other.time:  # else they would be one loop
-            why = "one of them needs what all micro-batches leave of the other (a gradient at parameters that it changes);"
+            raise PlanError(_why_apart(graph, one.time))
         raise PlanError(
             f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
-            f"may; {why} place those of one on a single group"
+            "may; give the ops of both one time axis, or else place those of one on a single group"
         )
     return nest
+
+
+def _why_apart(graph: Graph, axis: str) -> str:
+    """Why the loops of a time axis cannot be one, by the op between them."""
+    said = "stages run micro-batch by micro-batch, in one loop, and this step needs several"
+    between = between_loops(graph, {name: loop for name, loop in graph.loops.items() if loop.time == axis})
+    if between is None:
+        return f"{said}, one behind the other: one of them takes a gradient at parameters that another changes"
+    op, tensor = between
+    where = f" (at {op.source})" if op.source else ""
+    return (
+        f"{said}: '{op.path}'{where} needs what all micro-batches make of '{tensor.name}', and the backward of each waits "
+        "for it; let it be made of each micro-batch alone, or of the batch's data alone, which is there before the loop"
+    )
 
 
 def _groups(item: Item, completed: Completed) -> dict[DeviceMesh, Op]:

@@ -11,6 +11,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 from losing import losing
 from of_the_day import of_the_day
+from step_numbers import assert_trees_close
 
 import jscaler
 from jscaler import plans
@@ -210,11 +211,20 @@ def sorted_batch(params: Any, batch: Any) -> Any:
 
 
 REFUSED = {
-    balanced: r"'loss/.*' cannot split .* it needs the whole batch: .* per_microbatch='loss'",
     over_the_batch: r"'among/.*' cannot split .* it needs the whole batch: .* per_microbatch='among'",
     among_the_batch: r"'pairs/.*' cannot split .* two dims of one tensor.* no loop over micro-batches",
     sorted_batch: r"'order/.*' cannot split .* sorted.* no loop over micro-batches",
 }
+
+
+@losing
+def test_a_product_of_means_runs_in_loops_apart() -> None:
+    """The means of all rows are made first; their product has the whole batch's."""
+    params, batch = params_and_batch()
+    step = descend(balanced)
+    lowered = jscaler.parallelize(plans.accumulate(4), devices=1)(step).lower({"params": params}, batch)
+    assert len(lowered.plan.graph.loops) == 3
+    assert_trees_close(lowered.compile()({"params": params}, batch), jax.jit(step)({"params": params}, batch))
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda f: f.__name__)

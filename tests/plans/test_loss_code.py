@@ -1,0 +1,145 @@
+"""Models and losses that are one function, without modules: what they count, mask or average is no part of a layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from of_the_day import of_the_day
+from step_numbers import assert_trees_close
+
+import jscaler
+from jscaler import plans
+
+ROWS, DIM, WORDS = 8, 6, 12
+Loss = Callable[[Any, Any, Any], Any]  # of parameters, state and batch: the loss, and the next state
+
+
+def tied(p: Any, state: Any, batch: Any) -> Any:
+    """The transpose of the table is no part of the look-up."""
+    x = p["emb"][batch["tokens"]]
+    for w in p["layers"]:
+        x = x + jnp.tanh(x @ w)
+    logits = x @ p["emb"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), state
+
+
+def centred(p: Any, state: Any, batch: Any) -> Any:
+    """A running mean stands beside what it is taken from."""
+    x = jnp.tanh(batch["x"] @ p["w"])
+    y = (x - state) @ p["v"]
+    return jnp.mean((y - batch["y"]) ** 2), 0.9 * state + 0.1 * jax.lax.stop_gradient(x.mean(0))
+
+
+def masked(p: Any, state: Any, batch: Any) -> Any:
+    """A mask that the first layer reads, and that is counted behind the last."""
+    mask = batch["y"] >= 0
+    y = jnp.tanh((batch["x"] * mask) @ p["w"]) @ p["v"]
+    return jnp.sum((y - batch["y"]) ** 2 * mask) / mask.sum(), state
+
+
+def counted(p: Any, state: Any, batch: Any) -> Any:
+    """Tokens that count, in the model and in the mean."""
+    mask = batch["tokens"] != 0
+    x = p["emb"][batch["tokens"]] * mask[..., None]
+    logits = (x + jnp.tanh(x @ p["w"])) @ p["emb"].T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    return jnp.sum(losses * mask) / mask.sum(), state
+
+
+def centroids(p: Any, state: Any, batch: Any) -> Any:
+    """Sums over the batch by class, and how many rows each has."""
+    z = jnp.tanh(batch["x"] @ p["w"])
+    chosen = jax.nn.one_hot(batch["labels"][:, 0] % 4, 4)
+    means = (chosen.T @ jax.lax.stop_gradient(z)) / (1 + chosen.sum(0))[:, None]
+    loss = jnp.mean((chosen @ state - z) ** 2) + jnp.mean((z @ p["v"] - batch["y"]) ** 2)
+    return loss, 0.9 * state + 0.1 * means
+
+
+LOSSES: dict[str, tuple[Loss, tuple[int, ...]]] = {
+    "tied": (tied, ()),
+    "centred": (centred, (DIM,)),
+    "masked": (masked, ()),
+    "counted": (counted, ()),
+    "centroids": (centroids, (4, DIM)),
+}
+PLANS = {"accumulate(2)": 1, "pipeline(2, 2)": 2}
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> jax.Array:
+    return jnp.asarray(0.4 * np.random.default_rng(seed).normal(size=shape))
+
+
+def arguments(state: tuple[int, ...]) -> tuple[Any, Any]:
+    tokens = np.random.default_rng(0).integers(0, WORDS, (ROWS, 5))
+    batch = {"x": drawn((ROWS, DIM), 1), "y": drawn((ROWS, DIM), 2), "tokens": tokens, "labels": tokens * 5 % WORDS}
+    params: dict[str, Any] = {"emb": drawn((WORDS, DIM), 3), "w": drawn((DIM, DIM), 4), "v": drawn((DIM, DIM), 5)}
+    params["layers"] = [params["w"], params["v"]]
+    return (params, drawn(state, 6)), batch
+
+
+@pytest.mark.parametrize(("name", "plan"), of_the_day([(n, p) for n in LOSSES for p in PLANS], 3))
+def test_micro_batches_run_in_one_loop(name: str, plan: str) -> None:
+    loss, shape = LOSSES[name]
+
+    def step(state: Any, batch: Any) -> Any:
+        (value, after), grads = jscaler.value_and_grad(lambda p: loss(p, state[1], batch), has_aux=True)(state[0])
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, state[0], grads), after), value
+
+    with jax.enable_x64(True):
+        state, batch = arguments(shape)
+        lowered = jscaler.parallelize(plan, devices=PLANS[plan])(step).lower(state, batch)
+        assert len(lowered.plan.graph.loops) == 1
+        assert_trees_close(lowered.compile()(state, batch), jax.jit(step)(state, batch))
+
+
+def test_tied_tables_are_found() -> None:
+    """They are the ends of an interlaced pipeline."""
+
+    def step(params: Any, batch: Any) -> Any:
+        return jscaler.value_and_grad(lambda p: tied(p, (), batch)[0])(params)
+
+    with jax.enable_x64(True):
+        (params, _), batch = arguments(())
+        lowered = jscaler.parallelize(plans.interlaced(2, 2), devices=2)(step).lower(params, batch)
+        table = next(t for t in lowered.plan.graph.inputs if t.name == "params/emb")
+        assert str(lowered.plan.completed.inputs[table]) == "R1 V1 D(2,1) on [0 1]"
+        assert_trees_close(lowered.compile()(params, batch), jax.jit(step)(params, batch))
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = (nnx.Linear(DIM, DIM, rngs=rngs) for _ in range(2))
+        self.norm = nnx.BatchNorm(DIM, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+def test_an_nnx_batch_norm_runs_on_each_micro_batch_alone() -> None:
+    """What makes the next statistics, behind a ``stop_gradient``, is the norm's."""
+
+    def halves(model: Normed, batch: Any) -> jax.Array:
+        xs, ys = (jnp.split(batch[name], 2) for name in ("x", "y"))
+        return sum(jnp.mean((model(x) - y) ** 2) for x, y in zip(xs, ys, strict=True)) / 2  # type: ignore[return-value]
+
+    def step(model: Normed, optimizer: Any, batch: Any) -> jax.Array:
+        loss = lambda m: jnp.mean((m(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+        value, grads = jscaler.nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    batch = {"x": drawn((ROWS, DIM), 1), "y": drawn((ROWS, DIM), 2)}
+    ours, theirs = Normed(nnx.Rngs(0)), Normed(nnx.Rngs(0))
+    ours_tx, theirs_tx = (nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in (ours, theirs))
+    planned = jscaler.parallelize(plans.accumulate(2, per_microbatch="norm"), devices=1)(step)
+    for _ in range(2):
+        expected, grads = nnx.value_and_grad(halves)(theirs, batch)
+        theirs_tx.update(theirs, grads)
+        np.testing.assert_allclose(planned(ours, ours_tx, batch), expected, rtol=1e-5)
+    np.testing.assert_allclose(ours.norm.mean[...], theirs.norm.mean[...], rtol=1e-5)
+    np.testing.assert_allclose(ours.norm.var[...], theirs.norm.var[...], rtol=1e-5)
