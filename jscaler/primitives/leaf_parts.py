@@ -33,7 +33,7 @@ def leaves_in(graph: Graph, stacks: Iterable[PTensor], sizes: Sequence[int], bod
     Not those that a stack is a reshape of, whose dim 0 is another; nor those whose update needs all layers.
     """
     found = _Parts(graph, tuple(sizes), bodies, stacks=stacks)
-    lie = (t for t in graph.inputs if t in found.forms and found.version.get(t) not in found.taken)
+    lie = (t for t in graph.inputs if t in found.forms and not found.needs_all_layers(t))
     return tuple(t.name for t in lie if t.shape[:1] == (sum(sizes),))
 
 
@@ -103,6 +103,12 @@ class _Parts:
             self._lies(tensor, form)
         elif maker is None or self._cell(maker, tensor, form) is None or tensor not in self.forms:
             self.taken[tensor] = form
+
+    def needs_all_layers(self, leaf: PTensor) -> bool:
+        """Whether an update makes the next version of ``leaf`` as a whole. (A forward loop over ranges leaves parts.)"""
+        after = self.version.get(leaf)
+        maker = self.graph.producer.get(after) if after is not None else None
+        return after in self.taken and maker is not None and maker.kind == "update"
 
     def _lies(self, tensor: PTensor, form: Ranged) -> None:
         if tensor not in self.forms:
