@@ -230,6 +230,11 @@ def _groups_of_ops(
     first = {t: next((h for r in graph.flow.readers(t) if (h := like(r)) is not None), None) for t in inputs}
     lies = {t: groups.group_of(home.group) for t, home in first.items() if home is not None}  # where it is read first
     lies |= {t: groups.stored[t.name] for t in inputs if t.name in groups.stored}
+    by_parts = _groups_of_parts(graph, lies)
+    for op in left:
+        groups_of = {by_parts[version[t]] for t in op.outputs if version.get(t) in by_parts}
+        if op.path not in found and len(groups_of) == 1:
+            found[op.path] = Home(groups_of.pop(), "as its leaf's part")
     fences = (op for op in reversed(left) if op.anywhere == "fence")
     settle(fences, "by its readers", lambda op: (reader for t in op.outputs for reader in graph.flow.readers(t)))
     of_loop: dict[str, set[DeviceMesh]] = {name: set() for name in graph.loops}
@@ -254,6 +259,25 @@ def _groups_of_ops(
             found[op.path] = home
     settle(reversed(left), "by its readers", lambda op: (reader for t in op.outputs for reader in graph.flow.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
+
+
+def _groups_of_parts(graph: Graph, lies: Mapping[PTensor, DeviceMesh]) -> dict[PTensor, DeviceMesh]:
+    """The groups of the parts of leaves: moments of a stack's ranges are kept where the parameters of these are.
+
+    No two parts of a leaf may lie on the same devices. So parts of leaves in equal ranges go where those lie of which it is
+    known, if all of them agree.
+    """
+    known: dict[tuple[tuple[int, ...], int], set[DeviceMesh]] = {}
+    parts: list[tuple[PTensor, tuple[tuple[int, ...], int]]] = []
+    start = 0
+    for count in graph.leaf_parts:
+        own = graph.inputs[start : start + count]
+        start += count
+        sizes = tuple(t.shape[0] for t in own) if count > 1 else ()
+        for number, tensor in enumerate(own if count > 1 else ()):
+            parts.append((tensor, (sizes, number)))
+            known.setdefault((sizes, number), set()).update([lies[tensor]] if tensor in lies else [])
+    return {tensor: next(iter(known[key])) for tensor, key in parts if len(known[key]) == 1}
 
 
 @dataclass(frozen=True)
