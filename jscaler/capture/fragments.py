@@ -182,9 +182,11 @@ class _Builder:
         """
         if not self._is_outermost(fragment):
             return True
+        if need == "mixed":
+            return False
         learned = self.rows.is_learned(self.eqns[index]) and not fragment.learned and fragment.need != "none"
-        if need == "mixed" or not (need == "joined" or learned):
-            return need != "mixed"
+        if need != "joined" and not learned:
+            return True
         made = {v for _, e in fragment.eqns for v in e.outvars}
         inside = {n for n, _ in fragment.eqns} | {index}
         others = {n for v in made for n in self.uses.get(v, ())} - inside
@@ -192,9 +194,8 @@ class _Builder:
 
     def _may_stand_beside(self, fragment: Fragment, need: Need) -> bool:
         """Whether what needs so much of the batch may join a fragment that reads what it reads."""
-        if self._is_outermost(fragment):
-            return fragment.need == need
-        return fragment.need == need or "joined" in (fragment.need, need) or "mixed" in (fragment.need, need)
+        sees_all = {"joined", "mixed"}.intersection((fragment.need, need))
+        return fragment.need == need or (bool(sees_all) and not self._is_outermost(fragment))
 
     def _is_outermost(self, fragment: Fragment) -> bool:
         """Whether it is of the loss, or of the model's own scope, and of no module in that."""
