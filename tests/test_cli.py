@@ -147,7 +147,7 @@ def test_compare_as_json() -> None:
         (
             ["--model", "resnet"],
             UnknownNameError,
-            "no model named 'resnet'; known: gpt, moe, mbart, convnet, ",
+            "no model named 'resnet'; known: gpt, llama, moe, mbart, convnet, ",
         ),
         (["--devices", "9"], DeviceError, "9 devices are asked for and 8 are at hand"),
         (["--platform", "tpu"], DeviceError, "no platform 'tpu'"),

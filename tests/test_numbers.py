@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from losing import losing
 from of_the_day import of_the_day
 
 import jscaler
@@ -153,6 +154,7 @@ def test_leaves_whose_paths_read_alike_are_kept_apart() -> None:
     np.testing.assert_array_equal(ours, step(state, jnp.ones(4)))
 
 
+@losing  # keys of the others are drawn from together
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_keys_in_a_batch(impl: str) -> None:
     def step(batch: dict[str, jax.Array]) -> Any:

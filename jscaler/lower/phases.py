@@ -72,22 +72,25 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
         )
     if others:
         one, other = nest.loop, others[0].loop
-        if one.time == other.time:  # else they would be one loop
-            raise PlanError(_why_apart(graph, one.time))
+        why = _why_apart(graph, one.time) if one.time == other.time else ""
+        remedy = "" if one.time == other.time else "give the ops of both one time axis, or else "
         raise PlanError(
-            f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
-            "may; give the ops of both one time axis, or else place those of one on a single group"
+            why
+            or f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
+            f"may; {remedy}place those of one on a single group"
         )
     return nest
 
 
 def _why_apart(graph: Graph, axis: str) -> str:
-    """Why the loops of a time axis cannot be one, by the op between them."""
+    """Why the loops of a time axis cannot be one, by the op between them; empty where none is found."""
     said = "stages run micro-batch by micro-batch, in one loop, and this step needs several"
     between = between_loops(graph, {name: loop for name, loop in graph.loops.items() if loop.time == axis})
     if between is None:
-        return f"{said}, one behind the other: one of them takes a gradient at parameters that another changes"
+        return ""
     op, tensor = between
+    if op.kind != "forward":
+        return f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{tensor.name}'"
     where = f" (at {op.source})" if op.source else ""
     return (
         f"{said}: '{op.path}'{where} needs what all micro-batches make of '{tensor.name}', and the backward of each waits "

@@ -25,7 +25,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "a",
         "the host callback 'asarray' .* sees it whole; put the callback in a scope of its own",
     ),
-    "nothing": (lambda x: jnp.sort(x[0]), "a", r"no factor of the op can be split: copy it, by Replicate; .a. is x\[0\]$"),
+    "nothing": (
+        jax.named_scope("model/order")(lambda x: jnp.sort(x[0])),
+        "a",
+        r"no factor of the op can be split: copy it, by Replicate; .a. is x\[0\]$",
+    ),
 }  # fmt: skip
 
 
