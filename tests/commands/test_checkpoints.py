@@ -178,6 +178,7 @@ def test_options_of_checkpoints_need_a_folder(option: str) -> None:
     assert "give the --checkpoint that it is about" in " ".join(result.output.split())
 
 
+@pytest.mark.one_day_in(3)
 def test_no_damage_to_a_file_of_a_state_is_a_wrong_number(tmp_path: Path) -> None:
     """Each file that holds the latest, taken away or cut short: it is read as it was, or the one before is taken."""
     state = {"w": jax.random.normal(jax.random.key(0), (99, 99)), "key": jax.random.key(1)}

@@ -250,6 +250,7 @@ AROUND = (
 )  # fmt: skip
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_saved_plans_fit_the_graph_that_they_were_made_for(around: str, stacked: bool) -> None:

@@ -71,7 +71,7 @@ MODELS |= {"GPT of nnx objects": gpt_of_objects} | {n: lambda n=n: foreign(n) fo
 ALWAYS = ["GPT of nnx objects", "nnx GPT"]
 
 
-@pytest.mark.parametrize("name", of_the_day(MODELS, 9, ALWAYS))
+@pytest.mark.parametrize("name", of_the_day(MODELS, 14, ALWAYS))
 def test_saved_restored_and_exported(name: str, tmp_path: Path) -> None:
     step, make, given = MODELS[name]()
     first, second = PAIRS[list(MODELS).index(name) % len(PAIRS)]
