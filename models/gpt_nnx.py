@@ -3,6 +3,8 @@
 Shapes: b batch, s sequence, d hidden, h heads, k head size, v vocabulary.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,15 +58,9 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-def stacked(config: GPTConfig, rngs: nnx.Rngs) -> Block:
-    """All blocks as one, whose variables have the layer as dim 0."""
-
-    @nnx.split_rngs(splits=config.layers)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def make(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs)
-
-    return make(rngs)
+def stacked(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> Any:
+    """All blocks that ``make`` makes as one, whose variables have the layer as dim 0."""
+    return nnx.split_rngs(splits=layers)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
 
 
 def over_layers(blocks: Any, x: jax.Array) -> jax.Array:  # b s d -> b s d
@@ -84,9 +80,9 @@ class GPT(nnx.Module):
         self.embed = nnx.Embed(config.vocabulary, config.hidden, **_kinds(config, rngs))
         self.position = nnx.Embed(config.sequence, config.hidden, **_kinds(config, rngs))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.blocks = (
-            stacked(config, rngs) if config.stacked else nnx.List([Block(config, rngs) for _ in range(config.layers)])
-        )
+        block = functools.partial(Block, config)
+        layers = config.layers
+        self.blocks = stacked(block, layers, rngs) if config.stacked else nnx.List([block(rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(config.hidden, **_kinds(config, rngs))
         self.head = self.embed  # tied: one object under two names
 

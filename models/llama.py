@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.gpt_nnx import stacked
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -111,17 +113,6 @@ class Block(nnx.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def stacked(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
-    """All blocks as one, whose variables have the layer as dim 0."""
-
-    @nnx.split_rngs(splits=config.layers)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def make(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs)
-
-    return make(rngs)
-
-
 class Llama(nnx.Module):
     """Next-token logits, in float32 at least."""
 
@@ -129,9 +120,9 @@ class Llama(nnx.Module):
         kinds = _kinds(config, rngs)
         self.remat = config.remat
         self.embed = nnx.Embed(config.vocabulary, config.hidden, **kinds)
-        self.blocks = (
-            stacked(config, rngs) if config.stacked else nnx.List([Block(config, rngs) for _ in range(config.layers)])
-        )
+        block = functools.partial(Block, config)
+        layers = config.layers
+        self.blocks = stacked(block, layers, rngs) if config.stacked else nnx.List([block(rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(config.hidden, epsilon=1e-5, **kinds)
         self.head = None if config.tied else nnx.Linear(config.hidden, config.vocabulary, use_bias=False, **kinds)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from losing import losing
 from of_the_day import of_the_day
 
 import jscaler
@@ -154,7 +153,6 @@ def test_leaves_whose_paths_read_alike_are_kept_apart() -> None:
     np.testing.assert_array_equal(ours, step(state, jnp.ones(4)))
 
 
-@losing  # keys of the others are drawn from together
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_keys_in_a_batch(impl: str) -> None:
     def step(batch: dict[str, jax.Array]) -> Any:
@@ -163,7 +161,13 @@ def test_keys_in_a_batch(impl: str) -> None:
         return drawn + batch["x"]
 
     batch = {"key": jax.random.split(jax.random.key(3, impl=impl), 8), "x": jnp.zeros((8, 6))}
-    np.testing.assert_array_equal(jscaler.parallelize("data_parallel", devices=4)(step)(batch), jax.jit(step)(batch))
+    planned = jscaler.parallelize("data_parallel", devices=4)(step)
+    if impl == "threefry2x32":
+        planned.lower(batch)
+    else:  # the bits of several keys are drawn by one op; what stands before and behind it is split
+        with pytest.warns(jscaler.PlanWarning, match=r"1 op carries .*\n.*'loss/random_bits' is copied 4 times"):
+            planned.lower(batch)
+    np.testing.assert_array_equal(planned(batch), jax.jit(step)(batch))
 
 
 def test_gradients_are_no_state() -> None:

@@ -47,12 +47,13 @@ class BatchRows:
     def _is_learned(self, atom: Atom) -> bool:
         return isinstance(atom, core.Var) and atom in self.learned
 
-    def follow(self, eqn: core.JaxprEqn, given: Sequence[core.Var]) -> None:
-        """Begin with the last arguments ``given`` of a scan's body."""
-        rows = body_rows(eqn, [self.rows(atom) for atom in eqn.invars])[-len(given) :]
-        self.of.update((var, own) for var, own in zip(given, rows, strict=True) if own)
-        atoms = eqn.invars[-len(given) :]
-        self.learned.update(var for var, atom in zip(given, atoms, strict=True) if self._is_learned(atom))
+    def enter(self, eqn: core.JaxprEqn, variables: Sequence[core.Var]) -> None:
+        """Follow the rows into a scan, whose carries and slices are ``variables`` of its body; there may be none."""
+        first = len(eqn.invars) - len(variables)
+        rows = body_rows(eqn, [self.rows(atom) for atom in eqn.invars])[first:]
+        self.of.update((var, own) for var, own in zip(variables, rows, strict=True) if own)
+        learned = zip(variables, map(self._is_learned, eqn.invars[first:]), strict=True)
+        self.learned.update(var for var, is_learned in learned if is_learned)
 
     def add(self, eqn: core.JaxprEqn) -> Need:
         """Follow the rows through ``eqn``."""

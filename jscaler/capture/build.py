@@ -120,7 +120,7 @@ class _Builder:
             self.tensors[var] = PTensor(f"{name}:carry{i}", var.aval)
         for var, stack in zip(slices, stacks, strict=True):
             self.tensors[var] = PTensor(self.names.unique(f"{stack.name}@{name}"), var.aval)
-        self.rows.follow(eqn, variables)
+        self.rows.enter(eqn, variables)
         outer, self.place = self.place, dataclasses.replace(self.place, loop=name)
         args, before = [*parts.consts, *variables], len(self.ops)
         returned = self._block(parts.body, parts.body_consts, args, eqn, fragment.call, f"{name}/out")

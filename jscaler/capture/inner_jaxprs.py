@@ -56,10 +56,9 @@ def forwarded(eqn: core.JaxprEqn) -> dict[int, int]:
     """The results that are operands, as they are: number of a result -> number of the operand.
 
     ``nnx.scan`` returns the parameters of its layers, and ``nnx.remat`` those of its module. JAX finds that a scan hands
-    them on, but not where a checkpoint in its body does.
+    them on, but not where a checkpoint in its body does. What a custom derivative hands on has a gradient of its own.
     """
-    kind = known(eqn.primitive).opened
-    if kind and "jaxpr" in eqn.params:
+    if known(eqn.primitive).opened in ("call", "remat"):
         return _handed_on(inner_jaxpr(eqn)[0])
     if eqn.primitive.name != "scan":
         return {}

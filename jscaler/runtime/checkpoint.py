@@ -178,10 +178,10 @@ def _saying(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Threads of Orbax's report what is raised here, too, each in a hundred lines: within this they do not."""
-    said, before = logging.getLogger("absl"), sys.unraisablehook
+    """Keep Orbax's threads from printing tracebacks of errors that are raised here, too."""
+    logger, before = logging.getLogger("absl"), sys.unraisablehook
 
-    def is_new(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         return not (record.exc_info and _is_of_orbax(record.pathname))
 
     def hook(left: Any) -> None:
@@ -189,12 +189,12 @@ def _quiet() -> Iterator[None]:
         if not (any(map(_is_of_orbax, files)) or str(left.exc_value) == "Event loop is closed"):
             before(left)
 
-    said.addFilter(is_new)
+    logger.addFilter(is_shown)
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        said.removeFilter(is_new)
+        logger.removeFilter(is_shown)
         sys.unraisablehook = before
 
 

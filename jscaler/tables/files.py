@@ -90,8 +90,8 @@ def parse_csv(text: str, name: str = "the table") -> Table:
             rows.append(tuple(row))
     if skipped:
         told = listing([f"{kind} ({count})" for kind, count in sorted(skipped.items())], len(skipped))
-        warn(f"{name}: actions of these kinds are left out, as the plan says what is sent and how "
-                      f"parameters lie: {told}", PlanWarning)  # fmt: skip
+        left_out = "actions of these kinds are left out, as the plan says what is sent and how parameters lie"
+        warn(f"{name}: {left_out}: {told}", PlanWarning)
     return Table(tuple(rows))
 
 

@@ -185,6 +185,17 @@ def test_what_an_equation_hands_on_is_its_operand() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
+def test_what_a_custom_derivative_hands_on_is_its_result() -> None:
+    """A gradient is turned round there."""
+    turned = jax.custom_vjp(lambda x: x)
+    turned.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+    scan = jax.make_jaxpr(lambda c, ws: jax.lax.scan(lambda c, w: (jax.checkpoint(turned)(c), w), c, ws))(x, x).jaxpr.eqns[
+        0
+    ]
+    assert 0 not in forwarded(scan)
+    assert forwarded(jax.make_jaxpr(turned)(x).jaxpr.eqns[0]) == {}
+
+
 def test_a_carry_that_moves_to_another_place_is_not_handed_on() -> None:
     swap = jax.make_jaxpr(lambda a, b: jax.lax.scan(lambda c, _: ((c[1], c[0]), c[0]), (a, b), None, 3))(x, x)
     assert forwarded(swap.jaxpr.eqns[0]) == {}

@@ -56,6 +56,15 @@ def test_the_graph_computes_what_jax_does(loss_fn: Callable[..., Any]) -> None:
     assert {op.primitive.name for o in graph.ops if o.body for op in o.body.jaxpr.eqns}.isdisjoint({"scan", "remat2"})
 
 
+def test_a_loop_may_take_nothing_and_hand_on_nothing() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        made = lax.scan(lambda _, __: (None, jnp.tanh(batch @ params["w"])), None, None, length=3)[1]
+        return jnp.mean(made**2)
+
+    rows = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    check_graph(jscaler.value_and_grad(loss), {"w": rows[:4] / 4}, rows)
+
+
 @pytest.mark.smoke
 def test_the_body_stands_in_the_graph_once_under_its_own_paths(net: Graph) -> None:
     (dot,) = net.select("*/mlp/up/dot")
