@@ -68,7 +68,7 @@ class BatchRows:
 
 
 def largest(needs: Sequence[Need]) -> Need:
-    """The need of equations that are one op."""
+    """The need of an op that is made of equations with these needs."""
     found: list[Need] = [need for need in NEEDS if need in needs]
     return found[-1] if found else "none"
 
@@ -106,7 +106,7 @@ def _through(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> tuple[Need, list[Rows]
 
 
 def _labels(rows: Rows, dims: Dims) -> list[Label]:
-    """The labels of an operand that rows are."""
+    """The labels of an operand's dims that stand for rows."""
     found = []
     for dim, count in rows.items():
         for label in dims[dim] if dim < len(dims) else ():
@@ -118,7 +118,7 @@ def _labels(rows: Rows, dims: Dims) -> list[Label]:
 
 
 def _rows(dims: Dims, labels: set[Label]) -> Rows:
-    """The rows of a result whose ``labels`` are rows."""
+    """The rows of a result, given the ``labels`` that stand for rows."""
     found = {}
     for number, dim in enumerate(dims):
         count = 1
@@ -144,7 +144,7 @@ def _through_scan(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> tuple[Need, list[
 
 
 def body_rows(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> list[Rows]:
-    """The rows of the arguments of a scan's body; what it scans over has none, if these are rows."""
+    """The rows of the arguments of a scan's body. A dim that is scanned over is none of theirs."""
     parts = scan_parts(eqn)
     whole = len(parts.consts) + len(parts.inits)
     slices = [{dim - 1: count for dim, count in own.items() if dim} for own in rows[whole:]]

@@ -1,4 +1,4 @@
-"""The stage of every op, where the plan has a schedule of stages: as the plan says, or by the ops around it.
+"""The stages of ops that the plan does not place: those of the ops around them.
 
 plan                stage 0            stage 1
 forward             f ────────────────► g ──► loss
