@@ -17,8 +17,10 @@ from jax.extend import core
 
 from jscaler.capture.bodies import BodyTable
 from jscaler.capture.jaxprs import dtype
-from jscaler.ir import Carry, Loop, Nest, Op, PTensor, Stacked, nested
+from jscaler.ir import Carry, FactorNames, Loop, Nest, Op, PTensor, Stacked, nested
 from jscaler.ir.loop import Item
+from jscaler.ir.op import names_of, sub_dims
+from jscaler.ir.rule import NamedDims
 
 SUFFIX = "@backward"
 Arrived = dict[PTensor, list[PTensor]]
@@ -41,12 +43,14 @@ class Differentiator:
         self.made: dict[str, Loop] = {}
         self.handles: dict[str, Op] = {}
         self.active: set[PTensor] = set()
+        self.sub_dims: dict[PTensor, NamedDims] = {}  # of forward tensors, where ops tell them apart
         self._arrived: Arrived = {}
         self._loop: str | None = None  # the backward loop that new ops stand in
 
     def run(self, forward: Sequence[Op], loss: PTensor, wrt: tuple[PTensor, ...]) -> list[PTensor]:
         """Returns the gradient PTensor of each tensor of ``wrt``; ``ops`` and ``handles`` hold the new ops."""
         tree = nested(forward, self.loops)
+        self.sub_dims = sub_dims(forward)
         self.active = set(wrt)
         _activate(tree, self.active)
         seed = self._filled("d(" + loss.name + ")" + self.mark, loss.name + "@seed" + self.mark, loss, 1.0)
@@ -72,7 +76,7 @@ class Differentiator:
         made = tuple(PTensor("d(" + op.inputs[i].name + ")@" + op.path, op.inputs[i].aval, "gradient") for i in gradients)
         handle = Op(
             path, "backward", op.inputs + tuple(t for _, t in cotangents), made, None, op.source_info,
-            self.call, forward=op, cotangents=cotangents, gradients=gradients,
+            forward=op, cotangents=cotangents, gradients=gradients,
         )  # fmt: skip
         self.handles[op.path] = self._add(handle)
         for i, tensor in zip(gradients, made, strict=True):
@@ -153,7 +157,7 @@ class Differentiator:
         )
         body = self.bodies.join(tensor.aval, 2)
         path = tensor.name + "@sum@" + name
-        self._add(Op(path, "backward", (inside, part), (out,), body, call=self.call, anywhere="sum"))
+        self._add(Op(path, "backward", (inside, part), (out,), body, anywhere="sum", named=self._like(tensor, 3)))
         return Carry(part, inside, out, final, is_sum=True)  # its init is made outside the loop
 
     def _zeros(self, tensor: PTensor, name: str) -> PTensor:
@@ -165,7 +169,7 @@ class Differentiator:
         source = outs[0] if outs else slices[0][1]
         copy = self._new(source.name + "@copy", source)
         body = self.bodies.traced(lambda x: [jnp.copy(x)], [source.aval])
-        self._add(Op(source.name + "@copy@" + name, "backward", (source,), (copy,), body, call=self.call))
+        self._add(Op(source.name + "@copy@" + name, "backward", (source,), (copy,), body))
         if outs:
             return [copy, *outs[1:]], slices
         return outs, [(slices[0][0], copy), *slices[1:]]
@@ -181,9 +185,8 @@ class Differentiator:
         name, path = "d(" + tensor.name + ")" + where, tensor.name + ("@join" if parts else "@unused") + where
         if parts:
             total = self._new(name, tensor)
-            self._add(
-                Op(path, "backward", tuple(parts), (total,), self.bodies.join(tensor.aval, len(parts)), call=self.call)
-            )
+            join = self.bodies.join(tensor.aval, len(parts))
+            self._add(Op(path, "backward", tuple(parts), (total,), join, named=self._like(tensor, len(parts) + 1)))
         else:
             total = self._filled(name, path, tensor, 0.0)
         self._arrived[tensor] = [total]
@@ -191,14 +194,18 @@ class Differentiator:
 
     def _filled(self, name: str, path: str, like: PTensor, value: float) -> PTensor:
         made = self._new(name, like)
-        self._add(Op(path, "backward", (), (made,), self.bodies.fill(like.aval, value), call=self.call))
+        self._add(Op(path, "backward", (), (made,), self.bodies.fill(like.aval, value), named=self._like(like, 1)))
         return made
+
+    def _like(self, tensor: PTensor, count: int) -> FactorNames | None:
+        """The sub-dims of an op on ``count`` tensors like a forward one."""
+        return names_of([tensor] * count, self.sub_dims)
 
     def _new(self, name: str, like: PTensor) -> PTensor:
         return PTensor(name, like.aval, "gradient")
 
     def _add(self, op: Op) -> Op:
-        self.ops.append(dataclasses.replace(op, loop=self._loop))
+        self.ops.append(dataclasses.replace(op, call=self.call, loop=self._loop))
         return self.ops[-1]
 
 

@@ -5,25 +5,39 @@
                 y[order]        "mixed": a row is made of others
     w [6, 6] ─► w.T             "none": no operand has rows
 
+Of two views behind one another, ``concatenate([x, y])``, rows are the minor digits of a dim: ops behind see (2 8) in 16.
 Ops are grouped by it; no number depends on it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jax.extend import core
 
 from jscaler.capture.inner_jaxprs import inner_jaxpr, scan_parts
 from jscaler.capture.trace import Trace
+from jscaler.capture.user_op import call_spec
+from jscaler.ir import FactorNames
 from jscaler.ir.equations import Atom, shape
+from jscaler.ir.rule import unnamed
 from jscaler.lax_primitives import known
 from jscaler.lax_primitives.spec import Dims, Label
 
 Need = Literal["none", "kept", "joined", "mixed"]
 NEEDS: tuple[Need, ...] = ("none", "kept", "joined", "mixed")  # ever more of the batch
-Rows = Mapping[int, int]  # dims that hold rows, each with how many are its major digits
+
+
+class Digits(NamedTuple):
+    """Where rows are in a dim (or label) that is seen as (outer, count, what is left)."""
+
+    outer: int
+    count: int
+
+
+Rows = Mapping[int, Digits]  # by dim that holds rows
 
 
 @dataclass
@@ -66,6 +80,15 @@ class BatchRows:
         self.of.update((v, own) for v, own in zip(eqn.outvars, results, strict=True) if own)
         return need
 
+    def names(self, atoms: Sequence[Atom]) -> FactorNames | None:
+        """The sub-dims of an op's tensors, inputs first, where rows are minor digits that its equations may not tell apart;
+        None where there are none."""
+        rows = [self.rows(atom) for atom in atoms]
+        if all(digits.outer == 1 for own in rows for digits in own.values()):
+            return None
+        outer = [{dim: digits.outer for dim, digits in own.items()} for own in rows]
+        return FactorNames(tuple(unnamed(shape(atom), own) for atom, own in zip(atoms, outer, strict=True)))
+
 
 def largest(needs: Sequence[Need]) -> Need:
     """The need of an op that is made of equations with these needs."""
@@ -84,7 +107,7 @@ def data_rows(step: Trace, state: Iterable[int]) -> BatchRows:
     data = [v for v in step.invars if v not in held and shape(v) and shape(v)[0] > 1]
     sizes = Counter(shape(v)[0] for v in data)
     count = max(sizes, key=lambda size: (sizes[size], size), default=0)
-    return BatchRows({v: {0: count} for v in data if shape(v)[0] == count}, trained)
+    return BatchRows({v: {0: Digits(1, count)} for v in data if shape(v)[0] == count}, trained)
 
 
 def _through(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> tuple[Need, list[Rows]]:
@@ -94,40 +117,52 @@ def _through(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> tuple[Need, list[Rows]
         return _through_scan(eqn, rows)
     if primitive.opened:
         return _through_jaxpr(inner_jaxpr(eqn)[0], rows)
-    if primitive.spec is None:
+    spec = call_spec(eqn) or (primitive.spec and primitive.spec(eqn))
+    if spec is None:
         return "mixed", [{} for _ in eqn.outvars]
-    spec = primitive.spec(eqn)
-    labels = {label for own, dims in zip(rows, spec.operands, strict=True) for label in _labels(own, dims)}
+    labels: dict[Label, Digits] = {}
+    for own, dims in zip(rows, spec.operands, strict=True):
+        labels |= _labels(own, dims)
     results = [_rows(dims, labels) for dims in spec.results]
-    if labels & spec.blocked.keys():
+    paired = max(map(len, results), default=0) > max(map(len, rows))  # each row with each
+    if paired or not labels.keys().isdisjoint(spec.blocked):
         return "mixed", results
-    kept = all(labels <= {label for dim in dims for label in dim} for dims in spec.results)
+    kept = all(labels.keys() <= {label for dim in dims for label in dim} for dims in spec.results)
     return "kept" if kept else "joined", results
 
 
-def _labels(rows: Rows, dims: Dims) -> list[Label]:
-    """The labels of an operand's dims that stand for rows."""
-    found = []
-    for dim, count in rows.items():
+def _labels(rows: Rows, dims: Dims) -> dict[Label, Digits]:
+    """The labels of an operand's dims that hold rows."""
+    found: dict[Label, Digits] = {}
+    for dim, digits in rows.items():
+        outer, count = digits
         for label in dims[dim] if dim < len(dims) else ():
-            if count <= 1:
+            size = label[1]
+            if count <= 1 or max(outer, size) % min(outer, size):
                 break
-            found.append(label)
-            count //= label[1]
+            if outer < size:
+                inside = min(count, size // outer)
+                found[label] = Digits(outer, inside)
+                count //= inside
+            outer = max(1, outer // size)
     return found
 
 
-def _rows(dims: Dims, labels: set[Label]) -> Rows:
-    """The rows of a result, given the ``labels`` that stand for rows."""
-    found = {}
+def _rows(dims: Dims, labels: Mapping[Label, Digits]) -> Rows:
+    """The rows of a result, given the ``labels`` that hold rows."""
+    found: dict[int, Digits] = {}
     for number, dim in enumerate(dims):
-        count = 1
-        for label in dim:
-            if label not in labels:
+        first = next((i for i, label in enumerate(dim) if label in labels), len(dim))
+        outer, count = math.prod(size for _, size in dim[:first]), 1
+        for label in dim[first:]:
+            own = labels.get(label)
+            if own is None or (count > 1 and own.outer > 1):
                 break
-            count *= label[1]
+            outer, count = outer * own.outer, count * own.count
+            if own.outer * own.count < label[1]:
+                break
         if count > 1:
-            found[number] = count
+            found[number] = Digits(outer, count)
     return found
 
 
@@ -140,12 +175,12 @@ def _through_scan(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> tuple[Need, list[
     parts = scan_parts(eqn)
     need, results = _through_jaxpr(parts.body, body_rows(eqn, rows))
     finals, stacked = results[: len(parts.finals)], results[len(parts.finals) :]
-    return need, [*finals, *({dim + 1: count for dim, count in own.items()} for own in stacked)]
+    return need, [*finals, *({dim + 1: digits for dim, digits in own.items()} for own in stacked)]
 
 
 def body_rows(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> list[Rows]:
     """The rows of the arguments of a scan's body. A dim that is scanned over is none of theirs."""
     parts = scan_parts(eqn)
     whole = len(parts.consts) + len(parts.inits)
-    slices = [{dim - 1: count for dim, count in own.items() if dim} for own in rows[whole:]]
+    slices = [{dim - 1: digits for dim, digits in own.items() if dim} for own in rows[whole:]]
     return [*rows[:whole], *slices]

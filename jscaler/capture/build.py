@@ -247,6 +247,8 @@ class _Builder:
         body = self.bodies.intern(make_jaxpr(full, invars, outvars, self.step.source))
         outputs = tuple(self.tensors[v] for v in outvars)
         op = Op(path, self._kind(fragment.call), inputs, outputs, body, eqns[0].source_info, fragment.call)
+        named = self.rows.names([*invars, *outvars])
+        op = dataclasses.replace(op, named=named)
         kept = tuple(self.tensors[v] for v in outvars if v in self.kept)
         return self._placed(dataclasses.replace(op, residuals=default_residuals(op), kept=kept))
 

@@ -18,6 +18,7 @@ from jscaler.capture.jaxprs import evaluate
 from jscaler.errors import PlanError, listing
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import made_by, reads_of
+from jscaler.ir.op import names_of, sub_dims
 from jscaler.ir.walk import between, dependents
 
 
@@ -46,7 +47,7 @@ def fuse(graph: Graph, paths: Sequence[str], path: str, bodies: BodyTable) -> Gr
     last = members[-1]
     fused = Op(
         path, "forward", inputs, outputs, bodies.traced(body, [t.aval for t in inputs]), last.source_info, last.call,
-        loop=last.loop, remat=last.remat,
+        named=names_of((*inputs, *outputs), sub_dims(members)), loop=last.loop, remat=last.remat,
     )  # fmt: skip
     return differentiated(dataclasses.replace(graph, ops=_in_order(graph, members, fused)), last.call, bodies)
 

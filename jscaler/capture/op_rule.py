@@ -13,6 +13,7 @@ from typing import Any
 
 from jscaler.errors import RuleError, UnknownNameError
 from jscaler.ir.mask import Combiner
+from jscaler.lax_primitives.spec import Dims, Label, Spec
 
 Words = tuple[tuple[str, ...], ...]  # per dim its factors, major first
 TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1\b|[()])")
@@ -45,6 +46,26 @@ class Matched:
     def open(self) -> list[str]:
         """The factors that may be split."""
         return [name for name, _ in self.sizes if name not in dict(self.blocked)]
+
+    def spec(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Spec:
+        """The rule as that of an equation with these shapes."""
+        sizes = dict(self.sizes)
+        blocked: dict[Label, str] = {(name, sizes[name]): why for name, why in self.blocked if name in sizes}
+
+        def tensor(side: str, index: int, words: Words, dims: tuple[int, ...]) -> Dims:
+            labels = []
+            for d, (names, size) in enumerate(zip(words, dims, strict=True)):
+                if size > 1 and not names:
+                    blocked[(side, index, d), size] = "its rule has no word for it"
+                    labels.append((((side, index, d), size),))
+                else:
+                    labels.append(tuple((n, sizes[n]) for n in names))
+            return tuple(labels)
+
+        combiner: Any = next((c for n, c in self.reduce if n not in dict(self.blocked)), "add")
+        ins = tuple(tensor("in", i, w, s) for i, (w, s) in enumerate(zip(self.operands, operands, strict=True)))
+        outs = tuple(tensor("out", i, w, s) for i, (w, s) in enumerate(zip(self.results, results, strict=True)))
+        return Spec(ins, outs, combiner, blocked, self.linear)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,22 @@ from jscaler.capture.jaxprs import open_jaxpr, shape, shape_struct
 from jscaler.capture.op_rule import Matched, OpRule, as_rule
 from jscaler.errors import CaptureError
 from jscaler.ir.mask import Combiner
+from jscaler.lax_primitives import Spec
 
 op_p = core.Primitive("jscaler_op")
 op_p.multiple_results = True
+
+
+def call_spec(eqn: core.JaxprEqn) -> Spec | None:
+    """The spec of a call of a user's op; None for any other equation."""
+    if eqn.primitive is not op_p:
+        return None
+    return matched_rule(eqn).spec([shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars])
+
+
+def matched_rule(eqn: core.JaxprEqn) -> Matched:
+    """The rule of a call of a user's op, at its shapes."""
+    return eqn.params["call"].matched([shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars])
 
 
 class OpCall(Protocol):

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from jscaler.ir.mask import Mask
 from jscaler.ir.name import without
 from jscaler.ir.overview import clipped
-from jscaler.ir.rule import FactorNames
+from jscaler.ir.rule import FactorNames, NamedDims, unnamed
 from jscaler.ir.tensor import PTensor
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # frames of jscaler itself are nobody's model
@@ -169,3 +169,19 @@ class Op:
 
     def __str__(self) -> str:
         return self.path
+
+
+def sub_dims(ops: Iterable[Op]) -> dict[PTensor, NamedDims]:
+    """The sub-dims, without names, of what these ops read and make, where their bodies need not tell them apart."""
+    found: dict[PTensor, NamedDims] = {}
+    for op in ops:
+        tensors = zip((*op.inputs, *op.outputs), op.named.tensors, strict=True) if op.named is not None else ()
+        found.update((t, tuple(tuple(("", n) for _, n in dim) for dim in dims)) for t, dims in tensors)
+    return found
+
+
+def names_of(tensors: Sequence[PTensor], known: Mapping[PTensor, NamedDims]) -> FactorNames | None:
+    """For an op on these tensors, inputs first, the ``known`` sub-dims; None where all are dims."""
+    if not any(len(dim) > 1 for t in tensors for dim in known.get(t, ())):
+        return None
+    return FactorNames(tuple(known[t] if t in known else unnamed(t.shape, {}) for t in tensors))

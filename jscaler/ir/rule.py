@@ -1,9 +1,10 @@
 """``Rule``: the factors of an op. For each operand and result dim, which factors it carries; like an einsum."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jscaler.errors import UnknownNameError
 from jscaler.ir.mask import Combiner
@@ -52,6 +53,16 @@ class FactorNames:
     reserved: tuple[str, ...] = ()
 
 
+def unnamed(sizes: Sequence[int], outer: Mapping[int, int]) -> NamedDims:
+    """The sub-dims of a tensor, without names: ``outer`` says by dim how many indices the major one has."""
+
+    def sub_dims(dim: int, size: int) -> tuple[int, ...]:
+        first = outer.get(dim, 1)
+        return tuple(n for n in (first, size // first) if n != 1)
+
+    return tuple(tuple(("", n) for n in sub_dims(dim, size)) for dim, size in enumerate(sizes))
+
+
 @dataclass(frozen=True)
 class Halo:
     """Rows beyond a part's own that an op reads: so many ``before`` and ``after`` it, whichever part it is.
@@ -68,6 +79,20 @@ class Halo:
 
     def __bool__(self) -> bool:
         return self.before > 0 or self.after > 0
+
+
+class SubDim(NamedTuple):
+    """A sub-dim of one of a rule's tensors, operands first.
+
+    Attributes:
+        outer: the size of what stands in front of it in its dim.
+        alone: whether nothing in front of it can be split, so that it is followed where an op does not tell it apart.
+    """
+
+    tensor: int
+    dim: int
+    outer: int = 1
+    alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,12 +128,23 @@ class Rule:
         }
 
     @cached_property
-    def places(self) -> dict[str, list[tuple[int, int]]]:
-        """Factor -> the dims that stand for it, as `followed` has them."""
-        found: dict[str, list[tuple[int, int]]] = {}
-        for place, factor in self.followed.items():
-            found.setdefault(factor, []).append(place)
+    def places(self) -> dict[str, list["SubDim"]]:
+        """Factor -> the sub-dims that stand for it."""
+        found: dict[str, list[SubDim]] = {}
+        for number, dims in enumerate((*self.operands, *self.results)):
+            for dim, names in enumerate(dims):
+                outer = 1
+                for name in names:
+                    alone = self.followed[number, dim] == name
+                    found.setdefault(name, []).append(SubDim(number, dim, outer, alone))
+                    outer *= self.factors[name].size
         return found
+
+    def at(self, place: "SubDim") -> str | None:
+        """The factor of a sub-dim that stands behind as many indices of its dim; where there is none, the `followed`."""
+        named = [name for name, places in self.places.items() if place[:3] in (p[:3] for p in places)]
+        stands_for_dim = place.outer == 1 or (place.alone and not named)
+        return self.followed.get((place.tensor, place.dim)) if stands_for_dim else next(iter(named), None)
 
     def factor(self, name: str, op: str) -> Factor:
         """The factor called ``name``; raises UnknownNameError with the near ones."""

@@ -90,7 +90,7 @@ def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) ->
     if can_run_in_turn(graph, op, name, parts, alone):
         return True
     factor = graph.rule(op).factors[name]
-    if op.kind == "forward" and op.backward is not None and factor.size > 1:
+    if op.kind == "forward" and op.backward is not None and factor.size > 1 and (factor.reopens or factor.splittable):
         why = f"it needs the whole batch: {factor.reason or 'its parts overlap'}; {_remedy(op, factor)}"
         why = why if factor.size % parts == 0 else ""
         raise SplitError(op.path, name, factor.size, parts, why, graph.factor_names(op).get(name, ""))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from jax.extend import core
 
 from jscaler.capture.jaxprs import Atom, shape
+from jscaler.capture.user_op import call_spec
 from jscaler.errors import UnknownPrimitiveWarning, warn
 from jscaler.lax_primitives import Dims, Spec, known
 from jscaler.lax_primitives.spec import seen_whole
@@ -13,7 +14,7 @@ from jscaler.rules.dim_atoms import Atoms
 from jscaler.rules.fold import fold_pads
 from jscaler.rules.nested import NestDims, TensorDims, unify
 from jscaler.rules.shardy import shardy_spec
-from jscaler.rules.user_rules import call_spec, shown_name
+from jscaler.rules.user_rules import shown_name
 
 
 def analyse(jaxpr: core.Jaxpr, warned: set[str] | None = None) -> Analysis:

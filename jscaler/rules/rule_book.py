@@ -275,8 +275,8 @@ class RuleBook:
         key = (body, given)
         if key not in self._rules:
             analysis, finer = self._refined(body, given)
-            own = user_names(analysis.jaxpr.eqns, analysis.leaves)
-            names = own if given is None else _shared_names(analysis, given)
+            shared = _shared_names(analysis, given) if given is not None else {}
+            names = shared or user_names(analysis.jaxpr.eqns, analysis.leaves)
             rule, groups = derive_rule(analysis, names, given.reserved if given else ())
             self._rules[key] = rule, groups, analysis, finer
         return self._rules[key]

@@ -9,11 +9,11 @@ from typing import Any
 from jax.extend import core
 
 from jscaler.capture.jaxprs import CALLS, CUSTOM_CALLS, shape, shape_struct
-from jscaler.capture.op_rule import ELLIPSIS, Matched, OpRule, Words, as_rule
-from jscaler.capture.user_op import OpCall, op_p
+from jscaler.capture.op_rule import ELLIPSIS, Matched, OpRule, as_rule
+from jscaler.capture.user_op import OpCall, matched_rule, op_p
 from jscaler.errors import RuleError
 from jscaler.ir.mask import Combiner
-from jscaler.lax_primitives import REGISTRY, Dims, Label, Part, Primitive, Spec, known
+from jscaler.lax_primitives import REGISTRY, Part, Primitive, Spec, known
 
 RuleOf = Callable[[core.JaxprEqn], "str | OpRule"]
 LocalParams = Callable[[dict[str, Any], Sequence[Any], Sequence[Any]], Mapping[str, Any]]
@@ -61,7 +61,7 @@ def register_rule(
     def spec(eqn: core.JaxprEqn) -> Spec:
         shapes = _shapes(eqn)
         found = read or as_rule(rule(eqn))  # type: ignore[operator]
-        return _spec(found.match(*shapes, f"'{eqn.primitive.name}'"), *shapes)
+        return found.match(*shapes, f"'{eqn.primitive.name}'").spec(*shapes)
 
     def shaped(part: Part, eqn: core.JaxprEqn) -> Mapping[str, Any]:
         own = [[shape_struct(v.aval.update(shape=part.shape(v))) for v in vs] for vs in (eqn.invars, eqn.outvars)]
@@ -73,16 +73,6 @@ def register_rule(
     )
 
 
-def call_spec(eqn: core.JaxprEqn) -> Spec | None:
-    """The spec of a call of a user's op; None for any other equation."""
-    return _spec(matched_rule(eqn), *_shapes(eqn)) if eqn.primitive is op_p else None
-
-
-def matched_rule(eqn: core.JaxprEqn) -> Matched:
-    """The rule of a call of a user's op, at its shapes."""
-    return eqn.params["call"].matched(*_shapes(eqn))
-
-
 def _shapes(eqn: core.JaxprEqn) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return [shape(v) for v in eqn.invars], [shape(v) for v in eqn.outvars]
 
@@ -90,26 +80,6 @@ def _shapes(eqn: core.JaxprEqn) -> tuple[list[tuple[int, ...]], list[tuple[int, 
 def shown_name(eqn: core.JaxprEqn) -> str:
     """What messages call an equation: its primitive; a user's op by its function."""
     return eqn.params["call"].name if eqn.primitive is op_p else eqn.primitive.name
-
-
-def _spec(rule: Matched, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Spec:
-    sizes = dict(rule.sizes)
-    blocked: dict[Label, str] = {(name, sizes[name]): why for name, why in rule.blocked if name in sizes}
-
-    def tensor(side: str, index: int, words: Words, dims: tuple[int, ...]) -> Dims:
-        labels = []
-        for d, (names, size) in enumerate(zip(words, dims, strict=True)):
-            if size > 1 and not names:
-                blocked[(side, index, d), size] = "its rule has no word for it"
-                labels.append((((side, index, d), size),))
-            else:
-                labels.append(tuple((n, sizes[n]) for n in names))
-        return tuple(labels)
-
-    combiner: Any = next((c for n, c in rule.reduce if n not in dict(rule.blocked)), "add")
-    ins = tuple(tensor("in", i, w, s) for i, (w, s) in enumerate(zip(rule.operands, operands, strict=True)))
-    outs = tuple(tensor("out", i, w, s) for i, (w, s) in enumerate(zip(rule.results, results, strict=True)))
-    return Spec(ins, outs, combiner, blocked, rule.linear)
 
 
 SubDims = Callable[[Any], Sequence[Sequence[tuple[int, int]]]]  # of a variable: per dim its sub-dims as (size, parts)
@@ -193,6 +163,7 @@ def user_names(eqns: Sequence[core.JaxprEqn], leaves: Callable[[core.Var], Seque
         rule = matched_rule(eqn)
         for var, words in zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True):
             for mine, dim in zip(words, leaves(var) if isinstance(var, core.Var) else (), strict=False):
+                dim = dim[-1:] if len(mine) == 1 else dim  # of several views' rows the rows
                 if len(mine) == len(dim):
                     for leaf, name in zip(dim, mine, strict=True):
                         if name not in names.values() and not name.startswith(ELLIPSIS):
