@@ -126,9 +126,9 @@ class BodyTable:
 
 def filled_with(jaxpr: core.Jaxpr) -> Any | None:
     """The one value of all elements that ``jaxpr`` makes of nothing; None where it does something else."""
-    if jaxpr.invars or [eqn.primitive.name for eqn in jaxpr.eqns] != ["broadcast_in_dim"] or len(jaxpr.outvars) != 1:
+    if jaxpr.invars or len(jaxpr.outvars) != 1 or [e.primitive.name for e in jaxpr.eqns] not in ([], ["broadcast_in_dim"]):
         return None
-    (operand,) = jaxpr.eqns[0].invars
+    operand = jaxpr.eqns[0].invars[0] if jaxpr.eqns else jaxpr.outvars[0]
     return operand.val if isinstance(operand, core.Literal) else None
 
 

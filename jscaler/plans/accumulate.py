@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jscaler.errors import SplitError, check_count
-from jscaler.ir import Factor, Op
+from jscaler.ir import Op
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_run_in_turn
@@ -86,20 +86,22 @@ def _fused(graph: Planner, selection: Any, factors: Factors) -> list[Op]:
 
 
 def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) -> bool:
-    """Whether ``op`` runs part by part; one that cannot is an error in the pass that is to be held in parts."""
+    """Whether ``op`` runs part by part; else it runs once, on the whole batch, between loops over micro-batches.
+
+    Raises:
+        SplitError: in the pass that is to be held in parts, the batch does not divide, or a mean over it has to be taken.
+    """
     if can_run_in_turn(graph, op, name, parts, alone):
         return True
     factor = graph.rule(op).factors[name]
-    if op.kind == "forward" and op.backward is not None and factor.size > 1 and (factor.reopens or factor.splittable):
-        why = f"it needs the whole batch: {factor.reason or 'its parts overlap'}; {_remedy(op, factor)}"
-        why = why if factor.size % parts == 0 else ""
+    uneven = factor.size % parts > 0
+    if op.kind == "forward" and op.backward is not None and factor.size > 1 and (factor.reopens or uneven):
+        why = "" if uneven else f"it needs the whole batch: {factor.reason}; {_remedy(op)}"
         raise SplitError(op.path, name, factor.size, parts, why, graph.factor_names(op).get(name, ""))
     return False
 
 
-def _remedy(op: Op, factor: Factor) -> str:
-    if not factor.reopens:
-        return "no loop over micro-batches gives its numbers: recompute (recompute_layers) saves memory without one"
+def _remedy(op: Op) -> str:
     module = op.path.rpartition("/")[0] or op.path
     return (
         "to run it on each micro-batch alone, which gives other numbers than the whole batch, say "

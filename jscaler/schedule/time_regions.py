@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
+import numpy as np
+
+from jscaler.capture.bodies import filled_with
 from jscaler.ir import Carry, Graph, Nest, Op, PTensor, flat
 from jscaler.ir.loop import Item, chain_of, item_name, made_by, nests, reads_of
 from jscaler.ir.walk import Sets, closure, in_order
@@ -234,7 +237,7 @@ class TimeRegions:
     def begun(self, carry: Carry) -> Form:
         """Which part of ``carry.init`` a loop in time begins with: a sum of summands begins at zeros, whoever has them."""
         form = self.forms.get(carry.inside)
-        return None if carry.is_sum and isinstance(form, Summed) else form
+        return None if isinstance(form, Summed) else form
 
     # -- loops over layers
 
@@ -258,8 +261,9 @@ class TimeRegions:
 
     def _settled(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
         loop = nest.loop
+        sums = {c.inside for c in loop.carries if c.is_sum or self._begins_at_zero(c)}
         guess: dict[PTensor, Form] = {
-            c.inside: None if c.is_sum else known.get(c.init) or self._likely(c.out) for c in loop.carries
+            c.inside: None if c.is_sum else known.get(c.init) or self._likely(c.out, c.inside in sums) for c in loop.carries
         }
         for _ in range(len(loop.carries) + 2):
             forms: dict[PTensor, Form] = dict(guess)
@@ -279,13 +283,20 @@ class TimeRegions:
             return None
         for carry in loop.carries:
             forms[carry.final] = forms[carry.inside]
-            if isinstance(forms[carry.inside], Summed) and not carry.is_sum:
+            if isinstance(forms[carry.inside], Summed) and carry.inside not in sums:
                 return None
         for y in loop.ys:
             forms[y.stack] = shifted(forms.get(y.slice), 1)
         if late:
             self.late[loop.name] = late.keys()
         return forms
+
+    def _begins_at_zero(self, carry: Carry) -> bool:
+        """Whether a carry that each iteration adds to begins as the sum of nothing."""
+        maker = self.graph.producer.get(carry.init)
+        value = filled_with(maker.body.jaxpr) if maker is not None and maker.body is not None else None
+        value = next((own for constant, own in self.graph.constants if constant == carry.init), value)
+        return value is not None and not np.any(value)
 
     def _through(self, nest: Nest, known: dict[PTensor, Form], late: dict[str, Set[PTensor]]) -> dict[PTensor, Form] | None:
         """The forms of all that a loop's body makes; None where something needs what only all parts give.
@@ -347,8 +358,12 @@ class TimeRegions:
         self.parts[op.path] = part
         return dict(zip(op.outputs, part.outputs, strict=True))
 
-    def _likely(self, tensor: PTensor) -> Form:
-        """As which part planned ops make ``tensor``, or its summands; a carry that begins whole is cut before its loop."""
+    def _likely(self, tensor: PTensor, is_sum: bool) -> Form:
+        """As which part planned ops make ``tensor``, or its summands; a carry that begins whole is cut before its loop.
+
+        Args:
+            is_sum: whether it may be a summand itself: its carry begins at zero.
+        """
         producer = self.graph.producer
 
         def summands(made: PTensor) -> Iterable[PTensor]:
@@ -359,7 +374,7 @@ class TimeRegions:
             op = producer.get(made)
             if op is not None and op.path in self.planned:
                 form = self.parts[op.path].outputs[op.outputs.index(made)]
-                if isinstance(form, Piece):
+                if isinstance(form, Piece) or (is_sum and form == Summed("add")):
                     return form
         return None
 

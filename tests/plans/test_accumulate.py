@@ -28,13 +28,6 @@ class Conv(nn.Module):
         return nn.Dense(3, param_dtype=x.dtype)(x.mean((1, 2)))
 
 
-class Ordered(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Dense(4, param_dtype=x.dtype)(x)
-        return nn.Dense(3, param_dtype=x.dtype)(jnp.sort(x, 0))  # an order over the whole batch
-
-
 @made_once
 def conv() -> Any:
     draws = np.random.default_rng(0)
@@ -94,13 +87,6 @@ def test_a_device_walks_its_own_block_of_the_batch() -> None:
     assert not [t.name for _, t in collectives(plan) if t.name.startswith("batch/")]
     (layout,) = (layout for t, layout in plan.completed.inputs.items() if t.name == "batch/x")
     assert [layout.mask(p).box[0][0] for p in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 4)]  # of blocks of six rows
-
-
-def test_an_op_that_needs_the_whole_batch_is_refused_by_name() -> None:
-    x = np.ones((8, 4), np.float32)
-    made = with_arguments(Ordered(), TX, {"x": x, "labels": np.zeros(8, np.int32)}, x)
-    with pytest.raises(SplitError, match="needs the whole batch"):
-        planned(accumulate(2), made, 1)
 
 
 def test_micro_batches_that_do_not_divide() -> None:

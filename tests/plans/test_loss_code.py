@@ -13,7 +13,7 @@ from of_the_day import of_the_day
 from step_numbers import assert_trees_close
 
 import jscaler
-from jscaler import plans
+from jscaler import PlanWarning, plans
 
 ROWS, DIM, WORDS = 8, 6, 12
 Loss = Callable[[Any, Any, Any], Any]  # of parameters, state and batch: the loss, and the next state
@@ -60,12 +60,60 @@ def centroids(p: Any, state: Any, batch: Any) -> Any:
     return loss, 0.9 * state + 0.1 * means
 
 
+def views(p: Any, state: Any, batch: Any) -> Any:
+    """Two views of the batch go through the net as one."""
+    z = jnp.tanh(jnp.concatenate([batch["x"], batch["y"]]) @ p["w"]) @ p["v"]
+    return jnp.mean((z[:ROWS] - z[ROWS:]) ** 2), state
+
+
+def crops(p: Any, state: Any, batch: Any) -> Any:
+    """As many views as there are crops, taken apart by ``split`` and by ``reshape``; two are views of one."""
+    x, y = batch["x"], batch["y"]
+    first, second = jnp.split(jnp.tanh(jnp.concatenate([x, y]) @ p["w"]), 2)
+    others = (jnp.concatenate([jnp.tile(x, (2, 1)), x - y]) @ p["w"]).reshape(3, ROWS, DIM)
+    return -jnp.mean(jax.nn.log_softmax(others) * (first + second)), state
+
+
+def preferred(p: Any, state: Any, batch: Any) -> Any:
+    """Pairs of texts, through layers that are stacked: of each the one is to be likelier than the other."""
+    tokens = jnp.concatenate([batch["tokens"], batch["labels"]])
+    layers = jnp.stack([p["w"], p["v"]])
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), p["emb"][tokens], layers)
+    words = jax.nn.log_softmax(x[:, :-1] @ p["emb"].T)
+    found = jnp.take_along_axis(words, tokens[:, 1:, None], -1).sum((1, 2))
+    return -jnp.mean(jax.nn.log_sigmoid(found[:ROWS] - found[ROWS:])), state
+
+
+def by_chunks(p: Any, state: Any, batch: Any) -> Any:
+    """The loss is added up over tokens, in the carry of a scan."""
+    x = jnp.tanh(p["emb"][batch["tokens"]] @ p["w"])
+
+    def chunk(total: jax.Array, own: Any) -> Any:
+        logits = own[0] @ p["emb"].T
+        return total + optax.softmax_cross_entropy_with_integer_labels(logits, own[1]).sum(), None
+
+    total, _ = jax.lax.scan(chunk, jnp.zeros(()), (x.swapaxes(0, 1), batch["labels"].T))
+    return total / batch["labels"].size, state
+
+
+def faded(p: Any, state: Any, batch: Any) -> Any:
+    """Each step of a loop fades what the ones before have added."""
+    x = batch["x"] @ p["w"]
+    total = jax.lax.fori_loop(0, 3, lambda i, c: 0.9 * c + jnp.mean((x * i @ p["v"] - batch["y"]) ** 2), 0.0)
+    return total, state
+
+
 LOSSES: dict[str, tuple[Loss, tuple[int, ...]]] = {
     "tied": (tied, ()),
     "centred": (centred, (DIM,)),
     "masked": (masked, ()),
     "counted": (counted, ()),
     "centroids": (centroids, (4, DIM)),
+    "views": (views, ()),
+    "crops": (crops, ()),
+    "preferred": (preferred, ()),
+    "by_chunks": (by_chunks, ()),
+    "faded": (faded, ()),
 }
 PLANS = {"accumulate(2)": 1, "pipeline(2, 2)": 2}
 
@@ -82,18 +130,50 @@ def arguments(state: tuple[int, ...]) -> tuple[Any, Any]:
     return (params, drawn(state, 6)), batch
 
 
-@pytest.mark.parametrize(("name", "plan"), of_the_day([(n, p) for n in LOSSES for p in PLANS], 3))
-def test_micro_batches_run_in_one_loop(name: str, plan: str) -> None:
-    loss, shape = LOSSES[name]
-
+def descent(loss: Loss) -> Callable[..., Any]:
     def step(state: Any, batch: Any) -> Any:
         (value, after), grads = jscaler.value_and_grad(lambda p: loss(p, state[1], batch), has_aux=True)(state[0])
         return (jax.tree.map(lambda p, g: p - 0.1 * g, state[0], grads), after), value
 
+    return step
+
+
+def planned(name: str, plan: str, devices: int) -> jscaler.Lowered:
+    """The loss's step, whose numbers are those of one device."""
+    loss, shape = LOSSES[name]
     with jax.enable_x64(True):
         state, batch = arguments(shape)
-        lowered = jscaler.parallelize(plan, devices=PLANS[plan])(step).lower(state, batch)
-        assert len(lowered.plan.graph.loops) == 1
+        lowered = jscaler.parallelize(plan, devices=devices)(descent(loss)).lower(state, batch)
+        assert_trees_close(lowered.compile()(state, batch), jax.jit(descent(loss))(state, batch))
+    return lowered
+
+
+@pytest.mark.parametrize(("name", "plan"), of_the_day([(n, p) for n in LOSSES for p in PLANS], 4))
+def test_micro_batches_run_in_one_loop(name: str, plan: str) -> None:
+    loops = planned(name, plan, PLANS[plan]).plan.graph.loops.values()
+    assert len([loop for loop in loops if loop.time]) == 1
+
+
+@pytest.mark.parametrize("name", of_the_day(["views", "crops", "preferred"], 1))
+def test_views_of_the_batch_stay_where_they_are(name: str) -> None:
+    """Each device has the rows of all views of its part of the batch."""
+    assert planned(name, "data_parallel", 2).plan.report.total.keys() == {"all_reduce"}
+
+
+def test_rows_against_all_rows_run_in_loops_apart() -> None:
+    """What needs the whole batch stands between the loops over micro-batches, in front of it and behind."""
+
+    def alike(p: Any, batch: Any) -> Any:
+        z = jnp.tanh(jnp.concatenate([batch["x"], batch["y"]]) @ p["w"])
+        likeness = z @ z.T
+        others = jnp.concatenate([jnp.arange(ROWS, 2 * ROWS), jnp.arange(ROWS)])
+        return optax.softmax_cross_entropy_with_integer_labels(likeness, others).mean(), ()
+
+    with jax.enable_x64(True):
+        state, batch = arguments(())
+        step = descent(lambda p, _, batch: alike(p, batch))
+        with pytest.warns(PlanWarning, match="micro-batches run in 3 loops"):
+            lowered = jscaler.parallelize("accumulate(2)", devices=1)(step).lower(state, batch)
         assert_trees_close(lowered.compile()(state, batch), jax.jit(step)(state, batch))
 
 
