@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from jax.extend import core
 
-from jscaler.capture.inner_jaxprs import inner_jaxpr, scan_parts
+from jscaler.capture.inner_jaxprs import ScanParts, inner_jaxpr, scan_parts
 from jscaler.capture.trace import Trace
 from jscaler.capture.user_op import call_spec
 from jscaler.ir import FactorNames
@@ -61,12 +61,13 @@ class BatchRows:
     def _is_learned(self, atom: Atom) -> bool:
         return isinstance(atom, core.Var) and atom in self.learned
 
-    def enter(self, eqn: core.JaxprEqn, variables: Sequence[core.Var]) -> None:
-        """Follow the rows into a scan, whose carries and slices are ``variables`` of its body; there may be none."""
-        first = len(eqn.invars) - len(variables)
-        rows = body_rows(eqn, [self.rows(atom) for atom in eqn.invars])[first:]
+    def enter(self, parts: ScanParts, variables: Sequence[core.Var]) -> None:
+        """Follow the rows into a scan, whose last operands are ``variables`` of its body; there may be none."""
+        operands = parts.operands
+        first = len(operands) - len(variables)
+        rows = body_rows(parts, [self.rows(atom) for atom in operands])[first:]
         self.of.update((var, own) for var, own in zip(variables, rows, strict=True) if own)
-        learned = zip(variables, map(self._is_learned, eqn.invars[first:]), strict=True)
+        learned = zip(variables, map(self._is_learned, operands[first:]), strict=True)
         self.learned.update(var for var, is_learned in learned if is_learned)
 
     def add(self, eqn: core.JaxprEqn) -> Need:
@@ -173,14 +174,13 @@ def _through_jaxpr(jaxpr: core.Jaxpr, rows: Sequence[Rows]) -> tuple[Need, list[
 
 def _through_scan(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> tuple[Need, list[Rows]]:
     parts = scan_parts(eqn)
-    need, results = _through_jaxpr(parts.body, body_rows(eqn, rows))
+    need, results = _through_jaxpr(parts.body, body_rows(parts, rows))
     finals, stacked = results[: len(parts.finals)], results[len(parts.finals) :]
     return need, [*finals, *({dim + 1: digits for dim, digits in own.items()} for own in stacked)]
 
 
-def body_rows(eqn: core.JaxprEqn, rows: Sequence[Rows]) -> list[Rows]:
+def body_rows(parts: ScanParts, rows: Sequence[Rows]) -> list[Rows]:
     """The rows of the arguments of a scan's body. A dim that is scanned over is none of theirs."""
-    parts = scan_parts(eqn)
     whole = len(parts.consts) + len(parts.inits)
     slices = [{dim - 1: digits for dim, digits in own.items() if dim} for own in rows[whole:]]
     return [*rows[:whole], *slices]

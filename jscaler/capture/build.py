@@ -10,9 +10,11 @@ from jax.extend import core
 from jscaler.capture.autodiff import Differentiator
 from jscaler.capture.batch_rows import BatchRows, data_rows
 from jscaler.capture.bodies import BodyTable
+from jscaler.capture.counting_scans import with_counts_apart
 from jscaler.capture.fragments import Fragment, fragments, scope_of
 from jscaler.capture.inner_jaxprs import scan_parts
 from jscaler.capture.jaxprs import Atom, Inliner, fresh, inner_jaxpr, live_equations, make_jaxpr
+from jscaler.capture.live_scan import live_scan
 from jscaler.capture.module_scopes import common_path, module_of, with_module_scopes
 from jscaler.capture.names import PathNames, common_root, function_name
 from jscaler.capture.opening import hoist_numbers, opens
@@ -41,8 +43,9 @@ def build_graph(
         bodies: interns op bodies.
         rules: derives the ops' rules.
     """
-    step = with_module_scopes(step, input_names, next_version)
-    builder = _Builder(step, input_names, bodies, data_rows(step, next_version.values()))
+    rows = data_rows(step, next_version.values())
+    step = with_module_scopes(with_counts_apart(step, rows), input_names, next_version)
+    builder = _Builder(step, input_names, bodies, rows)
     builder.run()
     outputs = tuple(builder.result(v, name) for v, name in zip(step.outvars, output_names, strict=True))
     inputs = tuple(builder.tensors[v] for v in step.invars)
@@ -109,7 +112,7 @@ class _Builder:
             self._open_remat(fragment, eqn)
 
     def _open_scan(self, fragment: Fragment, eqn: core.JaxprEqn) -> None:
-        parts = scan_parts(eqn)
+        parts = live_scan(scan_parts(eqn), {i for i, v in enumerate(eqn.outvars) if v in self.read_outside})
         name = self._name(fragment, eqn)
         inits = [self._made(a, f"{name}/init{i}", fragment.call) for i, a in enumerate(parts.inits)]
         stacks = [self._made(a, f"{name}/stack{i}", fragment.call) for i, a in enumerate(parts.stacks)]
@@ -120,7 +123,7 @@ class _Builder:
             self.tensors[var] = PTensor(f"{name}:carry{i}", var.aval)
         for var, stack in zip(slices, stacks, strict=True):
             self.tensors[var] = PTensor(self.names.unique(f"{stack.name}@{name}"), var.aval)
-        self.rows.enter(eqn, variables)
+        self.rows.enter(parts, variables)
         outer, self.place = self.place, dataclasses.replace(self.place, loop=name)
         args, before = [*parts.consts, *variables], len(self.ops)
         returned = self._block(parts.body, parts.body_consts, args, eqn, fragment.call, f"{name}/out")

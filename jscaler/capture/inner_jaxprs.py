@@ -31,6 +31,10 @@ class ScanParts:
     finals: list[core.Var]
     stacked: list[core.Var]
 
+    @property
+    def operands(self) -> list[Atom]:
+        return [*self.consts, *self.inits, *self.stacks]
+
 
 def scan_parts(eqn: core.JaxprEqn) -> ScanParts:
     """Roles are told by ranks: what is read or written slice by slice has one dim more outside. (How the parameters count

@@ -23,12 +23,13 @@ def elementwise(linear: str = "") -> SpecFunction:
 
 
 def convert(eqn: core.JaxprEqn) -> Spec:
-    """Casts are linear between floats, unless they narrow: a partial sum in fewer bits is another number."""
+    """Casts are linear between floats, unless they narrow: a partial sum in fewer bits is another number.
+
+    One to the same type (from a weak one) is linear; one to a wider integer is not, as a sum may have gone round.
+    """
     source, target = (np.dtype(dtype(v)) for v in (eqn.invars[0], eqn.outvars[0]))
-    widens = all(jnp.issubdtype(d, jnp.floating) for d in (source, target)) and (
-        target == source or target.itemsize > source.itemsize
-    )
-    return elementwise("move" if widens else "")(eqn)
+    widens = all(jnp.issubdtype(d, jnp.floating) for d in (source, target)) and target.itemsize > source.itemsize
+    return elementwise("move" if widens or source == target else "")(eqn)
 
 
 def divide(eqn: core.JaxprEqn) -> Spec:

@@ -6,6 +6,7 @@ what the parts share ────────────────┴──�
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
@@ -146,7 +147,8 @@ class _Writer(AxisWriter):
         readers = self.graph.consumers
 
         def onward(made: PTensor) -> Iterable[PTensor]:
-            return (t for op in readers.get(made, ()) if op.kind != "update" for t in op.outputs)
+            read = (t for op in readers.get(made, ()) if op.kind != "update" for t in op.outputs)
+            return itertools.chain(read, self.graph.flow.targets(made))
 
         return any(op.path in parts for t in closure([tensor], onward) for op in readers.get(t, ()))
 

@@ -235,9 +235,9 @@ class TimeRegions:
         return found
 
     def begun(self, carry: Carry) -> Form:
-        """Which part of ``carry.init`` a loop in time begins with: a sum of summands begins at zeros, whoever has them."""
+        """Which part of ``carry.init`` a loop in time begins with: a sum with summands, or at zeros, whoever has them."""
         form = self.forms.get(carry.inside)
-        return None if isinstance(form, Summed) else form
+        return self.forms.get(carry.init) if isinstance(form, Summed) else form
 
     # -- loops over layers
 
@@ -261,7 +261,7 @@ class TimeRegions:
 
     def _settled(self, nest: Nest, known: Mapping[PTensor, Form]) -> dict[PTensor, Form] | None:
         loop = nest.loop
-        sums = {c.inside for c in loop.carries if c.is_sum or self._begins_at_zero(c)}
+        sums = {c.inside for c in loop.carries if c.is_sum or known.get(c.init) == Summed("add") or self._begins_at_zero(c)}
         guess: dict[PTensor, Form] = {
             c.inside: None if c.is_sum else known.get(c.init) or self._likely(c.out, c.inside in sums) for c in loop.carries
         }
@@ -364,17 +364,19 @@ class TimeRegions:
         Args:
             is_sum: whether it may be a summand itself: its carry begins at zero.
         """
-        producer = self.graph.producer
+        graph, producer = self.graph, self.graph.producer
 
         def summands(made: PTensor) -> Iterable[PTensor]:
             op = producer.get(made)
-            return () if op is None or op.path in self.planned else (t for t in op.inputs if t.shape == made.shape)
+            if op is None:
+                return graph.flow.sources(made, "exit")
+            return () if op.path in self.planned else (t for t in op.inputs if is_sum or t.shape == made.shape)
 
         for made in closure([tensor], summands):
             op = producer.get(made)
             if op is not None and op.path in self.planned:
                 form = self.parts[op.path].outputs[op.outputs.index(made)]
-                if isinstance(form, Piece) or (is_sum and form == Summed("add")):
+                if (isinstance(form, Piece) and made.shape == tensor.shape) or (is_sum and form == Summed("add")):
                     return form
         return None
 

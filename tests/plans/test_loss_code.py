@@ -96,6 +96,31 @@ def by_chunks(p: Any, state: Any, batch: Any) -> Any:
     return total / batch["labels"].size, state
 
 
+def by_chunks_of_mask(p: Any, state: Any, batch: Any) -> Any:
+    """Tokens that count are counted in the same carry, whose iterations are computed again."""
+    x = jnp.tanh(p["emb"][batch["tokens"]] @ p["w"])
+
+    @jax.checkpoint
+    def chunk(carry: Any, own: Any) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(own[0] @ p["emb"].T, own[1])
+        mask = own[1] > 2
+        return (carry[0] + (losses * mask).sum(), carry[1] + mask.sum()), None
+
+    (total, count), _ = jax.lax.scan(chunk, (0.0, 0), (x.swapaxes(0, 1), batch["labels"].T))
+    return total / count, state
+
+
+def penalised(p: Any, state: Any, batch: Any) -> Any:
+    """Stacked layers add up a penalty on what they make."""
+
+    def layer(carry: Any, w: jax.Array) -> Any:
+        x = jnp.tanh(carry[0] @ w)
+        return (x, carry[1] + jnp.mean(x**2)), None
+
+    (x, penalty), _ = jax.lax.scan(layer, (batch["x"], 0.0), jnp.stack(p["layers"]))
+    return jnp.mean((x - batch["y"]) ** 2) + 0.1 * penalty, state
+
+
 def faded(p: Any, state: Any, batch: Any) -> Any:
     """Each step of a loop fades what the ones before have added."""
     x = batch["x"] @ p["w"]
@@ -113,6 +138,8 @@ LOSSES: dict[str, tuple[Loss, tuple[int, ...]]] = {
     "crops": (crops, ()),
     "preferred": (preferred, ()),
     "by_chunks": (by_chunks, ()),
+    "by_chunks_of_mask": (by_chunks_of_mask, ()),
+    "penalised": (penalised, ()),
     "faded": (faded, ()),
 }
 PLANS = {"accumulate(2)": 1, "pipeline(2, 2)": 2}

@@ -15,7 +15,11 @@ from jscaler.primitives import Planner
 PROGRAMS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "running sum": (lambda x: jnp.cumsum(x, 1), "b", r"it is summed along; Prefix\('b', 2\) .* free here: a \(4\)"),
     "running maximum": (lambda x: jax.lax.cummax(x, 0), "a", r"Prefix\('a', 2\) in place of Split .*; free here: b \(6\)"),
-    "both dims": (lambda x: x @ x.T, "a", r"two dims of one tensor; it is free in ops .*; free here: b \(6\)"),
+    "both dims": (
+        jax.named_scope("model/pairs")(lambda x: x @ x.T),
+        "a",
+        r"two dims of one tensor; it is free in ops .*; free here: b \(6\)",
+    ),
     "mixed": (lambda x: x.reshape(3, 8), "a", "a reshape mixes it .*; cut the neighbouring factor, or reshape so"),
     "sorted": (lambda x: jnp.sort(x, 1), "b", r"it is sorted; nothing frees it, .*; free here: a \(4\); 'b' is x\[1\]$"),
     "largest": (lambda x: jax.lax.top_k(x, 2), "b", r"largest are taken; nothing frees it; take the largest of parts by"),
