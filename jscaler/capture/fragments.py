@@ -143,10 +143,15 @@ class _Builder:
                 self.readers[var].append(fragment)
         full_reduction = _role(eqn) == "reduces" and not shape(eqn.outvars[0])
         ends = _role(eqn) in ("contracts", "alone") or full_reduction
-        apart = need == "mixed" and self._is_outermost(fragment)
+        apart = (need == "mixed" or self._looks_up(eqn)) and self._is_outermost(fragment)
         fragment.closed = ends or apart or not self.ends.isdisjoint(eqn.outvars)
         if call is not None:
             self.call_level[call] = max(self.call_level.get(call, 0), fragment.level)
+
+    def _looks_up(self, eqn: core.JaxprEqn) -> bool:
+        """Whether it takes rows of a parameter, as the data says: a table of words, that whatever follows does not read."""
+        table = eqn.invars[0] if eqn.primitive.name == "gather" else None
+        return table in self.rows.learned and not self.rows.rows(table) and bool(self.rows.rows(eqn.outvars[0]))
 
     def _choose(self, index: int, eqn: core.JaxprEqn, call: int | None, reads: list[core.Var], need: Need) -> Fragment:
         scope = scope_of(eqn)

@@ -44,7 +44,7 @@ def with_module_scopes(step: Trace, input_names: Sequence[str], next_version: Ma
         roots = {names[v].split("/")[0] for v in held if v in names and names[v].count("/") > 1}
         if index in named or not roots:
             continue
-        modules = {v: module_of(name) for v, name in names.items() if name.split("/")[0] in roots}
+        modules = _modules(names, roots, {step.invars[i] for i in next_version.values()})
         members = [i for i, t in enumerate(equations) if t.call == index]
         scopes = _scopes([equations[i].eqn for i in members], modules)
         state = {step.outvars[o]: modules.get(step.invars[i], "") for o, i in next_version.items()}
@@ -58,6 +58,22 @@ def module_of(name: str) -> str:
     """``model/blocks/0/attn/query`` for the leaf ``…/query/kernel`` of it, or ``…/query/kernel/value``."""
     parts = name.removesuffix("/value").split("/")[:-1]
     return "/".join(parts[:-1] if parts[-1:] and parts[-1] in HOLDERS else parts)
+
+
+def _modules(names: Mapping[core.Var, str], roots: Set[str], state: Set[core.Var]) -> dict[core.Var, str]:
+    """The module of each input below ``roots``, and of what else of the ``state`` it holds (the statistics of a norm).
+
+    A model may be split into arguments, ``params/norm/scale`` and ``rest/norm/mean``; a copy of it has the same leaves.
+    """
+    modules = {v: module_of(name) for v, name in names.items() if name.split("/")[0] in roots}
+    leaves = {names[v].partition("/")[2] for v in modules}
+    by_path = {module.partition("/")[2]: module for module in modules.values()}
+    for v in state - modules.keys():
+        below = names[v].partition("/")[2]
+        module = by_path.get(module_of(below), "")
+        if module and module_of(below) and below not in leaves:
+            modules[v] = module
+    return modules
 
 
 def _scopes(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list[str]:

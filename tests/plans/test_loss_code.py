@@ -204,14 +204,23 @@ def test_rows_against_all_rows_run_in_loops_apart() -> None:
         assert_trees_close(lowered.compile()(state, batch), jax.jit(step)(state, batch))
 
 
-def test_tied_tables_are_found() -> None:
+def flat(p: Any, state: Any, batch: Any) -> Any:
+    """The first product reads what is looked up as it is, and the head is no table."""
+    x = jnp.tanh(p["emb"][batch["tokens"]] @ p["w"]) @ p["v"]
+    logits = x @ p["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), state
+
+
+@pytest.mark.parametrize("loss", [tied, flat], ids=lambda loss: loss.__name__)
+def test_tables_of_words_are_found(loss: Loss) -> None:
     """They are the ends of an interlaced pipeline."""
 
     def step(params: Any, batch: Any) -> Any:
-        return jscaler.value_and_grad(lambda p: tied(p, (), batch)[0])(params)
+        return jscaler.value_and_grad(lambda p: loss(p, (), batch)[0])(params)
 
     with jax.enable_x64(True):
         (params, _), batch = arguments(())
+        params["head"] = drawn((DIM, WORDS), 7)
         lowered = jscaler.parallelize(plans.interlaced(2, 2), devices=2)(step).lower(params, batch)
         table = next(t for t in lowered.plan.graph.inputs if t.name == "params/emb")
         assert str(lowered.plan.completed.inputs[table]) == "R1 V1 D(2,1) on [0 1]"
@@ -250,3 +259,25 @@ def test_an_nnx_batch_norm_runs_on_each_micro_batch_alone() -> None:
         np.testing.assert_allclose(planned(ours, ours_tx, batch), expected, rtol=1e-5)
     np.testing.assert_allclose(ours.norm.mean[...], theirs.norm.mean[...], rtol=1e-5)
     np.testing.assert_allclose(ours.norm.var[...], theirs.norm.var[...], rtol=1e-5)
+
+
+def test_a_norm_whose_statistics_are_another_argument() -> None:
+    """A model that is split into parameters and the rest has its modules below both."""
+    definition, params, rest = nnx.split(Normed(nnx.Rngs(0)), nnx.Param, ...)
+
+    def step(params: Any, rest: Any, batch: Any) -> Any:
+        def loss(p: Any) -> Any:
+            model = nnx.merge(definition, p, rest, copy=True)
+            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2), nnx.split(model, nnx.Param, ...)[2]
+
+        (value, after), grads = jscaler.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), after, value
+
+    batch = {"x": drawn((ROWS, DIM), 1), "y": drawn((ROWS, DIM), 2)}
+    halves = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, ROWS // 2), slice(ROWS // 2, None))]
+    planned = jscaler.parallelize(plans.accumulate(2, per_microbatch="norm"), devices=1, donate_argnames=())(step)
+    after, found = planned(params, rest, batch)[1:]
+    first, second = (step(params, rest, half) for half in halves)
+    np.testing.assert_allclose(found, (first[2] + second[2]) / 2, rtol=1e-5)
+    mean = step(params, first[1], halves[1])[1]  # the second half's, behind the first's
+    assert_trees_close(after, mean)
