@@ -96,6 +96,11 @@ def _role(eqn: core.JaxprEqn) -> Role:
     return known(eqn.primitive).role
 
 
+def _draws(eqn: core.JaxprEqn) -> bool:
+    """Whether it draws random bits: no operand has their dims."""
+    return eqn.primitive.name == "random_bits"
+
+
 def _variables(eqn: core.JaxprEqn) -> list[core.Var]:
     return [v for v in eqn.invars if isinstance(v, core.Var)]
 
@@ -183,11 +188,12 @@ class _Builder:
 
         In the loss, and in the model's own scope, what sees all rows may, and what depends on parameters may join what does
         not, if whoever else reads the fragment waits for it, too. Else a mask of the data would wait for a layer, or for
-        the batch's end. In a module a reduction is one op with what it reduces (a norm), which `per_microbatch` names.
+        the batch's end. What is drawn beside something else has rows of its own. In a module a reduction is one op with
+        what it reduces (a norm), which `per_microbatch` names.
         """
         if not self._is_outermost(fragment):
             return True
-        if need == "mixed":
+        if need == "mixed" or (_draws(self.eqns[index]) and any(_draws(e) for _, e in fragment.eqns)):
             return False
         learned = self.rows.is_learned(self.eqns[index]) and not fragment.learned and fragment.need != "none"
         if need != "joined" and not learned:

@@ -66,6 +66,14 @@ def views(p: Any, state: Any, batch: Any) -> Any:
     return jnp.mean((z[:ROWS] - z[ROWS:]) ** 2), state
 
 
+def augmented(p: Any, state: Any, batch: Any) -> Any:
+    """What is drawn for one view has nothing to do with what is drawn for another."""
+    first, second = jax.random.split(batch["key"])
+    x = batch["x"] * jax.random.bernoulli(first, 0.5, (ROWS, 1))
+    y = batch["x"] + 0.1 * jax.random.normal(second, batch["x"].shape)
+    return views(p, state, {"x": x, "y": y})
+
+
 def crops(p: Any, state: Any, batch: Any) -> Any:
     """As many views as there are crops, taken apart by ``split`` and by ``reshape``; two are views of one."""
     x, y = batch["x"], batch["y"]
@@ -135,6 +143,7 @@ LOSSES: dict[str, tuple[Loss, tuple[int, ...]]] = {
     "counted": (counted, ()),
     "centroids": (centroids, (4, DIM)),
     "views": (views, ()),
+    "augmented": (augmented, ()),
     "crops": (crops, ()),
     "preferred": (preferred, ()),
     "by_chunks": (by_chunks, ()),
@@ -151,7 +160,8 @@ def drawn(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 def arguments(state: tuple[int, ...]) -> tuple[Any, Any]:
     tokens = np.random.default_rng(0).integers(0, WORDS, (ROWS, 5))
-    batch = {"x": drawn((ROWS, DIM), 1), "y": drawn((ROWS, DIM), 2), "tokens": tokens, "labels": tokens * 5 % WORDS}
+    batch: dict[str, Any] = {"x": drawn((ROWS, DIM), 1), "y": drawn((ROWS, DIM), 2)}
+    batch |= {"tokens": tokens, "labels": tokens * 5 % WORDS, "key": jax.random.key(0)}
     params: dict[str, Any] = {"emb": drawn((WORDS, DIM), 3), "w": drawn((DIM, DIM), 4), "v": drawn((DIM, DIM), 5)}
     params["layers"] = [params["w"], params["v"]]
     return (params, drawn(state, 6)), batch
