@@ -1,9 +1,11 @@
 """How far a dim of an input reaches through the dataflow: the answer to ``graph.factor_of``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.ir.walk import closure
+
+Place = tuple[PTensor, int]  # a dim of a tensor
 
 
 def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
@@ -17,21 +19,29 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
     return {op: _first(graph, op, by_op[op]) for op in sorted(by_op, key=lambda op: graph.position[op.path])}
 
 
-def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> dict[Op, set[str]]:
-    """For every op that some of ``dims`` reach all the factors that they are there."""
+def all_reached_factors(
+    graph: Graph, dims: Iterable[Place], taken: Mapping[Op, Mapping[str, int]] | None = None
+) -> dict[Op, set[str]]:
+    """For every op that some of ``dims`` reach all the factors that they are there.
+
+    Args:
+        taken: by op and factor, the parts into which it is split already. A dim is followed on what they leave of it: the
+            first sub-dim that can be split further.
+    """
     by_op: dict[Op, set[str]] = {}
 
-    def onward(at: tuple[PTensor, int]) -> Iterator[tuple[PTensor, int]]:
+    def onward(at: Place) -> Iterator[Place]:
         here, place = at
         producer = graph.producer.get(here)
         readers = graph.consumers.get(here, ())
         for op in (*readers, *((producer,) if producer else ())):
-            rule, tensors = graph.rule(op), (*op.inputs, *op.outputs)
+            tensors = *op.inputs, *op.outputs
+            followed, places = _followed(graph.rule(op), taken.get(op, {}) if taken is not None else None)
             for number in [i for i, tensor in enumerate(tensors) if tensor.name == here.name]:
-                factor = rule.followed.get((number, place))
+                factor = followed.get((number, place))
                 if factor is not None and factor not in by_op.setdefault(op, set()):
                     by_op[op].add(factor)
-                    yield from ((tensors[i], dim) for i, dim in rule.places[factor])
+                    yield from ((tensors[i], dim) for i, dim in places[factor])
         for other, shift in graph.flow.linked.get(here, ()):  # in and around loops; the dim of iterations stays outside
             if place + shift >= 0:
                 yield other, place + shift
@@ -39,6 +49,24 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
     for _ in closure(dims, onward):
         pass
     return {op: factors for op, factors in by_op.items() if factors}
+
+
+def _followed(
+    rule: Rule, taken: Mapping[str, int] | None
+) -> tuple[Mapping[tuple[int, int], str], Mapping[str, list[tuple[int, int]]]]:  # fmt: skip
+    """Number of a tensor and dim -> the factor on which the dim is followed; and the dims of each factor."""
+    if taken is None:
+        return rule.followed, rule.places
+    followed: dict[tuple[int, int], str] = {}
+    places: dict[str, list[tuple[int, int]]] = {}
+    for number, dims in enumerate((*rule.operands, *rule.results)):
+        for dim, names in enumerate(dims):
+            factors = (rule.factors[name] for name in names)
+            left = next((f.name for f in factors if f.splittable and f.size > taken.get(f.name, 1)), None)
+            if left is not None:
+                followed[number, dim] = left
+                places.setdefault(left, []).append((number, dim))
+    return followed, places
 
 
 def _first(graph: Graph, op: Op, names: set[str]) -> str:
