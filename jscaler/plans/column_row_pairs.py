@@ -19,9 +19,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jscaler.errors import PlanError, PlanWarning, SplitError, divisors, listing, warn
 from jscaler.ir import Op, PTensor
-from jscaler.ir.kinds import learned, read_by_a_loss
+from jscaler.ir.flow import ACYCLIC
+from jscaler.ir.kinds import learned
 from jscaler.ir.walk import closure
 from jscaler.plans.attention import holds_contraction
+from jscaler.plans.batch import BATCH, data_inputs
 from jscaler.plans.factors import Deals, Dims, Factors, by_dim, column, is_much, reached, required, select
 from jscaler.plans.layers import weights_of
 from jscaler.primitives import Planner
@@ -61,8 +63,14 @@ def column_factors(
             )
     table = reached(graph, leaves, parts, unequal=True)
     if columns is None:
-        found = find_columns(graph, table)
-        deals = (_deals(graph, found, parts, weights) if shared else {}) | deals
+        found = find_columns(graph, table, weights)
+        beside = weights | _given_weights(graph)
+        teachers = (
+            find_columns(graph, reached(graph, found, parts, unequal=True) | table, beside) if beside > weights else []
+        )
+        for kernels, known in ((found, weights), (teachers, beside)) if shared else ():
+            deals = _deals(graph, kernels, parts, known) | deals
+        found += teachers
         left = [(t, dim) for t, dim in found if _is_left(graph, t, dim, parts, deals)]
         if is_much(graph, [tensor for tensor, _ in left]):
             told = listing([f"{t.name} ({t.shape[dim]})" for t, dim in left])
@@ -153,8 +161,32 @@ def _further(
 
 
 def _read_weights(graph: Planner) -> set[PTensor]:
-    """Parameters, kernels of a teacher that a loss reads, and what is made of either alone."""
-    return weights_of(graph, [t for t in learned(graph.graph) if read_by_a_loss(graph.graph, t)])
+    """Parameters, kernels of a teacher in the state that a loss reads, or what stands in front of one, and what is made of
+    either alone."""
+    read = {t for op in graph.ops if _is_in_front(graph, op) for t in op.inputs}
+    read = set(closure(read, lambda t: graph.graph.flow.sources(t, *ACYCLIC)))
+    return weights_of(graph, [t for t in learned(graph.graph) if t in read])
+
+
+def _given_weights(graph: Planner) -> set[PTensor]:
+    """A teacher beside the state: arguments that are neither state nor a batch, and have leaves of several lengths."""
+    named = set(graph.select_inputs(BATCH))
+    rows: dict[str, list[PTensor]] = {}
+    for tensor in data_inputs(graph.graph):
+        if tensor not in named:
+            rows.setdefault(tensor.name.partition("/")[0], []).append(tensor)
+    return {t for own in rows.values() if len({t.shape[0] for t in own}) > 1 for t in own}
+
+
+def _is_in_front(graph: Planner, op: Op) -> bool:
+    """Whether ``op`` is of a loss, or of what a loss reads: a teacher's forward pass in front of it."""
+    key = "in front of a loss"
+    if key not in graph.graph.memo:
+        start = [t for op in graph.ops if op.kind == "forward" for t in op.inputs]
+        tensors = closure(start, graph.graph.flow.operands)
+        makers = (graph.producer.get(t) for t in tensors)
+        graph.graph.memo[key] = {op for op in makers if op is not None and op.kind != "backward"}
+    return op.kind == "forward" or op in graph.graph.memo[key]
 
 
 def _sums_activations(graph: Planner, reach: Mapping[Op, str], weights: set[PTensor]) -> bool:
@@ -166,13 +198,13 @@ def _mixes(op: Op, weights: set[PTensor]) -> bool:
     return op.kind == "forward" and holds_contraction(op) and weights.isdisjoint(op.inputs)
 
 
-def find_columns(graph: Planner, taken: Iterable[Op] = ()) -> list[tuple[PTensor, int]]:
+def find_columns(graph: Planner, taken: Iterable[Op], weights: set[PTensor]) -> list[tuple[PTensor, int]]:
     """Kernels and the dims of theirs that are columns of a pair, in the order of the dataflow.
 
     Args:
         taken: ops that are split already: kernels that they read have their place.
+        weights: parameters and what is made of them alone; those among the inputs may be kernels.
     """
-    weights = _read_weights(graph)
     found: list[tuple[PTensor, int]] = []
     table: Factors = dict.fromkeys(taken, "")
     products = {t: paths for t in graph.inputs if t in weights and (paths := products_of(graph, t, weights))}
@@ -196,7 +228,7 @@ def meets_rows(graph: Planner, reach: Mapping[Op, str], weights: set[PTensor], o
     """
     rows = False
     for op, name in reach.items():
-        if op.kind != "forward" or all(t in weights for t in op.inputs if t.shape):
+        if not _is_in_front(graph, op) or all(t in weights for t in op.inputs if t.shape):
             continue
         rule = graph.rule(op)
         if rule.factors[name].kind == "parallel":
@@ -211,16 +243,19 @@ def meets_rows(graph: Planner, reach: Mapping[Op, str], weights: set[PTensor], o
 
 
 def products_of(graph: Planner, kernel: PTensor, weights: set[PTensor]) -> list[str]:
-    """The forward ops that contract ``kernel`` with activations: it, its slice in a loop over layers, or a cast of them."""
+    """The ops of a loss, or in front of one, that contract ``kernel`` with activations.
+
+    That is the kernel itself, its slice in a loop over layers, or a cast of them.
+    """
 
     def onward(tensor: PTensor) -> Iterable[PTensor]:
         yield from graph.graph.flow.neighbours(tensor)
         for op in graph.consumers.get(tensor, ()):
-            if op.kind == "forward":
+            if _is_in_front(graph, op):
                 yield from (t for t in op.outputs if t in weights)
 
     readers = (op for t in closure([kernel], onward) for op in graph.consumers.get(t, ()))
-    return [op.path for op in readers if op.kind == "forward" and _contracts_activations(op, weights)]
+    return [op.path for op in readers if _is_in_front(graph, op) and _contracts_activations(op, weights)]
 
 
 def _contracts_activations(op: Op, weights: set[PTensor]) -> bool:
