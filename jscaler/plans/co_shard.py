@@ -26,8 +26,8 @@ from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
 from jscaler.plans.argument_types import checked
 from jscaler.plans.attention import holds_contraction
-from jscaler.plans.column_row_pairs import columns_of
-from jscaler.plans.factors import Dims, Factors, can_run_in_turn, reached
+from jscaler.plans.column_row_pairs import column_factors
+from jscaler.plans.factors import Dims, Factors, can_run_in_turn
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words
 from jscaler.primitives import Planner, TimeSplit
@@ -69,8 +69,8 @@ def co_shard(
     check_count("co_shard: parts", parts)
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        leaves = columns_of(graph, on, parts, "pass co_shard(on=...)")
-        table = _in_turn(graph, reached(graph, leaves, parts), parts)
+        columns, _ = column_factors(graph, on, parts, "pass co_shard(on=...)", shared=False)
+        table = _in_turn(graph, columns, parts)
         for op, name in table.items():
             graph.op_trans(op, TimeSplit(name, parts, CO_SHARD))
         if loss:

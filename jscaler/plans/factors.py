@@ -22,6 +22,7 @@ from jscaler.primitives import Algorithm, Planner, Replicate, Split
 from jscaler.primitives.remedies import blocked
 
 Factors = dict[Op, str]
+Deals = dict[Op, Mapping[str, int]]  # the parts of each factor of an op, major first; what they leave are copies
 Dims = Mapping[str, int | None]  # pattern of input leaves -> dim, from the end if negative; None is `column`
 
 
@@ -155,13 +156,16 @@ def can_run_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool =
     return not whole and factor.size % parts == 0 and all(slid != name for slid, _, _ in rule.halos)
 
 
-def split(graph: Planner, grid: np.ndarray, *tables: Factors, unequal: Factors | None = None) -> None:
+def split(
+    graph: Planner, grid: np.ndarray, *tables: Factors, unequal: Factors | None = None, deals: Deals | None = None
+) -> None:  # fmt: skip
     """Split and place every op that a table names: axis i of ``grid`` by table i, or copied where that names none.
 
     A factor that the op cannot split (blocked: it needs the whole; or of another size) is not split on that axis.
 
     Args:
         unequal: the factors whose last part may be shorter.
+        deals: of ops that the last table names, how the last axis is dealt out to several factors.
 
     Warns:
         PlanWarning: no op at all is split on an axis, though products are among them.
@@ -173,19 +177,27 @@ def split(graph: Planner, grid: np.ndarray, *tables: Factors, unequal: Factors |
             continue
         algorithms: list[Algorithm] = []
         parts: dict[str, int] = {}
+        cells: list[int] = []
         for axis, (size, table) in enumerate(axes):
-            name = table.get(op, "")
-            count = size * parts.get(name, 1)
-            shorter = name not in parts and (unequal or {}).get(op) == name
-            if can_be_split(graph, op, name, count, shorter):
-                length = graph.rule(op).factors[name].size
-                parts[name] = count
-                whole.pop(axis, None)
-                algorithms.append(Split(name, sizes=ceil_blocks(length, size)) if length % count else Split(name, size))
-            else:
-                algorithms.append(Replicate(size))
+            dealt = (deals or {}).get(op) if table is tables[-1] and op in table else None
+            left = size
+            for name, share in (dealt or {table.get(op, ""): size}).items():
+                count = share * parts.get(name, 1)
+                shorter = name not in parts and (unequal or {}).get(op) == name
+                if can_be_split(graph, op, name, count, shorter):
+                    length = graph.rule(op).factors[name].size
+                    parts[name] = count
+                    whole.pop(axis, None)
+                    algorithms.append(
+                        Split(name, sizes=ceil_blocks(length, share)) if length % count else Split(name, share)
+                    )
+                    cells.append(share)
+                    left //= share
+            if left > 1:
+                algorithms.append(Replicate(left))
+                cells.append(left)
         if parts:
-            graph.op_assign(graph.op_trans(op, *algorithms), grid.squeeze())
+            graph.op_assign(graph.op_trans(op, *algorithms), grid.reshape(cells))
     for axis, table in whole.items():
         _warn_of_whole(graph, axes[axis][0], table)
 

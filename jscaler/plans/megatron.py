@@ -25,9 +25,9 @@ import numpy as np
 
 from jscaler.errors import PlanError
 from jscaler.plans.argument_types import checked
-from jscaler.plans.column_row_pairs import columns_of
+from jscaler.plans.column_row_pairs import column_factors
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Dims, Factors, device_grid, reached, split
+from jscaler.plans.factors import Deals, Dims, Factors, device_grid, reached, split
 from jscaler.plans.find_sequence import sequence_of
 from jscaler.plans.pipeline import pipeline
 from jscaler.plans.vocab_parallel import tables_of_words, word_factors
@@ -87,29 +87,32 @@ def megatron(
         grid = device_grid(devices, "megatron", dp=dp, tp=tp)
         rows, parts = grid.shape
         words = _word_factors(graph, parts)
-        table = _tensor_factors(graph, parts, columns, words)
+        table, deals = _tensor_factors(graph, parts, columns, words)
         if zero:
             shard_parameters(graph, grid, stored=zero == 3, cuts=table)
             if zero > 1:
                 graph.accumulation(each_time=True, gather_once=gather_once)
             table = without_followers(graph, table, stored=zero == 3)
-        split(graph, grid, batch_factors(graph, batch, rows), table, unequal=words)
+        split(graph, grid, batch_factors(graph, batch, rows), table, unequal=words, deals=deals)
 
     def _word_factors(graph: Planner, parts: int) -> Factors:
         if parts == 1 or not vocab:
             return {}
         return word_factors(graph, tables_of_words(graph, None if vocab is True else vocab), parts)
 
-    def _tensor_factors(graph: Planner, parts: int, columns: Dims | Sequence[str] | None, words: Factors) -> Factors:
+    def _tensor_factors(
+        graph: Planner, parts: int, columns: Dims | Sequence[str] | None, words: Factors
+    ) -> tuple[Factors, Deals]:  # fmt: skip
         if parts == 1:
-            return {}
-        given = columns is None or bool(columns)
-        kernels = columns_of(graph, columns, parts, "pass megatron(columns=...)") if given else []
-        table = words | reached(graph, kernels, parts)
+            return {}, {}
+        table, deals = Factors(), Deals()
+        if columns is None or columns:
+            table, deals = column_factors(graph, columns, parts, "pass megatron(columns=...)")
+        table = words | table
         if sequence:
             tokens = sequence_of(graph, None if sequence is True else sequence, "pass megatron(sequence=...)")
             table = reached(graph, tokens, parts) | table
-        return table
+        return table, deals
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
         on_grid(graph, devices, tp, columns)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jscaler.plans.argument_types import checked
-from jscaler.plans.column_row_pairs import columns_of
+from jscaler.plans.column_row_pairs import column_factors
 from jscaler.plans.factors import Dims, reached, split
 from jscaler.plans.find_sequence import sequence_of
 from jscaler.primitives import Planner
@@ -43,9 +43,9 @@ def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dim
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        kernels = columns_of(graph, columns, devices.size, "pass sequence_parallel(columns=...)")
         tokens = sequence_of(graph, sequence, "pass sequence_parallel(sequence=...)")
         between = reached(graph, tokens, devices.size)
-        split(graph, devices, between | reached(graph, kernels, devices.size))
+        table, deals = column_factors(graph, columns, devices.size, "pass sequence_parallel(columns=...)")
+        split(graph, devices, between | table, deals=deals)
 
     return policy

@@ -15,6 +15,9 @@ are put together in front of its use, as in `zero3`. Biases and scales are copie
 Queries, keys and values may be one kernel. Of shape (d, 3, h, k) it is split by heads and nothing else is sent. A flat one,
 (d, 3·h·k), or a gate and an up in one (d, 2·f), lies in contiguous columns, which are not those of whole heads: what it
 makes is dealt out to them by one exchange forward and one backward.
+
+Where query heads share heads of keys and values, and there are more devices than these, each of these lies on several
+devices, whose query heads are those that share it (see `column_row_pairs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +25,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jscaler.plans.argument_types import checked
-from jscaler.plans.column_row_pairs import columns_of
-from jscaler.plans.factors import Dims, Factors, reached, split
+from jscaler.plans.column_row_pairs import column_factors
+from jscaler.plans.factors import Dims, Factors, split
 from jscaler.plans.vocab_parallel import tables_of_words, word_factors
 from jscaler.plans.zero import shard_rest, without_followers
 from jscaler.primitives import Planner
@@ -45,7 +48,8 @@ def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[...
     Raises (when the plan is made):
         UnknownNameError: no kernel matches.
         PlanError: none is named, and none is found.
-        SplitError: the heads or columns of a kernel do not divide by the number of devices.
+        SplitError: the heads or columns of a kernel do not divide by the number of devices. Shared heads of keys and values
+            may also divide that number.
 
     Example:
         >>> planned = train_step.under(plans.tensor_parallel({"*/up": 1})).lower(state, batch).plan
@@ -54,13 +58,13 @@ def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[...
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        leaves = columns_of(graph, columns, devices.size, "pass tensor_parallel(columns=...)")
-        table, words = reached(graph, leaves, devices.size), Factors()
+        table, deals = column_factors(graph, columns, devices.size, "pass tensor_parallel(columns=...)")
+        words = Factors()
         if columns is None:
             words = word_factors(graph, tables_of_words(graph), devices.size)
-            shard_rest(graph, devices, words | table, words)
+            shard_rest(graph, devices, words | table, words, deals)
             updates = {op: name for op, name in words.items() if op.kind == "update"}
             table = without_followers(graph, words | table, stored=True) | updates
-        split(graph, devices, table, unequal=words)
+        split(graph, devices, table, unequal=words, deals=deals)
 
     return policy

@@ -95,7 +95,7 @@ def _makes_logits(graph: Planner, kernel: PTensor, dim: int, weights: set[PTenso
     products = products_of(graph, kernel, weights)
     reach = graph.factor_of(kernel.name, dim) if products else {}
     left = (graph.rule(op).factors[name].kind == "parallel" for op, name in reach.items() if op.path in products)
-    return any(left) and not meets_rows(graph, kernel, reach, weights)
+    return any(left) and not meets_rows(graph, reach, weights, products)
 
 
 def _is_looked_up(graph: Planner, table: PTensor, weights: set[PTensor]) -> bool:

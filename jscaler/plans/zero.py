@@ -28,7 +28,7 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.walk import closure
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Factors, can_be_split, is_much, split
+from jscaler.plans.factors import Deals, Factors, can_be_split, is_much, split
 from jscaler.plans.layers import with_slices
 from jscaler.primitives import Planner, Replicate
 
@@ -134,12 +134,13 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
         )
 
 
-def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors, unequal: Factors) -> None:
+def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors, unequal: Factors, deals: Deals) -> None:
     """Let kernels and tables that ``cuts`` leaves whole lie in parts, where a dim of theirs divides; what reads them is
     computed everywhere.
 
     Args:
         unequal: the cuts whose last part may be shorter.
+        deals: the cuts that are dealt out to several factors, or to some of the devices.
 
     Warns:
         PlanWarning: no dim of some divides.
@@ -147,7 +148,7 @@ def shard_rest(graph: Planner, devices: np.ndarray, cuts: Factors, unequal: Fact
     if devices.size == 1 or not graph.calls:
         return
     forward = ((op, name) for op, name in cuts.items() if op.kind == "forward")
-    legal = {op: f for op, f in forward if can_be_split(graph, op, f, devices.size, unequal.get(op) == f)}
+    legal = {op: f for op, f in forward if op in deals or can_be_split(graph, op, f, devices.size, unequal.get(op) == f)}
     readers: dict[Op, None] = {}
     whole: list[PTensor] = []
     for tensor, kind in tensor_kinds(graph.graph).items():

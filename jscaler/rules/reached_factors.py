@@ -1,8 +1,8 @@
 """How far a dim of an input reaches through the dataflow: the answer to ``graph.factor_of``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Op, PTensor, Rule
 from jscaler.ir.rule import SubDim
 from jscaler.ir.walk import closure
 
@@ -19,8 +19,15 @@ def reached_factors(graph: Graph, tensor: PTensor, dim: int) -> dict[Op, str]:
     return {op: _first(graph, op, by_op[op]) for op in sorted(by_op, key=lambda op: graph.position[op.path])}
 
 
-def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> dict[Op, set[str]]:
-    """For every op that some of ``dims`` reach all the factors that they are there."""
+def all_reached_factors(
+    graph: Graph, dims: Iterable[tuple[PTensor, int]], taken: Mapping[Op, Mapping[str, int]] | None = None
+) -> dict[Op, set[str]]:
+    """For every op that some of ``dims`` reach all the factors that they are there.
+
+    Args:
+        taken: by op and factor, the parts into which it is split already. A dim is followed on what they leave of it: the
+            first sub-dim that can be split further.
+    """
     by_op: dict[Op, set[str]] = {}
 
     def onward(at: tuple[PTensor, SubDim]) -> Iterator[tuple[PTensor, SubDim]]:
@@ -28,12 +35,14 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
         producer = graph.producer.get(here)
         readers = graph.consumers.get(here, ())
         for op in (*readers, *((producer,) if producer else ())):
-            rule, tensors = graph.rule(op), (*op.inputs, *op.outputs)
+            tensors = *op.inputs, *op.outputs
             for number in [i for i, tensor in enumerate(tensors) if tensor.name == here.name]:
-                factor = rule.at(place._replace(tensor=number))
+                own = place._replace(tensor=number)
+                rule = graph.rule(op)
+                factor, places = (rule.at(own), rule.places) if taken is None else _left(rule, own, taken.get(op, {}))
                 if factor is not None and factor not in by_op.setdefault(op, set()):
                     by_op[op].add(factor)
-                    yield from ((tensors[p.tensor], p._replace(tensor=0)) for p in rule.places[factor])
+                    yield from ((tensors[p.tensor], p._replace(tensor=0)) for p in places[factor])
         for other, shift in graph.flow.linked.get(here, ()):  # in and around loops; the dim of iterations stays outside
             if place.dim + shift >= 0:
                 yield other, place._replace(dim=place.dim + shift)
@@ -41,6 +50,19 @@ def all_reached_factors(graph: Graph, dims: Iterable[tuple[PTensor, int]]) -> di
     for _ in closure([(tensor, SubDim(0, dim)) for tensor, dim in dims], onward):
         pass
     return {op: factors for op, factors in by_op.items() if factors}
+
+
+def _left(rule: Rule, place: SubDim, taken: Mapping[str, int]) -> tuple[str | None, Mapping[str, list[SubDim]]]:
+    """The factor on which a dim is followed behind those that are ``taken``; and the dims that are followed on each."""
+    places: dict[str, list[SubDim]] = {}
+    for number, dims in enumerate((*rule.operands, *rule.results)):
+        for dim, names in enumerate(dims):
+            factors = (rule.factors[name] for name in names)
+            left = next((f.name for f in factors if f.splittable and f.size > taken.get(f.name, 1)), None)
+            if left is not None:
+                places.setdefault(left, []).append(SubDim(number, dim))
+    here = SubDim(place.tensor, place.dim)
+    return next((name for name, own in places.items() if here in own), None), places
 
 
 def _first(graph: Graph, op: Op, names: set[str]) -> str:

@@ -53,7 +53,8 @@ def test_a_tied_head_is_the_embedding(tied: bool) -> None:
 PLANS = {
     "tensor_parallel": 2, "megatron(dp=2, tp=2, sequence=True, zero=1)": 4, "zero3": 4, "accumulate(2)": 1,
     "co_shard(2)": 1, "pipeline(2, 2)": 2, "pipeline(2, 2, 'zb_h1')": 2, "interlaced(2, 2)": 2, "vocab_parallel": 4,
-    "recompute_layers": 1,
+    "recompute_layers": 1, "tensor_parallel()": 4, "megatron(dp=2, tp=4, zero=3)": 8,
+    "pipeline(2, 2, plan=megatron(tp=4))": 8,
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "loop": {},
@@ -61,8 +62,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "stacked": {"stacked": True},
     "stacked, remat": {"stacked": True, "remat": True},
 }
-# the first row: a scan whose checkpointed body returns its parameters, as nnx.remat does, was refused
-ALWAYS = [("interlaced(2, 2)", "stacked, remat")]
+# a scan whose checkpointed body returns its parameters, as nnx.remat does, was refused; so were
+# two heads of keys and values on four devices
+ALWAYS = [("interlaced(2, 2)", "stacked, remat"), ("tensor_parallel()", "stacked")]
 
 
 @pytest.mark.parametrize(("plan", "form"), of_the_day([(p, f) for p in PLANS for f in FORMS], 40, ALWAYS))
