@@ -123,7 +123,7 @@ def _taken_apart(graph: Planner, path: str, dim: int) -> bool:
 
 
 def reached(graph: Planner, leaves: Sequence[tuple[PTensor, int]], parts: int, unequal: bool = False) -> Factors:
-    """The factor of every op that one of ``leaves`` reaches; the first leaf that reaches an op decides.
+    """The factor of every op that one of ``leaves``, or of other tensors, reaches; the first that reaches an op decides.
 
     Args:
         unequal: whether parts need not be equal.
@@ -137,7 +137,7 @@ def reached(graph: Planner, leaves: Sequence[tuple[PTensor, int]], parts: int, u
             raise SplitError(tensor.name, f"dim {dim}", tensor.shape[dim], parts)
         readers = graph.consumers.get(tensor, ())
         if not readers or any(op not in table for op in readers):
-            table = {**graph.factor_of(tensor.name, dim), **table}
+            table = {**graph.factor_of(tensor, dim), **table}
     return table
 
 

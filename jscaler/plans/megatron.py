@@ -107,7 +107,7 @@ def megatron(
         kernels = columns_of(graph, columns, parts, "pass megatron(columns=...)") if given else []
         table = words | reached(graph, kernels, parts)
         if sequence:
-            tokens = sequence_of(graph, None if sequence is True else sequence, "pass megatron(sequence=...)")
+            tokens = sequence_of(graph, None if sequence is True else sequence, parts, "megatron")
             table = reached(graph, tokens, parts) | table
         return table
 
