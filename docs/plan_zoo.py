@@ -68,6 +68,7 @@ ZOO = [
     Entry(
         "ZeRO-3, FSDP", "zero3", "Rajbhandari et al. 2020; Zhao et al. 2023", "DeepSpeed, FSDP, Alpa, GSPMD", "test_zero"
     ),
+    Entry("Hybrid sharding, HSDP", "zero3(dp=2)", "Zhao et al. 2023; Zhang et al. 2022 (MiCS)", "FSDP, GSPMD", "test_zero"),
     Entry(
         "Tensor parallelism",
         "tensor_parallel",

@@ -187,15 +187,15 @@ class Graph(Shown):
         """The factors of ``op``."""
         return self.rules.rule(op)
 
-    def factor_of(self, path: str, dim: int) -> Mapping[Op, str]:
-        """For every op that dim ``dim`` of input ``path`` reaches through the dataflow: the factor it is there.
+    def factor_of(self, path: PTensor | str, dim: int) -> Mapping[Op, str]:
+        """For every op that a dim of a tensor, or of input ``path``, reaches through the dataflow: the factor it is there.
 
         Where a dim reaches an op as two factors (query and key positions of self-attention), the one that comes first
         in the op's rule is given. Ops it does not reach are absent.
         """
-        tensor = self.input(path)
-        dim = check_dim(path, tensor.shape, dim)
-        key = "reached", path, dim
+        tensor = path if isinstance(path, PTensor) else self.input(path)
+        dim = check_dim(tensor.name, tensor.shape, dim)
+        key = "reached", tensor.name, dim
         if key not in self.memo:  # every policy asks again
             self.memo[key] = self.rules.factor_of(self, tensor, dim)
         return self.memo[key]

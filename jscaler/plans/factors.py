@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jscaler.capture.jaxprs import all_equations
-from jscaler.errors import LEAST, PlanError, PlanWarning, SplitError, UnknownNameError, check_count, factor_name, warn
+from jscaler.errors import (
+    LEAST,
+    PlanError,
+    PlanWarning,
+    SplitError,
+    UnknownNameError,
+    check_count,
+    divisors,
+    factor_name,
+    warn,
+)
 from jscaler.ir import Op, PTensor
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.ir.name import without
@@ -114,7 +124,7 @@ def _taken_apart(graph: Planner, path: str, dim: int) -> bool:
 
 
 def reached(graph: Planner, leaves: Sequence[tuple[PTensor, int]], parts: int, unequal: bool = False) -> Factors:
-    """The factor of every op that one of ``leaves`` reaches; the first leaf that reaches an op decides.
+    """The factor of every op that one of ``leaves``, or of other tensors, reaches; the first that reaches an op decides.
 
     Args:
         unequal: whether parts need not be equal.
@@ -128,7 +138,7 @@ def reached(graph: Planner, leaves: Sequence[tuple[PTensor, int]], parts: int, u
             raise SplitError(tensor.name, f"dim {dim}", tensor.shape[dim], parts)
         readers = graph.consumers.get(tensor, ())
         if not readers or any(op not in table for op in readers):
-            table = {**graph.factor_of(tensor.name, dim), **table}
+            table = {**graph.factor_of(tensor, dim), **table}
     return table
 
 
@@ -248,6 +258,7 @@ def device_grid(devices: np.ndarray, plan: str, **sizes: int | None) -> np.ndarr
     rest, left = divmod(devices.size, count)
     if left or (rest != 1 and len(given) == len(sizes)):
         shown = " × ".join(f"{n}={s}" for n, s in given.items())
-        raise PlanError(f"{plan}: {shown} is a grid of {count} devices, and {devices.size} are given")
+        legal = f"; legal: {', '.join(map(str, divisors(devices.size)))}" if len(given) == 1 else ""
+        raise PlanError(f"{plan}: {shown} is a grid of {count} devices, and {devices.size} are given{legal}")
     free = [n for n in sizes if n not in given][-1:]
     return devices.reshape([rest if [n] == free else given.get(n, 1) for n in sizes])

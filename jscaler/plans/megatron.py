@@ -110,7 +110,7 @@ def megatron(
             table, deals = column_factors(graph, columns, parts, "pass megatron(columns=...)")
         table = words | table
         if sequence:
-            tokens = sequence_of(graph, None if sequence is True else sequence, "pass megatron(sequence=...)")
+            tokens = sequence_of(graph, None if sequence is True else sequence, parts, "megatron")
             table = reached(graph, tokens, parts) | table
         return table, deals
 

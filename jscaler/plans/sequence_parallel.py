@@ -29,7 +29,8 @@ def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dim
     Args:
         columns: kernels that are cut by columns, as for `tensor_parallel`.
         sequence: ``{input: dim}``, the sequence of the batch; by default the dim that attention mixes and all else carries
-            along (`jscaler.plans.find_sequence`), of tokens, embeddings or patches by any name.
+            along (`jscaler.plans.find_sequence`), of tokens, embeddings or patches by any name. Of tokens ``[b, s + 1]``
+            that the loss slices into inputs and targets, the slices are split, and the tokens are not.
 
     Raises (when the plan is made):
         UnknownNameError: no kernel, or no input, matches.
@@ -43,7 +44,7 @@ def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dim
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
-        tokens = sequence_of(graph, sequence, "pass sequence_parallel(sequence=...)")
+        tokens = sequence_of(graph, sequence, devices.size, "sequence_parallel")
         between = reached(graph, tokens, devices.size)
         table, deals = column_factors(graph, columns, devices.size, "pass sequence_parallel(columns=...)")
         split(graph, devices, between | table, deals=deals)

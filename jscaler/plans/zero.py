@@ -14,6 +14,15 @@ A norm over all gradients is made of the parts' norms: scalars are all-reduced. 
 half as much again is sent, and no device holds more whole parameters than are in use; of a stack of layers (``nn.scan``),
 one layer's. What the forward casts is gathered after the cast.
 
+With ``dp`` copies the devices are a grid (hybrid sharding: HSDP, PyTorch's HYBRID_SHARD, MiCS)::
+
+              parts ──►
+    copies  ┌ d0 d1 d2 d3 ┐   a row holds the state once: it gathers parameters, and reduces and scatters gradients
+       │    └ d4 d5 d6 d7 ┘   a column holds the same part: it all-reduces what the rows have scattered
+       ▼
+
+Neighbours share a row, the faster links of a cluster. The batch is split over all devices.
+
 A parameter is cut along its first dim that divides. Those with none stay whole everywhere; ``explain()`` lists them.
 """
 
@@ -28,75 +37,88 @@ from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.walk import closure
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
-from jscaler.plans.factors import Deals, Factors, can_be_split, is_much, split
+from jscaler.plans.factors import Deals, Factors, can_be_split, device_grid, is_much, split
 from jscaler.plans.layers import with_slices
 from jscaler.primitives import Planner, Replicate
 
 
 @checked
-def zero1(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
-    """`data_parallel`, with the optimizer's state and the updates split over all devices.
+def zero1(batch: str = "batch", reduce_dtype: Any = None, dp: int = 1) -> Callable[..., None]:
+    """`data_parallel`, with the optimizer's state and the updates split over all devices, or over groups of them.
 
     Args:
         batch, reduce_dtype: as for `data_parallel`.
+        dp: as for `zero3`.
 
     Raises (when the plan is made):
         UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+        PlanError: ``dp`` does not divide the number of devices.
 
     Example:
         >>> planned = train_step.under(plans.zero1()).lower(state, batch).plan
         >>> {kind: count for kind, (count, _) in planned.report.total.items()}
         {'all_reduce': 1, 'reduce_scatter': 5, 'all_gather': 5}
     """
-    return _zero("zero1", batch, reduce_dtype, stored=False)
+    return _zero("zero1", batch, reduce_dtype, dp, stored=False)
 
 
 @checked
-def zero3(batch: str = "batch", reduce_dtype: Any = None, gather_once: bool = False) -> Callable[..., None]:
+def zero3(batch: str = "batch", reduce_dtype: Any = None, gather_once: bool = False, dp: int = 1) -> Callable[..., None]:
     """`zero1`, with the parameters themselves split too: fully sharded data parallelism.
 
     Args:
         batch, reduce_dtype: as for `data_parallel`.
         gather_once: over micro-batches, whether parameters are put together once a step and whole until its last backward,
             not in every forward and backward: less is sent, and more held; gradients and state lie in parts as before.
+        dp: how many copies of the state there are, each on as many devices, which must be a divisor of theirs. Unlike
+            `megatron`'s ``dp``, over which ``zero=`` splits the state, it is what the state is not split over.
 
     Raises (when the plan is made):
         UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+        PlanError: ``dp`` does not divide the number of devices.
 
     Example:
         >>> shapes = train_step.under(plans.zero3()).abstract_state(make_state, jax.random.key(0), batch=batch)
         >>> shapes["params"]["up"].sharding.shard_shape((16, 64))
         (4, 64)
+        >>> shapes = train_step.under(plans.zero3(dp=2)).abstract_state(make_state, jax.random.key(0), batch=batch)
+        >>> shapes["params"]["up"].sharding.shard_shape((16, 64))  # twice on four devices
+        (8, 64)
     """
-    return _zero("zero3", batch, reduce_dtype, stored=True, gather_once=gather_once)
+    return _zero("zero3", batch, reduce_dtype, dp, stored=True, gather_once=gather_once)
 
 
 @checked
-def zero2(batch: str = "batch", reduce_dtype: Any = None) -> Callable[..., None]:
+def zero2(batch: str = "batch", reduce_dtype: Any = None, dp: int = 1) -> Callable[..., None]:
     """`zero1`, with the gradients split too where they add up over micro-batches: they are reduced and scattered each time.
 
     Without micro-batches that is `zero1`, whose gradients are scattered as they are made.
 
     Args:
         batch, reduce_dtype: as for `data_parallel`.
+        dp: as for `zero3`. What a group has scattered is all-reduced over the groups once, behind the last micro-batch.
 
     Raises (when the plan is made):
         UnknownNameError, SplitError, CaptureError: as for `data_parallel`.
+        PlanError: ``dp`` does not divide the number of devices.
 
     Example:
         >>> planned = train_step.under(plans.zero2()).lower(state, batch).plan
         >>> planned.plan.accumulation.each_time
         True
     """
-    return _zero("zero2", batch, reduce_dtype, stored=False)
+    return _zero("zero2", batch, reduce_dtype, dp, stored=False)
 
 
-def _zero(name: str, batch: str, reduce_dtype: Any, stored: bool, gather_once: bool = False) -> Callable[..., None]:
+def _zero(
+    name: str, batch: str, reduce_dtype: Any, dp: int, stored: bool, gather_once: bool = False
+) -> Callable[..., None]:
     def policy(graph: Planner, devices: np.ndarray) -> None:
+        copies = device_grid(devices, name, dp=dp, parts=None)
         table = batch_factors(graph, batch, devices.size)
         if reduce_dtype is not None:
             graph.reduce_dtype(reduce_dtype)
-        shard_parameters(graph, devices, stored)
+        shard_parameters(graph, copies.T, stored)
         if name != "zero1":
             graph.accumulation(each_time=True, gather_once=gather_once)
         split(graph, devices, table)
@@ -109,7 +131,8 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
 
     Args:
         stored: whether the parameters lie in parts too.
-        cuts: what the other axis splits, op by op: a dim is cut by both if its size allows, else by one.
+        cuts: what the other axis splits, op by op: a dim is cut by both if its size allows, else by one. Without any, the
+            other axis counts copies.
 
     Warns:
         PlanWarning: no parameter has such a dim.
@@ -121,7 +144,8 @@ def shard_parameters(graph: Planner, grid: np.ndarray, stored: bool, cuts: Facto
     if rows == 1:
         return
     parameters = [tensor for tensor, kind in tensor_kinds(graph.graph).items() if kind == "parameter"]
-    dims = {tensor: _dim(graph, tensor, rows, grid.size // rows, cuts or {}) for tensor in parameters}
+    parts = grid.size // rows if cuts else 1
+    dims = {tensor: _dim(graph, tensor, rows, parts, cuts or {}) for tensor in parameters}
     for tensor, dim in dims.items():
         if dim is not None:
             graph.shard(tensor, dim, grid, stored=stored)

@@ -154,11 +154,11 @@ class GraphView(Shown):
         """
         return self.graph.rule(op)
 
-    def factor_of(self, path: str, dim: int) -> Mapping[Op, str]:
-        """Follow a dim of an input through the dataflow: for every op that it reaches, the factor that it is there.
+    def factor_of(self, path: PTensor | str, dim: int) -> Mapping[Op, str]:
+        """Follow a dim of a tensor through the dataflow: for every op that it reaches, the factor that it is there.
 
         Args:
-            path: of the input.
+            path: of an input, or a tensor of the graph.
             dim: which dim of it.
 
         Returns:

@@ -116,7 +116,9 @@ def test_masters_beside_16_bit_parameters_lie_in_parts_and_are_gathered_after_th
         np.testing.assert_allclose(mine.astype(np.float32), want.astype(np.float32), atol=5e-3)
 
 
-@pytest.mark.parametrize("plan", ["data_parallel", 'tensor_parallel({"*/layer_0/kernel": 1})', "zero1", "zero3"])
+@pytest.mark.parametrize(
+    "plan", ["data_parallel", 'tensor_parallel({"*/layer_0/kernel": 1})', "zero1", "zero3", "zero3(dp=2)"]
+)
 @pytest.mark.parametrize("of", of_the_day(FORMS))
 def test_state_stays_in_32_bits(of: str, plan: str) -> None:
     step, state, batch = made(of, jnp.bfloat16)

@@ -3,18 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from of_the_day import of_the_day
 from plan_steps import COLUMNS, collectives, gpt, mlp, planned
 
 import jscaler
 from jscaler import plans
-from jscaler.errors import PlanError, UnknownNameError
+from jscaler.errors import PlanError, SplitError, UnknownNameError
 
 
 def mix(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -140,14 +142,203 @@ def test_it_is_what_was_named_before() -> None:
 MISTAKES: dict[str, tuple[nn.Module, np.ndarray, Any, type[Exception], str]] = {
     "arises inside": (
         Patches(token=True), IMAGES, True, PlanError,
-        r"no dim of the data is a sequence.* pass megatron\(sequence=...\) as {input: dim}; .*data: given: f32\[8,4,4,3\]",
+        r"no dim of the data is a sequence.* mixes; where positions arise inside .*data: given: f32\[8,4,4,3\]",
     ),
     "two of them": (
         Axes(), draws.normal(size=(4, 4, 4, 8)).astype(np.float32), True, PlanError,
-        r"dims 1 and 2 of 'given' may each be the sequence; .* as {'given': 1}",
+        r"dims 1 and 2 of 'given' may each be the sequence; pass megatron\(sequence={'given': 1}\) for one of them",
     ),
     "another name": (Words(), TOKENS, {"batch/tokens": 1}, UnknownNameError, "no input named 'batch/tokens'"),
 }  # fmt: skip
+
+
+# How queries and keys [b, s, h, k] are turned by the cosines and sines of positions [s, 1, k / 2]
+def halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x, 2, -1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    half = x.shape[-1] // 2
+    turned = jnp.concatenate([-x[..., half:], x[..., :half]], -1)
+    return x * jnp.concatenate([cos, cos], -1) + turned * jnp.concatenate([sin, sin], -1)
+
+
+def pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = x[..., ::2], x[..., 1::2]
+    return jnp.stack([first * cos - second * sin, second * cos + first * sin], -1).reshape(x.shape)
+
+
+def complex_numbers(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    turned = jax.lax.complex(*jnp.split(x, 2, -1)) * jax.lax.complex(cos, sin)
+    return jnp.concatenate([turned.real, turned.imag], -1)
+
+
+def unturned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    return x
+
+
+def normed(x: jax.Array) -> jax.Array:
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+# What is added to scores [b, h, q, t]
+def nothing(positions: jax.Array) -> Any:
+    return 0.0
+
+
+def linear_biases(positions: jax.Array) -> Any:
+    """ALiBi, whose queries and keys count one range."""
+    return 2.0 ** -jnp.arange(4)[:, None, None] * (positions[None] - positions[:, None])
+
+
+def relative(positions: jax.Array) -> Any:
+    """T5's: a number of each head for each bucket of distances."""
+    distance = jnp.maximum(positions[:, None] - positions[None], 0)
+    buckets = jnp.minimum(jnp.log2(distance + 1.0).astype(int), 3)
+    return jnp.asarray(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4))[buckets].transpose(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Words whose queries and keys are turned by one table of their positions: a function, without modules.
+
+    Attributes:
+        frequencies: whether the table is cut from one of 32 positions, or is made of ``batch["positions"]``.
+        softmax: whether it has one; without, keys and values meet first.
+    """
+
+    turn: Callable[..., jax.Array] = halves
+    bias: Callable[[jax.Array], Any] = nothing
+    table: Literal["made", "cut", "given"] = "made"
+    softmax: bool = True
+
+    def init(self) -> Any:
+        draws = np.random.default_rng(0)
+        shapes = {**dict.fromkeys(["q", "k", "v", "up"], (8, 16)), "o": (16, 8), "down": (16, 8)}
+        layer = {name: draws.normal(size=shape).astype(np.float32) * 0.3 for name, shape in shapes.items()}
+        return {"words": draws.normal(size=(24, 8)).astype(np.float32) * 0.3, "layer": layer}
+
+    def __call__(self, p: Any, tokens: jax.Array, batch: Any) -> jax.Array:
+        x, s, own = p["words"][tokens], tokens.shape[1], p["layer"]
+        positions = {"made": jnp.arange(s), "cut": jnp.arange(32), "given": batch.get("positions")}[self.table]
+        angles = (positions[:, None] * 10.0 ** -jnp.arange(2))[:s, None]
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        q, k, v = ((normed(x) @ own[name]).reshape(len(x), s, 4, 4) for name in "qkv")
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        if self.softmax:
+            scores = jnp.einsum("bqhk,bthk->bhqt", q, k) + self.bias(positions[:s])
+            mixed = jnp.einsum("bhqt,bthk->bqhk", jax.nn.softmax(scores, -1), v)
+        else:
+            mixed = jnp.einsum("bqhk,bhkj->bqhj", q, jnp.einsum("bthk,bthj->bhkj", k, v))
+        x = x + mixed.reshape(len(x), s, 16) @ own["o"]
+        return normed(x + jax.nn.gelu(normed(x) @ own["up"]) @ own["down"]) @ p["words"].T
+
+
+def words_step(model: Turned, pair: Callable[..., Any], value_and_grad: Any) -> Callable[..., Any]:
+    """A step whose tokens and targets are what ``pair`` makes of the batch; only as many logits count as targets."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            tokens, targets = pair(**batch)
+            logits = model(params, tokens, batch)[:, : targets.shape[1]]
+            return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]).mean()
+
+        loss, grads = value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+WORDS = np.random.default_rng(1).integers(0, 24, (4, 9), np.int32)
+EVEN = {"tokens": WORDS[:, :-1], "labels": WORDS[:, 1:]}
+
+
+def beside(tokens: Any, labels: Any, positions: Any = None) -> Any:
+    return tokens, labels
+
+
+PAIRS: dict[str, Callable[..., Any]] = {
+    "both sliced": lambda tokens: (tokens[:, :-1], tokens[:, 1:]),
+    "sliced twice": lambda tokens: (jax.lax.dynamic_slice_in_dim(tokens, 0, 8, 1), jnp.take(tokens, jnp.arange(1, 9), 1)),
+    "rolled": lambda tokens: (tokens, jnp.roll(tokens, -1, 1)),
+    "shifted": lambda tokens: (jnp.pad(tokens[:, :-1], ((0, 0), (1, 0))), tokens),
+    "cut behind": lambda tokens: (tokens, tokens[:, 1:]),
+}
+
+
+def equal_steps(plan: Any, model: Turned, pair: Callable[..., Any], batch: Any, devices: int) -> Any:
+    """The plan, whose step has the numbers of ``jax.jit``."""
+    params = model.init()
+    step = words_step(model, pair, jscaler.value_and_grad)
+    lowered = jscaler.parallelize(plan, devices=devices)(step).lower(params, batch)
+    got, want = lowered.compile()(params, batch), jax.jit(words_step(model, pair, jax.value_and_grad))(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+    return lowered.plan
+
+
+FORMS = {
+    "halves": Turned(),
+    "halves of a longer table": Turned(table="cut"),
+    "halves of given positions": Turned(table="given"),
+    "rotated": Turned(rotated),
+    "pairs": Turned(pairs),
+    "complex numbers": Turned(complex_numbers),
+    "linear biases": Turned(unturned, linear_biases),
+    "relative biases": Turned(unturned, relative),
+    "both": Turned(pairs, relative, "cut"),
+}
+
+
+@pytest.mark.parametrize("name", of_the_day(list(FORMS), 3))
+def test_queries_and_keys_read_one_table_of_positions(name: str) -> None:
+    model = FORMS[name]
+    batch = EVEN | ({"positions": np.arange(8)} if model.table == "given" else {})
+    plan = equal_steps(plans.sequence_parallel(), model, beside, batch, 2)
+    assert {"reduce_scatter", "all_gather"} <= {kind for kind, t in collectives(plan) if len(t.shape) == 3}
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "cut behind"])
+def test_tokens_and_targets_are_slices_of_one_argument(name: str) -> None:
+    batch = {"tokens": WORDS if "sliced" in name else WORDS[:, :-1]}
+    plan = equal_steps(plans.megatron(dp=2, tp=2, sequence=True), Turned(), PAIRS[name], batch, 4)
+    assert {"reduce_scatter", "all_gather"} <= {kind for kind, t in collectives(plan) if len(t.shape) == 3}
+    if "sliced" in name:
+        (layout,) = (layout for t, layout in plan.completed.inputs.items() if t.name == "batch/tokens")
+        assert [len(cuts) for cuts in layout.cuts] == [1, 0], "its rows are split, and its positions are not"
+        said = plans.megatron(dp=2, tp=2, sequence={"batch/tokens": 1})
+        step = words_step(Turned(), PAIRS[name], jscaler.value_and_grad)
+        assert plan.digest == jscaler.parallelize(said, devices=4)(step).lower(Turned().init(), batch).plan.digest
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "message"),
+    [
+        ("both sliced", 7, "size 6 into 4 parts; legal: 1, 2, 3, 6; its 7 are sliced to these"),
+        ("cut behind", 9, "size 9 into 4 parts; legal: 1, 3, 9; its slices of 8 divide: give the model one of these"),
+    ],
+)
+def test_slices_that_do_not_divide(name: str, length: int, message: str) -> None:
+    step, batch = words_step(Turned(), PAIRS[name], jscaler.value_and_grad), {"tokens": WORDS[:, :length]}
+    with pytest.raises(SplitError, match="'batch/tokens' cannot split factor 'dim 1' of " + message):
+        jscaler.parallelize(plans.sequence_parallel(), devices=4)(step).lower(Turned().init(), batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*parallelism is lost:jscaler.PlanWarning")  # of words that are looked up in a slice
+@pytest.mark.parametrize(("pair", "batch"), [(beside, EVEN), (PAIRS["both sliced"], {"tokens": WORDS})])
+def test_what_is_not_found_can_be_given_as_the_error_says(pair: Callable[..., Any], batch: Any) -> None:
+    model = Turned(softmax=False)
+    step = words_step(model, pair, jscaler.value_and_grad)
+    halves = jscaler.parallelize(plans.megatron(tp=2, sequence=True), devices=2)(step)
+    with pytest.raises(PlanError, match=r"no dim of the data is a sequence.* splits 7 of 7 products of kernels") as refused:
+        halves.lower(model.init(), batch)
+    found = re.search(r"pass (megatron\(sequence=.*?\))", str(refused.value))
+    assert found is not None
+    plan = equal_steps(found[1], model, pair, batch, 2)
+    assert {"reduce_scatter", "all_gather"} <= {kind for kind, t in collectives(plan) if len(t.shape) == 3}
+    thirds = jscaler.parallelize(plans.sequence_parallel({"*/down": 1}), devices=3)(step)
+    with pytest.raises(PlanError, match="attention mixes; where positions arise inside"):  # of eight no third can be given
+        thirds.lower(model.init(), batch)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

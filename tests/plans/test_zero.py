@@ -12,16 +12,18 @@ import numpy as np
 import optax
 import pytest
 from of_the_day import of_the_day
-from plan_steps import COLUMNS, assert_same_numbers, collectives, gpt, made_once, mlp, planned
+from plan_steps import COLUMNS, TX, assert_same_numbers, collectives, gpt, made_once, mlp, planned, with_arguments
 
 import jscaler
 from jscaler.errors import PlanError, PlanWarning, SplitError
 from jscaler.lower.program import Adapt, Repeat
 from jscaler.lower.step_plan import StepPlan
-from jscaler.plans import by_name, megatron, zero1, zero3
+from jscaler.plans import accumulate, by_name, megatron, pipeline, recompute_layers, zero1, zero2, zero3
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import split
+from jscaler.report.hlo import collectives as hlo_collectives
 from jscaler.report.targets import described_devices
+from models.mlp import MLP
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
@@ -343,10 +345,6 @@ def test_mistakes() -> None:
 
 @made_once
 def narrow_mlp() -> Any:
-    from plan_steps import with_arguments
-
-    from models.mlp import MLP
-
     x = np.ones((8, 8), np.float32)
     model = MLP(hidden=12, layers=2, out=8, param_dtype=jnp.zeros(()).dtype)
     return with_arguments(model, CLIPPED, {"x": x, "labels": np.zeros(8, np.int32)}, x)
@@ -357,6 +355,74 @@ def test_a_cut_joins_the_shares_along_it() -> None:
     for gradient, layout in plan.completed.gradients.items():
         assert not layout.values, gradient
         assert dataclasses.replace(layout, cuts=((),) * len(layout.cuts)).free == plan.completed.groups[0].names
+
+
+COPIES = {"zero1": zero1(dp=2), "zero3": zero3(dp=2), "accumulated": accumulate(2, zero3(dp=2))}
+ROWS = frozenset([(0, 1, 2, 3), (4, 5, 6, 7)])  # a copy of the state each
+PARTS = frozenset([(0, 4), (1, 5), (2, 6), (3, 7)])  # the same part of both
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_the_state_lie_in_parts_each(name: str) -> None:
+    """Of kernels so large that a second collective costs less than the bytes that it saves."""
+    x = np.random.default_rng(0).normal(size=(16, 128)).astype(np.float32)
+    made = with_arguments(MLP(hidden=256, layers=2, out=128), TX, {"x": x, "labels": np.arange(16)}, x)
+    step, (state, batch) = made
+    run = jscaler.parallelize(COPIES[name], devices=8)(step).lower(state, batch).compile()
+    sent: Counter[tuple[str, Any]] = Counter()
+    for found in hlo_collectives(run.as_text()):
+        if found.nbytes > 4096:  # biases, norms and the loss are added over all devices at once
+            sent[found.kind, frozenset(found.groups)] += round(found.sent * found.times)
+    kernels, times = 2 * 4 * 128 * 256, 2 if name == "accumulated" else 1
+    fetched = sent.pop(("all-gather", ROWS)) / (times * kernels * 3 // 4)
+    assert fetched in ((1,) if name == "zero1" else (1, 1.5))  # one of both again for the backward, unless XLA merges these
+    assert sent == {
+        ("reduce-scatter", ROWS): times * kernels * 3 // 4,
+        # of sums over micro-batches once, where biases lie in parts as well
+        ("all-reduce", PARTS): kernels // 4 + (4 * (256 + 128) // 4 if name == "accumulated" else 0),
+    }
+    after = run(state, batch)[0]
+    for part in ("opt", "params"):
+        for leaf in (leaf for leaf in jax.tree.leaves(after[part]) if leaf.ndim == 2):
+            held = [(shard.index, shard.data.size) for shard in leaf.addressable_shards]
+            assert held[:4] == held[4:], "one copy lies as the other"
+            parts = 1 if (name, part) == ("zero1", "params") else 4
+            assert len(set(map(str, held))) == parts
+            assert {size for _, size in held} == {128 * 256 // parts}
+
+
+@made_once
+def layers() -> Any:
+    return gpt(layers=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "make"),
+    of_the_day(
+        [
+            (zero1(dp=4), mlp),
+            (zero3(dp=2), stacked),
+            (accumulate(2, zero2(dp=2)), stacked),
+            (accumulate(2, zero3(dp=2, gather_once=True)), mlp),
+            (pipeline(2, 2, plan=zero3(dp=2)), layers),
+            (recompute_layers(zero3(dp=2)), layers),
+        ]
+    ),
+)
+def test_the_numbers_with_copies_are_those_of_one_device(plan: Any, make: Any) -> None:
+    assert_same_numbers(plan, make, 4 if make is mlp or plan.__name__ == "accumulate" else 8)
+
+
+def test_how_many_copies() -> None:
+    digests = [planned(plan, mlp(), 8).digest for plan in (zero3(), zero3(dp=1), by_name("zero3(dp=2)"), zero3(dp=2))]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+    assert planned(zero3(dp=8), mlp(), 8).plan.shards == {}
+    own, whole = held(planned(zero1(dp=4), mlp(CLIPPED), 8), "opt")
+    assert own == whole // 2
+    with pytest.raises(PlanError, match="zero2: dp=3 is a grid of 3 devices, and 8 are given; legal: 1, 2, 4, 8"):
+        planned(zero2(dp=3), mlp(), 8)
+    with pytest.raises(PlanError, match="zero3: dp is a positive whole number, not 0"):
+        planned(zero3(dp=0), mlp(), 8)
 
 
 @pytest.mark.aot
