@@ -27,6 +27,7 @@ from jscaler.plans.layers import find_layers
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
+from jscaler.primitives.per_microbatch import with_more
 from jscaler.tables import Published, Table, find_schedule
 from jscaler.tables.table import cells_of
 from jscaler.text.units import counted
@@ -125,6 +126,10 @@ def pipeline(
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
+    policy.alone = lambda more: pipeline(
+        stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, with_more(per_microbatch, more), chunks,
+        ends, vocabulary,
+    )  # fmt: skip
     policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
     return policy
 

@@ -21,6 +21,11 @@ def under(graph: Graph, selection: Any) -> tuple[str, ...]:
     return tuple(op.path for op in graph.ops if op.path in found)
 
 
+def with_more(selection: Any, more: Sequence[str]) -> list[Any]:
+    """``selection``, if there is one, and ``more`` patterns."""
+    return [*([] if selection is None else _several(selection)), *more]
+
+
 def _several(selection: Any) -> list[Any]:
     if isinstance(selection, (str, Op)) or hasattr(selection, "op"):
         return [selection]
@@ -60,9 +65,9 @@ def needing_the_whole(graph: Graph, paths: Sequence[str]) -> tuple[str, ...]:
     wrong = [path for path in paths if graph[path].kind != "forward"]
     if wrong:
         raise PlanError(f"per_microbatch takes forward ops, which their backward ops follow; {listing(wrong)} are none")
-    found = tuple(path for path in paths if _reopens(graph, path))
+    found = tuple(path for path in paths if reopens(graph, path))
     if not found:
-        others = [op.path for op in graph.ops if op.kind == "forward" and _reopens(graph, op.path)]
+        others = [op.path for op in graph.ops if op.kind == "forward" and reopens(graph, op.path)]
         raise PlanError(
             f"per_microbatch: {listing(paths)} need no factor whole that could be cut, so they run part by part as they "
             f"are; those that do: {listing(others) or 'none'}"
@@ -70,5 +75,6 @@ def needing_the_whole(graph: Graph, paths: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def _reopens(graph: Graph, path: str) -> bool:
+def reopens(graph: Graph, path: str) -> bool:
+    """Whether an op holds an inner reduction at which a factor is blocked."""
     return any(factor.reopens for factor in graph.rule(graph[path]).factors.values())
