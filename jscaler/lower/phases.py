@@ -88,7 +88,9 @@ def _apart(between: Between) -> PlanError:
     said = "stages run micro-batch by micro-batch, in one loop, and this step needs several"
     if between.op.kind != "forward":
         changed = between.tensor.name
-        return PlanError(f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{changed}'")
+        return PlanError(
+            f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{changed}'"
+        )
     error = PlanError(f"{said}: {between}, and the backward of each waits for it")
     error.alone = between.ops
     return error

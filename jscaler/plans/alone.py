@@ -22,7 +22,9 @@ def tried_alone(policy: Any, paths: Sequence[str], trial: Callable[[Any], Sequen
     """
     remade = getattr(policy, "alone", None)
     chosen, found = list[str](), list(dict.fromkeys(map(_pattern, paths)))
-    for _ in range(TRIES if remade is not None else 0):
+    if remade is None:
+        return ""
+    for _ in range(TRIES):
         more = next((pattern for pattern in found if pattern not in chosen), None)
         if more is None:
             break
