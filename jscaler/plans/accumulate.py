@@ -17,13 +17,14 @@ import numpy as np
 
 from jscaler.errors import SplitError, check_count
 from jscaler.ir import Op
+from jscaler.plans.alone import Alone
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_run_in_turn
 from jscaler.plans.per_microbatch_groups import groups_alone
 from jscaler.plans.single import single
 from jscaler.primitives import Planner, TimeSplit
-from jscaler.primitives.per_microbatch import reopens, under, with_more
+from jscaler.primitives.per_microbatch import reopens, under
 
 MICROBATCH = "microbatch"
 
@@ -74,7 +75,7 @@ def accumulate(
                 graph.op_trans(op, TimeSplit(name, microbatches, MICROBATCH))
         inner(graph, devices)
 
-    policy.alone = lambda more: accumulate(microbatches, plan, batch, accumulate_dtype, with_more(per_microbatch, more))
+    policy.alone = Alone(per_microbatch, lambda alone: accumulate(microbatches, plan, batch, accumulate_dtype, alone))
     return policy
 
 

@@ -228,7 +228,7 @@ def _between_ends(
             "pipeline: both ends of the model are to lie on all devices: look-ups in a table of words, and logits of as "
             f"many words behind its layers; this model has no such ends (tables of words: {tables}): say with "
             "vocabulary={pattern: dim} which tables have words; or with at= where the first stage between the ends begins, "
-            "the second …, and where the last end begins; or take another schedule"
+            "the second …, and where the last end begins; or take another schedule of pipeline"
         )
     of_item = grouped((id(unit.item), unit) for unit in units)
     parts = [[unit for item in part for unit in of_item[id(item)]] for part in (ends.first, ends.between, ends.last)]

@@ -19,6 +19,7 @@ import numpy as np
 
 from jscaler.errors import PlanError, check_count, divisors
 from jscaler.plans.accumulate import MICROBATCH, accumulate
+from jscaler.plans.alone import Alone
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.factors import Dims
@@ -28,7 +29,6 @@ from jscaler.plans.regions import recompute_rest
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
-from jscaler.primitives.per_microbatch import with_more
 from jscaler.tables import Published, Table, find_schedule
 from jscaler.tables.table import cells_of
 from jscaler.text.units import counted
@@ -127,10 +127,9 @@ def pipeline(
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
-    policy.alone = lambda more: pipeline(
-        stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, with_more(per_microbatch, more), chunks,
-        ends, vocabulary,
-    )  # fmt: skip
+    policy.alone = Alone(per_microbatch, lambda alone: pipeline(
+        stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary
+    ))  # fmt: skip
     policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
     return policy
 

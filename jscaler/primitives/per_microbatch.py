@@ -17,16 +17,12 @@ def under(graph: Graph, selection: Any) -> tuple[str, ...]:
     Raises:
         UnknownNameError: a pattern matches nothing.
     """
-    found = {path for one in _several(selection) for path in _matches(graph, one)}
+    found = {path for one in several(selection) for path in _matches(graph, one)}
     return tuple(op.path for op in graph.ops if op.path in found)
 
 
-def with_more(selection: Any, more: Sequence[str]) -> list[Any]:
-    """``selection``, if there is one, and ``more`` patterns."""
-    return [*([] if selection is None else _several(selection)), *more]
-
-
-def _several(selection: Any) -> list[Any]:
+def several(selection: Any) -> list[Any]:
+    """The parts of a selection; None for what is none."""
     if isinstance(selection, (str, Op)) or hasattr(selection, "op"):
         return [selection]
     return [*selection] if isinstance(selection, Iterable) else [None]

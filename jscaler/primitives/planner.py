@@ -645,7 +645,13 @@ class Planner(GraphView):
 
     @property
     def regions(self) -> Mapping[str, tuple[RecomputeRegion, ...]]:
-        """The regions of recompute, the model's and those so far, that each forward op is part of; outermost first."""
+        """The regions of recompute, the model's and those so far, that each forward op is part of; outermost first.
+
+        Example:
+            >>> graph.recompute("attention/*")
+            >>> len(graph.regions["attention/dot"])
+            1
+        """
         return {op.path: op.remat for op in self._marked().ops if op.kind == "forward"}
 
     def _marked(self) -> Graph:

@@ -267,6 +267,32 @@ def test_what_is_read_on_is_refused(how: str) -> None:
         jscaler.parallelize(plans.accumulate(PARTS, per_microbatch="norm"), devices=1)(step).lower(*args)
 
 
+@pytest.mark.parametrize("given", ["", ", per_microbatch='norm'"])
+def test_the_proposed_selection_holds_what_was_given(given: str) -> None:
+    """A count that stands in another scope is made alone, too."""
+
+    def step(w: jax.Array, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        def loss_of(w: jax.Array) -> jax.Array:
+            with jax.named_scope("count"):
+                count = batch["mask"].sum()
+            with jax.named_scope("norm"):
+                h = batch["x"] @ w
+                h -= (h * batch["mask"][:, None]).sum(0) / count
+            return jnp.mean(h**4)
+
+        return value_and_grad(loss_of)(w)
+
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        batch = {"x": jnp.asarray(draws.normal(size=(8, 4))), "mask": jnp.asarray(draws.uniform(size=8) > 0.3, float)}
+        w = jnp.asarray(draws.normal(size=(4, 4)))
+        with pytest.raises(PlanError, match=r"; per_microbatch=\['norm', 'count'\] does it"):
+            jscaler.parallelize(f"accumulate(2{given})", devices=1)(step).lower(w, batch)
+        got = jscaler.parallelize("accumulate(2, per_microbatch=['norm', 'count'])", devices=1)(step)(w, batch)
+        halves = [step(w, jax.tree.map(lambda a, i=i: a[i : i + 4], batch), jax.value_and_grad) for i in (0, 4)]
+        assert_trees_close(got, jax.tree.map(lambda a, b: (a + b) / 2, *halves))
+
+
 def apart(params: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
     """Layers whose balancing losses are made in a scope apart, of means that the routers return."""
 
