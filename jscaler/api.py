@@ -23,12 +23,13 @@ from jscaler.errors import (
     shown,
     warn,
 )
-from jscaler.estimate.loops_apart import loops_apart
+from jscaler.estimate.loops_apart import between, loops_apart
 from jscaler.estimate.lost_parallelism import lost_parallelism
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.overview import Overview, Shown
 from jscaler.lower.step_plan import StepPlan, decisions_of
+from jscaler.plans.alone import tried_alone
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.side_effects import repeated_effects
@@ -472,10 +473,12 @@ class Parallelized(Shown):
         """
         return self._arguments.bind(args, kwargs).leaves
 
-    def _plan(self, captured: Captured, call: BoundCall, num_devices: int) -> Plan:
+    def _plan(self, captured: Captured, call: BoundCall, num_devices: int, policy: Any) -> StepPlan:
         if self._following is None:
-            return transform(captured, self._policy, num_devices, cost=self._cost)
-        return self._following.plan(captured, self._policy, call, num_devices, self._name, self._cost)
+            plan = transform(captured, policy, num_devices, cost=self._cost)
+        else:
+            plan = self._following.plan(captured, policy, call, num_devices, self._name, self._cost)
+        return lower(captured, plan, self._cost, self._without)
 
     @no_full_collections()
     def _lower(self, call: BoundCall) -> Lowered:
@@ -494,8 +497,20 @@ class Parallelized(Shown):
     ) -> Lowered:
         @no_full_collections()
         def planned(num_devices: int) -> StepPlan:
-            step = lower(captured, self._plan(captured, call, num_devices), self._cost, self._without)
-            _say_lost(step, self._strict)
+            def by(policy: Any) -> StepPlan:
+                return self._plan(captured, call, num_devices, policy)
+
+            def remedy(paths: Sequence[str]) -> str:
+                found = tried_alone(self._policy, paths, lambda policy: between(by(policy)))
+                return f"; {found}" if found else ""
+
+            try:
+                step = by(self._policy)
+            except PlanError as error:
+                if said := remedy(error.alone):
+                    error.args = (f"{error}{said}",)
+                raise
+            _say_lost(step, self._strict, remedy)
             if repeated := repeated_effects(step):
                 warn(f"plan '{step.name}': {repeated}", PlanWarning)
             if num_devices != count and self._verify:
@@ -530,10 +545,10 @@ def _proof(step: StepPlan, lowered: Lowered | StepPlan) -> str:
         ) from error
 
 
-def _say_lost(step: StepPlan, strict: bool) -> None:
+def _say_lost(step: StepPlan, strict: bool, remedy: Callable[[Sequence[str]], str]) -> None:
     """Warn of parallelism that a plan loses, and of loops it takes apart; raises PlanError where that is ``strict``."""
-    lost = lost_parallelism(step)
-    for said in filter(None, (str(lost) if lost.ops else "", loops_apart(step))):
+    lost, apart = lost_parallelism(step), loops_apart(step)
+    for said in filter(None, (str(lost) if lost.ops else "", apart + remedy(between(step)) if apart else "")):
         if strict:
             raise PlanError(f"plan '{step.name}' is refused, since strict=True: {said}")
         warn(f"plan '{step.name}': {said}", PlanWarning)

@@ -66,7 +66,12 @@ class PlanError(JscalerError):
         >>> jscaler.parallelize(plan=3)
         Traceback (most recent call last):
         jscaler.errors.PlanError: a plan is a policy, a plan's name or a Plan, not 3
+
+    Attributes:
+        alone: paths of ops that need all micro-batches, where each might do with one.
     """
+
+    alone: tuple[str, ...] = ()
 
 
 def check_count(what: str, count: Any, *, least: int = 1) -> int:

@@ -253,8 +253,53 @@ def test_a_gradient_hidden_in_a_scan() -> None:
 
         return jax.lax.scan(body, state, batch)[0]
 
-    with pytest.raises(jscaler.CaptureError, match="inside a scan"):
+    with pytest.raises(jscaler.CaptureError, match="inside a scan") as refused:
         on_eight()(step)({"w": jnp.ones((4, 2))}, jnp.ones((8, 4)))
+    assert "jax.value_and_grad" not in str(refused.value), "most plans need a gradient that they see"
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("pipeline(2, 2)", 2), ("accumulate(2)", 1)])
+def test_a_scan_over_micro_batches_is_the_plans(plan: str, devices: int) -> None:
+    """The remedy of the error about a gradient in a scan, carried out."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+    def by_hand(params: Any, batch: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        def one(sums: Any, x: jax.Array) -> Any:
+            return jax.tree.map(lambda s, g: s + g / 2, sums, value_and_grad(loss)(params, x)), None
+
+        return jax.lax.scan(one, (0.0, jax.tree.map(jnp.zeros_like, params)), batch.reshape(2, 4, 4))[0]
+
+    params = {"up": 0.1 * jnp.arange(32.0).reshape(4, 8), "down": jnp.eye(8, 4)}
+    batch = jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    with pytest.raises(jscaler.CaptureError, match=r"pipeline\(stages, 2\) or accumulate\(2\) of a step that takes one"):
+        jscaler.parallelize(plan, devices=devices)(by_hand).lower(params, batch)
+    whole = jscaler.parallelize(plan, devices=devices)(lambda p, batch: jscaler.value_and_grad(loss)(p, batch))
+    want = by_hand(params, batch, jax.value_and_grad)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole(params, batch), want)
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("data_parallel", 2), ("pipeline(2, 2)", 2), ("zero3", 2)])
+def test_a_complex_parameter_is_two_real_leaves(plan: str, devices: int) -> None:
+    def loss(w: jax.Array, down: jax.Array, batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.abs(jnp.tanh(batch @ w) @ down) ** 2)
+
+    def step(state: Any, batch: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        value, grads = value_and_grad(lambda s: loss(jax.lax.complex(s["re"], s["im"]), s["down"], batch))(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    ways = "as two real leaves, put together in the loss by jax.lax.complex"
+    state = {"re": 0.1 * jnp.arange(32.0).reshape(4, 8), "im": jnp.ones((4, 8)), "down": jnp.eye(8, 4)}
+    w, batch = jax.lax.complex(state["re"], state["im"]), jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    for value_and_grad, said in ((jscaler.value_and_grad, ways), (jax.value_and_grad, "a complex one as two")):
+        with pytest.raises(jscaler.CaptureError, match=said):
+            jscaler.parallelize("recompute_layers", devices=1)(
+                lambda w, batch, own=value_and_grad: own(lambda w: loss(w, state["down"], batch))(w)
+            ).lower(w, batch)
+    got = jscaler.parallelize(plan, devices=devices)(step)(state, batch)
+    want = jax.jit(lambda s, b: step(s, b, jax.value_and_grad))(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
 def test_no_input_is_called_so() -> None:

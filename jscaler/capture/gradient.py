@@ -135,7 +135,9 @@ def _differentiated(args: tuple[Any, ...], nums: tuple[int, ...]) -> set[int]:
                 if not _is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                     kind = getattr(leaf, "dtype", type(leaf).__name__)
                     where = f"args[{position}]{jax.tree_util.keystr(path)}"
-                    raise GradientError(f"{where} is {kind}: gradients are taken of real floating-point leaves only")
+                    keep = "; keep its parts as two real leaves, put together in the loss by jax.lax.complex"
+                    keep = keep if _is_array(leaf) and jnp.iscomplexobj(leaf) else ""
+                    raise GradientError(f"{where} is {kind}: gradients are taken of real floating-point leaves only{keep}")
             found.update(range(start, start + len(leaves)))
         start += len(leaves)
     return found

@@ -25,8 +25,8 @@ from jscaler.errors import CaptureError
 from jscaler.ir.op import user_line
 
 REMEDIES = {
-    "scan": "micro-batches are plans.accumulate({length}, plan) around a step of the whole batch (per_microbatch=… for "
-    "what each has for itself), rows are jax.vmap of the gradient, and a series of steps is a loop in Python around one",
+    "scan": "micro-batches are the plan's, pipeline(stages, {length}) or accumulate({length}) of a step that takes one "
+    "gradient of the whole batch, rows are jax.vmap of the gradient, and a series of steps is a loop in Python around one",
     "while": "a series of steps is a loop in Python around a step with one gradient",
     "cond": "take the gradient in front of the cond and choose what to do with it behind, or put the cond into the loss",
 }
@@ -52,8 +52,7 @@ def refuse(eqn: core.JaxprEqn) -> NoReturn:
     remedy = REMEDIES.get(name, ELSEWHERE).format(length=length)
     raise CaptureError(
         f"the step calls jscaler.value_and_grad at {user_line(inside.source_info)} inside a {name}{times} at "
-        f"{user_line(eqn.source_info)}, where no plan reaches its ops: {remedy}; or jax.value_and_grad in its place, if "
-        f"devices may run the whole {name} each"
+        f"{user_line(eqn.source_info)}, where no plan reaches its ops: {remedy}"
     )
 
 

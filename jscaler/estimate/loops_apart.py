@@ -14,7 +14,6 @@ from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
 from jscaler.lower.step_plan import StepPlan
 from jscaler.plans.accumulate import MICROBATCH
-from jscaler.text.folding import folded
 from jscaler.text.units import readable_bytes
 
 
@@ -24,17 +23,26 @@ def loops_apart(step: StepPlan) -> str:
     Empty where that is less than a thousandth of what the step is given.
     """
     graph = step.graph
-    loops = {name: loop for name, loop in graph.loops.items() if loop.time == MICROBATCH}
+    loops = _loops(graph)
     held = _held(graph, loops) if len(loops) > 1 else 0
     if held <= LEAST * sum(t.nbytes for t in graph.inputs):
         return ""
     why = between_loops(graph, loops)
-    because = f", since '{folded(why[0].path)}' needs what all of them make of '{folded(why[1].name)}'" if why else ""
     return (
-        f"memory is lost: micro-batches run in {len(loops)} loops, one behind the other{because}: {readable_bytes(held)} "
-        "more are held in all than in one loop; where it may be done on each micro-batch alone, which gives other numbers, "
-        "say per_microbatch= with its module"
+        f"memory is lost: micro-batches run in {len(loops)} loops, one behind the other{f', since {why}' if why else ''}: "
+        f"{readable_bytes(held)} more are held in all than in one loop"
     )
+
+
+def between(step: StepPlan) -> tuple[str, ...]:
+    """The ops between loops over micro-batches: who needs all, and who makes it; none where there is one loop."""
+    loops = _loops(step.graph)
+    why = between_loops(step.graph, loops) if len(loops) > 1 else None
+    return why.ops if why is not None else ()
+
+
+def _loops(graph: Graph) -> dict[str, Loop]:
+    return {name: loop for name, loop in graph.loops.items() if loop.time == MICROBATCH}
 
 
 def _held(graph: Graph, loops: Mapping[str, Loop]) -> int:

@@ -7,6 +7,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, Protocol, get_args
 
+import jax.numpy as jnp
+
 from jscaler.errors import CaptureError, PlanError, UnknownNameError, check_dim, shown
 from jscaler.ir.flow import Flow
 from jscaler.ir.loop import Item, Loop, nested
@@ -218,9 +220,11 @@ class Graph(Shown):
         """Raises CaptureError unless the step has a gradient call that plans can see."""
         if self.calls:
             return
+        parts = " of real leaves (a complex one as two, put together in the loss by jax.lax.complex)"
+        of_real = parts if any(jnp.issubdtype(t.dtype, jnp.complexfloating) for t in self.inputs) else ""
         raise CaptureError(
             "the captured step has no gradient, and this plan needs one: use jscaler.value_and_grad (or jscaler.grad) "
-            "in the step instead of jax.value_and_grad, so that the forward program arrives whole; an evaluation "
+            f"in the step instead of jax.value_and_grad{of_real}, so that the forward program arrives whole; an evaluation "
             "follows its train step: train_step.follow(evaluate)"
         )
 

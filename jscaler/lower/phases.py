@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op
-from jscaler.ir.between_loops import between_loops
+from jscaler.ir.between_loops import Between, between_loops
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.walk import closure
 from jscaler.materialize import Completed, DeviceMesh
@@ -72,30 +72,28 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
         )
     if others:
         one, other = nest.loop, others[0].loop
-        why = _why_apart(graph, one.time) if one.time == other.time else ""
+        between = between_loops(graph, {n: loop for n, loop in graph.loops.items() if loop.time == one.time})
+        if one.time == other.time and between is not None:
+            raise _apart(between)
         remedy = "" if one.time == other.time else "give the ops of both one time axis, or else "
         raise PlanError(
-            why
-            or f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
+            f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
             f"may; {remedy}place those of one on a single group"
         )
     return nest
 
 
-def _why_apart(graph: Graph, axis: str) -> str:
-    """Why the loops of a time axis cannot be one, by the op between them; empty where none is found."""
+def _apart(between: Between) -> PlanError:
+    """Why the loops of a time axis cannot be one, by the op between them."""
     said = "stages run micro-batch by micro-batch, in one loop, and this step needs several"
-    between = between_loops(graph, {name: loop for name, loop in graph.loops.items() if loop.time == axis})
-    if between is None:
-        return ""
-    op, tensor = between
-    if op.kind != "forward":
-        return f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{tensor.name}'"
-    where = f" (at {op.source})" if op.source else ""
-    return (
-        f"{said}: '{op.path}'{where} needs what all micro-batches make of '{tensor.name}', and the backward of each waits "
-        "for it; let it be made of each micro-batch alone, or of the batch's data alone, which is there before the loop"
-    )
+    if between.op.kind != "forward":
+        changed = between.tensor.name
+        return PlanError(
+            f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{changed}'"
+        )
+    error = PlanError(f"{said}: {between}, and the backward of each waits for it")
+    error.alone = between.ops
+    return error
 
 
 def _groups(item: Item, completed: Completed) -> dict[DeviceMesh, Op]:

@@ -227,10 +227,11 @@ def _groups_of_ops(
     version = {graph.outputs[o]: graph.inputs[i] for o, i in graph.next_version.items()}
     at_ends = {end for op in left for end in (*op.inputs, *(version[t] for t in op.outputs if t in version))}
     inputs = [t for t in graph.inputs if t in at_ends]
-    first = {t: next((h for r in graph.flow.readers(t) if (h := like(r)) is not None), None) for t in inputs}
+    first = {t: next((h for r in _readers(graph, t) if (h := like(r)) is not None), None) for t in inputs}
     lies = {t: groups.group_of(home.group) for t, home in first.items() if home is not None}  # where it is read first
     lies |= {t: groups.stored[t.name] for t in inputs if t.name in groups.stored}
     by_parts = _groups_of_parts(graph, lies)
+    lies |= by_parts
     for op in left:
         groups_of = {by_parts[version[t]] for t in op.outputs if version.get(t) in by_parts}
         if op.path not in found and len(groups_of) == 1:
@@ -259,6 +260,11 @@ def _groups_of_ops(
             found[op.path] = home
     settle(reversed(left), "by its readers", lambda op: (reader for t in op.outputs for reader in graph.flow.readers(t)))
     return {op.path: found.get(op.path, Home(groups.meshes[0], "by default")) for op in graph.ops}
+
+
+def _readers(graph: Graph, leaf: PTensor) -> Iterable[Op]:
+    """The readers that say where a leaf, or a part of one, lies: not what puts parts together."""
+    return (op for op in graph.flow.readers(leaf) if op.ranges != "joined")
 
 
 def _groups_of_parts(graph: Graph, lies: Mapping[PTensor, DeviceMesh]) -> dict[PTensor, DeviceMesh]:
@@ -305,6 +311,14 @@ class OnGroups:
     def of_op(self) -> dict[str, DeviceMesh]:
         """Op path -> the group that it runs on, in the order of its state."""
         return {path: self.groups.group_of(home.group) for path, home in self.homes.items()}
+
+    @cached_property
+    def of_part(self) -> dict[PTensor, DeviceMesh]:
+        """Part of a leaf -> the group that it lies on, that of its first reader."""
+        counts = self.graph.leaf_parts
+        parts = (t for t, n in zip(self.graph.inputs, (n for n in counts for _ in range(n)), strict=False) if n > 1)
+        first = ((t, next(iter(_readers(self.graph, t)), None)) for t in parts)
+        return {t: self.of_op[op.path] for t, op in first if op is not None}
 
     def with_graph(
         self, graph: Graph, moved: Mapping[str, DeviceMesh] = {}, unsettled: Set[str] = frozenset()

@@ -32,6 +32,7 @@ class LayoutsAtHand:
     def __init__(self, placed: OnGroups, shards: Shards, stored: Mapping[PTensor, Layout], cost: CostModel):
         graph = placed.graph
         self.groups, self.homes, self.shards, self.cost = placed.groups, placed.homes, shards, cost
+        self.of_part = placed.of_part
         self.state = frozenset(graph.inputs[i] for i in graph.next_version.values())
         self.step_inputs = frozenset(graph.inputs)
         loops = graph.loops.values()
@@ -112,13 +113,16 @@ class LayoutsAtHand:
             near = [x for x in options if x.mesh.unordered == layout.mesh.unordered]
             costs = [find_adapter(option, layout, tensor.itemsize, self.cost).cost for option in near]
             self.by_tensor[tensor] = (near[costs.index(min(costs))] if near else options[0],)
-        elif not options:  # sharded state keeps its stored layout, even if the reader cuts another dim
+        elif tensor in self.of_part and self.of_part[tensor].unordered != layout.mesh.unordered:
+            pass  # it crosses from the devices of its range, whose own reader says how it lies there
+        elif not options or (tensor in self.of_part and tensor not in self.inputs):
+            # sharded state keeps its stored layout, even if the reader cuts another dim
             as_array = storable(layout, self.groups.group_of(layout.mesh), elsewhere=tensor in self.state)
-            self.by_tensor[tensor] = (self.shards.leaf(tensor, as_array),)
+            self.by_tensor[tensor] = (self.shards.leaf(tensor, as_array), *options)
             if tensor in self.step_inputs:
                 self.inputs[tensor] = self.by_tensor[tensor][0]
         self.undecided.discard(tensor)
-        if layout not in self.by_tensor[tensor]:
+        if layout not in self.by_tensor.setdefault(tensor, ()):
             self.by_tensor[tensor] += (layout,)
 
     def fix(self, op: Op, layouts: OpLayouts) -> None:

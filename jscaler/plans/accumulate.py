@@ -17,13 +17,14 @@ import numpy as np
 
 from jscaler.errors import SplitError, check_count
 from jscaler.ir import Op
+from jscaler.plans.alone import Alone
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_run_in_turn
 from jscaler.plans.per_microbatch_groups import groups_alone
 from jscaler.plans.single import single
 from jscaler.primitives import Planner, TimeSplit
-from jscaler.primitives.per_microbatch import under
+from jscaler.primitives.per_microbatch import reopens, under
 
 MICROBATCH = "microbatch"
 
@@ -74,15 +75,20 @@ def accumulate(
                 graph.op_trans(op, TimeSplit(name, microbatches, MICROBATCH))
         inner(graph, devices)
 
+    policy.alone = Alone(per_microbatch, lambda alone: accumulate(microbatches, plan, batch, accumulate_dtype, alone))
     return policy
 
 
 def _fused(graph: Planner, selection: Any, factors: Factors) -> list[Op]:
     """The selected ops, of which those are one op that hand each other what each micro-batch has for itself."""
-    paths = dict.fromkeys(under(graph.graph, selection))
-    for group in groups_alone(graph, list(paths), {op.path: name for op, name in factors.items()}):
+    paths, rows = list(under(graph.graph, selection)), {op.path: name for op, name in factors.items()}
+    groups = groups_alone(graph, paths, rows)
+    if not groups and not any(reopens(graph.graph, path) for path in paths):
+        groups = groups_alone(graph, paths, rows, outside=True)
+    for group in groups:
         graph.fuse(*group, name=group[0])
-    return [graph.graph[path] for path in paths if path in graph.by_path]
+    fused = [group[0] for group in groups]
+    return [graph.graph[path] for path in dict.fromkeys((*paths, *fused)) if path in graph.by_path]
 
 
 def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) -> bool:
@@ -96,14 +102,8 @@ def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) ->
     factor = graph.rule(op).factors[name]
     uneven = factor.size % parts > 0
     if op.kind == "forward" and op.backward is not None and factor.size > 1 and (factor.reopens or uneven):
-        why = "" if uneven else f"it needs the whole batch: {factor.reason}; {_remedy(op)}"
-        raise SplitError(op.path, name, factor.size, parts, why, graph.factor_names(op).get(name, ""))
+        why = "" if uneven else f"it needs the whole batch: {factor.reason}"
+        error = SplitError(op.path, name, factor.size, parts, why, graph.factor_names(op).get(name, ""))
+        error.alone = () if uneven else (op.path,)
+        raise error
     return False
-
-
-def _remedy(op: Op) -> str:
-    module = op.path.rpartition("/")[0] or op.path
-    return (
-        "to run it on each micro-batch alone, which gives other numbers than the whole batch, say "
-        f"accumulate(…, per_microbatch='{module}'), or a pattern for all like it ('BatchNorm*')"
-    )

@@ -21,13 +21,13 @@ from jscaler.capture.jaxprs import all_equations
 from jscaler.capture.user_op import op_p
 from jscaler.errors import check_count
 from jscaler.ir import Op, PTensor
-from jscaler.ir.loop import chain_of, inside, made_by, reads_of
 from jscaler.ir.walk import Sets, closure
 from jscaler.lax_primitives import contracts
 from jscaler.plans.argument_types import checked
 from jscaler.plans.attention import holds_contraction
 from jscaler.plans.column_row_pairs import column_factors
 from jscaler.plans.factors import Dims, Factors, can_run_in_turn
+from jscaler.plans.regions import recompute_rest, rows_of
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words
 from jscaler.primitives import Planner, TimeSplit
@@ -82,7 +82,10 @@ def co_shard(
             groups = _groups(graph, list(table))
             own = {op for group in groups for op in group}
             for group in groups:
-                graph.recompute(group, instead=_is_covered(graph, group, own))
+                if _is_covered(graph, group, own):
+                    graph.recompute(group, instead=True)
+                else:
+                    recompute_rest(graph, group)
 
     return policy
 
@@ -102,26 +105,8 @@ def _groups(graph: Planner, ops: Sequence[Op]) -> list[list[Op]]:
             maker = graph.producer.get(tensor)
             if maker in own and maker is not None and (maker.call, maker.loop) == (op.call, op.loop):
                 sets.join(maker, op)
-    groups = [row for group in sets.among(ops) for row in _rows(graph, group)]
+    groups = [row for group in sets.among(ops) for row in rows_of(graph, group)]
     return [_with_preparation(graph, group, own) for group in groups if any(op.backward is not None for op in group)]
-
-
-def _rows(graph: Planner, group: Sequence[Op]) -> list[list[Op]]:
-    """``group`` in rows, such that what others make of one is read by later rows alone."""
-    own = set(group)
-    rows: dict[int, list[Op]] = {}
-    mine: dict[PTensor, int] = {}  # what the group makes -> its row
-    theirs: dict[PTensor, int] = {}  # what others make of that -> the first row that may read it
-    for item in inside(graph.tree, chain_of(group[0].loop, graph.loops)):
-        reads = list(reads_of(item))
-        after = [theirs[t] for t in reads if t in theirs]
-        if isinstance(item, Op) and item in own:
-            row = max([*after, *(mine[t] for t in reads if t in mine)], default=0)
-            rows.setdefault(row, []).append(item)
-            mine.update(dict.fromkeys(item.outputs, row))
-        elif after := after + [mine[t] + 1 for t in reads if t in mine]:
-            theirs.update(dict.fromkeys(made_by(item), max(after)))
-    return [rows[row] for row in sorted(rows)]
 
 
 def _is_covered(graph: Planner, group: Sequence[Op], own: Set[Op]) -> bool:

@@ -228,7 +228,7 @@ def _between_ends(
             "pipeline: both ends of the model are to lie on all devices: look-ups in a table of words, and logits of as "
             f"many words behind its layers; this model has no such ends (tables of words: {tables}): say with "
             "vocabulary={pattern: dim} which tables have words; or with at= where the first stage between the ends begins, "
-            "the second …, and where the last end begins; or take another schedule"
+            "the second …, and where the last end begins; or take another schedule of pipeline"
         )
     of_item = grouped((id(unit.item), unit) for unit in units)
     parts = [[unit for item in part for unit in of_item[id(item)]] for part in (ends.first, ends.between, ends.last)]
@@ -328,7 +328,8 @@ def stages_of_all(graph: Planner, stage_of: Mapping[str, int], batch: str) -> di
                 made = (*op.outputs, *graph.loops[op.loop].results)
             of_tensor.update({t: of_tensor.get(parameter.get(t, t), stage) for t in made})
     for op in reversed(graph.ops):
-        readers = [of_op[r.path] for t in op.outputs for r in graph.consumers.get(t, ()) if r.path in of_op]
+        readers = [r for t in op.outputs for r in graph.consumers.get(t, ()) if r.path in of_op]
+        readers = [of_op[r.path] for r in sorted(readers, key=lambda r: r.ranges == "joined")]  # which reads parts of all
         if op.kind == "update" and op.path not in of_op and readers:
             of_op[op.path] = readers[0]
     found = {**stage_of} | {op.path: of_op[op.path] for op in graph.ops if op.kind == "update" and op.path in of_op}

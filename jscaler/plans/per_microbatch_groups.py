@@ -15,7 +15,9 @@ from jscaler.lax_primitives import known
 from jscaler.primitives import Planner
 
 
-def groups_alone(graph: Planner, selected: Sequence[str], rows: Mapping[str, str]) -> list[tuple[str, ...]]:
+def groups_alone(
+    graph: Planner, selected: Sequence[str], rows: Mapping[str, str], outside: bool = False
+) -> list[tuple[str, ...]]:
     """The ops to be fused: those that see rows, and what reads what they make of all rows.
 
     Unless it is linear in that; or sees rows itself and runs alone as they do; or nobody runs alone: then what is made of
@@ -24,10 +26,13 @@ def groups_alone(graph: Planner, selected: Sequence[str], rows: Mapping[str, str
     Args:
         selected: paths of the module's ops, in the order of the program.
         rows: by path of what sees rows of the batch their factor.
+        outside: whether ops that are not selected join, which make of all rows what a selected one reads.
     """
+    own = set(selected)
+    paths = [op.path for op in graph.ops if op.kind == "forward"] if outside else selected
     made_by: dict[PTensor, frozenset[str]] = {}  # what is made of all rows, and the ops that it is made by
     groups: list[frozenset[str]] = []
-    for op in (graph.graph[path] for path in selected):
+    for op in (graph.graph[path] for path in paths):
         read = [i for i, tensor in enumerate(op.inputs) if tensor in made_by]
         behind = frozenset({op.path}).union(*(made_by[op.inputs[i]] for i in read))
         made = op.outputs
@@ -42,10 +47,10 @@ def groups_alone(graph: Planner, selected: Sequence[str], rows: Mapping[str, str
             continue
         for tensor in closure(made, graph.graph.flow.targets):
             made_by[tensor] = made_by.get(tensor, frozenset()) | behind
-        if joins:
+        if joins and op.path in own:
             shared = [group for group in groups if not group.isdisjoint(behind)]
             groups = [group for group in groups if group not in shared] + [behind.union(*shared)]
-    return [tuple(path for path in selected if path in group) for group in groups]
+    return [tuple(path for path in paths if path in group) for group in groups]
 
 
 def _runs_alone(graph: Planner, path: str, rows: Mapping[str, str]) -> bool:

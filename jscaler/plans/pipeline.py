@@ -19,11 +19,13 @@ import numpy as np
 
 from jscaler.errors import PlanError, check_count, divisors
 from jscaler.plans.accumulate import MICROBATCH, accumulate
+from jscaler.plans.alone import Alone
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.factors import Dims
 from jscaler.plans.find_stages import find_stages, stages_of_all, taken_apart
 from jscaler.plans.layers import find_layers
+from jscaler.plans.regions import recompute_rest
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
@@ -125,6 +127,9 @@ def pipeline(
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
+    policy.alone = Alone(per_microbatch, lambda alone: pipeline(
+        stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary
+    ))  # fmt: skip
     policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
     return policy
 
@@ -168,7 +173,7 @@ def _compute_again(graph: Planner, stage_of: Mapping[str, int]) -> None:
         for ops in regions:
             own = [op for op in ops if op.path in stage_of]
             for stage, call in dict.fromkeys((stage_of[op.path], op.call) for op in own if op.backward is not None):
-                graph.recompute([op for op in own if (stage_of[op.path], op.call) == (stage, call)])
+                recompute_rest(graph, [op for op in own if (stage_of[op.path], op.call) == (stage, call)])
         done = {stage_of[op.path] for ops in regions for op in ops if op.path in stage_of}
         stage_of = {path: stage for path, stage in stage_of.items() if stage not in done}
 

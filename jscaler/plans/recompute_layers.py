@@ -17,6 +17,7 @@ import numpy as np
 
 from jscaler.plans.argument_types import checked
 from jscaler.plans.layers import find_layers
+from jscaler.plans.regions import recompute_rest
 from jscaler.plans.single import single
 from jscaler.primitives import Planner
 
@@ -58,6 +59,6 @@ def recompute_layers(
         kept = {op.path for pattern in ([keep] if isinstance(keep, str) else keep) for op in graph.select(pattern)}
         for layer in find_layers(graph, on, every):
             if any(op.backward is not None for op in layer):
-                graph.recompute(layer, keep=[op for op in layer if op.path in kept])
+                recompute_rest(graph, layer, [op for op in layer if op.path in kept])
 
     return policy

@@ -17,11 +17,12 @@ def under(graph: Graph, selection: Any) -> tuple[str, ...]:
     Raises:
         UnknownNameError: a pattern matches nothing.
     """
-    found = {path for one in _several(selection) for path in _matches(graph, one)}
+    found = {path for one in several(selection) for path in _matches(graph, one)}
     return tuple(op.path for op in graph.ops if op.path in found)
 
 
-def _several(selection: Any) -> list[Any]:
+def several(selection: Any) -> list[Any]:
+    """The parts of a selection; None for what is none."""
     if isinstance(selection, (str, Op)) or hasattr(selection, "op"):
         return [selection]
     return [*selection] if isinstance(selection, Iterable) else [None]
@@ -60,9 +61,9 @@ def needing_the_whole(graph: Graph, paths: Sequence[str]) -> tuple[str, ...]:
     wrong = [path for path in paths if graph[path].kind != "forward"]
     if wrong:
         raise PlanError(f"per_microbatch takes forward ops, which their backward ops follow; {listing(wrong)} are none")
-    found = tuple(path for path in paths if _reopens(graph, path))
+    found = tuple(path for path in paths if reopens(graph, path))
     if not found:
-        others = [op.path for op in graph.ops if op.kind == "forward" and _reopens(graph, op.path)]
+        others = [op.path for op in graph.ops if op.kind == "forward" and reopens(graph, op.path)]
         raise PlanError(
             f"per_microbatch: {listing(paths)} need no factor whole that could be cut, so they run part by part as they "
             f"are; those that do: {listing(others) or 'none'}"
@@ -70,5 +71,6 @@ def needing_the_whole(graph: Graph, paths: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def _reopens(graph: Graph, path: str) -> bool:
+def reopens(graph: Graph, path: str) -> bool:
+    """Whether an op holds an inner reduction at which a factor is blocked."""
     return any(factor.reopens for factor in graph.rule(graph[path]).factors.values())

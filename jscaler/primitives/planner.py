@@ -13,7 +13,7 @@ from jscaler.ir import Graph, Op, Place, PTensor, Rule
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
 from jscaler.ir.name import range_mark
-from jscaler.ir.op import Residuals
+from jscaler.ir.op import RecomputeRegion, Residuals
 from jscaler.primitives.algorithms import Algorithm, Chunk, GridAxis, Replicate, grid_axis
 from jscaler.primitives.gradients import check_residuals, summing_dtype
 from jscaler.primitives.graph_view import GraphView
@@ -642,6 +642,17 @@ class Planner(GraphView):
         decision = Recompute(ops, named(self.graph, ops, keep), instead)
         self._regions = with_region(self._marked(), decision)
         self._decide(decision)
+
+    @property
+    def regions(self) -> Mapping[str, tuple[RecomputeRegion, ...]]:
+        """The regions of recompute, the model's and those so far, that each forward op is part of; outermost first.
+
+        Example:
+            >>> graph.recompute("attention/*")
+            >>> len(graph.regions["attention/dot"])
+            1
+        """
+        return {op.path: op.remat for op in self._marked().ops if op.kind == "forward"}
 
     def _marked(self) -> Graph:
         """The graph with the regions so far; ops that are named by a decision are not fused any more."""

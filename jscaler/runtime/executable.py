@@ -172,6 +172,8 @@ class Executable(Shown):
         if self._is_one_program:
             try:
                 made = compiled[0](*leaves)
+                if shared := self.blocks[0].shared:
+                    wait_on_cpus(made, shared)
                 if observe is not None:
                     observe(0, made)
                 return made

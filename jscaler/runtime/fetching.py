@@ -59,5 +59,5 @@ def _own(leaf: Any) -> Any:
         return None
     if not leaf.is_fully_replicated:
         assert isinstance(leaf.sharding, NamedSharding), "on several devices a step has no other"
-        leaf = jax.jit(lambda x: x, out_shardings=NamedSharding(leaf.sharding.mesh, P()))(leaf)
+        leaf = jax.block_until_ready(jax.jit(lambda x: x, out_shardings=NamedSharding(leaf.sharding.mesh, P()))(leaf))
     return np.asarray(leaf.addressable_data(0))

@@ -207,7 +207,7 @@ def _check_apart(name: str, sets: Sequence[set[Any]]) -> None:
     if sum(map(len, sets)) > len(set().union(*sets)):
         raise PlanError(
             f"'{name}' lies in parts, {len(sets)} ranges of its layers, some of which are on the same devices; put each on "
-            "devices of its own, or leave the leaf whole: ranges(…, apart=False)"
+            "devices of its own, or leave the leaf whole: graph.ranges without apart=True"
         )
 
 
@@ -224,7 +224,7 @@ def _dealt(name: str, shape: tuple[int, ...], first: NamedSharding, mesh: Mesh, 
     if any(keys.count(key) != len(held.get(key, ())) for key in set(keys)):
         raise PlanError(
             f"the ranges of '{name}' lie differently, {first} and {part}: one array cannot; split the ops of all stages "
-            "alike, or leave the leaf whole: ranges(…, apart=False)"
+            "alike, or leave the leaf whole: graph.ranges without apart=True"
         )
     return [held[key].pop(0) for key in keys]
 

@@ -23,6 +23,8 @@ from jscaler.errors import CaptureError, UnknownNameError
 from jscaler.runtime import graph_nodes
 from jscaler.runtime.absent import absent, is_absent
 from jscaler.runtime.arguments import Arguments
+from jscaler.runtime.devices import devices_of
+from jscaler.runtime.process_messages import wait_on_cpus
 
 ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
@@ -76,6 +78,8 @@ class TracedState:
             else:
                 jitted, arguments = self.program(own, numbers)
                 made = jitted(*arguments)
+                if own and not own[0].is_fully_addressable:  # the next group's may span processes, too
+                    wait_on_cpus(made, devices_of(own[0]))
             for number, leaf in zip(numbers, made, strict=True):
                 leaves[number] = leaf
         return leaves

@@ -123,7 +123,8 @@ def like_its_forward(op: Op, part: OpPart, forward: OpPart, bodies: BodyTable) -
         parts = next(form.parts for form in (*forward.inputs, *forward.outputs) if isinstance(form, Sliced))
         raise PlanError(
             f"'{op.forward.path}' cannot run on each of {parts} micro-batches alone: in its gradient '{lost[0]}' has rows "
-            "that cannot be told from those it is made of; fuse the op with what makes its rows (graph.fuse)"
+            "that cannot be told from those it is made of; a policy of one's own fuses the op with what makes its rows "
+            "(graph.fuse)"
         )
     jaxpr = part.body.jaxpr
 

@@ -107,11 +107,13 @@ class _Writer(AxisWriter):
 
         for tensor in closure(op.inputs, behind):
             if isinstance(form(tensor), Summed):
-                raise PlanError(
-                    f"'{op.path}' runs on each micro-batch alone, and reads '{tensor.name}', which "
-                    f"'{self.graph.producer[tensor].path}' adds up over the rows of all of them (a mask's count); make it "
-                    "part of the op (graph.fuse), so that each micro-batch has its own"
+                maker = self.graph.producer[tensor].path
+                error = PlanError(
+                    f"'{op.path}' runs on each micro-batch alone, and reads '{tensor.name}', which '{maker}' adds up over "
+                    "the rows of all (a mask's count); a policy of one's own makes it part of the op (graph.fuse)"
                 )
+                error.alone = (maker,)
+                raise error
 
     def _without_counts(self, parts: dict[str, OpPart]) -> dict[str, OpPart]:
         """``parts`` without what only counts inputs (a mask's sum, by which a loss is divided): it runs before, on all.
@@ -301,10 +303,12 @@ class _Region(RegionWriter):
             state = self.writer.handed_on.get(tensor)
             if state is None:
                 readers = [op.path for op in self.writer.graph.consumers.get(tensor, ())]
-                raise PlanError(
-                    f"'{tensor.name}' is what each micro-batch has for itself, and is read behind the loop over them; make "
-                    f"what reads it part of the op that makes it (graph.fuse): {listing(readers)}"
+                error = PlanError(
+                    f"'{tensor.name}' is what each micro-batch has for itself, and is read behind the loop over them, by "
+                    f"{listing(readers)}; a policy of one's own makes these part of the op that makes it (graph.fuse)"
                 )
+                error.alone = tuple(readers)
+                raise error
             return Carry(state, self.taken[state], part, tensor)
         combiner = form.combiner if isinstance(form, Summed) else "add"
         added = form is not None and combiner == "add"

@@ -172,12 +172,14 @@ def handed_on(graph: Graph, parts: Mapping[str, OpPart]) -> Mapping[PTensor, PTe
         loops = [loop for loop in graph.loops.values() if tensor not in found and _goes_on(tensor, loop)]
         readers += [f"loop '{loop.name}'" for loop in loops]
         if readers:
-            raise PlanError(
+            error = PlanError(
                 f"'{op.path}' runs on each micro-batch alone, and {readers[0]} reads '{tensor.name}', which each "
                 "micro-batch has for itself; what leaves such an op is rows of the batch, state that it reads and the step "
                 "returns in its place, and what is read for the whole batch alone (an auxiliary loss); compute it from "
-                "these, or fuse the reader with the op (graph.fuse)"
+                "these; a policy of one's own can also fuse the reader with the op (graph.fuse)"
             )
+            error.alone = tuple(path for path in readers[:1] if path in graph.by_path)
+            raise error
     return found | _of_layers(graph, found)
 
 

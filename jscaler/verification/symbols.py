@@ -137,9 +137,8 @@ class Patterns:
         """Concrete numbers among data: neutral for some combiners, or for none."""
 
         def numbers(some: np.ndarray) -> np.ndarray:
-            distinct, inverse = np.unique(
-                np.asarray(some, np.float64 if _inexact(some.dtype) else None), return_inverse=True
-            )
+            wide = np.complex128 if some.dtype.kind == "c" else np.float64 if _inexact(some.dtype) else None
+            distinct, inverse = np.unique(np.asarray(some, wide), return_inverse=True)
             kinds = [self.number(Constant(_neutral_for(v, values.dtype))) for v in distinct]
             return np.array(kinds, np.int32)[inverse].reshape(some.shape)
 

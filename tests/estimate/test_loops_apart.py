@@ -33,13 +33,16 @@ def step(params: jax.Array, x: jax.Array) -> Any:
 def test_what_is_held_is_said_with_its_bytes_and_with_who_needs_it() -> None:
     shapes = jax.ShapeDtypeStruct((LAYERS, WIDE, WIDE), "float32"), jax.ShapeDtypeStruct((ROWS, WIDE), "float32")
     plan = plans.accumulate(4, batch="x")
-    said = "memory is lost: micro-batches run in 5 loops, one behind the other, since 'penalty/reduce_sum' needs"
-    with pytest.warns(PlanWarning, match=said):
+    said = "memory is lost: micro-batches run in 5 loops, one behind the other, since 'penalty/reduce_sum'"
+    with pytest.warns(PlanWarning, match=said) as warned:
         lowered = jscaler.parallelize(plan, devices=1)(step).lower(*shapes)
     assert said in lowered.plan.explain()
+    message = str(warned[0].message)
+    assert "needs 'mean/reduce_sum:0' of all micro-batches, which 'mean/reduce_sum' makes" in message
     kibibytes = float(re.search(r"([\d.]+) KiB more are held", lowered.plan.report.apart)[1])  # type: ignore[index]
     assert kibibytes * 1024 == LAYERS * ROWS * WIDE * 4 * 3 / 4  # one tanh a layer, of all micro-batches but one
     with pytest.raises(PlanError, match="refused, since strict=True: memory is lost"):
         jscaler.parallelize(plan, devices=1, strict=True)(step).lower(*shapes)
-    alone = plans.accumulate(4, batch="x", per_microbatch="*")
+    (found,) = re.findall(r"per_microbatch='(\w+)'", message)
+    alone = plans.accumulate(4, batch="x", per_microbatch=found)
     assert not jscaler.parallelize(alone, devices=1)(step).lower(*shapes).plan.report.apart

@@ -1,5 +1,7 @@
 """What leaves an op that runs on each micro-batch alone: auxiliary losses, as means over the parts; or a refusal."""
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -263,3 +265,64 @@ def test_what_is_read_on_is_refused(how: str) -> None:
     args = {"w": jnp.ones((2, 4, 4)), "t": jnp.ones(())}, {"x": jnp.ones((8, 4))}
     with pytest.raises(PlanError, match="which each micro-batch has for itself"):
         jscaler.parallelize(plans.accumulate(PARTS, per_microbatch="norm"), devices=1)(step).lower(*args)
+
+
+@pytest.mark.parametrize("given", ["", ", per_microbatch='norm'"])
+def test_the_proposed_selection_holds_what_was_given(given: str) -> None:
+    """A count that stands in another scope is made alone, too."""
+
+    def step(w: jax.Array, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        def loss_of(w: jax.Array) -> jax.Array:
+            with jax.named_scope("count"):
+                count = batch["mask"].sum()
+            with jax.named_scope("norm"):
+                h = batch["x"] @ w
+                h -= (h * batch["mask"][:, None]).sum(0) / count
+            return jnp.mean(h**4)
+
+        return value_and_grad(loss_of)(w)
+
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        batch = {"x": jnp.asarray(draws.normal(size=(8, 4))), "mask": jnp.asarray(draws.uniform(size=8) > 0.3, float)}
+        w = jnp.asarray(draws.normal(size=(4, 4)))
+        with pytest.raises(PlanError, match=r"; per_microbatch=\['norm', 'count'\] does it"):
+            jscaler.parallelize(f"accumulate(2{given})", devices=1)(step).lower(w, batch)
+        got = jscaler.parallelize("accumulate(2, per_microbatch=['norm', 'count'])", devices=1)(step)(w, batch)
+        halves = [step(w, jax.tree.map(lambda a, i=i: a[i : i + 4], batch), jax.value_and_grad) for i in (0, 4)]
+        assert_trees_close(got, jax.tree.map(lambda a, b: (a + b) / 2, *halves))
+
+
+def apart(params: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+    """Layers whose balancing losses are made in a scope apart, of means that the routers return."""
+
+    def loss_of(params: Any) -> jax.Array:
+        x, penalty = batch["x"], jnp.zeros(())
+        for i in range(2):
+            with jax.named_scope(f"router_{i}"):
+                gates = jax.nn.softmax(x @ params["router"])
+                load, share = jax.nn.one_hot(jnp.argmax(gates, -1), 4).mean(0), gates.mean(0)
+            with jax.named_scope(f"experts_{i}"):
+                x = jnp.einsum("be,edf,bd->bf", gates, params["experts"], x)
+            with jax.named_scope(f"aux_{i}"):
+                penalty += 4 * jnp.sum(load * share)
+        return jnp.mean(x**2) + 0.1 * penalty
+
+    loss, grads = value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("accumulate(4{})", 1), ("pipeline(2, 4{})", 2)])
+def test_a_loss_in_a_scope_apart_is_made_alone_with_what_it_reads(plan: str, devices: int) -> None:
+    """What the message proposes is what works."""
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        params = {"router": jnp.asarray(draws.normal(size=(4, 4))), "experts": jnp.asarray(draws.normal(size=(4, 4, 4)))}
+        batch = {"x": jnp.asarray(draws.normal(size=(16, 4)))}
+        step = functools.partial(jscaler.parallelize, devices=devices)
+        with pytest.raises(PlanError, match=r"'aux_\*/\S+' \(at .* needs 'router_.*, which 'router_\S+' makes") as refused:
+            step(plan.format(""), strict=True)(apart).lower(params, batch)
+        (said,) = re.findall(r"; (per_microbatch='aux_\*') does it", str(refused.value))
+        got = step(plan.format(f", {said}"))(apart)(params, batch)
+        parts = [apart(params, {"x": x}, jax.value_and_grad) for x in batch["x"].reshape(4, 4, 4)]
+        assert_trees_close(got, jax.tree.map(lambda *own: sum(own) / 4, *parts))

@@ -51,6 +51,16 @@ def test_numbers_are_those_of_one_device(inner: str, make: Callable[..., Any], d
     assert_same_numbers(by_name(f"recompute_layers({inner})"), make, devices)
 
 
+CO_SHARD = "recompute_layers(co_shard(2))", "co_shard(2, plan=recompute_layers())", "recompute_layers(co_shard(2), every=2)"
+STAGED = "pipeline(2, 2, '1f1b+R', plan=co_shard(2))", "pipeline(2, 2, plan=recompute_layers(co_shard(2)))"
+
+
+@pytest.mark.parametrize("plan", [*CO_SHARD, *STAGED])
+def test_a_layer_may_cut_through_what_is_computed_again_already(plan: str) -> None:
+    """Of a chain without residuals: what co-shard computes again begins in one layer and ends in the next."""
+    assert_same_numbers(by_name(plan), mlp, 2 if plan in STAGED else 1)
+
+
 # Of a layer's eight dots the last is not needed again, nor what the last all-reduce makes.
 @pytest.mark.parametrize("make", of_the_day([unrolled, stacked], 2))
 def test_every_layer_runs_once_more(make: Callable[..., Any]) -> None:

@@ -184,6 +184,39 @@ def test_a_leaf_whose_update_needs_all_layers_is_one_array() -> None:
     assert stages == {"bias": False, "down": True, "up": True}
 
 
+def looking_twice(params: Any, state: Any, x: jax.Array) -> Any:
+    """A gradient that no plan sees, as of an estimate of the curvature; it reads the parameters as a whole."""
+    return jax.tree.map(jnp.add, state, jax.grad(loss_of)(params, x))
+
+
+def by_a_product(params: Any, state: Any, x: jax.Array) -> Any:
+    """State that reads nothing but state, and a product of all layers of it, as of D-Adaptation's distance."""
+    roots = jax.tree.map(lambda s: jnp.sqrt(jnp.abs(s) + 1), state)
+    distance = sum(jnp.vdot(r, r) for r in jax.tree.leaves(roots))
+    return jax.tree.map(lambda s, r, p: s + 0.1 * p / (r + distance), state, roots, params)
+
+
+@pytest.mark.parametrize(("update", "plan", "devices"), [
+    (looking_twice, "pipeline(2, 2, batch='x')", 2),
+    (looking_twice, f"pipeline(2, 2, plan=tensor_parallel({UP}), batch='x')", 4),
+    (by_a_product, "pipeline(2, 2, batch='x')", 2),
+])  # fmt: skip
+def test_parts_lie_with_their_range_whoever_reads_them_first(update: Any, plan: str, devices: int) -> None:
+    def step(state: Any, x: jax.Array, value_and_grad: Any = jscaler.value_and_grad) -> Any:
+        params, moments = state
+        loss, grads = value_and_grad(loss_of)(params, x)
+        moments = update(params, moments, x)
+        return (jax.tree.map(lambda p, g, m: p - 0.1 * g - 0.01 * m, params, grads, moments), moments), loss
+
+    with jax.enable_x64(True):
+        params, _ = make_state(2)
+        state = params, jax.tree.map(jnp.ones_like, params)
+        ours = jscaler.parallelize(plan, devices=devices)(step)(state, inputs())
+        check(ours, jax.jit(lambda s, x: step(s, x, jax.value_and_grad))(state, inputs()))
+        up = ours[0][0]["layers"]["up"]
+        assert up.sharding.shard_shape(up.shape) == (1, HIDDEN, 8 * 2 // devices)
+
+
 def test_small_moments_are_where_their_parameters_are() -> None:
     """Though an update that reads many scalars of the state would be cheaper where these are."""
     optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 0.0, 10))
