@@ -129,22 +129,30 @@ class Rule:
 
     @cached_property
     def places(self) -> dict[str, list["SubDim"]]:
-        """Factor -> the sub-dims that stand for it."""
+        """Factor -> the sub-dims that stand for it: those on which a dim is followed, and those behind others."""
         found: dict[str, list[SubDim]] = {}
         for number, dims in enumerate((*self.operands, *self.results)):
             for dim, names in enumerate(dims):
                 outer = 1
                 for name in names:
                     alone = self.followed[number, dim] == name
-                    found.setdefault(name, []).append(SubDim(number, dim, outer, alone))
+                    if alone or outer != 1:
+                        found.setdefault(name, []).append(SubDim(number, dim, outer, alone))
                     outer *= self.factors[name].size
         return found
 
     def at(self, place: "SubDim") -> str | None:
         """The factor of a sub-dim that stands behind as many indices of its dim; where there is none, the `followed`."""
-        named = [name for name, places in self.places.items() if place[:3] in (p[:3] for p in places)]
-        stands_for_dim = place.outer == 1 or (place.alone and not named)
-        return self.followed.get((place.tensor, place.dim)) if stands_for_dim else next(iter(named), None)
+        if place.outer != 1:
+            named = self._minor.get(place[:3])
+            if named is not None or not place.alone:
+                return named
+        return self.followed.get(place[:2])
+
+    @cached_property
+    def _minor(self) -> dict[tuple[int, int, int], str]:
+        """The factors of sub-dims that stand behind others."""
+        return {place[:3]: name for name, places in self.places.items() for place in places if place.outer != 1}
 
     def factor(self, name: str, op: str) -> Factor:
         """The factor called ``name``; raises UnknownNameError with the near ones."""

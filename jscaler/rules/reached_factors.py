@@ -42,7 +42,7 @@ def all_reached_factors(
                 factor, places = (rule.at(own), rule.places) if taken is None else _left(rule, own, taken.get(op, {}))
                 if factor is not None and factor not in by_op.setdefault(op, set()):
                     by_op[op].add(factor)
-                    yield from ((tensors[p.tensor], p._replace(tensor=0)) for p in places[factor])
+                    yield from ((tensors[p.tensor], p._replace(tensor=0)) for p in places.get(factor, ()))
         for other, shift in graph.flow.linked.get(here, ()):  # in and around loops; the dim of iterations stays outside
             if place.dim + shift >= 0:
                 yield other, place._replace(dim=place.dim + shift)
