@@ -156,7 +156,10 @@ class _Writer(AxisWriter):
 
     def like(self, op: Op, factor: str, form: Piece) -> Iterator[OpPart]:
         assert isinstance(form, Sliced)
-        for blocks in dict.fromkeys((form.blocks, 1)):
+        rule = self.book.rule(op)
+        found = (rule.dim_of(dims, factor) for dims in rule.operands)
+        outer = next(place[1] for place in found if place is not None)
+        for blocks in dict.fromkeys((max(1, form.blocks // outer), 1)):
             cut = TimeCut(self.axis, factor, form.parts, blocks)
             made = op_part(op, cut, self.book, self.bodies, self.bodies_of_parts)
             if made is not None and self._leaves_room(op, factor, made):

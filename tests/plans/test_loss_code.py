@@ -151,7 +151,7 @@ LOSSES: dict[str, tuple[Loss, tuple[int, ...]]] = {
     "penalised": (penalised, ()),
     "faded": (faded, ()),
 }
-PLANS = {"accumulate(2)": 1, "pipeline(2, 2)": 2}
+PLANS = {"accumulate(2)": 1, "accumulate(2, zero2())": 2, "pipeline(2, 2)": 2}
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> jax.Array:
@@ -185,7 +185,7 @@ def planned(name: str, plan: str, devices: int) -> jscaler.Lowered:
     return lowered
 
 
-@pytest.mark.parametrize(("name", "plan"), of_the_day([(n, p) for n in LOSSES for p in PLANS], 4))
+@pytest.mark.parametrize(("name", "plan"), of_the_day([(n, p) for n in LOSSES for p in PLANS], 6))
 def test_micro_batches_run_in_one_loop(name: str, plan: str) -> None:
     loops = planned(name, plan, PLANS[plan]).plan.graph.loops.values()
     assert len([loop for loop in loops if loop.time]) == 1
