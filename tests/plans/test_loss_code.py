@@ -167,6 +167,15 @@ def arguments(state: tuple[int, ...]) -> tuple[Any, Any]:
     return (params, drawn(state, 6)), batch
 
 
+def begun(p: Any, state: Any, batch: Any) -> Any:
+    """What is added to begins at one: it is no sum of what micro-batches add."""
+
+    def layer(total: jax.Array, w: jax.Array) -> Any:
+        return total + jnp.mean((batch["x"] @ w - batch["y"]) ** 2), None
+
+    return jax.lax.scan(layer, 1.0, jnp.stack(p["layers"]))[0], state
+
+
 def descent(loss: Loss) -> Callable[..., Any]:
     def step(state: Any, batch: Any) -> Any:
         (value, after), grads = jscaler.value_and_grad(lambda p: loss(p, state[1], batch), has_aux=True)(state[0])
@@ -175,9 +184,8 @@ def descent(loss: Loss) -> Callable[..., Any]:
     return step
 
 
-def planned(name: str, plan: str, devices: int) -> jscaler.Lowered:
+def planned(loss: Loss, shape: tuple[int, ...], plan: str, devices: int) -> jscaler.Lowered:
     """The loss's step, whose numbers are those of one device."""
-    loss, shape = LOSSES[name]
     with jax.enable_x64(True):
         state, batch = arguments(shape)
         lowered = jscaler.parallelize(plan, devices=devices)(descent(loss)).lower(state, batch)
@@ -187,14 +195,19 @@ def planned(name: str, plan: str, devices: int) -> jscaler.Lowered:
 
 @pytest.mark.parametrize(("name", "plan"), of_the_day([(n, p) for n in LOSSES for p in PLANS], 6))
 def test_micro_batches_run_in_one_loop(name: str, plan: str) -> None:
-    loops = planned(name, plan, PLANS[plan]).plan.graph.loops.values()
+    loops = planned(*LOSSES[name], plan, PLANS[plan]).plan.graph.loops.values()
     assert len([loop for loop in loops if loop.time]) == 1
+
+
+def test_a_carry_that_begins_at_one() -> None:
+    with pytest.warns(PlanWarning, match="micro-batches run in"):
+        planned(begun, (), "accumulate(2)", 1)
 
 
 @pytest.mark.parametrize("name", of_the_day(["views", "crops", "preferred"], 1))
 def test_views_of_the_batch_stay_where_they_are(name: str) -> None:
     """Each device has the rows of all views of its part of the batch."""
-    assert planned(name, "data_parallel", 2).plan.report.total.keys() == {"all_reduce"}
+    assert planned(*LOSSES[name], "data_parallel", 2).plan.report.total.keys() == {"all_reduce"}
 
 
 def test_rows_against_all_rows_run_in_loops_apart() -> None:
