@@ -94,7 +94,7 @@ def checked(plan: Any, step: Step, *args: Any, devices: int = 4) -> Any:
 
 
 REFUSED: dict[Step, str] = {
-    scan: "a scan of 4 iterations at {here}:NN, where … or accumulate(4) of a step that takes one gradient of the whole batch",
+    scan: "a scan of 4 iterations at {here}:NN, where … or accumulate(4) of a step that takes one gradient of the whole",
     mapped: "a scan of 4 iterations … rows are jax.vmap of the gradient",
     fori: "a scan of 3 iterations … a series of steps is a loop in Python around one",
     wait: "a while at {here}:NN, … a series of steps is a loop in Python around a step with one gradient",
