@@ -61,6 +61,14 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
     nest, *others = spanning
     inner = next((i for i in nest.items if isinstance(i, Nest) and len(_groups(i, completed)) > 1), None)
     own = inner or next((other for other in spanning if not other.loop.time), None)
+    taken = next((x.stack for x in nest.loop.xs if not _counts(graph, x.stack)), None)
+    if not others and own is None and taken is None:
+        return nest
+    if time := (inner or nest).loop.time:
+        between = between_loops(graph, {name: loop for name, loop in graph.loops.items() if loop.time == time})
+        around = chain_of(between.op.loop, graph.loops) if between is not None else ()
+        if between is not None and {graph.loops[n].time for n in around} | {o.loop.time for o in others} <= {"", time}:
+            raise _apart(between)
     if own is not None:
         (one, first), (other, second), *_ = _groups(own, completed).items()
         cuts = ["x".join(str(size) for _, size in group.axes) for group in (one, other)]
@@ -70,15 +78,6 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
             f"'{second.path}' on {list(other.devices)}{turned}: only the loop over micro-batches may, outermost; place all "
             "ops of this one on one group, or cut it into ranges, one for each group (graph.ranges)"
         )
-    taken = next((x.stack for x in nest.loop.xs if not _counts(graph, x.stack)), None)
-    if not others and taken is None:
-        return nest
-    time = nest.loop.time
-    between = between_loops(graph, {name: loop for name, loop in graph.loops.items() if loop.time == time})
-    if between is not None:
-        around = (graph.loops[name] for name in chain_of(between.op.loop, graph.loops))
-        if all(loop.time in ("", time) for loop in (*around, *(other.loop for other in others))):
-            raise _apart(between)
     if others:
         one, other = nest.loop, others[0].loop
         remedy = "" if one.time == other.time else "give the ops of both one time axis, or else "

@@ -251,6 +251,20 @@ def test_a_pipeline_names_what_sees_all_rows_and_what_runs_in_its_place(loss: Ca
         jscaler.parallelize(plans.pipeline(2, 2), devices=2)(descend(loss)).lower({"params": params}, batch)
 
 
+def test_stacked_layers_that_take_turns_on_stages_name_what_sees_all_rows() -> None:
+    """Each range of layers has loops over micro-batches of its own, in its loop over layers."""
+
+    def stacked(params: jax.Array, batch: Any) -> Any:
+        rows = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0]
+        return jnp.mean(jnp.exp(rows @ rows.T)), {}
+
+    shapes = {"params": jax.ShapeDtypeStruct((4, 6, 6), "float32")}, {"x": jax.ShapeDtypeStruct((ROWS, 6), "float32")}
+    said = r"this step needs several: 'loss/dot.1' .* needs 'loss/transpose:0' .*; accumulate\(2, megatron\(dp=2\)\), with"
+    with pytest.raises(PlanError, match=said):
+        policy = plans.megatron(dp=1, pp=2, microbatches=2, schedule="chimera")
+        jscaler.parallelize(policy, devices=2)(descend(stacked)).lower(*shapes)
+
+
 def test_what_needs_the_whole_batch_is_refused_by_name() -> None:
     params, batch = params_and_batch()
     with pytest.raises(SplitError, match=r"'among/.*' cannot split .* it needs the whole batch: .* per_microbatch='among'"):
