@@ -260,8 +260,8 @@ def test_stacked_layers_that_take_turns_on_stages_name_what_sees_all_rows() -> N
 
     shapes = {"params": jax.ShapeDtypeStruct((4, 6, 6), "float32")}, {"x": jax.ShapeDtypeStruct((ROWS, 6), "float32")}
     said = r"this step needs several: 'loss/dot.1' .* needs 'loss/transpose:0' .*; accumulate\(2, megatron\(dp=2\)\), with"
+    policy = plans.megatron(dp=1, pp=2, microbatches=2, schedule="chimera")
     with pytest.raises(PlanError, match=said):
-        policy = plans.megatron(dp=1, pp=2, microbatches=2, schedule="chimera")
         jscaler.parallelize(policy, devices=2)(descend(stacked)).lower(*shapes)
 
 
