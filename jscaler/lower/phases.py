@@ -104,7 +104,7 @@ def _counts(graph: Graph, stack: PTensor) -> bool:
 def _apart(between: Between) -> PlanError:
     """Why the loops of a time axis cannot be one, by the op between them."""
     said = "stages run micro-batch by micro-batch, in one loop, and this step needs several"
-    if between.op.kind != "forward" and between.tensor.role == "gradient":
+    if between.op.kind != "forward" and between.op.forward is None:
         changed = between.tensor.name
         error = PlanError(
             f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{changed}'"
