@@ -29,7 +29,7 @@ from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.overview import Overview, Shown
 from jscaler.lower.step_plan import StepPlan, decisions_of
-from jscaler.plans.alone import tried_alone
+from jscaler.plans.alone import tried_alone, tried_apart
 from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.side_effects import repeated_effects
@@ -507,8 +507,8 @@ class Parallelized(Shown):
             try:
                 step = by(self._policy)
             except PlanError as error:
-                if said := remedy(error.alone):
-                    error.args = (f"{error}{said}",)
+                apart = tried_apart(self._policy, by) if error.apart else ""
+                error.args = (f"{error}{f'; {apart}' if apart else ''}{remedy(error.alone)}",)
                 raise
             _say_lost(step, self._strict, remedy)
             if repeated := repeated_effects(step):

@@ -69,9 +69,11 @@ class PlanError(JscalerError):
 
     Attributes:
         alone: paths of ops that need all micro-batches, where each might do with one.
+        apart: whether the step needs several loops over micro-batches, and the plan can have but one.
     """
 
     alone: tuple[str, ...] = ()
+    apart: bool = False
 
 
 def check_count(what: str, count: Any, *, least: int = 1) -> int:

@@ -62,3 +62,11 @@ def test_the_slice_draws_most_kinds_of_steps() -> None:
     with jax.enable_x64(True):
         drawn = {name for seed in SEEDS for name in draw_program(seed).steps}
     assert len(drawn) >= 0.8 * len({maker.__name__ for maker in MAKERS}), drawn
+
+
+def test_a_backward_op_that_needs_a_whole_gradient_is_named_by_what_makes_it() -> None:
+    """There is one gradient: nothing takes it at parameters that another changes."""
+    with jax.enable_x64(True):
+        found = measure(82770, groups=True, counts=True)
+    assert "'normalise_4/exp@backward'" in found.refused
+    assert "which 'dot_5/dot@backward' makes" in found.refused

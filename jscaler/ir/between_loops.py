@@ -7,7 +7,7 @@ from jscaler.ir.graph import Graph
 from jscaler.ir.loop import Loop, chain_of
 from jscaler.ir.op import Op
 from jscaler.ir.tensor import PTensor
-from jscaler.text.folding import folded
+from jscaler.ir.walk import closure
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Between:
 
     def __str__(self) -> str:
         where = f" (at {self.op.source})" if self.op.source else ""
-        maker = f", which '{folded(self.maker.path)}' makes" if self.maker is not None else ""
-        return f"'{folded(self.op.path)}'{where} needs '{folded(self.tensor.name)}' of all micro-batches{maker}"
+        maker = f", which '{self.maker.path}' makes" if self.maker is not None else ""
+        return f"'{self.op.path}'{where} needs '{self.tensor.name}' of all micro-batches{maker}"
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -30,19 +30,37 @@ class Between:
 
 
 def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
-    """The first op that reads a sum which one of ``loops`` leaves; an op of a loop over layers goes first."""
-    sums = {c.final: c.out for loop in loops.values() for c in loop.carries}
-    outside = [op for op in graph.ops if op.kind != "update" and loops.keys().isdisjoint(chain_of(op.loop, graph.loops))]
-    for op in sorted(outside, key=lambda op: op.loop is None):
-        for tensor in op.inputs:
-            if tensor in sums:
-                return Between(op, tensor, _summed(graph, sums[tensor]))
-    return None
+    """The first op that reads what all iterations of one of ``loops`` leave, and that another waits for.
+
+    Forward ops go first, and of these the ops of a loop over layers.
+    """
+    left = {y.stack: (y.stack, y.slice) for loop in loops.values() for y in loop.ys}
+    left |= {c.final: (c.final, c.out) for loop in loops.values() for c in loop.carries}
+    parts = {op.path for op in graph.ops if not loops.keys().isdisjoint(chain_of(op.loop, graph.loops))}
+    needed = {*closure((t for op in graph.ops if op.path in parts for t in op.inputs), graph.flow.operands)}
+    awaited = parts | {op.path for op in graph.ops if not needed.isdisjoint(op.outputs)}
+    awaited |= {op.forward.path for op in graph.ops if op.forward is not None and op.path in awaited}
+    found: list[tuple[Op, PTensor]] = []
+    for op in graph.ops:
+        whole = next((t for t in op.inputs if t in left), None)
+        if whole is None or op.kind == "update" or op.path not in awaited:
+            continue
+        joined = next((t for t in op.outputs if op.path.startswith(f"{t.name}@")), None)  # put together, or cast
+        if joined is not None or op.path.startswith(f"{whole.name}@"):  # or cut again
+            shown, made = left[whole]
+            left.update(dict.fromkeys(op.outputs, (joined or shown, made)))
+        else:
+            found.append((op, whole))
+    first = min(found, key=lambda f: (f[0].kind != "forward", f[0].path in parts or f[0].loop is None), default=None)
+    if first is None:
+        return None
+    shown, made = left[first[1]]
+    return Between(first[0], shown, _summed(graph, made))
 
 
 def _summed(graph: Graph, total: PTensor) -> Op | None:
     """What makes the summands of a loop's sum: not the op that adds them to it."""
-    adds = graph.producer.get(total)
+    adds = graph.flow.maker(total)
     if adds is None or adds.anywhere != "sum":
         return adds
     return graph.producer.get(adds.inputs[1])

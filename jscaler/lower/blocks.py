@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.clusters import FEW_STEPS, CostModel
-from jscaler.errors import PlanError
 from jscaler.ir import Graph, Loop, Nest, Op, PTensor, nested
 from jscaler.ir.loop import Item, made_by
 from jscaler.ir.op import RecomputeRegion
@@ -178,8 +177,6 @@ class _PhaseWriter:
             values = CarriedValue(init, next(numbers), next(numbers), next(numbers), carry.is_sum)
             self.passing.carried[carry.inside] = Value(values.inside, layout)
             carried.append(values)
-        for x in loop.xs:
-            self._check_counts(loop, x.stack)
         self.passing.slices = {x.slice for x in loop.xs}
         for phase in phases:
             there = {c.inside: layout for c, layout in zip(loop.carries, laid.carries, strict=True)}
@@ -210,18 +207,6 @@ class _PhaseWriter:
         if made is None or made.program != draft.key:
             return None
         return Level(made.level.number, WEIGHTS) if made.is_backward and self.weights_apart else made.level
-
-    def _check_counts(self, loop: Loop, stack: PTensor) -> None:
-        maker = self.graph.producer.get(stack)
-        if maker is None or maker.inputs or len(stack.shape) != 1:
-            homes, inside = self.completed.homes, [op for op in self.graph.ops if op.loop == loop.name and op.source]
-            first = {homes[op.path].group: op.path for op in reversed(inside)}  # of each group
-            ops = ", ".join(f"'{path}' on devices {list(group.devices)}" for group, path in reversed(first.items()))
-            raise PlanError(
-                f"the loop '{loop.name}' has ops on several device groups ({ops}) and takes slices of '{stack.name}', "
-                "which another loop leaves: place the ops of this loop on one group; or give the ops of both loops one "
-                "time axis, and no op in between that needs all parts"
-            )
 
     def programs(self) -> tuple[Program, ...]:
         """All programs, by phase and by group."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.errors import PlanError
-from jscaler.ir import Graph, Loop, Nest, Op
+from jscaler.ir import Graph, Loop, Nest, Op, PTensor
 from jscaler.ir.between_loops import Between, between_loops
-from jscaler.ir.loop import Item, made_by, reads_of
+from jscaler.ir.loop import Item, chain_of, made_by, reads_of
 from jscaler.ir.walk import closure
 from jscaler.materialize import Completed, DeviceMesh
 
@@ -56,11 +56,19 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
     """The one loop over groups that there may be.
 
     Raises:
-        PlanError: there are two; it is the model's own; a loop in it is on several groups, too.
+        PlanError: there are two; it is the model's own, or has such a loop in it; it takes what another leaves.
     """
     nest, *others = spanning
     inner = next((i for i in nest.items if isinstance(i, Nest) and len(_groups(i, completed)) > 1), None)
     own = inner or next((other for other in spanning if not other.loop.time), None)
+    taken = next((x.stack for x in nest.loop.xs if not _counts(graph, x.stack)), None)
+    if not others and own is None and taken is None:
+        return nest
+    if time := (inner or nest).loop.time:
+        between = between_loops(graph, {name: loop for name, loop in graph.loops.items() if loop.time == time})
+        around = chain_of(between.op.loop, graph.loops) if between is not None else ()
+        if between is not None and {graph.loops[n].time for n in around} | {o.loop.time for o in others} <= {"", time}:
+            raise _apart(between)
     if own is not None:
         (one, first), (other, second), *_ = _groups(own, completed).items()
         cuts = ["x".join(str(size) for _, size in group.axes) for group in (one, other)]
@@ -72,27 +80,39 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
         )
     if others:
         one, other = nest.loop, others[0].loop
-        between = between_loops(graph, {n: loop for n, loop in graph.loops.items() if loop.time == one.time})
-        if one.time == other.time and between is not None:
-            raise _apart(between)
         remedy = "" if one.time == other.time else "give the ops of both one time axis, or else "
         raise PlanError(
             f"two loops have ops on several device groups, '{one.name}' and '{other.name}': one loop over micro-batches "
             f"may; {remedy}place those of one on a single group"
         )
-    return nest
+    assert taken is not None
+    first = {group: op.path for group, op in _groups(nest, completed).items()}
+    ops = ", ".join(f"'{path}' on devices {list(group.devices)}" for group, path in first.items())
+    raise PlanError(
+        f"the loop '{nest.loop.name}' has ops on several device groups ({ops}) and takes slices of '{taken.name}', which "
+        "another loop leaves: place the ops of this loop on one group; or give the ops of both loops one time axis, and no "
+        "op in between that needs all parts"
+    )
+
+
+def _counts(graph: Graph, stack: PTensor) -> bool:
+    """Whether a loop's stack is but the numbers of its iterations."""
+    maker = graph.producer.get(stack)
+    return maker is not None and not maker.inputs and len(stack.shape) == 1
 
 
 def _apart(between: Between) -> PlanError:
     """Why the loops of a time axis cannot be one, by the op between them."""
     said = "stages run micro-batch by micro-batch, in one loop, and this step needs several"
-    if between.op.kind != "forward":
+    if between.op.kind != "forward" and between.op.forward is None:
         changed = between.tensor.name
-        return PlanError(
+        error = PlanError(
             f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{changed}'"
         )
-    error = PlanError(f"{said}: {between}, and the backward of each waits for it")
-    error.alone = between.ops
+    else:
+        error = PlanError(f"{said}: {between}, and the backward of each waits for it")
+        error.alone = between.ops
+    error.apart = True
     return error
 
 

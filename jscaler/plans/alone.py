@@ -1,4 +1,4 @@
-"""The remedy ``per_microbatch=``, said only where it was tried on the graph at hand.
+"""Remedies where ops need all micro-batches, said only where they were tried on the graph at hand.
 
 what needs all micro-batches ──► patterns of its modules ──► the policy with these alone ──► planned: said, or the next
 """
@@ -12,6 +12,31 @@ from jscaler.errors import JscalerError, PlanError
 from jscaler.primitives.per_microbatch import several
 
 TRIES = 4
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What runs micro-batches in several loops in place of a policy with stages; its attribute ``apart``."""
+
+    said: str
+    policy: Callable[..., Any]
+
+
+def tried_apart(policy: Any, trial: Callable[[Any], Any]) -> str:
+    """``accumulate(2, data_parallel())``, where the plan goes through with it; else nothing.
+
+    Args:
+        policy: what the user gave; that of `pipeline` names another.
+        trial: plans by a policy.
+    """
+    known = getattr(policy, "apart", None)
+    if not isinstance(known, Apart):
+        return ""
+    try:
+        trial(known.policy)
+    except JscalerError:
+        return ""
+    return f"{known.said} runs the loops one behind the other on all devices, with the same numbers"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from typing import Literal
 import numpy as np
 
 from jscaler.errors import PlanError
+from jscaler.plans.accumulate import accumulate
+from jscaler.plans.alone import Apart
 from jscaler.plans.argument_types import checked
 from jscaler.plans.column_row_pairs import column_factors
 from jscaler.plans.data_parallel import batch_factors
@@ -129,4 +131,9 @@ def megatron(
     words = vocab if isinstance(vocab, Mapping) else None
     staged = pipeline(pp, microbatches, schedule, policy, at, layers, batch, chunks=chunks, ends=ends, vocabulary=words)
     staged.without_stages = megatron(dp and dp * pp, tp, sequence, vocab, zero, batch, columns, gather_once=gather_once)
+    sizes = ", ".join(f"{name}={size}" for name, size in (("dp", dp and dp * pp), ("tp", tp)) if size)
+    staged.apart = Apart(
+        f"accumulate({microbatches}, megatron({sizes})), with the other arguments of this one,",
+        accumulate(microbatches, staged.without_stages, batch),
+    )
     return staged

@@ -19,7 +19,7 @@ import numpy as np
 
 from jscaler.errors import PlanError, check_count, divisors
 from jscaler.plans.accumulate import MICROBATCH, accumulate
-from jscaler.plans.alone import Alone
+from jscaler.plans.alone import Alone, Apart
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import data_parallel
 from jscaler.plans.factors import Dims
@@ -130,7 +130,13 @@ def pipeline(
     policy.alone = Alone(per_microbatch, lambda alone: pipeline(
         stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary
     ))  # fmt: skip
-    policy.without_stages = plan or data_parallel()  # what `jscaler.compare` puts beside it
+    policy.without_stages = plan or data_parallel(batch)  # what `jscaler.compare` puts beside it
+    inside = f"data_parallel({'' if batch == 'batch' else repr(batch)})" if plan is None else "plan"
+    plain = plan is None and batch == "batch" and accumulate_dtype is None and per_microbatch is None
+    policy.apart = Apart(
+        f"accumulate({microbatches}, {inside}){'' if plain else ', with the arguments of this pipeline,'}",
+        accumulate(microbatches, policy.without_stages, batch, accumulate_dtype, per_microbatch),
+    )
     return policy
 
 

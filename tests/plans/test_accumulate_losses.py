@@ -15,7 +15,7 @@ from step_numbers import assert_trees_close
 
 import jscaler
 from jscaler import plans
-from jscaler.errors import PlanWarning, SplitError
+from jscaler.errors import PlanError, PlanWarning, SplitError
 from models.master import next_scale
 
 ROWS, CLASSES = 8, 4
@@ -210,6 +210,13 @@ def sorted_batch(params: Any, batch: Any) -> Any:
     return jnp.sum(found[: ROWS // 2]), {}
 
 
+def far_apart(params: Any, batch: Any) -> Any:
+    """Rows held apart from all others."""
+    with jax.named_scope("model"), jax.named_scope("pairs"):
+        rows = jnp.tanh(logits_of(params, batch)[:, 0])
+        return jnp.mean(jnp.exp(-jnp.sum((rows[:, None] - rows[None]) ** 2, -1))), {}
+
+
 @losing
 def test_a_product_of_means_runs_in_loops_apart() -> None:
     """The means of all rows are made first; their product has the whole batch's."""
@@ -229,6 +236,33 @@ def test_what_sees_all_rows_runs_once_between_loops(loss: Callable[..., Any]) ->
         with pytest.warns(PlanWarning, match=r"micro-batches run in \d loops"):
             lowered = jscaler.parallelize(plans.accumulate(4), devices=1)(step).lower({"params": params}, batch)
         assert_trees_close(lowered.compile()({"params": params}, batch), jax.jit(step)({"params": params}, batch))
+
+
+@pytest.mark.parametrize(
+    ("loss", "reader"), [(among_the_batch, "pairs/dot.2"), (sorted_batch, "order/sort"), (far_apart, "pairs/tanh")]
+)
+def test_a_pipeline_names_what_sees_all_rows_and_what_runs_in_its_place(loss: Callable[..., Any], reader: str) -> None:
+    params, batch = params_and_batch()
+    said = (
+        rf"this step needs several: '{reader}' .* needs '.*/dot.1:0' of all micro-batches, which '.*/dot.1' makes.*; "
+        r"accumulate\(2, data_parallel\(\)\) runs the loops one behind the other on all devices, with the same numbers"
+    )
+    with pytest.raises(PlanError, match=said):
+        jscaler.parallelize(plans.pipeline(2, 2), devices=2)(descend(loss)).lower({"params": params}, batch)
+
+
+def test_stacked_layers_that_take_turns_on_stages_name_what_sees_all_rows() -> None:
+    """Each range of layers has loops over micro-batches of its own, in its loop over layers."""
+
+    def stacked(params: jax.Array, batch: Any) -> Any:
+        rows = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0]
+        return jnp.mean(jnp.exp(rows @ rows.T)), {}
+
+    shapes = {"params": jax.ShapeDtypeStruct((4, 6, 6), "float32")}, {"x": jax.ShapeDtypeStruct((ROWS, 6), "float32")}
+    said = r"this step needs several: 'loss/dot.1' .* needs 'loss/transpose:0' .*; accumulate\(2, megatron\(dp=2\)\), with"
+    policy = plans.megatron(dp=1, pp=2, microbatches=2, schedule="chimera")
+    with pytest.raises(PlanError, match=said):
+        jscaler.parallelize(policy, devices=2)(descend(stacked)).lower(*shapes)
 
 
 def test_what_needs_the_whole_batch_is_refused_by_name() -> None:
