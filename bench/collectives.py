@@ -105,6 +105,12 @@ CASES = [
     Case("gpt-nano f32", "zero3", "zero3", {}, {"reduce-scatter": 1}, sharded=True),
     Case("gpt-nano f32", "megatron(2, 4, zero=1)", "dp 2 × tp 4, zero1", {}, {"reduce-scatter": 1}),
     Case("gpt-nano f32", "megatron(2, 4, zero=3)", "dp 2 × tp 4, zero3", {}, {"reduce-scatter": 1}),
+    # grouped queries, rotary positions, a head of its own, and a state in nnx
+    Case("llama-nano f32", "tensor_parallel", "tensor_parallel"),
+    Case("llama-nano f32", "sequence_parallel", "sequence_parallel"),
+    Case("llama-nano f32", "vocab_parallel", "vocab_parallel"),
+    Case("llama-nano f32", "megatron(2, 4)", "dp 2 × tp 4"),
+    Case("llama-nano f32", "zero3", "zero3", {}, {"reduce-scatter": 1}, sharded=True),
     Case("moe-nano f32, 2 layers", "expert_parallel", "expert_parallel", {"all-to-all": 8}, {"all-to-all": 8}, quick=True),
     Case("gpt-nano bf16 compute", "data_parallel", "data_parallel", wider=True),
     Case("gpt-nano bf16 compute", 'data_parallel(reduce_dtype="bfloat16")', "data_parallel, added in bf16"),
@@ -303,7 +309,7 @@ def sent_by_kind(text: str) -> dict[str, float]:
 
 
 def parameters(state: Any) -> Any:
-    """The parameters in a train state, or first in a tuple."""
+    """The parameters in a train state, or first in a tuple, where nnx has its model."""
     return state[0] if isinstance(state, tuple) else state.params
 
 
