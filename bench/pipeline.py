@@ -253,8 +253,8 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from kept_rows()
     yield from size_rows()
     yield live_row(6 if quick else 20)
-    for row in per_instruction(5, 40):
-        yield {**row, "bound": None} if quick else row
+    if not quick:
+        yield from per_instruction(5, 40)
     for width, bound in TIMES.items():
         ours, theirs = times(width, 5, 4 if width > 500 else 40)
         row = {

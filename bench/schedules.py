@@ -200,7 +200,7 @@ MODELS = [
     Model(8, True, 4, 8),
     Model(4, True, 2, 4, "Llama"),
 ]
-QUICK = ("1f1b", "zb_v", "dualpipe_v", "forward_only")
+QUICK = ("1f1b", "zb_v", "forward_only")
 
 
 def model_row(model: Model, schedule: str, one_device: Callable[[int], Any]) -> Row:
