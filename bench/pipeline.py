@@ -255,7 +255,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield live_row(6 if quick else 20)
     if not quick:
         yield from per_instruction(5, 40)
-    for width, bound in TIMES.items():
+    for width, bound in list(TIMES.items())[: 1 if quick else None]:
         ours, theirs = times(width, 5, 4 if width > 500 else 40)
         row = {
             "case": "4 stages, 8 micro-batches",

@@ -244,7 +244,7 @@ def evaluated(case: Case, decorate: Callable[..., Any]) -> float:
     """How far the losses of batches are from one device's, by the bound of parameters."""
 
     def step(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        return case.loss(params, (), batch, key)[0]
+        return case.loss(params, case.rest, batch, key)[0]
 
     ours, plain = decorate(step), jax.jit(step)
     args = [(case.params, batch, jax.random.key(i)) for i, batch in enumerate(case.batches)]
