@@ -87,7 +87,7 @@ CASES = [
     Case(MLP, "data_parallel", "data_parallel", quick=True),
     Case(MLP, f"tensor_parallel({EVEN})", "tensor_parallel", {"all-reduce": 5}, {"all-reduce": 5}, quick=True),
     # 5 of activations, 12 gradients, the loss; the last 13 combine
-    Case(MLP, f"megatron(2, 4, columns={EVEN})", "dp 2 × tp 4", {"all-reduce": 18}, {"all-reduce": 6}, quick=True),
+    Case(MLP, f"megatron(2, 4, columns={EVEN})", "dp 2 × tp 4", {"all-reduce": 18}, {"all-reduce": 6}),
     Case(MLP, f"sequence_parallel({EVEN}, {ROWS})", "sequence_parallel", FIVE, FIVE, "tensor_parallel", quick=True),
     Case("gpt-nano f32", "data_parallel", "data_parallel"),
     # two all-reduces each way and layer
@@ -97,7 +97,7 @@ CASES = [
     Case("gpt-nano f32", "megatron(2, 4)", "dp 2 × tp 4"),
     Case("gpt-nano f32", "megatron(2, 4, vocab=False, sequence=True)", "dp 2 × tp 4, sequence", EIGHT, EIGHT),
     # 12 gradients and parameters; the loss
-    Case(MLP, "zero1", "zero1", ONCE, {"reduce-scatter": 1, "all-gather": 1, "all-reduce": 1}, sharded=True, quick=True),
+    Case(MLP, "zero1", "zero1", ONCE, {"reduce-scatter": 1, "all-gather": 1, "all-reduce": 1}, sharded=True),
     # forward all parameters, which combine; backward again the kernels whose inputs need gradients, one by one, as the
     # cotangents come. (XLA's CPU backend keeps no fences and merges the second with the first.)
     Case(MLP, "zero3", "zero3", ONCE, {"reduce-scatter": 1, "all-gather": 6, "all-reduce": 1}, sharded=True, quick=True),
@@ -105,6 +105,12 @@ CASES = [
     Case("gpt-nano f32", "zero3", "zero3", {}, {"reduce-scatter": 1}, sharded=True),
     Case("gpt-nano f32", "megatron(2, 4, zero=1)", "dp 2 × tp 4, zero1", {}, {"reduce-scatter": 1}),
     Case("gpt-nano f32", "megatron(2, 4, zero=3)", "dp 2 × tp 4, zero3", {}, {"reduce-scatter": 1}),
+    # grouped queries, rotary positions, a head of its own, and a state in nnx
+    Case("llama-nano f32", "tensor_parallel", "tensor_parallel", quick=True),
+    Case("llama-nano f32", "sequence_parallel", "sequence_parallel"),
+    Case("llama-nano f32", "vocab_parallel", "vocab_parallel"),
+    Case("llama-nano f32", "megatron(2, 4)", "dp 2 × tp 4"),
+    Case("llama-nano f32", "zero3", "zero3", {}, {"reduce-scatter": 1}, sharded=True),
     Case("moe-nano f32, 2 layers", "expert_parallel", "expert_parallel", {"all-to-all": 8}, {"all-to-all": 8}, quick=True),
     Case("gpt-nano bf16 compute", "data_parallel", "data_parallel", wider=True),
     Case("gpt-nano bf16 compute", 'data_parallel(reduce_dtype="bfloat16")', "data_parallel, added in bf16"),
@@ -159,7 +165,7 @@ def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
     for step in INTERLACED:
         if not (target or (quick and "words" in step)):
             yield from interlaced_rows(step, devices[:STAGES])
-    for accumulated in ACCUMULATED:
+    for accumulated in ACCUMULATED[-1:] if quick else ACCUMULATED:
         yield from accumulated_rows(accumulated, steps[MLP], devices, target)
 
 
@@ -303,7 +309,7 @@ def sent_by_kind(text: str) -> dict[str, float]:
 
 
 def parameters(state: Any) -> Any:
-    """The parameters in a train state, or first in a tuple."""
+    """The parameters in a train state, or first in a tuple, where nnx has its model."""
     return state[0] if isinstance(state, tuple) else state.params
 
 

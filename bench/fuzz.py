@@ -26,7 +26,7 @@ SECONDS = 20  # more is a hang
 LONGEST = 1500  # characters of a sentence: it names what is known, but nobody reads more
 WORDS = (
     "", "0", "-1", "1", "2", "3", "2.5", "1e9", "nan", "99999999999999999999", "x", "gpt", "gpt-nano", "moe", "é∂",
-    "\x00", "(", ")", "None", "true", "[]", "{}", "a" * 300, "nano", "f32", "zero3", "fsdp", "megatron(2, 1)",
+    "llama-nano", "\x00", "(", ")", "None", "true", "[]", "{}", "a" * 300, "nano", "f32", "zero3", "fsdp", "megatron(2, 1)",
     "pipeline(2, 2)", "single(", "zero3(zero3)", "accumulate(0)", "accumulate(2, zero3())",
     "recompute_layers(zero1())", "co_shard(-1)", "2xH100-80GB", "x8xH100", "..", "/dev/null", "R1 V1 D(2,1)",
     "R2 V1 D(1,1) on any", "8,8", "1,3·8",
@@ -41,6 +41,7 @@ COMMANDS = (
     'plan --size nano --seq 8 --batch 4 --target 2xH100-80GB --plan "megatron(dp=1, tp=2)"',
     "plan --model moe --size nano --seq 8 --batch 4 --devices 2 --dtype f32 --plan \"zero3(batch='batch')\"",
     "plan --size nano --seq 8 --batch 4 --devices 2 --plan \"pipeline(2, 2, 'gpipe', plan=data_parallel())\"",
+    'plan --model llama --seq 8 --batch 4 --target 4xH100-80GB --stacked --plan "megatron(dp=1, tp=4)"',
     'redistribute --shape 8,8 --from "R1 V4 D(2,1)" --to "R8 V1 D(1,1)" --cluster h100',
     'redistribute --shape 8,8 --from "R2 V1 D(1,1) on 0-1" --to "R1 V1 D(2,1) on 2-3" --dtype float16',
 )

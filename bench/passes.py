@@ -6,13 +6,11 @@ lays them out on described GPUs (``pip install "jscaler[aot]"``). ``ratio`` is w
 place.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 import jscaler
+from bench import predicted
 from bench.harness import Row, main
 
 COLUMNS = ("pass", "case", "measure", "with", "without", "ratio")
@@ -35,11 +33,13 @@ def rows(quick: bool, target: str | None) -> Iterator[Row]:
 # Where each pass shows: a tied table whose logits are the largest arrays, over data-parallel devices; scores of attention.
 TABLE = {"size": "125m", "layers": 6, "dtype": "bfloat16", "remat": True}
 SCORES = {"size": "nano", "sequence": 1024, "hidden": 256, "heads": 8, "dropout": 0.0}
+GROUPED = {"model": "llama", "size": "nano", "sequence": 1024, "hidden": 256, "heads": 8, "groups": 2}
 MEMORY = (
     ("products_before_loops", "vocab_parallel", 4, {**TABLE, "stacked": True}),
     ("products_before_loops", "data_parallel", 4, TABLE),
     ("stacks_with_carries", "megatron(dp=2, tp=4, zero=1)", 8, {**TABLE, "stacked": True}),
     ("pairs_together", "co_shard(4)", 1, SCORES),
+    ("pairs_together", "co_shard(2)", 1, GROUPED),
 )
 
 
@@ -71,20 +71,15 @@ def peak(name: str, plan: str, devices: int, shape: dict[str, Any], target: str 
     layers = "stacked" if shape.get("stacked") else "layers in a loop"
     measure = "estimated peak" if target is None else f"peak on {target}"
     ratio = round(found[1] / found[0], 4)
-    case = f"gpt-{shape['size']}, {layers}, {plan}"
+    case = f"{shape.get('model', 'gpt')}-{shape['size']}, {layers}, {plan}"
     return {"pass": name, "case": case, "measure": measure, "with": found[0], "without": found[1], "ratio": ratio}
 
 
 def _peak(plan: str, devices: int, shape: dict[str, Any], without: tuple[str, ...], target: str | None) -> int:
-    from models.gpt import GPT, SIZES
-    from models.training import make_optimizer, make_state, train_step
-
-    changes = {k: v for k, v in shape.items() if k != "size"}
-    config = dataclasses.replace(SIZES[shape["size"]], **changes)
-    state = jax.eval_shape(lambda: make_state(GPT(config), config.sequence, make_optimizer()))
-    tokens = jax.ShapeDtypeStruct((8 * devices, config.sequence), "int32")
-    step = jscaler.parallelize(plan, devices=devices, donate_argnames="state", without_passes=without)(train_step)
-    lowered = step.lower(state, {"tokens": tokens, "labels": tokens})
+    make = predicted.llama if shape.get("model") == "llama" else predicted.gpt
+    fun, arguments = make(8 * devices, **{k: v for k, v in shape.items() if k != "model"})
+    step = jscaler.parallelize(plan, devices=devices, donate_argnames="state", without_passes=without)(fun)
+    lowered = step.lower(*arguments)
     cluster = f"{devices}xH100-80GB"
     if target is None:
         return jscaler.cost(lowered, None, cluster).memory.peak

@@ -7,12 +7,13 @@ process, by turns, median of rounds. What a stage keeps from its forward for its
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.extend import core
 
 import jscaler
@@ -26,12 +27,14 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.report.block_rows import kept_bytes
 from jscaler.tables import SCHEDULES
 from jscaler.xla_model.flops import flops_of
+from models import llama
 from models.gpt import Block, GPTConfig
 
 COLUMNS = ("case", "width", "measure", "value", "bound")
 STAGES, MICROBATCHES, ROWS = by_hand.STAGES, by_hand.MICROBATCHES, 8
 TIMES = {64: 1.15, 1024: 1.06}  # of the hand-written step
 GPT = GPTConfig(hidden=64, layers=2, heads=4, sequence=32, dropout=0.0)
+LLAMA = llama.LlamaConfig(hidden=64, layers=2, heads=4, groups=2, units=176, sequence=32)
 
 
 def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -139,14 +142,28 @@ def products(eqns: Iterable[core.JaxprEqn]) -> float:
     return sum(flops_of(eqn).count for eqn in eqns if eqn.primitive.name == "dot_general")
 
 
-def stages_of_gpt() -> tuple[Any, StepPlan, Callable[..., Any], Any, jax.Array]:
-    """Two blocks of a GPT as two stages: the plan, and the first stage as a function of its parameters and input."""
+Stages = tuple[str, StepPlan, Callable[..., Any], Any, jax.Array]
+
+
+def stages_of_gpt() -> Stages:
+    """Two blocks of a GPT as two stages."""
     block = Block(GPT)
     x = jnp.ones((8, GPT.sequence, GPT.hidden))
     params = [block.init(jax.random.key(i), x, False)["params"] for i in range(2)]
+    return stages_of("GPT block", lambda params, x: block.apply({"params": params}, x, False), params, x)
 
-    def stage(params: Any, x: jax.Array) -> jax.Array:
-        return block.apply({"params": params}, x, False)  # type: ignore[return-value]
+
+def stages_of_llama() -> Stages:
+    """Two blocks of a Llama as two stages."""
+    blocks = [llama.Block(LLAMA, nnx.Rngs(i)) for i in range(2)]
+    graph = nnx.graphdef(blocks[0])
+    x = jnp.ones((8, LLAMA.sequence, LLAMA.hidden))
+    params = [nnx.state(block, nnx.Param) for block in blocks]
+    return stages_of("Llama block", lambda params, x: nnx.merge(graph, params)(x), params, x)
+
+
+def stages_of(case: str, stage: Callable[..., Any], params: Sequence[Any], x: jax.Array) -> Stages:
+    """Two equal stages: the plan, and the first of them as a function of its parameters and input."""
 
     def step(params: Any, x: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
@@ -161,10 +178,10 @@ def stages_of_gpt() -> tuple[Any, StepPlan, Callable[..., Any], Any, jax.Array]:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     plan = pipelined(step, 2, 2).lower(params, x).plan
-    return "GPT block", plan, stage, params[0], x[: x.shape[0] // 2]
+    return case, plan, stage, params[0], x[: x.shape[0] // 2]
 
 
-def stages_of_mlp() -> tuple[Any, StepPlan, Callable[..., Any], Any, jax.Array]:
+def stages_of_mlp() -> Stages:
     params, x, y = mlp(64)
 
     def stage(params: Any, x: jax.Array) -> jax.Array:
@@ -175,7 +192,7 @@ def stages_of_mlp() -> tuple[Any, StepPlan, Callable[..., Any], Any, jax.Array]:
 
 
 def kept_rows() -> Iterator[Row]:
-    for case, plan, stage, params, x in (stages_of_mlp(), stages_of_gpt()):
+    for case, plan, stage, params, x in (stages_of_mlp(), stages_of_gpt(), stages_of_llama()):
         own = [b for b in body_blocks(plan) if b.group == plan.completed.groups[min(1, len(plan.completed.groups) - 2)]]
         of_vjp = residual_bytes(stage, params, x)
         kept = kept_bytes(plan, plan.blocks.index(own[0])) + (x.nbytes if own[0].level == 0 else 0)
@@ -236,9 +253,9 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from kept_rows()
     yield from size_rows()
     yield live_row(6 if quick else 20)
-    for row in per_instruction(5, 40):
-        yield {**row, "bound": None} if quick else row
-    for width, bound in TIMES.items():
+    if not quick:
+        yield from per_instruction(5, 40)
+    for width, bound in list(TIMES.items())[: 1 if quick else None]:
         ours, theirs = times(width, 5, 4 if width > 500 else 40)
         row = {
             "case": "4 stages, 8 micro-batches",

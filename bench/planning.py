@@ -11,6 +11,8 @@ another program ends: a third of them must have lowered none. ``ratio``
 rounds, held to 1.3: planning works on axes and device arrays, not on devices. ``explain_seconds`` is the plan's table
 with its estimate of the peak, held to 5.
 
+Llama 8B, a stack of 32 layers of nnx, stands beside ``nnx.jit`` in the full form; its ``ratio`` is shown, and not held.
+
 With stages: ``growth`` is 4 stages of dp 4 × tp 8 with 32 micro-batches against the same without stages (held to 1.5),
 and 8 stages on 1,024 devices against those 4 (held to 1.3): the middle one of the rounds' ratios, since a machine's speed
 drifts by more from minute to minute. Of how deep a stack is, blocks know a number and no more: ``growth`` of their
@@ -23,10 +25,12 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import jscaler
 from bench.harness import Row, main
@@ -35,9 +39,7 @@ TENSOR = 8  # parts of each layer
 DEVICES = (32, 1024)
 BATCH = 128  # sequences
 COLUMNS = ("case", "layers", "devices", "seconds", "jit_seconds", "ratio", "growth", "explain_seconds")
-BOUNDS = {"stacked": 3.0, "Python loop": 4.0}
-ROUNDS = {"stacked": 9, "Python loop": 3}  # at least
-QUICK = {"stacked": 12, "Python loop": 6}  # of 4 layers: a second each
+QUICK = 4  # layers
 LESS = 0.99  # of the least before: what is found anew
 MOST = 5  # times the rounds, at most
 
@@ -66,11 +68,26 @@ def lower_jit(state: Any, batch: Any) -> Any:
     return jax.jit(lambda state, batch: plain(state, batch), donate_argnums=0).lower(state, batch)
 
 
-def lower_planned(devices: int, state: Any, batch: Any) -> Any:
-    from models.training import train_step
+def llama_arguments(layers: int) -> tuple[Any, Any]:
+    """State and batch of Llama 8B with ``layers`` stacked layers, as shapes."""
+    from bench.predicted import llama
 
+    return llama(BATCH, "8b", layers=layers, stacked=True)[1]
+
+
+def lower_nnx_jit(state: Any, batch: Any) -> Any:
+    from models.training import nnx_train_step
+
+    plain = functools.partial(nnx_train_step, value_and_grad=nnx.value_and_grad)
+    return nnx.jit(lambda state, batch: plain(state, batch), donate_argnums=0).lower(state, batch)
+
+
+def lower_planned(devices: int, state: Any, batch: Any) -> Any:
+    from models.training import nnx_train_step, train_step
+
+    step = nnx_train_step if isinstance(state, tuple) else train_step
     plan = jscaler.plans.megatron(dp=devices // TENSOR, tp=TENSOR, zero=1)
-    return jscaler.parallelize(plan, devices=devices, donate_argnames="state", verify=False)(train_step).lower(state, batch)
+    return jscaler.parallelize(plan, devices=devices, donate_argnames="state", verify=False)(step).lower(state, batch)
 
 
 def cpu_seconds(fun: Callable[[], Any]) -> tuple[float, Any]:
@@ -84,16 +101,43 @@ def cpu_seconds(fun: Callable[[], Any]) -> tuple[float, Any]:
     return seconds, result
 
 
-def measure(case: str, layers: int, rounds: int) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Case:
+    """A model whose lowering stands beside ``jax.jit``'s.
+
+    Attributes:
+        arguments: of so many layers.
+        jit: lowers the undecorated step.
+        rounds, quick: at least, of all layers and of ``QUICK`` ones (a second each); it may have no quick form.
+        bound: of ``ratio``.
+    """
+
+    arguments: Callable[[int], tuple[Any, Any]]
+    jit: Callable[[Any, Any], Any]
+    layers: int
+    rounds: int
+    quick: int | None = None
+    bound: float | None = None
+
+
+CASES = {
+    "stacked": Case(functools.partial(arguments_of, stacked=True), lower_jit, 48, 9, 12, 3.0),
+    "Python loop": Case(functools.partial(arguments_of, stacked=False), lower_jit, 48, 3, 6, 4.0),
+    "Llama 8B, stacked": Case(llama_arguments, lower_nnx_jit, 32, 9),
+}
+
+
+def measure(name: str, layers: int, rounds: int) -> Iterator[Row]:
     """One row per number of devices, all from the same rounds."""
-    for one in (lower_jit, *(functools.partial(lower_planned, n) for n in DEVICES)):
-        one(*arguments_of(2, case == "stacked"))
-    arguments = arguments_of(layers, case == "stacked")
+    case = CASES[name]
+    for one in (case.jit, *(functools.partial(lower_planned, n) for n in DEVICES)):
+        one(*case.arguments(2))
+    arguments = case.arguments(layers)
     jit: list[float] = []
     planned: dict[int, list[float]] = {n: [] for n in DEVICES}
     explained: dict[int, list[float]] = {n: [] for n in DEVICES}
     while not _settled((jit, *planned.values()), rounds):
-        jit.append(cpu_seconds(lambda: lower_jit(*arguments))[0])
+        jit.append(cpu_seconds(lambda: case.jit(*arguments))[0])
         for devices in DEVICES:
             seconds, lowered = cpu_seconds(functools.partial(lower_planned, devices, *arguments))
             planned[devices].append(seconds)
@@ -101,7 +145,7 @@ def measure(case: str, layers: int, rounds: int) -> Iterator[Row]:
             del lowered
     for devices in DEVICES:
         row = {
-            "case": case,
+            "case": name,
             "layers": layers,
             "devices": devices,
             "seconds": round(min(planned[devices]), 3),
@@ -111,7 +155,7 @@ def measure(case: str, layers: int, rounds: int) -> Iterator[Row]:
             "bounds": {"explain_seconds": 5.0},
         }
         if devices == DEVICES[0]:
-            row["bounds"]["ratio"] = BOUNDS[case]
+            row["bounds"] |= {} if case.bound is None else {"ratio": case.bound}
         else:
             growth = min(planned[devices]) / min(planned[DEVICES[0]])
             row |= {"growth": round(growth, 3), "bounds": {**row["bounds"], "growth": 1.3}}
@@ -172,8 +216,11 @@ def measure_depth() -> Row:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    for case, rounds in ROUNDS.items():
-        yield from measure(case, 4 if quick else 48, QUICK[case] if quick else rounds)
+    for name, case in CASES.items():
+        if not quick:
+            yield from measure(name, case.layers, case.rounds)
+        elif case.quick:
+            yield from measure(name, QUICK, case.quick)
     yield measure_depth()
     if not quick:
         for case, rounds in (("stacked", 15), ("Python loop", 3)):

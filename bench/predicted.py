@@ -53,6 +53,17 @@ def gpt(batch: int = 8, size: str = "125m", **changes: Any) -> tuple[Any, tuple[
     return train_step, (state, tokens(batch, config.sequence))
 
 
+def llama(batch: int = 8, size: str = "1b", **changes: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Llama 1B on 2,048 tokens with clipping and AdamW, as `gpt`."""
+    from models import make_model
+    from models.recipes import RECIPES
+    from models.training import make_optimizer
+
+    model, config = make_model("llama", size, **{"sequence": 2048, **changes})
+    state = jax.eval_shape(lambda: RECIPES["llama"].make_state(model, config, make_optimizer(), jax.random.key(0)))
+    return RECIPES["llama"].step, (state, tokens(batch, config.sequence))
+
+
 def moe(batch: int = 16) -> tuple[Any, tuple[Any, ...]]:
     """A mixture of eight experts in four layers, with its load-balancing loss."""
     from models.moe import SIZES, MoE
@@ -93,6 +104,14 @@ CASES = [
     Case("co_shard(4)", 1, lambda: gpt(2, stacked=True, **BF16), "gpt-125m bf16, stacked, batch 2"),
     Case("co_shard(4)", 1, lambda: gpt(2, layers=4), "gpt-125m f32, 4 layers, batch 2"),
     Case("accumulate(2, co_shard(2, plan=tensor_parallel()))", 2, lambda: gpt(layers=4), "gpt-125m f32, 4 layers"),
+    Case("single", 1, lambda: llama(2, layers=4, **BF16), "llama-1b bf16, 4 layers, batch 2"),
+    Case("tensor_parallel", 8, lambda: llama(**LARGE, **BF16), "llama-1b bf16, stacked, remat"),
+    Case("zero3", 8, lambda: llama(**LARGE, **BF16), "llama-1b bf16, stacked, remat"),
+    Case("co_shard(4)", 1, lambda: llama(2, **LARGE, **BF16), "llama-1b bf16, stacked, remat, batch 2"),
+    Case("vocab_parallel", 8, lambda: llama(size="8b", layers=2, **BF16), "llama-8b bf16, 2 layers, its own head"),
+    Case("megatron(dp=2, tp=16)", 32, lambda: llama(**LARGE, **FP16), "llama-1b fp16, stacked, remat", target=V100),
+    Case("megatron(dp=1, tp=2, pp=4, microbatches=8)", 8, lambda: llama(16, **LARGE, **BF16),
+         "llama-1b bf16, stacked, remat, batch 16"),
     Case("pipeline(2, 4)", 2, lambda: gpt(layers=4), "gpt-125m f32, 4 layers", quick=True, target="2xH100-80GB"),
     *(
         Case(plan, 8, functools.partial(gpt, 16, "1.3b", **LARGE, **BF16), "gpt-1.3b bf16, stacked, remat, batch 16")
@@ -110,9 +129,9 @@ CASES = [
 ]  # fmt: skip
 
 
-def rows(quick: bool, target: str, plan: str) -> Iterator[Row]:
+def rows(quick: bool, target: str, plan: str, model: str) -> Iterator[Row]:
     for case in CASES:
-        if (case.quick or not quick) and plan in case.plan:
+        if (case.quick or not quick) and plan in case.plan and model in case.shown:
             yield measure(case, case.target or target)
 
 
@@ -152,4 +171,5 @@ def _staged(lowered: Any, found: Any, target: str) -> tuple[int, list[float]]:
 if __name__ == "__main__":
     known = {"metavar": "CLUSTER", "default": "8xH100-80GB", "help": "a described cluster of at least 8 devices"}
     chosen = {"default": "", "metavar": "TEXT", "help": "only plans that hold this text"}
-    main("predicted", __doc__ or "", COLUMNS, rows, options={"target": known, "plan": chosen})
+    models = {"default": "", "metavar": "TEXT", "help": "only models whose description holds this text"}
+    main("predicted", __doc__ or "", COLUMNS, rows, options={"target": known, "plan": chosen, "model": models})

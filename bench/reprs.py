@@ -1,4 +1,5 @@
-"""How long are ``repr`` and the cell of a notebook, and what do they take? For what a user holds of a ViT and of GPT 1.3B.
+"""How long are ``repr`` and the cell of a notebook, and what do they take? For what a user holds of a ViT, of GPT 1.3B
+and, in nnx, of Llama 8B.
 
 The decorated step, its graph as captured and as a policy gets it, ``lowered``, its plan, and the plan's decisions. Nothing
 is allocated and nothing compiled. ``lines`` of ``repr`` are held to 20, ``bytes`` of each of the two to 100 kB, and
@@ -63,12 +64,12 @@ def vit(layers: int = 12) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     return vit_step, (state, {"images": images, "labels": labels})
 
 
-def gpt(stacked: bool) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """GPT 1.3B's train step, and its arguments as shapes."""
+def built_in(model: str, stacked: bool) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    """The train step of ``gpt-1.3b`` or another, and its arguments as shapes."""
     from jscaler.commands.built_in_job import built_in_job
     from jscaler.training.planned_job import PlannedJob
 
-    job = PlannedJob(built_in_job("gpt-1.3b", None, 16, dtype="bf16", stacked=stacked, remat=True), "single", 1)
+    job = PlannedJob(built_in_job(model, None, 16, dtype="bf16", stacked=stacked, remat=True), "single", 1)
     return job.job.train_step, job.arguments()
 
 
@@ -91,8 +92,9 @@ def held(fun: Callable[..., Any], arguments: tuple[Any, Any], plan: str) -> Mapp
 
 def rows(quick: bool) -> Iterator[Row]:
     """A row for each object; quick is without GPT's loop of 24 layers."""
-    models = {"ViT-B/16": vit, "GPT 1.3B, stacked": lambda: gpt(True)}
-    models |= {} if quick else {"GPT 1.3B, Python loop": lambda: gpt(False)}
+    models = {"ViT-B/16": vit, "GPT 1.3B, stacked": lambda: built_in("gpt-1.3b", True)}
+    models |= {"Llama 8B, stacked": lambda: built_in("llama-8b", True)}
+    models |= {} if quick else {"GPT 1.3B, Python loop": lambda: built_in("gpt-1.3b", False)}
     for name, make in models.items():
         fun, arguments = make()
         for what, one in held(fun, arguments, "megatron(dp=2, tp=4)").items():

@@ -1,10 +1,11 @@
-"""A long run of GPT nano over two processes, some of which are killed: are its losses right, and does memory stay?
+"""A long run over two processes, some of which are killed: are its losses right, and does memory stay?
 
-``STEPS`` steps under ZeRO-3 with a state saved every 100; ``kill -9`` of a process at seeded moments, and as many
-``--restarts``. ``losses``: the largest difference of a step's loss from an undisturbed run's, in whose place there must be
-none. ``missing``: steps that the log lacks. ``memory``: how much more (or less) a process holds in the last third of its
-life than in the first (medians, the worst of both runs); 2 % at most. Its first ``WARM`` seconds are left out, in which it
-compiles and writes its first states, and so are processes that live for less than ``LONG`` seconds more.
+``STEPS`` steps of GPT nano (or ``--model llama``, in nnx) under ZeRO-3 with a state saved every 100; ``kill -9`` of a
+process at seeded moments, and as many ``--restarts``. ``losses``: the largest difference of a step's loss from an
+undisturbed run's, in whose place there must be none. ``missing``: steps that the log lacks. ``memory``: how much more (or
+less) a process holds in the last third of its life than in the first (medians, the worst of both runs); 2 % at most. Its
+first ``WARM`` seconds are left out, in which it compiles and writes its first states, and so are processes that live for
+less than ``LONG`` seconds more.
 """
 
 import json
@@ -20,34 +21,34 @@ from pathlib import Path
 from bench.faults import Run, child_pids, started_command
 from bench.harness import Row, main
 
-COLUMNS = ("steps", "kills", "restarts", "losses", "missing", "memory", "seconds")
+COLUMNS = ("model", "steps", "kills", "restarts", "losses", "missing", "memory", "seconds")
 STEPS, EVERY, KILLS = 2000, 100, 5
 QUICK = (120, 40, 1)
 WARM, LONG = 100.0, 60.0  # seconds
 MEMORY = 0.02
 
 
-def rows(quick: bool) -> Iterator[Row]:
+def rows(quick: bool, model: str) -> Iterator[Row]:
     steps, every, kills = QUICK if quick else (STEPS, EVERY, KILLS)
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as root:
-        plain, seconds, held = _run(Path(root) / "plain", steps, every, [])
+        plain, seconds, held = _run(Path(root) / "plain", model, steps, every, [])
         moments = sorted((rng.uniform(0.2, 1.0) * seconds, rng.randrange(2)) for _ in range(kills))
-        killed, longer, more = _run(Path(root) / "killed", steps, every, moments)
+        killed, longer, more = _run(Path(root) / "killed", model, steps, every, moments)
     losses = max(abs(killed[step] - plain[step]) for step in killed.keys() & plain.keys())
     drift = [abs(one) for one in map(_drift, (*held, *more)) if one is not None]
-    row: Row = {"steps": steps, "kills": kills, "restarts": len(more) // 2 - 1, "losses": losses}
+    row: Row = {"model": model, "steps": steps, "kills": kills, "restarts": len(more) // 2 - 1, "losses": losses}
     row |= {"missing": 2 * steps - len(plain) - len(killed), "seconds": round(longer, 1)}
     row |= {"memory": round(max(drift, default=0.0), 4)}
     yield row | {"bounds": {"losses": 0.0, "missing": 0, **({} if quick else {"memory": MEMORY})}}
 
 
 def _run(
-    folder: Path, steps: int, every: int, kills: list[tuple[float, int]]
+    folder: Path, model: str, steps: int, every: int, kills: list[tuple[float, int]]
 ) -> tuple[dict[int, float], float, list[list[tuple[float, int]]]]:
     """The losses by step, the seconds of the run, and by process what it held, and when."""
     log = folder / "log.jsonl"
-    words = ["--model", "gpt", "--size", "nano", "--plan", "zero3", "--devices", "4", "--platform", "cpu", "--batch", "8"]
+    words = ["--model", model, "--size", "nano", "--plan", "zero3", "--devices", "4", "--platform", "cpu", "--batch", "8"]
     words += ["--seq", "32", "--stacked", "--steps", str(steps), "--save-every", str(every), "--keep", "2"]
     words += [
         "--checkpoint",
@@ -110,4 +111,5 @@ def _drift(held: list[tuple[float, int]]) -> float | None:
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    main("soak", __doc__ or "", COLUMNS, rows, devices=1)
+    known = {"default": "gpt", "choices": ["gpt", "llama"], "help": "whose nano size is trained"}
+    main("soak", __doc__ or "", COLUMNS, rows, devices=1, options={"model": known})

@@ -50,6 +50,18 @@ def gpt(size: str, **changes: Any) -> Step:
     return train_step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
 
 
+def llama(size: str, **changes: Any) -> Step:
+    """The Llama in nnx, with clipping and AdamW."""
+    from models import make_model
+    from models.recipes import RECIPES
+    from models.text import batch_at, load_bytes
+    from models.training import make_optimizer
+
+    model, config = make_model("llama", size, **changes)
+    state = RECIPES["llama"].make_state(model, config, make_optimizer(), jax.random.key(0))
+    return RECIPES["llama"].step, (state, batch_at(load_bytes(), 0, DEVICES, config.sequence))
+
+
 def moe(size: str, **changes: Any) -> Step:
     """The mixture of experts, with its load-balancing loss."""
     from models.moe import SIZES, MoE
@@ -87,6 +99,8 @@ STEPS: dict[str, Callable[[], Step]] = {
     "mlp-6 f32": mlp,
     "gpt-nano f32": lambda: gpt("nano", heads=8),
     "gpt-mini f32": lambda: gpt("mini"),
+    # two heads of keys and values: four devices have each, of eight, and two of four
+    "llama-nano f32": lambda: llama("nano", heads=8),
     "moe-nano f32, 2 layers": lambda: moe("nano"),
     "gpt-nano bf16 compute": lambda: gpt("nano", heads=8, dtype=jnp.bfloat16),
     "mbart-nano f32": lambda: mbart("nano"),

@@ -1,6 +1,7 @@
 """Does a plan take more memory, or send more, than GSPMD's compilation of the same split? For GPUs that need not be there.
 
-GPT 125M and 1.3B, layers stacked and computed again in the backward, parameters in float32, on 8 H100 (bfloat16) and on
+GPT 125M and 1.3B and Llama 1B, layers stacked and computed again in the backward, parameters in float32, sequences of at
+most 2,048 tokens, on 8 H100 (bfloat16) and on
 4 hosts of 8 V100 (float16, which they multiply). ``peak_bytes`` is what XLA reserves on a device: arguments, results that
 take no argument's place, temporaries. ``collective_bytes`` are those that a device sends in a step, by the optimized HLO.
 Ratios are to `jscaler.comparison.twin`: the same ops under ``jax.jit`` with a sharding constraint on every result.
@@ -35,8 +36,9 @@ H100, V100 = "8xH100-80GB", "4x8xV100-32GB"
 DTYPE = {H100: "bf16", V100: "fp16"}
 BATCH = {
     ("gpt-125m", H100): 64, ("gpt-125m", V100): 64, ("gpt-1.3b", H100): 16, ("gpt-1.3b", V100): 32, ("gpt-15b", H100): 16,
-    ("gpt-15b", V100): 32,
+    ("gpt-15b", V100): 32, ("llama-1b", H100): 16, ("llama-1b", V100): 32,
 }  # fmt: skip
+SEQUENCE = {"llama-1b": 2048}  # of others their own
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ CASES = [  # 125M has 12 heads, so that tensor parallelism over 8 devices is not
         "gpt-1.3b", V100, "data_parallel", "tensor_parallel", "zero1", "zero3", "megatron(dp=4, tp=8)",
         "megatron(dp=4, tp=8, vocab=False, sequence=True)", "megatron(dp=4, tp=8, zero=1)", "megatron(dp=4, tp=8, zero=3)",
     ),
+    *_cases("llama-1b", H100, "tensor_parallel", "zero3", "megatron(dp=2, tp=4, vocab=False, sequence=True)"),
+    Case("llama-1b", "megatron(dp=2, tp=16)", V100),  # two devices have each head of keys and values
     Case("gpt-1.3b", "megatron(dp=1, tp=2, pp=4, microbatches=8)", H100),
     Case("gpt-1.3b", "megatron(dp=2, tp=4, pp=4, microbatches=16)", V100),
     Case("gpt-15b", "megatron(dp=1, tp=2, pp=4, microbatches=8)", H100),
@@ -119,8 +123,9 @@ def measured(case: Case) -> Row:
 
     cluster = find_cluster(case.target)
     chosen = built_in_job(
-        case.model, None, BATCH[case.model, case.target], dtype=DTYPE[case.target], stacked=True, remat=True
-    )
+        case.model, None, BATCH[case.model, case.target], seq=SEQUENCE.get(case.model), dtype=DTYPE[case.target],
+        stacked=True, remat=True,
+    )  # fmt: skip
     job = PlannedJob(chosen, case.plan, described_devices(cluster))
     lowered = job.step.lower(*job.arguments())
     if len(lowered.plan.blocks) > 1:

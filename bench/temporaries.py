@@ -6,7 +6,8 @@ plan; ``rival``: the same under ``jax.jit``, with nothing but ``jax.grad``, with
 by `bench.by_hand`'s co-shard. ``prototype``: what was once measured by hand, to which a plan that does not save all is
 held. (A scan of layers under ``jax.grad`` also saves the normalised activations and the cut weights of each layer, as
 ``rival`` shows.) ``swin``: the third stage of Swin's 1.8B, two blocks of 2 x 2 windows of 48 x 48 patches, 2048 channels,
-64 heads; its rival is ``jax.checkpoint`` around each block.
+64 heads; its rival is ``jax.checkpoint`` around each block. ``llama``: 4 layers as in Llama 1B (hidden 2048, 32 heads of
+64, 8 of keys and values, 8192 hidden units; batch 1, sequence 4096), beside the same rival.
 
 Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``.
 """
@@ -15,21 +16,26 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import jscaler
 from bench import by_hand
 from bench.compiled import jitted, temporaries
 from bench.harness import Row, main
 from models.gpt import SIZES, GPTConfig, blocks
+from models.llama import SIZES as LLAMAS
+from models.llama import LlamaConfig, layers_of, through
 from models.swin import SIZES as SWINS
 from models.swin import Stage, SwinConfig
 
 COLUMNS = ("model", "case", "layers", "parts", "plan", "temporaries", "rival", "prototype")
+
+Config = GPTConfig | SwinConfig | LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Case:
         stacked: whether the layers are one scan.
         remat: whether layers are checkpointed, by the model itself where the plan is ``single``.
         prototype: MiB.
-        model: ``gpt``'s layers, or ``swin``'s blocks.
+        model: ``gpt``'s or ``llama``'s layers, or ``swin``'s blocks.
     """
 
     plan: str
@@ -72,13 +78,18 @@ CASES = [
     Case("single", model="swin"),
     Case("single", remat=True, model="swin"),
     *(Case(f"co_shard({k})", k, model="swin") for k in (2, 4, 8)),
+    Case("single", model="llama"),
+    Case("single", remat=True, model="llama"),
+    *(Case(f"co_shard({k})", k, model="llama") for k in (2, 8)),
 ]
 
 
-def full_size(model: str) -> GPTConfig | SwinConfig:
+def full_size(model: str) -> Config:
     kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     if model == "swin":
         return dataclasses.replace(SWINS["1.8b"], **kinds)
+    if model == "llama":
+        return dataclasses.replace(LLAMAS["1b"], layers=4, sequence=4096, **kinds)
     return dataclasses.replace(SIZES["1.3b"], heads=16, layers=4, sequence=4096, dropout=0.0, **kinds)
 
 
@@ -95,9 +106,33 @@ class Layers(nn.Module):
 Loss = Callable[[Any, jax.Array], jax.Array]
 
 
-def module(case: Case, config: GPTConfig | SwinConfig, remat: bool = False) -> tuple[nn.Module, jax.ShapeDtypeStruct]:
-    """The case's layers, which the model checkpoints with ``remat``, and what they read."""
+class Model(NamedTuple):
+    """A case's layers.
+
+    Attributes:
+        params: their parameters, as shapes.
+        apply: ``apply(params, x)``.
+        x: what they read, as a shape.
+    """
+
+    params: Any
+    apply: Callable[[Any, jax.Array], jax.Array]
+    x: jax.ShapeDtypeStruct
+
+
+def model_of(case: Case, config: Config, remat: bool = False) -> Model:
+    """The case's layers, which the model checkpoints with ``remat``."""
     config = dataclasses.replace(config, stacked=case.stacked, remat=remat)
+    if isinstance(config, LlamaConfig):
+        graph, params = nnx.split(nnx.eval_shape(lambda: layers_of(config, nnx.Rngs(0))))
+        x = jax.ShapeDtypeStruct((1, config.sequence, config.hidden), config.dtype)
+        return Model(params, lambda params, x: through(nnx.merge(graph, params), x, remat), x)
+    module, x = _module(config)
+    params = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
+    return Model(params, lambda params, x: jnp.asarray(module.apply({"params": params}, x)), x)
+
+
+def _module(config: GPTConfig | SwinConfig) -> tuple[nn.Module, jax.ShapeDtypeStruct]:
     if isinstance(config, GPTConfig):
         return Layers(config), jax.ShapeDtypeStruct((1, config.sequence, config.hidden), config.dtype)
     rows = config.image // config.patch // 4  # of the third stage
@@ -105,10 +140,10 @@ def module(case: Case, config: GPTConfig | SwinConfig, remat: bool = False) -> t
     return Stage(config, 4 * config.heads, 2), x
 
 
-def by_model(case: Case, config: GPTConfig | SwinConfig, remat: bool) -> Loss:
+def by_model(case: Case, config: Config, remat: bool) -> Loss:
     """The mean square of what the layers make of x."""
-    model, _ = module(case, config, remat)
-    return lambda params, x: _mean_square(jnp.asarray(model.apply({"params": params}, x)))
+    model = model_of(case, config, remat)
+    return lambda params, x: _mean_square(model.apply(params, x))
 
 
 def by_hands(case: Case, config: GPTConfig) -> Loss:
@@ -131,13 +166,13 @@ def _mean_square(x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))).mean()
 
 
-def arguments(case: Case, config: GPTConfig | SwinConfig) -> tuple[Any, jax.ShapeDtypeStruct]:
+def arguments(case: Case, config: Config) -> tuple[Any, jax.ShapeDtypeStruct]:
     """Parameters and x as shapes."""
-    model, x = module(case, config)
-    return jax.eval_shape(model.init, jax.random.key(0), x)["params"], x
+    model = model_of(case, config)
+    return model.params, model.x
 
 
-def row(case: Case, config: GPTConfig | SwinConfig, device: Any, options: dict[str, Any], rival_only: bool = False) -> Row:
+def row(case: Case, config: Config, device: Any, options: dict[str, Any], rival_only: bool = False) -> Row:
     """Compile a case under its plan and by hand."""
     structs = arguments(case, config)
     found: Row = {
@@ -171,7 +206,7 @@ def rows(quick: bool, target: str, rival_only: bool, model: str | None = None) -
 if __name__ == "__main__":
     options: dict[str, Any] = {
         "target": {"metavar": "GPU", "default": "H100-80GB", "help": "one described device"},
-        "model": {"choices": ["gpt", "swin"], "help": "only rows of this model"},
+        "model": {"choices": ["gpt", "swin", "llama"], "help": "only rows of this model"},
         "rival-only": {"action": "store_true", "help": "leave out plans"},
     }
     main("temporaries", __doc__ or "", COLUMNS, rows, devices=1, options=options)

@@ -120,25 +120,30 @@ class Llama(nnx.Module):
         kinds = _kinds(config, rngs)
         self.remat = config.remat
         self.embed = nnx.Embed(config.vocabulary, config.hidden, **kinds)
-        block = functools.partial(Block, config)
-        layers = config.layers
-        self.blocks = stacked(block, layers, rngs) if config.stacked else nnx.List([block(rngs) for _ in range(layers)])
+        self.blocks = layers_of(config, rngs)
         self.norm = nnx.RMSNorm(config.hidden, epsilon=1e-5, **kinds)
         self.head = None if config.tied else nnx.Linear(config.hidden, config.vocabulary, use_bias=False, **kinds)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # b s -> b s v
-        x = self._blocks(self.embed(tokens))
-        x = self.norm(x)
+        x = self.norm(through(self.blocks, self.embed(tokens), self.remat))
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
-    def _blocks(self, x: jax.Array) -> jax.Array:  # b s d -> b s d
-        layer = nnx.remat(_layer) if self.remat else _layer
-        if isinstance(self.blocks, Block):
-            return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
-        for block in self.blocks:
-            x = layer(x, block)
-        return x
+
+def layers_of(config: LlamaConfig, rngs: nnx.Rngs) -> Block | nnx.List:
+    """The blocks, stacked as one or in a list."""
+    block = functools.partial(Block, config)
+    return stacked(block, config.layers, rngs) if config.stacked else nnx.List([block(rngs) for _ in range(config.layers)])
+
+
+def through(blocks: Block | nnx.List, x: jax.Array, remat: bool) -> jax.Array:  # b s d -> b s d
+    """Run all blocks, one after another."""
+    layer = nnx.remat(_layer) if remat else _layer
+    if isinstance(blocks, Block):
+        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, blocks)
+    for block in blocks:
+        x = layer(x, block)
+    return x
 
 
 def _layer(x: jax.Array, block: Block) -> jax.Array:

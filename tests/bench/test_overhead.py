@@ -6,6 +6,8 @@ import pytest
 
 from bench import overhead
 from models.gpt import SIZES, GPTConfig
+from models.llama import SIZES as LLAMAS
+from models.llama import LlamaConfig
 
 OPTIONS = {"xla_backend_optimization_level": 0}  # nothing is timed
 
@@ -24,6 +26,15 @@ def test_accumulation_by_hand_is_the_train_step() -> None:
         for fun in (lambda *xs: step(*xs, value_and_grad=jax.value_and_grad), by_hand)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.one_day_in(2)
+def test_a_state_in_nnx_is_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = LlamaConfig(hidden=8, layers=1, heads=2, groups=1, units=8, sequence=8)
+    monkeypatch.setitem(LLAMAS, "tiny", tiny)
+    row = overhead.measure("llama", "tiny", 8, rounds=2, repeats=1)
+    assert row["case"] == "llama-tiny, plan single"
+    assert row["flops_ratio"] <= 1.01
 
 
 def test_memory_row() -> None:

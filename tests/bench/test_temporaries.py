@@ -5,6 +5,7 @@ import jax
 from bench import temporaries
 from bench.temporaries import Case
 from models.gpt import GPTConfig
+from models.llama import LlamaConfig
 from models.swin import SwinConfig
 
 TINY = GPTConfig(hidden=16, layers=1, heads=2, sequence=8, dropout=0.0, dtype="float32")
@@ -25,6 +26,14 @@ def test_swin_s_third_stage() -> None:
     assert row["case"] == "save all"
     _, x = temporaries.arguments(Case("single", model="swin"), temporaries.full_size("swin"))
     assert x.shape == (1, 96, 96, 2048)
+
+
+def test_llama_s_layers() -> None:
+    config = LlamaConfig(hidden=16, layers=1, heads=4, groups=2, units=24, sequence=8, dtype="float32")
+    row = temporaries.row(Case("co_shard(2)", 2, model="llama"), config, jax.devices()[0], OPTIONS)
+    assert (row["case"], row["temporaries"], row["rival"]) == ("co-shard 2", 0, 0)
+    _, x = temporaries.arguments(Case("single", model="llama"), temporaries.full_size("llama"))
+    assert x.shape == (1, 4096, 2048)
 
 
 def test_rivals_alone() -> None:

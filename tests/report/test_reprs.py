@@ -11,7 +11,7 @@ import pytest
 from report.stand_in import on_cpu
 
 import jscaler
-from bench.reprs import gpt, held, vit
+from bench.reprs import built_in, held, vit
 from jscaler import Split
 from jscaler.ir.overview import MOST_BYTES, MOST_LINES
 from jscaler.ir.passes import Passes, run_passes
@@ -19,9 +19,9 @@ from jscaler.report.target_report import heading, verdict
 from tests.ir.test_overview import Page
 
 
-@pytest.mark.parametrize("model", ["ViT", "GPT 1.3B"])
+@pytest.mark.parametrize("model", ["ViT", "gpt-1.3b", "llama-8b"])
 def test_of_large_models_it_is_short(model: str) -> None:
-    objects = held(*(vit(layers=2) if model == "ViT" else gpt(stacked=True)), "megatron(dp=2, tp=4)")
+    objects = held(*(vit(layers=2) if model == "ViT" else built_in(model, stacked=True)), "megatron(dp=2, tp=4)")
     for name, one in objects.items():
         lines = repr(one).splitlines()
         assert len(lines) <= MOST_LINES, name
