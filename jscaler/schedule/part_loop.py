@@ -19,6 +19,7 @@ from jax import lax
 from jscaler.capture.bodies import BodyTable
 from jscaler.errors import PlanError, listing
 from jscaler.ir import Body, Carry, Graph, Loop, Nest, Op, PTensor, Stacked
+from jscaler.ir.between_loops import MERGE
 from jscaler.ir.kinds import learned
 from jscaler.ir.loop import Item, chain_of
 from jscaler.ir.mask import Combiner
@@ -293,7 +294,7 @@ class _Region(RegionWriter):
             tensor.name + "@stack", part.aval.update(shape=(self.writer.count, *part.shape), weak_type=False), tensor.role
         )
         body = self.writer.bodies.traced(lambda x: [form.merge(x)], [stack.aval])
-        self.after.append(self.beside(tensor.name + "@merge", (stack,), tensor, body))
+        self.after.append(self.beside(tensor.name + MERGE, (stack,), tensor, body))
         return Stacked(stack, part)
 
     def _carried(self, tensor: PTensor, form: Form) -> Carry:

@@ -15,6 +15,7 @@ from typing import Any
 from jscaler.capture.bodies import BodyTable
 from jscaler.errors import PlanError
 from jscaler.ir import Graph, Op, PTensor, flat
+from jscaler.ir.between_loops import MERGE
 from jscaler.ir.loop import Item
 from jscaler.primitives import Assign, Order, Trans
 from jscaler.primitives.algorithms import parts_text
@@ -154,7 +155,7 @@ class _Region(RegionWriter):
             if isinstance(form, Ranged):
                 parts = tuple(self.writer.part_of[tensor, i] for i in range(self.writer.count))
                 body = self.writer.bodies.traced(lambda *xs, form=form: [form.merge(xs)], [t.aval for t in parts])
-                items.append(self.beside(tensor.name + "@merge", parts, tensor, body))
+                items.append(self.beside(tensor.name + MERGE, parts, tensor, body))
         return items
 
     @property
