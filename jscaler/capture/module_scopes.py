@@ -6,7 +6,8 @@
 An equation that reads parameters (or what is made of parameters alone, as a cast) belongs to their module. Any other
 lies between the last module above it and the first one below, and belongs to what these two have in common; but the
 statistics of a norm, which only its module reads, are that module's, and so is what makes its next state alone. What no
-module follows is the loss. A scope names and groups ops; no number depends on it.
+module follows is the loss, and so are slices of data (``tokens[:, :-1]``): a module that looks them up could not be split.
+A scope names and groups ops; no number depends on it.
 """
 
 import dataclasses
@@ -90,6 +91,8 @@ def _scopes(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> l
     first_at: dict[core.Var, int] = {}  # the first equation of a module downstream
     for i in reversed(range(len(eqns))):
         first = min((first_at[v] for v in eqns[i].outvars if v in first_at), default=None)
+        if above[i] is None and eqns[i].primitive.name == "slice":
+            first = None
         if not own[i] and first is not None:
             last = above[i]
             scopes[i] = common_path([own[first if last is None else last], own[first]])

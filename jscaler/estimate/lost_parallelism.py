@@ -7,6 +7,8 @@ and does not use the axis is copied along it, and what it leaves carries the dim
     x: D(8,1) ─► dot, a:8 ─► h: D(8,1) ─► sort, copy ─► tanh, copy ─► dot, a:8
                                           └─ lost ───── and behind it
 
+A loop that takes slice after slice along the dim has all of it on each device, and so have the ops inside.
+
 What the policy has placed is as it was asked for, and the backward of that, unless it cannot be split at all, or where rows
 of the batch meet rows of the batch (every sentence with every picture): one operand of that is put together. Parameters,
 their gradients and their updates do not count: where these lie whole says `report.replicated`.
@@ -25,6 +27,7 @@ from jscaler.estimate.traffic import moved_by_reader
 from jscaler.estimate.works import works
 from jscaler.ir import Factor, Graph, Op, PTensor, Rule
 from jscaler.ir.kinds import tensor_kinds
+from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure, grouped
 from jscaler.lower.program import Adapt
 from jscaler.lower.step_plan import StepPlan
@@ -64,6 +67,7 @@ class _Found:
     copied: bool
     axes: set[str] = field(default_factory=set)
     meets: bool = False  # other rows of the batch
+    walked: str = ""  # the loop that takes slices along the cut
 
     @property
     def parts(self) -> int:
@@ -191,6 +195,7 @@ def lost_parallelism(step: StepPlan) -> LostParallelism:
         return LostParallelism()
     work = {op.path: (times * one.flops, float(times * (one.read + one.written))) for op, times, one in works(step)}
     gathers, sent = _gathers(step)
+    found = [one for one in found if one.copied or not one.walked or (one.op.path, one.cut.tensor.name) in gathers]
     ops = tuple(_priced(step.graph, one, work.get(one.op.path, (0.0, 0.0)), gathers) for one in found)
     flops, nbytes = (sum(one[i] for one in work.values()) for i in (0, 1))
     total = LostParallelism(ops, flops, nbytes)
@@ -262,6 +267,8 @@ class _Finder:
         for op in self.graph.consumers.get(cut.tensor, ()):
             if not op.anywhere:
                 yield from self._through(op, cut)
+        for name, inside in self.walks.get(cut.tensor, ()) if not cut.dim else ():
+            yield from self._walked(name, inside, cut)
         for other, shift in self.graph.flow.linked.get(cut.tensor, ()) if cut.behind else ():
             if cut.dim + shift >= 0 and other not in self.aside:
                 yield _Cut(other, cut.dim + shift, cut.mesh, cut.axis, cut.behind)
@@ -285,6 +292,30 @@ class _Finder:
         self._note(op, cut, factor, copied=True)
         for tensor, dim in _carried(op, self.graph.rule(op), factor, cut):
             yield _Cut(tensor, dim, cut.mesh, cut.axis, op.path)
+
+    def _walked(self, name: str, inside: PTensor, cut: _Cut) -> Iterator[_Cut]:
+        """What loop ``name`` computes of a slice, if dim 0 of the stack lies cut."""
+
+        def made(tensor: PTensor) -> list[PTensor]:
+            readers = self.graph.consumers.get(tensor, ())
+            return [t for op in readers if name in chain_of(op.loop, self.graph.loops) for t in op.outputs]
+
+        first = cut.behind
+        ops = {self.graph.producer[t].path: self.graph.producer[t] for t in closure(made(inside), made)}
+        for op in sorted(ops.values(), key=lambda op: self.graph.position[op.path]):
+            place = self.completed.ops[op.path].placement
+            if op.anywhere or place.origin == "policy" or place.group.unordered != cut.mesh.unordered:
+                continue
+            used = cut.axis in place.shares or any(cut.axis in axes for axes in place.factors.values())
+            self._note(op, dataclasses.replace(cut, behind=first), None, copied=not used, walked=name)
+            first = first or op.path
+        for y in self.graph.loops[name].ys if first else ():
+            yield dataclasses.replace(cut, tensor=y.stack, behind=first)
+
+    @cached_property
+    def walks(self) -> Mapping[PTensor, list[tuple[str, PTensor]]]:
+        """Stack -> the loops that take slices of it, and the slice in each."""
+        return grouped((x.stack, (name, x.slice)) for name, loop in self.graph.loops.items() for x in loop.xs)
 
     def _gathered(self, op: Op, laid: OpLayouts, cut: _Cut) -> int | None:
         """The first operand that lies cut and is read whole along the axis."""
@@ -334,14 +365,16 @@ class _Finder:
         here = forward.group.unordered == cut.mesh.unordered
         return forward.origin == "policy" and here and cut.axis not in used
 
-    def _note(self, op: Op, cut: _Cut, factor: Factor | None, copied: bool, meets: bool = False) -> None:
-        found = self.found.setdefault(op.path, _Found(op, cut, factor, copied, meets=meets))
+    def _note(self, op: Op, cut: _Cut, factor: Factor | None, copied: bool, meets: bool = False, walked: str = "") -> None:
+        found = self.found.setdefault(op.path, _Found(op, cut, factor, copied, meets=meets, walked=walked))
         found.axes.add(cut.axis)
 
 
 def _why(graph: Graph, found: _Found) -> str:
     """Why an op is not split along what cuts its operand, and the remedy."""
     factor, parts = found.factor, found.parts
+    if found.walked:
+        return f"the loop '{found.walked}' takes its slices one after another; let it run along a dim that is not split"
     if found.meets:
         return (
             "rows of the batch meet all its rows, so one side is put together; op_trans splits the other, or another factor"

@@ -74,6 +74,22 @@ def test_what_needs_the_whole_batch_is_named_with_all_behind_it() -> None:
         np.testing.assert_allclose(got, right, rtol=1e-5)
 
 
+def test_a_loop_over_rows_runs_whole_on_every_device() -> None:
+    """Chunks of rows, one after another; of chunks that have some rows of each device nothing is lost."""
+
+    def scanned(chunks: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda carry, x: (carry, jnp.tanh(x @ (jnp.eye(16) / 2))), 0.0, chunks)[1]
+
+    lowered, said = planned("data_parallel", step_of(lambda h: scanned(h.reshape(4, 4, 16)).reshape(16, 16)))
+    assert len(said) == 1
+    for part in ("'middle/dot'", "dim 0 of 'middle/reshape:0' lies in 4 parts: the loop 'middle/scan' takes its slices",
+                 "768 B gathered"):  # fmt: skip
+        assert part in said[0]
+    assert lowered.plan.lost.copied_flops > 0.5
+    turned = step_of(lambda h: scanned(h.reshape(4, 4, 16).swapaxes(0, 1)).swapaxes(0, 1).reshape(16, 16))
+    assert not planned("data_parallel", turned)[1]
+
+
 def test_flops_that_other_devices_do_as_well_are_counted() -> None:
     # The sort and the first square product are one op; it and its backward run whole. The second and its backward are
     # split, and so are five of half the size: the outer two, their kernels' gradients, and one of an activation.

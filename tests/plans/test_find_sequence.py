@@ -324,7 +324,6 @@ def test_slices_that_do_not_divide(name: str, length: int, message: str) -> None
         jscaler.parallelize(plans.sequence_parallel(), devices=4)(step).lower(Turned().init(), batch)
 
 
-@pytest.mark.filterwarnings("ignore:.*parallelism is lost:jscaler.PlanWarning")  # of words that are looked up in a slice
 @pytest.mark.parametrize(("pair", "batch"), [(beside, EVEN), (PAIRS["both sliced"], {"tokens": WORDS})])
 def test_what_is_not_found_can_be_given_as_the_error_says(pair: Callable[..., Any], batch: Any) -> None:
     model = Turned(softmax=False)
