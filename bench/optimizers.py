@@ -3,13 +3,14 @@
 A row is a transformation on a tiny model under a plan, `STEPS` steps in float64. What is measured is the largest distance
 of a leaf of parameters and optimizer state from ``jax.jit``'s; ``refused`` is the class of the error that a user gets, and
 ``why`` its sentence. A crash is a wrong row. Names come from Optax itself: one that needs arguments which `ARGUMENTS` does
-not give is a wrong row, too, so that a new release of Optax is noticed.
+not give is a wrong row, too, so that a new release of Optax is noticed. Names in ``own`` are updates as users write them
+by hand, of `bench.own_optimizers`.
 """
 
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -21,13 +22,14 @@ import optax.contrib
 
 import jscaler
 from bench.harness import Row, main
+from bench.own_optimizers import OWN
 from bench.parity_updates import RATE, distances, groups, kernels
 
 COLUMNS = ("optimizer", "model", "plan", "refused", "value", "bound", "why")
 STEPS, BATCH = 3, 8
 BOUND = 1e-9
-PLANS = {"zero3": 4, "tensor_parallel": 4, "accumulate(2)": 1, "pipeline(2, 2)": 2}
-QUICK = ("adamw", "contrib.muon", "lookahead", "lbfgs")
+PLANS = {"zero3": 4, "tensor_parallel": 4, "megatron(dp=2, tp=2)": 4, "accumulate(2)": 1, "pipeline(2, 2)": 2}
+QUICK = ("adamw", "lookahead", "own.clip_by_raveled_norm")
 MADE = "GradientTransformation"  # what a signature says of those
 UNSAID = ("scale_by_factored_rms", "contrib.dog", "contrib.dowg", "contrib.hutchinson_estimator_diag_hessian")
 OTHERS = ("with_extra_args_support", "measure_with_ema")  # make none of their own
@@ -101,6 +103,7 @@ NOTHING_MORE = {"contrib.sam"}  # whose updates refuse what they do not read
 OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer": {"default": "", "metavar": "TEXT", "help": "only names that hold this, or one of these: 'sgd|muon'"},
     "model": {"default": "", "metavar": "TEXT", "help": "mlp or stack"},
+    "plan": {"default": "", "metavar": "TEXT", "help": "only plans that hold this"},
 }
 
 
@@ -119,7 +122,9 @@ def exported() -> dict[str, Callable[..., Any]]:
 
 
 def made(name: str) -> optax.GradientTransformationExtraArgs:
-    """The transformation; one without a learning rate of its own has a scale behind it."""
+    """The transformation; one of Optax without a learning rate of its own has a scale behind it."""
+    if name in OWN:
+        return optax.with_extra_args_support(OWN[name]())
     function = exported()[name]
     has_rate = "learning_rate" in inspect.signature(function).parameters
     call = ARGUMENTS.get(name, lambda f: f(learning_rate=RATE) if has_rate else f())
@@ -195,14 +200,17 @@ def run(step: Callable[..., Any], state: Any, batch: Any) -> Any:
     return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state)
 
 
-def rows(quick: bool, optimizer: str, model: str) -> Iterator[Row]:
-    for chosen in MODELS:
-        for name in exported() if model in chosen else ():
-            if any(text in name for text in optimizer.split("|")) and (optimizer or not quick or name in QUICK):
-                yield from rows_of(name, chosen)
+def rows(quick: bool, optimizer: str, model: str, plan: str) -> Iterator[Row]:
+    """All cases, or in the quick form a few optimizers, each under one of the plans in turn."""
+    names = [n for n in (*exported(), *OWN) if (n in QUICK if quick and not optimizer else True)]
+    cases = [(n, m) for m in MODELS if model in m for n in names if any(text in n for text in optimizer.split("|"))]
+    plans = [p for p in PLANS if plan in p]
+    for i, (name, chosen) in enumerate(cases):
+        yield from rows_of(name, chosen, [plans[i % len(plans)]] if quick and not optimizer else plans)
+        jax.clear_caches()
 
 
-def rows_of(name: str, model: str) -> Iterator[Row]:
+def rows_of(name: str, model: str, plans: Sequence[str]) -> Iterator[Row]:
     row = {"optimizer": name, "model": model, "refused": "", "value": 1.0, "bound": 0}
     with jax.enable_x64(True):
         try:
@@ -211,10 +219,10 @@ def rows_of(name: str, model: str) -> Iterator[Row]:
         except Exception as error:
             yield {**row, "plan": "jax.jit", "why": failure(error)}
             return
-        for plan, devices in PLANS.items():
+        for plan in plans:
             try:
                 step, state, batch = stepped(name, model, jscaler.value_and_grad)
-                got = run(jscaler.parallelize(plan, devices=devices)(step), state, batch)
+                got = run(jscaler.parallelize(plan, devices=PLANS[plan])(step), state, batch)
                 far, path = max((far, path) for path, far in distances(got, want).items())
                 yield {**row, "plan": plan, "value": far, "bound": BOUND, "why": "" if far <= BOUND else path}
             except jscaler.JscalerError as error:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from jscaler.ir import Graph, Nest, Op, PTensor
+from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import Item, made_by, reads_of
 from jscaler.ir.name import layers_of
 from jscaler.ir.op import RecomputeRegion
@@ -246,7 +246,7 @@ class OpBlocks:
         for item in items:
             ops = ops_of(item)
             place = self.number_at(item) + len(self.number) * any(t in self.of_layers for t in made_by(item))
-            operands = [*(t for op in ops for t in op.inputs), *(item.loop.operands if isinstance(item, Nest) else ())]
+            operands = list(reads_of(item))
             waits = {maker[t] for t in operands if t in maker}
             waits |= {of_op[p] for op in ops for p in self.after.get(op.path, ()) if p in of_op}
             if self.in_loop and self.of_layers:  # a backward waits for its forward: a constant cotangent is not early

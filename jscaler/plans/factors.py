@@ -99,12 +99,16 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
             rule = graph.rule(op)
             dims = rule.operands[op.inputs.index(tensor)]
             kept = [i for i, names in enumerate(dims) if names and rule.factors[names[0]].kind == "parallel"]
-            if kept and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
-                found = [i + before for i in kept]
+            found = [i + before for i in kept if i + before >= 0]
+            if found and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
                 whole = [i for i in found if not _taken_apart(graph, kernel.name, i)] if len(found) > 1 else found
                 return (whole or found)[0]
-            if kept:  # an elementwise op, such as a cast
+            if found:  # an elementwise op, such as a cast
                 fresh += [(t, before) for t in op.outputs if t.shape == tensor.shape]
+            if all(
+                t is tensor or not t.shape for t in op.inputs
+            ):  # repeated for each row of a ``jax.vmap`` over a gradient
+                fresh += [(t, before - 1) for t in op.outputs if t.shape[1:] == tensor.shape]
         queue += [(t, n) for t, n in fresh if t not in seen]
         seen.update(t for t, _ in fresh)
     return None

@@ -189,6 +189,16 @@ def looking_twice(params: Any, state: Any, x: jax.Array) -> Any:
     return jax.tree.map(jnp.add, state, jax.grad(loss_of)(params, x))
 
 
+def along_a_draw(params: Any, state: Any, x: jax.Array) -> Any:
+    """A second derivative along what each stage draws, as of Hutchinson's estimate of the curvature."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(state["head"][0, 0].astype(int)), len(leaves))
+    drawn = [jax.random.normal(key, p.shape, p.dtype) for key, p in zip(keys, leaves, strict=True)]
+    drawn = jax.tree.unflatten(tree, drawn)
+    _, curved = jax.jvp(lambda p: jax.grad(loss_of)(p, x), (params,), (drawn,))
+    return jax.tree.map(lambda s, d, c: s + 0.1 * d * c, state, drawn, curved)
+
+
 def by_a_product(params: Any, state: Any, x: jax.Array) -> Any:
     """State that reads nothing but state, and a product of all layers of it, as of D-Adaptation's distance."""
     roots = jax.tree.map(lambda s: jnp.sqrt(jnp.abs(s) + 1), state)
@@ -199,6 +209,7 @@ def by_a_product(params: Any, state: Any, x: jax.Array) -> Any:
 @pytest.mark.parametrize(("update", "plan", "devices"), [
     (looking_twice, "pipeline(2, 2, batch='x')", 2),
     (looking_twice, f"pipeline(2, 2, plan=tensor_parallel({UP}), batch='x')", 4),
+    (along_a_draw, "pipeline(2, 2, batch='x')", 2),
     (by_a_product, "pipeline(2, 2, batch='x')", 2),
 ])  # fmt: skip
 def test_parts_lie_with_their_range_whoever_reads_them_first(update: Any, plan: str, devices: int) -> None:

@@ -25,6 +25,7 @@ from plan_steps import (
     with_arguments,
 )
 
+import jscaler
 from jscaler.errors import PlanError, SplitError, UnknownNameError
 from jscaler.plans import tensor_parallel
 
@@ -130,6 +131,38 @@ def test_columns_are_found_whatever_the_rank() -> None:
     by_dim = planned(tensor_parallel({"*/query/kernel": -2, "*/up/kernel": -1}), gpt(), 4)
     found = planned(tensor_parallel(["*/query/kernel", "*/up/kernel"]), gpt(), 4)
     assert by_dim.digest == found.digest
+
+
+@made_once
+def clipped(by_example: bool) -> tuple[Step, tuple[Any, Any]]:
+    """An MLP by the norm of all gradients as one vector: of the batch's, or of each example's."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ p["wide"]) @ p["narrow"] + p["bias"] - y) ** 2)
+
+        def by_norm(x: jax.Array, y: jax.Array) -> Any:
+            value, grads = jscaler.value_and_grad(loss)(params, x, y)
+            length = jnp.linalg.norm(jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)]))
+            return value, jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / length), grads)
+
+        found = (jax.vmap(by_norm) if by_example else by_norm)(batch["x"], batch["y"])
+        loss_, grads = jax.tree.map(lambda x: x.mean(0), found) if by_example else found
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss_
+
+    draws, dtype = np.random.default_rng(0), jnp.zeros(()).dtype
+    shapes = {"wide": (8, 16), "narrow": (16, 8), "bias": (8,)}
+    params = {name: np.asarray(draws.normal(size=shape), dtype) for name, shape in shapes.items()}
+    return step, (params, {k: np.asarray(draws.normal(size=(8, n)), dtype) for k, n in (("x", 8), ("y", 8))})
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+def test_columns_are_found_whatever_is_done_with_gradients(by_example: bool) -> None:
+    plan = planned(tensor_parallel(), clipped(by_example), 4)
+    layouts = {t.name: layout.local_shape for t, layout in plan.completed.inputs.items()}
+    assert layouts["params/wide"] == (8, 4)
+    assert layouts["params/narrow"] == (4, 8)
+    assert_same_numbers(tensor_parallel(), functools.partial(clipped, by_example), 4)
 
 
 def test_mistakes() -> None:
