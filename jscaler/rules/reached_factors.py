@@ -68,7 +68,7 @@ def _behind_gradients(graph: Graph) -> set[Op]:
 def _beside_blocked(rule: Rule, factor: str) -> bool:
     """Whether some dim that ``factor`` is, or is a part of, is needed whole."""
     dims = (*rule.operands, *rule.results)
-    names = {name for place in rule.places[factor] for name in dims[place.tensor][place.dim]}
+    names = {name for place in rule.places.get(factor, ()) for name in dims[place.tensor][place.dim]}
     return not all(rule.factors[name].splittable for name in names)
 
 
