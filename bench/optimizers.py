@@ -29,7 +29,7 @@ COLUMNS = ("optimizer", "model", "plan", "refused", "value", "bound", "why")
 STEPS, BATCH = 3, 8
 BOUND = 1e-9
 PLANS = {"zero3": 4, "tensor_parallel": 4, "megatron(dp=2, tp=2)": 4, "accumulate(2)": 1, "pipeline(2, 2)": 2}
-QUICK = ("adamw", "lookahead", "own.clip_by_raveled_norm")
+QUICK = ("sgd", "lookahead", "own.clip_by_raveled_norm")
 MADE = "GradientTransformation"  # what a signature says of those
 UNSAID = ("scale_by_factored_rms", "contrib.dog", "contrib.dowg", "contrib.hutchinson_estimator_diag_hessian")
 OTHERS = ("with_extra_args_support", "measure_with_ema")  # make none of their own
