@@ -168,10 +168,12 @@ def elsewhere(*backwards: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore::jscaler.PlanWarning")
 def test_what_several_layouts_hold_is_read_on_another_group() -> None:
-    """Refused with the ops' names, where one loop spans groups; and as the error says, on one group, right."""
+    """Refused with the ops' names, where one loop spans groups; on one group, right."""
     params, x = PARAMS, BATCH["x"]
     step = jscaler.parallelize(elsewhere("first/tanh@backward"), devices=4)(norm_step)
-    with pytest.raises(PlanError, match=r"'first/tanh@backward.*' on devices \[3\].*place the ops of this loop"):
+    with pytest.raises(
+        PlanError, match=r"'first/tanh' .* needs 'first/dot:0' of all micro-batches, which 'first/dot' makes"
+    ):
         step.lower(params, x)
     with jax.enable_x64(True):
         step = jscaler.parallelize(elsewhere("first/tanh@backward", "first/dot@backward"), devices=4)(norm_step)
