@@ -48,8 +48,7 @@ def tensor_parallel(columns: Dims | Sequence[str] | None = None) -> Callable[...
     Raises (when the plan is made):
         UnknownNameError: no kernel matches.
         PlanError: none is named, and none is found.
-        SplitError: the heads or columns of a kernel do not divide by the number of devices. Shared heads of keys and values
-            may also divide that number.
+        SplitError: heads or columns of a kernel do not divide by the number of devices, nor shared heads divide it.
 
     Example:
         >>> planned = train_step.under(plans.tensor_parallel({"*/up": 1})).lower(state, batch).plan
