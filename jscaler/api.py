@@ -548,7 +548,7 @@ def _proof(step: StepPlan, lowered: Lowered | StepPlan) -> str:
 def _say_lost(step: StepPlan, strict: bool, remedy: Callable[[Sequence[str]], str]) -> None:
     """Warn of parallelism that a plan loses, and of loops it takes apart; raises PlanError where that is ``strict``."""
     lost, apart = lost_parallelism(step), loops_apart(step)
-    for said in filter(None, (str(lost) if lost.ops else "", apart + remedy(between(step)) if apart else "")):
+    for said in filter(None, (str(lost) if lost.ops else "", apart + remedy(between(step) or ()) if apart else "")):
         if strict:
             raise PlanError(f"plan '{step.name}' is refused, since strict=True: {said}")
         warn(f"plan '{step.name}': {said}", PlanWarning)

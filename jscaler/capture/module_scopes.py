@@ -68,13 +68,10 @@ def _modules(names: Mapping[core.Var, str], roots: Set[str], state: Set[core.Var
     """
     modules = {v: module_of(name) for v, name in names.items() if name.split("/")[0] in roots}
     leaves = {names[v].partition("/")[2] for v in modules}
-    by_path = {module.partition("/")[2]: module for module in modules.values()}
-    for v in state - modules.keys():
-        below = names[v].partition("/")[2]
-        module = by_path.get(module_of(below), "")
-        if module and module_of(below) and below not in leaves:
-            modules[v] = module
-    return modules
+    by_path = {path: module for module in modules.values() if (path := module.partition("/")[2])}
+    below = {v: names[v].partition("/")[2] for v in state - modules.keys()}
+    others = {v: module_of(path) for v, path in below.items() if path not in leaves}
+    return modules | {v: by_path[path] for v, path in others.items() if path in by_path}
 
 
 def _scopes(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list[str]:

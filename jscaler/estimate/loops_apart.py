@@ -34,10 +34,12 @@ def loops_apart(step: StepPlan) -> str:
     )
 
 
-def between(step: StepPlan) -> tuple[str, ...]:
-    """The ops between loops over micro-batches: who needs all, and who makes it; none where there is one loop."""
+def between(step: StepPlan) -> tuple[str, ...] | None:
+    """The ops between loops over micro-batches: who needs all, and who makes it. None where there is one loop."""
     loops = _loops(step.graph)
-    why = between_loops(step.graph, loops) if len(loops) > 1 else None
+    if len(loops) < 2:
+        return None
+    why = between_loops(step.graph, loops)
     return why.ops if why is not None else ()
 
 

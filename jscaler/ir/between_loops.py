@@ -43,12 +43,11 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
     found: list[tuple[Op, PTensor]] = []
     for op in graph.ops:
         whole = next((t for t in op.inputs if t in left), None)
-        if whole is None or op.kind == "update" or op.path not in awaited:
+        if whole is None or op.path not in awaited:
             continue
-        joined = next((t for t in op.outputs if op.path.startswith(f"{t.name}@")), None)  # put together, or cast
-        if joined is not None or op.path.startswith(f"{whole.name}@"):  # or cut again
+        if op.source_info is None and op.forward is None:  # not of the user's step: puts together, casts, or cuts again
             shown, made = left[whole]
-            left.update(dict.fromkeys(op.outputs, (joined or shown, made)))
+            left.update((t, (shown if op.path in parts else t, made)) for t in op.outputs)
         else:
             found.append((op, whole))
     first = min(found, key=lambda f: (f[0].kind != "forward", f[0].path in parts or f[0].loop is None), default=None)

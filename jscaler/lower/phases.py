@@ -104,14 +104,10 @@ def _counts(graph: Graph, stack: PTensor) -> bool:
 def _apart(between: Between) -> PlanError:
     """Why the loops of a time axis cannot be one, by the op between them."""
     said = "stages run micro-batch by micro-batch, in one loop, and this step needs several"
-    if between.op.kind != "forward" and between.op.forward is None:
-        changed = between.tensor.name
-        error = PlanError(
-            f"{said}, one behind the other: one takes a gradient at parameters that another changes by '{changed}'"
-        )
-    else:
-        error = PlanError(f"{said}: {between}, and the backward of each waits for it")
-        error.alone = between.ops
+    is_update = between.op.kind == "update"
+    waits = "a gradient is taken at what it changes" if is_update else "the backward of each waits for it"
+    error = PlanError(f"{said}: {between}, and {waits}")
+    error.alone = () if is_update else between.ops
     error.apart = True
     return error
 

@@ -47,13 +47,13 @@ class Alone:
     remade: Callable[[Any], Callable[..., Any]]
 
 
-def tried_alone(policy: Any, paths: Sequence[str], trial: Callable[[Any], Sequence[str]]) -> str:
+def tried_alone(policy: Any, paths: Sequence[str], trial: Callable[[Any], Sequence[str] | None]) -> str:
     """``per_microbatch='aux'``, where the plan goes through with it; else nothing.
 
     Args:
         policy: what the user gave; those of `accumulate` and `pipeline` can be made again.
         paths: ops that need all micro-batches, or that others need all micro-batches of.
-        trial: plans by a policy, and returns paths of ops that still need all micro-batches.
+        trial: plans by a policy; returns None where one loop is left, else paths of ops that still need all micro-batches.
     """
     known = getattr(policy, "alone", None)
     chosen, found = list[str](), list(dict.fromkeys(map(_pattern, paths)))
@@ -72,7 +72,7 @@ def tried_alone(policy: Any, paths: Sequence[str], trial: Callable[[Any], Sequen
         except JscalerError:
             break
         else:
-            if not left:
+            if left is None:
                 said = ", ".join(repr(one) if isinstance(one, str) else "…" for one in (*given, *chosen))
                 said = f"[{said}]" if len(given) + len(chosen) > 1 else said
                 return f"per_microbatch={said} does it on each micro-batch alone, which gives other numbers"

@@ -105,9 +105,7 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
                 return (whole or found)[0]
             if found:  # an elementwise op, such as a cast
                 fresh += [(t, before) for t in op.outputs if t.shape == tensor.shape]
-            if all(
-                t is tensor or not t.shape for t in op.inputs
-            ):  # repeated for each row of a ``jax.vmap`` over a gradient
+            if all(t is tensor or not t.shape for t in op.inputs):  # maybe repeated, for each row of a ``jax.vmap``
                 fresh += [(t, before - 1) for t in op.outputs if t.shape[1:] == tensor.shape]
         queue += [(t, n) for t, n in fresh if t not in seen]
         seen.update(t for t, _ in fresh)
