@@ -1,12 +1,12 @@
-"""The batch's rows in each variable of a step, and what an equation does with them.
+"""Where a step's variables hold rows of the batch, and whether an equation keeps, joins or mixes these.
 
     x [8, 6] ─► y = tanh(x)     "kept": a row is made of the same row
                 y.mean(0)       "joined": a reduction over rows
                 y[order]        "mixed": a row is made of others
     w [6, 6] ─► w.T             "none": no operand has rows
 
-Of two views behind one another, ``concatenate([x, y])``, rows are the minor digits of a dim: ops behind see (2 8) in 16.
-Ops are grouped by it; no number depends on it.
+Two views behind one another, ``concatenate([x, y])``, hold the rows as minor digits of a dim: 16 is (2 8).
+Ops are grouped by need, and see these sub-dims; no number depends on it.
 """
 
 import math
@@ -82,8 +82,10 @@ class BatchRows:
         return need
 
     def names(self, atoms: Sequence[Atom]) -> FactorNames | None:
-        """The sub-dims of an op's tensors, inputs first, where rows are minor digits that its equations may not tell apart;
-        None where there are none."""
+        """The sub-dims of an op's tensors, inputs first, if rows are the minor digits of a dim; else None.
+
+        The equations of the op may not tell these apart.
+        """
         rows = [self.rows(atom) for atom in atoms]
         if all(digits.outer == 1 for own in rows for digits in own.values()):
             return None

@@ -35,20 +35,20 @@ def with_counts_apart(step: Trace, rows: BatchRows) -> Trace:
     """``step`` with a scan of its own for what a scan in a loss only counts.
 
     Args:
-        rows: those of the batch in what ``step`` is given.
+        rows: the batch's rows in the inputs of ``step``.
     """
     rows = BatchRows(dict(rows.of), set(rows.learned))
-    found: list[TaggedEquation] = []
+    equations: list[TaggedEquation] = []
     for tagged in step.equations:
-        eqns = _apart(tagged.eqn, rows) if tagged.call is not None and tagged.eqn.primitive.name == "scan" else [tagged.eqn]
+        eqns = _split(tagged.eqn, rows) if tagged.call is not None and tagged.eqn.primitive.name == "scan" else [tagged.eqn]
         for eqn in eqns:
             rows.add(eqn)
-            found.append(TaggedEquation(eqn, tagged.call))
-    return dataclasses.replace(step, equations=tuple(found))
+            equations.append(TaggedEquation(eqn, tagged.call))
+    return dataclasses.replace(step, equations=tuple(equations))
 
 
-def _apart(eqn: core.JaxprEqn, rows: BatchRows) -> list[core.JaxprEqn]:
-    """``eqn``, or the scan that counts and that of the rest."""
+def _split(eqn: core.JaxprEqn, rows: BatchRows) -> list[core.JaxprEqn]:
+    """Two scans in place of ``eqn``, one of the counts and one of the rest; ``eqn`` where it counts nothing."""
     parts = scan_parts(eqn)
     body = inline(parts.body, CALLS | CUSTOM_CALLS | REMATS)
     if parts.body_consts or eqn.effects:
@@ -57,13 +57,16 @@ def _apart(eqn: core.JaxprEqn, rows: BatchRows) -> list[core.JaxprEqn]:
     if not counts:
         return [eqn]
     counting = live_scan(dataclasses.replace(parts, body=body), counts)
-    named = [v if eqn.outvars.index(v) in counts else fresh(v) for v in counting.finals]  # others only help to count
+    finals = [v if eqn.outvars.index(v) in counts else fresh(v) for v in counting.finals]  # others only help to count
     rest = [fresh(v) if i in counts else v for i, v in enumerate(eqn.outvars)]
-    return [*_scan_of(eqn, dataclasses.replace(counting, finals=named)), eqn.replace(outvars=rest)]
+    return [*_scan_of(eqn, dataclasses.replace(counting, finals=finals)), eqn.replace(outvars=rest)]
 
 
 def _counts(parts: ScanParts, body: core.Jaxpr, rows: BatchRows) -> set[int]:
-    """The results that join rows of the batch and depend on no parameter; none where no other result depends on one."""
+    """The results that join rows of the batch and depend on no parameter.
+
+    None where no other result depends on a parameter: the scan is no loss.
+    """
     first, num_carry = len(parts.consts), len(parts.inits)
     carries = list(zip(body.invars[first : first + num_carry], body.outvars[:num_carry], strict=True))
     rows.enter(parts, body.invars)
@@ -91,8 +94,8 @@ def _scan_of(eqn: core.JaxprEqn, parts: ScanParts) -> list[core.JaxprEqn]:
         consts, rest = operands[:num_consts], list(operands[num_consts:])
 
         def iteration(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            made = evaluate(parts.body, [*consts, *carry, *xs])
-            return made[:num_carry], made[num_carry:]
+            results = evaluate(parts.body, [*consts, *carry, *xs])
+            return results[:num_carry], results[num_carry:]
 
         finals, ys = lax.scan(
             iteration, rest[:num_carry], rest[num_carry:], eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"]
@@ -101,9 +104,9 @@ def _scan_of(eqn: core.JaxprEqn, parts: ScanParts) -> list[core.JaxprEqn]:
 
     operands = parts.operands
     inliner = Inliner()
-    made = inliner.run(trace_flat(run, [a.aval for a in operands]), [], operands)
-    names = dict(zip(made, (*parts.finals, *parts.stacked), strict=True))
-    return [e.replace(outvars=[names.get(v, v) for v in e.outvars], source_info=eqn.source_info) for e in inliner.eqns]
+    results = inliner.run(trace_flat(run, [a.aval for a in operands]), [], operands)
+    original = dict(zip(results, (*parts.finals, *parts.stacked), strict=True))
+    return [e.replace(outvars=[original.get(v, v) for v in e.outvars], source_info=eqn.source_info) for e in inliner.eqns]
 
 
 def _variables(atoms: Sequence[Atom]) -> list[core.Var]:

@@ -34,27 +34,28 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
 
     Forward ops go first, and of these the ops of a loop over layers.
     """
-    left = {y.stack: (y.stack, y.slice) for loop in loops.values() for y in loop.ys}
-    left |= {c.final: (c.final, c.out) for loop in loops.values() for c in loop.carries}
+    # what all iterations have made -> the tensor that is shown for it, and what one iteration makes of it
+    whole = {y.stack: (y.stack, y.slice) for loop in loops.values() for y in loop.ys}
+    whole |= {c.final: (c.final, c.out) for loop in loops.values() for c in loop.carries}
     parts = {op.path for op in graph.ops if not loops.keys().isdisjoint(chain_of(op.loop, graph.loops))}
     needed = {*closure((t for op in graph.ops if op.path in parts for t in op.inputs), graph.flow.operands)}
     awaited = parts | {op.path for op in graph.ops if not needed.isdisjoint(op.outputs)}
     awaited |= {op.forward.path for op in graph.ops if op.forward is not None and op.path in awaited}
-    found: list[tuple[Op, PTensor]] = []
+    readers: list[tuple[Op, PTensor]] = []
     for op in graph.ops:
-        whole = next((t for t in op.inputs if t in left), None)
-        if whole is None or op.path not in awaited:
+        tensor = next((t for t in op.inputs if t in whole), None)
+        if tensor is None or op.path not in awaited:
             continue
         if op.source_info is None and op.forward is None:  # not of the user's step: puts together, casts, or cuts again
-            shown, made = left[whole]
-            left.update((t, (shown if op.path in parts else t, made)) for t in op.outputs)
+            shown, part = whole[tensor]
+            whole.update((t, (shown if op.path in parts else t, part)) for t in op.outputs)
         else:
-            found.append((op, whole))
-    first = min(found, key=lambda f: (f[0].kind != "forward", f[0].path in parts or f[0].loop is None), default=None)
-    if first is None:
+            readers.append((op, tensor))
+    if not readers:
         return None
-    shown, made = left[first[1]]
-    return Between(first[0], shown, _summed(graph, made))
+    op, tensor = min(readers, key=lambda pair: (pair[0].kind != "forward", pair[0].path in parts or pair[0].loop is None))
+    shown, part = whole[tensor]
+    return Between(op, shown, _summed(graph, part))
 
 
 def _summed(graph: Graph, total: PTensor) -> Op | None:
