@@ -45,7 +45,8 @@ def with_module_scopes(step: Trace, input_names: Sequence[str], next_version: Ma
         roots = {names[v].split("/")[0] for v in held if v in names and names[v].count("/") > 1}
         if index in named or not roots:
             continue
-        modules = _modules(names, roots, {step.invars[i] for i in next_version.values()})
+        modules = {v: module_of(name) for v, name in names.items() if name.split("/")[0] in roots}
+        modules |= _state_of_modules(names, held, {step.invars[i] for i in next_version.values()})
         members = [i for i, t in enumerate(equations) if t.call == index]
         scopes = _scopes([equations[i].eqn for i in members], modules)
         state = {step.outvars[o]: modules.get(step.invars[i], "") for o, i in next_version.items()}
@@ -61,17 +62,25 @@ def module_of(name: str) -> str:
     return "/".join(parts[:-1] if parts[-1:] and parts[-1] in HOLDERS else parts)
 
 
-def _modules(names: Mapping[core.Var, str], roots: Set[str], state: Set[core.Var]) -> dict[core.Var, str]:
-    """The module of each input below ``roots``, and of what else of the ``state`` it holds (the statistics of a norm).
+def _state_of_modules(names: Mapping[core.Var, str], held: Sequence[core.Var], state: Set[core.Var]) -> dict[core.Var, str]:
+    """The modules of what a model that is split in two has beside its parameters: the statistics of a norm.
 
-    A model may be split into arguments, ``params/norm/scale`` and ``rest/norm/mean``; a copy of it has the same leaves.
+        params/norm/scale   rest/norm/mean        state/0/norm/scale   state/1/norm/mean
+
+    The two paths differ in one word. A copy of the parameters (a teacher) has the same leaves, and modules of its own.
     """
-    modules = {v: module_of(name) for v, name in names.items() if name.split("/")[0] in roots}
-    leaves = {names[v].partition("/")[2] for v in modules}
-    by_path = {path: module for module in modules.values() if (path := module.partition("/")[2])}
-    below = {v: names[v].partition("/")[2] for v in state - modules.keys()}
-    others = {v: module_of(path) for v, path in below.items() if path not in leaves}
-    return modules | {v: by_path[path] for v, path in others.items() if path in by_path}
+    trained = {v: names[v].split("/") for v in held if v in names}
+    base = common_path([module_of(names[v]) for v in trained]).split("/")
+    by_path = {module_of("/".join(words[len(base) :])): module_of(names[v]) for v, words in trained.items()}
+    leaves = {tuple(words[len(base) :]) for words in trained.values()}
+    found = {}
+    for v in state - trained.keys():
+        words = names[v].split("/")
+        front, path = words[: len(base)], words[len(base) :]
+        differ = sum(word != other for word, other in zip(front, base, strict=False))
+        if path and differ == 1 and tuple(path) not in leaves and (module := by_path.get(module_of("/".join(path)))):
+            found[v] = module
+    return found
 
 
 def _scopes(eqns: Sequence[core.JaxprEqn], modules: Mapping[core.Var, str]) -> list[str]:

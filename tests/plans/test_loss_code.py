@@ -284,7 +284,8 @@ def test_an_nnx_batch_norm_runs_on_each_micro_batch_alone() -> None:
     np.testing.assert_allclose(ours.norm.var[...], theirs.norm.var[...], rtol=1e-5)
 
 
-def test_a_norm_whose_statistics_are_another_argument() -> None:
+@pytest.mark.parametrize("apart", [True, False], ids=["two arguments", "one"])
+def test_a_norm_whose_statistics_are_beside_the_parameters(apart: bool) -> None:
     """A model that is split into parameters and the rest has its modules below both."""
     definition, params, rest = nnx.split(Normed(nnx.Rngs(0)), nnx.Param, ...)
 
@@ -298,8 +299,16 @@ def test_a_norm_whose_statistics_are_another_argument() -> None:
 
     batch = {"x": drawn((ROWS, DIM), 1), "y": drawn((ROWS, DIM), 2)}
     halves = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, ROWS // 2), slice(ROWS // 2, None))]
-    planned = jscaler.parallelize(plans.accumulate(2, per_microbatch="norm"), devices=1, donate_argnames=())(step)
-    after, found = planned(params, rest, batch)[1:]
+    planned = jscaler.parallelize(plans.accumulate(2, per_microbatch="norm"), devices=1, donate_argnames=())
+    if apart:
+        after, found = planned(step)(params, rest, batch)[1:]
+    else:
+
+        def whole(state: Any, batch: Any) -> Any:
+            *state, value = step(*state, batch)
+            return tuple(state), value
+
+        (_, after), found = planned(whole)((params, rest), batch)
     first, second = (step(params, rest, half) for half in halves)
     np.testing.assert_allclose(found, (first[2] + second[2]) / 2, rtol=1e-5)
     mean = step(params, first[1], halves[1])[1]  # the second half's, behind the first's
