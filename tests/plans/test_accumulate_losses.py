@@ -190,10 +190,10 @@ def test_a_scaled_loss() -> None:
 
 
 def over_the_batch(params: Any, batch: Any) -> Any:
-    """Softmax over the batch."""
+    """Softmax over the batch, in front of a layer."""
     with jax.named_scope("model"), jax.named_scope("among"):
-        share = jax.nn.softmax(logits_of(params, batch)[:, 0], 0)
-    return jnp.sum(share * share), {}
+        share = jax.nn.softmax(jnp.tanh(batch["x"] @ params["up"])[:, 0], 0)
+    return jnp.sum((share @ params["down"]) ** 2), {}
 
 
 def among_the_batch(params: Any, batch: Any) -> Any:

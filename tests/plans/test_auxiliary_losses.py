@@ -278,7 +278,7 @@ def test_the_proposed_selection_holds_what_was_given(given: str) -> None:
             with jax.named_scope("norm"):
                 h = batch["x"] @ w
                 h -= (h * batch["mask"][:, None]).sum(0) / count
-            return jnp.mean(h**4)
+            return jnp.mean((h @ w) ** 4)
 
         return value_and_grad(loss_of)(w)
 

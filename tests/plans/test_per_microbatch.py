@@ -164,14 +164,15 @@ def test_statistics_go_from_use_to_use_and_from_layer_to_layer(how: str) -> None
         assert_trees_close(got, chosen(state, jax.tree.map(lambda a, b: (a + b) / 2, early, late), stats))
 
 
-def norm_step(body: Callable[..., Any]) -> Any:
-    """A step whose loss reads ``body`` of the rows, in the scope ``norm``."""
+def norm_step(body: Callable[..., Any], layers: int = 1) -> Any:
+    """A step whose loss reads ``body`` of the rows, in the scope ``norm``, between or behind its layers."""
 
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(w: Any) -> Any:
             x = batch["x"] @ w
             with jax.named_scope("model"), jax.named_scope("norm"):
                 y, aux = body(x)
+            y = y @ w if layers == 2 else y
             return jnp.sum(y**2 * batch["x"]), aux
 
         (loss, aux), grads = jscaler.value_and_grad(loss_fn, has_aux=True)(state)
@@ -236,7 +237,7 @@ def test_what_it_refuses() -> None:
     w, batch = jnp.ones((4, 4)), {"x": jnp.ones((8, 4))}
 
     def lower(body: Callable[..., Any], plan: Any) -> Any:
-        return jscaler.parallelize(plan, devices=1)(norm_step(body)).lower(w, batch)
+        return jscaler.parallelize(plan, devices=1)(norm_step(body, layers=2)).lower(w, batch)
 
     with pytest.raises(SplitError, match=r"'norm/\w+' cannot split .* whole batch: .* per_microbatch='norm'"):
         lower(standardized, plans.accumulate(2))
