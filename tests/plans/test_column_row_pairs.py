@@ -83,15 +83,37 @@ class Stacked(nn.Module):
         return nn.Dense(5, name="labels")(x)
 
 
+class States(nn.Module):
+    """A diagonal state space: one op makes the first kernel, and the rates of decay that the second product reads."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        rates = self.param("rates", nn.initializers.normal(1.0), (8,))
+        enter = self.param("enter_kernel", nn.initializers.lecun_normal(), (8, x.shape[-1]))
+        leave = self.param("leave_kernel", nn.initializers.lecun_normal(), (5, 8))
+        with jax.named_scope("discretized"):
+            decay = jnp.exp(-jnp.exp(rates))
+            enter = (1 - decay)[:, None] * enter
+
+        def join(first: Any, second: Any) -> Any:
+            return first[0] * second[0], second[0] * first[1] + second[1]
+
+        driven = x @ enter.T
+        _, states = jax.lax.associative_scan(join, (decay * jnp.ones_like(driven), driven), axis=1)
+        return (states @ leave.T)[:, -1]
+
+
 TOKENS = jax.random.randint(jax.random.key(0), (8, 4), 0, 24)
 ROWS = jax.random.normal(jax.random.key(0), (8, 6))
 IMAGES = jax.random.normal(jax.random.key(0), (8, 4, 4, 3))
+SERIES = jax.random.normal(jax.random.key(0), (8, 4, 6))
 MODELS: dict[str, tuple[nn.Module, jax.Array, set[str]]] = {  # and what has no partner
     "dense": (Dense(), ROWS, {"n4"}),
     "encoder": (Encoder(), TOKENS, {"words", "labels"}),
     "residual": (Residual(), IMAGES, set()),
     "recurrent": (Recurrent(), TOKENS, {"words"}),
     "stacked": (Stacked(), ROWS, {"enter", "labels"}),
+    "states": (States(), SERIES, set()),
 }
 
 
