@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 
 from jscaler.errors import LEAST
-from jscaler.ir import Graph, Loop, PTensor
-from jscaler.ir.between_loops import between_loops
+from jscaler.ir import Graph, Loop, Op, PTensor
+from jscaler.ir.between_loops import between_loops, is_of_the_step
 from jscaler.ir.loop import chain_of
 from jscaler.ir.walk import closure
 from jscaler.lower.step_plan import StepPlan
@@ -48,16 +48,34 @@ def _loops(graph: Graph) -> dict[str, Loop]:
 
 
 def _held(graph: Graph, loops: Mapping[str, Loop]) -> int:
-    """The bytes of what loops hand to others, without those of one part."""
-    taken: dict[PTensor, set[str]] = {}
+    """The bytes of activations that loops hand to others, and of those made between loops, without those of one part.
+
+    Cotangents between loops are dropped one by one, and are not counted.
+    """
+    loop_of = {op.path: name for op in graph.ops for name in chain_of(op.loop, graph.loops) if name in loops}
+    takers: dict[PTensor, set[str]] = {}  # of what has rows: a loop cuts it into parts, or takes it part by part
+    for op in graph.ops:
+        if op.path in loop_of and not is_of_the_step(op):
+            for tensor in op.inputs:
+                takers.setdefault(tensor, set()).add(loop_of[op.path])
     for name, loop in loops.items():
         for x in loop.xs:
-            taken.setdefault(x.stack, set()).add(name)
-    total = 0
+            takers.setdefault(x.stack, set()).add(name)
+
+    def onward(tensor: PTensor) -> list[PTensor]:
+        between = (op for op in graph.consumers.get(tensor, ()) if op.path not in loop_of)
+        return [*graph.flow.targets(tensor), *(t for op in between for t in op.outputs)]
+
+    held: dict[PTensor, int] = {}
     for name, loop in loops.items():
         times = math.prod(graph.loops[outer].length for outer in chain_of(loop.parent, graph.loops))
-        for y in loop.ys:
-            readers = closure([y.stack], graph.flow.targets)
-            if any(taken.get(t, set()) - {name} for t in readers):
-                total += times * y.stack.nbytes * (loop.length - 1) // loop.length
-    return total
+        for y in (y for y in loop.ys if _is_forward(graph.flow.maker(y.slice))):
+            handed_on = [t for t in closure([y.stack], onward) if takers.get(t, set()) - {name}]
+            made = [t for t in handed_on if _is_forward(graph.producer.get(t)) and is_of_the_step(graph.producer[t])]
+            for tensor in ([y.stack] if handed_on else []) + made:
+                held[tensor] = times * tensor.nbytes * (loop.length - 1) // loop.length
+    return sum(held.values())
+
+
+def _is_forward(maker: Op | None) -> bool:
+    return maker is not None and maker.kind == "forward"

@@ -46,7 +46,7 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
         tensor = next((t for t in op.inputs if t in whole), None)
         if tensor is None or op.path not in awaited:
             continue
-        if op.source_info is None and op.forward is None:  # not of the user's step: puts together, casts, or cuts again
+        if not is_of_the_step(op):
             shown, part = whole[tensor]
             whole.update((t, (shown if op.path in parts else t, part)) for t in op.outputs)
         else:
@@ -56,6 +56,11 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
     op, tensor = min(readers, key=lambda pair: (pair[0].kind != "forward", pair[0].path in parts or pair[0].loop is None))
     shown, part = whole[tensor]
     return Between(op, shown, _summed(graph, part))
+
+
+def is_of_the_step(op: Op) -> bool:
+    """Whether the user's step has ``op``, or its forward; others put parts together, cast them, or cut them again."""
+    return op.source_info is not None or op.forward is not None
 
 
 def _summed(graph: Graph, total: PTensor) -> Op | None:

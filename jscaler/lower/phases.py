@@ -95,6 +95,20 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
     )
 
 
+def check_in_one_loop(graph: Graph) -> None:
+    """What a schedule orders is one loop over micro-batches, on the groups of all stages.
+
+    Loops of several gradients, taken one behind the other at what each changes, may lie on a group each.
+
+    Raises:
+        PlanError: one gradient's micro-batches run in several loops, each on a single group.
+    """
+    loops = {name: loop for name, loop in graph.loops.items() if loop.time and loop.parent is None}
+    between = between_loops(graph, loops) if len(loops) > 1 else None
+    if between is not None and between.op.kind != "update":
+        raise _apart(between)
+
+
 def _counts(graph: Graph, stack: PTensor) -> bool:
     """Whether a loop's stack is but the numbers of its iterations."""
     maker = graph.producer.get(stack)

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from jscaler.errors import SplitError, check_count
-from jscaler.ir import Op, PTensor
-from jscaler.ir.walk import closure
+from jscaler.ir import Op
 from jscaler.plans.alone import Alone
 from jscaler.plans.argument_types import checked
 from jscaler.plans.data_parallel import batch_factors
 from jscaler.plans.factors import Factors, can_run_in_turn
-from jscaler.plans.layers import weights_of
 from jscaler.plans.per_microbatch_groups import groups_alone
 from jscaler.plans.single import single
 from jscaler.primitives import Planner, TimeSplit
@@ -55,7 +53,7 @@ def accumulate(
 
     Raises (when the plan is made):
         UnknownNameError: no input, or no op, is called so.
-        SplitError: the batch does not divide, or an op in front of a layer needs all of it (BatchNorm's statistics).
+        SplitError: the batch does not divide.
 
     Example:
         >>> planned = train_step.under(plans.accumulate(2, plans.zero2())).lower(state, batch).plan
@@ -97,31 +95,11 @@ def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) ->
     """Whether ``op`` runs part by part; else it runs once, on the whole batch, between loops over micro-batches.
 
     Raises:
-        SplitError: in the pass that is to be held in parts, the batch does not divide, or a mean over it has to be taken in
-            front of a layer.
+        SplitError: in the pass that is to be held in parts, the batch does not divide.
     """
     if can_run_in_turn(graph, op, name, parts, alone):
         return True
     factor = graph.rule(op).factors[name]
-    uneven = factor.size % parts > 0
-    held = uneven or (factor.reopens and not _behind_all_layers(graph, op))
-    if op.kind == "forward" and op.backward is not None and factor.size > 1 and held:
-        why = "" if uneven else f"it needs the whole batch: {factor.reason}"
-        error = SplitError(op.path, name, factor.size, parts, why, graph.factor_names(op).get(name, ""))
-        error.alone = () if uneven else (op.path,)
-        raise error
+    if op.kind == "forward" and op.backward is not None and factor.size > 1 and factor.size % parts:
+        raise SplitError(op.path, name, factor.size, parts, "", graph.factor_names(op).get(name, ""))
     return False
-
-
-def _behind_all_layers(graph: Planner, op: Op) -> bool:
-    """Whether neither ``op`` nor what comes behind it in the loss reads weights; a temperature, a scalar, is none."""
-    flow, weights = graph.graph.flow, weights_of(graph)
-
-    def readers(tensor: PTensor) -> list[Op]:
-        return [reader for reader in graph.consumers.get(tensor, ()) if reader.kind == "forward"]
-
-    def onward(tensor: PTensor) -> list[PTensor]:
-        return [*flow.targets(tensor), *(t for reader in readers(tensor) for t in reader.outputs)]
-
-    behind = [reader for tensor in closure(op.outputs, onward) for reader in readers(tensor)]
-    return not any(t.shape and t in weights for reader in (op, *behind) for t in reader.inputs)

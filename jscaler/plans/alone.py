@@ -76,7 +76,7 @@ def tried_alone(policy: Any, paths: Sequence[str], trial: Callable[[Any], Sequen
                 said = ", ".join(repr(one) if isinstance(one, str) else "…" for one in (*given, *chosen))
                 said = f"[{said}]" if len(given) + len(chosen) > 1 else said
                 return f"per_microbatch={said} does it on each micro-batch alone, which gives other numbers"
-        found += map(_pattern, left)
+        found = [*map(_pattern, left), *found]
     return ""
 
 

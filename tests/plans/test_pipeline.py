@@ -166,7 +166,7 @@ def test_batch_norm_on_each_micro_batch_keeps_running_state_in_order() -> None:
         params = {"a": jnp.asarray(rng.normal(size=(4, 6))), "b": jnp.asarray(rng.normal(size=(6, 3)))}
         ours = theirs = params, jnp.zeros(6)
         x = jnp.asarray(rng.normal(size=(8, 4)))
-        with pytest.raises(SplitError, match=r"it needs the whole batch: .*; per_microbatch='norm' does it"):
+        with pytest.raises(PlanError, match=r"needs several: 'norm/\w+' .*; per_microbatch='norm' does it"):
             jscaler.parallelize(plans.pipeline(2, 4, at=["second"], batch="x"), devices=2)(step).lower(ours, x)
         turned = str(gpipe(2, 4)).replace("0F0 0F1", "0F1 0F0")  # the state advances with the forward
         staged = plans.pipeline(2, 4, turned, at=["second"], batch="x", per_microbatch="norm")
