@@ -1,7 +1,7 @@
 """What does the proof of a step cost, which runs by itself for plans over several device groups or with time axes?
 
 CPU seconds of ``jscaler.verify`` by those of ``lower`` without it, summed over the cases of `bench.parity_cases`, in one
-process: held to 0.5. GPT-3 15B on 4 stages of dp 4 × tp 8, 128 devices, is held to 30 seconds, and with co-shard in stages.
+process: held to 0.5. GPT-3 15B on 4 stages of dp 4 × tp 8, 128 devices, is held to 30 seconds, and with co-shard in stages; so is Llama 8B.
 Nothing is compiled. ``distinct`` of the ``exchanges`` differ; ``smaller`` are proven on smaller tensors, for their size.
 A case whose proof fails is a false alarm, and counts as one more second than is allowed.
 """
@@ -25,10 +25,11 @@ COLUMNS = (
     "value", "bound",
 )  # fmt: skip
 MOST = 0.5  # of lowering
-LARGE = {
-    "megatron(dp=4, tp=8, pp=4, microbatches=32)": 128,
-    "pipeline(4, 32, plan=co_shard(5, plan=megatron(dp=4, tp=8)))": 128,
-}
+LARGE = [
+    ("GPT-3 15B", "megatron(dp=4, tp=8, pp=4, microbatches=32)"),
+    ("GPT-3 15B", "pipeline(4, 32, plan=co_shard(5, plan=megatron(dp=4, tp=8)))"),
+    ("Llama 8B", "megatron(dp=4, tp=8, pp=4, microbatches=32)"),
+]
 MOST_SECONDS = 30.0
 
 
@@ -72,16 +73,16 @@ def small(quick: bool) -> Row:
     }  # fmt: skip
 
 
-def large(plan: str, devices: int) -> Row:
-    from bench.planning import arguments_of
-    from models.training import train_step
+def large(model: str, plan: str, devices: int = 128) -> Row:
+    from bench.planning import arguments_of, llama_arguments
+    from models.training import nnx_train_step, train_step
 
-    step = jscaler.parallelize(plan, devices=devices, donate_argnames="state", verify=False)(train_step)
-    given = arguments_of(48, True, 512)
+    train, given = (nnx_train_step, llama_arguments(32)) if model == "Llama 8B" else (train_step, arguments_of(48, True, 512))
+    step = jscaler.parallelize(plan, devices=devices, donate_argnames="state", verify=False)(train)
     took, found = cpu_seconds(lambda: step.lower(*given))
     proving, report = cpu_seconds(lambda: jscaler.verify(found))
     return {
-        "case": f"GPT-3 15B, {plan}", "cases": 1, "devices": devices, "lower_seconds": round(took, 2),
+        "case": f"{model}, {plan}", "cases": 1, "devices": devices, "lower_seconds": round(took, 2),
         "verify_seconds": round(proving, 2), **totals([report]), "value": round(proving, 2), "bound": MOST_SECONDS,
     }  # fmt: skip
 
@@ -96,8 +97,8 @@ def totals(reports: list[Report]) -> Row:
 def rows(quick: bool) -> Iterator[Row]:
     warnings.simplefilter("ignore")
     yield small(quick)
-    for plan, devices in LARGE.items():
-        yield large(plan, devices)
+    for model, plan in LARGE:
+        yield large(model, plan)
         if quick:
             return
 
