@@ -77,7 +77,9 @@ def large(model: str, plan: str, devices: int = 128) -> Row:
     from bench.planning import arguments_of, llama_arguments
     from models.training import nnx_train_step, train_step
 
-    train, given = (nnx_train_step, llama_arguments(32)) if model == "Llama 8B" else (train_step, arguments_of(48, True, 512))
+    train, given = (
+        (nnx_train_step, llama_arguments(32)) if model == "Llama 8B" else (train_step, arguments_of(48, True, 512))
+    )
     step = jscaler.parallelize(plan, devices=devices, donate_argnames="state", verify=False)(train)
     took, found = cpu_seconds(lambda: step.lower(*given))
     proving, report = cpu_seconds(lambda: jscaler.verify(found))

@@ -139,7 +139,7 @@ class _Builder:
         fragment = self._choose(index, eqn, call, reads, need)
         fragment.eqns.append((index, eqn))
         fragment.need = largest([fragment.need, need])
-        fragment.learned |= self.rows.is_learned(eqn)
+        fragment.learned |= not self.rows.learned.isdisjoint(eqn.outvars)
         fragment.squares.update(_squares(eqn))
         for var in eqn.outvars:
             self.home[var] = fragment
@@ -167,7 +167,6 @@ class _Builder:
         below = max((self._level(v) for v in reads), default=0)
         squares = set(_squares(eqn))
         for candidate in (*sources, *beside):
-            others = max((self._level(v) for v in reads if self.home.get(v) is not candidate), default=0)
             joins = (candidate.call, candidate.scope, candidate.scalar, candidate.closed) == (call, scope, scalar, False)
             # what prepares a call (parameters cast for it) is no part of the update that reads the same parameters
             joins = joins and (call is not None or candidate.era == len(self.begun))
@@ -175,7 +174,10 @@ class _Builder:
             joins = joins and not (call is None and self.begun and _role(eqn) == "contracts")
             joins = joins and candidate.squares.isdisjoint(reads)
             joins = joins and not (squares and any(squares.intersection(_variables(e)) for _, e in candidate.eqns))
-            if joins and others < candidate.level and _role(eqn) != "alone":
+            if not joins or _role(eqn) == "alone":
+                continue
+            others = max((self._level(v) for v in reads if self.home.get(v) is not candidate), default=0)
+            if others < candidate.level:
                 return candidate
         # What only prepares an input (a reshape of a bias) lies below all else, so that its reader need not.
         inputs_only = not sources and below == 0 and _role(eqn) == "moves"

@@ -63,13 +63,13 @@ def forwarded(eqn: core.JaxprEqn) -> dict[int, int]:
     them on, but not where a checkpoint in its body does. What a custom derivative hands on has a gradient of its own.
     """
     if known(eqn.primitive).opened in ("call", "remat"):
-        return _handed_on(inner_jaxpr(eqn)[0])
+        return handed_on(inner_jaxpr(eqn)[0])
     if eqn.primitive.name != "scan":
         return {}
     parts = scan_parts(eqn)
     first, num_carry = len(parts.consts), len(parts.inits)
     found = {}
-    for result, operand in _handed_on(parts.body).items():
+    for result, operand in handed_on(parts.body).items():
         same_carry = operand - first == result
         slices = result >= num_carry and operand >= first + num_carry
         if same_carry if result < num_carry else slices:
@@ -77,7 +77,7 @@ def forwarded(eqn: core.JaxprEqn) -> dict[int, int]:
     return found
 
 
-def _handed_on(jaxpr: core.Jaxpr) -> dict[int, int]:
+def handed_on(jaxpr: core.Jaxpr) -> dict[int, int]:
     """The results of ``jaxpr`` that are its arguments: number of a result -> number of the argument."""
     alias: dict[core.Var, Atom] = {}
     for eqn in jaxpr.eqns:

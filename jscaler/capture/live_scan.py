@@ -1,10 +1,14 @@
-"""What a scan needs for some of its results: without other carries, slices and equations."""
+"""What a scan needs for some of its results: without other carries, slices and equations.
+
+A carry that every iteration hands on as it is (a mask beside the activations, through a checkpoint) is one of its constants:
+rows of a constant are cut like those of any tensor, and nothing is carried from layer to layer.
+"""
 
 from collections.abc import Iterable, Sequence, Set
 
 from jax.extend import core
 
-from jscaler.capture.inner_jaxprs import ScanParts, inner_jaxpr
+from jscaler.capture.inner_jaxprs import ScanParts, handed_on, inner_jaxpr
 from jscaler.capture.jaxprs import Atom, like_program, make_jaxpr
 from jscaler.lax_primitives import known
 
@@ -17,24 +21,25 @@ def live_scan(parts: ScanParts, results: Set[int]) -> ScanParts:
     """
     first, num_carry = len(parts.consts), len(parts.inits)
     body = parts.body
+    same = {i for i, operand in handed_on(body).items() if i < num_carry and operand == first + i} - results
     kept = {i for i in results if i < num_carry}
     written = sorted(i for i in results if i >= num_carry)
     while True:  # a carry that another result reads is kept, too
         outs = [body.outvars[i] for i in (*sorted(kept), *written)]
         eqns = _live(body.eqns, outs)
         reads = _reads(eqns, outs)
-        more = {i for i in range(num_carry) if body.invars[first + i] in reads} - kept
+        more = {i for i in range(num_carry) if body.invars[first + i] in reads} - kept - same
         if not more:
             break
         kept |= more
     carried = sorted(kept)
-    consts = [i for i in range(first) if body.invars[i] in reads]
+    consts = [i for i in (*range(first), *(first + i for i in sorted(same))) if body.invars[i] in reads]
     slices = [i for i in range(len(parts.stacks)) if body.invars[first + num_carry + i] in reads]
     invars = [body.invars[i] for i in (*consts, *(first + i for i in carried), *(first + num_carry + i for i in slices))]
     return ScanParts(
         make_jaxpr(eqns, invars, outs, body),
         parts.body_consts,
-        [parts.consts[i] for i in consts],
+        [parts.operands[i] for i in consts],
         [parts.inits[i] for i in carried],
         [parts.stacks[i] for i in slices],
         [parts.finals[i] for i in carried],

@@ -101,8 +101,8 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
             kept = [i for i, names in enumerate(dims) if names and rule.factors[names[0]].kind == "parallel"]
             found = [i + before for i in kept if i + before >= 0]
             if found and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
-                whole = [i for i in found if not _taken_apart(graph, kernel.name, i)] if len(found) > 1 else found
-                return (whole or found)[0]
+                whole = (i for i in found if len(found) == 1 or not _taken_apart(graph, kernel.name, i))
+                return next(whole, found[0])
             if found:  # an elementwise op, such as a cast
                 fresh += [(t, before) for t in op.outputs if t.shape == tensor.shape]
             if all(t is tensor or not t.shape for t in op.inputs):  # maybe repeated, for each row of a ``jax.vmap``

@@ -106,4 +106,7 @@ def test_a_loop_with_a_carry_that_stays() -> None:
 
     shapes = {"w": jax.ShapeDtypeStruct((4, 4, 4), jnp.float32)}, ROWS, jax.ShapeDtypeStruct((8, 1), jnp.float32)
     for plan, devices in (("data_parallel", 4), (pipeline(2, 2, batch="x"), 2)):
-        jscaler.verify(jscaler.parallelize(plan, devices=devices)(train_step).lower(*shapes))
+        lowered = jscaler.parallelize(plan, devices=devices)(train_step).lower(*shapes)
+        jscaler.verify(lowered)
+        loops = [loop for loop in lowered.plan.graph.loops.values() if loop.time]
+        assert len(loops) == (devices == 2)  # the mask is no carry, which would be whole between layers
