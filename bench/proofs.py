@@ -1,7 +1,8 @@
 """What does the proof of a step cost, which runs by itself for plans over several device groups or with time axes?
 
 CPU seconds of ``jscaler.verify`` by those of ``lower`` without it, summed over the cases of `bench.parity_cases`, in one
-process: held to 0.5. GPT-3 15B on 4 stages of dp 4 × tp 8, 128 devices, is held to 30 seconds, and with co-shard in stages; so is Llama 8B.
+process: held to 0.5. GPT-3 15B on 4 stages of dp 4 × tp 8, 128 devices, is held to 30 seconds, and with co-shard in stages;
+so is Llama 8B.
 Nothing is compiled. ``distinct`` of the ``exchanges`` differ; ``smaller`` are proven on smaller tensors, for their size.
 A case whose proof fails is a false alarm, and counts as one more second than is allowed.
 """

@@ -1,7 +1,7 @@
 """What a scan needs for some of its results: without other carries, slices and equations.
 
-A carry that every iteration hands on as it is (a mask beside the activations, through a checkpoint) is one of its constants:
-rows of a constant are cut like those of any tensor, and nothing is carried from layer to layer.
+A carry that every iteration hands on as it is (a mask beside the activations, through a checkpoint) is one of its
+constants: rows of a constant are cut like those of any tensor, and nothing is carried from layer to layer.
 """
 
 from collections.abc import Iterable, Sequence, Set
