@@ -19,7 +19,7 @@ VARIABLE = "JSCALER_SWEEPS"
 SEED = os.environ.setdefault(VARIABLE, str(datetime.datetime.now(tz=datetime.UTC).date().toordinal()))
 
 
-def of_the_day(cases: Iterable[T], one_in: int = 4, always: Iterable[T] = ()) -> Sequence[T]:
+def of_the_day(cases: Iterable[T], one_in: int = 5, always: Iterable[T] = ()) -> Sequence[T]:
     """The day's share of ``cases``, in their order: one in ``one_in``, and one at least; with those that run ``always``,
     since no other case notices what they do."""
     found = list(cases)
@@ -29,7 +29,7 @@ def of_the_day(cases: Iterable[T], one_in: int = 4, always: Iterable[T] = ()) ->
     return [found[place] for place in sorted({*places, *map(found.index, always)})]
 
 
-def drawn(max_examples: int, one_in: int = 4, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def drawn(max_examples: int, one_in: int = 5, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """For a hypothesis test: the day's share of ``max_examples``, from the day's seed."""
     if SEED == "all":
         return hypothesis.settings(max_examples=max_examples, **more)

@@ -204,6 +204,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("wanted", "sentence"),
     [
@@ -247,6 +248,7 @@ FOREIGN: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_checkpoint_of_another_state(name: str, checkpoint: Path) -> None:
     from jscaler.runtime.checkpoint import restore

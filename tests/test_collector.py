@@ -64,6 +64,7 @@ def test_two_that_overlap_leave_it_as_it_was(thresholds: tuple[int, int, int]) -
     assert gc.get_threshold() == thresholds
 
 
+@pytest.mark.one_day_in(2)
 def test_young_collections_go_on_and_full_ones_do_not() -> None:
     seen = {0: 0, 1: 0, 2: 0}
 

@@ -209,6 +209,7 @@ def test_the_tutorial_runs() -> None:
     assert "the same numbers" in run("docs/tutorial.py")
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.smoke
 def test_the_flash_attention_runs() -> None:
     output = run("docs/flash_attention.py")

@@ -25,6 +25,7 @@ def test_a_row_has_the_longest_that_fits(bench: Bench) -> None:
     assert {key: row[key] for key in expected} == expected
 
 
+@pytest.mark.one_day_in(2)
 def test_flops_of_a_step_are_those_on_paper(bench: Bench) -> None:
     s, d, layers, vocabulary = bench.equal, TINY.hidden, TINY.layers, TINY.vocabulary
     forward = layers * (2 * s * 12 * d * d + 2 * 2 * s * s * d) + 2 * s * d * vocabulary

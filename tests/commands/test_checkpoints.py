@@ -213,6 +213,7 @@ def damage(file: Path, length: int | None) -> None:
         os.truncate(file, length)
 
 
+@pytest.mark.one_day_in(2)
 def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole: Path, model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     damage(folder / "8" / "default" / "manifest.ocdbt", 20)

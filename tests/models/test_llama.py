@@ -67,6 +67,7 @@ FORMS: dict[str, dict[str, Any]] = {
 ALWAYS = [("interlaced(2, 2)", "stacked, remat"), ("tensor_parallel()", "stacked")]
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("plan", "form"), of_the_day([(p, f) for p in PLANS for f in FORMS], 40, ALWAYS))
 def test_plans_give_the_numbers_of_one_device(plan: str, form: str) -> None:
     config = dataclasses.replace(CONFIG, **FORMS[form])

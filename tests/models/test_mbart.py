@@ -73,6 +73,7 @@ def test_logits_are_those_of_the_formulas() -> None:
     np.testing.assert_allclose(apply(TINY, made()), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("remat", of_the_day([False, True], 2))
 def test_stacked_and_rematerialised_layers_are_the_same_model(remat: bool) -> None:
     params = dict(made())

@@ -151,6 +151,7 @@ def test_every_kernel_with_a_partner_is_split(name: str) -> None:
     assert not whole_kernels(got[0]["params"])
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("plan", ["megatron(dp=2, tp=2)", "co_shard(2)"])
 def test_other_plans_find_them_too(plan: str) -> None:
     model, inputs, _ = MODELS["encoder"]

@@ -77,6 +77,7 @@ def test_the_numbers_of_an_evoformer_are_those_of_one_device(
     assert_same_numbers(policy, lambda: evoformer(**changes), devices)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("policy", "devices"), [(dap(), 2), (dap(), 8), (dap(dap=2), 4)])
 def test_the_numbers_of_images_are_those_of_one_device(policy: object, devices: int) -> None:
     assert_same_numbers(policy, axial_images, devices)

@@ -62,6 +62,7 @@ def test_a_layer_may_cut_through_what_is_computed_again_already(plan: str) -> No
 
 
 # Of a layer's eight dots the last is not needed again, nor what the last all-reduce makes.
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("make", of_the_day([unrolled, stacked], 2))
 def test_every_layer_runs_once_more(make: Callable[..., Any]) -> None:
     layers = 2

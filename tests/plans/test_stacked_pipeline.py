@@ -262,6 +262,7 @@ def test_noise_of_all_leaves_is_drawn_by_one_op() -> None:
     check((ours, loss), (want, want_loss), 1e-5)
 
 
+@pytest.mark.one_day_in(2)
 def test_layers_of_stages_are_as_asked_for_or_even() -> None:
     x = jax.ShapeDtypeStruct((16, 3), "float32")
 
@@ -285,6 +286,7 @@ def test_layers_of_stages_are_as_asked_for_or_even() -> None:
         jscaler.parallelize(plans.pipeline(16, 2, batch="x"), devices=16)(step).lower(state_of(3), x)
 
 
+@pytest.mark.one_day_in(2)
 def test_two_stacks_are_even_if_that_costs_little_and_they_are_large() -> None:
     """Layers of the second take longer: other ranges would be faster, and gathered on every device."""
 
@@ -341,6 +343,7 @@ def gpt_loss(**changes: Any) -> tuple[Callable[..., Any], Any, Any]:
     return step, params, batch
 
 
+@pytest.mark.one_day_in(3)
 @pytest.mark.smoke
 @pytest.mark.parametrize("remat", of_the_day([False, True], 2))
 def test_a_gpt_with_dropout_and_tied_embeddings(remat: bool) -> None:

@@ -279,6 +279,7 @@ def factored() -> Any:
     return mlp(optax.adafactor(1e-2, min_dim_size_to_factor=8))
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("plan", of_the_day([zero1(), zero3(), megatron(dp=2, tp=4, columns=COLUMNS, zero=1)], 2))
 def test_factored_moments_bring_vectors_together(plan: Any) -> None:
     """The means over a dim that is cut are summed; gradients, and what updates make of them, stay in parts."""
@@ -396,6 +397,7 @@ def layers() -> Any:
     return gpt(layers=2)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("plan", "make"),
     of_the_day(

@@ -210,6 +210,7 @@ print(lowered.plan.digest, lowered.plan.plan.to_json(), lowered.as_text())
 """
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.smoke
 def test_another_process_plans_and_loads_and_lowers_the_same_text(tmp_path: Path) -> None:
     """With another hash seed, byte for byte: the plan made afresh, and the one loaded by name, as on the command line."""

@@ -94,6 +94,7 @@ def test_a_state_that_orbax_would_leave_out_is_refused(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoint.restore(folder, 7, target)["w"], [2.0, 2.0, 2.0])
 
 
+@pytest.mark.one_day_in(2)
 def test_what_its_storage_does_is_no_damage_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not put aside: a moment later it can be read."""
     kinds: list[tuple[Exception, bool]] = [

@@ -71,6 +71,7 @@ MODELS |= {"GPT of nnx objects": gpt_of_objects} | {n: lambda n=n: foreign(n) fo
 ALWAYS = ["GPT of nnx objects", "nnx GPT"]
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", of_the_day(MODELS, 14, ALWAYS))
 def test_saved_restored_and_exported(name: str, tmp_path: Path) -> None:
     step, make, given = MODELS[name]()

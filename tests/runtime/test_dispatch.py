@@ -39,6 +39,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> list
     return calls
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.smoke
 def test_a_state_of_many_leaves_passes_through_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     step, batch = step_of(donate_argnames="state"), np.ones(4, np.float32)

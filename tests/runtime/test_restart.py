@@ -62,6 +62,7 @@ def staged(stages: int, inner: str, layers: int) -> Any:
     return KNOWN[stages, inner, layers]
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("layers", of_the_day([12, 5], 2))  # of five no two to four stages have as many
 @pytest.mark.parametrize(("first", "second"), of_the_day(PAIRS, 48))
 def test_what_is_restored_is_what_was_saved(first: Any, second: Any, layers: int, tmp_path: Path) -> None:

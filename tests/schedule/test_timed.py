@@ -75,6 +75,7 @@ def test_co_shard_stands_in_the_loop_of_a_micro_batch() -> None:
     assert axes_around(graph, "block_0/add") == ["microbatch"]
 
 
+@pytest.mark.one_day_in(2)
 def test_co_shard_stands_in_the_loop_over_layers_and_that_in_a_micro_batch() -> None:
     graph = planned(accumulate(2, co_shard(2)), gpt(layers=2, stacked=True), 1).graph
     (scores,) = (op.path for op in graph.ops if op.path.endswith("attn/exp"))

@@ -129,6 +129,7 @@ def test_what_is_compiled_does_not_grow_with_the_parts() -> None:
     assert len({len(plan.blocks) for plan in plans}) == len({len(plan.graph.ops) for plan in plans}) == 1
 
 
+@pytest.mark.one_day_in(2)
 def test_orders_of_parts_on_groups_in_turn() -> None:
     def ordered(*pairs: tuple[tuple[str, int], tuple[str, int]]) -> Policy:
         def policy(graph: Any, devices: np.ndarray) -> None:
@@ -149,6 +150,7 @@ def test_orders_of_parts_on_groups_in_turn() -> None:
         lowered(ordered((("third/dot", 1), ("first/dot", 1))))
 
 
+@pytest.mark.one_day_in(2)
 def test_a_table_names_micro_batches_as_they_are() -> None:
     table = str(lowered(placed(TWO_WAYS, 4)).plan.instructions.table)
 

@@ -260,6 +260,7 @@ def layers_in_parts(graph: Any, devices: np.ndarray) -> None:
             graph.op_trans(op, TimeSplit(rows[op], sizes=(5, 3)))
 
 
+@pytest.mark.one_day_in(2)
 def test_parts_inside_of_a_loop_over_layers() -> None:
     assert_same_numbers(layers_in_parts, functools.partial(gpt, stacked=True, layers=2), 1)
 

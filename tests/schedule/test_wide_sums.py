@@ -57,6 +57,7 @@ def test_a_part_is_added_in_the_bits_of_the_sum() -> None:
     assert (float(total), total.dtype) == (1 + 2**-9, jnp.float32)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_master_reads_the_wide_sum_unrounded(devices: int) -> None:
     state = make_master_state(Net(), jnp.zeros((1, 8)), optax.sgd(1.0))
