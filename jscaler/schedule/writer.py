@@ -101,7 +101,8 @@ class AxisWriter(ABC):
             behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
             if op.remat:
                 behind = {t: form if form is not None else self._begun_with(t) for t, form in behind.items()}
-            forms = {t: behind[t] if t not in self.regions.forms else forms.get(t) for t in op.inputs}
+            whole = {t for t in op.inputs if t not in self.regions.forms and forms.get(t) is None}
+            forms = {t: behind[t] if t in whole else forms.get(t) for t in op.inputs}
         part = passed_on(op, forms, self.book, inside)
         if part is not None or op.kind == "update" or op.anywhere or op.body is None or not self._between(op):
             return part

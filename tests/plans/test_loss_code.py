@@ -241,6 +241,24 @@ def test_rows_against_all_rows_run_in_loops_apart(loss: Loss) -> None:
         planned(loss, (), "pipeline(2, 2)", 2)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_blocks_of_layers_that_are_computed_again(plan: str) -> None:
+    """A scan in a checkpoint in a scan: the fence in front of each block hands on parts that an outer loop carries."""
+
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        return x + jnp.tanh(x @ w), None
+
+    def blocks(w: Any, state: Any, batch: Any) -> Any:
+        x, _ = jax.lax.scan(jax.checkpoint(lambda x, ws: jax.lax.scan(layer, x, ws)), batch["x"], w)
+        return jnp.mean((x - batch["y"]) ** 2), state
+
+    with jax.enable_x64(True):
+        state, batch = (drawn((2, 2, DIM, DIM), 0), ()), arguments(())[1]
+        lowered = jscaler.parallelize(plan, devices=PLANS[plan])(descent(blocks)).lower(state, batch)
+        assert_trees_close(lowered.compile()(state, batch), jax.jit(descent(blocks))(state, batch))
+    assert len([loop for loop in lowered.plan.graph.loops.values() if loop.time]) == 1
+
+
 def flat(p: Any, state: Any, batch: Any) -> Any:
     """The first product reads what is looked up as it is, and the head is no table."""
     x = jnp.tanh(p["emb"][batch["tokens"]] @ p["w"]) @ p["v"]
