@@ -8,6 +8,8 @@ sums of the softmax in float32; attention written plainly, so that its scores ar
 what the products of a step take at one equal sequence, those that are computed again included, over those of ``none``, as
 they stand in the compiled programs. ``jit_max_seq`` and ``jit_peak_bytes``: of plain ``jax.jit``, ``recompute`` with
 ``jax.checkpoint`` around each layer. Goals are ratios to our ``recompute``: 3 at 16 parts, 4 at 32, FLOPs at most 1.4.
+``--model llama`` has Llama 1B (nnx) in bfloat16 in its place, beside no ``jax.jit``, up to 8 parts: as many as keys have
+heads.
 
 Nothing runs, and no GPU is needed: ``pip install "jscaler[aot]"``. A row takes minutes.
 """
@@ -35,6 +37,7 @@ COLUMNS = (
 STEP = 1024  # tokens
 EQUAL = 8  # steps at which FLOPs are compared
 SCALE = 1024.0  # of the loss, constant
+MOST_OF_LLAMA = 8  # parts: as many as keys have heads
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Bench:
     """What is compiled, and for what.
 
     Attributes:
-        config: of the GPT; its sequence is set.
+        config: of the GPT or the Llama; its sequence is set.
         unit: tokens of a step of the search.
         equal: tokens at which FLOPs are compared.
         capacity: bytes of the device.
@@ -131,15 +134,21 @@ class Bench:
 
 
 def step_of(config: Any) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """A step in float16 from float32 masters with Adam, and its arguments as shapes: batch 1."""
+    """A step in float16 from float32 masters with Adam (a Llama's has no masters), and its arguments as shapes: batch 1."""
     import optax
 
-    from models.gpt import GPT
+    from models.gpt import GPT, GPTConfig
+    from models.llama import from_config
     from models.master import make_master_state, master_step
+    from models.recipes import RECIPES
 
+    tokens = jax.ShapeDtypeStruct((1, config.sequence), jnp.int32)
+    if not isinstance(config, GPTConfig):
+        recipe, make = RECIPES["llama"], from_config(config)
+        state = jax.eval_shape(lambda: recipe.make_state(make, config, optax.adam(1e-4), jax.random.key(0)))
+        return recipe.step, (state, {"tokens": tokens, "labels": tokens})
     example = jnp.zeros((1, config.sequence), jnp.int32)
     state = jax.eval_shape(lambda: make_master_state(GPT(config), example, optax.adam(1e-4)))
-    tokens = jax.ShapeDtypeStruct((1, config.sequence), jnp.int32)
     return functools.partial(master_step, dtype=jnp.float16, factor=SCALE), (state, {"x": tokens, "labels": tokens})
 
 
@@ -157,29 +166,31 @@ def plainly(case: Case, device: Any, step: Callable[..., Any], arguments: tuple[
     return jitted(functools.partial(step, value_and_grad=jax.value_and_grad), arguments, device, donate_argnums=0)
 
 
-def bench_for(target: str, equal: int = EQUAL * STEP) -> Bench:
-    """GPT 1.3B on one described GPU, ``V100-32GB``."""
+def bench_for(target: str, equal: int = EQUAL * STEP, model: str = "gpt") -> Bench:
+    """GPT 1.3B, or Llama 1B, on one described GPU, ``V100-32GB``."""
     from jscaler.report.targets import described_devices
     from jscaler.runtime.target import WITHOUT_GPU, find_target
-    from models.gpt import SIZES
+    from models import gpt, llama
 
     cluster = find_target(f"1x{target}")
-    config = dataclasses.replace(SIZES["1.3b"], stacked=True, dropout=0.0)
+    changes = {"stacked": True} | ({"dropout": 0.0} if model == "gpt" else {"dtype": jnp.bfloat16})
+    config = dataclasses.replace(gpt.SIZES["1.3b"] if model == "gpt" else llama.SIZES["1b"], **changes)
     return Bench(target, described_devices(cluster)[0], cluster.memory, config, equal=equal, options=dict(WITHOUT_GPU))
 
 
-def chosen(plan: str | None) -> list[Case]:
+def chosen(plan: str | None, model: str = "gpt") -> list[Case]:
     """The cases whose name or plan holds the text; where none does, it is a plan of its own."""
+    cases = [dataclasses.replace(c, goal=None) for c in CASES if c.parts <= MOST_OF_LLAMA] if model == "llama" else CASES
     if plan is None:
-        return CASES
-    return [c for c in CASES if plan in c.name or plan in c.plan] or [Case(plan, plan)]
+        return cases
+    return [c for c in cases if plan in c.name or plan in c.plan] or [Case(plan, plan)]
 
 
-def rows(quick: bool, target: str, plan: str | None = None, equal: int = EQUAL * STEP) -> Iterator[Row]:
-    bench, recompute = bench_for(target, equal), None
-    for case in [NONE] if quick else chosen(plan):
-        row = bench.row(case, recompute, plain=case.plan == "single")
-        recompute = row["max_seq"] if case is RECOMPUTE else recompute
+def rows(quick: bool, target: str, plan: str | None = None, equal: int = EQUAL * STEP, model: str = "gpt") -> Iterator[Row]:
+    bench, recompute = bench_for(target, equal, model), None
+    for case in [NONE] if quick else chosen(plan, model):
+        row = bench.row(case, recompute, plain=case.plan == "single" and model == "gpt")
+        recompute = row["max_seq"] if case == RECOMPUTE else recompute
         yield row
 
 
@@ -187,6 +198,7 @@ if __name__ == "__main__":
     options: dict[str, Any] = {
         "target": {"metavar": "GPU", "default": "V100-32GB", "help": "one described device, V100-32GB or H100-80GB"},
         "plan": {"metavar": "TEXT", "help": "only rows whose name or plan holds this text; else a plan of one's own"},
+        "model": {"choices": ["gpt", "llama"], "default": "gpt", "help": "GPT 1.3B or Llama 1B"},
         "equal": {"metavar": "TOKENS", "type": int, "default": EQUAL * STEP, "help": "where FLOPs are compared"},
     }
     main("coshard", __doc__ or "", COLUMNS, rows, devices=1, options=options)
