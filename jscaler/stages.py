@@ -142,8 +142,8 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts)
     values, keys = made.values, Keys()
     several = len(completed.groups) > 1
-    if several and made.spanning is None and plan.table is not None:
-        check_in_one_loop(graph)
+    if several and plan.scheduled_axis:
+        check_in_one_loop(graph, plan.scheduled_axis)
     known: dict[Hashable, Segment] = {}
     for program in made.programs:
         key = twin_key(program) if several else None

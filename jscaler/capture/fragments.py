@@ -139,7 +139,7 @@ class _Builder:
         fragment = self._choose(index, eqn, call, reads, need)
         fragment.eqns.append((index, eqn))
         fragment.need = largest([fragment.need, need])
-        fragment.learned |= not self.rows.learned.isdisjoint(eqn.outvars)
+        fragment.learned |= self.rows.is_learned(eqn)
         fragment.squares.update(_squares(eqn))
         for var in eqn.outvars:
             self.home[var] = fragment

@@ -48,7 +48,7 @@ def _loops(graph: Graph) -> dict[str, Loop]:
 
 
 def _held(graph: Graph, loops: Mapping[str, Loop]) -> int:
-    """The bytes of activations that loops hand to others, and of those made between loops, without those of one part.
+    """The bytes of activations that loops hand to others, or that are made on the way, without those of one part.
 
     Cotangents between loops are dropped one by one, and are not counted.
     """

@@ -29,10 +29,13 @@ class Between:
         return (self.op.path, *((self.maker.path,) if self.maker is not None else ()))
 
 
-def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
+def between_loops(graph: Graph, loops: Mapping[str, Loop], differentiated: bool = False) -> Between | None:
     """The first op that reads what all iterations of one of ``loops`` leave, and that another waits for.
 
     Forward ops go first, and of these the ops of a loop over layers.
+
+    Args:
+        differentiated: only ops that a gradient flows through: no teacher's, no update's.
     """
     # what all iterations have made -> the tensor that is shown for it, and what one iteration makes of it
     whole = {y.stack: (y.stack, y.slice) for loop in loops.values() for y in loop.ys}
@@ -41,6 +44,7 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
     needed = {*closure((t for op in graph.ops if op.path in parts for t in op.inputs), graph.flow.operands)}
     awaited = parts | {op.path for op in graph.ops if not needed.isdisjoint(op.outputs)}
     awaited |= {op.forward.path for op in graph.ops if op.forward is not None and op.path in awaited}
+    again = {op.again.path for op in graph.ops if op.again is not None}
     readers: list[tuple[Op, PTensor]] = []
     for op in graph.ops:
         tensor = next((t for t in op.inputs if t in whole), None)
@@ -49,7 +53,7 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop]) -> Between | None:
         if not is_of_the_step(op):
             shown, part = whole[tensor]
             whole.update((t, (shown if op.path in parts else t, part)) for t in op.outputs)
-        else:
+        elif not differentiated or op.kind == "backward" or op.backward is not None or op.path in again:
             readers.append((op, tensor))
     if not readers:
         return None

@@ -95,17 +95,17 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
     )
 
 
-def check_in_one_loop(graph: Graph) -> None:
-    """What a schedule orders is one loop over micro-batches, on the groups of all stages.
+def check_in_one_loop(graph: Graph, axis: str) -> None:
+    """Refuse a schedule for the parts of ``axis`` where those of one gradient run in several loops.
 
-    Loops of several gradients, taken one behind the other at what each changes, may lie on a group each.
+    Teachers, and several gradients that are taken one behind the other, have loops of their own.
 
     Raises:
-        PlanError: one gradient's micro-batches run in several loops, each on a single group.
+        PlanError: what a gradient flows through stands between loops.
     """
-    loops = {name: loop for name, loop in graph.loops.items() if loop.time and loop.parent is None}
-    between = between_loops(graph, loops) if len(loops) > 1 else None
-    if between is not None and between.op.kind != "update":
+    loops = {name: loop for name, loop in graph.loops.items() if loop.time == axis}
+    between = between_loops(graph, loops, differentiated=True) if len(loops) > 1 else None
+    if between is not None:
         raise _apart(between)
 
 

@@ -7,7 +7,9 @@ section 2.3, on one stage.)
     then once:             all-reduce over devices, clip, update
 
 The numbers are those of the whole batch: a mean divides by all, and what only counts inputs (a mask) runs before, on all.
-Only one micro-batch's activations live at a time, and beside them the sums of all gradients.
+Only one micro-batch's activations live at a time, and beside them the sums of all gradients. What needs the whole batch
+(BatchNorm's statistics, each row against each) runs once, between loops over micro-batches, which hold what they hand on
+for all: a `PlanWarning` says how much, and which ``per_microbatch`` leaves one loop.
 """
 
 from collections.abc import Callable
@@ -50,6 +52,9 @@ def accumulate(
 
     Raises:
         PlanError: ``microbatches`` is no positive whole number.
+
+    Warns (when the step is lowered):
+        PlanWarning: micro-batches run in several loops.
 
     Raises (when the plan is made):
         UnknownNameError: no input, or no op, is called so.
@@ -95,7 +100,7 @@ def _runs_in_turn(graph: Planner, op: Op, name: str, parts: int, alone: bool) ->
     """Whether ``op`` runs part by part; else it runs once, on the whole batch, between loops over micro-batches.
 
     Raises:
-        SplitError: in the pass that is to be held in parts, the batch does not divide.
+        SplitError: the rows of an op with a backward do not divide into ``parts``.
     """
     if can_run_in_turn(graph, op, name, parts, alone):
         return True

@@ -16,7 +16,6 @@ al., 2023)::
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from jax.extend import core
 
@@ -255,17 +254,17 @@ def products_of(graph: Planner, kernel: PTensor, weights: set[PTensor]) -> list[
         yield from graph.graph.flow.neighbours(tensor)
         for op in graph.consumers.get(tensor, ()):
             if _is_in_front(graph, op):
-                yield from (t for t in _results(op, tensor) if t in weights)
+                yield from _made_of(op, tensor) if not weights.isdisjoint(op.outputs) else ()
 
     readers = (op for t in closure([kernel], onward) for op in graph.consumers.get(t, ()))
     return [op.path for op in readers if _is_in_front(graph, op) and _contracts_activations(op, weights)]
 
 
-def _results(op: Op, operand: PTensor) -> list[PTensor]:
-    """Those of what ``op`` makes that it makes of ``operand``."""
+def _made_of(op: Op, operand: PTensor) -> list[PTensor]:
+    """The results of ``op`` that depend on ``operand``."""
     assert op.body is not None
     jaxpr = op.body.jaxpr
-    moved: set[Any] = {v for v, t in zip(jaxpr.invars, op.inputs, strict=True) if t is operand}
+    moved = {v for v, t in zip(jaxpr.invars, op.inputs, strict=True) if t is operand}
     for eqn in jaxpr.eqns:
         if any(isinstance(v, core.Var) and v in moved for v in eqn.invars):
             moved.update(eqn.outvars)

@@ -97,7 +97,8 @@ class AxisWriter(ABC):
 
     def _follow(self, op: Op, forms: Mapping[PTensor, Form], inside: bool) -> OpPart | None:
         """How an op goes on with the parts that it reads though no plan says so."""
-        if op.anywhere == "fence":  # what it takes whole, and who stands behind it reads in parts, is cut first
+        if op.anywhere == "fence":  # what it takes whole, and who stands behind it reads in parts, is cut first;
+            # what a loop around it carries is in parts already, which ``forms`` alone knows
             behind = {t: self._wanted_of(o) for t, o in zip(op.inputs, op.outputs, strict=True)}
             if op.remat:
                 behind = {t: form if form is not None else self._begun_with(t) for t, form in behind.items()}

@@ -40,9 +40,8 @@ def test_what_is_held_is_said_with_its_bytes_and_with_who_needs_it() -> None:
     message = str(warned[0].message)
     assert "needs 'mean/reduce_sum:0' of all micro-batches, which 'mean/reduce_sum' makes" in message
     kibibytes = float(re.search(r"([\d.]+) KiB more are held", lowered.plan.report.apart)[1])  # type: ignore[index]
-    assert (
-        kibibytes * 1024 == 2 * LAYERS * ROWS * WIDE * 4 * 3 / 4
-    )  # a product and its tanh a layer, of all micro-batches but one
+    one_tensor = LAYERS * ROWS * WIDE * 4 * 3 / 4  # of all micro-batches but one
+    assert kibibytes * 1024 == 2 * one_tensor  # a product and its tanh a layer
     with pytest.raises(PlanError, match="refused, since strict=True: memory is lost"):
         jscaler.parallelize(plan, devices=1, strict=True)(step).lower(*shapes)
     (found,) = re.findall(r"per_microbatch='(\w+)'", message)

@@ -233,14 +233,23 @@ def test_other_statistics_are_those_of_the_part(body: Callable[..., Any]) -> Non
         np.testing.assert_allclose(got, w - 0.1 * sum(p[1] for p in parts), rtol=1e-11)
 
 
+def test_without_it_the_norm_runs_on_the_whole_batch() -> None:
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        w, batch = jnp.asarray(draws.normal(size=(4, 4))), {"x": jnp.asarray(draws.normal(size=(8, 4)))}
+        step = norm_step(standardized, layers=2)
+        said = r"since 'norm/\w+' .* of all micro-batches, .* per_microbatch='norm' does it"
+        with pytest.warns(PlanWarning, match=said):
+            got = jscaler.parallelize(plans.accumulate(2), devices=1)(step)(w, batch)
+        assert_trees_close(got, jax.jit(step)(w, batch))
+
+
 def test_what_it_refuses() -> None:
     w, batch = jnp.ones((4, 4)), {"x": jnp.ones((8, 4))}
 
     def lower(body: Callable[..., Any], plan: Any) -> Any:
         return jscaler.parallelize(plan, devices=1)(norm_step(body, layers=2)).lower(w, batch)
 
-    with pytest.warns(PlanWarning, match=r"since 'norm/\w+' .* of all micro-batches, .* per_microbatch='norm' does it"):
-        lower(standardized, plans.accumulate(2))
     with pytest.raises(UnknownNameError, match="no op named 'BatchNorm"):
         lower(standardized, plans.accumulate(2, per_microbatch="BatchNorm*"))
     with pytest.raises(PlanError, match=r"those that do: 'norm/\w+'"):

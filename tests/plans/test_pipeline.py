@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,61 @@ def test_batch_norm_on_each_micro_batch_keeps_running_state_in_order() -> None:
                 (ours, mine), (theirs, true) = train(ours, x), plain(theirs, x)
                 np.testing.assert_allclose(mine, true, rtol=1e-12)
                 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), ours, theirs)
+
+
+def in_scopes(params: Any, x: jax.Array, norm: Callable[[jax.Array], jax.Array] = lambda h: h) -> jax.Array:
+    """A loss of four products, with ``norm`` behind the first."""
+    with jax.named_scope("first"):
+        h = jnp.tanh(x @ params["a"])
+    with jax.named_scope("norm"):
+        h = norm(h)
+    for scope, name in (("second", "b"), ("third", "c"), ("fourth", "d")):
+        with jax.named_scope(scope):
+            h = jnp.tanh(h @ params[name])
+    return jnp.mean(h**2)
+
+
+def of_scopes(loss: Callable[..., jax.Array]) -> tuple[Callable[..., Any], Any, jax.Array]:
+    """A step of gradient descent, and its arguments."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        value, grads = jscaler.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    draws = np.random.default_rng(0)
+    return step, {name: jnp.asarray(draws.normal(size=(6, 6))) for name in "abcd"}, jnp.asarray(draws.normal(size=(8, 6)))
+
+
+@pytest.mark.parametrize("at", ["norm", "second", "third"])
+def test_what_needs_the_whole_batch_is_refused_on_any_stage(at: str) -> None:
+    """Though on one stage alone it could stand between loops of that stage."""
+    with jax.enable_x64(True):
+        step, params, x = of_scopes(lambda p, x: in_scopes(p, x, lambda h: h - h.mean(0)))
+        with pytest.raises(PlanError, match=r"needs several: 'norm/\w+' .* accumulate\(4.*; per_microbatch='norm' does it"):
+            jscaler.parallelize(plans.pipeline(2, 4, at=[at], batch="x"), devices=2)(step).lower(params, x)
+
+
+def test_loops_that_a_schedule_does_not_order() -> None:
+    """Co-shard's, of one micro-batch, and those of a teacher, whose statistics no gradient flows through."""
+
+    def taught(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("teacher"):
+            goal = jax.lax.stop_gradient(jax.nn.softmax(jnp.tanh(x @ params["a"]) @ params["b"], 0))
+        with jax.named_scope("student"):
+            return jnp.mean((jnp.tanh(x @ params["c"]) @ params["d"] - goal) ** 2)
+
+    with jax.enable_x64(True):
+        in_parts = "pipeline(2, 1, batch='x', plan=co_shard(2), at=['third'])"
+        of_teacher = "pipeline(2, 4, 'gpipe', batch='x', at=['student'])"
+        for loss, plan, warned in ((in_scopes, in_parts, set()), (taught, of_teacher, {"run in 4 loops", "has 0B"})):
+            step, params, x = of_scopes(loss)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                got = jscaler.parallelize(plan, devices=2)(step)(params, x)
+            assert {text for text in warned if any(text in str(one.message) for one in said)} == warned
+            assert len(said) == len(warned)
+            want = jax.jit(step)(params, x)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), got, want)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "dualpipe_v", "zb_h1"])
