@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 import jscaler
-from bench.harness import Row, main
+from bench.harness import Row, compile_fast, main
 from bench.steps import DEVICES, EVEN, ROWS, STEPS, Step
 
 COLUMNS = ("case", "plan", "target", "op", "tensors", "launches", "sent", "gspmd_tensors", "gspmd_sent")
@@ -149,6 +149,8 @@ def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
 
     if target:  # without a GPU to try them on, XLA chooses Triton tiles for a matmul that it then cannot compile
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+    if quick:
+        compile_fast()
     devices = described_devices(target) if target else jax.devices()
     if len(devices) != DEVICES:
         raise SystemExit(f"the cases are of {DEVICES} devices, the cluster has {len(devices)}; give one like 8xH100-80GB")

@@ -41,7 +41,7 @@ from bench.collectives import sent_by_kind
 from bench.dot_flops import dot_flops
 from bench.foreign_models import MODELS
 from bench.foreign_models.training import PLAIN, Foreign
-from bench.harness import Row, main
+from bench.harness import Row, compile_fast, main
 from jscaler.comparison import twin
 from jscaler.report.hlo import collectives
 from jscaler.text.folding import folded
@@ -72,7 +72,6 @@ VECTORS = {"bias", "scale"}
 HANDFUL = 256  # bytes of a gather that nobody minds
 COPIED = 0.01
 SECONDS = 300.0  # of one row
-FAST = "--xla_backend_optimization_level=0"
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"default": "", "metavar": "TEXT", "help": "only models whose name holds this, or one of these: 'gpt2|nnx'"},
     "plan": {"default": "", "metavar": "TEXT", "help": "only plans whose name holds this, or one of these"},
@@ -83,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def rows(quick: bool, model: str, plan: str, workers: int) -> Iterator[Row]:
     """A row per model and plan, each model in a process of its own; then what all of them come to."""
     if quick:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST}"  # of the processes
+        compile_fast()
     chosen = [name for name in MODELS if holds(name, model) and (model or not quick or name in QUICK)]
     plans = [name for name in PLANS if holds(name, plan)]
     found = []

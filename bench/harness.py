@@ -11,6 +11,11 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def compile_fast() -> None:
+    """Leave out most of XLA's passes over machine code, here and in processes to come; before devices are made."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+
 def bounds_of(row: Row) -> dict[str, float]:
     """The limits that a row is held to, by column."""
     return {**row.get("bounds", {}), **({"value": row["bound"]} if row.get("bound") is not None else {})}

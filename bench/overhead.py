@@ -209,7 +209,7 @@ def rows(quick: bool, target: str | None = None) -> Iterator[Row]:
         return
     for size, plan in ACCUMULATED[: 1 if quick else None]:
         yield accumulation(size, plan, 2 * MICROBATCHES, 10 if quick else 40)
-    for model in ("gpt", "llama"):
+    for model in ("gpt",) if quick else ("gpt", "llama"):
         yield measure(model, "nano", 16, 10 if quick else 60, 2 if quick else 5)
     if not quick:
         yield measure("gpt", "mini", 8, 30)

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ import optax
 
 import jscaler
 from bench import parity_updates
-from bench.harness import Row, main
+from bench.harness import Row, compile_fast, main
 from bench.parity_cases import CASES, DTYPES, PIPELINES, STEPS, Case, Run
 
 COLUMNS = ("model", "plan", "dtype", "devices", "measure", "value", "bound")
@@ -38,7 +37,6 @@ LEARNING_RATE = 1e-2
 ROUNDING, ADAM_EPS = 1e-14, 1e-8
 SHAKEN = 8  # runs of jax.jit from other starts, where one run is not enough to say how far it lies from float64
 BOUND = 1.5
-FAST = "--xla_backend_optimization_level=0"
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "clip+adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE)),
     "momentum": lambda: optax.sgd(LEARNING_RATE, momentum=0.9),
@@ -132,7 +130,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def rows(quick: bool, model: str, plan: str, workers: int) -> Iterator[Row]:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST}"  # of this process, and of workers
+    compile_fast()
     jax.config.update("jax_enable_x64", True)  # so that every dtype draws the same dropout masks
     if quick or workers == 1:
         for task in tasks(quick, model, plan):

@@ -41,7 +41,7 @@ BATCH = 128  # sequences
 COLUMNS = ("case", "layers", "devices", "seconds", "jit_seconds", "ratio", "growth", "explain_seconds")
 QUICK = 4  # layers
 LESS = 0.99  # of the least before: what is found anew
-MOST = 5  # times the rounds, at most
+MOST = 3  # times the rounds, at most
 
 
 def arguments_of(layers: int, stacked: bool, batch: int = BATCH) -> tuple[Any, Any]:
@@ -121,8 +121,8 @@ class Case:
 
 
 CASES = {
-    "stacked": Case(functools.partial(arguments_of, stacked=True), lower_jit, 48, 9, 12, 3.0),
-    "Python loop": Case(functools.partial(arguments_of, stacked=False), lower_jit, 48, 3, 6, 4.0),
+    "stacked": Case(functools.partial(arguments_of, stacked=True), lower_jit, 48, 9, 6, 3.0),
+    "Python loop": Case(functools.partial(arguments_of, stacked=False), lower_jit, 48, 3, 3, 4.0),
     "Llama 8B, stacked": Case(llama_arguments, lower_nnx_jit, 32, 9),
 }
 

@@ -11,7 +11,6 @@ most 1, the table is the published one, and the groups ran its cells in its orde
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 
 import jscaler
 from bench import parity
-from bench.harness import Row, main
+from bench.harness import Row, compile_fast, main
 from bench.parity_cases import Case, cross_entropy, gpt, kinds, llama
 from jscaler import plans
 from jscaler.lower.instructions import Run
@@ -253,7 +252,7 @@ def evaluated(case: Case, decorate: Callable[..., Any]) -> float:
 
 def rows(quick: bool) -> Iterator[Row]:
     yield from map(golden_row, GOLDEN)
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {parity.FAST}"
+    compile_fast()
     jax.config.update("jax_enable_x64", True)
     for model in MODELS[:1] if quick else MODELS:
 

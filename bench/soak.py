@@ -23,7 +23,7 @@ from bench.harness import Row, main
 
 COLUMNS = ("model", "steps", "kills", "restarts", "losses", "missing", "memory", "seconds")
 STEPS, EVERY, KILLS = 2000, 100, 5
-QUICK = (120, 40, 1)
+QUICK = (60, 20, 1)
 WARM, LONG = 100.0, 60.0  # seconds
 MEMORY = 0.02
 
