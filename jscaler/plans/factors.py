@@ -23,7 +23,7 @@ from jscaler.errors import (
     factor_name,
     warn,
 )
-from jscaler.ir import Op, PTensor
+from jscaler.ir import Op, PTensor, Rule
 from jscaler.ir.kinds import read_by_a_loss, tensor_kinds
 from jscaler.ir.name import without
 from jscaler.lax_primitives import contracts
@@ -100,6 +100,9 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
             dims = rule.operands[op.inputs.index(tensor)]
             kept = [i for i, names in enumerate(dims) if names and rule.factors[names[0]].kind == "parallel"]
             found = [i + before for i in kept if i + before >= 0]
+            if kept and _takes_one(op, rule, dims[: kept[0]]):  # a Python loop takes a layer of a stack by its number
+                fresh += [(t, before + kept[0]) for t in op.outputs if t.shape == tensor.shape[kept[0] :]]
+                continue
             if found and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
                 whole = (i for i in found if len(found) == 1 or not _taken_apart(graph, kernel.name, i))
                 return next(whole, found[0])
@@ -110,6 +113,12 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
         queue += [(t, n) for t, n in fresh if t not in seen]
         seen.update(t for t, _ in fresh)
     return None
+
+
+def _takes_one(op: Op, rule: Rule, front: Sequence[Sequence[str]]) -> bool:
+    """Whether ``op`` takes its operand apart along the dims ``front`` alone, and contracts nothing."""
+    apart = all(rule.factors[name].kind == "blocked" for names in front for name in names)
+    return bool(front) and apart and op.body is not None and not contracts(op.body.jaxpr.eqns)
 
 
 def _only_updates(graph: Planner, op: Op) -> bool:

@@ -83,6 +83,19 @@ class Stacked(nn.Module):
         return nn.Dense(5, name="labels")(x)
 
 
+class Numbered(nn.Module):
+    """A Python loop that takes the layers of stacked kernels by their numbers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(8, name="enter")(x)
+        first = self.param("first_kernel", nn.initializers.normal(0.5), (3, 8, 16))
+        second = self.param("second_kernel", nn.initializers.normal(0.5), (3, 16, 8))
+        for i in range(3):
+            x = x + nn.gelu(nn.LayerNorm(name=f"norm{i}")(x) @ first[i]) @ second[i]
+        return nn.Dense(5, name="labels")(x)
+
+
 class States(nn.Module):
     """A diagonal state space: one op makes the first kernel, and the rates of decay that the second product reads."""
 
@@ -113,6 +126,7 @@ MODELS: dict[str, tuple[nn.Module, jax.Array, set[str]]] = {  # and what has no 
     "residual": (Residual(), IMAGES, set()),
     "recurrent": (Recurrent(), TOKENS, {"words"}),
     "stacked": (Stacked(), ROWS, {"enter", "labels"}),
+    "numbered": (Numbered(), ROWS, {"enter", "labels"}),
     "states": (States(), SERIES, set()),
 }
 
