@@ -35,7 +35,7 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop], differentiated: bool 
     Forward ops go first, and of these the ops of a loop over layers.
 
     Args:
-        differentiated: only ops that a gradient flows through: no teacher's, no update's.
+        differentiated: only ops that a gradient flows through (no teacher's, no update's), and whose results are awaited.
     """
     # what all iterations have made -> the tensor that is shown for it, and what one iteration makes of it
     whole = {y.stack: (y.stack, y.slice) for loop in loops.values() for y in loop.ys}
@@ -43,7 +43,8 @@ def between_loops(graph: Graph, loops: Mapping[str, Loop], differentiated: bool 
     parts = {op.path for op in graph.ops if not loops.keys().isdisjoint(chain_of(op.loop, graph.loops))}
     needed = {*closure((t for op in graph.ops if op.path in parts for t in op.inputs), graph.flow.operands)}
     awaited = parts | {op.path for op in graph.ops if not needed.isdisjoint(op.outputs)}
-    awaited |= {op.forward.path for op in graph.ops if op.forward is not None and op.path in awaited}
+    if not differentiated:  # a backward op that others wait for may need no result of its forward op
+        awaited |= {op.forward.path for op in graph.ops if op.forward is not None and op.path in awaited}
     again = {op.again.path for op in graph.ops if op.again is not None}
     readers: list[tuple[Op, PTensor]] = []
     for op in graph.ops:

@@ -366,7 +366,12 @@ class Plan(Shown):
 
     @property
     def scheduled_axis(self) -> str:
-        """The time axis that the plan's schedule is said to be for; empty where none is said."""
+        """The time axis that the plan's schedule is said to be for; empty where none is said.
+
+        Example:
+            >>> plan.scheduled_axis
+            ''
+        """
         return next((d.axis for d in reversed(self.decisions) if isinstance(d, Schedule)), "")
 
     @cached_property
