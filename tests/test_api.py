@@ -91,6 +91,7 @@ def test_state_is_found_in_any_result() -> None:
         assert list(step.lower(state, batch).graph.next_version.values()) == [0]
 
 
+@pytest.mark.one_day_in(2)
 def test_the_cache_keeps_no_arrays_alive() -> None:
     state, batch = state_and_batch()
     step = on_eight()(sgd)

@@ -172,7 +172,7 @@ def test_mistakes(command: str, kind: type[JscalerError] | int, sentence: str, f
     assert len(message) < 600
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_a_full_disk_is_told(folder: Path) -> None:
     command = ["train", "--size", "nano", "--seq", "8", "--batch", "8", "--devices", "1", "--plan", "single"]
     result = CliRunner().invoke(app, [*command, "--data", str(folder / "text.txt"), "--log", "/dev/full", "--steps", "1"])
@@ -258,6 +258,7 @@ def test_a_checkpoint_of_another_state(name: str, checkpoint: Path) -> None:
         restore(checkpoint, 3, target(wanted))
 
 
+@pytest.mark.one_day_in(2)
 def test_checkpoints_that_are_not_there(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     from jscaler.runtime.checkpoint import latest_step, restore
 
@@ -278,6 +279,7 @@ def test_checkpoints_that_are_not_there(checkpoint: Path, folder: Path, tmp_path
         latest_step(folder / "text.txt")
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("part", ["default/_METADATA"])
 def test_a_damaged_checkpoint(part: str, checkpoint: Path, tmp_path: Path) -> None:
     from jscaler.runtime.checkpoint import restore
@@ -300,6 +302,7 @@ def test_a_checkpoint_of_a_newer_jscaler(tmp_path: Path, monkeypatch: pytest.Mon
         module.restore(tmp_path / "run", 3, target(state(4)))
 
 
+@pytest.mark.one_day_in(2)
 def test_a_checkpoint_of_a_newer_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state is damaged here, as one is of which this Orbax does not know how it lies."""
     from jscaler.runtime import checkpoint as module
@@ -312,6 +315,7 @@ def test_a_checkpoint_of_a_newer_orbax(tmp_path: Path, monkeypatch: pytest.Monke
         module.restore(tmp_path / "run", 3, target(state(4)))
 
 
+@pytest.mark.one_day_in(2)
 def test_a_checkpoint_that_cannot_be_written(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import errno
 

@@ -73,6 +73,7 @@ def test_a_warning_of_a_command_is_a_sentence(monkeypatch: pytest.MonkeyPatch, c
     assert told.out == f"UserWarning {__file__}\n"
 
 
+@pytest.mark.one_day_in(2)
 def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no checkpoint in .*without --resume"):
         run("train", *SMALL, "--plan", "single", "--devices", "1", "--checkpoint", str(tmp_path / "none"), "--resume")
@@ -115,7 +116,7 @@ def test_a_plan_that_was_saved_trains_the_model_that_it_was_made_for(tmp_path: P
             run("train", *flags, "--plan", path, "--steps", "1")
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_train_a_mixture_of_experts() -> None:
     model = ["--model", "moe", *SMALL, "--plan", "expert_parallel", "--devices", "4"]
     output = run("train", "--explain", *model, "--steps", "2")
@@ -124,7 +125,7 @@ def test_train_a_mixture_of_experts() -> None:
     assert "all_to_all" in output
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 def test_compare_as_json() -> None:
     output = run("compare", *SMALL, "--plan", "data_parallel", "--devices", "4", "--rounds", "1", "--json")
     result = json.loads(output.splitlines()[-1])
@@ -160,7 +161,7 @@ def test_mistakes_are_named(arguments: list[str], error: type[Exception], messag
         CliRunner().invoke(app, ["train", "--steps", "1", *arguments], catch_exceptions=False)
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_plans_with_stages_are_simulated_and_drawn(tmp_path: Path) -> None:
     plan, target = "megatron(dp=2, tp=2, pp=2, microbatches=4)", "8xH100-80GB"
     table = tmp_path / "mine.csv"

@@ -45,6 +45,7 @@ def test_both_sides_agree_after_five_steps() -> None:
     assert json.loads(json.dumps(result.as_json()))["devices"] == 8
 
 
+@pytest.mark.one_day_in(2)
 def test_beside_a_pipeline_stands_what_its_stages_do() -> None:
     params = {f"layer_{i}": jax.random.normal(jax.random.key(i), (8, 8)) / 3 for i in range(4)}
 

@@ -40,7 +40,7 @@ def test_readme_s_python_blocks_run_one_after_another() -> None:
     assert "1× all_reduce" in output
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 def test_the_first_hour_runs() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/first_hour.md")))
     printed = [line.split() for line in output.splitlines()]
@@ -78,7 +78,7 @@ def test_the_blocks_on_training_state_run_one_after_another() -> None:
     assert lines[2:] == ["True", "4"]
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_the_blocks_on_plans_run_one_after_another() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/plans.md")))
     quoted = blocks("text", "docs/plans.md")
@@ -107,7 +107,7 @@ def test_the_reference_names_all_that_is_public() -> None:
     assert all(inspect.getdoc(getattr(jscaler, name)) for name in jscaler.__all__)
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_the_blocks_on_pipelines_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/pipelines.md")))
     quoted = blocks("text", "docs/pipelines.md")
@@ -117,7 +117,7 @@ def test_the_blocks_on_pipelines_run() -> None:
     assert "[[0, 1], [2, 3, 4, 5]]\n" in output
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_the_blocks_on_schedules_run() -> None:
     output = run("-c", "\n".join(blocks("python", "docs/schedules.md")))
     assert blocks("text", "docs/schedules.md")[0] in output
@@ -217,7 +217,7 @@ def test_the_flash_attention_runs() -> None:
     assert "with t in 2 parts: result 0 differs" in output
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_the_chunked_loss_runs() -> None:
     output = run("docs/chunked_loss.py")
     assert "the same gradients" in output

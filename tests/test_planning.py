@@ -72,7 +72,7 @@ def test_layers_of_a_python_loop_are_planned_once(work: Counter[str]) -> None:
     assert min(few.values()) > 0
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_more_devices_are_no_more_work(work: Counter[str], stacked: bool) -> None:
     few = lowered(2, 2, stacked)

@@ -23,6 +23,7 @@ def test_a_random_plan_gives_one_device_s_numbers(seed: int) -> None:
     assert found.worst <= 1, f"{found.program.steps} on {found.devices} devices: {found.where} is {found.worst:.3g} off"
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize("seed", of_the_day(TIMED, 4))
 def test_a_random_plan_with_time_axes_gives_one_device_s_numbers(seed: int) -> None:
@@ -37,7 +38,7 @@ def test_a_random_plan_with_time_axes_gives_one_device_s_numbers(seed: int) -> N
 FOUND = ((1439, False), (1747, False), (50075, True))
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize(("seed", "loops"), FOUND)
 def test_a_random_plan_on_groups_that_was_wrong_once(seed: int, loops: bool) -> None:
@@ -47,7 +48,7 @@ def test_a_random_plan_on_groups_that_was_wrong_once(seed: int, loops: bool) -> 
     assert not found.refused
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.filterwarnings("ignore::jscaler.UnknownPrimitiveWarning")
 @pytest.mark.parametrize("seed", of_the_day(range(24), 4))
 def test_a_random_plan_on_several_device_groups_gives_one_device_s_numbers(seed: int) -> None:

@@ -60,7 +60,7 @@ def test_a_test_that_fails_anyhow_is_no_catch(tmp_path: Path) -> None:
         measured(FAULT, row, copy, None, False, Sound())
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_tests_that_hang_are_a_catch(tmp_path: Path) -> None:
     copy = _project(tmp_path, "import time\n\n\ndef test_one():\n    time.sleep(60)\n")
     assert Copy(copy.root, 0, limit=3).run(["tests"]).failed == "hung: no end in 3 s"

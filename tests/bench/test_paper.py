@@ -22,7 +22,7 @@ from jscaler.materialize import parse_layout
 NANO = Model("gpt", "nano", 32, (("layers", 4),))
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 def test_a_quick_run_has_a_row_for_old_and_new_plans() -> None:
     found = list(rows_of(NANO, 4, Estimates(), quick=True))
     assert [row["new"] for row in found] == [False, False, True]
@@ -77,6 +77,7 @@ def test_seconds_grow_evenly_with_micro_batches_once_stages_are_full(plan: str) 
     assert seconds[32] == pytest.approx(seconds[16] + 2 * (seconds[16] - seconds[8]), rel=0.02)
 
 
+@pytest.mark.one_day_in(2)
 def test_a_plan_takes_longer_the_less_of_its_communication_is_searched() -> None:
     """On two hosts of four, a stage on each: all that cross are sent to each of four devices, or to one of them."""
     cluster = dataclasses.replace(scaled(find_cluster("2x4xV100-32GB")), name="two hosts")

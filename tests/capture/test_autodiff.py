@@ -232,7 +232,7 @@ STEPS = (
 )
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9), st.integers(0, 2)), max_size=7)

@@ -48,6 +48,7 @@ def test_nothing_to_fetch() -> None:
     assert refetched(graph, set(), BodyTable()) is graph
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("plan", of_the_day(["zero3()", "tensor_parallel()", "megatron(dp=2, tp=2, zero=3)"], 3))
 def test_each_turn_fetches_for_itself(plan: str) -> None:
     """Chimera's micro-batches take turns on the groups; what they read lies in parts, or is a table that is read twice."""

@@ -102,6 +102,7 @@ def test_a_sample_says_what_each_member_sent(kind: str, members: int) -> None:
     assert 1e-7 < sample.seconds < 1
 
 
+@pytest.mark.one_day_in(2)
 def test_bench_comm_from_devices_to_a_file(tmp_path: Path) -> None:
     path = tmp_path / "made" / "cluster.toml"
     output = bench("--devices", "2", "--out", str(path))
@@ -115,7 +116,7 @@ def test_bench_comm_from_devices_to_a_file(tmp_path: Path) -> None:
     assert "# one host: 'between' is a copy of 'inside'" in text
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_bench_comm_as_json() -> None:
     record = json.loads(bench("--devices", "4", "--json"))
     assert record["cluster"]["devices_per_host"] == 4

@@ -233,6 +233,7 @@ def files_of_at_most() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.one_day_in(2)
 def test_where_nothing_can_be_written_the_last_good_state_stays(
     files_of_at_most: Callable[[int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

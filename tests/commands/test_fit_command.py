@@ -82,6 +82,7 @@ def test_plans_of_ones_own_and_what_is_not_legal() -> None:
     assert "fits: single, " in text
 
 
+@pytest.mark.one_day_in(2)
 def test_xla_is_asked_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch)
     found = record("--target", "H100-80GB", "--confirm", "--seq", "8")
@@ -116,6 +117,7 @@ def test_what_xla_refuses_does_not_fit(asked: Callable[[Asked], list[str]], ever
     assert found["chosen"] == 1
 
 
+@pytest.mark.one_day_in(2)
 def test_it_is_not_compiled_where_it_cannot_be(
     asked: Callable[[Asked], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

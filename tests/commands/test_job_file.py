@@ -113,6 +113,7 @@ def losses(path: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.one_day_in(2)
 def test_it_trains_as_on_one_device_and_another_plan_goes_on_from_its_checkpoint(file: str, tmp_path: Path) -> None:
     log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoint"
     common = ["train", "--job", f"{file}:job(hidden=32)", "--log", str(log), "--checkpoint", str(folder), "--seed", "7"]
@@ -131,7 +132,7 @@ def test_it_trains_as_on_one_device_and_another_plan_goes_on_from_its_checkpoint
     }  # fmt: skip
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @losing
 def test_every_command_takes_one(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ["--job", f"{file}:job"]

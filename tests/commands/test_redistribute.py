@@ -253,6 +253,7 @@ def texts(svg: Path) -> list[str]:
     return re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8"))
 
 
+@pytest.mark.one_day_in(2)
 def test_the_document_s_programs_run() -> None:
     program = "\n".join(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL))
     result = subprocess.run(

@@ -164,7 +164,7 @@ def test_each_command_of_the_readme_is_here() -> None:
     assert {param.values[0].split()[0] for param in SEEN} == {*typer.main.get_command(app).commands}
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(("command", "columns"), of_the_day(SEEN, 3))
 def test_a_command_on_a_terminal(command: str, columns: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command.startswith("compile"):
@@ -181,6 +181,7 @@ def test_help_on_a_terminal(command: str | None, columns: int) -> None:
     assert not faults(seen([*([command] if command else []), "--help"], columns), columns)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("command", of_the_day(PIPED, 3), ids=lambda command: command.split()[0])
 def test_a_command_in_a_pipe(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the terminal around it: no control codes, and cells and columns as on a wide one."""

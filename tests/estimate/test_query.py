@@ -72,6 +72,7 @@ def test_what_is_asked_of_a_step_takes_it_lowered_or_compiled_and_its_plan(graph
         assert jscaler.simulate(one, seconds=[1.0]).makespan == 1.0
 
 
+@pytest.mark.one_day_in(2)
 def test_a_plan_is_taken_as_what_it_has_become(graph: Any) -> None:
     one = lowered(tensor_parallel, 4)
     for plan in (one, one.plan, one.plan.plan):

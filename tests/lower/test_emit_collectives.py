@@ -81,6 +81,7 @@ def test_all_pairs_on_two_devices() -> None:
     check(pairs_of(every_layout(mesh_of(2), ((2,), (3,), (4,)))))
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("mesh", "shape", "most"),
     of_the_day(

@@ -53,6 +53,7 @@ def lowered(policy: Any, devices: int, remat: bool = False) -> Any:
     return jscaler.parallelize(policy, devices=devices)(net_step(remat)).lower(net_state(), net_batch())
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("policy", "devices", "remat"),
     of_the_day([("data_parallel", 4, False), (columns_then_rows, 2, True), (batch_and_hidden, 4, False)], 2),
@@ -175,6 +176,7 @@ def test_tensor_parallel_layers_reduce_in_the_loop_and_explain_counts_them() -> 
     assert f"{LAYERS}× all_reduce" in lines["layers/mlp/down/add"]
 
 
+@pytest.mark.one_day_in(2)
 def test_the_stack_of_parameters_and_its_optimizer_state_lie_as_the_slices_do() -> None:
     plan = lowered(columns_then_rows, 2).plan
     specs = {t.name: plan.completed.inputs[t].partition_spec() for t in plan.graph.inputs if "mlp/up/kernel" in t.name}

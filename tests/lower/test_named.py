@@ -159,6 +159,7 @@ def test_and_what_it_launches_on_gpus(mesh: str, dims: int, count: int) -> None:
     check(sample(dims, count), MESHES[mesh], described_devices(H100))
 
 
+@pytest.mark.one_day_in(2)
 def test_the_samples_have_everything() -> None:
     """What is drawn is more than the easy cases: otherwise the tests above say little."""
     drawn = [*sample(2, 40), *sample(3, 40)]

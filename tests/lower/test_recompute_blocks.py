@@ -153,6 +153,7 @@ def each_layer(graph: Any) -> None:
 TABLE = "0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1B0 1F1 1B1"
 
 
+@pytest.mark.one_day_in(2)
 def test_regions_of_a_policy_of_ones_own_run_as_one_block() -> None:
     """Layer by layer each keeps what enters it; for a micro-batch whose R has no cell it is a part of the backward."""
     with jax.enable_x64(True):

@@ -120,6 +120,7 @@ def planned(groups: Groups, microbatches: int, table: Any = None, rows: int = 24
     return step.lower(*arguments(layers, rows)).plan
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("case", of_the_day(CASES, 3))
 def test_optimizer_steps_are_those_of_one_device(case: str) -> None:
     groups, microbatches, table = CASES[case]
@@ -191,7 +192,7 @@ def test_few_micro_batches_are_live(table: str, most: Callable[[int], int]) -> N
         assert peak == most(stage)
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_a_chain_without_a_table_runs_one_forward_one_backward() -> None:
     for stages, microbatches in itertools.product((2, 3), (2, 4)):
         assert planned(chain_of(stages), microbatches).instructions.table == one_f_one_b(stages, microbatches)
@@ -222,6 +223,7 @@ def test_orders_that_cannot_be() -> None:
     assert planned(chain_of(2), 2, backwards).instructions.table == Table.parse(backwards)
 
 
+@pytest.mark.one_day_in(2)
 def test_orders_of_single_parts() -> None:
     """(op, micro-batch) pairs: the second micro-batch first, forward and backward, and what cannot be."""
 

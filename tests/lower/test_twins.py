@@ -120,6 +120,7 @@ def test_what_is_one_executable_of_twins_has_their_scopes(made: StepPlan) -> Non
         assert scopes >= {path_scope(path) for path in block.flat.origins.op.values() if "dot" in path} != set()
 
 
+@pytest.mark.one_day_in(2)
 def test_a_step_of_twins_gives_one_device_s_numbers() -> None:
     plan = plans.pipeline(STAGES - 1, 4)
     expected = jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))(*arguments())

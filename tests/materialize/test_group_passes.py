@@ -116,6 +116,7 @@ def sent(at: OnGroups) -> int:
 # -- all of them
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_numbers_are_those_of_the_step(name: str) -> None:
     """Behind all passes, op by op on whole tensors."""

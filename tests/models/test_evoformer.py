@@ -150,7 +150,7 @@ def as_one_scan(**changes: Any) -> Any:
     return jax.jit(Evoformer(config).apply)(variables, BATCH["msa"], BATCH["target"])
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_what_is_embedded_and_recycled_is_as_its_algorithms_say() -> None:
     """With no blocks; the second pass reads what the first has made."""
     none, own = dataclasses.replace(TINY, layers=0), jax.tree.map(np.asarray, params()["stack"])

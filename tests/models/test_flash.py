@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_of_plain_attention() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_rows_and_heads_are_split_and_tokens_are_not() -> None:
     report = jscaler.verify_rule(attention, *drawn(3, BLOCK), parts=(2,))
     assert {check.factor for check in report.checks} == {"b", "h"}
@@ -58,7 +58,7 @@ def test_a_sequence_that_blocks_do_not_divide_is_refused() -> None:
         flash(*drawn(3, 96))
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 @pytest.mark.parametrize(("plan", "devices"), [("megatron(dp=2, tp=2)", 4), ("pipeline(2, 2)", 2), ("co_shard(2)", 1)])
 def test_a_step_with_flash_attention_is_that_of_one_device(plan: str, devices: int) -> None:
     config = dataclasses.replace(CONFIG, flash=True)

@@ -41,6 +41,7 @@ def stacked(params: dict[str, Any], layers: int) -> dict[str, Any]:
     return {**rest, "blocks": jax.tree.map(lambda *p: jnp.stack(p), *(params[f"block_{i}"] for i in range(layers)))}
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("remat", of_the_day([False, True], 2))
 def test_stacked_and_rematerialised_layers_are_the_same_model(remat: bool) -> None:
     config = GPTConfig(hidden=16, layers=3, heads=2, sequence=8, vocabulary=32, remat=remat)

@@ -38,6 +38,7 @@ def test_the_head_is_the_embedding() -> None:
     assert "head" not in nnx.state(model, nnx.Param)
 
 
+@pytest.mark.one_day_in(2)
 def test_dropout_is_drawn_in_training_only() -> None:
     model = gpt_nnx.GPT(CONFIG, nnx.Rngs(0))
     model.train()
@@ -46,6 +47,7 @@ def test_dropout_is_drawn_in_training_only() -> None:
     np.testing.assert_array_equal(model(TOKENS), model(TOKENS))
 
 
+@pytest.mark.one_day_in(2)
 def test_dtypes() -> None:
     config = GPTConfig(hidden=16, layers=1, heads=2, sequence=8, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     model = gpt_nnx.GPT(config, nnx.Rngs(0))
@@ -53,7 +55,7 @@ def test_dtypes() -> None:
     assert model(TOKENS).dtype == jnp.float32
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_five_steps_of_adamw_are_linen_s() -> None:
     """Under data_parallel; in float64, which AdamW needs where a true gradient is 0."""
 

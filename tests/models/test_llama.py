@@ -31,6 +31,7 @@ def test_rotary_positions_turn_pairs_by_their_distance() -> None:
     np.testing.assert_allclose(products[0, 0], q @ k, rtol=1e-4)
 
 
+@pytest.mark.one_day_in(2)
 def test_queries_of_a_group_share_keys_and_values() -> None:
     """As attention whose keys and values are repeated for each query head."""
     layer = Attention(CONFIG, nnx.Rngs(0))
@@ -41,6 +42,7 @@ def test_queries_of_a_group_share_keys_and_values() -> None:
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_the_embedding(tied: bool) -> None:
     model = Llama(dataclasses.replace(CONFIG, tied=tied), nnx.Rngs(0))

@@ -45,6 +45,7 @@ def test_shifted_windows_see_only_true_neighbours(rows: int, columns: int, windo
     np.testing.assert_array_equal(jax.jit(neighbours, static_argnums=(0, 1, 2))(rows, columns, window), apart < window)
 
 
+@pytest.mark.one_day_in(2)
 def test_a_plain_block_keeps_windows_apart_and_a_shifted_one_does_not() -> None:
     model = Swin(TINY)
     images = jax.random.normal(jax.random.key(0), (1, 4, 4, 3))
@@ -63,7 +64,7 @@ def test_a_plain_block_keeps_windows_apart_and_a_shifted_one_does_not() -> None:
     assert not moved["shifted"].all()
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_stacked_and_rematerialised_pairs_are_the_same_model() -> None:
     config = dataclasses.replace(SIZES["nano"], depths=(4,), image=16, window=2)
     images = jax.random.normal(jax.random.key(0), (1, 16, 16, 3))
@@ -85,7 +86,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(("plan", "devices"), of_the_day(PLANS, 3))
 def test_train_step_under_a_plan(plan: str, devices: int) -> None:
     with jax.enable_x64(True):

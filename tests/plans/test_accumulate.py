@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Any, Any, int]] = {
 }
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("name", of_the_day(CASES))
 def test_numbers(name: str) -> None:
     assert_same_numbers(*CASES[name])

@@ -160,6 +160,7 @@ def test_a_count_behind_the_op_is_a_part_s(where: str) -> None:
         assert_trees_close(lowered.compile()(w, {"x": x}), jax.value_and_grad(by_hand)(w, x))
 
 
+@pytest.mark.one_day_in(2)
 @losing
 @pytest.mark.parametrize("how", of_the_day(["loop", "carried", "stacked"], 2))
 def test_auxiliary_losses_of_layers(how: str) -> None:
@@ -313,6 +314,7 @@ def apart(params: Any, batch: Any, value_and_grad: Any = jscaler.value_and_grad)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("plan", "devices"), [("accumulate(4{})", 1), ("pipeline(2, 4{})", 2)])
 def test_a_loss_in_a_scope_apart_is_made_alone_with_what_it_reads(plan: str, devices: int) -> None:
     """What the message proposes is what works."""

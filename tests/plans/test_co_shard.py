@@ -65,7 +65,7 @@ def test_tensor_parallel_sums_stay_shares_until_the_loop_has_ended() -> None:
     assert both == alone
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("make", [functools.partial(gpt, layers=2), STACKED], ids=["loop", "scan"])
 def test_it_recomputes_in_place_of_the_models_own_checkpoints(make: Any) -> None:
     plain, checkpointed = (planned(co_shard(2), make(remat=remat), 1) for remat in (False, True))
@@ -101,7 +101,7 @@ def test_kernels_that_are_not_there() -> None:
         planned(co_shard(2, on=("*/no_such/kernel",)), gpt(), 1)
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_dropout_masks_are_those_of_one_device() -> None:
     made = gpt(dropout=0.5)
     step, arguments = made

@@ -151,7 +151,7 @@ def whole_kernels(params: Any) -> set[str]:
     return {name.split("/")[0] for name, leaf in tables if leaf.addressable_shards[0].data.size == leaf.size}
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kernel_with_a_partner_is_split(name: str) -> None:
     model, inputs, alone = MODELS[name]

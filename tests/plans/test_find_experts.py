@@ -110,7 +110,7 @@ MODELS: dict[str, tuple[Model, list[tuple[str, int, int]]]] = {  # and kernels, 
 }
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_first_kernels_are_found_and_experts_lie_apart(name: str) -> None:
     model, kernels = MODELS[name]

@@ -116,7 +116,7 @@ def lowered(policy: Any, make: Callable[..., Any], devices: int) -> StepPlan:
     return found.plan
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize(("make", "stages", "mark"), [(mbart, 4, "+R"), (translator, 4, ""), (stacked_gpt, 2, "+R")])
 def test_the_published_order_runs_with_words_in_parts_on_all_devices(
     make: Callable[..., Any], stages: int, mark: str

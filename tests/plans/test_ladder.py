@@ -56,6 +56,7 @@ def test_stages_have_micro_batches_of_what_their_rows_have() -> None:
     assert not [rung for rung in ladder(1, 16) if "pipeline" in rung]
 
 
+@pytest.mark.one_day_in(2)
 def test_the_order_is_that_of_flops() -> None:
     job = PlannedJob(built_in_job("gpt", "nano", 2, dtype="f32", stacked=True), "single", 1)
     found = jscaler.fit(job.step.graph(*job.arguments()), "H100-80GB", every=True)

@@ -167,7 +167,7 @@ def contractions(layer: Sequence[Op]) -> int:
     return sum(name in ("dot_general", "conv_general_dilated") for name in names)
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_are_what_repeats(name: str) -> None:
     model, inputs, want = MODELS[name]

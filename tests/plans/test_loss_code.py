@@ -193,6 +193,7 @@ def planned(loss: Loss, shape: tuple[int, ...], plan: str, devices: int) -> jsca
     return lowered
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("name", "plan"), of_the_day([(n, p) for n in LOSSES for p in PLANS], 6))
 def test_micro_batches_run_in_one_loop(name: str, plan: str) -> None:
     loops = planned(*LOSSES[name], plan, PLANS[plan]).plan.graph.loops.values()
@@ -291,6 +292,7 @@ class Normed(nnx.Module):
         return self.down(nnx.relu(self.norm(self.up(x))))
 
 
+@pytest.mark.one_day_in(2)
 def test_an_nnx_batch_norm_runs_on_each_micro_batch_alone() -> None:
     """What makes the next statistics, behind a ``stop_gradient``, is the norm's."""
 

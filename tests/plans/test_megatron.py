@@ -28,6 +28,7 @@ def test_with_the_sequence() -> None:
     assert len(embedding) == 1  # its two gradients are joined before they are reduced
 
 
+@pytest.mark.one_day_in(2)
 def test_the_numbers_are_those_of_one_device() -> None:
     assert_same_numbers(megatron(dp=2, tp=4, vocab=False), gpt, 8)  # with sequence and vocabulary: test_vocab_parallel
 

@@ -63,6 +63,7 @@ def by_hand(devices: int, state: Any, batch: Any) -> Any:
     return state.apply_gradients(grads=grads, batch_stats=stats), {"loss": loss, "accuracy": accuracy}
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("devices", "blocks", "inner"),
     [(1, 1, None), (2, 2, plans.data_parallel()), (4, 2, plans.spatial(grid=(2,), dp=2))],

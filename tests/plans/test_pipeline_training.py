@@ -306,6 +306,7 @@ def test_each_loss_goes_through_all_stages() -> None:
     assert lowered.plan.instructions.table == one_f_one_b(4, 4)
 
 
+@pytest.mark.one_day_in(2)
 @losing  # a second loop over micro-batches, as it must be
 def test_a_gradient_at_what_another_has_changed_is_a_loop_of_its_own() -> None:
     """On two stages each lies on one of them; on more they cannot be cut."""

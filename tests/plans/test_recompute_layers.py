@@ -35,6 +35,7 @@ def more(plan: str, inner: str, make: Callable[..., Any], devices: int = 4) -> d
     return {k: after[k] - before[k] for k in kinds if after[k] != before[k]}
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("inner", "make", "devices"),
     of_the_day(
@@ -75,6 +76,7 @@ def test_every_layer_runs_once_more(make: Callable[..., Any]) -> None:
     assert "all_reduce" not in kept
 
 
+@pytest.mark.one_day_in(2)
 def test_with_sequences_split_activations_are_gathered_again_but_what_is_kept_is_not_scattered() -> None:
     inner = "megatron(dp=2, tp=2, sequence=True)"
     again = more(f"recompute_layers({inner})", inner, stacked)

@@ -263,6 +263,7 @@ def test_a_model_that_goes_over_its_own_output_is_cut_where_it_is_said() -> None
     assert stages(["layer_1"]) == [{"layer_0"}, {"layer_1", "layer_2", "layer_3"}] * 2
 
 
+@pytest.mark.one_day_in(2)
 def test_ends_on_all_devices_split_the_vocabulary_over_all() -> None:
     """Megatron's ends have a part of the first and the last kernel on each of four devices, a stage's layers on two."""
     model = Model()

@@ -84,7 +84,7 @@ CASES = {  # plan -> devices, layers
 }
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(5)
 @pytest.mark.parametrize("name", of_the_day(CASES, 3))
 def test_optimizer_steps_are_those_of_one_device(name: str) -> None:
     devices, layers = CASES[name]
@@ -167,6 +167,7 @@ def test_an_evaluation_and_averages_follow_the_stages(staged: Any) -> None:
     assert not averaged.lower(state[0], state).plan.transfers
 
 
+@pytest.mark.one_day_in(2)
 def test_a_leaf_whose_update_needs_all_layers_is_one_array() -> None:
     """As Muon's of a stack of biases, which are one matrix to it; the stages have their parts of the others."""
 
@@ -206,6 +207,7 @@ def by_a_product(params: Any, state: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda s, r, p: s + 0.1 * p / (r + distance), state, roots, params)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(("update", "plan", "devices"), [
     (looking_twice, "pipeline(2, 2, batch='x')", 2),
     (looking_twice, f"pipeline(2, 2, plan=tensor_parallel({UP}), batch='x')", 4),
@@ -245,6 +247,7 @@ def test_small_moments_are_where_their_parameters_are() -> None:
         check(ours, jax.jit(lambda s, x: injected(s, x, jax.value_and_grad))(state, inputs()))
 
 
+@pytest.mark.one_day_in(2)
 def test_noise_of_all_leaves_is_drawn_by_one_op() -> None:
     noise = optax.add_noise(eta=0.1, gamma=0.5, key=3)
 

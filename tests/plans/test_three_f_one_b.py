@@ -44,6 +44,7 @@ def planned(policy: Any, made: Any, devices: int = 2) -> StepPlan:
     return jscaler.parallelize(policy, devices=devices)(step).lower(*arguments).plan
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_numbers_are_those_of_one_device(tied: bool) -> None:
     assert_same_numbers(three_f_one_b(2, 4), lambda: recycling(tied=tied), 2)

@@ -81,6 +81,7 @@ def test_words_that_do_not_divide_lie_in_parts_of_which_the_last_is_shorter() ->
     assert logits.uneven == (), "the collectives are those of equal parts, padded"
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("plan", "devices"), of_the_day([(vocab_parallel(), 4), (megatron(dp=2, tp=4, zero=3), 8), (tensor_parallel(), 4)], 3)
 )

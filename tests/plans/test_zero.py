@@ -81,6 +81,7 @@ def test_what_tensor_parallelism_cuts_is_cut_further() -> None:
     assert without["all_reduce"] - moved(plan)["all_reduce"] == moved(plan)["reduce_scatter"] == 8
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("plan", "make"),
     of_the_day(

@@ -107,6 +107,7 @@ def test_casts_are_gathered_in_few_bits_inside_of_the_loop() -> None:
     assert len(gathers) == 2 * 6
 
 
+@pytest.mark.one_day_in(2)
 def test_only_loops_over_the_batch_accumulate() -> None:
     """The parts of a layer hand their gradients on to the layer before: what they read is made whole in front of them."""
     nested = planned(accumulate(2, co_shard(2, plan=zero3(), loss=False)), gpt(), 2)
@@ -128,6 +129,7 @@ def test_parts_of_a_backward_fetch_again() -> None:
     assert all("kernel" in t.name for op in fences for t in op.inputs if t.role != "gradient" and len(t.shape) > 1)
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize(
     ("plan", "make"),
     of_the_day(

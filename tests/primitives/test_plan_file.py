@@ -157,6 +157,7 @@ random_plans = st.builds(
 )
 
 
+@pytest.mark.one_day_in(2)
 @given(random_plans)
 @settings(max_examples=200, deadline=None)
 def test_any_plan_is_read_as_it_was_written(plan: Plan) -> None:

@@ -66,6 +66,7 @@ def rows_and_columns(graph: Any, devices: np.ndarray) -> None:
         graph.op_assign(cells, devices.reshape(2, 4))
 
 
+@pytest.mark.one_day_in(2)
 @losing
 def test_forward_and_backward_with_another_split() -> None:
     with jax.enable_x64(True):

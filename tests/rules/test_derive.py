@@ -286,6 +286,7 @@ def splits_of(made: FragmentInParts, pick: int) -> list[dict[str, int]]:
     return [*single, {first: made.open[first], second: made.open[second]}]
 
 
+@pytest.mark.one_day_in(2)
 @drawn(20, suppress_health_check=[HealthCheck.too_slow])
 @given(steps, st.integers(0, 9))
 def test_random_programs(chosen: list[Step], pick: int) -> None:

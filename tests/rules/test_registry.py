@@ -253,6 +253,7 @@ def examples() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
 NOT_TRACED = {"debug_callback", "debug_print", "empty2"}
 
 
+@pytest.mark.one_day_in(2)
 def test_every_primitive_of_the_table_is_verified() -> None:
     """Those that test_table does not: forward and backward, in 2, 3 and 4 parts, the day's share, compiled together."""
     found = examples()

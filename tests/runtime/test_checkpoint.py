@@ -134,6 +134,7 @@ def test_a_url_is_no_folder() -> None:
         checkpoint.save(Path("gs://bucket/run"), 1, {"w": jax.numpy.ones(3)})
 
 
+@pytest.mark.one_day_in(2)
 def test_without_orbax_the_remedy_is_named() -> None:
     code = "import sys; sys.modules['orbax'] = sys.modules['orbax.checkpoint'] = None; import jscaler.runtime.checkpoint"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -157,6 +157,7 @@ def test_a_state_that_was_saved_as_objects_is_read_all_the_same(tmp_path: Path) 
     np.testing.assert_array_equal(restored.kernel[...], model.kernel[...])
 
 
+@pytest.mark.one_day_in(2)
 def test_a_readers_own_error_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not ask to remove a good state, nor puts it aside."""
     state = {"w": jnp.ones(3)}

@@ -40,6 +40,7 @@ def pipelined(stages=2, donate="params"):
     return jscaler.parallelize(plan, devices=2 * stages, donate_argnames=donate)(train_step)
 
 
+@pytest.mark.one_day_in(2)
 def test_debug_nans_names_op_stage_and_microbatch():
     step = pipelined()
     with jax.debug_nans(True), pytest.raises(jscaler.NotFiniteError) as caught:
@@ -67,6 +68,7 @@ def test_debug_infs_names_the_op():
         step(jnp.array([1.0, 90.0]))
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("at_first", [False, True])
 def test_debug_nans_may_be_set_at_any_time_and_nothing_is_lost(at_first):
     """Behind a first run that donates, and again behind the error; then donated arguments are given away again."""
@@ -95,6 +97,7 @@ def test_debug_infs_loses_nothing_that_is_donated(at_first):
     assert not w.is_deleted()
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_debug_nans_names_what_holds_one_and_not_what_moves_it(schedule):
     """The slices of a stack that lies in parts, and what stages get from others or from the batch."""
@@ -213,6 +216,7 @@ def test_a_step_goes_on_behind_an_interrupt_anywhere(compiled):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), again, expected)
 
 
+@pytest.mark.one_day_in(2)
 def test_deleted_arguments_are_named_before_anything_runs():
     step = pipelined()
     params = make_params()

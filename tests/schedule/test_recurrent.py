@@ -63,7 +63,7 @@ PLANS = {
 }
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 @pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.GRUCell])
 @pytest.mark.parametrize("plan", PLANS)
 def test_numbers_of_recurrent_models(plan: str, cell: type[nn.RNNCellBase]) -> None:

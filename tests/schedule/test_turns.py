@@ -104,6 +104,7 @@ def test_devices_of_one_group_in_turn() -> None:
     assert (loop.length, loop.turns) == (1, 2)
 
 
+@pytest.mark.one_day_in(2)
 def test_unequal_parts_in_turn() -> None:
     """Parts that run in no loop lie where the plan says, too."""
     plan = lowered(placed(TWO_WAYS, 3, sizes=(4, 12, 8))).plan
@@ -168,6 +169,7 @@ def test_a_table_names_micro_batches_as_they_are() -> None:
         lowered(scheduled(table.replace("0F2 ", "")))
 
 
+@pytest.mark.one_day_in(2)
 def test_a_plan_file_keeps_them() -> None:
     plan = lowered(placed(TWO_WAYS, 4)).plan.plan
     again = Plan.from_json(plan.to_json())

@@ -122,7 +122,7 @@ def mlp_and_unequal_batch(graph: Any, devices: np.ndarray) -> None:
                 graph.op_assign(graph.op_trans(op, Split(hidden[op], devices.size)), devices)
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_optimizer_steps_of_a_gpt_in_unequal_parts() -> None:
     assert_same_numbers(mlp_and_unequal_batch, gpt, 2)
 

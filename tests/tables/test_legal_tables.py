@@ -253,7 +253,7 @@ def test_tables_are_judged_by_the_rules(seed: int) -> None:
         assert most_live(row) == max((len(under_way(row, place)) for place in range(len(row))), default=0), f"{asked.table}"
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(3)
 def test_the_random_tables_are_of_all_sorts() -> None:
     found = Counter(judged(random_asked(seed)) for seed in range(1000))
     assert {sort: count >= 40 for sort, count in found.items()} == dict.fromkeys(
@@ -383,6 +383,7 @@ def legal_table(seed: int) -> Table:
             return asked.table
 
 
+@pytest.mark.one_day_in(2)
 @pytest.mark.parametrize("seed", of_the_day(range(40), 10))
 def test_legal_tables_train_as_one_device_does(seed: int) -> None:
     assert_trains(legal_table(seed))

@@ -102,6 +102,7 @@ def test_skip_leaves_the_state_as_it_was(model: Path, tmp_path: Path, plan: str,
     assert "1 step skipped" in output
 
 
+@pytest.mark.one_day_in(2)
 def test_restore_goes_back_and_on_behind_the_batch(model: Path, tmp_path: Path) -> None:
     log, folder = tmp_path / "log.jsonl", tmp_path / "run"
     words = ["--on-nan", "restore", "--checkpoint", str(folder), "--save-every", "2", "--log", str(log)]

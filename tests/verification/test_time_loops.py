@@ -262,6 +262,7 @@ def test_of_large_arrays_dims_are_looked_at_one_by_one(right: StepPlan, monkeypa
             assert unseen
 
 
+@pytest.mark.one_day_in(2)
 def test_rows_of_a_large_array() -> None:
     """A cut of (blocks, parts, rows), and what puts its parts together, on an array that no machine could hold."""
     aval = jax.ShapeDtypeStruct((6, 2**20, 2**20), jnp.float32)
