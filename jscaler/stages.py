@@ -24,7 +24,6 @@ from jscaler.lower.blocks import make_programs
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.instructions import instructions
 from jscaler.lower.numbering import Keys, flatten
-from jscaler.lower.phases import check_in_one_loop
 from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.lower.twins import twin_key, twin_of
@@ -142,8 +141,6 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
     made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts)
     values, keys = made.values, Keys()
     several = len(completed.groups) > 1
-    if several and plan.scheduled_axis:
-        check_in_one_loop(graph, plan.scheduled_axis)
     known: dict[Hashable, Segment] = {}
     for program in made.programs:
         key = twin_key(program) if several else None

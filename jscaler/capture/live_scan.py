@@ -21,19 +21,19 @@ def live_scan(parts: ScanParts, results: Set[int]) -> ScanParts:
     """
     first, num_carry = len(parts.consts), len(parts.inits)
     body = parts.body
-    same = {i for i, operand in handed_on(body).items() if i < num_carry and operand == first + i} - results
+    unchanged = {i for i, operand in handed_on(body).items() if i < num_carry and operand == first + i} - results
     kept = {i for i in results if i < num_carry}
     written = sorted(i for i in results if i >= num_carry)
     while True:  # a carry that another result reads is kept, too
         outs = [body.outvars[i] for i in (*sorted(kept), *written)]
         eqns = _live(body.eqns, outs)
         reads = _reads(eqns, outs)
-        more = {i for i in range(num_carry) if body.invars[first + i] in reads} - kept - same
+        more = {i for i in range(num_carry) if body.invars[first + i] in reads} - kept - unchanged
         if not more:
             break
         kept |= more
     carried = sorted(kept)
-    consts = [i for i in (*range(first), *(first + i for i in sorted(same))) if body.invars[i] in reads]
+    consts = [i for i in (*range(first), *(first + i for i in sorted(unchanged))) if body.invars[i] in reads]
     slices = [i for i in range(len(parts.stacks)) if body.invars[first + num_carry + i] in reads]
     invars = [body.invars[i] for i in (*consts, *(first + i for i in carried), *(first + num_carry + i for i in slices))]
     return ScanParts(

@@ -18,19 +18,26 @@ from jscaler.text.units import readable_bytes
 
 
 def loops_apart(step: StepPlan) -> str:
-    """A sentence on how many loops micro-batches run in, what is held between these, and why.
+    """A sentence on how many loops micro-batches run in, why, what is held between these, and which stages wait.
 
-    Empty where that is less than a thousandth of what the step is given.
+    Empty where no stage waits and less is held than a thousandth of what the step is given.
     """
     graph = step.graph
     loops = _loops(graph)
-    held = _held(graph, loops) if len(loops) > 1 else 0
-    if held <= LEAST * sum(t.nbytes for t in graph.inputs):
+    if len(loops) < 2:
         return ""
-    why = between_loops(graph, loops)
+    held = _held(graph, loops)
+    staged = step.plan.table is not None and len(step.completed.groups) > 1
+    waiting = between_loops(graph, loops, differentiated=True) if staged else None
+    if waiting is None and held <= LEAST * sum(t.nbytes for t in graph.inputs):
+        return ""
+    why = waiting or between_loops(graph, loops)
+    ordered = "one" if step.spanning is not None else "none"
+    waits = f", and stages wait for each other: the schedule orders {ordered} of these loops"
     return (
-        f"memory is lost: micro-batches run in {len(loops)} loops, one behind the other{f', since {why}' if why else ''}: "
-        f"{readable_bytes(held)} more are held in all than in one loop"
+        f"{'memory' if waiting is None else 'parallelism'} is lost: micro-batches run in {len(loops)} loops, one behind "
+        f"the other{f', since {why}' if why else ''}: {readable_bytes(held)} more are held in all than in one loop"
+        f"{'' if waiting is None else waits}"
     )
 
 

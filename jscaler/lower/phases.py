@@ -95,20 +95,6 @@ def _checked(graph: Graph, spanning: Sequence[Nest], completed: Completed) -> Ne
     )
 
 
-def check_in_one_loop(graph: Graph, axis: str) -> None:
-    """Refuse a schedule for the parts of ``axis`` where those of one gradient run in several loops.
-
-    Teachers, and several gradients that are taken one behind the other, have loops of their own.
-
-    Raises:
-        PlanError: what a gradient flows through stands between loops.
-    """
-    loops = {name: loop for name, loop in graph.loops.items() if loop.time == axis}
-    between = between_loops(graph, loops, differentiated=True) if len(loops) > 1 else None
-    if between is not None:
-        raise _apart(between)
-
-
 def _counts(graph: Graph, stack: PTensor) -> bool:
     """Whether a loop's stack is but the numbers of its iterations."""
     maker = graph.producer.get(stack)

@@ -254,13 +254,13 @@ def products_of(graph: Planner, kernel: PTensor, weights: set[PTensor]) -> list[
         yield from graph.graph.flow.neighbours(tensor)
         for op in graph.consumers.get(tensor, ()):
             if _is_in_front(graph, op):
-                yield from _made_of(op, tensor) if not weights.isdisjoint(op.outputs) else ()
+                yield from _dependent_results(op, tensor) if not weights.isdisjoint(op.outputs) else ()
 
     readers = (op for t in closure([kernel], onward) for op in graph.consumers.get(t, ()))
     return [op.path for op in readers if _is_in_front(graph, op) and _contracts_activations(op, weights)]
 
 
-def _made_of(op: Op, operand: PTensor) -> list[PTensor]:
+def _dependent_results(op: Op, operand: PTensor) -> list[PTensor]:
     """The results of ``op`` that depend on ``operand``."""
     assert op.body is not None
     jaxpr = op.body.jaxpr

@@ -100,7 +100,7 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
             dims = rule.operands[op.inputs.index(tensor)]
             kept = [i for i, names in enumerate(dims) if names and rule.factors[names[0]].kind == "parallel"]
             found = [i + before for i in kept if i + before >= 0]
-            if kept and _takes_one(op, rule, dims[: kept[0]]):  # a Python loop takes a layer of a stack by its number
+            if kept and _selects_layer(op, rule, dims[: kept[0]]):  # a Python loop takes a layer of a stack by its number
                 fresh += [(t, before + kept[0]) for t in op.outputs if t.shape == tensor.shape[kept[0] :]]
                 continue
             if found and len(kept) < sum(map(bool, dims)):  # the rest is summed over, maybe in a norm before it too
@@ -115,7 +115,7 @@ def column(graph: Planner, kernel: PTensor) -> int | None:
     return None
 
 
-def _takes_one(op: Op, rule: Rule, front: Sequence[Sequence[str]]) -> bool:
+def _selects_layer(op: Op, rule: Rule, front: Sequence[Sequence[str]]) -> bool:
     """Whether ``op`` takes its operand apart along the dims ``front`` alone, and contracts nothing."""
     apart = all(rule.factors[name].kind == "blocked" for names in front for name in names)
     return bool(front) and apart and op.body is not None and not contracts(op.body.jaxpr.eqns)

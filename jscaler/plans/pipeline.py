@@ -123,7 +123,7 @@ def pipeline(
                 graph.on_stages(at_ends, dict.fromkeys(outside, 0), devices.reshape(1, -1))
             _spread(graph, devices, batch)
             _compute_again(graph, {path: where for path, where in here.items() if where in again})
-            graph.schedule(wanted, MICROBATCH)
+            graph.schedule(wanted)
 
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 

@@ -186,14 +186,9 @@ def numbered_stages(decisions: Iterable[Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which order device groups run their blocks: the text of a table, or the name of a published one.
-
-    Attributes:
-        axis: the time axis whose parts these are; where it is said, all of a gradient's parts run in one loop.
-    """
+    """In which order device groups run their blocks: the text of a table, or the name of a published one."""
 
     table: str
-    axis: str = ""
 
     def __str__(self) -> str:
         return f"schedule  {' / '.join(self.table.splitlines())}"
@@ -363,16 +358,6 @@ class Plan(Shown):
         so many groups and micro-batches; None where the plan says nothing."""
         text = next((d.table for d in reversed(self.decisions) if isinstance(d, Schedule)), None)
         return None if text is None else schedule_named(text) or Table.parse(text)
-
-    @property
-    def scheduled_axis(self) -> str:
-        """The time axis that the plan's schedule is said to be for; empty where none is said.
-
-        Example:
-            >>> plan.scheduled_axis
-            ''
-        """
-        return next((d.axis for d in reversed(self.decisions) if isinstance(d, Schedule)), "")
 
     @cached_property
     def alone(self) -> frozenset[str]:

@@ -478,23 +478,21 @@ class Planner(GraphView):
         self._decisions[first:] = [move(decision) for decision in kept]
         self._assigned = {decision.op for decision in self._decisions if isinstance(decision, Assign)}
 
-    def schedule(self, table: Published | Table | str, axis: str = "") -> None:
+    def schedule(self, table: Published | Table | str) -> None:
         """Say in which order device groups run the micro-batches of a loop whose ops lie on several.
 
         Args:
             table: a table, its text or file; or a published schedule, or its name: ``"1f1b"``, ``"zb_h1"``.
-            axis: the time axis of the micro-batches. A gradient's micro-batches then have to run in one loop.
 
         Raises:
-            PlanError: neither a table nor a name; or, when the policy has returned, no op is split in time; or, when the
-                step is lowered, a gradient's micro-batches along ``axis`` need several loops.
+            PlanError: neither a table nor a name; or, when the policy has returned, no op is split in time.
 
         Example:
             >>> graph.schedule("zb_h1")
             >>> graph.schedule(Table.parse("0F0 0F1 0B0 0B1" + chr(10) + "1F0 1B0 1F1 1B1"))
         """
         found = find_schedule(table)
-        self._decide(Schedule(found.name if isinstance(found, Published) else str(found), axis))
+        self._decide(Schedule(found.name if isinstance(found, Published) else str(found)))
 
     def reduce_dtype(self, dtype: Any) -> None:
         """Add gradients between devices in another dtype: fewer bits send less and lose digits, more bits the reverse.
