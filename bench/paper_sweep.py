@@ -28,16 +28,13 @@ AHEAD = 32  # configurations that a process with nothing to do looks at, for one
 
 
 def scaled(cluster: Cluster, compute: float = 1.0, links: float = 1.0) -> Cluster:
-    """``cluster`` as programs reach it, its devices and links so many times as fast."""
-    cluster = cluster.as_reached()
+    """``cluster``, its devices and links so many times as fast."""
     device = cluster.device
     assert device is not None
     assert device.reached is not None
     old = device.reached
-    rates = {name: rate * compute for name, rate in vars(old.products).items()}
-    faster = replace(
-        old, products=type(old.products)(**rates), bandwidth=old.bandwidth * compute, launch=old.launch / compute
-    )
+    products = type(old.products)(**{name: rate * compute for name, rate in vars(old.products).items()})
+    faster = replace(old, products=products, bandwidth=old.bandwidth * compute, launch=old.launch / compute)
     inside, between = cluster.inside.times(links), cluster.between.times(links)
     return replace(cluster, device=replace(device, reached=faster), inside=inside, between=between)
 

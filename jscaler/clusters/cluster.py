@@ -8,7 +8,7 @@ import numpy as np
 
 from jscaler.clusters.cost_model import Line
 from jscaler.clusters.device import DeviceKind
-from jscaler.clusters.link import Link, is_positive
+from jscaler.clusters.link import Link, is_positive, usual_links
 from jscaler.clusters.transition_kinds import COLLECTIVES
 from jscaler.errors import DeviceError, shown
 
@@ -61,24 +61,22 @@ class Cluster:
     def local_step(self) -> float:
         return 1e-9
 
-    def as_reached(self) -> "Cluster":
-        """The same, whose seconds are no bounds by data sheets, but what programs have been seen to reach.
-
-        Raises:
-            DeviceError: that is not known of its devices, or it does not say what they are.
+    def at_peaks(self) -> "Cluster":
+        """The same, whose seconds are bounds: devices at the peaks of their data sheets, usual links at their line rate.
+        Links that were measured stay.
 
         Example:
-            >>> find_cluster("a100").as_reached().inside.bandwidth < find_cluster("a100").inside.bandwidth
-            True
+            >>> a100 = find_cluster("a100")
+            >>> a100.at_peaks().inside.bandwidth, a100.inside.bandwidth
+            (300000000000.0, 231000000000.0)
         """
         if self.device is None:
-            raise DeviceError(f"cluster '{self.name}' does not say what its devices are, nor what they reach")
-        if self.device.reached is not None:
             return self
-        device = self.device.as_reached()
-        assert device.reached is not None
-        inside, between = self.inside.times(device.reached.inside), self.between.times(device.reached.between)
-        return replace(self, inside=inside, between=between, device=device)
+        bound = self.device.at_peaks()
+        reached, rates = (usual_links(kind, self.devices_per_host) or () for kind in (self.device, bound))
+        line_rate = dict(zip(reached, rates, strict=True))
+        inside, between = (line_rate.get(link, link) for link in (self.inside, self.between))
+        return replace(self, inside=inside, between=between, device=bound)
 
     def collective(self, kind: str, groups: np.ndarray) -> Line:
         """Seconds against the bytes that each member sends; all groups run at once and share their hosts' networks.

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jscaler.clusters.cluster import Cluster
-from jscaler.clusters.device import DEVICE_KINDS, DeviceKind, Peak, find_kind
+from jscaler.clusters.device import DEVICE_KINDS, DeviceKind, Peak, Reached, find_kind
 from jscaler.clusters.link import Link, is_positive, usual_links
 from jscaler.errors import DeviceError, UnknownNameError, shown
 
 _PEAKS = tuple(field.name for field in dataclasses.fields(Peak))
 _FIELDS = tuple(field.name for field in dataclasses.fields(DeviceKind) if field.name not in ("peak", "reached"))
+_REACHED = tuple(field.name for field in dataclasses.fields(Reached) if field.name != "products")
 _FRACTIONS = ("bandwidth", "clock")  # of the fields, those that need not be whole numbers
 
 
@@ -42,8 +43,15 @@ def _device_toml(kind: DeviceKind) -> list[str]:
     values: dict[str, Any] = {name: getattr(kind, name) for name in _FIELDS}
     values["capability"] = ".".join(map(str, kind.capability))
     lines = ["", "[device]", *(f"{k} = {_quoted(v) if isinstance(v, str) else repr(v)}" for k, v in values.items())]
-    known = {name: getattr(kind.peak, name) for name in _PEAKS}
-    return [*lines, "", "[device.peak]", *(f"{name} = {rate!r}" for name, rate in known.items() if rate)]
+    lines += ["", "[device.peak]", *_rates(kind.peak)]
+    if kind.reached is not None:
+        shown = [f"{name} = {getattr(kind.reached, name)!r}" for name in _REACHED]
+        lines += ["", "[device.reached]", *shown, "[device.reached.products]", *_rates(kind.reached.products)]
+    return lines
+
+
+def _rates(peak: Peak) -> list[str]:
+    return [f"{name} = {rate!r}" for name, rate in vars(peak).items() if rate]
 
 
 def _quoted(text: str) -> str:
@@ -116,7 +124,7 @@ def _device(path: Path, table: dict[str, Any]) -> DeviceKind | None:
         return find_kind(entry, f" in {path}")
     if not isinstance(entry, dict):
         raise DeviceError(f"{path}: 'device' is {entry!r}; give a kind's name or a table [device]")
-    _refuse_unknown(path, entry, ("like", *_FIELDS, "peak"), "device.")
+    _refuse_unknown(path, entry, ("like", *_FIELDS, "peak", "reached"), "device.")
     like = find_kind(_text(path, entry, "like", where="device."), f" in {path}") if "like" in entry else None
     known = {} if like is None else {name: getattr(like, name) for name in _FIELDS if name not in ("name", "description")}
     values = {**known, "name": path.stem, "threads_per_core": known.get("threads_per_core", 2048)}
@@ -124,7 +132,8 @@ def _device(path: Path, table: dict[str, Any]) -> DeviceKind | None:
         if name in entry or name not in (*values, "description"):
             values[name] = _device_field(path, entry, name)
     values.setdefault("description", values["name"])
-    return DeviceKind(**values, peak=_peak(path, entry.get("peak"), like))
+    kind = DeviceKind(**values, peak=_peak(path, entry.get("peak"), like and like.peak, "peak"))
+    return dataclasses.replace(kind, reached=_reached(path, entry.get("reached"), kind, like))
 
 
 def _device_field(path: Path, entry: dict[str, Any], name: str) -> Any:
@@ -138,17 +147,38 @@ def _device_field(path: Path, entry: dict[str, Any], name: str) -> Any:
     return _number(path, entry, name, float if name in _FRACTIONS else int, "device.")
 
 
-def _peak(path: Path, entry: Any, like: DeviceKind | None) -> Peak:
+def _peak(path: Path, entry: Any, like: Peak | None, key: str) -> Peak:
     if entry is None and like is not None:
-        return like.peak
+        return like
     if not isinstance(entry, dict):
-        raise DeviceError(f"{path}: the table [device.peak] with FLOP/s by type ({', '.join(_PEAKS)}) is missing")
-    _refuse_unknown(path, entry, _PEAKS, "device.peak.")
-    rates = {name: getattr(like.peak, name) if like is not None else 0.0 for name in _PEAKS}
-    rates |= {name: _number(path, entry, name, float, "device.peak.") for name in entry}
+        raise DeviceError(f"{path}: the table [device.{key}] with FLOP/s by type ({', '.join(_PEAKS)}) is missing")
+    _refuse_unknown(path, entry, _PEAKS, f"device.{key}.")
+    rates = {name: getattr(like, name) if like is not None else 0.0 for name in _PEAKS}
+    rates |= {name: _number(path, entry, name, float, f"device.{key}.") for name in entry}
     if not (rates["float32"] and rates["float64"]):
-        raise DeviceError(f"{path}: 'device.peak' says no FLOP/s of float32 or of float64; give both")
+        raise DeviceError(f"{path}: 'device.{key}' says no FLOP/s of float32 or of float64; give both")
     return Peak(**rates)
+
+
+def _reached(path: Path, entry: Any, kind: DeviceKind, like: DeviceKind | None) -> Reached | None:
+    """What is reached of a kind: as said, else the share that is reached of the kind that it is like."""
+    usual = None
+    if like is not None and like.reached is not None:
+        old, own = vars(like.peak), vars(kind.peak)
+        rates = {name: rate * own[name] / (old[name] or 1) for name, rate in vars(like.reached.products).items()}
+        bandwidth = like.reached.bandwidth * kind.bandwidth / like.bandwidth
+        usual = dataclasses.replace(like.reached, products=Peak(**rates), bandwidth=bandwidth)
+    if entry is None:
+        return usual
+    if not isinstance(entry, dict):
+        raise DeviceError(f"{path}: 'device.reached' is {shown(entry)}; give a table [device.reached]")
+    _refuse_unknown(path, entry, (*_REACHED, "products"), "device.reached.")
+    values = {
+        name: getattr(usual, name) if usual and name not in entry else _number(path, entry, name, float, "device.reached.")
+        for name in _REACHED
+    }
+    products = _peak(path, entry.get("products"), usual and usual.products, "reached.products")
+    return Reached(products=products, **values)
 
 
 def _number(path: Path, table: dict[str, Any], key: str, kind: type, where: str = "") -> Any:

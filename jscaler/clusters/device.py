@@ -4,10 +4,11 @@ Cores, memory, caches and FLOP/s are those of NVIDIA's data sheets of the SXM bo
 ``memory`` is what the driver reports on such a board, a little less or more than its name says.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jscaler.errors import DeviceError, UnknownNameError
+from jscaler.errors import UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,24 @@ class Reached:
     """What programs have been seen to reach of a device's peaks and of its links (docs/clusters.md has the sources).
 
     Attributes:
-        products: FLOP/s of large matrix products.
-        half: FLOPs of a product that runs at half of that: tiles and waves that are not full, and its start.
+        products: FLOP/s of matrix products that fill the device.
         bandwidth: of the memory, where kernels go over all of a large tensor, bytes per second.
         launch: seconds from one kernel to the next.
         inside, between: the parts of the bandwidths of links inside a host and between hosts.
     """
 
     products: Peak
-    half: float
     bandwidth: float
     launch: float
     inside: float
     between: float
+
+
+# Rows and columns of a product that one core makes at a time, and how much of its rate it has then. Larger tiles read less.
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+SHORTEST = 256  # elements of what is contracted, below which no kernel divides it among cores
+HALF_ROW = 11_000  # elements of a row at which a kernel that holds it reaches half of the bandwidth
+INTEGER_LANES = 64  # of a core, from Volta to Hopper (CUDA C++ Programming Guide, throughput of arithmetic instructions)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class DeviceKind:
         l2_cache: bytes.
         clock: boost clock, GHz.
         peak: FLOP/s by type.
-        reached: what of this is reached; None where seconds are bounds, by the peaks.
+        reached: what of this is reached; None where that is not known, and seconds are bounds, by the peaks.
     """
 
     name: str
@@ -96,32 +102,59 @@ class DeviceKind:
     def __str__(self) -> str:
         return self.name
 
-    def product_seconds(self, flops: float, dtype: str) -> float:
-        """Of one product whose operands are of type ``dtype``."""
+    def product_seconds(self, flops: float, dtype: str, sizes: tuple[int, ...] = ()) -> float:
+        """Of one product whose operands are of type ``dtype``; ``sizes`` are its batch, rows, columns and depth."""
         if self.reached is None:
             return flops / self.peak.of(dtype)
-        return (flops + self.reached.half) / self.reached.products.of(dtype)
+        return flops / self.reached.products.of(dtype) / (_filled(self.num_cores, *sizes) if sizes else 1.0)
 
-    def kernel_seconds(self, flops: Iterable[tuple[str, float]], nbytes: float) -> float:
+    def kernel_seconds(self, flops: Iterable[tuple[float, str, tuple[int, ...]]], nbytes: float, row: int = 0) -> float:
         """Of a kernel that computes, and meanwhile reads and writes ``nbytes`` (the roofline).
 
         Args:
-            flops: operations by unit: the dtype of a product's operands, or ``vector``.
+            flops: operations, what does them (the dtype of a product's operands, ``vector``, ``integer``), and sizes of a
+                product (see `product_seconds`).
+            row: elements of the rows that it holds as a whole; 0 of others.
 
         Example:
-            >>> v100, ten = DEVICE_KINDS["V100-32GB"], [("float16", 1e10)]
-            >>> v100.kernel_seconds(ten, 0) < v100.as_reached().kernel_seconds(ten, 0)
+            >>> v100, ten = DEVICE_KINDS["V100-32GB"], [(1e10, "float16", ())]
+            >>> v100.at_peaks().kernel_seconds(ten, 0) < v100.kernel_seconds(ten, 0)
             True
         """
-        known = [(n / self.peak.float32 if unit == "vector" else self.product_seconds(n, unit)) for unit, n in flops]
+        share = 1.0 if self.reached is None else self.reached.products.float32 / self.peak.float32
+        lanes = self.peak.float32 / (2 if self.reached else 1)  # a data sheet counts a multiply and an add as two
+        rates = {"vector": share * lanes, "integer": share * INTEGER_LANES * self.num_cores * self.clock * 1e9}
+        seconds = sum(
+            n / rates[unit] if unit in rates else self.product_seconds(n, unit, sizes) for n, unit, sizes in flops
+        )
         bandwidth, launch = (self.bandwidth, 0.0) if self.reached is None else (self.reached.bandwidth, self.reached.launch)
-        return max(sum(known), nbytes / bandwidth) + launch
+        held = 0.0 if self.reached is None else row / HALF_ROW
+        return max(seconds, nbytes / bandwidth * (1 + held)) + launch
 
-    def as_reached(self) -> "DeviceKind":
-        """The same, whose seconds are not bounds but what has been seen; raises DeviceError where nobody has looked."""
-        if self.reached is None and self.name not in REACHED:
-            raise DeviceError(f"no figures are known of what {self.name} reaches; known: {', '.join(REACHED)}")
-        return self if self.reached is not None else replace(self, reached=REACHED[self.name])
+    @property
+    def has_row_kernels(self) -> bool:
+        """Whether XLA makes one kernel of a softmax: it does so by Triton, from Ampere on."""
+        return self.capability >= (8, 0)
+
+    def at_peaks(self) -> "DeviceKind":
+        """The same, whose seconds are bounds: nothing is faster."""
+        return replace(self, reached=None)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _filled(cores: int, batch: int, rows: int, columns: int, depth: int) -> float:
+    """The part of the device's rate that a product of these sizes has: its tiles come in waves, one for each core, and the
+    last wave and the last tiles are not full. Of the kernels that there are, the best is taken.
+    """
+    best = 0.0
+    for high, wide, rate in TILES:
+        tiles = batch * -(-rows // high) * -(-columns // wide)
+        for parts in (1, 2, 4, 8, 16):
+            if parts > 1 and depth < parts * SHORTEST:
+                break
+            waves = -(-tiles * parts // cores)
+            best = max(best, rate * batch * rows * columns * parts / (waves * cores * high * wide))
+    return best or 1.0
 
 
 # fmt: off
@@ -132,8 +165,21 @@ _HOPPER = ((9, 0), 132, 128, 228 << 10, 227 << 10)
 _V100_PEAK = Peak(7.8e12, 15.7e12, 0.0, 125e12, 0.0)
 _A100_PEAK = Peak(19.5e12, 19.5e12, 156e12, 312e12, 312e12)
 _H100_PEAK = Peak(67e12, 67e12, 494.7e12, 989.4e12, 989.4e12, 1978.9e12)
+#                     float64   float32   tf32    float16 bfloat16 float8
+_V100_REACHED = Peak(7.0e12, 14e12, 0.0, 95e12, 0.0)
+_A100_REACHED = Peak(17.4e12, 17.4e12, 116e12, 230e12, 230e12)
+_H100_REACHED = Peak(60e12, 60e12, 343e12, 668e12, 668e12, 1336e12)
+_V100 = Reached(_V100_REACHED, 784e9, 2.5e-6, 0.87, 0.88)
+REACHED = {
+    "V100-16GB": _V100,
+    "V100-32GB": _V100,
+    "A100-40GB": Reached(_A100_REACHED, 1232e9, 2.5e-6, 0.77, 0.88),
+    "A100-80GB": Reached(_A100_REACHED, 1616e9, 2.5e-6, 0.77, 0.88),
+    "H100-80GB": Reached(_H100_REACHED, 2650e9, 2.5e-6, 0.80, 0.88),
+    "H200-141GB": Reached(_H100_REACHED, 3800e9, 2.5e-6, 0.80, 0.88),
+}
 DEVICE_KINDS = {
-    kind.name: kind
+    kind.name: replace(kind, reached=REACHED[kind.name])
     for kind in (
         DeviceKind("V100-16GB", "Tesla V100-SXM2-16GB", *_VOLTA, 16_935_682_048, 900e9, 6 << 20, 1.53, _V100_PEAK),
         DeviceKind("V100-32GB", "Tesla V100-SXM3-32GB", *_VOLTA, 34_089_730_048, 900e9, 6 << 20, 1.53, _V100_PEAK),
@@ -142,13 +188,6 @@ DEVICE_KINDS = {
         DeviceKind("H100-80GB", "NVIDIA H100 80GB HBM3", *_HOPPER, 84_929_347_584, 3352.32e9, 50 << 20, 1.98, _H100_PEAK),
         DeviceKind("H200-141GB", "NVIDIA H200", *_HOPPER, 151_397_597_184, 4800e9, 50 << 20, 1.98, _H100_PEAK),
     )
-}
-_V100_REACHED = Peak(7.0e12, 14e12, 0.0, 95e12, 0.0)
-_A100_REACHED = Peak(17.4e12, 17.4e12, 116e12, 230e12, 230e12)
-REACHED = {
-    "V100-16GB": Reached(_V100_REACHED, 1e9, 784e9, 4.3e-6, 0.87, 0.88),
-    "V100-32GB": Reached(_V100_REACHED, 1e9, 784e9, 4.3e-6, 0.87, 0.88),
-    "A100-80GB": Reached(_A100_REACHED, 1e9, 1616e9, 4.3e-6, 0.77, 0.88),
 }
 # fmt: on
 

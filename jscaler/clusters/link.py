@@ -72,6 +72,10 @@ HOST_LINKS = {  # by compute capability
 
 
 def usual_links(kind: DeviceKind, devices_per_host: int) -> tuple[Link, Link] | None:
-    """The links inside a host and between hosts; None for a generation that has no entry."""
+    """The links inside a host and between hosts, as far as they are reached where the kind says so; None for a generation
+    that has no entry."""
     found = HOST_LINKS.get(kind.capability)
-    return None if found is None else (found.inside, found.between(devices_per_host))
+    if found is None:
+        return None
+    inside, between = (1.0, 1.0) if kind.reached is None else (kind.reached.inside, kind.reached.between)
+    return found.inside.times(inside), found.between(devices_per_host).times(between)

@@ -50,24 +50,6 @@ class OpCost:
         """Seconds of that."""
         return self.moved.seconds
 
-    def part(self, share: float, moves: bool) -> "OpCost":
-        """A share of what it computes; and all that is moved for it, or nothing."""
-        if share == 1.0:
-            return self
-        seconds = None if self.seconds is None else share * self.seconds
-        return OpCost(
-            self.kind, share * self.flops, round(share * self.read), round(share * self.written), seconds,
-            self.moved if moves else Traffic(), round(share * self.launches),
-        )  # fmt: skip
-
-    def plus(self, other: "OpCost") -> "OpCost":
-        """Of an op that runs on several groups: what each device of either does."""
-        seconds = None if self.seconds is None or other.seconds is None else self.seconds + other.seconds
-        return OpCost(
-            self.kind, self.flops + other.flops, self.read + other.read, self.written + other.written, seconds,
-            sum_of([self.moved, other.moved]), self.launches + other.launches,
-        )  # fmt: skip
-
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         figures = {name: getattr(self, name) for name in ("kind", "flops", "read", "written", "seconds", "launches")}
@@ -76,10 +58,10 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step by the peaks of its devices and links: no step is faster, and communication hides behind nothing.
+    """A step by what is reached of its devices and links; communication hides behind nothing.
 
     Attributes:
-        compute: every kernel at the device's peak; None where the cluster does not say what its devices are.
+        compute: every kernel, one after the other; None where the cluster does not say what its devices are.
         communication: every collective, one after the other.
         waiting: for other device groups, and for what they send.
     """
@@ -134,6 +116,8 @@ class Cost:
         by_op: path -> cost of one op, in the order of the program. Ops that the plan re-opened stand as their pieces.
         shares: of the devices that do alike: all, or those of a stage.
         elapsed: seconds of a step on several device groups; None where that is not known, or there is one.
+        bound: seconds of the step at the peaks of all devices and links, which no step is faster than; None where the cluster
+            does not say what its devices are.
         donated: whether the step updates its state in place.
 
     Example:
@@ -154,6 +138,7 @@ class Cost:
     by_op: Mapping[str, OpCost]
     shares: tuple[DeviceShare, ...]
     elapsed: float | None = None
+    bound: float | None = None
     donated: bool = True
 
     @property
@@ -217,7 +202,7 @@ class Cost:
     def as_json(self) -> dict[str, Any]:
         """Everything as numbers, strings, lists and dicts; the timeline left out."""
         memory = {**self.memory.as_json(), "live": [asdict(tensor) for tensor in self.held.live]}
-        seconds = {**asdict(self.seconds), "total": self.seconds.total}
+        seconds = {**asdict(self.seconds), "total": self.seconds.total, "bound": self.bound}
         return {
             "plan": self.plan, "devices": self.num_devices, "cluster": self.cluster.name, "seconds": seconds,
             "flops": self.flops, "launches": self.launches, "sent": asdict(self.sent), "memory": memory, "fits": self.fits,
@@ -239,6 +224,7 @@ def _totals(cost: Cost) -> list[str]:
         f"plan {cost.plan} on {counted(cost.num_devices, 'device')} of {cost.cluster.name}",
         f"seconds: {readable_seconds(seconds.total)} (computing {readable_seconds(seconds.compute)}, communicating "
         f"{readable_seconds(seconds.communication)}{waiting}; {cost.flops:.4g} FLOPs of products per device)",
+        f"at the peaks of devices and links: {readable_seconds(cost.bound)}",
         f"sent per device: {links}{out} ({kinds or 'no communication'})",
     ]
 

@@ -3,8 +3,8 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jscaler import plans
@@ -13,20 +13,19 @@ from jscaler.collector import no_full_collections
 from jscaler.errors import PlanError, check_flag, shown
 from jscaler.estimate.cost import Cost, DeviceShare, OpCost
 from jscaler.estimate.timed_step import timed_step
-from jscaler.estimate.traffic import RESULTS, Traffic, sum_of, traffic_by_reader, traffic_of_hop
+from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader, traffic_in, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
-from jscaler.estimate.works import works_of
+from jscaler.estimate.works import block_work
 from jscaler.ir import Graph
-from jscaler.lower.instructions import Send
-from jscaler.lower.segment import PlacedBlock, Segment
+from jscaler.lower.instructions import Run, Send
+from jscaler.lower.program import Compute, walk
+from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan, decisions_of
 from jscaler.materialize.crossing import hop_price
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
 from jscaler.stages import Captured, lower, transform
-from jscaler.xla_model.flops import flops_of
-
-PER_ELEMENT = 300.0  # FLOPs of products that take as long as one of elementwise arithmetic, which waits for memory
+from jscaler.xla_model.work import KernelWork, Work
 
 
 def cost(
@@ -39,8 +38,8 @@ def cost(
 ) -> Cost:
     """What ``plan`` would cost on ``cluster``: nothing is compiled, nothing runs, and no device need be at hand.
 
-    Bodies and placements that were asked about before are not worked out again: after a change of one op's placement,
-    that op and its neighbours' adapters are new. Inside a policy ``jscaler.cost(graph, None, cluster)`` is the cost of the
+    Seconds are those of the kernels that XLA is expected to make, by what is reached of the cluster's devices and links;
+    ``bound`` are those at their peaks. Placements that were asked about before are not worked out again. Inside a policy ``jscaler.cost(graph, None, cluster)`` is the cost of the
     decisions so far, with what they leave open filled in.
 
     Args:
@@ -69,17 +68,9 @@ def cost(
     on = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
     check_flag("cost: donated", donated)
     step = planned(graph, plan, on, devices)
-    by_op: dict[str, OpCost] = {}
-    blocks: list[_BlockCost] = []
-    for costs, own in _by_segment(step, on):
-        for path, one in costs.items():
-            by_op[path] = by_op[path].plus(one) if path in by_op else one
-        blocks += own
-    elapsed = None
-    if len(step.blocks) > 1 and on.device is not None:
-        runs, _ = timed_step(step, _seconds(step, blocks), hop_seconds(step, on))
-        elapsed = max(one.end for one in runs)
-    return Cost(step.name, on, step, by_op, _shares(step, blocks, on), elapsed, donated)
+    blocks = _block_costs(step, on)
+    elapsed, bound = _elapsed(step, blocks, on)
+    return Cost(step.name, on, step, _by_op(step, blocks, on), _shares(step, blocks, on), elapsed, bound, donated)
 
 
 def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:
@@ -90,21 +81,14 @@ def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:
 
 
 def block_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
-    """The seconds of one run of each block, with what is moved within its group, by the peaks of a cluster's devices."""
-    return _seconds(step, [one for _, own in _by_segment(step, cluster) for one in own])
+    """The seconds of one run of each block, with what is moved within its group."""
+    return [one.seconds(cluster) for one in _block_costs(step, cluster)]
 
 
 def hop_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
     """The seconds of each transfer."""
     ends = [(t.crossing.leave.target, t.crossing.arrive.source, t.tensor.itemsize) for t in step.transfers]
     return [hop_price(*end, cluster) for end in ends]
-
-
-def _by_segment(step: StepPlan, on: Cluster) -> Iterator[tuple[dict[str, OpCost], list["_BlockCost"]]]:
-    for segment in step.segments:
-        moved = traffic_by_reader([segment], on)
-        costs = _by_op(step, segment, moved, on)
-        yield costs, list(_of_blocks(segment, costs, moved.get(RESULTS, Traffic())))
 
 
 @no_full_collections()
@@ -136,65 +120,66 @@ def planned(graph: Any, plan: Any, cluster: Cluster, devices: int | None = None)
     return lower(captured, transform(captured, policy, count, cost=cluster), cluster)
 
 
-def _by_op(step: StepPlan, segment: Segment, moved: Mapping[str, Traffic], cluster: Cluster) -> dict[str, OpCost]:
-    """The ops of one segment."""
-    table: dict[str, OpCost] = {}
-    none = Traffic()
-    for op, times, work in works_of(step, segment):
-        sent = moved.get(op.path, none)
-        seconds = None if cluster.device is None else times * work.seconds(cluster.device)
-        table[op.path] = OpCost(
-            op.kind, times * work.flops, times * work.read, times * work.written, seconds, sent,
-            times * work.launches,
-        )  # fmt: skip
-    return table
-
-
 @dataclass(frozen=True)
 class _BlockCost:
-    """The ops of one block, and what is moved for results behind them, all its runs of a step together."""
+    """One block: what a run of it computes and sends, and how many runs there are."""
 
     block: PlacedBlock
     runs: int
-    ops: tuple[OpCost, ...]
-    results: Traffic
+    work: Work
+    sent: Traffic
 
-    @property
-    def compute(self) -> float | None:
-        known = [op.seconds for op in self.ops if op.seconds is not None]
-        return math.fsum(known) if len(known) == len(self.ops) else None
+    def compute(self, cluster: Cluster) -> float | None:
+        """Seconds of a run; None where the cluster does not say what its devices are."""
+        return None if cluster.device is None else self.work.seconds(cluster.device)
 
-    @property
-    def sent(self) -> Traffic:
-        return sum_of([*(op.moved for op in self.ops), self.results])
+    def seconds(self, cluster: Cluster) -> float:
+        return (self.compute(cluster) or 0.0) + self.sent.seconds
 
 
-def _of_blocks(segment: Segment, costs: Mapping[str, OpCost], results: Traffic) -> Iterator[_BlockCost]:
-    """The blocks of a segment. An op that several make is shared by what they compute of it (a layer's backward by I and
-    W), and what is moved for it goes to the first."""
-    work = [_work_by_op(block) for block in segment.blocks]
-    whole = {path: sum(own.get(path, 0.0) for own in work) for path in costs}
-    homeless = [cost for path, cost in costs.items() if not whole[path]]
-    seen = set[str]()
-    for place, (block, own) in enumerate(zip(segment.blocks, work, strict=True)):
-        last = place == len(work) - 1
-        paths = [path for path in own if whole.get(path)]
-        parts = tuple(costs[path].part(own[path] / whole[path], path not in seen) for path in paths)
-        seen.update(paths)
-        yield _BlockCost(
-            block, segment.program.times, (*parts, *(homeless if last else ())), results if last else Traffic()
-        )
+def _block_costs(step: StepPlan, cluster: Cluster) -> list[_BlockCost]:
+    runs = Counter(one.block for one in step.instructions.steps or (Run(0, (), ()),) if isinstance(one, Run))
+    row_kernels = cluster.device is None or cluster.device.has_row_kernels
+    return [
+        _BlockCost(block, runs[number], block_work(step, number, row_kernels), traffic_in(block.flat.items, cluster))
+        for number, block in enumerate(step.blocks)
+    ]
 
 
-def _work_by_op(block: PlacedBlock) -> dict[str, float]:
-    """How much a block computes of each op, in FLOPs of products."""
-    found: dict[str, float] = {}
-    for eqn in block.flat.equations:
-        path = next((block.flat.origins.op[v] for v in eqn.outvars if v in block.flat.origins.op), None)
-        if path is not None:
-            count, unit = flops_of(eqn)
-            found[path] = found.get(path, 0.0) + count * (PER_ELEMENT if unit == "vector" else 1.0)
-    return found
+def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[float | None, float | None]:
+    """Seconds of a step on several groups, and of any step at the peaks of devices and links; None where nobody knows."""
+    if cluster.device is None:
+        return None, None
+    bound = cluster.at_peaks()
+    at_peaks = [replace(one, sent=traffic_in(one.block.flat.items, bound)).seconds(bound) for one in blocks]
+    if len(blocks) == 1:
+        return None, at_peaks[0]
+    found = []
+    for seconds, on in (([one.seconds(cluster) for one in blocks], cluster), (at_peaks, bound)):
+        runs, _ = timed_step(step, seconds, hop_seconds(step, on))
+        found.append(max(one.end for one in runs))
+    return found[0], found[1]
+
+
+def _by_op(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> dict[str, OpCost]:
+    """Each op of the program: its kernels on each device group that runs it, and what is moved in front of it."""
+    kernels: dict[str, list[KernelWork]] = {}
+    for one in blocks:
+        for kernel in one.work.kernels:
+            kernels.setdefault(kernel.op, []).append(replace(kernel, times=kernel.times * one.runs))
+    moved, none = traffic_by_reader(step.segments, cluster), Traffic()
+    table: dict[str, OpCost] = {}
+    for segment in step.segments:
+        for task, _ in walk(segment.program.tasks, 1):
+            if not isinstance(task, Compute) or task.op.path in table:
+                continue
+            work = Work(tuple(kernels.pop(task.op.path, ())))
+            seconds = None if cluster.device is None else work.seconds(cluster.device)
+            table[task.op.path] = OpCost(
+                task.op.kind, work.flops, work.read, work.written, seconds, moved.get(task.op.path, none), work.launches
+            )
+    assert not kernels or kernels.keys() == {""}, f"kernels of no op: {', '.join(kernels)}"
+    return table
 
 
 def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[DeviceShare, ...]:
@@ -203,18 +188,14 @@ def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> t
     hops = {number: traffic_of_hop(step.transfers[number], times, cluster) for number, times in sends.items()}
     found = []
     for devices in devices_alike(step):
-        own = [cost for cost in blocks if devices[0] in cost.block.group.devices]
-        compute = [one.compute for one in own if one.compute is not None]
+        own = [one for one in blocks if devices[0] in one.block.group.devices]
+        compute = [(one.compute(cluster), one.runs) for one in own]
         senders = ((step.transfers[number].crossing.source.mesh.devices, sent) for number, sent in hops.items())
-        sent = [*(one.sent for one in own), *(sent for group, sent in senders if devices[0] in group)]
-        ops = [op for one in own for op in one.ops]
-        seconds = math.fsum(compute) if len(compute) == len(own) else None
-        moved, launches = sum(op.read + op.written for op in ops), sum(op.launches for op in ops)
-        found.append(DeviceShare(devices, sum(op.flops for op in ops), seconds, moved, launches, sum_of(sent)))
+        sent = [*(one.sent.repeated(one.runs) for one in own), *(sent for group, sent in senders if devices[0] in group)]
+        seconds = None if cluster.device is None else math.fsum(runs * one for one, runs in compute if one is not None)
+        flops, moved, launches = (
+            sum(one.runs * of(one.work) for one in own)
+            for of in (lambda work: work.flops, lambda work: work.read + work.written, lambda work: work.launches)
+        )
+        found.append(DeviceShare(devices, flops, seconds, moved, launches, sum_of(sent)))
     return tuple(found)
-
-
-def _seconds(step: StepPlan, blocks: Sequence[_BlockCost]) -> list[float]:
-    """The seconds of one run of each executable, which may be several blocks."""
-    of = {id(one.block): ((one.compute or 0.0) + one.sent.seconds) / one.runs for one in blocks}
-    return [sum(of[id(part)] for part, _ in block.parts or ((block, 0),)) for block in step.blocks]

@@ -8,6 +8,7 @@ import numpy as np
 
 from jscaler.clusters import Cluster
 from jscaler.clusters.transition_kinds import sends
+from jscaler.lower.flat_program import Exchange, FlatLoop, Item
 from jscaler.lower.program import Adapt, Compute, Extend, walk
 from jscaler.lower.segment import Segment
 from jscaler.lower.spanning_loop import Transfer
@@ -84,7 +85,7 @@ def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt |
     table: dict[str, list[tuple[Adapt | Extend, int, int]]] = {}
     for segment in segments:
         # adapters that moved across a cast carry its narrow side; equal ones are made once
-        itemsizes = {e.adapt.output: getattr(e.input.aval.dtype, "itemsize", 8) for e in segment.flat.exchanges}  # type: ignore[attr-defined]
+        itemsizes = {e.adapt.output: _itemsize(e) for e in segment.flat.exchanges}
         waiting: list[tuple[Adapt | Extend, int, int]] = []
         for task, times in walk(segment.program.tasks, segment.program.times):
             if isinstance(task, Compute):
@@ -94,6 +95,21 @@ def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt |
                 waiting.append((task, itemsizes[task.output], times))
         table.setdefault(RESULTS, []).extend(waiting)
     return table
+
+
+def traffic_in(items: Iterable[Item], cluster: Cluster, times: int = 1) -> Traffic:
+    """What items of a flat program send, those of loops as often as these run."""
+    parts = []
+    for item in items:
+        if isinstance(item, Exchange):
+            parts.append(traffic_of(item.adapt, _itemsize(item), times, cluster))
+        elif isinstance(item, FlatLoop):
+            parts.append(traffic_in(item.items, cluster, times * item.loop.length))
+    return sum_of(parts)
+
+
+def _itemsize(exchange: Exchange) -> int:
+    return getattr(exchange.input.aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]
 
 
 def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster) -> Traffic:

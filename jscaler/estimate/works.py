@@ -2,28 +2,38 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
-from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan
-from jscaler.xla_model.work import Work, work_of
+from jscaler.xla_model.to_block import Blocks
+from jscaler.xla_model.work import KernelWork, Work, work_of, work_of_block
+
+
+def block_work(step: StepPlan, number: int, row_kernels: bool) -> Work:
+    """The kernels of one run of a block, each with the path of an op: what belongs to none goes with the kernel before it."""
+    flat = step.blocks[number].flat
+    found: list[KernelWork] = []
+    op = ""
+    kernels = work_of_block(Blocks(flat.origins.op).program(flat), row_kernels).kernels
+    for kernel in reversed(kernels):  # what stands in front of the first op goes with it
+        op = kernel.op or op
+    for kernel in kernels:
+        op = kernel.op or op
+        found.append(kernel if kernel.op else replace(kernel, op=op))
+    return Work(tuple(found))
 
 
 def works(step: StepPlan) -> Iterator[tuple[Op, int, Work]]:
-    """Each op of each device group, how often it runs in a step, and its work each time."""
+    """Each op of each device group by itself, how often it runs in a step, and its work each time."""
     for segment in step.segments:
-        yield from works_of(step, segment)
-
-
-def works_of(step: StepPlan, segment: Segment) -> Iterator[tuple[Op, int, Work]]:
-    """Those of one segment."""
-    for task, times in walk(segment.program.tasks, segment.program.times):
-        if isinstance(task, Compute):
-            yield task.op, times, _work(step, segment.flat, task)
+        for task, times in walk(segment.program.tasks, segment.program.times):
+            if isinstance(task, Compute):
+                yield task.op, times, _work(step, segment.flat, task)
 
 
 def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:

@@ -124,13 +124,16 @@ def in_table_order(loop: LoopBlocks, table: Table) -> list[list[Entry]]:
     of_cell = grouped((cell, (n, i)) for n in numbers for i in range(loop.iterations) for cell in loop.cells((n, i)))
     named = set(table.cells())
     rows = []
+    parts: set[Entry] = set()  # a cell's executables behind its first one
     for row in table.rows:
         ran: set[Cell] = set()  # a block that stands for cells of several entries runs with the first
         entries: list[Entry] = []
         for entry in row:
             asked = (at for cell in entry.cells for at in _blocks_of(cell, of_cell, named))
             run = tuple(dict.fromkeys(at for at in asked if at not in ran))
-            entries += _executables(loop, run) if len(entry.cells) == 1 else _overlapped(loop, run)
+            executables = _executables(loop, run) if len(entry.cells) == 1 else _overlapped(loop, run)
+            entries += executables
+            parts.update(executables[1:])
             ran.update(run)
         rows.append(entries)
     waits = {
@@ -148,10 +151,10 @@ def in_table_order(loop: LoopBlocks, table: Table) -> list[list[Entry]]:
     def told(entry: Entry) -> str:
         return waiting_text(loop, entry)
 
-    def is_again(entry: Entry) -> bool:
-        return all(loop.is_again(number) for number, _ in entry)
+    def aside(entry: Entry) -> bool:
+        return entry in parts or all(loop.is_again(number) for number, _ in entry)
 
-    return in_order(rows, needed, text, told, devices, is_again)
+    return in_order(rows, needed, text, told, devices, aside)
 
 
 def _executables(loop: LoopBlocks, entry: Entry) -> list[Entry]:

@@ -1,8 +1,8 @@
 """Where a row of ops, loops and layers is cut into stages, such that few tensors go across and the slowest is fastest.
 
 Cuts are chosen by dynamic programming, from those places where the fewest tensors go across; seconds are those of forward
-ops on the cluster's devices, as `jscaler.cost` has them. (After Narayanan et al., PipeDream, 2019, who measure
-layers.)
+ops at the peaks of the cluster's devices: a launch for each op would make one layer of a small model as long as another.
+(After Narayanan et al., PipeDream, 2019, who measure layers.)
 """
 
 import itertools
@@ -61,7 +61,7 @@ def balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTen
     across = _across(graph, units, known)
     passes = _passing_by(graph, units)
     counts = [sum(i not in passes.get(t, ()) for t in tensors) for i, tensors in enumerate(across)]
-    device = graph.device or find_kind(BALANCED_FOR)
+    device = (graph.device or find_kind(BALANCED_FOR)).at_peaks()
     of_body: dict[Body, float] = {}
     of_item = {id(unit.item): _seconds(unit.item, device, of_body) for unit in units}
     seconds = [of_item[id(unit.item)] / unit.of for unit in units]

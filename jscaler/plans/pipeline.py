@@ -63,7 +63,7 @@ def pipeline(
         vocabulary: tables of words, at which the ends are found that lie on all devices; as for `vocab_parallel`.
         plan: the policy for the devices of one stage, given as many numbers from 0 on; `single` by default.
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
-            balanced by the seconds of their forward ops on the cluster's devices, as `jscaler.cost` has them. With
+            balanced by the seconds of their forward ops at the peaks of the cluster's devices. With
             ``"interlaced"`` the stages between the ends; or two more, which say where these are.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
             many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on

@@ -126,7 +126,7 @@ def in_order(
         name: what errors call an entry.
         told: what they say of those that wait; by default as they call it.
         devices: those of each row; by default they share none.
-        aside: what nothing is sent for takes no round: it runs in that of the entry before it.
+        aside: what takes no round of its own, but runs in that of the entry before it, if it can.
 
     Raises:
         OrderError: blocks wait for each other; says what each head waits for.

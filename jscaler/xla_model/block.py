@@ -67,6 +67,7 @@ class BlockStep:
         inner: of a loop what it runs; of a ``cond`` its branches, of which one runs.
         op: path of the op that it belongs to; "" for what belongs to none.
         flops: what it computes.
+        row: of a reduction along the last dims how many elements it makes one of; else 0.
         item: of the flat program, that it comes from.
     """
 
@@ -78,6 +79,7 @@ class BlockStep:
     inner: tuple[Inner, ...] = ()
     op: str = ""
     flops: Flops = NONE
+    row: int = 0
     item: Item | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -108,16 +110,20 @@ class Kernel:
     """What is launched: it reads buffers and leaves buffers.
 
     Attributes:
-        step: the step whose results are left; what is fused into it is not listed.
+        step: the step whose results are left.
         reads: buffers, and how many bytes of each; aliases are resolved.
         writes: buffers.
         over: pairs (result, operand): the result may be written over the operand, if that dies here.
+        fused: the other steps that it computes.
+        row: elements of the rows that it holds as a whole; else 0.
     """
 
     step: BlockStep
     reads: Mapping[Value, int]
     writes: tuple[Value, ...]
     over: tuple[tuple[Value, Value], ...] = ()
+    fused: tuple[BlockStep, ...] = ()
+    row: int = 0
 
 
 @dataclass

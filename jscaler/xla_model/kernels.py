@@ -6,12 +6,13 @@ XLA duplicates cheap arithmetic into its readers as long as fewer bytes move, an
 
     in · (k - 1) < out · (k + 1)      k readers, in: bytes that computing it reads, out: its own bytes
 
-Whatever is made of random bits is computed once: a mask of one byte per element is stored. A result is written over an
+Whatever is made of random bits is computed once: a mask that several read is stored, of one byte per element. A result is written over an
 operand of its size, but not where a reduction of the same operand goes into it alone (a softmax's gradient): that is one
 kernel, which reads whole rows.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -72,32 +73,36 @@ class _Fusion:
     made: set[Value] = field(default_factory=set)  # by fused steps
     readers: dict[Value, set[Value]] = field(default_factory=dict)  # value -> stored ones that it is computed into
     behind: dict[Value, Mapping[Value, int]] = field(default_factory=dict)  # unstored value -> what computing it reads
+    inside: dict[Value, Mapping[int, BlockStep]] = field(default_factory=dict)  # and the steps, by their place
     summed: dict[Value, set[Value]] = field(default_factory=dict)  # result of a reduction -> what it reads
 
     def run(self) -> tuple[Kernel, ...]:
         self._store_what_is_needed()
         self._find_readers()
         kernels = []
-        for step in self.block.steps:
+        for place, step in enumerate(self.block.steps):
             if step.kind == "alias":
                 continue
-            reads = self._reads(step)
+            reads, inside = self._reads(step)
+            fused = tuple(inside[at] for at in sorted(inside))
             if step.kind == "reduced":
                 self.summed.update({v: set(reads) for v in step.writes})
             if step.kind not in FUSED:
                 over = tuple((step.writes[i], self.aliases.of(step.reads[j])) for i, j in step.over)
-                kernels.append(Kernel(step, reads, step.writes, over))
+                kernels.append(Kernel(step, reads, step.writes, over, fused))
                 continue
             self._decide(step, reads)
+            self.inside.update(dict.fromkeys(step.writes, {**inside, place: step}))
             for value in step.writes:
                 if value in self.stored:
                     again = {v for r in reads if self.readers[r] == {value} for v in self.summed.get(r, ())}
                     over = tuple((value, v) for v in reads if v.nbytes == value.nbytes and v not in again)
-                    kernels.append(Kernel(step, reads, (value,), over))
+                    kernels.append(Kernel(step, reads, (value,), over, fused))
         return tuple(kernels)
 
     def _store_what_is_needed(self) -> None:
-        """What calls read, what leaves the block, and masks that were drawn."""
+        """What calls read, what leaves the block, and masks that were drawn and that several read."""
+        times = Counter(v for step in self.block.steps for v in step.reads)
         for step in self.block.steps:
             if step.kind == "alias":
                 self.aliases.add(step)
@@ -108,8 +113,9 @@ class _Fusion:
             if step.kind in FUSED:
                 self.made.update(step.writes)
                 if step.kind == "drawn" or not self.drawn.isdisjoint(reads):
-                    self.stored.update(v for v in step.writes if v.is_flag)
-                    self.drawn.update(v for v in step.writes if not v.is_flag)
+                    masks = {v for v in step.writes if v.is_flag and times[v] > 1}
+                    self.stored.update(masks)
+                    self.drawn.update(v for v in step.writes if v not in masks)
                 continue
             if step.kind != "reduced":
                 self.stored.update(reads)
@@ -122,23 +128,26 @@ class _Fusion:
                 continue
             ends: Iterable[Value] = step.writes[:1]
             if step.kind in FUSED:
+                self.stored.update(v for v in step.writes if v in self.drawn and len(self.readers.get(v, ())) > 1)
                 ends = {e for v in step.writes for e in ([v] if v in self.stored else self.readers.get(v, ()))}
             for value in self.aliases.all(step.reads):
                 known = self.readers.setdefault(value, set())
                 if len(known) < MANY:
                     known.update(ends)
 
-    def _reads(self, step: BlockStep) -> Reads:
-        """The buffers behind what a step reads."""
+    def _reads(self, step: BlockStep) -> tuple[Reads, dict[int, BlockStep]]:
+        """The buffers behind what a step reads, and the steps between, by their place."""
         found: Reads = {}
+        inside: dict[int, BlockStep] = {}
         for value in self.aliases.all(step.reads):
             fused = value in self.made and value not in self.stored
+            inside.update(self.inside[value] if fused else ())
             for buffer, nbytes in self.behind[value].items() if fused else ((value, value.nbytes),):
                 found[buffer] = max(found.get(buffer, 0), nbytes)
         if named(step.name).picks:
             most = sum(v.nbytes for v in step.writes)
-            return {v: min(n, most) for v, n in found.items()}
-        return found
+            found = {v: min(n, most) for v, n in found.items()}
+        return found, inside
 
     def _decide(self, step: BlockStep, reads: Reads) -> None:
         """Whether the results of a fused step are stored after all."""
@@ -147,8 +156,7 @@ class _Fusion:
             if value in self.stored:
                 continue
             count = len(self.readers.get(value, ()))
-            repeat = value not in self.drawn and read * (count - 1) < value.nbytes * (count + 1)
-            if count > 1 and not repeat:
+            if count > 1 and read * (count - 1) >= value.nbytes * (count + 1):
                 self.stored.add(value)
             else:
                 self.behind[value] = reads

@@ -83,10 +83,13 @@ class Blocks:
             kind = "fused"  # of a literal
         if name == "transpose" and len(shape(eqn.outvars[0])) == 2:
             name = TURN
+        row = _row(eqn) if kind == "reduced" else 0
+        if row == 1:
+            kind = "alias"
         over = ((0, 0),) if one.changes and isinstance(eqn.invars[0], core.Var) else ()
         op = self.ops.get(eqn.outvars[0], "") if eqn.outvars else ""
-        flops = NONE if kind == "alias" else flops_of(eqn)
-        self._add(kind, name, reads, writes, over=over, op=op, flops=flops)
+        flops = NONE if kind == "alias" or one.role == "moves" else flops_of(eqn)
+        self._add(kind, name, reads, writes, over=over, op=op, flops=flops, row=row)
 
     def _add(self, kind: Kind, name: str, reads: Sequence[Value], writes: Sequence[Value], **rest: Any) -> None:
         self.steps.append(BlockStep(kind, name, tuple(reads), tuple(writes), item=self.item, **rest))
@@ -198,6 +201,16 @@ class Blocks:
         operands = tuple(dict.fromkeys([*(v for v in held if v is not None), *reads]))
         over = tuple((i, operands.index(init)) for i, init in enumerate(held) if init is not None)
         self._add("loop", "scan", operands, writes, over=over, inner=(inner,))
+
+
+def _row(eqn: core.JaxprEqn) -> int:
+    """Of a reduction along the last dims, or along dims of size 1, how many elements it makes one of; else 0."""
+    sizes, axes = shape(eqn.invars[0]), [axis for axis in eqn.params.get("axes", ())]
+    if not axes:
+        return 0
+    last = min(axes) == len(sizes) - len(axes)
+    each = math.prod(sizes[axis] for axis in axes)
+    return each if last or each == 1 else 0
 
 
 def _written(piece: Value) -> BlockStep:

@@ -1,18 +1,21 @@
-"""``Work``: what a device computes and moves through its memory for one op, and how long that takes at least.
+"""``Work``: what a device computes and moves through its memory, kernel by kernel, and how long that takes.
 
-A kernel takes as long as its arithmetic at the device's peak, or as its bytes at the memory's bandwidth, whichever is
-longer (Williams, Waterman, Patterson: Roofline, 2009). What is fused counts with the kernel that it is fused into.
+A kernel takes as long as its arithmetic, or as its bytes through memory, whichever is longer (Williams, Waterman,
+Patterson: Roofline, 2009). What is fused into a kernel counts with it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import make_jaxpr
 from jscaler.clusters.device import DeviceKind
-from jscaler.xla_model.block import Block, BlockStep, Inner, Value
+from jscaler.ir.walk import grouped
+from jscaler.xla_model.block import Block, Inner, Kernel
+from jscaler.xla_model.flops import NO_PRODUCTS, Flops
 from jscaler.xla_model.kernels import kernels_of
+from jscaler.xla_model.rows import in_rows
 from jscaler.xla_model.to_block import Blocks
 
 
@@ -21,23 +24,27 @@ class KernelWork:
     """One kernel, and how often it runs.
 
     Attributes:
-        flops: operations by unit: the dtype of a product's operands, or ``vector``.
+        op: path of the op whose result it leaves; "" for what belongs to none.
+        flops: of its products one by one, and of all else by unit.
         read, written: bytes.
+        row: elements of the rows that it holds as a whole; else 0.
     """
 
-    flops: tuple[tuple[str, float], ...]
+    op: str
+    flops: tuple[Flops, ...]
     read: int
     written: int
     times: int = 1
+    row: int = 0
 
     def seconds(self, device: DeviceKind) -> float:
-        """Once: at the device's peak, or as is reached of it where that is known."""
-        return device.kernel_seconds(self.flops, self.read + self.written)
+        """Once: as is reached of the device's peaks, or at these where nobody says what is."""
+        return device.kernel_seconds(self.flops, self.read + self.written, self.row)
 
 
 @dataclass(frozen=True)
 class Work:
-    """All kernels of an op's local body."""
+    """Kernels, one after the other."""
 
     kernels: tuple[KernelWork, ...] = ()
 
@@ -46,9 +53,9 @@ class Work:
         """Operations of products, by the dtype of their operands."""
         found: dict[str, float] = {}
         for kernel in self.kernels:
-            for unit, count in kernel.flops:
-                if unit != "vector":
-                    found[unit] = found.get(unit, 0.0) + kernel.times * count
+            for one in kernel.flops:
+                if one.unit not in NO_PRODUCTS:
+                    found[one.unit] = found.get(one.unit, 0.0) + kernel.times * one.count
         return found
 
     @property
@@ -74,52 +81,67 @@ class Work:
 
 
 def work_of(jaxpr: core.Jaxpr, done: Sequence[bool] | None = None) -> Work:
-    """The work of a local body.
+    """The work of a local body by itself, nothing of it fused with what stands around it.
 
     Args:
         done: which of its equations are done here; what others make is at hand (a forward made it).
     """
     if done is None or all(done):
-        return Work(tuple(_kernels(Blocks().jaxpr(jaxpr), 1)))
+        return work_of_block(Blocks().jaxpr(jaxpr))
     eqns = [eqn for eqn, here in zip(jaxpr.eqns, done, strict=True) if here]
     made = {v for eqn in eqns for v in eqn.outvars}
     at_hand = list(dict.fromkeys(v for e in eqns for v in e.invars if isinstance(v, core.Var) and v not in made))
     left = [v for v in jaxpr.outvars if v in made]
-    return Work(tuple(_kernels(Blocks().jaxpr(make_jaxpr(eqns, at_hand, left, jaxpr)), 1)))
+    return work_of_block(Blocks().jaxpr(make_jaxpr(eqns, at_hand, left, jaxpr)))
 
 
-def _kernels(block: Block, times: int) -> Iterable[KernelWork]:
-    waiting: dict[str, float] = {}  # of what is fused into the next kernel
-    kernels = {id(kernel.step): kernel for kernel in kernels_of(block)}
-    reduced: set[tuple[Value, ...]] = set()  # what reductions have read: several of one tensor are one kernel
-    for step in block.steps:
-        _add(waiting, step)
-        kernel = kernels.get(id(step))
-        if kernel is None:
-            continue
+def work_of_block(block: Block, rows: bool = True) -> Work:
+    """The work of a block, that of the loops in it as often as these run.
+
+    Args:
+        rows: whether a kernel may hold whole rows (`rows.in_rows`).
+    """
+    return Work(tuple(_kernels(block, 1, rows)))
+
+
+def _kernels(block: Block, times: int, rows: bool) -> Iterator[KernelWork]:
+    reduced: set[tuple[int, ...]] = set()  # what reductions have read: several of one tensor are one kernel
+    kernels = kernels_of(block)
+    for kernel in in_rows(block, kernels) if rows else kernels:
+        step = kernel.step
         if step.inner:
-            yield from _inside(step, times)
-        else:
-            siblings = step.kind == "reduced" and tuple(kernel.reads) in reduced
-            if step.kind == "reduced":
-                reduced.add(tuple(kernel.reads))
-            written = sum(v.nbytes for v in step.writes)
-            yield KernelWork(tuple(waiting.items()), 0 if siblings else sum(kernel.reads.values()), written, times)
-        waiting = {}
+            yield from _inside(kernel, times, rows)
+            continue
+        read, written = sum(kernel.reads.values()), sum(v.nbytes for v in kernel.writes)
+        if step.kind == "reduced":
+            if not written:
+                written = sum(v.nbytes for v in step.reads)  # into a stack
+            else:
+                own = tuple(id(v) for v in kernel.reads)
+                read = 0 if own in reduced else read
+                reduced.add(own)
+        yield KernelWork(step.op, _flops(kernel), read, written, times, kernel.row)
 
 
-def _inside(step: BlockStep, times: int) -> Iterable[KernelWork]:
-    """A loop's iterations; of the branches of a ``cond`` the one that moves most."""
+def _inside(kernel: Kernel, times: int, rows: bool) -> Iterator[KernelWork]:
+    """A loop's iterations, and the stacks that it writes, which XLA fills with zeros before; of the branches of a ``cond``
+    the one that moves most."""
+    step = kernel.step
+    stacks = step.writes[len(step.inner[0].carries) :]
+    if stacks:
+        yield KernelWork(step.op, (), 0, sum(v.nbytes for v in stacks), times)
 
     def kernels(inner: Inner) -> list[KernelWork]:
-        return list(_kernels(inner.block, times * inner.length))
+        return list(_kernels(inner.block, times * inner.length, rows))
 
     def size(found: list[KernelWork]) -> float:
-        return sum(k.read + k.written + sum(n for _, n in k.flops) for k in found)
+        return sum(k.times * (k.read + k.written + sum(one.count for one in k.flops)) for k in found)
 
-    return max(map(kernels, step.inner), key=size)
+    yield from max(map(kernels, step.inner), key=size)
 
 
-def _add(flops: dict[str, float], step: BlockStep) -> None:
-    if step.flops.count:
-        flops[step.flops.unit] = flops.get(step.flops.unit, 0.0) + step.flops.count
+def _flops(kernel: Kernel) -> tuple[Flops, ...]:
+    every = [step.flops for step in (*kernel.fused, kernel.step) if step.flops.count]
+    others = grouped((one.unit, one.count) for one in every if one.unit in NO_PRODUCTS)
+    products = [one for one in every if one.unit not in NO_PRODUCTS]
+    return (*products, *(Flops(sum(counts), unit) for unit, counts in others.items()))

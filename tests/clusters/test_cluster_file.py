@@ -133,13 +133,22 @@ def test_a_device_of_one_s_own_says_what_differs(tmp_path: Path) -> None:
     path.write_text(WITH_DEVICE)
     made, like = load_cluster(path), DEVICE_KINDS["H100-80GB"]
     peak = dataclasses.replace(like.peak, float16=800e12)
-    expected = {"name": "H100-64GB", "description": "H100-64GB", "memory": 68_000_000_000, "clock": 1.7, "peak": peak}
-    assert made.device == dataclasses.replace(like, **expected)
+    assert like.reached is not None
+    products = dataclasses.replace(like.reached.products, float16=like.reached.products.float16 * 800 / 989.4)
+    reached = dataclasses.replace(like.reached, products=products)
+    expected = {"name": "H100-64GB", "description": "H100-64GB", "memory": 68_000_000_000, "clock": 1.7}
+    assert made.device is not None
+    assert made.device.reached is not None
+    assert made.device.reached.products.float16 == pytest.approx(products.float16)
+    made_like = dataclasses.replace(made.device, reached=reached)
+    assert made_like == dataclasses.replace(like, **expected, peak=peak, reached=reached)
     assert made.memory == 68_000_000_000
     assert made.inside == find_cluster("h100").inside
     copy = tmp_path / "copy.toml"
     copy.write_text(cluster_toml(made))
     assert load_cluster(copy) == made
+    copy.write_text(cluster_toml(made.at_peaks()))  # of a device that is like none, nobody knows what is reached
+    assert load_cluster(copy).device == dataclasses.replace(made.device, reached=None)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +166,24 @@ def test_a_device_of_one_s_own_says_what_differs(tmp_path: Path) -> None:
         ("clock = 1.7", "clock = -1", DeviceError, "'device.clock' is -1; give a positive number"),
         ("float16", "float17", UnknownNameError, "no field named 'device.peak.float17' .* mean 'device.peak.float16'"),
         ("[device.peak]", "peak = 3\n[inside]", DeviceError, r"the table \[device.peak\] with FLOP/s by type \(float64"),
+        (
+            "[device.peak]",
+            "reached = 3\n[device.peak]",
+            DeviceError,
+            r"'device.reached' is 3; give a table \[device.reached\]",
+        ),
+        (
+            "[device.peak]",
+            "[device.reached]\nlaunch = -1\n[device.peak]",
+            DeviceError,
+            "'device.reached.launch' is -1; give a",
+        ),
+        (
+            "[device.peak]",
+            "[device.reached]\nhalf = 1\n[device.peak]",
+            UnknownNameError,
+            "no field named 'device.reached.half'",
+        ),
         (
             WITH_DEVICE[WITH_DEVICE.index("[device]") :],
             "device = 3",
