@@ -14,6 +14,7 @@ import jax
 import typer
 
 from jscaler import __version__
+from jscaler.commands.calibrate import calibrate_
 from jscaler.commands.chosen_job import chosen_job
 from jscaler.commands.comm import bench_comm
 from jscaler.commands.compile import compile_
@@ -285,6 +286,7 @@ def compare(
 
 
 app.command()(bench_comm)
+app.command("calibrate")(calibrate_)
 app.command()(redistribute)
 app.command("compile")(compile_)
 app.command("plan")(plan_)

@@ -49,6 +49,7 @@ class Reached:
         bandwidth: of the memory, where kernels go over all of a large tensor, bytes per second.
         launch: seconds from one kernel to the next.
         inside, between: the parts of the bandwidths of links inside a host and between hosts.
+        half_row: elements of a row at which a kernel that holds it as a whole has half of the bandwidth.
     """
 
     products: Peak
@@ -56,12 +57,12 @@ class Reached:
     launch: float
     inside: float
     between: float
+    half_row: float = 11_000.0
 
 
 # Rows and columns of a product that one core makes at a time, and how much of its rate it has then. Larger tiles read less.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 SHORTEST = 256  # elements of what is contracted, below which no kernel divides it among cores
-HALF_ROW = 11_000  # elements of a row at which a kernel that holds it reaches half of the bandwidth
 INTEGER_LANES = 64  # of a core, from Volta to Hopper (CUDA C++ Programming Guide, throughput of arithmetic instructions)
 
 
@@ -128,7 +129,7 @@ class DeviceKind:
             n / rates[unit] if unit in rates else self.product_seconds(n, unit, sizes) for n, unit, sizes in flops
         )
         bandwidth, launch = (self.bandwidth, 0.0) if self.reached is None else (self.reached.bandwidth, self.reached.launch)
-        held = 0.0 if self.reached is None else row / HALF_ROW
+        held = 0.0 if self.reached is None else row / self.reached.half_row
         return max(seconds, nbytes / bandwidth * (1 + held)) + launch
 
     @property

@@ -46,7 +46,7 @@ def bench_comm(
     from jscaler.clusters import calibration, measure
     from jscaler.runtime.devices import resolve_devices
 
-    _refuse_suffix(out)
+    refuse_suffix(out)
     check_file("cluster file", out)
     joins = functools.partial(join, coordinator, processes, process, distributed, local_devices)
     use_platform(platform, devices, joins)
@@ -146,6 +146,7 @@ def _rate(bandwidth: float) -> str:
     return f"{bandwidth / 1e9:.3g} GB/s" if bandwidth < 1e14 else "no limit seen"
 
 
-def _refuse_suffix(out: Path | None) -> None:
+def refuse_suffix(out: Path | None) -> None:
+    """Raises DeviceError where a cluster file has another suffix than it is read by."""
     if out is not None and out.suffix != ".toml":
         raise DeviceError(f"a cluster file is named *.toml, not '{out}'; give --out {out.with_suffix('.toml')}")

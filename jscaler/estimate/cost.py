@@ -7,7 +7,7 @@ from typing import Any
 
 from jscaler.clusters import Cluster
 from jscaler.estimate.memory import Memory, MemoryEstimate, memory_by_devices
-from jscaler.estimate.traffic import Traffic, sum_of
+from jscaler.estimate.traffic import Traffic
 from jscaler.ir.walk import grouped
 from jscaler.lower.step_plan import StepPlan
 from jscaler.text.device_list import devices_text
@@ -116,8 +116,8 @@ class Cost:
         by_op: path -> cost of one op, in the order of the program. Ops that the plan re-opened stand as their pieces.
         shares: of the devices that do alike: all, or those of a stage.
         elapsed: seconds of a step on several device groups; None where that is not known, or there is one.
-        bound: seconds of the step at the peaks of all devices and links, which no step is faster than; None where the cluster
-            does not say what its devices are.
+        bound: seconds of the step at the peaks of all devices and links: none is faster. None where the cluster does not
+            say what its devices are.
         donated: whether the step updates its state in place.
 
     Example:

@@ -39,8 +39,8 @@ def cost(
     """What ``plan`` would cost on ``cluster``: nothing is compiled, nothing runs, and no device need be at hand.
 
     Seconds are those of the kernels that XLA is expected to make, by what is reached of the cluster's devices and links;
-    ``bound`` are those at their peaks. Placements that were asked about before are not worked out again. Inside a policy ``jscaler.cost(graph, None, cluster)`` is the cost of the
-    decisions so far, with what they leave open filled in.
+    ``bound`` are those at their peaks. Placements that were asked about before are not worked out again. Inside a policy
+    ``jscaler.cost(graph, None, cluster)`` is the cost of the decisions so far, with what they leave open filled in.
 
     Args:
         graph: a train step's graph, ``train_step.graph(state, batch)``; what a policy gets; or a finished step: lowered,

@@ -15,7 +15,7 @@ from jscaler.xla_model.work import KernelWork, Work, work_of, work_of_block
 
 
 def block_work(step: StepPlan, number: int, row_kernels: bool) -> Work:
-    """The kernels of one run of a block, each with the path of an op: what belongs to none goes with the kernel before it."""
+    """The kernels of one run of a block, each with the path of an op: what belongs to none goes with the one before it."""
     flat = step.blocks[number].flat
     found: list[KernelWork] = []
     op = ""

@@ -6,9 +6,9 @@ XLA duplicates cheap arithmetic into its readers as long as fewer bytes move, an
 
     in · (k - 1) < out · (k + 1)      k readers, in: bytes that computing it reads, out: its own bytes
 
-Whatever is made of random bits is computed once: a mask that several read is stored, of one byte per element. A result is written over an
-operand of its size, but not where a reduction of the same operand goes into it alone (a softmax's gradient): that is one
-kernel, which reads whole rows.
+Whatever is made of random bits is computed once: a mask that several read is stored, of one byte per element. A result is
+written over an operand of its size, but not where a reduction of the same operand goes into it alone (a softmax's
+gradient): that is one kernel, which reads whole rows.
 """
 
 import dataclasses
@@ -92,7 +92,8 @@ class _Fusion:
                 kernels.append(Kernel(step, reads, step.writes, over, fused))
                 continue
             self._decide(step, reads)
-            self.inside.update(dict.fromkeys(step.writes, {**inside, place: step}))
+            through = {**inside, place: step}
+            self.inside.update((value, through) for value in step.writes)
             for value in step.writes:
                 if value in self.stored:
                     again = {v for r in reads if self.readers[r] == {value} for v in self.summed.get(r, ())}

@@ -36,7 +36,9 @@ def in_rows(block: Block, kernels: Sequence[Kernel]) -> list[Kernel]:
         for value in kernel.reads:
             readers.setdefault(value, []).append(place)
     left = set(aliases.all(block.outputs))
-    into = [(place,) for place in range(len(kernels))]  # of each kernel those that it becomes part of
+    into: list[tuple[int, ...]] = [
+        (place,) for place in range(len(kernels))
+    ]  # of each kernel those that it becomes part of
     for place in reversed(range(len(kernels))):
         kernel, row = kernels[place], _row(kernels[place])
         if not row or kernel.writes[0] in left:

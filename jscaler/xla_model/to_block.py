@@ -205,7 +205,7 @@ class Blocks:
 
 def _row(eqn: core.JaxprEqn) -> int:
     """Of a reduction along the last dims, or along dims of size 1, how many elements it makes one of; else 0."""
-    sizes, axes = shape(eqn.invars[0]), [axis for axis in eqn.params.get("axes", ())]
+    sizes, axes = shape(eqn.invars[0]), tuple(eqn.params.get("axes", ()))
     if not axes:
         return 0
     last = min(axes) == len(sizes) - len(axes)

@@ -1,0 +1,134 @@
+"""What one device reaches: products, memory, and the time from kernel to kernel, measured where it is at hand.
+
+Two programs that differ in how often they do a thing run in turn, warmed up; the difference of their times is free of
+dispatch, as for collectives (`clusters.measure`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jscaler.clusters.device import DeviceKind, Peak, Reached
+from jscaler.clusters.timing import interleaved
+
+Device = Any  # jax.Device, which type checkers take for a variable
+What = Literal["product", "memory", "chain"]
+
+CHAIN = 16  # rows and columns of the products of a chain
+# Of the time from one small product of a chain to the next, what passes between two kernels: of an H200's 3.9 µs the
+# 2.5 that explain twelve steps (docs/clusters.md).
+BETWEEN = 2.5 / 3.9
+_FIELDS = {  # of Peak: the type of operands, and how exactly they are multiplied
+    "float64": ("float64", lax.Precision.HIGHEST),
+    "float32": ("float32", lax.Precision.HIGHEST),
+    "tensorfloat32": ("float32", lax.Precision.DEFAULT),
+    "float16": ("float16", lax.Precision.DEFAULT),
+    "bfloat16": ("bfloat16", lax.Precision.DEFAULT),
+}
+
+
+class DeviceTrial(NamedTuple):
+    """A measurement to make.
+
+    Attributes:
+        what: a product of ``size`` x ``size`` matrices, ``size`` bytes read and written, or a chain of small products.
+        field: of a product the field of ``Peak`` that it is for; else nothing.
+        repeats: how often the longer program does it more than the shorter.
+    """
+
+    what: What
+    field: str
+    size: int
+    repeats: int
+
+
+class DeviceSample(NamedTuple):
+    """What a trial took: FLOPs and seconds of one product, bytes and seconds of one pass, or a kernel's seconds."""
+
+    trial: DeviceTrial
+    amount: float
+    seconds: float
+
+
+def device_trials(kind: DeviceKind, largest: int = 8192, memory: int = 1 << 30) -> Iterator[DeviceTrial]:
+    """Products of each type that the kind has units for, by size; memory by size; and a chain.
+
+    Args:
+        largest: rows and columns of the largest product.
+        memory: bytes of the largest array.
+    """
+    for field in _FIELDS:
+        rate = getattr(kind.peak, field)
+        if rate:
+            for size in sorted({max(CHAIN, largest >> shift) for shift in (0, 1, 2, 3)}):
+                # as long as the largest takes a few times, at most as often as is of use
+                yield DeviceTrial("product", field, size, max(2, min(256, round(rate * 0.02 / (2 * size**3)))))
+    for shift in (0, 2, 4):
+        yield DeviceTrial("memory", "", memory >> shift, 8 << shift)
+    yield DeviceTrial("chain", "", CHAIN, 192)
+
+
+def measure_device(trial: DeviceTrial, device: Device, rounds: int) -> DeviceSample:
+    """Seconds of one product, one pass over memory, or one kernel of a chain: the least of ``rounds``."""
+    with jax.enable_x64(trial.field == "float64"), jax.default_device(device):
+        made, once, amount = _of(trial)
+        operand = jax.block_until_ready(jax.jit(made)())
+        repeat = _unrolled if trial.what == "chain" else _looped
+        short, long = (jax.jit(repeat(once, count)) for count in (2, 2 + trial.repeats))
+        times = interleaved([lambda: short(operand), lambda: long(operand)], rounds)
+    seconds = (min(times[1]) - min(times[0])) / trial.repeats
+    if seconds <= 0:  # noise: what the long program took in all is an upper bound
+        seconds = min(times[1]) / (2 + trial.repeats)
+    return DeviceSample(trial, amount, seconds)
+
+
+def _of(trial: DeviceTrial) -> tuple[Callable[[], Array], Callable[[Array], Array], float]:
+    """The operand, what is done to it again and again, and the FLOPs or bytes of it."""
+    if trial.what == "memory":
+        return lambda: jnp.ones(trial.size // 4), lambda x: x * 0.5 + 0.25, 2.0 * trial.size
+    dtype, precision = _FIELDS[trial.field or "float32"]
+    size = trial.size
+
+    def made() -> Array:
+        # its powers neither vanish nor grow: each row adds up to 1
+        return (jax.random.uniform(jax.random.key(0), (size, size)) * 2 / size).astype(dtype)
+
+    return made, lambda x: jnp.dot(x, x, precision=precision) * jnp.asarray(1, dtype), 2.0 * size**3
+
+
+def _looped(once: Callable[[Array], Array], count: int) -> Callable[[Array], Array]:
+    return lambda x: lax.fori_loop(0, count, lambda _, x: once(x), x)[:1]
+
+
+def _unrolled(once: Callable[[Array], Array], count: int) -> Callable[[Array], Array]:
+    def run(x: Array) -> Array:
+        for _ in range(count):
+            x = once(x)
+        return x[:1]
+
+    return run
+
+
+def fit_reached(samples: Sequence[DeviceSample], kind: DeviceKind, like: Reached) -> Reached:
+    """What the samples say is reached of ``kind``; of what was not measured, the share that ``like`` has of its kind.
+
+    A rate is the best of all sizes: smaller products are slower as their tiles say.
+    """
+    rates = dict.fromkeys(vars(kind.peak), 0.0)
+    for sample in samples:
+        if sample.trial.what == "product":
+            rates[sample.trial.field] = max(rates[sample.trial.field], sample.amount / sample.seconds)
+    measured = [rates[field] / getattr(kind.peak, field) for field in ("bfloat16", "float16") if rates[field]]
+    for field, peak in vars(kind.peak).items():
+        if peak and not rates[field]:
+            usual = getattr(like.products, field) / peak
+            rates[field] = peak * (measured[0] if field == "float8" and measured else usual)
+    passes = [sample.amount / sample.seconds for sample in samples if sample.trial.what == "memory"]
+    chains = [sample.seconds for sample in samples if sample.trial.what == "chain"]
+    found = replace(like, products=Peak(**rates))
+    found = replace(found, bandwidth=passes[0]) if passes else found  # of the largest: others fit into caches
+    return replace(found, launch=BETWEEN * min(chains)) if chains else found
