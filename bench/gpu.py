@@ -49,7 +49,7 @@ OFF = 0.15
 NUMBERS = 1e-12  # of float64 after two steps, of the largest parameter
 APART = 0.03
 FULL = 0.92  # of a device's memory
-SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 256, "sequence": 32}
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 256, "sequence": 32}
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _median(step: Callable[..., Any], one: Estimated) -> float:
 def numbers(plan: str, steps: int = 2) -> float:
     """How far a plan's parameters are from those of ``jax.jit`` after some steps of a small model in float64."""
     with jax.enable_x64(True):
-        step, state, batch = gpt(4, **SMALL, dtype=jnp.float64, param_dtype=jnp.float64)
+        step, state, batch = gpt(4, "125m", **SMALL, dtype=jnp.float64, param_dtype=jnp.float64)
         kinds = (jscaler.parallelize(plan.replace("(16)", "(4)").replace("(8)", "(4)"), devices=1)(step), jax.jit(step))
         ends = []
         for run_step in kinds:
