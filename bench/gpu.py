@@ -268,8 +268,7 @@ def _with_products(kind: DeviceKind, quick: bool) -> DeviceKind:
     from jscaler.clusters.measure_device import device_trials, fit_reached, measure_device
 
     assert kind.reached is not None
-    trials = device_trials(kind, 256, 1 << 20) if quick else device_trials(kind)
-    samples = [measure_device(trial, jax.devices()[0], 3) for trial in trials]
+    samples = [measure_device(trial, jax.devices()[0], 3) for trial in device_trials(kind, quick)]
     return dataclasses.replace(kind, reached=fit_reached(samples, kind, kind.reached))
 
 

@@ -1,7 +1,8 @@
 """A Pallas kernel with a derivative of its own, split over heads and batch. Run it: python docs/flash_attention.py
 
-No rule can be read off a kernel: jscaler replicates what it cannot look into. `@jscaler.op` says how it may be split, and
-runs the function itself at the shapes of a part. On CPU the kernel is interpreted; on a GPU it is compiled by Triton.
+Of a kernel of Pallas, jscaler reads rows and heads off the grid; of what it cannot look into, it copies all. `@jscaler.op`
+says how any function may be split, and runs it at the shapes of a part: the recipe for all other kernels. On CPU the kernel
+is interpreted; on a GPU it is compiled by Triton.
 
 Shapes: b batch, s queries, t keys, h heads, d head size, m model width.
 """

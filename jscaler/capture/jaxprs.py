@@ -301,7 +301,10 @@ def _equation_key(eqn: core.JaxprEqn) -> tuple[Any, ...]:
         return jax.vjp(chosen, *(args[i] for i in wrt))[1](cotangents)
 
     structs = [[shape_struct(v.aval) for v in vs] for vs in (call.invars, call.outvars)]
-    jaxpr, consts = open_jaxpr(jax.make_jaxpr(vjp)(*structs))
+    try:
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(vjp)(*structs))
+    except Exception as error:  # the rule is the user's, and may refuse: a forward that runs its own function again
+        return rest, type(error), str(error), fingerprint(flatten(call, (), Inliner(CALLS | CUSTOM_CALLS)))
     return rest, fingerprint(flatten(jaxpr, consts, Inliner(CALLS | CUSTOM_CALLS)))
 
 

@@ -54,22 +54,16 @@ class DeviceSample(NamedTuple):
     seconds: float
 
 
-def device_trials(kind: DeviceKind, largest: int = 8192, memory: int = 1 << 30) -> Iterator[DeviceTrial]:
-    """Products of each type that the kind has units for, by size; memory by size; and a chain.
-
-    Args:
-        largest: rows and columns of the largest product.
-        memory: bytes of the largest array.
-    """
+def device_trials(kind: DeviceKind, quick: bool = False) -> Iterator[DeviceTrial]:
+    """Products of each type that the kind has units for, by size; memory by size; and a chain. ``quick`` has one size."""
     for field in _FIELDS:
         rate = getattr(kind.peak, field)
-        if rate:
-            for size in sorted({max(CHAIN, largest >> shift) for shift in (0, 1, 2, 3)}):
-                # as long as the largest takes a few times, at most as often as is of use
-                yield DeviceTrial("product", field, size, max(2, min(256, round(rate * 0.02 / (2 * size**3)))))
-    for shift in (0, 2, 4):
-        yield DeviceTrial("memory", "", memory >> shift, 8 << shift)
-    yield DeviceTrial("chain", "", CHAIN, 192)
+        for size in (256,) if quick else (1024, 2048, 4096, 8192):
+            if rate:  # for 20 ms, or twice
+                yield DeviceTrial("product", field, size, 2 if quick else max(2, min(256, round(rate * 0.01 / size**3))))
+    for size in (1 << 22,) if quick else (1 << 30, 1 << 28, 1 << 26):
+        yield DeviceTrial("memory", "", size, 8 if quick else (8 << 30) // size)
+    yield DeviceTrial("chain", "", CHAIN, 8 if quick else 192)
 
 
 def measure_device(trial: DeviceTrial, device: Device, rounds: int) -> DeviceSample:

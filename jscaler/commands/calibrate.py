@@ -55,7 +55,7 @@ def calibrate_(
     assert kind.reached is not None
     console = Console(stderr=True)
     rounds = 2 if quick else rounds
-    alone = list(device_trials(kind, 512, 16 << 20) if quick else device_trials(kind))
+    alone = list(device_trials(kind, quick))
     samples = [
         measure_device(trial, chosen[0], rounds)
         for trial in track(alone, "measuring a device", console=console, transient=True)

@@ -10,6 +10,7 @@ from jscaler.lax_primitives import (
     elementwise,
     equal_blocks,
     generators,
+    gpu_kernels,
     indexing,
     others,
     programs,
@@ -19,7 +20,10 @@ from jscaler.lax_primitives import (
 )
 from jscaler.lax_primitives.primitive import Primitive
 
-FAMILIES = (elementwise, shapes, equal_blocks, reductions, contractions, windows, indexing, generators, programs, others)
+FAMILIES = (
+    elementwise, shapes, equal_blocks, reductions, contractions, windows, indexing, generators, programs, gpu_kernels,
+    others,
+)  # fmt: skip
 TABLE: dict[str, Primitive] = {one.name: one for family in FAMILIES for one in family.RECORDS}
 # The one table that users write to, by jscaler.register_rule, as they write to JAX's own with mlir.register_lowering. It
 # goes before ours, and is read at capture.

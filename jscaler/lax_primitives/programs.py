@@ -43,7 +43,6 @@ RECORDS = (
     Primitive("scan", nested=True, role="alone", weight=80),
     Primitive("while", nested=True, role="alone", weight=79),
     Primitive("cond", nested=True, role="alone", weight=78),
-    Primitive("pallas_call", role="alone", weight=70),
     Primitive("jscaler_op", role="alone"),  # its rule is the user's, of each call
     *(Primitive(name, callback) for name in ("debug_callback", "debug_print", "io_callback", "pure_callback")),
     *(Primitive(name, why=why, asks_shardy=False) for why, names in WHY.items() for name in names.split()),

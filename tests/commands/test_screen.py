@@ -78,6 +78,7 @@ SMALLER = {
         "bench-comm --devices 2 --quick",
         (NARROW, WIDE),
     ),
+    "jscaler calibrate --out lab.toml": ("calibrate --devices 1 --like H200 --quick --out {folder}/lab.toml", (NARROW,)),
 }
 BESIDE = [  # which the README does not show
     f'schedules {OWN} --plan "pipeline(2, 2)" --target 2xH100-80GB',

@@ -78,7 +78,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self.units = units_of(self.graph)
-        kind = find_kind(BALANCED_FOR)
+        kind = find_kind(BALANCED_FOR).at_peaks()
         self.seconds = [
             sum(work_of(op.body.jaxpr).seconds(kind) for op in unit.ops if op.body is not None) for unit in self.units
         ]

@@ -1,5 +1,5 @@
-"""Kernels that hold whole rows: those that XLA makes for GPUs, read from its HLO (JAX 0.10.2, one H200, `bench.gpu`'s text),
-and that nothing is lost or read twice on the way."""
+"""Kernels that hold whole rows: those that XLA makes for GPUs, read from its HLO (JAX 0.10.2, compiled for an H200), and
+that nothing is lost or read twice on the way."""
 
 import random
 from typing import Any
