@@ -54,6 +54,7 @@ from jscaler.commands.processes import (
     run_locally,
     without,
 )  # fmt: skip
+from jscaler.commands.profile import profile_
 from jscaler.commands.redistribute import redistribute
 from jscaler.commands.runs import runs_
 from jscaler.commands.schedules import schedules_
@@ -291,6 +292,7 @@ app.command()(redistribute)
 app.command("compile")(compile_)
 app.command("plan")(plan_)
 app.command("fit")(fit_)
+app.command("profile")(profile_)
 app.command("schedules")(schedules_)
 app.command("export")(export)
 app.command("runs")(runs_)

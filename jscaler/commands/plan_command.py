@@ -51,6 +51,7 @@ def plan_(
         int | None, typer.Option(help="number of devices; by default those of a saved plan, or of the target", min=1)
     ] = None,
     target: Annotated[str | None, typer.Option(help=TARGET_HELP)] = None,
+    profile: Annotated[Path | None, typer.Option(help="seconds that jscaler profile has measured; needs --target")] = None,
     batch: Batch = 32,
     seq: Sequence = None,
     dtype: Dtype = "bf16",
@@ -95,7 +96,7 @@ def plan_(
         step = planned.step.lower(*planned.arguments()).plan
         if cluster is not None:
             begin("what it costs")
-        priced = None if cluster is None else cost(step, None, cluster)
+        priced = None if cluster is None else cost(step, None, cluster, profile=profile)
         timeline = simulate(step, cluster) if simulated or draw is not None or trace is not None else None
     written = [str(path) for path in (save, draw, trace) if path is not None]
     if draw is not None and timeline is not None:

@@ -81,6 +81,29 @@ class Seconds:
 
 
 @dataclass(frozen=True)
+class Profiled:
+    """What of an estimate a profile has measured.
+
+    Attributes:
+        pieces: programs between collectives, each measured as a whole.
+        ops: ops of other programs, each measured by itself.
+        modelled: ops that the model prices.
+        by_model: their part of all seconds of computing.
+    """
+
+    pieces: int
+    ops: int
+    modelled: int
+    by_model: float
+
+    def __str__(self) -> str:
+        return (
+            f"from the profile: {counted(self.pieces, 'program')} between collectives, {counted(self.ops, 'op')} of "
+            f"others; by the model: {counted(self.modelled, 'op')}, {self.by_model:.1%} of the seconds of computing"
+        )
+
+
+@dataclass(frozen=True)
 class DeviceShare:
     """What each of ``devices`` does in a step.
 
@@ -119,6 +142,7 @@ class Cost:
         bound: seconds of the step at the peaks of all devices and links: none is faster. None where the cluster does not
             say what its devices are.
         donated: whether the step updates its state in place.
+        profiled: what of the seconds was measured, where a profile is given.
 
     Example:
         >>> found = jscaler.cost(lowered, None, "4xH100-80GB")
@@ -140,6 +164,7 @@ class Cost:
     elapsed: float | None = None
     bound: float | None = None
     donated: bool = True
+    profiled: Profiled | None = None
 
     @property
     def num_devices(self) -> int:
@@ -207,6 +232,7 @@ class Cost:
             "plan": self.plan, "devices": self.num_devices, "cluster": self.cluster.name, "seconds": seconds,
             "flops": self.flops, "launches": self.launches, "sent": asdict(self.sent), "memory": memory, "fits": self.fits,
             "shares": [asdict(share) for share in self.shares],
+            "profiled": None if self.profiled is None else asdict(self.profiled),
             "by_op": {path: op.as_json() for path, op in self.by_op.items()},
         }  # fmt: skip
 
@@ -225,6 +251,7 @@ def _totals(cost: Cost) -> list[str]:
         f"seconds: {readable_seconds(seconds.total)} (computing {readable_seconds(seconds.compute)}, communicating "
         f"{readable_seconds(seconds.communication)}{waiting}; {cost.flops:.4g} FLOPs of products per device)",
         f"at the peaks of devices and links: {readable_seconds(cost.bound)}",
+        *([str(cost.profiled)] if cost.profiled is not None else []),
         f"sent per device: {links}{out} ({kinds or 'no communication'})",
     ]
 

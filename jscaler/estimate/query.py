@@ -1,17 +1,21 @@
 """``jscaler.cost``: seconds, bytes per link and memory per device of a plan, without XLA."""
 
+import itertools
 import math
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.collector import no_full_collections
-from jscaler.errors import PlanError, check_flag, shown
-from jscaler.estimate.cost import Cost, DeviceShare, OpCost
+from jscaler.errors import DeviceError, PlanError, check_flag, shown
+from jscaler.estimate.cost import Cost, DeviceShare, OpCost, Profiled
+from jscaler.estimate.priced import ByProfile, Priced, priced_by_model
+from jscaler.estimate.profile import Profile, load_profile
 from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader, traffic_in, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
@@ -35,6 +39,7 @@ def cost(
     *,
     devices: int | None = None,
     donated: bool = True,
+    profile: Profile | str | os.PathLike[str] | None = None,
 ) -> Cost:
     """What ``plan`` would cost on ``cluster``: nothing is compiled, nothing runs, and no device need be at hand.
 
@@ -51,10 +56,13 @@ def cost(
             as ``parallelize(plan, cluster=...)`` does; a finished step has its own.
         devices: how many, where ``plan`` does not say; all of the cluster's by default.
         donated: whether the step updates its state in place (``donate_argnames``).
+        profile: seconds that were measured (``jscaler profile``), or the file that has them: they stand in place of the
+            model's. What it does not have, the model prices; ``profiled`` counts both.
 
     Raises:
         PlanError: no plan or no cluster is given, or a plan for a finished step; or what `parallelize` would raise for it.
-        DeviceError: the plan is for another number of devices.
+        DeviceError: the plan is for another number of devices; the profile cannot be read, or the cluster does not say
+            what its devices are.
         UnknownNameError: no cluster or plan has the name.
 
     Example:
@@ -67,10 +75,14 @@ def cost(
         raise PlanError("cost is asked of a cluster: jscaler.cost(graph, plan, cluster), or jscaler.cost(lowered, cluster)")
     on = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
     check_flag("cost: donated", donated)
+    known = None if profile is None else profile if isinstance(profile, Profile) else load_profile(Path(profile))
+    if known is not None and on.device is None:
+        raise DeviceError(f"a profile is of a kind of device, and cluster '{on.name}' does not say what its devices are")
     step = planned(graph, plan, on, devices)
-    blocks = _block_costs(step, on)
+    blocks = _block_costs(step, on, known)
     elapsed, bound = _elapsed(step, blocks, on)
-    return Cost(step.name, on, step, _by_op(step, blocks, on), _shares(step, blocks, on), elapsed, bound, donated)
+    profiled = None if known is None else _profiled(blocks)
+    return Cost(step.name, on, step, _by_op(step, blocks, on), _shares(step, blocks, on), elapsed, bound, donated, profiled)
 
 
 def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:
@@ -82,7 +94,7 @@ def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:
 
 def block_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
     """The seconds of one run of each block, with what is moved within its group."""
-    return [one.seconds(cluster) for one in _block_costs(step, cluster)]
+    return [one.seconds for one in _block_costs(step, cluster)]
 
 
 def hop_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
@@ -126,24 +138,36 @@ class _BlockCost:
 
     block: PlacedBlock
     runs: int
-    work: Work
+    priced: Priced
     sent: Traffic
 
-    def compute(self, cluster: Cluster) -> float | None:
-        """Seconds of a run; None where the cluster does not say what its devices are."""
-        return None if cluster.device is None else self.work.seconds(cluster.device)
+    @property
+    def work(self) -> Work:
+        return self.priced.work
 
-    def seconds(self, cluster: Cluster) -> float:
-        return (self.compute(cluster) or 0.0) + self.sent.seconds
+    @property
+    def seconds(self) -> float:
+        return self.priced.total + self.sent.seconds
 
 
-def _block_costs(step: StepPlan, cluster: Cluster) -> list[_BlockCost]:
+def _block_costs(step: StepPlan, cluster: Cluster, profile: Profile | None = None) -> list[_BlockCost]:
     runs = Counter(one.block for one in step.instructions.steps or (Run(0, (), ()),) if isinstance(one, Run))
-    row_kernels = cluster.device is None or cluster.device.has_row_kernels
-    return [
-        _BlockCost(block, runs[number], block_work(step, number, row_kernels), traffic_in(block.flat.items, cluster))
-        for number, block in enumerate(step.blocks)
-    ]
+    device = cluster.device
+    by_profile = None if profile is None or device is None else ByProfile(step, profile, device)
+    found = []
+    for number, block in enumerate(step.blocks):
+        work = block_work(step, number, device is None or device.has_row_kernels)
+        priced = priced_by_model(work, device) if by_profile is None else by_profile.priced(number, work)
+        found.append(_BlockCost(block, runs[number], priced, traffic_in(block.flat.items, cluster)))
+    return found
+
+
+def _profiled(blocks: Sequence[_BlockCost]) -> Profiled:
+    every = [one.priced for one in blocks]
+    by_model = sum(one.runs * one.priced.by_model for one in blocks)
+    total = sum(one.runs * one.priced.total for one in blocks)
+    pieces, ops, modelled = (sum(getattr(one, name) for one in every) for name in ("pieces", "ops", "modelled"))
+    return Profiled(pieces, ops, modelled, by_model / total if total else 0.0)
 
 
 def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[float | None, float | None]:
@@ -151,11 +175,12 @@ def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> 
     if cluster.device is None:
         return None, None
     bound = cluster.at_peaks()
-    at_peaks = [replace(one, sent=traffic_in(one.block.flat.items, bound)).seconds(bound) for one in blocks]
+    assert bound.device is not None
+    at_peaks = [one.work.seconds(bound.device) + traffic_in(one.block.flat.items, bound).seconds for one in blocks]
     if len(blocks) == 1:
         return None, at_peaks[0]
     found = []
-    for seconds, on in (([one.seconds(cluster) for one in blocks], cluster), (at_peaks, bound)):
+    for seconds, on in (([one.seconds for one in blocks], cluster), (at_peaks, bound)):
         runs, _ = timed_step(step, seconds, hop_seconds(step, on))
         found.append(max(one.end for one in runs))
     return found[0], found[1]
@@ -164,9 +189,13 @@ def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> 
 def _by_op(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> dict[str, OpCost]:
     """Each op of the program: its kernels on each device group that runs it, and what is moved in front of it."""
     kernels: dict[str, list[KernelWork]] = {}
+    taken: dict[str, float] = {}
     for one in blocks:
-        for kernel in one.work.kernels:
-            kernels.setdefault(kernel.op, []).append(replace(kernel, times=kernel.times * one.runs))
+        seconds = one.priced.seconds or itertools.repeat(0.0)
+        for kernel, each in zip(one.work.kernels, seconds, strict=False):
+            times = kernel.times * one.runs
+            kernels.setdefault(kernel.op, []).append(replace(kernel, times=times))
+            taken[kernel.op] = taken.get(kernel.op, 0.0) + times * each
     moved, none = traffic_by_reader(step.segments, cluster), Traffic()
     table: dict[str, OpCost] = {}
     for segment in step.segments:
@@ -174,7 +203,7 @@ def _by_op(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> di
             if not isinstance(task, Compute) or task.op.path in table:
                 continue
             work = Work(tuple(kernels.pop(task.op.path, ())))
-            seconds = None if cluster.device is None else work.seconds(cluster.device)
+            seconds = None if cluster.device is None else taken.get(task.op.path, 0.0)
             table[task.op.path] = OpCost(
                 task.op.kind, work.flops, work.read, work.written, seconds, moved.get(task.op.path, none), work.launches
             )
@@ -189,10 +218,9 @@ def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> t
     found = []
     for devices in devices_alike(step):
         own = [one for one in blocks if devices[0] in one.block.group.devices]
-        compute = [(one.compute(cluster), one.runs) for one in own]
         senders = ((step.transfers[number].crossing.source.mesh.devices, sent) for number, sent in hops.items())
         sent = [*(one.sent.repeated(one.runs) for one in own), *(sent for group, sent in senders if devices[0] in group)]
-        seconds = None if cluster.device is None else math.fsum(runs * one for one, runs in compute if one is not None)
+        seconds = None if cluster.device is None else math.fsum(one.runs * one.priced.total for one in own)
         flops, moved, launches = (
             sum(one.runs * of(one.work) for one in own)
             for of in (lambda work: work.flops, lambda work: work.read + work.written, lambda work: work.launches)

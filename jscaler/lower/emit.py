@@ -134,6 +134,13 @@ def run_block(block: PlacedBlock, args: Sequence[Any], watch: ValueWatch | None 
     return [_value(env, v) for v in flat.outputs]
 
 
+def run_items(block: PlacedBlock, items: Iterable[Item], given: dict[core.Var, Any], left: Sequence[core.Var]) -> list[Any]:
+    """What one device computes of some of a block's items, between which nothing is sent."""
+    env: dict[Any, Any] = dict(given)
+    _run(items, env, _Place(block.group, block.flat.source, gloo=False))
+    return [env[v] for v in left]
+
+
 class _Place(NamedTuple):
     """Where items run: on which mesh, for which step, and whether by gloo."""
 

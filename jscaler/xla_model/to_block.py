@@ -185,14 +185,15 @@ class Blocks:
         self, steps: list[BlockStep], carries: Any, xs: Any, ys: Any, length: int, reads: tuple[Value, ...]
     ) -> None:
         """Slices are taken in front of the body, and written as soon as they are made."""
-        body = [BlockStep("fused", "dynamic_slice", (stack,), (piece,)) for stack, piece in xs]
+        item = self.item
+        body = [BlockStep("fused", "dynamic_slice", (stack,), (piece,), item=item) for stack, piece in xs]
         writing = grouped((piece, stack) for piece, stack in ys if piece is not None)
         made = {v for step in steps for v in step.writes}
         for piece, stacks in writing.items():  # what the iteration was given
-            body += [_written(piece) for _ in stacks if piece not in made]
+            body += [_written(piece, item) for _ in stacks if piece not in made]
         for step in steps:
             body.append(step)
-            body += [_written(v) for v in step.writes for _ in writing.get(v, ())]
+            body += [_written(v, item) for v in step.writes for _ in writing.get(v, ())]
         given = (*(inside for _, inside, _, _ in carries), *(stack for stack, _ in xs))
         block = Block(given, tuple(body), tuple(out for _, _, out, _ in carries if out is not None))
         inner = Inner(block, carries, length)
@@ -213,9 +214,9 @@ def _row(eqn: core.JaxprEqn) -> int:
     return each if last or each == 1 else 0
 
 
-def _written(piece: Value) -> BlockStep:
+def _written(piece: Value, item: Item | None) -> BlockStep:
     """A slice on its way into its stack: computed there, if it is no buffer of its own."""
-    return BlockStep("reduced", "dynamic_update_slice", (piece,), (Value(0, "stack"),))
+    return BlockStep("reduced", "dynamic_update_slice", (piece,), (Value(0, "stack"),), item=item)
 
 
 def _local_bytes(layout: Layout, itemsize: int) -> int:

@@ -5,13 +5,14 @@ Patterson: Roofline, 2009). What is fused into a kernel counts with it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.extend import core
 
 from jscaler.capture.jaxprs import make_jaxpr
 from jscaler.clusters.device import DeviceKind
 from jscaler.ir.walk import grouped
+from jscaler.lower.flat_program import Item
 from jscaler.xla_model.block import Block, Inner, Kernel
 from jscaler.xla_model.flops import NO_PRODUCTS, Flops
 from jscaler.xla_model.kernels import kernels_of
@@ -28,6 +29,7 @@ class KernelWork:
         flops: of its products one by one, and of all else by unit.
         read, written: bytes.
         row: elements of the rows that it holds as a whole; else 0.
+        item: of the flat program, that it comes from.
     """
 
     op: str
@@ -36,6 +38,7 @@ class KernelWork:
     written: int
     times: int = 1
     row: int = 0
+    item: Item | None = field(default=None, compare=False, repr=False)
 
     def seconds(self, device: DeviceKind) -> float:
         """Once: as is reached of the device's peaks, or at these where nobody says what is."""
@@ -86,13 +89,17 @@ def work_of(jaxpr: core.Jaxpr, done: Sequence[bool] | None = None) -> Work:
     Args:
         done: which of its equations are done here; what others make is at hand (a forward made it).
     """
+    return work_of_block(Blocks().jaxpr(done_here(jaxpr, done)))
+
+
+def done_here(jaxpr: core.Jaxpr, done: Sequence[bool] | None) -> core.Jaxpr:
+    """What is left of a local body without the equations that others have done; these are its inputs."""
     if done is None or all(done):
-        return work_of_block(Blocks().jaxpr(jaxpr))
+        return jaxpr
     eqns = [eqn for eqn, here in zip(jaxpr.eqns, done, strict=True) if here]
     made = {v for eqn in eqns for v in eqn.outvars}
     at_hand = list(dict.fromkeys(v for e in eqns for v in e.invars if isinstance(v, core.Var) and v not in made))
-    left = [v for v in jaxpr.outvars if v in made]
-    return work_of_block(Blocks().jaxpr(make_jaxpr(eqns, at_hand, left, jaxpr)))
+    return make_jaxpr(eqns, at_hand, [v for v in jaxpr.outvars if v in made], jaxpr)
 
 
 def work_of_block(block: Block, rows: bool = True) -> Work:
@@ -120,7 +127,7 @@ def _kernels(block: Block, times: int, rows: bool) -> Iterator[KernelWork]:
                 own = tuple(id(v) for v in kernel.reads)
                 read = 0 if own in reduced else read
                 reduced.add(own)
-        yield KernelWork(step.op, _flops(kernel), read, written, times, kernel.row)
+        yield KernelWork(step.op, _flops(kernel), read, written, times, kernel.row, step.item)
 
 
 def _inside(kernel: Kernel, times: int, rows: bool) -> Iterator[KernelWork]:
@@ -129,7 +136,7 @@ def _inside(kernel: Kernel, times: int, rows: bool) -> Iterator[KernelWork]:
     step = kernel.step
     stacks = step.writes[len(step.inner[0].carries) :]
     if stacks:
-        yield KernelWork(step.op, (), 0, sum(v.nbytes for v in stacks), times)
+        yield KernelWork(step.op, (), 0, sum(v.nbytes for v in stacks), times, item=step.item)
 
     def kernels(inner: Inner) -> list[KernelWork]:
         return list(_kernels(inner.block, times * inner.length, rows))

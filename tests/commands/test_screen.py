@@ -83,6 +83,7 @@ SMALLER = {
 BESIDE = [  # which the README does not show
     f'schedules {OWN} --plan "pipeline(2, 2)" --target 2xH100-80GB',
     "export --part params {folder}/run {folder}/net.safetensors",
+    f"profile {NANO} --batch 2 --seq 8 --plan data_parallel --devices 2 --whole --platform cpu --out {{folder}}/seen.json",
     "runs {folder}/logs --draw {folder}/losses.png",
 ]
 USES_ROOM = ("compile", "plan", "fit", "redistribute")  # have more to show than 80 columns
