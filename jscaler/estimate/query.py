@@ -32,6 +32,7 @@ from jscaler.stages import Captured, lower, transform
 from jscaler.xla_model.work import KernelWork, Work
 
 
+@no_full_collections()
 def cost(
     graph: Any,
     plan: Any = None,
@@ -92,6 +93,7 @@ def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:
     return plan, cluster
 
 
+@no_full_collections()
 def block_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
     """The seconds of one run of each block, with what is moved within its group."""
     return [one.seconds for one in _block_costs(step, cluster)]
