@@ -102,18 +102,30 @@ def find_shards(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh]) ->
     }
     made = made_of(graph, stored_leaves(graph, plan))
     stored = {t: dataclasses.replace(cuts[leaf], dim=dim) for t, (leaf, dim) in made.dims.items()}
-    gradients: dict[PTensor, ShardCut] = {}
-    for call in graph.calls:
-        for wrt, gradient in zip(call.wrt, call.gradients, strict=True):
-            for leaf in cuts.keys() & origins(graph, wrt):
-                gradients[gradient] = cuts[leaf]
-    gradients |= _cast_stacks(graph, stored)
+    gradients = _gradients(graph, cuts, stored)
     accumulating = accumulating_loops(graph)
-    if plan.accumulation.each_time and accumulating:
-        gradients |= _summands(graph, gradients | _made_cotangents(graph, plan, cuts), accumulating)
+    usual = plan.accumulation.each_time
+    often = {graph.input(leaf) for leaf, s in plan.shards.items() if (usual if s.each_time is None else s.each_time)}
+    if often and accumulating:
+        own = {leaf: cut for leaf, cut in cuts.items() if leaf in often}
+        made_often = {t: stored[t] for t, (leaf, _) in made.dims.items() if leaf in often}
+        known = _gradients(graph, own, made_often) | _made_cotangents(graph, plan, own)
+        gradients |= _summands(graph, known, accumulating)
     whole = frozenset(cuts.keys() - stored.keys())
     axes, groups = {t: cut.axes for t, cut in cuts.items()}, {t: cut.group for t, cut in cuts.items()}
     return Shards(stored, whole, gradients, made, axes, groups)
+
+
+def _gradients(
+    graph: Graph, cuts: Mapping[PTensor, ShardCut], stored: Mapping[PTensor, ShardCut]
+) -> dict[PTensor, ShardCut]:
+    """The final gradients of parameters, and of stacks that are made of stored ones."""
+    found: dict[PTensor, ShardCut] = {}
+    for call in graph.calls:
+        for wrt, gradient in zip(call.wrt, call.gradients, strict=True):
+            for leaf in cuts.keys() & origins(graph, wrt):
+                found[gradient] = cuts[leaf]
+    return found | _cast_stacks(graph, stored)
 
 
 def _cast_stacks(graph: Graph, stored: Mapping[PTensor, ShardCut]) -> dict[PTensor, ShardCut]:
@@ -124,7 +136,8 @@ def _cast_stacks(graph: Graph, stored: Mapping[PTensor, ShardCut]) -> dict[PTens
 
 def _made_cotangents(graph: Graph, plan: Plan, cuts: Mapping[PTensor, ShardCut]) -> dict[PTensor, ShardCut]:
     """Cotangents of what is made of sharded parameters alone (casts), wherever these lie."""
-    dims = made_of(graph, {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items()}).dims
+    leaves = {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items()}
+    dims = made_of(graph, {leaf: dim for leaf, dim in leaves.items() if leaf in cuts}).dims
     pairs = ((op.forward.outputs[i], t) for op in graph.ops if op.forward for i, t in op.cotangents)
     return {t: dataclasses.replace(cuts[dims[made][0]], dim=dims[made][1]) for made, t in pairs if made in dims}
 

@@ -1,5 +1,7 @@
 """Which of a step's inputs are its batch: those that the plan names, or else what is no state, if that is one thing."""
 
+import math
+
 import jax
 import numpy as np
 
@@ -34,11 +36,13 @@ def batch_leaves(graph: Graph, batch: str = BATCH) -> list[PTensor]:
 def data_inputs(graph: Graph) -> list[PTensor]:
     """The inputs that are neither state, nor in one argument with some, nor keys of random bits, and have rows.
 
-    Of a function without a gradient or new state, arguments whose leaves have several numbers of rows count as state.
+    Where none has several rows (one long sequence), those of one row, and more than one element. Of a function without a
+    gradient or new state, arguments whose leaves have several numbers of rows count as state.
     """
     state = {_argument(graph.inputs[i]) for i in graph.next_version.values()}
     state |= {_argument(t) for call in graph.calls for t in call.wrt}
-    found = [t for t in graph.inputs if _argument(t) not in state and t.shape and t.shape[0] > 1 and not _is_key(t)]
+    able = [t for t in graph.inputs if _argument(t) not in state and math.prod(t.shape) > 1 and not _is_key(t)]
+    found = [t for t in able if t.shape[0] > 1] or able
     if state:
         return found
     rows: dict[str, set[int]] = {}

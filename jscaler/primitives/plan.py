@@ -235,6 +235,8 @@ class Shard:
         parts: how many parts.
         devices: row-major: the devices of part 0, of part 1, and so on.
         stored: whether the parameter itself lies in these parts too, and is whole only where it is used.
+        each_time: whether its gradient is reduced and scattered for each micro-batch, or once behind the last; None: as the
+            plan's `Accumulation` says.
     """
 
     leaf: str
@@ -242,9 +244,11 @@ class Shard:
     parts: int
     devices: tuple[int, ...]
     stored: bool = False
+    each_time: bool | None = None
 
     def __str__(self) -> str:
         kept = "stored so" if self.stored else "stored whole"
+        kept += "" if self.each_time is None else ", reduced each time" if self.each_time else ", reduced once"
         return f"shard     {self.leaf} dim {self.dim} in {self.parts} over [{' '.join(map(str, self.devices))}], {kept}"
 
 

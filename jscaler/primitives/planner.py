@@ -558,7 +558,9 @@ class Planner(GraphView):
         self.alone.update(ops)
         self._decide(PerMicrobatch(ops))
 
-    def shard(self, leaf: PTensor | str, dim: int, devices: Any, *, stored: bool = False) -> None:
+    def shard(
+        self, leaf: PTensor | str, dim: int, devices: Any, *, stored: bool = False, each_time: bool | None = None
+    ) -> None:
         """Split the update of a parameter, and with it the optimizer's state, over devices that hold copies of it.
 
         Its gradients arrive in these parts (value shares are reduced and scattered in one step), and all that the step
@@ -571,6 +573,8 @@ class Planner(GraphView):
             stored: whether the parameter lies in parts too: it is then made whole in front of its use in the forward
                 pass, and again in the backward pass, and the update leaves it as it came. Otherwise it lies whole, and
                 the new one is put together once.
+            each_time: whether its gradient is reduced and scattered for each micro-batch, and held in parts meanwhile, or
+                once behind the last; by default as `accumulation` says for all.
 
         Raises:
             UnknownNameError: there is no such input.
@@ -586,7 +590,9 @@ class Planner(GraphView):
         if tensor.name in self._sharded:
             raise PlanError(f"'{tensor.name}' was sharded before; an input is sharded once")
         parts = array.shape[0] if array.ndim else 0
-        decision = Shard(tensor.name, dim, parts, numbers, stored)
+        if each_time is not None:
+            check_flag("shard: each_time", each_time)
+        decision = Shard(tensor.name, dim, parts, numbers, stored, each_time)
         check_shard(self.graph, decision, [frozenset(range(self._whole))], tensor_kinds(self.graph))
         self._sharded.add(tensor.name)
         self._decide(decision)

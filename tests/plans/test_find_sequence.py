@@ -134,6 +134,16 @@ def test_megatron_finds_it_too(name: str) -> None:
     assert moved == {"reduce_scatter": 4, "all_gather": 4}
 
 
+def test_one_row_of_the_batch_has_a_sequence() -> None:
+    """A long one: nothing else is to be split."""
+    model, data = MODELS["words"]
+    ours, variables = lowered(plans.sequence_parallel(), model, data[:1], 2)
+    want = jax.jit(step_of(model, jax.value_and_grad))(variables, data[:1])
+    got = ours.compile()(variables, data[:1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+    assert Counter(kind for kind, t in collectives(ours.plan) if len(t.shape) == 3)["reduce_scatter"] == 4
+
+
 def test_it_is_what_was_named_before() -> None:
     found, named = (planned(plans.sequence_parallel(None, given), gpt(), 4) for given in (None, {"batch/tokens": 1}))
     assert found.digest == named.digest

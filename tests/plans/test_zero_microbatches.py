@@ -65,6 +65,23 @@ def test_what_is_sent_each_time_and_what_once(inner: Any, inside: dict[str, int]
         assert kinds(planned(inner, mlp(), 4).program.tasks) == outside
 
 
+@pytest.mark.parametrize(("kernels", "biases"), [(None, None), (True, False), (False, True), (True, True)])
+def test_each_parameter_may_be_reduced_each_time_or_once(kernels: bool | None, biases: bool | None) -> None:
+    """ZeRO's second stage for some parameters, and its first for others, in one plan."""
+    said = {"kernel": kernels, "bias": biases}
+
+    def policy(graph: Any, devices: Any) -> None:
+        for tensor in graph.graph.inputs:
+            if "params" in tensor.name:
+                graph.shard(tensor, 0, devices, each_time=said[tensor.name.rpartition("/")[2]])
+        data_parallel()(graph, devices)
+
+    plan = planned(accumulate(2, plan=policy), mlp(), 4)
+    often = PARAMETERS // 2 * (bool(kernels) + bool(biases))
+    assert kinds(loop_of(plan).tasks)["reduce_scatter"] == often
+    assert kinds(plan.program.tasks)["reduce_scatter"] == PARAMETERS - often
+
+
 @pytest.mark.parametrize("inner", [zero2(), zero3()])
 def test_sums_are_held_in_parts(inner: Any) -> None:
     plan = planned(accumulate(2, inner), mlp(), 4)

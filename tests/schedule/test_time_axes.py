@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower.steps import assert_same_numbers, planned
 
 import jscaler
-from jscaler import PlanError, Replicate, Split, SplitError, TimeSplit
+from jscaler import PlanError, Replicate, Split, SplitError, TimeSplit, plans
 from jscaler.capture.residuals import with_backward_bodies
 from jscaler.ir import Graph
+from jscaler.lower.flat_program import FlatLoop
 from jscaler.primitives import Assign, Plan, Trans
 from jscaler.schedule.time_axes import SHARED, TimeAxes, TimeCut, time_axes
 from jscaler.stages import transform
@@ -231,3 +233,20 @@ def test_axes_nest_as_the_plan_first_names_them(captured: Any, graph: Graph) -> 
 def test_a_plan_is_read_without_a_policy(captured: Any, graph: Graph) -> None:
     plan: Plan = transform(captured, dot_on([0], TimeSplit("a", 2)), 1)
     assert time_axes(graph, plan).cuts.keys() == {"up/dot", "up/dot@backward"}
+
+
+def test_ops_that_are_split_among_unequal_numbers_of_devices_take_the_same_rows_at_a_time() -> None:
+    """Rows on four devices, then columns on all four: in one loop, as each part of the second reads rows of all devices."""
+
+    def rows_then_columns(graph: Any, devices: Any) -> None:
+        for path, tensor, dim in (
+            ("up/dot", "x", 0), ("up/add", "up/dot:0", 0), ("act/tanh", "up/add:0", 0), ("down/dot", "kernel", 1),
+        ):  # fmt: skip
+            op = graph[path]
+            operand = next(t for t in op.inputs if t.name.endswith(tensor))
+            graph.op_assign(graph.op_trans(op, Split((operand.name, dim), devices.size)), devices)
+
+    for microbatches in (2, 4):
+        plan = planned(plans.accumulate(microbatches, plan=rows_then_columns), 4)
+        assert sum(isinstance(item, FlatLoop) for item in plan.blocks[0].flat.items) == 1
+    assert_same_numbers(plans.accumulate(2, plan=rows_then_columns), 4)
