@@ -281,6 +281,14 @@ def test_half_of_a_causal_attention_is_counted() -> None:
     assert flops_of(gradients_of(cudnn(mask_type=None), q, q, q)[0]).count == 2 * one
 
 
+def test_parts_of_cudnn_s_attention_are_those_of_the_whole() -> None:
+    """In 2, 3 and 4 parts, forward and backward: rows, heads of keys, and their groups of queries."""
+    q, k = (rng.normal(size=(12, 4, heads, 4)).astype(np.float32) for heads in (24, 12))
+    report = jscaler.verify_rule(cudnn(scale=0.5), q, k, k + 1)
+    assert {check.factor for check in report.checks} >= {"a", "c"}
+    assert {check.parts for check in report.checks} == {2, 3, 4}
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_with_cudnn_s_attention_is_that_of_one_device(plan: str) -> None:
     devices, rows, heads = PLANS[plan]
