@@ -304,7 +304,8 @@ def _equation_key(eqn: core.JaxprEqn) -> tuple[Any, ...]:
     try:
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(vjp)(*structs))
     except Exception as error:  # the rule is the user's, and may refuse: a forward that runs its own function again
-        return rest, type(error), str(error), fingerprint(flatten(call, (), Inliner(CALLS | CUSTOM_CALLS)))
+        rules = tuple(id(eqn.params[name]) for name in sorted(CUSTOM_RULES & eqn.params.keys()))
+        return rest, rules, type(error), fingerprint(flatten(call, (), Inliner(CALLS | CUSTOM_CALLS)))
     return rest, fingerprint(flatten(jaxpr, consts, Inliner(CALLS | CUSTOM_CALLS)))
 
 

@@ -165,7 +165,9 @@ def _reached(path: Path, entry: Any, kind: DeviceKind, like: DeviceKind | None) 
     usual = None
     if like is not None and like.reached is not None:
         old, own = vars(like.peak), vars(kind.peak)
-        rates = {name: rate * own[name] / (old[name] or 1) for name, rate in vars(like.reached.products).items()}
+        known = vars(like.reached.products)
+        usual_share = like.reached.products.float16 / like.peak.float16
+        rates = {name: own[name] * (known[name] / rate if rate else usual_share) for name, rate in old.items()}
         bandwidth = like.reached.bandwidth * kind.bandwidth / like.bandwidth
         usual = dataclasses.replace(like.reached, products=Peak(**rates), bandwidth=bandwidth)
     if entry is None:

@@ -18,6 +18,7 @@ class Peak:
     Attributes:
         tensorfloat32: what XLA makes of a float32 product at JAX's default precision; 0 where the device has none.
         bfloat16: 0 where a product of bfloat16 is computed in float32.
+        int8: of integers of 8 bits; 0 where nobody says, and they count as bfloat16.
     """
 
     float64: float
@@ -26,6 +27,7 @@ class Peak:
     float16: float
     bfloat16: float
     float8: float = 0.0
+    int8: float = 0.0
 
     def of(self, dtype: str) -> float:
         """FLOP/s of a product whose operands are of type ``dtype``, at JAX's default precision.
@@ -36,6 +38,8 @@ class Peak:
         """
         if dtype.startswith("float8"):
             return self.float8 or self.of("bfloat16")
+        if dtype in ("int8", "uint8"):
+            return self.int8 or self.of("bfloat16")
         fastest = {"float64": self.float64, "float16": self.float16, "bfloat16": self.bfloat16}
         return fastest.get(dtype, self.tensorfloat32) or self.float32
 
@@ -163,13 +167,13 @@ _VOLTA = ((7, 0), 80, 64, 96 << 10, 96 << 10)
 _AMPERE = ((8, 0), 108, 64, 164 << 10, 163 << 10)
 _HOPPER = ((9, 0), 132, 128, 228 << 10, 227 << 10)
 #                  float64  float32  tf32     float16   bfloat16  float8
-_V100_PEAK = Peak(7.8e12, 15.7e12, 0.0, 125e12, 0.0)
-_A100_PEAK = Peak(19.5e12, 19.5e12, 156e12, 312e12, 312e12)
-_H100_PEAK = Peak(67e12, 67e12, 494.7e12, 989.4e12, 989.4e12, 1978.9e12)
+_V100_PEAK = Peak(7.8e12, 15.7e12, 0.0, 125e12, 0.0, 0.0, 62.8e12)
+_A100_PEAK = Peak(19.5e12, 19.5e12, 156e12, 312e12, 312e12, 0.0, 624e12)
+_H100_PEAK = Peak(67e12, 67e12, 494.7e12, 989.4e12, 989.4e12, 1978.9e12, 1978.9e12)
 #                     float64   float32   tf32    float16 bfloat16 float8
-_V100_REACHED = Peak(7.0e12, 14e12, 0.0, 95e12, 0.0)
-_A100_REACHED = Peak(17.4e12, 17.4e12, 116e12, 230e12, 230e12)
-_H100_REACHED = Peak(60e12, 60e12, 343e12, 668e12, 668e12, 1336e12)
+_V100_REACHED = Peak(7.0e12, 14e12, 0.0, 95e12, 0.0, 0.0, 56e12)
+_A100_REACHED = Peak(17.4e12, 17.4e12, 116e12, 230e12, 230e12, 0.0, 460e12)
+_H100_REACHED = Peak(60e12, 60e12, 343e12, 668e12, 668e12, 1336e12, 1336e12)
 _V100 = Reached(_V100_REACHED, 784e9, 2.5e-6, 0.87, 0.88)
 REACHED = {
     "V100-16GB": _V100,

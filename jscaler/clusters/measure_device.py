@@ -120,7 +120,7 @@ def fit_reached(samples: Sequence[DeviceSample], kind: DeviceKind, like: Reached
     for field, peak in vars(kind.peak).items():
         if peak and not rates[field]:
             usual = getattr(like.products, field) / peak
-            rates[field] = peak * (measured[0] if field == "float8" and measured else usual)
+            rates[field] = peak * (measured[0] if field in ("float8", "int8") and measured else usual)
     passes = [sample.amount / sample.seconds for sample in samples if sample.trial.what == "memory"]
     chains = [sample.seconds for sample in samples if sample.trial.what == "chain"]
     found = replace(like, products=Peak(**rates))

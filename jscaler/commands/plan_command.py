@@ -82,6 +82,8 @@ def plan_(
     check_file("plan", save)
     if save is not None and save.suffix != ".json":
         raise PlanFileError(f"a plan file is named *.json, not '{save}': --plan knows it by that")
+    if profile is not None and target is None:
+        raise DeviceError("--profile has seconds of a kind of device: say of which with --target 8xH200-141GB")
     plan = plan if schedule is None else with_schedule(plan, schedule)
     use_platform("cpu", None)
     cluster = None if target is None else find_cluster(target)

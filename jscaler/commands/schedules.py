@@ -35,16 +35,17 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class Simulated:
-    """A schedule for a plan's stages: its timeline, or why there is none."""
+    """A schedule for a plan's stages: its timeline, and the seconds of a step at the peaks; or why there is none."""
 
     schedule: str
     chunks: int
     timeline: Timeline | None = None
+    bound: float | None = None
     why: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        found = {"schedule": self.schedule, "chunks": self.chunks, "why": self.why}
+        found = {"schedule": self.schedule, "chunks": self.chunks, "why": self.why, "bound": self.bound}
         return found | (self.timeline.as_json() if self.timeline is not None else {})
 
 
@@ -107,7 +108,7 @@ def schedules_(
         console = screen()
         show(console, f"{planned_job.describe()}, plan {plan}, on {cluster.name}")
         if best:
-            header = ("schedule", "chunks", "step", "waiting", "sends show", "peak memory", "fits")
+            header = ("schedule", "chunks", "step", "waiting", "sends show", "at peaks", "peak memory", "fits")
             console.print(table("schedules, the fastest first", header, [_row(one) for one in best]))
         lines = [f"{', '.join(names)}: {why}" for why, names in _reasons(others).items()]
         lines += [f"written: {draw}"] if draw is not None and best else []
@@ -146,7 +147,7 @@ def _simulated(graph: Graph, plan: str, schedule: Published, chunks: int, cluste
         return Simulated(schedule.name, chunks, why=str(error))
     if step.instructions.table is None:
         raise JscalerError(f"plan '{plan}' has no stages: give one that has, \"megatron(tp=8, pp=4, microbatches=16)\"")
-    return Simulated(schedule.name, chunks, simulate(step, cluster))
+    return Simulated(schedule.name, chunks, simulate(step, cluster), simulate(step, cluster.at_peaks()).makespan)
 
 
 def _row(one: Simulated) -> tuple[str, ...]:
@@ -155,4 +156,4 @@ def _row(one: Simulated) -> tuple[str, ...]:
     peak = max(timeline.peak(own[0]) for own in timeline.memory)
     fits = {True: "yes", False: "NO", None: "?"}[timeline.fits]
     times = readable_seconds(timeline.makespan), f"{timeline.bubble:.1%}", readable_seconds(timeline.exposed)
-    return one.schedule, str(one.chunks), *times, readable_bytes(peak), fits
+    return one.schedule, str(one.chunks), *times, readable_seconds(one.bound), readable_bytes(peak), fits

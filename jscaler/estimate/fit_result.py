@@ -16,7 +16,13 @@ from jscaler.text.units import readable_bytes, readable_seconds
 BARS = "▁▂▃▄▅▆▇█"
 OVER = "▲"  # in place of a bar that is higher than a device
 WIDTH = 28  # bars for a step
-EXPENDABLE = ("launches", "moved", "sent", "memory over the step")  # columns that go first where there is little room
+EXPENDABLE = (
+    "at peaks",
+    "launches",
+    "moved",
+    "sent",
+    "memory over the step",
+)  # columns that go first where there is little room
 STATE = 0.5  # of a device: state above this is what does not fit
 ACCURACY = 0.15  # of the estimate
 
@@ -73,7 +79,7 @@ class Tried:
             "headroom": self.headroom, "at": memory.at, "memory": memory.by_kind,
             "flops": self.cost.flops, "flops_ratio": self.flops_ratio, "sent": self.cost.sent.total,
             "moved": self.cost.moved, "launches": self.cost.launches,
-            "seconds": self.cost.seconds.total, "idle": self.cost.seconds.idle,
+            "seconds": self.cost.seconds.total, "bound": self.cost.bound, "idle": self.cost.seconds.idle,
         }  # fmt: skip
 
 
@@ -123,7 +129,7 @@ def fit_table(found: Fit) -> FittingTable:
     device = readable_bytes(found.cluster.memory)
     made = FittingTable(f"plans for {found.cluster.name}, {device} per device", EXPENDABLE)
     made.add_column("plan")
-    for name in ("peak", "to spare", "FLOPs", "sent", "moved", "launches", "seconds"):
+    for name in ("peak", "to spare", "FLOPs", "sent", "moved", "launches", "seconds", "at peaks"):
         made.add_column(name, justify="right")
     made.add_column("memory over the step")
     made.add_column("verdict")
@@ -146,7 +152,7 @@ def _numbers(found: Fit) -> dict[str, int]:
 def _row(one: Tried, chosen: bool, numbers: Mapping[str, int]) -> list[Text | str]:
     note = f" ({numbers[one.why]})" if one.why else ""
     if one.cost is None:
-        return [one.plan, *[""] * 8, Text(f"not legal{note}", style="dim")]
+        return [one.plan, *[""] * 9, Text(f"not legal{note}", style="dim")]
     cost = one.cost
     verdict = "fits" if one.fits else "does not fit"
     verdict += note if one.compiled_peak is None else f", by XLA{note}"
@@ -154,8 +160,8 @@ def _row(one: Tried, chosen: bool, numbers: Mapping[str, int]) -> list[Text | st
     return [
         Text(one.plan, style="bold" if chosen else ""), readable_bytes(one.peak), readable_bytes(one.headroom),
         f"{one.flops_ratio:.2f}×", readable_bytes(cost.sent.total), readable_bytes(cost.moved), f"{cost.launches:,}",
-        readable_seconds(cost.seconds.total), bars([m.nbytes for m in cost.held.timeline], cost.cluster.memory),
-        Text(verdict, style=style),
+        readable_seconds(cost.seconds.total), readable_seconds(cost.bound),
+        bars([m.nbytes for m in cost.held.timeline], cost.cluster.memory), Text(verdict, style=style),
     ]  # fmt: skip
 
 

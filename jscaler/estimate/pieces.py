@@ -8,7 +8,7 @@ A loop in which nothing is sent is part of the piece around it. Of others each i
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,10 +50,29 @@ class Piece:
     about: str
 
     @cached_property
+    def program(self) -> core.ClosedJaxpr:
+        return jax.make_jaxpr(self.run)(*self.inputs)
+
+    @cached_property
     def key(self) -> str:
         """The same for programs that are equal but for names, of equal shapes and types."""
-        text = _ADDRESS.sub("0x", str(jax.make_jaxpr(self.run)(*self.inputs)))
+        maps = [str(eqn.params["grid_mapping"]) for eqn in _every(self.program.jaxpr) if "grid_mapping" in eqn.params]
+        text = _ADDRESS.sub("0x", "\n".join([str(self.program), *maps]))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def runs_alone(self) -> bool:
+        """Whether it may be run on numbers of anybody's: it has no effect, and no loop whose length depends on them."""
+        return not self.program.effects and not any(eqn.primitive.name == "while" for eqn in _every(self.program.jaxpr))
+
+
+def _every(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of a program, and of the programs in them but for kernels."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if "grid_mapping" not in eqn.params:
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from _every(getattr(inner, "jaxpr", inner))
 
 
 def pieces_of(block: PlacedBlock) -> list[Piece]:
@@ -124,8 +143,3 @@ def _of_body(body: core.Jaxpr, times: int, about: str) -> Piece:
 
     left = tuple(v for v in body.outvars if isinstance(v, core.Var))
     return Piece(run, tuple(shape_struct(v.aval) for v in body.invars), (), tuple(body.invars), left, times, about)
-
-
-def distinct(pieces: Sequence[Piece]) -> dict[str, Piece]:
-    """One of each key."""
-    return {piece.key: piece for piece in reversed(pieces)}

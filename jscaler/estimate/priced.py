@@ -72,7 +72,7 @@ class ByProfile:
                 _stretch(seconds, work.kernels, places, taken * pieces[at].times)
                 continue
             for op, own in grouped((work.kernels[place].op, place) for place in places).items():
-                alone = self._of_op(op)
+                alone = self._of_op(op) if at >= 0 else None  # what stands between pieces is of no op
                 if alone is None:
                     modelled.add(op)
                     by_model += sum(work.kernels[place].times * seconds[place] for place in own)

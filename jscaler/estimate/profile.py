@@ -85,15 +85,18 @@ def measure_piece(piece: Piece, device: Any, rounds: int) -> float:
 
 def _filled(struct: jax.ShapeDtypeStruct, number: int) -> jax.Array:
     """Numbers about 0, of which no product grows; zeros of what counts or is true, so that indices are legal."""
-    key = jax.random.key(number)
     if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        found: list[Any] = []
+        jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), struct)
+        key = jax.random.key(number, impl=found[0])
         return jax.random.split(key, struct.shape) if struct.shape else key
+    key = jax.random.key(number)
     if jnp.issubdtype(struct.dtype, jnp.floating):
         return (jax.random.normal(key, struct.shape) / 16).astype(struct.dtype)
     return jnp.zeros(struct.shape, struct.dtype)
 
 
 def missing(pieces: Iterable[Piece], profile: Profile, device: str) -> list[Piece]:
-    """One of each program that the profile has no figure of, in order."""
-    found = {piece.key: piece for piece in pieces if profile.of(piece.key, device) is None}
+    """One of each program that the profile has no figure of, in order; of those that can be run by themselves."""
+    found = {p.key: p for p in pieces if profile.of(p.key, device) is None and p.runs_alone}
     return list(found.values())

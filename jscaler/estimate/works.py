@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from jscaler.clusters.transition_kinds import sends
 from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
 from jscaler.lower.flat_program import FlatProgram
@@ -15,11 +16,15 @@ from jscaler.xla_model.work import KernelWork, Work, work_of, work_of_block
 
 
 def block_work(step: StepPlan, number: int, row_kernels: bool) -> Work:
-    """The kernels of one run of a block, each with the path of an op: what belongs to none goes with the one before it."""
+    """The kernels of one run of a block, each with the path of an op: what belongs to none goes with the one before it.
+
+    Collectives are none: their time is that of the links.
+    """
     flat = step.blocks[number].flat
     found: list[KernelWork] = []
     op = ""
-    kernels = work_of_block(Blocks(flat.origins.op).program(flat), row_kernels).kernels
+    every = work_of_block(Blocks(flat.origins.op).program(flat), row_kernels).kernels
+    kernels = [kernel for kernel in every if not sends(kernel.name)]
     for kernel in reversed(kernels):  # what stands in front of the first op goes with it
         op = kernel.op or op
     for kernel in kernels:

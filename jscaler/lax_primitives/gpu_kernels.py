@@ -1,8 +1,9 @@
 """Kernels that somebody wrote for GPUs: any of Pallas whose programs do not ask where they are, and cuDNN's attention.
 
 A Pallas kernel runs a program for each cell of its grid. An axis of the grid along which every program has one element of
-a dim, and which no program looks at, is an index that the operands and results share: the batch, the heads. A part runs
-the cells of its own elements.
+a dim, of as many as there are programs, and which no program looks at, is an index that the operands and results share:
+the batch, the heads. A part runs the cells of its own elements. Where programs hand on what they hold in scratch memory,
+all axes stay whole.
 
     grid (b, h, blocks)   q: block (None, 64, None, d), program (r, n, i) has (r, i, n, 0)   r and n may be split, i not
 
@@ -12,7 +13,7 @@ and heads may be split. JAX binds them only where it finds cuDNN.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -31,16 +32,17 @@ def pallas(eqn: core.JaxprEqn) -> Spec:
     """The indices that a kernel's grid shares with its arrays."""
     grid = eqn.params["grid_mapping"]
     if not _is_plain(eqn):
-        return seen_whole(eqn, "the kernel's grid or mesh depends on what it runs on")
+        return seen_whole(eqn, "the kernel's grid or mesh depends on what it runs on, or its programs share scratch memory")
     blocked: dict[Label, str] = {}
-    asked = set(_asked(eqn.params["jaxpr"]))
+    users = [axis for axis in range(len(grid.grid)) if axis not in grid.vmapped_dims]  # as the kernel's program counts them
+    asked = {users[axis] for axis in _asked(eqn.params["jaxpr"])}
     first = len(eqn.invars) - grid.num_inputs  # in front of these stand what the index maps read
     sides: list[Dims] = [
         tuple(_whole(("operand", i, d), n, blocked) for d, n in enumerate(shape(v)))
         for i, v in enumerate(eqn.invars[:first])
     ]
     for number, mapping in enumerate(grid.block_mappings):
-        axes, others = _axes_of(mapping)
+        axes, others = _axes_of(mapping, grid.grid)
         asked |= others
         if number >= grid.num_inputs:
             asked |= {axis for axis in range(len(grid.grid)) if axis not in axes.values()}
@@ -51,6 +53,10 @@ def pallas(eqn: core.JaxprEqn) -> Spec:
                 for d, n in enumerate(sizes)
             )
         )
+    for operand, result in eqn.params["input_output_aliases"]:
+        here, there = (_grid_axes(sides[at]) for at in (operand, first + grid.num_inputs + result))
+        if here != there:  # what a part leaves of the operand would not lie as the result
+            asked |= {axis for axis in (*here, *there) if axis is not None}
     why = "the kernel's programs ask for their place along it, or share results"
     blocked |= {
         label: why for dims in sides for dim in dims for label in dim if label[0][0] == "grid" and label[0][1] in asked
@@ -59,18 +65,26 @@ def pallas(eqn: core.JaxprEqn) -> Spec:
     return Spec(tuple(sides[:count]), tuple(sides[count:]), blocked=blocked)
 
 
+def _grid_axes(dims: Dims) -> list[int | None]:
+    """Per dim the axis of the grid that it is an index of."""
+    return [next((axis for (kind, axis, *_), _ in dim if kind == "grid"), None) for dim in dims]
+
+
 def _is_plain(eqn: core.JaxprEqn) -> bool:
     grid = eqn.params["grid_mapping"]
     return (
         all(isinstance(size, int) for size in grid.grid)
         and eqn.params.get("mesh") is None
+        and not grid.scratch_avals
         and len(eqn.outvars) == grid.num_outputs
         and all(hasattr(mapping, "array_aval") for mapping in grid.block_mappings)
     )
 
 
-def _axes_of(mapping: Any) -> tuple[dict[int, int], set[int]]:
+def _axes_of(mapping: Any, grid: Sequence[int]) -> tuple[dict[int, int], set[int]]:
     """Dims of which each program along an axis of the grid has one element -> that axis; and the axes used otherwise."""
+    from jax.experimental import pallas as pl  # a kernel is there, so it is loaded
+
     program = mapping.index_map_jaxpr.jaxpr
     place = {var: axis for axis, var in enumerate(program.invars)}
     others = {place[atom] for eqn in program.eqns for atom in eqn.invars if isinstance(atom, core.Var) and atom in place}
@@ -78,8 +92,10 @@ def _axes_of(mapping: Any) -> tuple[dict[int, int], set[int]]:
     for dim, (atom, block) in enumerate(zip(program.outvars, mapping.block_shape, strict=True)):
         if not isinstance(atom, core.Var) or atom not in place:
             continue
-        size = getattr(block, "block_size", block)
-        if not isinstance(size, int) or size == 1:  # squeezed, or a block of one element
+        single = (
+            block is None or isinstance(block, pl.Squeezed) or (isinstance(block, pl.Blocked) and block.block_size == 1)
+        )
+        if single and mapping.array_aval.shape[dim] == grid[place[atom]]:
             found[dim] = place[atom]
         else:
             others.add(place[atom])
@@ -112,7 +128,7 @@ def _local_pallas(part: Part, eqn: core.JaxprEqn) -> Mapping[str, Any]:
     mappings = []
     for mapping, var in zip(grid.block_mappings, ends, strict=True):
         own = part.shape(var)
-        for dim, axis in _axes_of(mapping)[0].items():
+        for dim, axis in _axes_of(mapping, grid.grid)[0].items():
             if shape(var)[dim] > 1:
                 sizes[axis] = own[dim]
         mappings.append(dataclasses.replace(mapping, array_aval=mapping.array_aval.update(shape=own)))
@@ -161,8 +177,10 @@ def attention(eqn: core.JaxprEqn) -> Spec:
     statistics = batch, of_queries, whole("queries", queries[tokens])
     bias = _bias(shape(eqn.invars[BIAS]), batch, of_queries, whole)
     lengths = [_lengths(i, shape(v), batch, whole) for i, v in enumerate(eqn.invars[BIAS + 1 : FORWARD_OPERANDS])]
-    if eqn.params["dropout_rate"] or any(len(own) > 1 for own in lengths):
-        why = "cuDNN draws, or packs sequences, in an order of its own"
+    if any(len(own) > 1 for own in lengths):
+        return seen_whole(eqn, "cuDNN packs sequences, or has keys in pages, in an order of its own")
+    if eqn.params["dropout_rate"]:
+        why = "cuDNN draws in an order of its own"
         blocked |= dict.fromkeys((*batch, *of_queries), why)
     operands = query, key, value, bias, *lengths
     if len(eqn.invars) == FORWARD_OPERANDS:

@@ -108,7 +108,7 @@ def time_axes(graph: Graph, plan: Plan) -> TimeAxes:
         blocks |= _common_blocks(graph, known)
         free = known.keys()
     else:
-        _align(graph, known)
+        blocks |= _align(graph, known)
     for path in free:
         known[path] = {n: dataclasses.replace(c, blocks=blocks.get(n, c.blocks)) for n, c in known[path].items()}
     cuts: dict[str, Mapping[str, TimeCut]] = {}
@@ -151,14 +151,19 @@ def orders_on_groups(graph: Graph, plan: Plan) -> list[tuple[tuple[str, int], tu
     return found
 
 
-def _align(graph: Graph, known: dict[str, dict[str, TimeCut]]) -> None:
+def _align(graph: Graph, known: dict[str, dict[str, TimeCut]]) -> dict[str, int]:
     """Give ops of one axis that are split among unequal numbers of devices the same rows, where these divide: else each
-    part would be brought from the one's rows to the other's, and they would run in loops apart."""
+    part would be brought from the one's rows to the other's, and they would run in loops apart.
+
+    Returns:
+        The blocks of the axes for which that was done.
+    """
     names = dict.fromkeys(name for own in known.values() for name in own)
     uneven = {name for name in names if len({own[name].blocks for own in known.values() if name in own}) > 1}
     common = _common_blocks(graph, {path: {n: c for n, c in own.items() if n in uneven} for path, own in known.items()})
     for path, own in known.items():
         known[path] = {n: dataclasses.replace(c, blocks=common.get(n, c.blocks)) for n, c in own.items()}
+    return common
 
 
 def _common_blocks(graph: Graph, known: Mapping[str, Mapping[str, TimeCut]]) -> dict[str, int]:

@@ -30,6 +30,7 @@ class KernelWork:
         read, written: bytes.
         row: elements of the rows that it holds as a whole; else 0.
         item: of the flat program, that it comes from.
+        name: of the primitive, or the kind of collective, whose result it leaves.
     """
 
     op: str
@@ -39,6 +40,7 @@ class KernelWork:
     times: int = 1
     row: int = 0
     item: Item | None = field(default=None, compare=False, repr=False)
+    name: str = ""
 
     def seconds(self, device: DeviceKind) -> float:
         """Once: as is reached of the device's peaks, or at these where nobody says what is."""
@@ -127,7 +129,7 @@ def _kernels(block: Block, times: int, rows: bool) -> Iterator[KernelWork]:
                 own = tuple(id(v) for v in kernel.reads)
                 read = 0 if own in reduced else read
                 reduced.add(own)
-        yield KernelWork(step.op, _flops(kernel), read, written, times, kernel.row, step.item)
+        yield KernelWork(step.op, _flops(kernel), read, written, times, kernel.row, step.item, step.name)
 
 
 def _inside(kernel: Kernel, times: int, rows: bool) -> Iterator[KernelWork]:

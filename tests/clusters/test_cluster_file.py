@@ -59,6 +59,15 @@ def test_built_in_clusters_survive_a_file(cluster: Cluster, tmp_path: Path) -> N
     assert load_cluster(path) == cluster
 
 
+def test_a_type_that_the_kind_it_is_like_lacks_reaches_the_usual_share(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text('hosts = 1\ndevices_per_host = 1\n[device]\nlike = "A100-40GB"\n[device.peak]\nfloat8 = 6e14\n')
+    device = load_cluster(path).device
+    assert device is not None
+    assert device.reached is not None
+    assert device.reached.products.float8 == pytest.approx(6e14 * 230 / 312)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "error", "message"),
     [

@@ -30,6 +30,7 @@ def test_built_in_kinds_are_plausible(kind: DeviceKind) -> None:
         ("A100-80GB", "float8_e4m3fn", 312e12),  # computed in bfloat16
         ("H100-80GB", "float8_e5m2", 1978.9e12),
         ("H100-80GB", "float64", 67e12),
+        ("A100-80GB", "int8", 624e12),
     ],
 )
 def test_flops_of_a_product(kind: str, dtype: str, expected: float) -> None:

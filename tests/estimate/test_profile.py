@@ -146,6 +146,38 @@ def test_what_a_profile_lacks_the_model_prices_and_it_is_counted() -> None:
     assert found.by_op["down/dot"] == plain.by_op["down/dot"]
 
 
+def test_collectives_are_no_computing() -> None:
+    """What stands between pieces takes the time of the links alone, whatever its op takes by itself."""
+    made = lowered("data_parallel", 4)
+    every = [*pieces_of(made.plan.blocks[0]), *(piece for _, piece in op_pieces(made.plan))]
+    found = jscaler.cost(made, None, H100, profile=Profile({HERE: dict.fromkeys((p.key for p in every), 1.0)}))
+    assert found.seconds.compute == pytest.approx(sum(piece.times for piece in pieces_of(made.plan.blocks[0])))
+    assert found.profiled is not None
+    assert (found.profiled.modelled, found.profiled.by_model) == (0, 0)
+
+
+def test_programs_with_effects_or_loops_of_unknown_length_are_left_to_the_model() -> None:
+    def told(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: pytest.fail(f"run with {value}"), x[0, 0])
+        return x @ x
+
+    def open_end(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda y: y[0, 0] < 1e9, lambda y: y @ x, x)
+
+    for fun, runs in ((told, False), (open_end, False), (lambda x: x @ x, True)):
+        made = jscaler.parallelize("single", devices=1)(fun).lower(jnp.ones((4, 4)))
+        pieces = pieces_of(made.plan.blocks[0])
+        assert [piece.runs_alone for piece in pieces] == [runs] * len(pieces)
+        assert bool(missing(pieces, Profile(), "cpu")) == runs
+
+
+def test_keys_are_of_the_program_s_own_kind() -> None:
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+    made = jscaler.parallelize("single", devices=1)(lambda k: jax.random.normal(k, (4, 4))).lower(key)
+    (piece,) = pieces_of(made.plan.blocks[0])
+    assert measure_piece(piece, jax.devices()[0], 1) > 0
+
+
 def test_a_file_is_read_back_and_a_wrong_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile = Profile({HERE: {"a": 0.25}}, {"a": "up/dot"})

@@ -72,6 +72,81 @@ def test_an_axis_along_which_programs_have_one_element_each_is_an_index(name: st
     assert blocked_axes(pallas(call(*arguments))) == (axes, blocked)
 
 
+def shapes(*sizes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+
+
+def kernel_in(fun: Any, *avals: Any) -> core.JaxprEqn:
+    """The Pallas call in a function, wherever it stands."""
+
+    def every(jaxpr: core.Jaxpr) -> Any:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                yield eqn
+            else:
+                for inner in core.jaxprs_in_params(eqn.params):
+                    yield from every(getattr(inner, "jaxpr", inner))
+
+    return next(every(jax.make_jaxpr(fun)(*avals).jaxpr))
+
+
+def row(*block: int | None) -> pl.BlockSpec:
+    return pl.BlockSpec(block or (None, 16), lambda i: (i, 0))
+
+
+def kernel(body: Any, out: Any, grid: int, specs: Any, out_spec: Any, **more: Any) -> Any:
+    return pl.pallas_call(body, out, grid=(grid,), in_specs=specs, out_specs=out_spec, interpret=True, **more)
+
+
+def test_under_vmap_the_kernel_s_own_axis_is_the_one_that_it_asks_for() -> None:
+    """``program_id`` counts the axes that the kernel was written with, and not those that vmap has put in front."""
+    x, y = shapes((4, 8, 16), (8, 16))
+    eqn = kernel_in(jax.vmap(kernel(numbered_kernel, y, 8, [row()], row())), x)
+    assert eqn.params["grid_mapping"].grid == (4, 8)
+    assert blocked_axes(pallas(eqn)) == ({0, 1}, {1})
+
+
+def test_a_dim_of_more_elements_than_there_are_programs_is_no_index() -> None:
+    x, y = shapes((8, 16), (4, 16))
+    spec = pallas(kernel_in(kernel(copy_kernel, y, 4, [row()], row()), x))
+    assert blocked_axes(spec)[1] == {0}
+
+
+def test_what_is_written_over_an_operand_that_lies_otherwise_is_not_split() -> None:
+    x, y = shapes((8, 16), (8, 16))
+
+    def double(x_ref: Any, whole_ref: Any, out_ref: Any) -> None:
+        del whole_ref
+        out_ref[...] = 2 * x_ref[...]
+
+    whole = pl.BlockSpec((8, 16), lambda i: (0, 0))
+    found = kernel_in(kernel(double, y, 8, [row(), whole], row(), input_output_aliases={1: 0}), x, y)
+    assert blocked_axes(pallas(found)) == ({0}, {0})
+    alike = kernel_in(kernel(double, y, 8, [row(), row()], row(), input_output_aliases={1: 0}), x, y)
+    assert blocked_axes(pallas(alike)) == ({0}, set())
+
+
+def test_programs_that_share_scratch_memory_stay_together() -> None:
+    from jax.experimental.pallas import tpu
+
+    (x,) = shapes((8, 16))
+
+    def running(x_ref: Any, out_ref: Any, sums: Any) -> None:
+        sums[...] += x_ref[...]
+        out_ref[...] = sums[...]
+
+    eqn = kernel_in(kernel(running, x, 8, [row()], row(), scratch_shapes=[tpu.VMEM((16,), jnp.float32)]), x)
+    assert blocked_axes(pallas(eqn)) == (set(), set())
+
+
+def test_windows_by_element_are_no_blocks() -> None:
+    """Program i reads the row in front of its own, which lies beyond a part."""
+    (x,) = shapes((8, 16))
+    before = pl.BlockSpec((pl.Element(1, padding=(1, 0)), 16), lambda i: (i, 0))
+    eqn = kernel_in(kernel(copy_kernel, x, 8, [before], row(1, 16)), x)
+    assert blocked_axes(pallas(eqn))[1] == {0}
+
+
 def test_why_a_dim_of_a_kernel_is_not_split_is_said() -> None:
     x = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
     spec = pl.BlockSpec((None, 4, 16), lambda i, j: (i, j, 0))

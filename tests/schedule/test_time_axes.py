@@ -246,6 +246,13 @@ def test_ops_that_are_split_among_unequal_numbers_of_devices_take_the_same_rows_
             operand = next(t for t in op.inputs if t.name.endswith(tensor))
             graph.op_assign(graph.op_trans(op, Split((operand.name, dim), devices.size)), devices)
 
+    def with_an_open_op(graph: Any, devices: Any) -> None:
+        for path, tensor, dim in (("up/dot", "x", 0), ("up/add", "up/dot:0", 0), ("down/dot", "kernel", 1)):
+            operand = next(t for t in graph[path].inputs if t.name.endswith(tensor))
+            graph.op_assign(graph.op_trans(path, Split((operand.name, dim), devices.size)), devices)
+
+    found = planned(plans.accumulate(2, plan=with_an_open_op), 4)
+    assert sum(isinstance(item, FlatLoop) for item in found.blocks[0].flat.items) == 1
     for microbatches in (2, 4):
         plan = planned(plans.accumulate(microbatches, plan=rows_then_columns), 4)
         assert sum(isinstance(item, FlatLoop) for item in plan.blocks[0].flat.items) == 1
