@@ -12,7 +12,7 @@ from jscaler.xla_model.work import KernelWork, Work
 H200 = find_cluster("1xH200")
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(4)
 def test_what_was_measured_is_predicted_and_in_order() -> None:
     *rows, pairs = gpu.stored(quick=True)
     assert len(rows) == 5
@@ -49,7 +49,7 @@ def test_a_fit_finds_the_device_that_made_the_seconds() -> None:
     assert found.half_row == pytest.approx(7000, rel=1e-2)
 
 
-@pytest.mark.one_day_in(3)
+@pytest.mark.one_day_in(8)
 def test_a_step_is_measured_beside_jit_and_its_numbers_are_those_of_one_device() -> None:
     seconds, row = gpu.measured(gpu.estimated(next(c for c in gpu.cases() if c.quick), H200))
     assert 0 < seconds < 60

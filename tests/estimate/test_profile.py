@@ -208,7 +208,7 @@ def test_a_piece_is_measured() -> None:
     assert profile.about[piece.key] == piece.about
 
 
-@pytest.mark.one_day_in(2)
+@pytest.mark.one_day_in(5)
 def test_the_command_measures_once_and_costs_read_its_file(tmp_path: Path) -> None:
     path = tmp_path / "made" / "profile.json"
     model = ["--model", "gpt-nano", "--batch", "2", "--seq", "8", "--plan", "data_parallel", "--devices", "2"]

@@ -98,6 +98,26 @@ def kernel(body: Any, out: Any, grid: int, specs: Any, out_spec: Any, **more: An
     return pl.pallas_call(body, out, grid=(grid,), in_specs=specs, out_specs=out_spec, interpret=True, **more)
 
 
+def test_parts_of_a_kernel_are_those_of_the_whole() -> None:
+    """In 2, 3 and 4 parts, forward and backward, of the first and of the second dim; the third stays whole."""
+    x = jax.ShapeDtypeStruct((12, 24, 4), jnp.float32)
+    spec = pl.BlockSpec((None, 1, 4), lambda j, i: (i, j, 0))
+
+    def scale(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] * jnp.sum(y_ref[...])
+
+    run = pl.pallas_call(scale, x, grid=(24, 12), in_specs=[spec, spec], out_specs=spec, interpret=True)
+
+    @jax.custom_vjp
+    def scaled(x: jax.Array, y: jax.Array) -> jax.Array:
+        return run(x, y)
+
+    scaled.defvjp(lambda x, y: (run(x, y), (x, y)), lambda saved, g: (run(g, saved[1]), run(saved[0], g)))
+    report = jscaler.verify_rule(scaled, *(rng.normal(size=x.shape).astype(np.float32) for _ in range(2)))
+    assert {(check.factor, check.parts) for check in report.checks} == {(f, n) for f in "ab" for n in (2, 3, 4)}
+    assert {check.direction.split(",")[0] for check in report.checks} == {"forward", "backward"}
+
+
 def test_under_vmap_the_kernel_s_own_axis_is_the_one_that_it_asks_for() -> None:
     """``program_id`` counts the axes that the kernel was written with, and not those that vmap has put in front."""
     x, y = shapes((4, 8, 16), (8, 16))

@@ -249,9 +249,9 @@ def examples() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     return {name: one for name, one in found.items() if name not in test_table.SEEN_TO}
 
 
-# JAX calls one of them so, by version; one is made only where a program is lowered; cuDNN's only where it is found, and
-# tests/lax_primitives/test_gpu_kernels.py verifies their rule on stand-ins.
-NOT_TRACED = {"debug_callback", "debug_print", "empty2"}
+# JAX calls one of them so, by version; one is made only where a program is lowered. Kernels have a file of their own,
+# tests/lax_primitives/test_gpu_kernels.py: cuDNN's are made only where it is found, and verified on stand-ins.
+NOT_TRACED = {"debug_callback", "debug_print", "empty2", "pallas_call"}
 NOT_TRACED |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
 
 

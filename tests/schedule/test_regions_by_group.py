@@ -172,7 +172,7 @@ def test_what_several_layouts_hold_is_read_on_another_group() -> None:
     params, x = PARAMS, BATCH["x"]
     step = jscaler.parallelize(elsewhere("first/tanh@backward"), devices=4)(norm_step)
     with pytest.raises(
-        PlanError, match=r"'first/tanh' .* needs 'first/dot:0' of all micro-batches, which 'first/dot' makes"
+        PlanError, match=r"'norm/reduce_sum' .* needs 'first/tanh:0' of all micro-batches, which 'first/tanh' makes"
     ):
         step.lower(params, x)
     with jax.enable_x64(True):
