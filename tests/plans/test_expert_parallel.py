@@ -12,7 +12,8 @@ from plan_steps import TX, activations, made_once, planned
 
 import jscaler
 from jscaler.errors import SplitError, UnknownNameError
-from jscaler.plans import expert_parallel
+from jscaler.lower.flat_program import FlatLoop
+from jscaler.plans import accumulate, expert_parallel
 from models.moe import MoE, MoEConfig
 from models.training import TrainState, balanced_train_step
 
@@ -52,6 +53,16 @@ def test_four_all_to_alls_per_layer() -> None:
     cut = {name for name, layout in inputs.items() if any(layout.cuts) and name.startswith("state")}
     assert len(cut) == 4 * 2  # the two kernels and their momenta
     assert all("/experts/" in name for name in cut)
+
+
+def test_micro_batches_of_experts_run_in_one_loop() -> None:
+    """Experts, of which each device has some, and rows, of which each has some, take the same rows at a time."""
+    step, (state, batch) = moe(layers=1)
+    more = {name: np.concatenate([rows, rows[:4]]) for name, rows in batch.items()}  # two on each of four devices
+    plan = planned(accumulate(2, expert_parallel()), (step, (state, more)), 4)
+    loops = [item for item in plan.flat.items if isinstance(item, FlatLoop)]
+    assert [loop.loop.length for loop in loops] == [2]
+    assert activations(plan)["all_gather"] == 0
 
 
 @pytest.mark.one_day_in(2)
