@@ -182,3 +182,19 @@ def test_blocks_of_all_devices_wait_once_for_those_of_groups() -> None:
     table = SCHEDULES["interlaced"].table(4, 8)
     spans = [simulate_table(table, {**UNITS, "B": b}, devices=[*map(list, devices)]).makespan for b in (2, 3)]
     assert spans == [82, 110]  # of which a device works 72 and 96: here the ends' backward takes as long as a layer's
+
+
+def test_stages_of_a_stack_run_in_the_order_of_the_table() -> None:
+    """Each micro-batch takes a forward and a backward of a stage, also where ends of stages are blocks beside their layers."""
+    microbatches, stages = 8, 4
+    deep = functools.partial(gpt, layers=4, stacked=True)
+    plan = lowered(interlaced(stages, microbatches), deep, stages)
+    names = plan.instructions.names
+    taken = {"F": 1.0, "B": 2.0}
+    seconds = [
+        0.0 if n in plan.instructions.ends or len(block.group.devices) > 1 else sum(taken[k] for _, k in names.get(n, ()))
+        for n, block in enumerate(plan.blocks)
+    ]
+    assert plan.instructions.ends
+    found = jscaler.simulate(plan, seconds=seconds)
+    assert 3 * microbatches < found.makespan <= 3 * (microbatches + stages + 1)
