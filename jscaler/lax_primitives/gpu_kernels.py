@@ -1,9 +1,9 @@
 """Kernels that somebody wrote for GPUs: any of Pallas whose programs do not ask where they are, and cuDNN's attention.
 
-A Pallas kernel runs a program for each cell of its grid. An axis of the grid along which every program has one element of
-a dim, of as many as there are programs, and which no program looks at, is an index that the operands and results share:
-the batch, the heads. A part runs the cells of its own elements. Where programs hand on what they hold in scratch memory,
-all axes stay whole.
+A Pallas kernel runs a program for each cell of its grid. Some axes of the grid are indices that operands and results
+share: the batch, the heads. Along such an axis each program has one element of a dim, the dim has no others, and no program
+asks for its place. A part runs the cells of its own elements. With scratch memory, which programs may hand on, all axes stay
+whole.
 
     grid (b, h, blocks)   q: block (None, 64, None, d), program (r, n, i) has (r, i, n, 0)   r and n may be split, i not
 

@@ -4,10 +4,10 @@ A row that a kernel holds as a whole is read once, however often it is reduced:
 
     reduce_max(x) → m      reduce_sum(exp(x - m)) → s      exp(x - m) / s          three kernels, or one
 
-XLA begins such a kernel at a reduction along the last dims whose result nothing reads but one chain that leads back to
-rows (a softmax's maximum, the mean of squares of an RMS norm; not the two sums of a layer norm), and does it again in each
-kernel that reads its result. The kernel takes in the reductions of these rows whose results are for it alone. Rows of more
-than 16,384 elements XLA leaves in several. Random bits are drawn behind it, in a kernel that reads what it leaves.
+XLA begins such a kernel at a reduction along the last dims. Nothing but one chain reads its result, and leads back to rows:
+a softmax's maximum, the mean of squares of an RMS norm, but not the two sums of a layer norm. Each kernel that reads the
+result does the reduction again. The kernel takes in the reductions of these rows whose results are for it alone. Rows of
+more than 16,384 elements stay in several kernels. Random bits are drawn behind it, in a kernel that reads what it leaves.
 """
 
 import dataclasses

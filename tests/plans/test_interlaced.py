@@ -185,7 +185,7 @@ def test_blocks_of_all_devices_wait_once_for_those_of_groups() -> None:
 
 
 def test_stages_of_a_stack_run_in_the_order_of_the_table() -> None:
-    """Each micro-batch takes a forward and a backward of a stage, also where ends of stages are blocks beside their layers."""
+    """A micro-batch takes a forward and a backward of a stage, also where ends of stages are blocks beside their layers."""
     microbatches, stages = 8, 4
     deep = functools.partial(gpt, layers=4, stacked=True)
     plan = lowered(interlaced(stages, microbatches), deep, stages)
