@@ -2,8 +2,8 @@
 
 A Pallas kernel runs a program for each cell of its grid. Some axes of the grid are indices that operands and results
 share: the batch, the heads. Along such an axis each program has one element of a dim, the dim has no others, and no program
-asks for its place. A part runs the cells of its own elements. With scratch memory, which programs may hand on, all axes stay
-whole.
+asks for its place. A part runs the cells of its own elements. With scratch memory, which programs may hand on, all axes
+stay whole.
 
     grid (b, h, blocks)   q: block (None, 64, None, d), program (r, n, i) has (r, i, n, 0)   r and n may be split, i not
 
