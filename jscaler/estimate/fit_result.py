@@ -16,13 +16,8 @@ from jscaler.text.units import readable_bytes, readable_seconds
 BARS = "▁▂▃▄▅▆▇█"
 OVER = "▲"  # in place of a bar that is higher than a device
 WIDTH = 28  # bars for a step
-EXPENDABLE = (
-    "at peaks",
-    "launches",
-    "moved",
-    "sent",
-    "memory over the step",
-)  # columns that go first where there is little room
+# columns that go first where there is little room
+EXPENDABLE = ("at peaks", "launches", "moved", "sent", "memory over the step")
 STATE = 0.5  # of a device: state above this is what does not fit
 ACCURACY = 0.15  # of the estimate
 

@@ -17,10 +17,10 @@ import jax
 from jax.extend import core
 
 from jscaler.capture.jaxprs import evaluate, shape_struct
+from jscaler.estimate.works import computed
 from jscaler.ir import Op
 from jscaler.lower.emit import run_items
 from jscaler.lower.flat_program import Exchange, FlatLoop, Item, all_items, reads, results
-from jscaler.lower.program import Compute, walk
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan
 from jscaler.xla_model.work import done_here
@@ -129,12 +129,10 @@ def _piece(block: PlacedBlock, items: tuple[Item, ...], times: int, is_read: Cal
 
 def op_pieces(step: StepPlan) -> Iterator[tuple[Op, Piece]]:
     """Each op of each device group by itself."""
-    for segment in step.segments:
-        for task, times in walk(segment.program.tasks, segment.program.times):
-            if isinstance(task, Compute):
-                body = done_here(task.jaxpr, segment.flat.origins.done.get(task.op.path))
-                if body.eqns:
-                    yield task.op, _of_body(body, times, task.op.path)
+    for segment, task, times in computed(step):
+        body = done_here(task.jaxpr, segment.flat.origins.done.get(task.op.path))
+        if body.eqns:
+            yield task.op, _of_body(body, times, task.op.path)
 
 
 def _of_body(body: core.Jaxpr, times: int, about: str) -> Piece:

@@ -43,8 +43,8 @@ def priced_by_model(work: Work, device: DeviceKind | None) -> Priced:
     if device is None:
         return Priced(work)
     seconds = tuple(kernel.seconds(device) for kernel in work.kernels)
-    found = Priced(work, seconds, modelled=len({kernel.op for kernel in work.kernels}))
-    return Priced(work, seconds, modelled=found.modelled, by_model=found.total)
+    ops = {kernel.op for kernel in work.kernels}
+    return Priced(work, seconds, modelled=len(ops), by_model=work.seconds(device))
 
 
 @dataclass
@@ -89,7 +89,8 @@ class ByProfile:
 
 
 def _stretch(seconds: list[float], kernels: Sequence[KernelWork], places: Sequence[int], total: float) -> None:
-    """Have the kernels at ``places`` take ``total`` together, each its share of what the model says."""
-    known = sum(kernels[place].times * seconds[place] for place in places)
+    """Have the kernels at ``places`` take ``total`` together: each its share of what the model says, or all alike."""
+    modelled = sum(kernels[place].times * seconds[place] for place in places)
+    runs = sum(kernels[place].times for place in places)
     for place in places:
-        seconds[place] *= total / known if known else 0.0
+        seconds[place] = seconds[place] * total / modelled if modelled else total / runs

@@ -5,6 +5,7 @@ version of JAX.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -67,6 +68,14 @@ def load_profile(path: Path) -> Profile:
             (str(one["device"]), str(one["jax"])): {str(key): float(value) for key, value in one["seconds"].items()}
             for one in record["places"]
         }
+        wrong = [
+            f"{key}: {value}"
+            for programs in seconds.values()
+            for key, value in programs.items()
+            if not 0 < value < math.inf
+        ]
+        if wrong:
+            raise ValueError(f"seconds of a run are positive numbers, not {wrong[0]}")
         return Profile(seconds, {str(key): str(what) for key, what in record["about"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DeviceError(

@@ -19,10 +19,9 @@ from jscaler.estimate.profile import Profile, load_profile
 from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader, traffic_in, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
-from jscaler.estimate.works import block_work
+from jscaler.estimate.works import block_work, computed
 from jscaler.ir import Graph
 from jscaler.lower.instructions import Run, Send
-from jscaler.lower.program import Compute, walk
 from jscaler.lower.segment import PlacedBlock
 from jscaler.lower.step_plan import StepPlan, decisions_of
 from jscaler.materialize.crossing import hop_price
@@ -200,15 +199,11 @@ def _by_op(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> di
             taken[kernel.op] = taken.get(kernel.op, 0.0) + times * each
     moved, none = traffic_by_reader(step.segments, cluster), Traffic()
     table: dict[str, OpCost] = {}
-    for segment in step.segments:
-        for task, _ in walk(segment.program.tasks, 1):
-            if not isinstance(task, Compute) or task.op.path in table:
-                continue
-            work = Work(tuple(kernels.pop(task.op.path, ())))
-            seconds = None if cluster.device is None else taken.get(task.op.path, 0.0)
-            table[task.op.path] = OpCost(
-                task.op.kind, work.flops, work.read, work.written, seconds, moved.get(task.op.path, none), work.launches
-            )
+    for op in dict.fromkeys(task.op for _, task, _ in computed(step)):
+        work = Work(tuple(kernels.pop(op.path, ())))
+        seconds = None if cluster.device is None else taken.get(op.path, 0.0)
+        sent = moved.get(op.path, none)
+        table[op.path] = OpCost(op.kind, work.flops, work.read, work.written, seconds, sent, work.launches)
     assert not kernels or kernels.keys() == {""}, f"kernels of no op: {', '.join(kernels)}"
     return table
 

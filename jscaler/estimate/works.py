@@ -10,6 +10,7 @@ from jscaler.ir import Graph, Op
 from jscaler.ir.loop import chain_of
 from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
+from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan
 from jscaler.xla_model.to_block import Blocks
 from jscaler.xla_model.work import KernelWork, Work, work_of, work_of_block
@@ -35,10 +36,16 @@ def block_work(step: StepPlan, number: int, row_kernels: bool) -> Work:
 
 def works(step: StepPlan) -> Iterator[tuple[Op, int, Work]]:
     """Each op of each device group by itself, how often it runs in a step, and its work each time."""
+    for segment, task, times in computed(step):
+        yield task.op, times, _work(step, segment.flat, task)
+
+
+def computed(step: StepPlan) -> Iterator[tuple[Segment, Compute, int]]:
+    """What each device group computes, and how often in a step."""
     for segment in step.segments:
         for task, times in walk(segment.program.tasks, segment.program.times):
             if isinstance(task, Compute):
-                yield task.op, times, _work(step, segment.flat, task)
+                yield segment, task, times
 
 
 def _work(step: StepPlan, flat: FlatProgram, task: Compute) -> Work:

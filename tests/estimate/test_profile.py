@@ -187,7 +187,8 @@ def test_a_file_is_read_back_and_a_wrong_one_refused(tmp_path: Path) -> None:
     assert (
         jscaler.cost(made, None, H100, profile=path).profiled == jscaler.cost(made, None, H100, profile=str(path)).profiled
     )
-    for text in ("", "[]", "{}", '{"version": 9}', '{"version": 1, "places": [{"device": "x"}], "about": {}}'):
+    negative = json.dumps({"version": 1, "places": [{"device": "x", "jax": "y", "seconds": {"a": -1}}], "about": {}})
+    for text in (negative, "", "[]", "{}", '{"version": 9}', '{"version": 1, "places": [{"device": "x"}], "about": {}}'):
         path.write_text(text)
         with pytest.raises(DeviceError, match=r"cannot read the profile .*jscaler profile --out"):
             load_profile(path)
