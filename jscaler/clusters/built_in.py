@@ -80,6 +80,11 @@ def _in_units(cluster: Cluster, path: str) -> Cluster:
         figures.append(("device.clock", device.clock, "GHz", 0.01, 100.0))
         figures.append(("device.bandwidth", device.bandwidth, "bytes per second", 1e6, MOST))
         figures += [(f"device.peak.{of}", rate, "FLOP/s", 1e6, 1e20) for of, rate in vars(device.peak).items() if rate]
+        if (reached := device.reached) is not None:
+            figures.append(("device.reached.bandwidth", reached.bandwidth, "bytes per second", 1e6, MOST))
+            figures.append(("device.reached.launch", reached.launch, "seconds", 0.0, 1.0))
+            rates = vars(reached.products).items()
+            figures += [(f"device.reached.products.{of}", rate, "FLOP/s", 1e6, 1e20) for of, rate in rates if rate]
     for key, value, unit, least, most in figures:
         if not least <= value <= most:
             raise DeviceError(f"{path}: '{key}' is {value:g} {unit}; give {least:g} to {most:g}, in {unit}")

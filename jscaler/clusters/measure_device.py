@@ -95,14 +95,15 @@ def _of(trial: DeviceTrial) -> tuple[Callable[[], Array], Callable[[Array], Arra
 
 
 def _looped(once: Callable[[Array], Array], count: int) -> Callable[[Array], Array]:
-    return lambda x: lax.fori_loop(0, count, lambda _, x: once(x), x)[:1]
+    """Leaves all of the last result: of a part of it XLA might compute no more."""
+    return lambda x: lax.fori_loop(0, count, lambda _, x: once(x), x)
 
 
 def _unrolled(once: Callable[[Array], Array], count: int) -> Callable[[Array], Array]:
     def run(x: Array) -> Array:
         for _ in range(count):
             x = once(x)
-        return x[:1]
+        return x
 
     return run
 

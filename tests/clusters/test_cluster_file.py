@@ -59,6 +59,21 @@ def test_built_in_clusters_survive_a_file(cluster: Cluster, tmp_path: Path) -> N
     assert load_cluster(path) == cluster
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bandwidth = 3800", "'device.reached.bandwidth' is 3800 bytes per second; give 1e.06 to 1e.15"),
+        ("launch = 2.5", "'device.reached.launch' is 2.5 seconds; give 0 to 1"),
+        ("[device.reached.products]\nfloat16 = 668", "'device.reached.products.float16' is 668 FLOP/s; give 1e.06"),
+    ],
+)
+def test_what_is_reached_in_another_unit_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(f'hosts = 1\ndevices_per_host = 1\n[device]\nlike = "H200-141GB"\n[device.reached]\n{line}\n')
+    with pytest.raises(DeviceError, match=message):
+        find_cluster(str(path))
+
+
 def test_a_type_that_the_kind_it_is_like_lacks_reaches_the_usual_share(tmp_path: Path) -> None:
     path = tmp_path / "lab.toml"
     path.write_text('hosts = 1\ndevices_per_host = 1\n[device]\nlike = "A100-40GB"\n[device.peak]\nfloat8 = 6e14\n')
