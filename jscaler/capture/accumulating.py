@@ -36,7 +36,10 @@ def accumulating_loops(graph: Graph) -> frozenset[str]:
 
 
 def _goes_on(graph: Graph, loop: Loop, of_state: Set[PTensor]) -> bool:
-    """Whether a gradient that ``loop`` leaves goes on to an op that is no cast of a parameter."""
+    """Whether a gradient that ``loop`` leaves goes on to an op that reads an activation beside it.
+
+    What is left of a backward behind the sum over parts, and the cast of a parameter, read none.
+    """
 
     def readers(tensor: PTensor) -> list[Op]:
         return [op for op in graph.consumers.get(tensor, ()) if op.kind == "backward"]
@@ -44,9 +47,9 @@ def _goes_on(graph: Graph, loop: Loop, of_state: Set[PTensor]) -> bool:
     def onward(tensor: PTensor) -> list[PTensor]:
         return [*graph.flow.targets(tensor, *ACYCLIC), *(t for op in readers(tensor) for t in op.outputs)]
 
-    gradients = closure((t for t in loop.results if t.role == "gradient"), onward)
-    forward = (op.forward for t in gradients for op in readers(t) if op.forward is not None)
-    return any(t.shape and t not in of_state for op in forward for t in op.inputs)
+    gradients = {*closure((t for t in loop.results if t.role == "gradient"), onward)}
+    reads = (u for t in gradients for op in readers(t) if op.forward is not None for u in op.inputs)
+    return any(u.shape and u not in of_state and u not in gradients for u in reads)
 
 
 def _made_of_state(graph: Graph) -> set[PTensor]:

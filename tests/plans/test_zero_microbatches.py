@@ -17,6 +17,9 @@ from jscaler.lower.program import Adapt, Repeat, Task
 from jscaler.lower.step_plan import StepPlan
 from jscaler.plans import accumulate, co_shard, data_parallel, megatron, zero1, zero2, zero3
 from jscaler.report.targets import described_devices
+from models import make_model
+from models.recipes import RECIPES
+from models.training import make_optimizer
 
 
 @made_once
@@ -182,3 +185,22 @@ def test_sums_of_a_stack_take_less_memory_in_parts() -> None:
         peaks[plan.__name__] = memory.temp_size_in_bytes
     assert peaks["zero3"] < parameters / 2, (peaks, parameters)
     assert peaks["zero2"] < peaks["zero1"] - parameters, (peaks, parameters)  # the sums, and what is added to them
+
+
+@pytest.mark.parametrize("inner", [zero2(), zero3()])
+def test_a_cast_behind_the_sum_over_parts_does_not_go_on(inner: Any) -> None:
+    """What is left of a norm's backward behind the loop casts the gradient of its scale."""
+    model, config = make_model("llama", "nano", layers=2, dtype=jnp.bfloat16)
+    recipe = RECIPES["llama"]
+    state = recipe.make_state(model, config, make_optimizer(), jax.random.key(0))
+    words = jax.random.randint(jax.random.key(1), (8, config.sequence), 0, config.vocabulary)
+    lowered = jscaler.parallelize(accumulate(2, inner), devices=4)(recipe.step).lower(
+        state, {"tokens": words, "labels": words}
+    )
+    (loop,) = lowered.plan.graph.loops.values()
+    assert accumulating_loops(lowered.plan.graph) == {loop.name}
+    carried = zip(loop.carries, lowered.plan.completed.loops[loop.name].carries, strict=True)
+    gradients = {gradient for call in lowered.plan.graph.calls for gradient in call.gradients}
+    sums = [layout for carry, layout in carried if carry.final in gradients]
+    assert sums
+    assert all(any(layout.cuts) and not layout.values for layout in sums)
