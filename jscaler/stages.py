@@ -28,6 +28,7 @@ from jscaler.lower.segment import CutProgram, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.lower.twins import twin_key, twin_of
 from jscaler.materialize import complete
+from jscaler.materialize.completed import Completed
 from jscaler.materialize.group_passes import GROUP_PASSES
 from jscaler.materialize.groups import OnGroups, on_groups
 from jscaler.primitives import Decision, Order, Plan, Store, make_plan
@@ -112,6 +113,36 @@ def transform(
     return dataclasses.replace(policy, decisions=(*stores, *rest)) if stores else policy
 
 
+@dataclass(frozen=True)
+class LaidOut:
+    """A graph whose ops are placed, and whose tensors have layouts.
+
+    Attributes:
+        source: the graph and the plan before what is computed again, and time axes.
+        planned: these behind the passes over the graph.
+        placed: the graph on its device groups.
+        runs: of the passes.
+    """
+
+    source: Planned
+    planned: Planned
+    placed: OnGroups
+    completed: Completed
+    runs: tuple[PassRun[Any], ...] = ()
+
+
+def lay_out(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS) -> LaidOut:
+    """Schedule and materialize: from decisions to layouts; raises as `lower`."""
+    at = Planned(captured.graph, plan, captured.rules, captured.bodies)
+    source, first = run_passes(at, TO_SOURCE, _num_ops)
+    at, rest = run_passes(source, TO_LAYOUTS, _num_ops)
+    placed, last = run_passes(on_groups(at.graph, at.plan, at.bodies, at.pieces), GROUP_PASSES, _num_ops)
+    for run in (*first, *rest, *last):
+        if run.result.graph is not source.graph and run.result.graph is not placed.graph:
+            run.result.graph.forget()  # who looks at it makes its tables again
+    return LaidOut(source, at, placed, complete(placed, at.plan, captured.rules, cost), (*first, *rest, *last))
+
+
 def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: Sequence[str] = ()) -> StepPlan:
     """Schedule, materialize and lower: from decisions to one program.
 
@@ -123,19 +154,13 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         PlanError: the plan cannot be carried out; or one of ``without`` is no such pass.
     """
     passes = flat_passes(without)
-    at = Planned(captured.graph, plan, captured.rules, captured.bodies)
-    source, first = run_passes(at, TO_SOURCE, _num_ops)
-    at, rest = run_passes(source, TO_LAYOUTS, _num_ops)
-    placed, last = run_passes(on_groups(at.graph, at.plan, at.bodies, at.pieces), GROUP_PASSES, _num_ops)
+    laid = lay_out(captured, plan, cost)
+    source, at, placed, completed = laid.source, laid.planned, laid.placed, laid.completed
     graph = placed.graph
-    for run in (*first, *rest, *last):
-        if run.result.graph is not source.graph and run.result.graph is not graph:
-            run.result.graph.forget()  # who looks at it makes its tables again
     orders = [d for d in at.plan.decisions if isinstance(d, Order)]
     ops = ordered_ops(graph, orders)
     after = grouped((order.after, order.before) for order in orders)
-    completed = complete(placed, at.plan, captured.rules, cost)
-    runs: list[PassRun[Any]] = [*first, *rest, *last]
+    runs: list[PassRun[Any]] = [*laid.runs]
     segments: list[Segment] = []
     cuts = cuts_of(plan.table)
     made = make_programs(graph, ops, completed, captured.rules, after, cost, plan.reduce_dtype, cuts)

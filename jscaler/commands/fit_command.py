@@ -70,7 +70,7 @@ def fit_(
         graph = planned.step.graph(*planned.arguments())
         check = _Check(confirm, cluster, planned)
         plans = plan or list(ladder(cluster.num_devices, batch_size(graph)))
-        found = _climbed(graph, cluster, plans, every, check, begin)
+        found = _climbed(graph, cluster, plans, every, check, begin, skim=not plan and not every)
     if draw is not None:
         save_picture(draw, fit_figure(found, planned.describe()), dpi=110)
     if as_json:
@@ -86,14 +86,16 @@ def fit_(
         raise typer.Exit(NOTHING)
 
 
-def _climbed(graph: Graph, cluster: Cluster, plans: list[str], every: bool, check: "_Check", begin: Progress) -> Fit:
+def _climbed(
+    graph: Graph, cluster: Cluster, plans: list[str], every: bool, check: "_Check", begin: Progress, skim: bool
+) -> Fit:
     """All rungs up to the first that fits, which is compiled; of ``every`` rung the cheapest that fits is."""
-    tried: list[Tried] = []
-    for one in climb(graph, cluster, plans, progress=begin):
-        tried.append(one if every else check.peak_of(one, begin))
-        if tried[-1].fits and not every:
+    tried: dict[str, Tried] = {}
+    for one in climb(graph, cluster, plans, skim=skim, progress=begin):
+        tried[one.plan] = one if every else check.peak_of(one, begin)
+        if tried[one.plan].fits and not every:
             break
-    found = Fit(cluster, tuple(tried))
+    found = Fit(cluster, tuple(tried.values()))
     while found.chosen is not None and (checked := check.peak_of(found.chosen, begin)) is not found.chosen:
         found = replace(found, tried=tuple(checked if one is found.chosen else one for one in found.tried))
     return found

@@ -10,6 +10,7 @@ from rich.text import Text
 from jscaler.clusters import Cluster
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.memory import preallocation
+from jscaler.estimate.prices import Price
 from jscaler.text.tables import FittingTable, printed
 from jscaler.text.units import readable_bytes, readable_seconds
 
@@ -28,10 +29,11 @@ class Tried:
 
     Attributes:
         plan: its text.
-        cost: what it costs; None where it is not legal for the step.
+        cost: what it costs; None where it is not legal for the step, or was not worked out.
         why: why it is not legal; or what it was warned of.
         flops_ratio: FLOPs of all devices, as a multiple of the step's on one device.
         compiled_peak: bytes that XLA allocates on a device; None where nobody has asked.
+        guess: the price by tables, which was too large to work the plan out.
     """
 
     plan: str
@@ -39,6 +41,7 @@ class Tried:
     why: str = ""
     flops_ratio: float = 1.0
     compiled_peak: int | None = None
+    guess: Price | None = None
 
     @property
     def peak(self) -> int:
@@ -66,6 +69,8 @@ class Tried:
     def as_json(self) -> dict[str, Any]:
         """Plain data, the parts of the peak included."""
         record: dict[str, Any] = {"plan": self.plan, "fits": self.fits, "why": self.why}
+        if self.guess is not None:
+            return record | {"by_tables": {"peak": round(self.guess.peak), "seconds": self.guess.seconds}}
         if self.cost is None:
             return record
         memory = self.cost.memory
@@ -146,6 +151,9 @@ def _numbers(found: Fit) -> dict[str, int]:
 
 def _row(one: Tried, chosen: bool, numbers: Mapping[str, int]) -> list[Text | str]:
     note = f" ({numbers[one.why]})" if one.why else ""
+    if one.guess is not None:
+        peak, seconds = f"~{readable_bytes(one.guess.peak)}", f"~{readable_seconds(one.guess.seconds)}"
+        return [one.plan, peak, *[""] * 5, seconds, "", "", Text("does not fit, by tables", style="dim red")]
     if one.cost is None:
         return [one.plan, *[""] * 9, Text(f"not legal{note}", style="dim")]
     cost = one.cost

@@ -14,12 +14,15 @@ from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import DeviceError, JscalerError, PlanError, PlanWarning, UnknownNameError, check_flag, shown
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.fit_result import Fit, Tried
+from jscaler.estimate.prices import NoPriceError, Price, Prices
 from jscaler.estimate.query import cost
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import graph_of
 from jscaler.plans import by_name
 from jscaler.plans.batch import batch_leaves
 from jscaler.plans.ladder import ladder
+
+SURELY = 1.4  # of a device's memory: what tables price above it does not fit (bench.prices: they are at most 25 % too high)
 
 
 def fit(
@@ -41,7 +44,8 @@ def fit(
         donated: whether the step updates its state in place.
 
     Returns:
-        What was tried. Plans that are not legal for the step say why.
+        What was tried. Plans that are not legal for the step say why. Of the ladder, behind a first rung that is far too
+        large, those that tables price as far too large are not worked out (`SURELY`), unless all are to be tried.
 
     Raises:
         DeviceError: the cluster does not say how much memory its devices have.
@@ -59,12 +63,12 @@ def fit(
     check_flag("fit: every", every)
     on = with_memory(cluster if isinstance(cluster, Cluster) else find_cluster(cluster))
     rungs = ladder(on.num_devices, batch_size(graph)) if plans is None else list(plans)
-    found = []
-    for tried in climb(graph, on, rungs, donated=donated):
-        found.append(tried)
+    found: dict[str, Tried] = {}
+    for tried in climb(graph, on, rungs, donated=donated, skim=plans is None and not every):
+        found[tried.plan] = tried
         if tried.fits and not every:
             break
-    return Fit(on, tuple(found))
+    return Fit(on, tuple(found.values()))
 
 
 def with_memory(cluster: Cluster) -> Cluster:
@@ -91,11 +95,14 @@ def climb(
     plans: Sequence[str],
     *,
     donated: bool = True,
+    skim: bool = False,
     progress: Callable[[str], Any] = lambda stage: None,
 ) -> Iterator[Tried]:
     """Each plan tried when the next is asked for.
 
     Args:
+        skim: whether plans whose price by tables is far too large are not tried. If nothing else fits, the least of them
+            comes once more at the end, tried after all.
         progress: is told each stage before it begins.
 
     Raises:
@@ -105,12 +112,36 @@ def climb(
         by_name(plan)
     progress("estimating one device")
     base = cost(graph, "single", replace(cluster, hosts=1, devices_per_host=1), donated=donated)
+    tables: Prices | None = None
+    skipped: list[Tried] = []
+    least, fits = math.inf, False
     for plan in plans:
         progress(f"estimating {plan}")
-        if cluster.num_devices == 1 and plan == "single":
-            yield Tried(plan, base)
-        else:
-            yield _tried(graph, plan, cluster, base, donated)
+        guess = _price(tables, plan) if tables is not None else None
+        if guess is not None and guess.peak > SURELY * cluster.memory:
+            skipped.append(Tried(plan, None, guess=guess))
+            yield skipped[-1]
+            continue
+        alone = cluster.num_devices == 1 and plan == "single"
+        found = Tried(plan, base) if alone else _tried(graph, plan, cluster, base, donated)
+        if found.cost is not None:
+            least, fits = min(least, found.peak), fits or found.fits
+            if skim and tables is None and cluster.device is not None and found.peak > SURELY * cluster.memory:
+                tables = Prices(graph, cluster)
+        yield found
+    guesses = [(one.guess.peak, one.plan) for one in skipped if one.guess is not None]
+    if guesses and not fits and min(guesses)[0] < least:
+        yield _tried(graph, min(guesses)[1], cluster, base, donated)
+
+
+def _price(tables: Prices, plan: str) -> Price | None:
+    """By tables; None where these have none, or the plan is not legal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        try:
+            return tables.of(plan)
+        except (JscalerError, NoPriceError):
+            return None
 
 
 def _tried(graph: Graph, plan: str, cluster: Cluster, base: Cost, donated: bool) -> Tried:

@@ -10,6 +10,7 @@ from jax.extend import core
 from jscaler.capture.jaxprs import nbytes
 from jscaler.estimate.live import HeldKind, LiveTensor, LiveTensors
 from jscaler.estimate.waiting import BlockRun, Devices, Held, Waiting
+from jscaler.estimate.works import translated
 from jscaler.ir import PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.lower.donation import donated_imports, donated_inputs
@@ -17,7 +18,6 @@ from jscaler.lower.instructions import Run, microbatch_text
 from jscaler.lower.step_plan import StepPlan
 from jscaler.xla_model.block import Value
 from jscaler.xla_model.lifetimes import Lifetimes, Moment, lifetimes
-from jscaler.xla_model.to_block import Blocks
 
 ARGUMENTS = ("parameter", "optimizer", "input")
 MemoryKind = Literal["parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "outputs"]
@@ -163,8 +163,7 @@ class _Needs:
 
 def _needs(step: StepPlan, number: int, donate: frozenset[int], names: LiveTensors) -> _Needs:
     flat = step.blocks[number].flat
-    blocks = Blocks(flat.origins.op)
-    block = blocks.program(flat)
+    blocks, block = translated(step, number)
     variables = {value: var for var, value in blocks.values.items()}
 
     @functools.cache

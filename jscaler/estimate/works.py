@@ -12,8 +12,19 @@ from jscaler.lower.flat_program import FlatProgram
 from jscaler.lower.program import Compute, walk
 from jscaler.lower.segment import Segment
 from jscaler.lower.step_plan import StepPlan
+from jscaler.xla_model.block import Block
 from jscaler.xla_model.to_block import Blocks
 from jscaler.xla_model.work import KernelWork, Work, work_of, work_of_block
+
+
+def translated(step: StepPlan, number: int) -> tuple[Blocks, Block]:
+    """One of a step's blocks as values and kernels; worked out once for its seconds and for its memory."""
+    memo, key = step.graph.memo, ("translated", number)
+    if key not in memo:
+        flat = step.blocks[number].flat
+        blocks = Blocks(flat.origins.op)
+        memo[key] = blocks, blocks.program(flat)
+    return memo[key]
 
 
 def block_work(step: StepPlan, number: int, row_kernels: bool) -> Work:
@@ -21,11 +32,14 @@ def block_work(step: StepPlan, number: int, row_kernels: bool) -> Work:
 
     Collectives are none: their time is that of the links.
     """
-    flat = step.blocks[number].flat
+    return with_ops(work_of_block(translated(step, number)[1], row_kernels))
+
+
+def with_ops(work: Work) -> Work:
+    """``work`` without its collectives, each kernel with the path of an op, as `block_work` has them."""
     found: list[KernelWork] = []
     op = ""
-    every = work_of_block(Blocks(flat.origins.op).program(flat), row_kernels).kernels
-    kernels = [kernel for kernel in every if not sends(kernel.name)]
+    kernels = [kernel for kernel in work.kernels if not sends(kernel.name)]
     for kernel in reversed(kernels):  # what stands in front of the first op goes with it
         op = kernel.op or op
     for kernel in kernels:

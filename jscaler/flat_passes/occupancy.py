@@ -35,6 +35,7 @@ class Occupancy:
     """
 
     program: FlatProgram
+    _known: dict[int, tuple[Item, int]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def by_result(self) -> Mapping[core.Var, int]:
@@ -65,8 +66,15 @@ class Occupancy:
     def fits(self, items: Sequence[Item], late: Sequence[Late]) -> bool:
         """Whether the peak stays although ``late`` products of a level wait, of which the last is in question."""
         here = late[-1]
+        waiting = [one for one in late if one.place < here.until and here.place < one.until]
         for place in range(here.place, here.until):
-            more = sum(one.nbytes for one in late if one.place <= place < one.until)
-            if self.most([items[place]]) + more > self.peak:
+            more = sum(one.nbytes for one in waiting if one.place <= place < one.until)
+            if self._most_in(items[place]) + more > self.peak:
                 return False
         return True
+
+    def _most_in(self, item: Item) -> int:
+        """As `most`, of one item; looked up again for each loop and fence behind it."""
+        if id(item) not in self._known:
+            self._known[id(item)] = item, self.most([item])
+        return self._known[id(item)][1]

@@ -51,7 +51,7 @@ def cut(program: Program, flat: FlatProgram, count: int) -> tuple[tuple[PlacedBl
     ends_of = zip(parts, left, own, strict=True)
     whole = [Cuttable(tuple(items), tuple(out), not level.is_weights) for items, out, level in ends_of]
     parts, originals = saved_or_again(whole, arrive, free)
-    return _blocks(program, _with_origins(flat, originals), own, parts, places, count)
+    return _blocks(program, with_origins(flat, originals), own, parts, places, count)
 
 
 def _with_halves(program: Program, flat: FlatProgram, ends: Sequence[Ending], own: Sequence[Level]) -> FlatProgram:
@@ -72,7 +72,7 @@ def _with_halves(program: Program, flat: FlatProgram, ends: Sequence[Ending], ow
             level = min((latest.get(v, own[-1]) for v in results(half)), default=own[-1])
             for v in reads(half):
                 latest[v] = min(latest.get(v, own[-1]), level)
-    return _with_origins(dataclasses.replace(flat, items=tuple(items[::-1])), originals)
+    return with_origins(dataclasses.replace(flat, items=tuple(items[::-1])), originals)
 
 
 def _asked(ends: Sequence[Ending], last: Level) -> dict[core.Var, Level]:
@@ -84,7 +84,7 @@ def _asked(ends: Sequence[Ending], last: Level) -> dict[core.Var, Level]:
     return latest
 
 
-def _with_origins(flat: FlatProgram, originals: Mapping[core.Var, core.Var]) -> FlatProgram:
+def with_origins(flat: FlatProgram, originals: Mapping[core.Var, core.Var]) -> FlatProgram:
     """What is made again has the origins of what it was first."""
     op, tensor = dict(flat.origins.op), dict(flat.origins.tensor)
     for table in (op, tensor):

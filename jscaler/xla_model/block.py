@@ -98,11 +98,13 @@ class Block:
     Attributes:
         inputs: values that lie there before the first step.
         outputs: values that are needed after the last.
+        memo: what others work out of this very block, by keys of their own.
     """
 
     inputs: tuple[Value, ...]
     steps: tuple[BlockStep, ...]
     outputs: tuple[Value, ...]
+    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

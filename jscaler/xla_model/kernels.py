@@ -34,7 +34,9 @@ def kernels_of(block: Block) -> tuple[Kernel, ...]:
         >>> [(k.step.name, dict(k.reads), k.writes) for k in kernels_of(Block((a,), steps, (c,)))]
         [('exp', {a: 400}, (b,)), ('dot_general', {b: 400}, (c,))]
     """
-    return _Fusion(dataclasses.replace(block, steps=_fills_anew(_turns_free(block.steps)))).run()
+    if "kernels" not in block.memo:
+        block.memo["kernels"] = _Fusion(dataclasses.replace(block, steps=_fills_anew(_turns_free(block.steps)))).run()
+    return block.memo["kernels"]
 
 
 def _fills_anew(steps: Sequence[BlockStep]) -> tuple[BlockStep, ...]:

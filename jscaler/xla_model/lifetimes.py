@@ -7,6 +7,7 @@ its carries and the stacks that it writes while it runs, and the most that one i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jscaler.lower.flat_program import Item
 from jscaler.xla_model.block import Aliases, Block, Inner, Kernel, Value
@@ -37,6 +38,15 @@ class Moment:
     item: Item | None = field(default=None, compare=False, repr=False)
 
 
+class Span(NamedTuple):
+    """A buffer from the first moment of the timeline at which it is held to the last."""
+
+    value: Value
+    nbytes: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Lifetimes:
     """The memory that a block needs beside its inputs.
@@ -46,12 +56,14 @@ class Lifetimes:
         moment: its index in the timeline.
         live: the buffers that live then, largest first.
         timeline: bytes at each kernel; of a loop those of one iteration.
+        spans: of all buffers, also of those in loops, which lie at the moments of one iteration.
     """
 
     peak: int
     moment: int
     live: tuple[Value, ...]
     timeline: tuple[Moment, ...]
+    spans: tuple[Span, ...] = ()
 
 
 def lifetimes(
@@ -77,30 +89,34 @@ def lifetimes(
     peak, moment, worst = 0, 0, dict[Value, int]()
     for position, kernel in enumerate(kernels):
         dying = {v for v in kernel.reads if last[v] == position}
+        now = len(timeline)
         for value in kernel.writes:
             free = value in arguments and last.get(arguments[value], -1) <= position
-            live.hold(value, 0 if free else value.nbytes)
+            live.hold(value, 0 if free else value.nbytes, now)
         for value, operand in kernel.over:
             if operand in dying and live.bytes.get(operand) == live.bytes[value] == value.nbytes:
-                live.hold(operand, 0)  # its buffer is the result's
+                live.drop(operand, now - 1)  # its buffer is the result's
         scratch = WORKSPACE if kernel.step.is_product else 0
         here, kinds = live.total + scratch, _added(live.kinds, {SCRATCH: scratch})
         inner = (_iteration(one, kind_of, as_written) for one in kernel.step.inner)
         inside = max(inner, key=lambda found: found.peak, default=None)
-        reached, at, more = here, len(timeline), {}
+        reached, at, more = here, now, {}
         if inside is not None and inside.timeline:
             timeline += [Moment(m.name, m.op, here + m.nbytes, _added(kinds, m.kinds), m.item) for m in inside.timeline]
             reached, at = here + inside.peak, at + inside.moment
             more = {v: v.nbytes for v in inside.live}
+            live.spans += [Span(s.value, s.nbytes, now + s.first, now + s.last) for s in inside.spans]
         else:
             timeline.append(Moment(kernel.step.name, kernel.step.op, here, kinds, kernel.step.item))
         if reached > peak:
             peak, moment, worst = reached, at, live.bytes | more
         for value in (*dying, *kernel.writes):
             if last.get(value, position) <= position:
-                live.drop(value)
+                live.drop(value, len(timeline) - 1)
+    for value in tuple(live.bytes):
+        live.drop(value, len(timeline) - 1)
     held_longest = sorted((v for v, nbytes in worst.items() if nbytes), key=lambda v: -v.nbytes)
-    return Lifetimes(peak, moment, tuple(held_longest), tuple(timeline))
+    return Lifetimes(peak, moment, tuple(held_longest), tuple(timeline), tuple(live.spans))
 
 
 @dataclass
@@ -109,15 +125,22 @@ class _Live:
 
     kind_of: KindOf
     bytes: dict[Value, int] = field(default_factory=dict)
+    begun: dict[Value, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     kinds: dict[str, int] = field(default_factory=dict)
     total: int = 0
 
-    def hold(self, value: Value, nbytes: int) -> None:
+    def hold(self, value: Value, nbytes: int, now: int) -> None:
+        """From the moment ``now`` on."""
         self._add(value, nbytes - self.bytes.get(value, 0))
-        self.bytes[value] = nbytes
+        self.bytes[value], self.begun[value] = nbytes, now
 
-    def drop(self, value: Value) -> None:
-        self._add(value, -self.bytes.pop(value, 0))
+    def drop(self, value: Value, now: int) -> None:
+        """Behind the moment ``now``."""
+        nbytes = self.bytes.pop(value, 0)
+        self._add(value, -nbytes)
+        if nbytes:
+            self.spans.append(Span(value, nbytes, self.begun[value], now))
 
     def _add(self, value: Value, nbytes: int) -> None:
         if nbytes:

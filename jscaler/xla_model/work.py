@@ -13,11 +13,13 @@ from jscaler.capture.jaxprs import make_jaxpr
 from jscaler.clusters.device import DeviceKind
 from jscaler.ir.walk import grouped
 from jscaler.lower.flat_program import Item
-from jscaler.xla_model.block import Block, Inner, Kernel
+from jscaler.xla_model.block import Block, BlockStep, Inner, Kernel, Value
 from jscaler.xla_model.flops import NO_PRODUCTS, Flops
 from jscaler.xla_model.kernels import kernels_of
 from jscaler.xla_model.rows import in_rows
 from jscaler.xla_model.to_block import Blocks
+
+Moves = tuple[tuple[Value, int], ...]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class KernelWork:
         row: elements of the rows that it holds as a whole; else 0.
         item: of the flat program, that it comes from.
         name: of the primitive, or the kind of collective, whose result it leaves.
+        moves: buffers with the bytes of them that it reads, and with those that it leaves.
     """
 
     op: str
@@ -41,6 +44,7 @@ class KernelWork:
     row: int = 0
     item: Item | None = field(default=None, compare=False, repr=False)
     name: str = ""
+    moves: tuple[Moves, Moves] = field(default=((), ()), compare=False, repr=False)
 
     def seconds(self, device: DeviceKind) -> float:
         """Once: as is reached of the device's peaks, or at these where nobody says what is."""
@@ -121,24 +125,30 @@ def _kernels(block: Block, times: int, rows: bool) -> Iterator[KernelWork]:
         if step.inner:
             yield from _inside(kernel, times, rows)
             continue
-        read, written = sum(kernel.reads.values()), sum(v.nbytes for v in kernel.writes)
+        read, written = tuple(kernel.reads.items()), tuple((v, v.nbytes) for v in kernel.writes)
         if step.kind == "reduced":
-            if not written:
-                written = sum(v.nbytes for v in step.reads)  # into a stack
+            if not any(nbytes for _, nbytes in written):
+                written = tuple((v, v.nbytes) for v in step.reads)  # into a stack
             else:
                 own = tuple(id(v) for v in kernel.reads)
-                read = 0 if own in reduced else read
+                read = () if own in reduced else read
                 reduced.add(own)
-        yield KernelWork(step.op, _flops(kernel), read, written, times, kernel.row, step.item, step.name)
+        yield _work(step, read, written, times, _flops(kernel), kernel.row, step.name)
+
+
+def _work(
+    step: BlockStep, read: Moves, written: Moves, times: int, flops: tuple[Flops, ...] = (), row: int = 0, name: str = ""
+) -> KernelWork:
+    in_all, left = (sum(nbytes for _, nbytes in moves) for moves in (read, written))
+    return KernelWork(step.op, flops, in_all, left, times, row, step.item, name, (read, written))
 
 
 def _inside(kernel: Kernel, times: int, rows: bool) -> Iterator[KernelWork]:
     """A loop's iterations, and the stacks that it writes, which XLA fills with zeros before; of the branches of a ``cond``
     the one that moves most."""
     step = kernel.step
-    stacks = step.writes[len(step.inner[0].carries) :]
-    if stacks:
-        yield KernelWork(step.op, (), 0, sum(v.nbytes for v in stacks), times, item=step.item)
+    for stack in step.writes[len(step.inner[0].carries) :]:
+        yield _work(step, (), ((stack, stack.nbytes),), times)
 
     def kernels(inner: Inner) -> list[KernelWork]:
         return list(_kernels(inner.block, times * inner.length, rows))

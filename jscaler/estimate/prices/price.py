@@ -1,0 +1,283 @@
+"""``Prices``: seconds and peaks of many plans for one graph, from tables that plans share.
+
+plan ──► Candidate ──► skeleton: layouts and adapters in space ─┐
+                  └──► the program of one device, scaled ───────┴──► seconds, bytes at each moment ──► Price
+
+``jscaler.cost`` builds the program of a plan. Here nothing is built: an op takes as long as on one device, with its kernels
+as small as its parts. What is fused across a cut, what merges behind a pass, and what a collective copies is left out.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from jscaler import plans
+from jscaler.clusters import Cluster
+from jscaler.collector import no_full_collections
+from jscaler.errors import DeviceError
+from jscaler.estimate.prices.candidate import Candidate, LayersDifferError
+from jscaler.estimate.prices.folded import Folded, folded
+from jscaler.estimate.prices.in_time import InTime, iterations
+from jscaler.estimate.prices.one_device import OneDevice
+from jscaler.estimate.prices.skeleton import Moved, Skeleton
+from jscaler.estimate.prices.staged import Staged, Taken, Turn, turns_of
+from jscaler.ir import Graph
+from jscaler.lower.step_plan import StepPlan
+from jscaler.primitives import Decision, Plan, Shard
+from jscaler.primitives.plan import Schedule
+from jscaler.stages import Captured, lower, transform
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a plan costs, by tables.
+
+    Attributes:
+        seconds: of a step.
+        peak: bytes on the device that holds most.
+        computing, sending: seconds of the devices that have most to do.
+    """
+
+    seconds: float
+    peak: float
+    computing: float
+    sending: float
+
+
+@dataclass
+class Prices:
+    """Prices of plans for ``graph`` on ``cluster``.
+
+    Raises:
+        DeviceError: the cluster does not say what its devices are.
+    """
+
+    graph: Graph
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        if self.cluster.device is None:
+            raise DeviceError(f"cluster '{self.cluster.name}' does not say what its devices are: seconds have no price")
+        self.captured = Captured.of(self.graph)
+        self._short = Tables(self.captured, folded(self.captured), self.cluster)
+
+    @cached_property
+    def _long(self) -> "Tables":
+        """For plans that treat equal layers in several ways."""
+        return Tables(self.captured, Folded(self.graph), self.cluster) if self._short.folded.counts else self._short
+
+    @no_full_collections()
+    def of(self, plan: Plan | str) -> Price:
+        """The price of a plan, or of a built-in one by its name.
+
+        Raises:
+            NoPriceError: tables have none; `jscaler.cost` has.
+            PlanError: the plan is not legal for the graph.
+        """
+        if isinstance(plan, str):
+            plan = transform(self.captured, plans.by_name(plan), self.cluster.num_devices, cost=self.cluster)
+        try:
+            candidate, tables = Candidate.of(plan, self._short.folded), self._short
+        except LayersDifferError:
+            candidate, tables = Candidate.of(plan, self._long.folded), self._long
+        return _Sums(tables, candidate).price()
+
+
+@dataclass
+class Tables:
+    """What the candidates of one graph share."""
+
+    captured: Captured
+    folded: Folded
+    cluster: Cluster
+    _steps: dict[tuple[Decision, ...], StepPlan] = field(default_factory=dict)
+    _programs: dict[tuple[tuple[Decision, ...], bool], OneDevice] = field(default_factory=dict)
+    _skeletons: dict[tuple[int, tuple[Decision, ...]], Skeleton] = field(default_factory=dict)
+    _turns: dict[tuple[str, int, int, int], tuple[Turn, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.captured = replace(self.captured, graph=self.folded.graph)
+
+    def program(self, structure: tuple[Decision, ...] = (), cut: bool = False) -> OneDevice:
+        """What one device does, where these decisions say what is computed again; cut into a forward and a backward?"""
+        if structure not in self._steps:
+            alone = replace(self.cluster, hosts=1, devices_per_host=1)
+            self._steps[structure] = lower(self.captured, Plan("one device", 1, structure), alone)
+        if (structure, cut) not in self._programs:
+            assert self.cluster.device is not None
+            made = OneDevice.of(self._steps[structure], self.cluster.device, self.folded, cut)
+            self._programs[structure, cut] = made
+        return self._programs[structure, cut]
+
+    def skeleton(self, candidate: Candidate) -> Skeleton:
+        """Where its ops and tensors lie."""
+        key = candidate.num_devices, candidate.space
+        if key not in self._skeletons:
+            self._skeletons[key] = Skeleton.of(self.captured, Plan("in space", *key), self.cluster)
+        return self._skeletons[key]
+
+    def turns(self, candidate: Candidate) -> tuple[Turn, ...]:
+        """The order of its schedule, worked out once for so many groups and micro-batches."""
+        if not candidate.stages:
+            return ()
+        said = next(d.table for d in reversed(candidate.plan.decisions) if isinstance(d, Schedule))
+        key = said, len(candidate.groups), len(candidate.stages), candidate.microbatches
+        if key not in self._turns:
+            table = candidate.table
+            assert table is not None
+            self._turns[key] = turns_of(table)
+        return self._turns[key]
+
+
+class _Sums:
+    """Sums the tables up for one candidate."""
+
+    def __init__(self, tables: Tables, candidate: Candidate):
+        self.candidate, self.cluster = candidate, tables.cluster
+        self.program = tables.program(candidate.structure, bool(candidate.stages))
+        self.skeleton = tables.skeleton(candidate)
+        self.turns = tables.turns(candidate)
+        self.graph: Graph = self.program.graph
+        counts = tables.folded.counts
+        self.arguments = {name: nbytes * counts.get(name, 1) for name, nbytes in self.skeleton.arguments.items()}
+        self.time = InTime.of(candidate, self.graph)
+        shares = self.time.shares
+        local = self.skeleton.local
+        self.held = {name: part / shares.get(name, 1) for name, part in local.items()} if shares else local
+        self.each_time = candidate.plan.accumulation.each_time
+
+    def price(self) -> Price:
+        """Of a plan on one device group, or on several."""
+        computing, sending = list(self._computing()), list(self._sending())
+        if self.turns:
+            staged = Staged(self.candidate, self.program, self.time, self.turns, self.held, self.cluster)
+            seconds = staged.seconds([*computing, *sending])
+            peak = staged.peak(self._bytes(), self._accumulators() >= 0, self.arguments)
+            return Price(seconds, peak, staged.busiest(computing), staged.busiest(sending))
+        compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
+        peak = self._timeline().max(initial=0.0) + sum(self.arguments.values())
+        return Price(compute + send, float(peak), compute, send)
+
+    def _computing(self) -> Iterator[Taken]:
+        """What each op computes, all its runs together, and what adding its results up over them takes."""
+        program, runs, parts = self.program, self.time.runs, self.skeleton.parts
+        for path, own in program.kernels.items():
+            split = parts.get(path, {})
+            if cut := self.time.cuts.get(path):
+                split = {f: split.get(f, 1) * cut.get(f, 1) for f in {**split, **cut}}
+            times = runs.get(path, 1)
+            yield Taken(path, own.count * times * program.seconds(own, tuple(sorted(split.items())), self.held), times > 1)
+        for path, names in self.time.summed.items():
+            op = self.graph.by_path[path]
+            for tensor in (t for t in op.outputs if t.name in names):
+                moved = 3 * math.prod(tensor.shape) * tensor.itemsize * self.held.get(tensor.name, 1.0)
+                times = runs[path] * iterations(op, self.graph) * program.count(path)
+                yield Taken(path, times * program.device.kernel_seconds((), moved), True)
+
+    def _sending(self) -> Iterator[Taken]:
+        for one in self.skeleton.moved:
+            times = self._times(one)
+            count = max(map(self.program.count, (one.maker, one.reader)))
+            yield Taken(one.reader, count * times * one.times * self._once(one), times > 1)
+
+    def _once(self, one: Moved) -> float:
+        return one.seconds(self._share(one), self.cluster)
+
+    def _share(self, one: Moved) -> int:
+        """Of how many parts in time one is moved at a time; a gradient is put together first."""
+        return 1 if one.kind == "gradient" else self.time.shares.get(one.tensor, 1)
+
+    def _times(self, one: Moved) -> float:
+        """How often something is moved.
+
+        A gradient that is reduced whole is scattered for each part in time, and what is made of it gathered once, each of
+        which is half of that.
+        """
+        runs, part = self.time.runs, self._share(one)
+        if part > 1:
+            return max(runs.get(one.reader, 1), part)
+        if one.kind == "gradient" and self.each_time:
+            often = max((runs.get(path, 1) for path in self._makers(one.tensor)), default=1)
+            return (often + 1) / 2 if one.is_whole and one.tensor in self.skeleton.sharded else often
+        if one.kind == "fetched" and self._is_stored and not self.candidate.plan.accumulation.gather_once:
+            return runs.get(one.reader, 1)
+        return 1
+
+    @cached_property
+    def _is_stored(self) -> bool:
+        """Whether parameters lie in parts."""
+        return any(isinstance(d, Shard) and d.stored for d in self.candidate.space)
+
+    def _makers(self, tensor: str) -> list[str]:
+        return [path for path, names in self.time.summed.items() if tensor in names]
+
+    @cached_property
+    def _summed(self) -> list[str]:
+        """By buffer, of gradients that add up over parts in time, the first axis of these; else nothing."""
+        axis_of = {name: axis for names in self.time.summed.values() for name, axis in names.items()}
+        stacks = {y.stack.name: y.slice.name for loop in self.graph.loops.values() for y in loop.ys} if axis_of else {}
+        return [
+            axis_of.get(stacks.get(one.tensor, one.tensor), "") if one.kind == "gradient" else ""
+            for one in self.program.buffers
+        ]
+
+    def _bytes(self) -> np.ndarray:
+        """Of each buffer, on a device."""
+        found = np.empty(len(self.program.buffers))
+        sent = {one.tensor for one in self.skeleton.moved}
+        for n, one in enumerate(self.program.buffers):
+            part = self.held.get(one.tensor)
+            if part is None:
+                split, cut = self.skeleton.parts.get(one.op, {}), self.time.cuts.get(one.op, {})
+                part = 1 / math.prod([*split.values(), *cut.values()])
+            elif self._summed[n] and not self.each_time:  # it is scattered behind the last part
+                part = self.skeleton.unsharded.get(one.tensor, part)
+            found[n] = (one.wide if one.tensor in sent else one.nbytes) * part
+        return found
+
+    def _accumulators(self) -> np.ndarray:
+        """By buffer, of gradients that add up over parts in time, the moment at which their sum begins; else -1."""
+        begin: dict[str, int] = {}
+        found = np.full(len(self.program.buffers), -1)
+        if not any(self._summed):
+            return found
+        axes = {path: [cut.axis for cut in cuts] for path, cuts in self.candidate.cuts.items()}
+        for moment, path in enumerate(self.program.ops):
+            for axis in axes.get(path, ()):
+                begin.setdefault(axis, moment)
+        for n, (one, axis) in enumerate(zip(self.program.buffers, self._summed, strict=True)):
+            if axis and not one.in_loop and begin.get(axis, one.first) < one.first:
+                found[n] = begin[axis]
+        return found
+
+    def _added(self, sizes: np.ndarray) -> np.ndarray:
+        """Of each buffer that adds up over parts in time, the bytes of the sum: scattered, if each part's is."""
+        if not self.each_time:
+            return sizes
+        sharded = self.skeleton.sharded
+        whole = [(one.wide, sharded.get(one.tensor)) for one in self.program.buffers]
+        return np.array([own if part is None else wide * part for own, (wide, part) in zip(sizes, whole, strict=True)])
+
+    def _timeline(self) -> np.ndarray:
+        """Bytes at each moment, beside arguments."""
+        program = self.program
+        sizes, begins = self._bytes(), self._accumulators()
+        sums, added = begins >= 0, self._added(sizes)
+        change = np.zeros(len(program.ops) + 1)
+
+        def hold(first: np.ndarray, last: np.ndarray, own: np.ndarray) -> None:
+            np.add.at(change, first, own)
+            np.add.at(change, last + 1, -own)
+
+        hold(program.first, program.last, sizes)
+        hold(begins[sums], np.full(sums.sum(), program.update - 1), added[sums])
+        for n, first, last, count in program.others:  # of layers that one stands for
+            spans = [(first, last, sizes[n])] + ([(begins[n], program.update - 1, added[n])] if sums[n] else [])
+            for begin, end, size in spans:
+                if begin <= end:
+                    change[begin] += count * size
+                    change[end + 1] -= count * size
+        return program.scratch + np.cumsum(change)[:-1]

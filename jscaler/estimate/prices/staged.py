@@ -1,0 +1,284 @@
+"""A candidate on several device groups: what each stage has of the program of one device, and when its blocks run."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from jscaler.clusters import Cluster
+from jscaler.estimate.live import LiveTensors
+from jscaler.estimate.prices.candidate import Candidate
+from jscaler.estimate.prices.in_time import InTime, iterations, source_of
+from jscaler.estimate.prices.one_device import OneDevice
+from jscaler.ir import Graph, Op, PTensor
+from jscaler.tables import BlockKind, Table
+from jscaler.tables.legal import chain_waits, in_order
+from jscaler.tables.table import TableCell, is_recompute
+
+Part = dict[int, float]  # stage -> the part that it has of something
+HALF = 0.5  # of a backward op that makes a gradient of a weight and one of an activation, for each
+
+
+class Taken(NamedTuple):
+    """Seconds of a step that an op computes, or that something takes to come to it.
+
+    Attributes:
+        often: whether each micro-batch takes a part of them.
+    """
+
+    path: str
+    seconds: float
+    often: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An entry of a table in the order in which entries begin; ``waits`` are places in that order, with whether they are
+    another group's."""
+
+    row: int
+    cells: tuple[TableCell, ...]
+    waits: tuple[tuple[int, bool], ...]
+
+
+def turns_of(table: Table) -> tuple[Turn, ...]:
+    """The entries of a table, each behind those that it waits for."""
+    waits = chain_waits(table)
+    row_of = {entry: number for number, row in enumerate(table.rows) for entry in row}
+    place: dict[object, int] = {}
+    found = []
+    for entry in (entry for now in in_order(table.rows, waits, aside=is_recompute) for entry in now):
+        row = row_of[entry]
+        before = tuple((place[other], row_of[other] != row) for other in waits[entry])
+        place[entry] = len(found)
+        found.append(Turn(row, entry.cells, before))
+    return tuple(found)
+
+
+class Held(NamedTuple):
+    """Bytes of a stage on a device of its group, beside arguments.
+
+    Attributes:
+        saved: what a forward leaves for its backward.
+        halfway: what the first half of a backward (I) leaves for gradients of weights (W): cotangents.
+        sums: gradients that add up over micro-batches.
+        forward, backward: the most that a block of the kind has beside these.
+        late: the most behind the last backward.
+    """
+
+    saved: float
+    halfway: float
+    sums: float
+    forward: float
+    backward: float
+    late: float
+
+
+class Staged:
+    """The sums of one candidate, stage by stage; ``local`` has the part of each tensor that a device holds at a time."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        program: OneDevice,
+        time: InTime,
+        turns: tuple[Turn, ...],
+        local: Mapping[str, float],
+        cluster: Cluster,
+    ):
+        self.candidate, self.program, self.time, self.turns = candidate, program, time, turns
+        self.local, self.cluster = local, cluster
+        self.graph: Graph = program.graph
+        self.count = len(candidate.stages)
+        self.of_op, self.of_leaf = _placed(self.graph, candidate.shares)
+        self.gradients = {t for t, kind in LiveTensors(self.graph).kinds.items() if kind == "gradient"}
+        self.kept_by_all = {number for number, *_ in program.others}
+        kinds = {cell.kind for turn in turns for cell in turn.cells}
+        self.kind = {op.path: _kind(op, "R" in kinds) for op in self.graph.ops}
+
+    def seconds(self, taken: Iterable[Taken]) -> float:
+        """Of a step: its blocks in the order of the table, and what each group does once."""
+        blocks, once = self._blocks(taken)
+        ends: list[float] = []
+        free = [0.0] * len(self.candidate.groups)
+        hop = self._hop()
+        for turn in self.turns:
+            begin = max([free[turn.row], *(ends[n] + (hop if far else 0.0) for n, far in turn.waits)])
+            ends.append(begin + sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.cells))
+            free[turn.row] = ends[-1]
+        return max(own + late for own, late in zip(free, once, strict=True))
+
+    def busiest(self, taken: Iterable[Taken]) -> float:
+        """Seconds of the group that has most to do."""
+        blocks, once = self._blocks(taken)
+        for turn in self.turns:
+            once[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.cells)
+        return max(once)
+
+    def _blocks(self, taken: Iterable[Taken]) -> tuple[dict[str, Part], list[float]]:
+        """Seconds of a block by kind and stage; and of each group what it does once."""
+        blocks: dict[str, Part] = {kind: {} for kind in ("F", "B", "I", "W", "R")}
+        once = [0.0] * len(self.candidate.groups)
+        for one in taken:
+            kind, weights = self.kind.get(one.path, "B"), self._weights(one.path)
+            for stage, part in self.of_op.get(one.path, {}).items():
+                seconds = one.seconds * part
+                if not one.often:
+                    once[self.candidate.stages[stage]] += seconds
+                    continue
+                each = seconds / self.candidate.microbatches
+                of_kind = {kind: each} if kind != "B" else {"B": each, "I": (1 - weights) * each, "W": weights * each}
+                for name, taken_each in of_kind.items():
+                    blocks[name][stage] = blocks[name].get(stage, 0.0) + taken_each
+        return blocks, once
+
+    def _weights(self, path: str) -> float:
+        """The part of a backward op that is for gradients of weights."""
+        op = self.graph.by_path.get(path)
+        of_weights = {t in self.gradients for t in op.outputs} if op is not None else set[bool]()
+        return HALF if len(of_weights) == 2 else float(of_weights == {True})
+
+    def _hop(self) -> float:
+        """Seconds of the largest of what goes from a stage to the next, for one micro-batch."""
+        sent: dict[tuple[int, int], float] = {}
+        for op in self.graph.of_kind("forward"):
+            here = self.of_op.get(op.path, {})
+            for tensor in op.inputs:
+                maker = self.graph.producer.get(tensor)
+                there = self.of_op.get(maker.path, {}) if maker is not None else {}
+                if there and self.time.shares.get(tensor.name, 1) > 1 and there != here:
+                    ends = min(there), min(here, default=0)
+                    size = math.prod(tensor.shape) * tensor.itemsize * self.local.get(tensor.name, 1.0)
+                    sent[ends] = sent.get(ends, 0.0) + size
+        for loop in self.graph.loops.values():
+            carries = [c.inside for c in loop.carries if self.time.shares.get(c.inside.name, 1) > 1 and not c.is_sum]
+            if loop.forward is None:
+                sent[loop.length, 0] = sum(math.prod(t.shape) * t.itemsize * self.local.get(t.name, 1.0) for t in carries)
+        first, second, *_ = (*self.candidate.groups, self.candidate.groups[0])
+        pairs = np.array(list(zip(first, second, strict=True)))
+        return self.cluster.messages(pairs, max(sent.values(), default=0.0), self.candidate.plan.num_devices)
+
+    def peak(self, sizes: np.ndarray, sums: np.ndarray, arguments: Mapping[str, int]) -> float:
+        """Bytes on a device of the group that holds most.
+
+        Args:
+            sizes: of each buffer, for one micro-batch.
+            sums: whether it is a gradient that adds up over micro-batches.
+        """
+        held = [self._held(stage, sizes, sums) for stage in range(self.count)]
+        group_of = self.candidate.stages
+        fixed, live = np.zeros(len(self.candidate.groups)), np.zeros(len(self.candidate.groups))
+        for name, nbytes in arguments.items():
+            for stage, part in self.of_leaf.get(name, {0: 1.0}).items():
+                fixed[group_of[stage]] += nbytes * part
+        worst = fixed.copy()
+        for stage, own in enumerate(held):
+            worst[group_of[stage]] = max(worst[group_of[stage]], fixed[group_of[stage]] + own.late)
+        for stage, own in enumerate(held):
+            fixed[group_of[stage]] += own.sums
+        for turn in self.turns:
+            for cell in turn.cells:
+                own = held[cell.stage]
+                live[turn.row] += {"F": own.saved, "I": own.halfway}.get(cell.kind, 0.0)
+                beside = own.forward if cell.kind == "F" else own.backward
+                worst[turn.row] = max(worst[turn.row], fixed[turn.row] + live[turn.row] + beside)
+                live[turn.row] -= {"B": own.saved, "W": own.saved + own.halfway}.get(cell.kind, 0.0)
+        return float(worst.max())
+
+    def _held(self, stage: int, sizes: np.ndarray, sums: np.ndarray) -> "Held":
+        """What a stage holds."""
+        program = self.program
+        own = sizes * np.array([self._part_of(n, stage) for n in range(len(sizes))])
+        saved = self._crosses & ~sums
+        rest = ~saved & (own > 0)
+        change = np.zeros(len(program.ops) + 1)
+        np.add.at(change, program.first[rest], own[rest])
+        np.add.at(change, program.last[rest] + 1, -own[rest])
+        held, moments = program.scratch + np.cumsum(change)[:-1], np.arange(len(program.ops))
+        forward = np.array([path in self._forward for path in program.ops], bool)
+        update = moments >= program.update
+        front, back, late = (held[at].max(initial=0.0) for at in (forward & ~update, ~forward & ~update, update))
+        return Held(own[saved].sum(), self._halfway(stage), own[sums].sum(), front, back, late)
+
+    def _halfway(self, stage: int) -> float:
+        """Bytes of the cotangents of which products make gradients of weights; other ops read the same."""
+        found: dict[str, float] = {}
+        for op in self.graph.of_kind("backward"):
+            part = self.of_op.get(op.path, {}).get(stage, 0.0)
+            own = self.program.kernels.get(op.path)
+            is_product = own is not None and any(one.sizes for kernel in own.kernels for one in kernel.flops)
+            if part and is_product and self._weights(op.path):
+                often = part * self.program.count(op.path) * iterations(op, self.graph)
+                read = (t for _, t in op.cotangents)
+                found.update({t.name: often * math.prod(t.shape) * t.itemsize * self.local.get(t.name, 1.0) for t in read})
+        return sum(found.values())
+
+    @cached_property
+    def _forward(self) -> frozenset[str]:
+        """The ops of the forward pass."""
+        return frozenset(op.path for op in self.graph.ops if op.kind == "forward" and op.again is None)
+
+    @cached_property
+    def _crosses(self) -> np.ndarray:
+        """Of each buffer whether a forward leaves it for its backward."""
+        crosses = (self.program.first < self.program.front) & (self.program.last >= self.program.front)
+        return crosses & np.array([one.op in self._forward for one in self.program.buffers], bool)
+
+    def _part_of(self, number: int, stage: int) -> float:
+        """How often a stage has a buffer: of what an iteration has, or a layer alone, once."""
+        one = self.program.buffers[number]
+        part = self.of_op.get(one.op, {}).get(stage, 0.0)
+        if not part or number not in self.kept_by_all:
+            return 1.0 if part and (one.in_loop or self.program.count(one.op) > 1) else part
+        return part * self.program.count(one.op)
+
+
+def _kind(op: Op, recompute: bool) -> BlockKind:
+    if op.again is not None:
+        return "R" if recompute else "B"
+    return "F" if op.kind == "forward" else "B"
+
+
+def _placed(graph: Graph, shares: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, Part], dict[str, Part]]:
+    """By path of an op, and by name of an input, the part of it that each stage has.
+
+    What the plan does not place is where its operands are made, or where parameters are read.
+    """
+    of_op: dict[str, Part] = {}
+    for op in graph.ops:
+        own = shares.get(source_of(op).path)
+        if own is not None:
+            of_op[op.path] = dict(own)
+    of_leaf: dict[str, Part] = {}
+    for leaf in graph.inputs:
+        found = _merged(of_op.get(reader.path, {}) for reader in _readers(graph, leaf))
+        if found:
+            of_leaf[leaf.name] = found
+    inputs = frozenset(graph.inputs)
+    for _ in range(2):  # what reads state, and state that only that reads
+        for op in (op for op in graph.ops if op.path not in of_op):
+            arrays = [t for t in op.inputs if t.shape]
+            makers = [(t, graph.producer.get(t) or graph.flow.maker(t)) for t in arrays]
+            found = _merged(of_leaf.get(t.name, {}) if maker is None else of_op.get(maker.path, {}) for t, maker in makers)
+            if found:
+                of_op[op.path] = found
+                for leaf in inputs.intersection(op.inputs):
+                    of_leaf.setdefault(leaf.name, found)
+    return of_op, of_leaf
+
+
+def _merged(parts: Iterable[Mapping[int, float]]) -> Part:
+    """Of each stage the largest part."""
+    found: Part = {}
+    for part in parts:
+        found.update({stage: max(found.get(stage, 0.0), share) for stage, share in part.items()})
+    return found
+
+
+def _readers(graph: Graph, leaf: PTensor) -> Iterator[Op]:
+    """The forward ops that read an input, also in loops."""
+    readers = (*graph.consumers.get(leaf, ()), *graph.flow.readers(leaf))
+    yield from (op for op in readers if op.kind == "forward")

@@ -1,0 +1,106 @@
+"""Prices by tables against ``jscaler.cost``: exact where nothing is split, near where it is, and in its order."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+import jscaler
+from bench.predicted import gpt
+from jscaler.clusters import find_cluster
+from jscaler.errors import DeviceError, PlanError
+from jscaler.estimate.prices import NoPriceError, Prices
+from jscaler.ir import Graph
+
+SIZES = {"batch": 32, "hidden": 512, "heads": 8, "sequence": 512, "vocabulary": 8192, "layers": 8}
+FORMS = {"stack": {"stacked": True}, "loop": {"stacked": False}}
+CLUSTER = find_cluster("8xA100-80GB")
+PLANS = (
+    "data_parallel", "zero3", "megatron(dp=2, tp=4)", "megatron(dp=4, tp=2, sequence=True, zero=1)",
+    "accumulate(4, zero2())", "accumulate(4, recompute_layers(megatron(dp=2, tp=4)))", "co_shard(4, plan=data_parallel())",
+    "selective_recompute(data_parallel())", "pipeline(2, 8, plan=data_parallel())",
+    "megatron(dp=1, tp=2, pp=4, microbatches=8)",
+    "pipeline(4, 8, schedule='zb_h1', plan=recompute_layers(data_parallel()))",
+)  # fmt: skip
+
+
+@functools.cache
+def graph(form: str) -> Graph:
+    step, args = gpt(**{**SIZES, **FORMS[form]})
+    return jscaler.parallelize("single", devices=1, donate_argnums=0)(step).graph(*args)
+
+
+@functools.cache
+def prices(form: str) -> Prices:
+    return Prices(graph(form), CLUSTER)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_device_is_exact(form: str) -> None:
+    """Nothing is split: the tables are the program, each op with its own kernels; layers that one stands for are equal."""
+    one = find_cluster("1xA100-80GB")
+    found, cost = Prices(graph(form), one).of("single"), jscaler.cost(graph(form), "single", one)
+    assert found.seconds == pytest.approx(cost.seconds.total, rel=1e-9 if form == "stack" else 2e-3)
+    assert found.peak == pytest.approx(cost.memory.peak, rel=1e-7 if form == "stack" else 0.03)
+    assert found.sending == 0.0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prices_are_near_costs(form: str) -> None:
+    pairs = [(prices(form).of(plan), jscaler.cost(graph(form), plan, CLUSTER)) for plan in PLANS]
+    seconds = [found.seconds / (cost.seconds.total or math.nan) for found, cost in pairs]
+    peaks = [found.peak / cost.memory.peak for found, cost in pairs]
+    assert all(0.85 < ratio < 1.15 for ratio in seconds), dict(zip(PLANS, seconds, strict=True))
+    assert sum(abs(ratio - 1) for ratio in seconds) / len(seconds) < 0.05
+    assert all(0.7 < ratio < 1.3 for ratio in peaks), dict(zip(PLANS, peaks, strict=True))
+    for (found, cost), (other, dearer) in itertools.pairwise(pairs):
+        apart = (cost.seconds.total or 0.0) / (dearer.seconds.total or math.nan)
+        if not 0.85 < apart < 1.18:
+            assert (found.seconds < other.seconds) == (apart < 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loop_costs_what_a_stack_costs(form: str) -> None:
+    """Planning work does not grow with layers that are equal: one stands for the others."""
+    tables = prices(form)._short
+    assert len(tables.folded.graph.ops) < 400
+    assert bool(tables.folded.counts) == (form == "loop")
+
+
+def test_plans_share_what_they_have_in_common() -> None:
+    found = Prices(graph("stack"), CLUSTER)
+    for plan in ("zero1", "accumulate(2, zero1())", "accumulate(4, zero1())"):
+        found.of(plan)
+    tables = found._short
+    assert len(tables._skeletons) == len(tables._programs) == 1
+    found.of("recompute_layers(zero1())")
+    assert len(tables._skeletons) == len(tables._programs) == 2
+
+
+def test_what_treats_equal_layers_in_several_ways_is_priced_layer_by_layer() -> None:
+    def half(planner: Any, devices: Any) -> None:
+        jscaler.plans.data_parallel()(planner, devices)
+        layers = list(planner.select("block_[0-3]/mlp/*", kind="forward"))
+        planner.recompute(layers[: len(layers) // 4])
+
+    from jscaler.stages import Captured, transform
+
+    found = prices("loop")
+    plan = transform(Captured.of(graph("loop")), half, 8, cost=CLUSTER)
+    assert found._long is not found._short
+    price, cost = found.of(plan), jscaler.cost(graph("loop"), half, CLUSTER)
+    assert price.seconds == pytest.approx(cost.seconds.total, rel=0.05)
+    assert price.peak == pytest.approx(cost.memory.peak, rel=0.1)
+
+
+def test_what_has_no_price() -> None:
+    with pytest.raises(NoPriceError, match="groups of 'interlaced' are not equal parts"):
+        prices("stack").of("interlaced(4, 8)")
+    with pytest.raises(PlanError):
+        prices("stack").of("megatron(dp=3, tp=2)")
+    nobody = dataclasses.replace(CLUSTER, device=None)
+    with pytest.raises(DeviceError, match="does not say what its devices are"):
+        Prices(graph("stack"), nobody)
