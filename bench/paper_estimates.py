@@ -22,6 +22,7 @@ import jscaler
 from bench.paper_models import Model
 from jscaler.clusters import Cluster
 from jscaler.errors import JscalerError
+from jscaler.estimate.prices import NoPriceError, Price, Prices
 
 KEPT = Path("build/paper.jsonl")
 SELDOM = 200_000, 100, 100  # when Python looks for circles, which graphs of many ops have few of: a sixth less time
@@ -68,6 +69,8 @@ class Estimates:
         self.kept: dict[Key, Estimate] = {}
         self._path, self._lock = path, threading.Lock()
         self._workers = workers
+        self._prices: dict[tuple[Model, str], Prices] = {}
+        self._pricing = threading.Lock()
         self._under_way: dict[tuple[Key, ...], _Made] = {}
         self._ahead = set[tuple[Key, ...]]()  # of those, what nobody has asked for yet
         self._makers: Executor
@@ -104,6 +107,18 @@ class Estimates:
             if busy < self._workers and keys not in self._under_way and keys[0] not in self.kept:
                 self._ahead.add(keys)
                 self._begun(keys, model, text, [cluster])
+
+    def priced(self, model: Model, text: str, cluster: Cluster) -> Price | None:
+        """By tables, in this process; None where these have no price, or the plan is not legal."""
+        key = model, f"{cluster.hosts}x{cluster.devices_per_host} {cluster.device} {cluster.inside} {cluster.between}"
+        with self._pricing, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if key not in self._prices:
+                self._prices[key] = Prices(_own(model).graph, cluster)
+            try:
+                return self._prices[key].of(text)
+            except (JscalerError, NoPriceError):
+                return None
 
     def measured(self, model: Model, text: str, cluster: Cluster, peak: int) -> None:
         """XLA has said the peak of a plan that was estimated."""

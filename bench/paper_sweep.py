@@ -2,8 +2,9 @@
 
 Nothing is compiled. A configuration is lowered with all of its micro-batches, and simulated: what that takes does not grow
 with them, so that nothing has to be extrapolated. Bounds (`bench.paper_bounds`) leave most configurations out. They are
-taken from the heap with the lowest bound first; each gets the next, closer bound before it is estimated. A plan is done
-when the lowest bound is within ``CLOSE`` of its best. After a few estimates a bound counts times the least that one of them
+taken from the heap with the lowest bound first; each gets the next, closer bound before it is estimated. The last bound is
+its price by tables, less what these may be too high (``TABLES``): so most are never estimated. A plan is done when the
+lowest bound is within ``CLOSE`` of its best. After a few estimates a bound counts times the least that one of them
 was above its own, which is likely, and no proof.
 
 Until something fits, all that may be best has to be estimated: the leanest configuration of a grid comes first, once one
@@ -21,8 +22,10 @@ from bench.paper_memory import compiled_peak
 from bench.paper_models import CLUSTERS, Model
 from bench.paper_plans import ROWS, Config
 from jscaler.clusters import Cluster, find_cluster
+from jscaler.estimate.fitting import SURELY
 
 CLOSE = 0.02  # of a plan's best
+TABLES = 0.93  # of a price by tables, below which no estimate is; and of a device's memory by 1.4 times (`bench.prices`)
 LEARNED = 4  # estimates of a plan
 AHEAD = 32  # configurations that a process with nothing to do looks at, for one whose estimate is not known
 
@@ -90,8 +93,8 @@ class Sweep:
                 break
             if best is None:
                 self._begin([(bound, level, place, one), *heapq.nsmallest(AHEAD, waiting)], leanest, full)
-            if level < LEVELS:
-                closer = self.least(one, level)
+            if level <= LEVELS:
+                closer = self.least(one, level) if level < LEVELS else self.priced(one)
                 if math.isfinite(closer):
                     heapq.heappush(waiting, (max(bound, closer), level + 1, place, one))
                 continue
@@ -110,6 +113,13 @@ class Sweep:
         """A bound of a configuration's seconds; infinite where it cannot fit."""
         return least(self.model, self.cluster, config, level, self.estimate(*self._asked(config, level)))
 
+    def priced(self, config: Config) -> float:
+        """A bound by tables; 0 where these have no price, and infinite where it cannot fit."""
+        found = self.estimates.priced(self.model, config.text, self.cluster)
+        if found is None:
+            return 0.0
+        return math.inf if found.peak > SURELY * self.cluster.memory else TABLES * found.seconds
+
     def _begin(
         self,
         due: Iterable[tuple[float, int, int, Config]],
@@ -119,12 +129,12 @@ class Sweep:
         """Have as many estimates begun as there are processes with nothing to do."""
         for _, level, _, one in due:
             if one.grid not in full:
-                first = leanest[one.grid] if full and level == LEVELS else one
+                first = leanest[one.grid] if full and level > LEVELS else one
                 self.estimates.ahead(self.model, *self._asked(first, level))
 
     def _asked(self, config: Config, level: int) -> tuple[str, Cluster]:
         """What is estimated for a configuration's bound, or behind the last level for itself."""
-        if level == LEVELS:
+        if level >= LEVELS:
             return config.text, self.cluster
         text, devices = alike_on_fewer(self.model, config, level)
         return text, replace(self.cluster, hosts=1, devices_per_host=devices)

@@ -153,7 +153,7 @@ def _row(one: Tried, chosen: bool, numbers: Mapping[str, int]) -> list[Text | st
     note = f" ({numbers[one.why]})" if one.why else ""
     if one.guess is not None:
         peak, seconds = f"~{readable_bytes(one.guess.peak)}", f"~{readable_seconds(one.guess.seconds)}"
-        return [one.plan, peak, *[""] * 5, seconds, "", "", Text("does not fit, by tables", style="dim red")]
+        return [one.plan, peak, *[""] * 5, seconds, "", "", Text("too large", style="dim red")]
     if one.cost is None:
         return [one.plan, *[""] * 9, Text(f"not legal{note}", style="dim")]
     cost = one.cost

@@ -68,6 +68,24 @@ def test_what_is_not_legal_says_why(graph: Graph) -> None:
         jscaler.fit(graph, devices(3, 1 << 40), ["single", "zero9"])
 
 
+@pytest.mark.parametrize("share", [3, 200])
+def test_what_is_far_too_large_is_not_worked_out(graph: Graph, share: int) -> None:
+    on = devices(4, peak(graph, "data_parallel", 4) // share)
+    found, every = jscaler.fit(graph, on), jscaler.fit(graph, on, ladder(4, ROWS))
+    skipped = [one for one in found.tried if one.guess is not None]
+    assert skipped
+    costs = {one.plan: one for one in every.tried}
+    assert not any(costs[one.plan].fits for one in skipped)
+    assert "too large" in str(found)
+    assert found.as_json()["tried"][found.tried.index(skipped[0])]["by_tables"]["peak"] > on.memory
+    if every.chosen is not None:
+        assert found.chosen is not None
+        assert found.chosen.plan == every.chosen.plan
+    assert found.smallest is not None
+    assert every.smallest is not None
+    assert found.smallest.peak <= 1.2 * every.smallest.peak  # the least is tried after all, if nothing fits
+
+
 @pytest.mark.one_day_in(2)
 def test_what_is_missing_and_what_would_help(graph: Graph) -> None:
     found = jscaler.fit(graph, devices(4, 30_000))

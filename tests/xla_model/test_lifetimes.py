@@ -53,6 +53,8 @@ def test_random_programs_hold_what_the_oracle_holds(block: Block) -> None:
     assert found.peak == max(expected)
     assert found.timeline[found.moment].nbytes == found.peak
     assert sum(v.nbytes for v in found.live) == found.peak
+    held = [sum(s.nbytes for s in found.spans if s.first <= moment <= s.last) for moment in range(len(expected))]
+    assert held == expected
 
 
 def names(values: Sequence[Value]) -> list[str]:
@@ -108,6 +110,7 @@ def test_a_loop_holds_its_carry_and_stacks_and_one_iteration() -> None:
         ("dot", 78),
     ]
     assert set(names(found.live)) == {"w", "h", "stack", "end"}
+    assert {(str(s.value), s.first, s.last) for s in found.spans} >= {("stack", 0, 3), ("w", 1, 2), ("h", 2, 3)}
 
 
 def test_a_carry_that_is_read_later_cannot_be_written_over() -> None:

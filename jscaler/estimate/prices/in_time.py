@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jscaler.estimate.prices.candidate import Candidate
+from jscaler.estimate.prices.candidate import Candidate, TimeCut
 from jscaler.estimate.prices.one_device import SOME
 from jscaler.ir import Graph, Op, PTensor
 from jscaler.ir.loop import chain_of
@@ -22,7 +22,7 @@ class InTime:
     runs: Mapping[str, int]
     cuts: Mapping[str, Mapping[str, int]]
     shares: Mapping[str, int]
-    summed: Mapping[str, Mapping[str, str]]
+    summed: Mapping[str, Mapping[str, TimeCut]]
 
     @staticmethod
     def of(candidate: Candidate, graph: Graph) -> "InTime":
@@ -30,7 +30,7 @@ class InTime:
         runs: dict[str, int] = {}
         cuts: dict[str, dict[str, int]] = {}
         shares: dict[str, int] = {}
-        summed: dict[str, dict[str, str]] = {}
+        summed: dict[str, dict[str, TimeCut]] = {}
         if not candidate.cuts:
             return InTime(runs, cuts, shares, summed)
         for op in graph.ops:
@@ -50,9 +50,9 @@ class InTime:
                     shares[tensor.name] = max(part, shares.get(tensor.name, 1))
             for dims, tensor in zip(rule.results, op.outputs, strict=True):
                 names = {f for dim in dims for f in dim}
-                axis = next((one.axis for one in own if one.factor in cut and one.factor not in names), "")
-                if axis and tensor.shape:
-                    summed.setdefault(op.path, {})[tensor.name] = axis
+                over = next((one for one in own if one.factor in cut and one.factor not in names), None)
+                if over is not None and tensor.shape:
+                    summed.setdefault(op.path, {})[tensor.name] = over
         _join_first(graph, runs, cuts, shares, summed)
         _through_loops(graph, shares)
         for op in graph.ops:  # joins of cotangents, of which the plan says nothing
@@ -70,7 +70,7 @@ def _join_first(
     runs: dict[str, int],
     cuts: dict[str, dict[str, int]],
     shares: Mapping[str, int],
-    summed: dict[str, dict[str, str]],
+    summed: dict[str, dict[str, TimeCut]],
 ) -> None:
     """Summands of one tensor that are all sums over parts are joined part by part, and what they are joined to is added."""
     for op in graph.ops:
@@ -78,11 +78,12 @@ def _join_first(
             continue
         makers = [graph.producer[t].path if t in graph.producer else "" for t in op.inputs]
         known = [summed.get(path, {}).get(t.name) for path, t in zip(makers, op.inputs, strict=True)]
-        if len(op.outputs) != 1 or len({*known}) != 1 or known[0] is None:
+        over = known[0] if known else None
+        if len(op.outputs) != 1 or over is None or {one.axis if one is not None else "" for one in known} != {over.axis}:
             continue
         for path, tensor in zip(makers, op.inputs, strict=True):
             summed[path].pop(tensor.name, None)
-        summed[op.path] = {op.outputs[0].name: known[0]}
+        summed[op.path] = {op.outputs[0].name: over}
         runs[op.path], cuts[op.path] = runs[makers[0]], {SOME: shares.get(op.outputs[0].name, 1)}
 
 

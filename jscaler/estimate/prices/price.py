@@ -18,7 +18,7 @@ from jscaler import plans
 from jscaler.clusters import Cluster
 from jscaler.collector import no_full_collections
 from jscaler.errors import DeviceError
-from jscaler.estimate.prices.candidate import Candidate, LayersDifferError
+from jscaler.estimate.prices.candidate import Candidate, LayersDifferError, NoPriceError
 from jscaler.estimate.prices.folded import Folded, folded
 from jscaler.estimate.prices.in_time import InTime, iterations
 from jscaler.estimate.prices.one_device import OneDevice
@@ -123,11 +123,12 @@ class Tables:
         """The order of its schedule, worked out once for so many groups and micro-batches."""
         if not candidate.stages:
             return ()
-        said = next(d.table for d in reversed(candidate.plan.decisions) if isinstance(d, Schedule))
+        said = next((d.table for d in reversed(candidate.plan.decisions) if isinstance(d, Schedule)), "")
         key = said, len(candidate.groups), len(candidate.stages), candidate.microbatches
         if key not in self._turns:
             table = candidate.table
-            assert table is not None
+            if table is None or len(table.rows) != len(candidate.groups):
+                raise NoPriceError(f"the schedule of '{candidate.plan.name}' has no row for each of its groups")
             self._turns[key] = turns_of(table)
         return self._turns[key]
 
@@ -200,7 +201,7 @@ class _Sums:
         if part > 1:
             return max(runs.get(one.reader, 1), part)
         if one.kind == "gradient" and self.each_time:
-            often = max((runs.get(path, 1) for path in self._makers(one.tensor)), default=1)
+            often = max((names[one.tensor].parts for names in self.time.summed.values() if one.tensor in names), default=1)
             return (often + 1) / 2 if one.is_whole and one.tensor in self.skeleton.sharded else often
         if one.kind == "fetched" and self._is_stored and not self.candidate.plan.accumulation.gather_once:
             return runs.get(one.reader, 1)
@@ -211,13 +212,10 @@ class _Sums:
         """Whether parameters lie in parts."""
         return any(isinstance(d, Shard) and d.stored for d in self.candidate.space)
 
-    def _makers(self, tensor: str) -> list[str]:
-        return [path for path, names in self.time.summed.items() if tensor in names]
-
     @cached_property
     def _summed(self) -> list[str]:
         """By buffer, of gradients that add up over parts in time, the first axis of these; else nothing."""
-        axis_of = {name: axis for names in self.time.summed.values() for name, axis in names.items()}
+        axis_of = {name: cut.axis for names in self.time.summed.values() for name, cut in names.items()}
         stacks = {y.stack.name: y.slice.name for loop in self.graph.loops.values() for y in loop.ys} if axis_of else {}
         return [
             axis_of.get(stacks.get(one.tensor, one.tensor), "") if one.kind == "gradient" else ""

@@ -1,0 +1,93 @@
+"""A plan taken apart: what it says of space is one, whatever it says of time and of stages."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+
+import jscaler
+from bench.predicted import gpt
+from jscaler.errors import PlanError
+from jscaler.estimate.prices.candidate import Candidate, LayersDifferError
+from jscaler.estimate.prices.folded import Folded, folded
+from jscaler.estimate.prices.staged import turns_of
+from jscaler.plans import by_name
+from jscaler.stages import Captured, transform
+from jscaler.tables import SCHEDULES
+from jscaler.tables.simulator import simulate_table
+
+SIZES = {"batch": 16, "hidden": 64, "heads": 4, "sequence": 16, "vocabulary": 64, "layers": 8}
+
+
+@functools.cache
+def captured(stacked: bool) -> Captured:
+    step, args = gpt(**SIZES, stacked=stacked)
+    return Captured.of(jscaler.parallelize("single")(step).graph(*args))
+
+
+@functools.cache
+def short(stacked: bool) -> Folded:
+    return folded(captured(stacked))
+
+
+def candidate(plan: str, stacked: bool, devices: int = 4) -> Candidate:
+    return Candidate.of(transform(captured(stacked), by_name(plan), devices), short(stacked))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_time_and_stages_are_no_part_of_space(stacked: bool) -> None:
+    inner = candidate("megatron(dp=1, tp=2)", stacked, 2)
+    parts = candidate("accumulate(4, megatron(dp=1, tp=2))", stacked, 2)
+    staged = candidate("megatron(dp=1, tp=2, pp=2, microbatches=4)", stacked)
+    assert inner.space == parts.space
+    assert inner.microbatches == 1
+    assert parts.microbatches == staged.microbatches == 4
+    assert not inner.cuts
+    assert {cut.parts for cuts in parts.cuts.values() for cut in cuts} == {4}
+    assert (staged.num_devices, staged.groups, staged.stages) == (2, ((0, 1), (2, 3)), (0, 1))
+    assert {*map(str, inner.space)} >= {*map(str, staged.space)}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_stages_have_parts_of_what_stands_for_their_layers(stacked: bool) -> None:
+    found = candidate("pipeline(4, 8)", stacked)
+    of_layers = [own for own in found.shares.values() if len(own) > 1]
+    assert of_layers
+    assert all(sum(own.values()) == pytest.approx(1) for own in found.shares.values())
+    layers = {stage: own.get(stage, 0.0) for own in of_layers for stage in range(4)}
+    assert list(layers.values()) == ([0.25] * 4 if stacked else [0.2, 0.4, 0.4, 0.0])  # the first and the last stay
+
+
+def test_layers_that_differ_are_told_apart() -> None:
+    def policy(planner: Any, devices: Any) -> None:
+        for op in planner.select("block_3/mlp/up/dot", kind="forward"):
+            planner.op_assign(planner.op_trans(op, jscaler.Split("a", 4)), devices)
+
+    plan = transform(captured(False), policy, 4)
+    with pytest.raises(LayersDifferError, match="in several ways"):
+        Candidate.of(transform(captured(False), lambda g, d: (policy(g, d), _other(g, d))[0], 4), short(False))
+    assert Candidate.of(plan, Folded(captured(False).graph)).space
+
+
+def _other(planner: Any, devices: Any) -> None:
+    for op in planner.select("block_4/mlp/up/dot", kind="forward"):
+        planner.op_assign(planner.op_trans(op, jscaler.Split("b", 4)), devices)
+
+
+def test_turns_are_those_of_the_simulator() -> None:
+    """The same makespan for every published schedule, whatever blocks take."""
+    seconds = {"F": 1.0, "B": 2.5, "I": 1.25, "W": 0.75, "R": 0.5}
+    for (name, one), groups in itertools.product(SCHEDULES.items(), (2, 4)):
+        try:
+            table = one.table(groups, 8)
+        except PlanError:
+            continue
+        want, ends = simulate_table(table, seconds, hop=0.3), list[float]()
+        free = [0.0] * len(table.rows)
+        for turn in turns_of(table):
+            begin = max([free[turn.row], *(ends[n] + (0.3 if far else 0.0) for n, far in turn.waits)])
+            ends.append(begin + sum(seconds[cell.kind] for cell in turn.cells))
+            free[turn.row] = ends[-1]
+        assert max(ends) <= want.makespan + 1e-9, name
+        assert max(ends) >= 0.9 * want.makespan, name
