@@ -72,11 +72,11 @@ class Planner(GraphView):
         >>> units[graph["mlp/dot"]], units[graph["mlp/dot.1"]]
         ('d', 'c')
         >>> len(graph.forward()), len(graph.backward()), len(graph.update()), len(graph.of_kind("forward"))
-        (16, 19, 10, 16)
+        (16, 19, 5, 16)
         >>> graph.input("state/params/up").shape, [t.name for t in graph.select_inputs("batch")]
         ((16, 64), ['batch/next', 'batch/tokens'])
         >>> len(graph.ops), len(graph.inputs), len(graph.outputs), graph.output_names[-1], graph.next_version[0]
-        (45, 12, 11, '1', 0)
+        (40, 12, 11, '1', 0)
         >>> words = graph.input("state/params/words")
         >>> [op.path for op in graph.consumers[words]][:2], graph.producer[graph.outputs[-1]].path
         (['loss/gather', 'head/dot'], 'loss/div')

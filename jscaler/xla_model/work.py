@@ -147,8 +147,9 @@ def _inside(kernel: Kernel, times: int, rows: bool) -> Iterator[KernelWork]:
     """A loop's iterations, and the stacks that it writes, which XLA fills with zeros before; of the branches of a ``cond``
     the one that moves most."""
     step = kernel.step
-    for stack in step.writes[len(step.inner[0].carries) :]:
-        yield _work(step, (), ((stack, stack.nbytes),), times)
+    stacks = step.writes[len(step.inner[0].carries) :]
+    if stacks:
+        yield _work(step, (), tuple((stack, stack.nbytes) for stack in stacks), times)
 
     def kernels(inner: Inner) -> list[KernelWork]:
         return list(_kernels(inner.block, times * inner.length, rows))

@@ -169,6 +169,13 @@ class OneDevice:
         return found
 
     @cached_property
+    def moments(self) -> dict[str, tuple[int, int]]:
+        """The first and the last moment of each op."""
+        first = {path: n for n, path in reversed([*enumerate(self.ops)])}
+        last = {path: n for n, path in enumerate(self.ops)}
+        return {path: (n, last[path]) for path, n in first.items()}
+
+    @cached_property
     def front(self) -> int:
         """The first moment of a backward op."""
         backward = {op.path for op in self.graph.ops if op.kind == "backward"}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from jscaler.estimate.prices.folded import Folded, folded
 from jscaler.estimate.prices.in_time import InTime, iterations
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.estimate.prices.skeleton import Moved, Skeleton
-from jscaler.estimate.prices.staged import Staged, Taken, Turn, turns_of
+from jscaler.estimate.prices.staged import Places, Staged, Taken, Turn, turns_of
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Decision, Plan, Shard
@@ -97,27 +98,47 @@ class Tables:
     _programs: dict[tuple[tuple[Decision, ...], bool], OneDevice] = field(default_factory=dict)
     _skeletons: dict[tuple[int, tuple[Decision, ...]], Skeleton] = field(default_factory=dict)
     _turns: dict[tuple[str, int, int, int], tuple[Turn, ...]] = field(default_factory=dict)
+    _in_time: dict[Any, InTime] = field(default_factory=dict)
+    _places: dict[Any, Places] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.captured = replace(self.captured, graph=self.folded.graph)
 
     def program(self, structure: tuple[Decision, ...] = (), cut: bool = False) -> OneDevice:
         """What one device does, where these decisions say what is computed again; cut into a forward and a backward?"""
-        if structure not in self._steps:
-            alone = replace(self.cluster, hosts=1, devices_per_host=1)
-            self._steps[structure] = lower(self.captured, Plan("one device", 1, structure), alone)
-        if (structure, cut) not in self._programs:
+        found = self._programs.get((structure, cut))
+        if found is None:
+            step = self._steps.get(structure)
+            if step is None:
+                alone = replace(self.cluster, hosts=1, devices_per_host=1)
+                step = self._steps[structure] = lower(self.captured, Plan("one device", 1, structure), alone)
             assert self.cluster.device is not None
-            made = OneDevice.of(self._steps[structure], self.cluster.device, self.folded, cut)
-            self._programs[structure, cut] = made
-        return self._programs[structure, cut]
+            found = self._programs[structure, cut] = OneDevice.of(step, self.cluster.device, self.folded, cut)
+        return found
 
     def skeleton(self, candidate: Candidate) -> Skeleton:
         """Where its ops and tensors lie."""
         key = candidate.num_devices, candidate.space
-        if key not in self._skeletons:
-            self._skeletons[key] = Skeleton.of(self.captured, Plan("in space", *key), self.cluster)
-        return self._skeletons[key]
+        found = self._skeletons.get(key)
+        if found is None:
+            found = self._skeletons[key] = Skeleton.of(self.captured, Plan("in space", *key), self.cluster)
+        return found
+
+    def in_time(self, candidate: Candidate, program: OneDevice) -> InTime:
+        """What its time axes make of the program."""
+        key = id(program), tuple(candidate.cuts.items())
+        found = self._in_time.get(key)
+        if found is None:
+            found = self._in_time[key] = InTime.of(candidate, program.graph)
+        return found
+
+    def places(self, candidate: Candidate, program: OneDevice) -> Places:
+        """Which stages have what of the program."""
+        key = id(program), tuple((path, *own.items()) for path, own in candidate.shares.items())
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Places.of(program.graph, candidate.shares)
+        return found
 
     def turns(self, candidate: Candidate) -> tuple[Turn, ...]:
         """The order of its schedule, worked out once for so many groups and micro-batches."""
@@ -140,11 +161,11 @@ class _Sums:
         self.candidate, self.cluster = candidate, tables.cluster
         self.program = tables.program(candidate.structure, bool(candidate.stages))
         self.skeleton = tables.skeleton(candidate)
-        self.turns = tables.turns(candidate)
+        self.turns, self.tables = tables.turns(candidate), tables
         self.graph: Graph = self.program.graph
         counts = tables.folded.counts
         self.arguments = {name: nbytes * counts.get(name, 1) for name, nbytes in self.skeleton.arguments.items()}
-        self.time = InTime.of(candidate, self.graph)
+        self.time = tables.in_time(candidate, self.program)
         shares = self.time.shares
         local = self.skeleton.local
         self.held = {name: part / shares.get(name, 1) for name, part in local.items()} if shares else local
@@ -154,7 +175,15 @@ class _Sums:
         """Of a plan on one device group, or on several."""
         computing, sending = list(self._computing()), list(self._sending())
         if self.turns:
-            staged = Staged(self.candidate, self.program, self.time, self.turns, self.held, self.cluster)
+            staged = Staged(
+                self.candidate,
+                self.program,
+                self.time,
+                self.turns,
+                self.tables.places(self.candidate, self.program),
+                self.held,
+                self.cluster,
+            )
             seconds = staged.seconds([*computing, *sending])
             peak = staged.peak(self._bytes(), self._accumulators() >= 0, self.arguments)
             return Price(seconds, peak, staged.busiest(computing), staged.busiest(sending))
@@ -227,7 +256,8 @@ class _Sums:
         found = np.empty(len(self.program.buffers))
         sent = {one.tensor for one in self.skeleton.moved}
         for n, one in enumerate(self.program.buffers):
-            part = self.held.get(one.tensor)
+            whole = one.kind == "gradient"  # what parts in time make of it is put together
+            part = (self.skeleton.local if whole else self.held).get(one.tensor)
             if part is None:
                 split, cut = self.skeleton.parts.get(one.op, {}), self.time.cuts.get(one.op, {})
                 part = 1 / math.prod([*split.values(), *cut.values()])
@@ -272,6 +302,11 @@ class _Sums:
 
         hold(program.first, program.last, sizes)
         hold(begins[sums], np.full(sums.sum(), program.update - 1), added[sums])
+        for one in self.skeleton.moved:
+            begin, end = program.moments.get(one.reader, (0, -1))
+            if begin <= end and one.copied:
+                change[begin] += one.copied / self._share(one)
+                change[end + 1] -= one.copied / self._share(one)
         for n, first, last, count in program.others:  # of layers that one stands for
             spans = [(first, last, sizes[n])] + ([(begins[n], program.update - 1, added[n])] if sums[n] else [])
             for begin, end, size in spans:

@@ -51,6 +51,14 @@ class Moved:
         """Whether it ends whole on each device, its shares added."""
         return isinstance(self.task, Adapt) and self.task.adapter.adds and not any(self.task.adapter.target.cuts)
 
+    @property
+    def copied(self) -> int:
+        """Bytes of the copy of a tensor that a device gathers for its reader; 0 where nothing grows."""
+        if isinstance(self.task, Extend) or self.task.adapter.adds:
+            return 0
+        before, after = (math.prod(layout.local_shape) for layout in (self.task.adapter.source, self.task.adapter.target))
+        return after * self.itemsize if after > before else 0
+
     def seconds(self, share: int, cluster: Cluster) -> float:
         """Of moving one of ``share`` parts once."""
         itemsize: Any = self.itemsize / share

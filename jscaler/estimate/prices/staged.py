@@ -86,6 +86,7 @@ class Staged:
         program: OneDevice,
         time: InTime,
         turns: tuple[Turn, ...],
+        places: "Places",
         local: Mapping[str, float],
         cluster: Cluster,
     ):
@@ -93,8 +94,7 @@ class Staged:
         self.local, self.cluster = local, cluster
         self.graph: Graph = program.graph
         self.count = len(candidate.stages)
-        self.of_op, self.of_leaf = _placed(self.graph, candidate.shares)
-        self.gradients = {t for t, kind in LiveTensors(self.graph).kinds.items() if kind == "gradient"}
+        self.of_op, self.of_leaf, self.weights = places.of_op, places.of_leaf, places.weights
         self.kept_by_all = {number for number, *_ in program.others}
         kinds = {cell.kind for turn in turns for cell in turn.cells}
         self.kind = {op.path: _kind(op, "R" in kinds) for op in self.graph.ops}
@@ -123,7 +123,7 @@ class Staged:
         blocks: dict[str, Part] = {kind: {} for kind in ("F", "B", "I", "W", "R")}
         once = [0.0] * len(self.candidate.groups)
         for one in taken:
-            kind, weights = self.kind.get(one.path, "B"), self._weights(one.path)
+            kind, weights = self.kind.get(one.path, "B"), self.weights.get(one.path, 0.0)
             for stage, part in self.of_op.get(one.path, {}).items():
                 seconds = one.seconds * part
                 if not one.often:
@@ -134,12 +134,6 @@ class Staged:
                 for name, taken_each in of_kind.items():
                     blocks[name][stage] = blocks[name].get(stage, 0.0) + taken_each
         return blocks, once
-
-    def _weights(self, path: str) -> float:
-        """The part of a backward op that is for gradients of weights."""
-        op = self.graph.by_path.get(path)
-        of_weights = {t in self.gradients for t in op.outputs} if op is not None else set[bool]()
-        return HALF if len(of_weights) == 2 else float(of_weights == {True})
 
     def _hop(self) -> float:
         """Seconds of the largest of what goes from a stage to the next, for one micro-batch."""
@@ -210,7 +204,7 @@ class Staged:
             part = self.of_op.get(op.path, {}).get(stage, 0.0)
             own = self.program.kernels.get(op.path)
             is_product = own is not None and any(one.sizes for kernel in own.kernels for one in kernel.flops)
-            if part and is_product and self._weights(op.path):
+            if part and is_product and self.weights.get(op.path):
                 often = part * self.program.count(op.path) * iterations(op, self.graph)
                 read = (t for _, t in op.cotangents)
                 found.update({t.name: often * math.prod(t.shape) * t.itemsize * self.local.get(t.name, 1.0) for t in read})
@@ -242,32 +236,55 @@ def _kind(op: Op, recompute: bool) -> BlockKind:
     return "F" if op.kind == "forward" else "B"
 
 
-def _placed(graph: Graph, shares: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, Part], dict[str, Part]]:
-    """By path of an op, and by name of an input, the part of it that each stage has.
+@dataclass(frozen=True)
+class Places:
+    """Which stages have what.
 
-    What the plan does not place is where its operands are made, or where parameters are read.
+    Attributes:
+        of_op: path of an op -> the part of it that each stage has.
+        of_leaf: the same by name of an input.
+        weights: path of a backward op -> the part of it that is for gradients of weights.
     """
-    of_op: dict[str, Part] = {}
-    for op in graph.ops:
-        own = shares.get(source_of(op).path)
-        if own is not None:
-            of_op[op.path] = dict(own)
-    of_leaf: dict[str, Part] = {}
-    for leaf in graph.inputs:
-        found = _merged(of_op.get(reader.path, {}) for reader in _readers(graph, leaf))
-        if found:
-            of_leaf[leaf.name] = found
-    inputs = frozenset(graph.inputs)
-    for _ in range(2):  # what reads state, and state that only that reads
-        for op in (op for op in graph.ops if op.path not in of_op):
-            arrays = [t for t in op.inputs if t.shape]
-            makers = [(t, graph.producer.get(t) or graph.flow.maker(t)) for t in arrays]
-            found = _merged(of_leaf.get(t.name, {}) if maker is None else of_op.get(maker.path, {}) for t, maker in makers)
+
+    of_op: Mapping[str, Part]
+    of_leaf: Mapping[str, Part]
+    weights: Mapping[str, float]
+
+    @staticmethod
+    def of(graph: Graph, shares: Mapping[str, Mapping[int, float]]) -> "Places":
+        """What a plan does not place is where its operands are made, or where parameters are read."""
+        of_op: dict[str, Part] = {}
+        for op in graph.ops:
+            own = shares.get(source_of(op).path)
+            if own is not None:
+                of_op[op.path] = dict(own)
+        of_leaf: dict[str, Part] = {}
+        for leaf in graph.inputs:
+            found = _merged(of_op.get(reader.path, {}) for reader in _readers(graph, leaf))
             if found:
-                of_op[op.path] = found
-                for leaf in inputs.intersection(op.inputs):
-                    of_leaf.setdefault(leaf.name, found)
-    return of_op, of_leaf
+                of_leaf[leaf.name] = found
+        inputs = frozenset(graph.inputs)
+        for _ in range(2):  # what reads state, and state that only that reads
+            for op in (op for op in graph.ops if op.path not in of_op):
+                arrays = [t for t in op.inputs if t.shape]
+                makers = [(t, graph.producer.get(t) or graph.flow.maker(t)) for t in arrays]
+                found = _merged(
+                    of_leaf.get(t.name, {}) if maker is None else of_op.get(maker.path, {}) for t, maker in makers
+                )
+                if found:
+                    of_op[op.path] = found
+                    for leaf in inputs.intersection(op.inputs):
+                        of_leaf.setdefault(leaf.name, found)
+        return Places(of_op, of_leaf, _weights(graph))
+
+
+def _weights(graph: Graph) -> dict[str, float]:
+    gradients = {t for t, kind in LiveTensors(graph).kinds.items() if kind == "gradient"}
+    found = {}
+    for op in graph.of_kind("backward"):
+        of_weights = {t in gradients for t in op.outputs}
+        found[op.path] = HALF if len(of_weights) == 2 else float(of_weights == {True})
+    return found
 
 
 def _merged(parts: Iterable[Mapping[int, float]]) -> Part:
