@@ -62,8 +62,8 @@ def co_shard(
 
     Example:
         >>> lowered = train_step.under(plans.co_shard(2)).lower(state, batch)
-        >>> [name for name in lowered.graph.loops if name.startswith("tokens")]  # forward and backward of the loss
-        ['tokens@loss/gather.1', 'tokens@loss/gather.1@backward']
+        >>> [name for name in lowered.graph.loops if name.startswith("tokens")]  # of the loss, forward and backward
+        ['tokens@head/dot']
     """
     inner = plan or single()
     check_count("co_shard: parts", parts)

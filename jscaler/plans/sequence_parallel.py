@@ -40,7 +40,7 @@ def sequence_parallel(columns: Dims | Sequence[str] | None = None, sequence: Dim
     Example:
         >>> planned = train_step.under(plans.sequence_parallel()).lower(state, batch).plan
         >>> {kind: count for kind, (count, _) in planned.report.total.items()}
-        {'reduce_scatter': 3, 'all_reduce': 7, 'all_gather': 3}
+        {'all_gather': 4, 'reduce_scatter': 6, 'all_reduce': 2}
     """
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
