@@ -22,7 +22,7 @@ import jscaler
 from bench.paper_models import Model
 from jscaler.clusters import Cluster
 from jscaler.errors import JscalerError
-from jscaler.estimate.prices import NoPriceError, Price, Prices
+from jscaler.estimate.prices import Price, Prices
 
 KEPT = Path("build/paper.jsonl")
 SELDOM = 200_000, 100, 100  # when Python looks for circles, which graphs of many ops have few of: a sixth less time
@@ -117,7 +117,7 @@ class Estimates:
                 self._prices[key] = Prices(_own(model).graph, cluster)
             try:
                 return self._prices[key].of(text)
-            except (JscalerError, NoPriceError):
+            except JscalerError:
                 return None
 
     def measured(self, model: Model, text: str, cluster: Cluster, peak: int) -> None:

@@ -25,7 +25,7 @@ from jscaler.clusters import Cluster, find_cluster
 from jscaler.estimate.fitting import SURELY
 
 CLOSE = 0.02  # of a plan's best
-TABLES = 0.93  # of a price by tables, below which no estimate is; and of a device's memory by 1.4 times (`bench.prices`)
+TABLES = 0.93  # of a price by tables, below which no estimate is (`bench.prices`)
 LEARNED = 4  # estimates of a plan
 AHEAD = 32  # configurations that a process with nothing to do looks at, for one whose estimate is not known
 

@@ -14,7 +14,7 @@ from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import DeviceError, JscalerError, PlanError, PlanWarning, UnknownNameError, check_flag, shown
 from jscaler.estimate.cost import Cost
 from jscaler.estimate.fit_result import Fit, Tried
-from jscaler.estimate.prices import NoPriceError, Price, Prices
+from jscaler.estimate.prices import Price, Prices
 from jscaler.estimate.query import cost
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import graph_of
@@ -22,7 +22,9 @@ from jscaler.plans import by_name
 from jscaler.plans.batch import batch_leaves
 from jscaler.plans.ladder import ladder
 
-SURELY = 1.4  # of a device's memory: what tables price above it does not fit (bench.prices: they are at most 25 % too high)
+SURELY = (
+    2.0  # of a device's memory: no plan fits whose price by tables is above (by bench.prices at most 1.8 times too high)
+)
 
 
 def fit(
@@ -140,7 +142,7 @@ def _price(tables: Prices, plan: str) -> Price | None:
         warnings.simplefilter("ignore", PlanWarning)
         try:
             return tables.of(plan)
-        except (JscalerError, NoPriceError):
+        except JscalerError:
             return None
 
 

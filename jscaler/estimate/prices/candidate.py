@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from jscaler.errors import PlanError
 from jscaler.estimate.prices.folded import Folded
 from jscaler.ir import Place
 from jscaler.ir.name import layers_of
@@ -25,6 +26,7 @@ from jscaler.primitives.plan import (
     SaveResiduals,
     Schedule,
     Shard,
+    numbered_stages,
 )
 from jscaler.tables import Published, Table
 
@@ -32,7 +34,7 @@ Devices = tuple[int, ...]
 OF_TIME = (LoopRanges, LeafParts, OnDevices, Schedule, Order, Accumulation, PerMicrobatch)
 
 
-class NoPriceError(Exception):
+class NoPriceError(PlanError):
     """Tables have no price for a plan; `jscaler.cost` has one."""
 
 
@@ -61,6 +63,7 @@ class Candidate:
         groups: the device groups.
         stages: by stage its group; none where there are no stages.
         shares: path of a forward op -> the part of it that each stage runs.
+        each_time: whether gradients of sharded parameters are reduced for each micro-batch.
     """
 
     plan: Plan
@@ -71,6 +74,7 @@ class Candidate:
     groups: tuple[Devices, ...]
     stages: tuple[int, ...]
     shares: Mapping[str, Mapping[int, float]]
+    each_time: bool = False
 
     @cached_property
     def microbatches(self) -> int:
@@ -96,7 +100,7 @@ class Candidate:
             LayersDifferError: it treats in several ways what was folded.
             NoPriceError: its groups are of unequal sizes, or what lies on one is not what lies on another.
         """
-        on = [d for d in plan.decisions if isinstance(d, OnDevices)]
+        on = [d for d in numbered_stages(plan.decisions) if isinstance(d, OnDevices)]
         groups = tuple(dict.fromkeys(d.devices for d in on)) or (tuple(range(plan.num_devices)),)
         if len({len(group) for group in groups}) > 1 or sum(map(len, groups)) != plan.num_devices:
             raise NoPriceError(f"the groups of '{plan.name}' are not equal parts of its devices")
@@ -107,11 +111,20 @@ class Candidate:
             raise NoPriceError(f"'{plan.name}' has no stages in order")
         number = {device: place for group in groups for place, device in enumerate(sorted(group))}
         reader = _Reader(plan, folded, number)
+        usual = plan.accumulation.each_time
+        often = {usual if d.each_time is None else d.each_time for d in plan.decisions if isinstance(d, Shard)}
+        if len(often) > 1:
+            raise NoPriceError(f"'{plan.name}' reduces some gradients each time, and others once")
         cuts = {path: own for path, own in reader.cuts.items() if own}
         space = tuple(reader.space())
         structure = tuple(d for d in space if isinstance(d, Recompute | SaveResiduals | Fuse))
         ordered = tuple(stages[stage] for stage in sorted(stages))
-        return Candidate(plan, len(groups[0]), space, structure, cuts, groups, ordered, _shares(on, folded))
+        found = Candidate(
+            plan, len(groups[0]), space, structure, cuts, groups, ordered, _shares(on, folded), often == {True}
+        )
+        if ordered and found.microbatches < 2:
+            raise NoPriceError(f"'{plan.name}' has stages, and one micro-batch")
+        return found
 
 
 def _shares(on: list[OnDevices], folded: Folded) -> dict[str, dict[int, float]]:
@@ -163,6 +176,8 @@ class _Reader:
                 yield from self._assigned(decision)
             elif isinstance(decision, Recompute):
                 ops, keep = (tuple(dict.fromkeys(map(self.folded.of, names))) for names in (decision.ops, decision.keep))
+                if len(ops) < len(decision.ops) or len({op in self.folded.counts for op in ops}) > 1:
+                    raise LayersDifferError(f"'{self.plan.name}' has regions of several layers")
                 if self._first(("recompute", ops[0]), (ops, keep)) and again.isdisjoint(ops):
                     yield replace(decision, ops=ops, keep=keep)
                 elif not again.issuperset(ops):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jscaler.estimate.prices.candidate import Candidate, TimeCut
 from jscaler.estimate.prices.one_device import SOME
 from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
 
 
@@ -20,6 +21,7 @@ class InTime:
     """
 
     runs: Mapping[str, int]
+    microbatch: str
     cuts: Mapping[str, Mapping[str, int]]
     shares: Mapping[str, int]
     summed: Mapping[str, Mapping[str, TimeCut]]
@@ -32,7 +34,7 @@ class InTime:
         shares: dict[str, int] = {}
         summed: dict[str, dict[str, TimeCut]] = {}
         if not candidate.cuts:
-            return InTime(runs, cuts, shares, summed)
+            return InTime(runs, _microbatch(candidate, graph), cuts, shares, summed)
         for op in graph.ops:
             own = candidate.cuts.get(source_of(op).path, ())
             if not own:
@@ -62,7 +64,15 @@ class InTime:
             if op.path not in runs and part > 1:
                 shares.update((t.name, part) for t in op.outputs if is_join)
                 runs[op.path], cuts[op.path] = part, {SOME: part}
-        return InTime(runs, cuts, shares, summed)
+        return InTime(runs, _microbatch(candidate, graph), cuts, shares, summed)
+
+
+def _microbatch(candidate: Candidate, graph: Graph) -> str:
+    batch = {t for t, kind in tensor_kinds(graph).items() if kind == "input" and t.shape}
+    readers = [op for op in graph.of_kind("forward") if not batch.isdisjoint(op.inputs)]
+    cuts = [candidate.cuts.get(op.path, ()) for op in readers]
+    every = [{cut.axis for cut in own} for own in cuts]
+    return next((cut.axis for own in cuts[:1] for cut in own if all(cut.axis in axes for axes in every)), "")
 
 
 def _join_first(

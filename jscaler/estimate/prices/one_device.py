@@ -112,7 +112,7 @@ class OneDevice:
     scratch: np.ndarray
     ops: tuple[str, ...]
     folded: Folded
-    _products: dict[int, list[tuple[tuple[int, ...], Roles]]] = field(default_factory=dict)
+    _products: dict[Any, list[tuple[tuple[int, ...], Roles]]] = field(default_factory=dict)
     _seconds: dict[tuple[int, Parts, tuple[float, ...]], float] = field(default_factory=dict)
 
     @staticmethod
@@ -227,13 +227,14 @@ class OneDevice:
     def _products_of(self, op: Op) -> list[tuple[tuple[int, ...], Roles]]:
         """The sizes of each product of an op's body, and what its factors are to it."""
         assert op.body is not None
-        if id(op.body) not in self._products:
+        key = op.body, self.book.rule(op).key
+        if key not in self._products:
             analysis, groups = self.book.analysis(op), self.book.groups(op)
             dots = [eqn for eqn in analysis.jaxpr.eqns if eqn.primitive.name == "dot_general"]
             found = [(flops_of(eqn).sizes, _roles(eqn, analysis, groups)) for eqn in dots]
             turned = [((b, n, m, k), {f: TURNED[role] for f, role in roles.items()}) for (b, m, n, k), roles in found]
-            self._products[id(op.body)] = found + turned
-        return self._products[id(op.body)]
+            self._products[key] = found + turned
+        return self._products[key]
 
 
 class _Rows:

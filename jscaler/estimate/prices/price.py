@@ -21,7 +21,7 @@ from jscaler.collector import no_full_collections
 from jscaler.errors import DeviceError
 from jscaler.estimate.prices.candidate import Candidate, LayersDifferError, NoPriceError
 from jscaler.estimate.prices.folded import Folded, folded
-from jscaler.estimate.prices.in_time import InTime, iterations
+from jscaler.estimate.prices.in_time import InTime, iterations, source_of
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.estimate.prices.skeleton import Moved, Skeleton
 from jscaler.estimate.prices.staged import Places, Staged, Taken, Turn, turns_of
@@ -169,7 +169,7 @@ class _Sums:
         shares = self.time.shares
         local = self.skeleton.local
         self.held = {name: part / shares.get(name, 1) for name, part in local.items()} if shares else local
-        self.each_time = candidate.plan.accumulation.each_time
+        self.each_time = candidate.each_time
 
     def price(self) -> Price:
         """Of a plan on one device group, or on several."""
@@ -233,7 +233,9 @@ class _Sums:
             often = max((names[one.tensor].parts for names in self.time.summed.values() if one.tensor in names), default=1)
             return (often + 1) / 2 if one.is_whole and one.tensor in self.skeleton.sharded else often
         if one.kind == "fetched" and self._is_stored and not self.candidate.plan.accumulation.gather_once:
-            return runs.get(one.reader, 1)
+            op = self.graph.by_path.get(one.reader)
+            cuts = self.candidate.cuts.get(source_of(op).path, ()) if op is not None else ()
+            return math.prod([cut.parts for cut in cuts if cut.axis == self.time.microbatch])
         return 1
 
     @cached_property
@@ -304,6 +306,8 @@ class _Sums:
         hold(begins[sums], np.full(sums.sum(), program.update - 1), added[sums])
         for one in self.skeleton.moved:
             begin, end = program.moments.get(one.reader, (0, -1))
+            if one.kind == "fetched" and self.candidate.plan.accumulation.gather_once:
+                begin, end = min(begin, program.update - 1), program.update - 1
             if begin <= end and one.copied:
                 change[begin] += one.copied / self._share(one)
                 change[end + 1] -= one.copied / self._share(one)

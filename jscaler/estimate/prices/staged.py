@@ -96,6 +96,7 @@ class Staged:
         self.count = len(candidate.stages)
         self.of_op, self.of_leaf, self.weights = places.of_op, places.of_leaf, places.weights
         self.kept_by_all = {number for number, *_ in program.others}
+        self._hops: dict[tuple[int, int], float] = {}
         kinds = {cell.kind for turn in turns for cell in turn.cells}
         self.kind = {op.path: _kind(op, "R" in kinds) for op in self.graph.ops}
 
@@ -104,9 +105,14 @@ class Staged:
         blocks, once = self._blocks(taken)
         ends: list[float] = []
         free = [0.0] * len(self.candidate.groups)
-        hop = self._hop()
+        links: dict[tuple[int, int], float] = {}  # hops between two groups follow one another
         for turn in self.turns:
-            begin = max([free[turn.row], *(ends[n] + (hop if far else 0.0) for n, far in turn.waits)])
+            begin = free[turn.row]
+            for n, far in turn.waits:
+                arrived, link = ends[n], (self.turns[n].row, turn.row)
+                if far:
+                    arrived = links[link] = max(arrived, links.get(link, 0.0)) + self._hop(*link)
+                begin = max(begin, arrived)
             ends.append(begin + sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.cells))
             free[turn.row] = ends[-1]
         return max(own + late for own, late in zip(free, once, strict=True))
@@ -124,7 +130,7 @@ class Staged:
         once = [0.0] * len(self.candidate.groups)
         for one in taken:
             kind, weights = self.kind.get(one.path, "B"), self.weights.get(one.path, 0.0)
-            for stage, part in self.of_op.get(one.path, {}).items():
+            for stage, part in (self.of_op.get(one.path) or {self.count - 1: 1.0}).items():
                 seconds = one.seconds * part
                 if not one.often:
                     once[self.candidate.stages[stage]] += seconds
@@ -135,8 +141,16 @@ class Staged:
                     blocks[name][stage] = blocks[name].get(stage, 0.0) + taken_each
         return blocks, once
 
-    def _hop(self) -> float:
-        """Seconds of the largest of what goes from a stage to the next, for one micro-batch."""
+    def _hop(self, first: int, second: int) -> float:
+        """Seconds of what goes from a group to another, for one micro-batch."""
+        if (first, second) not in self._hops:
+            pairs = np.array(list(zip(*(self.candidate.groups[n] for n in (first, second)), strict=True)))
+            self._hops[first, second] = self.cluster.messages(pairs, self._crossing, self.candidate.plan.num_devices)
+        return self._hops[first, second]
+
+    @cached_property
+    def _crossing(self) -> float:
+        """Bytes of the largest of what goes from a stage to the next, for one micro-batch."""
         sent: dict[tuple[int, int], float] = {}
         for op in self.graph.of_kind("forward"):
             here = self.of_op.get(op.path, {})
@@ -150,10 +164,9 @@ class Staged:
         for loop in self.graph.loops.values():
             carries = [c.inside for c in loop.carries if self.time.shares.get(c.inside.name, 1) > 1 and not c.is_sum]
             if loop.forward is None:
-                sent[loop.length, 0] = sum(math.prod(t.shape) * t.itemsize * self.local.get(t.name, 1.0) for t in carries)
-        first, second, *_ = (*self.candidate.groups, self.candidate.groups[0])
-        pairs = np.array(list(zip(first, second, strict=True)))
-        return self.cluster.messages(pairs, max(sent.values(), default=0.0), self.candidate.plan.num_devices)
+                sizes = (math.prod(t.shape) * t.itemsize * self.local.get(t.name, 1.0) for t in carries)
+                sent[loop.length, 0] = sum(sizes)
+        return max(sent.values(), default=0.0)
 
     def peak(self, sizes: np.ndarray, sums: np.ndarray, arguments: Mapping[str, int]) -> float:
         """Bytes on a device of the group that holds most.

@@ -14,6 +14,8 @@ from jscaler.clusters import find_cluster
 from jscaler.errors import DeviceError, PlanError
 from jscaler.estimate.prices import NoPriceError, Prices
 from jscaler.ir import Graph
+from jscaler.plans import by_name
+from jscaler.stages import Captured, transform
 
 SIZES = {"batch": 32, "hidden": 512, "heads": 8, "sequence": 512, "vocabulary": 8192, "layers": 8}
 FORMS = {"stack": {"stacked": True}, "loop": {"stacked": False}}
@@ -86,8 +88,6 @@ def test_what_treats_equal_layers_in_several_ways_is_priced_layer_by_layer() -> 
         layers = list(planner.select("block_[0-3]/mlp/*", kind="forward"))
         planner.recompute(layers[: len(layers) // 4])
 
-    from jscaler.stages import Captured, transform
-
     found = prices("loop")
     plan = transform(Captured.of(graph("loop")), half, 8, cost=CLUSTER)
     assert found._long is not found._short
@@ -96,9 +96,26 @@ def test_what_treats_equal_layers_in_several_ways_is_priced_layer_by_layer() -> 
     assert price.peak == pytest.approx(cost.memory.peak, rel=0.1)
 
 
+def test_regions_of_several_layers_and_shards_that_say_when() -> None:
+    """A region over two layers is none of the one that stands for them; a shard's word goes before the plan's."""
+
+    def each_time(planner: Any, devices: Any) -> None:
+        for tensor in (t for t in planner.graph.inputs if "params" in t.name and t.shape[0] % 8 == 0):
+            planner.shard(tensor, 0, devices, each_time=True)
+        jscaler.plans.data_parallel()(planner, devices)
+
+    for plan in ("recompute_layers(every=4)", jscaler.plans.accumulate(4, each_time)):
+        made = transform(Captured.of(graph("loop")), by_name(plan) if isinstance(plan, str) else plan, 8, cost=CLUSTER)
+        found, cost = prices("loop").of(made), jscaler.cost(graph("loop"), made, CLUSTER)
+        assert found.seconds == pytest.approx(cost.seconds.total, rel=0.1)
+        assert found.peak == pytest.approx(cost.memory.peak, rel=0.15)
+
+
 def test_what_has_no_price() -> None:
     with pytest.raises(NoPriceError, match="groups of 'interlaced' are not equal parts"):
         prices("stack").of("interlaced(4, 8)")
+    with pytest.raises(NoPriceError, match="one micro-batch"):
+        prices("stack").of("pipeline(2, 1)")
     with pytest.raises(PlanError):
         prices("stack").of("megatron(dp=3, tp=2)")
     nobody = dataclasses.replace(CLUSTER, device=None)
