@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 from jax.extend import core
 
 from jscaler.lower.flat_program import FlatProgram, Item, all_items, results
@@ -35,7 +36,9 @@ class Occupancy:
     """
 
     program: FlatProgram
-    _known: dict[int, tuple[Item, int]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _known: dict[int, tuple[Sequence[Item], np.ndarray]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @functools.cached_property
     def by_result(self) -> Mapping[core.Var, int]:
@@ -66,15 +69,14 @@ class Occupancy:
     def fits(self, items: Sequence[Item], late: Sequence[Late]) -> bool:
         """Whether the peak stays although ``late`` products of a level wait, of which the last is in question."""
         here = late[-1]
-        waiting = [one for one in late if one.place < here.until and here.place < one.until]
-        for place in range(here.place, here.until):
-            more = sum(one.nbytes for one in waiting if one.place <= place < one.until)
-            if self._most_in(items[place]) + more > self.peak:
-                return False
-        return True
+        held = self._held(items)[here.place : here.until].copy()
+        for one in late:
+            first, last = (min(max(place - here.place, 0), len(held)) for place in (one.place, one.until))
+            held[first:last] += one.nbytes
+        return bool(held.max(initial=0) <= self.peak)
 
-    def _most_in(self, item: Item) -> int:
-        """As `most`, of one item; looked up again for each loop and fence behind it."""
-        if id(item) not in self._known:
-            self._known[id(item)] = item, self.most([item])
-        return self._known[id(item)][1]
+    def _held(self, items: Sequence[Item]) -> np.ndarray:
+        """As `most`, of each item; worked out once for all loops and fences of a level."""
+        if id(items) not in self._known:
+            self._known[id(items)] = items, np.array([self.most([item]) for item in items], float)
+        return self._known[id(items)][1]
