@@ -36,9 +36,7 @@ class Occupancy:
     """
 
     program: FlatProgram
-    _known: dict[int, tuple[Sequence[Item], np.ndarray]] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _known: dict[int, tuple[Sequence[Item], np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def by_result(self) -> Mapping[core.Var, int]:
