@@ -40,7 +40,7 @@ class Folded:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, name: str) -> str:
-        """The path of an op, or the name of an input, of this graph for that of a layer, or of a range of a stack."""
+        """What stands in this graph for an op or an input, by its name: those of a layer, or of a range of a stack."""
         base = without(name, "layers")
         return self.stands_for.get(base, base)
 
@@ -70,7 +70,7 @@ def folded(captured: Captured) -> Folded:
 
 
 def _runs(captured: Captured) -> list[list[list[str]]]:
-    """Paths of the forward ops of each layer, for each run of layers of equal ops that are written out."""
+    """Runs of layers that are written out and have equal ops: for each layer the paths of its forward ops."""
     planner = Planner(captured.graph, 1, captured.bodies)
     found: list[tuple[tuple[Body | None, ...], list[list[str]]]] = []
     for layer in find_layers(planner, needed=False):
@@ -208,7 +208,7 @@ class _Layers:
         return Folded(self._graph(ops, leaves, gone), stands_for, self._counts(first, last))
 
     def _leaves(self) -> dict[PTensor, PTensor] | None:
-        """For each input of a layer that goes, the input of the second layer that is read in the same place."""
+        """Input of a layer that goes -> the input that the second layer reads in its place."""
         place: dict[int, dict[PTensor, tuple[int, int]]] = {}
         for number, own in self.ops.items():
             table = place.setdefault(number, {})

@@ -143,9 +143,10 @@ class OneDevice:
         return 1 if op is None else self.folded.count(op)
 
     @cached_property
-    def others(self) -> list[tuple[int, int, int, int]]:
-        """Of the layers that one stands for: the number of a buffer that each of the others has, too, the first and the
-        last moment at which all have it, and how many these are.
+    def equal_layers(self) -> list[tuple[int, int, int, int]]:
+        """Buffers that the layers have, too, for which one stands: number, first and last moment, how many layers.
+
+        Between these moments all of them have it.
 
         What a forward leaves all have until the backward of that layer begins, and gradients from its end on. In between a
         layer after the other loses the one and gets the other.
@@ -277,7 +278,7 @@ class _Rows:
         self.scratch += [moment.nbytes for moment in found.timeline]
 
     def _with_maker(self, kernel: KernelWork) -> KernelWork:
-        """A kernel of no op, which fills or copies a part of a stack, with the op that makes what lies there."""
+        """``kernel``; one that fills or copies a stack and is of no op gets the op that makes what lies there."""
         if kernel.op:
             return kernel
         names = (self.tensor_of(value) for value, _ in (*kernel.moves[1], *kernel.moves[0]))

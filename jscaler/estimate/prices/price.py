@@ -63,12 +63,12 @@ class Prices:
         if self.cluster.device is None:
             raise DeviceError(f"cluster '{self.cluster.name}' does not say what its devices are: seconds have no price")
         self.captured = Captured.of(self.graph)
-        self._short = Tables(self.captured, folded(self.captured), self.cluster)
+        self._folded = Tables(self.captured, folded(self.captured), self.cluster)
 
     @cached_property
-    def _long(self) -> "Tables":
+    def _unfolded(self) -> "Tables":
         """For plans that treat equal layers in several ways."""
-        return Tables(self.captured, Folded(self.graph), self.cluster) if self._short.folded.counts else self._short
+        return Tables(self.captured, Folded(self.graph), self.cluster) if self._folded.folded.counts else self._folded
 
     @no_full_collections()
     def of(self, plan: Plan | str) -> Price:
@@ -81,9 +81,9 @@ class Prices:
         if isinstance(plan, str):
             plan = transform(self.captured, plans.by_name(plan), self.cluster.num_devices, cost=self.cluster)
         try:
-            candidate, tables = Candidate.of(plan, self._short.folded), self._short
+            candidate, tables = Candidate.of(plan, self._folded.folded), self._folded
         except LayersDifferError:
-            candidate, tables = Candidate.of(plan, self._long.folded), self._long
+            candidate, tables = Candidate.of(plan, self._unfolded.folded), self._unfolded
         return _Sums(tables, candidate).price()
 
 
@@ -185,7 +185,7 @@ class _Sums:
                 self.cluster,
             )
             seconds = staged.seconds([*computing, *sending])
-            peak = staged.peak(self._bytes(), self._accumulators() >= 0, self.arguments)
+            peak = staged.peak(self._bytes(), self._sum_begins() >= 0, self.arguments)
             return Price(seconds, peak, staged.busiest(computing), staged.busiest(sending))
         compute, send = (math.fsum(one.seconds for one in taken) for taken in (computing, sending))
         peak = self._timeline().max(initial=0.0) + sum(self.arguments.values())
@@ -268,7 +268,7 @@ class _Sums:
             found[n] = (one.wide if one.tensor in sent else one.nbytes) * part
         return found
 
-    def _accumulators(self) -> np.ndarray:
+    def _sum_begins(self) -> np.ndarray:
         """By buffer, of gradients that add up over parts in time, the moment at which their sum begins; else -1."""
         begin: dict[str, int] = {}
         found = np.full(len(self.program.buffers), -1)
@@ -294,7 +294,7 @@ class _Sums:
     def _timeline(self) -> np.ndarray:
         """Bytes at each moment, beside arguments."""
         program = self.program
-        sizes, begins = self._bytes(), self._accumulators()
+        sizes, begins = self._bytes(), self._sum_begins()
         sums, added = begins >= 0, self._added(sizes)
         change = np.zeros(len(program.ops) + 1)
 
@@ -311,7 +311,7 @@ class _Sums:
             if begin <= end and one.copied:
                 change[begin] += one.copied / self._share(one)
                 change[end + 1] -= one.copied / self._share(one)
-        for n, first, last, count in program.others:  # of layers that one stands for
+        for n, first, last, count in program.equal_layers:  # of layers that one stands for
             spans = [(first, last, sizes[n])] + ([(begins[n], program.update - 1, added[n])] if sums[n] else [])
             for begin, end, size in spans:
                 if begin <= end:

@@ -74,7 +74,7 @@ class Skeleton:
     Attributes:
         parts: path of an op -> into how many parts each of its factors is split.
         local: name of a tensor -> the part of it that a device holds.
-        unsharded: the same of gradients and their stacks, before they are scattered to the shards of parameters.
+        unsharded: the same of what ops make, as they make it: gradients are not yet scattered to the shards of parameters.
         sharded: the same of gradients, behind that.
         moved: in the order of the program.
         arguments: name of an argument -> its bytes on a device.

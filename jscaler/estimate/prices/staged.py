@@ -95,7 +95,7 @@ class Staged:
         self.graph: Graph = program.graph
         self.count = len(candidate.stages)
         self.of_op, self.of_leaf, self.weights = places.of_op, places.of_leaf, places.weights
-        self.kept_by_all = {number for number, *_ in program.others}
+        self.kept_by_all = {number for number, *_ in program.equal_layers}
         self._hops: dict[tuple[int, int], float] = {}
         kinds = {cell.kind for turn in turns for cell in turn.cells}
         self.kind = {op.path: _kind(op, "R" in kinds) for op in self.graph.ops}
