@@ -22,9 +22,7 @@ from jscaler.plans import by_name
 from jscaler.plans.batch import batch_leaves
 from jscaler.plans.ladder import ladder
 
-SURELY = (
-    2.0  # of a device's memory: no plan fits whose price by tables is above (by bench.prices at most 1.8 times too high)
-)
+SURELY = 2.0  # of a device's memory: what fits has no higher price by tables (bench.prices: at most 1.8 times its peak)
 
 
 def fit(

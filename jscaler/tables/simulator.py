@@ -7,11 +7,11 @@ are given, as streams of a GPU do; so going through them once, in that order, is
     begin(task) = max(end of the last task of each of its devices and links, end of each task that it reads)
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jscaler.tables.legal import chain_waits, in_order
-from jscaler.tables.table import KINDS, BlockKind, Entry, Table, cells_of, is_recompute
+from jscaler.tables.table import KINDS, BlockKind, Entry, Table, TableCell, cells_of, is_recompute
 from jscaler.tables.timeline import TimedRun, Timeline
 
 
@@ -36,6 +36,67 @@ def times_of(tasks: Sequence[Task]) -> list[tuple[float, float]]:
     return found
 
 
+@dataclass(frozen=True)
+class Turn:
+    """An entry of a table, in the order in which entries are started.
+
+    Attributes:
+        waits: the places in that order of the entries that it reads.
+    """
+
+    row: int
+    entry: Entry
+    waits: tuple[int, ...]
+
+
+def turns_of(table: Table, devices: Sequence[Sequence[int]] | None = None) -> tuple[Turn, ...]:
+    """The entries of a chain of stages, each behind those that it reads.
+
+    Args:
+        devices: those of each row; by default rows share none.
+
+    Raises:
+        OrderError: blocks wait for each other.
+    """
+    waits = chain_waits(table)
+    row_of = {entry: number for number, row in enumerate(table.rows) for entry in row}
+    rounds = in_order(table.rows, waits, devices=devices, aside=is_recompute)
+    place: dict[Entry, int] = {}
+    found: list[Turn] = []
+    for entry in (entry for entries_now in rounds for entry in entries_now):
+        found.append(Turn(row_of[entry], entry, tuple(sorted(place[other] for other in waits[entry]))))
+        place[entry] = len(found) - 1
+    return tuple(found)
+
+
+def turn_tasks(
+    turns: Sequence[Turn],
+    seconds: Callable[[TableCell], float],
+    hop: Callable[[int, int], float],
+    places: Sequence[tuple[Hashable, ...]],
+) -> tuple[list[Task], list[int]]:
+    """The tasks of ``turns``, hops among them, and the number of each turn's own.
+
+    Args:
+        hop: seconds from a row to another; hops between two rows follow one another, beside blocks.
+        places: of each row.
+    """
+    tasks: list[Task] = []
+    numbers: list[int] = []
+    for turn in turns:
+        arrived = []
+        for place in turn.waits:
+            arrived.append(numbers[place])
+            row = turns[place].row
+            taken = hop(row, turn.row) if row != turn.row else 0.0
+            if taken:
+                tasks.append(Task(((row, turn.row),), taken, (numbers[place],)))
+                arrived[-1] = len(tasks) - 1
+        numbers.append(len(tasks))
+        tasks.append(Task(places[turn.row], sum(map(seconds, turn.entry.cells)), tuple(arrived)))
+    return tasks, numbers
+
+
 UNITS: Mapping[BlockKind, float] = {kind: facts.units for kind, facts in KINDS.items()}
 
 
@@ -56,26 +117,14 @@ def simulate_table(
     Raises:
         OrderError: blocks wait for each other.
     """
-    waits = chain_waits(table)
-    row_of = {entry: number for number, row in enumerate(table.rows) for entry in row}
     own = [tuple(own) for own in devices] if devices is not None else [(row,) for row in range(len(table.rows))]
-    tasks: list[Task] = []
-    entries: dict[int, Entry] = {}
-    number_of: dict[Entry, int] = {}
-    rounds = in_order(table.rows, waits, devices=own, aside=is_recompute)
-    for entry in (entry for entries_now in rounds for entry in entries_now):
-        row = row_of[entry]
-        arrived = []
-        for other in sorted(waits[entry], key=lambda one: number_of[one]):
-            arrived.append(number_of[other])
-            if hop and row_of[other] != row:
-                tasks.append(Task(((row_of[other], row),), hop, (number_of[other],)))
-                arrived[-1] = len(tasks) - 1
-        number_of[entry] = len(tasks)
-        entries[len(tasks)] = entry
-        tasks.append(Task(own[row], sum(seconds[cell.kind] for cell in entry.cells), tuple(arrived)))
+    turns = turns_of(table, own)
+    tasks, numbers = turn_tasks(turns, lambda cell: seconds[cell.kind], lambda first, second: hop, own)
     times = times_of(tasks)
-    runs = [TimedRun(own[row_of[e]], str(e), e.cells, *times[number]) for number, e in entries.items()]
+    runs = [
+        TimedRun(own[turn.row], str(turn.entry), turn.entry.cells, *times[number])
+        for turn, number in zip(turns, numbers, strict=True)
+    ]
     return Timeline(name, tuple(sorted(runs, key=lambda one: (one.begin, one.devices))))
 
 

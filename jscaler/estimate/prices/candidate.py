@@ -26,6 +26,7 @@ from jscaler.primitives.plan import (
     SaveResiduals,
     Schedule,
     Shard,
+    Store,
     numbered_stages,
 )
 from jscaler.tables import Published, Table
@@ -103,18 +104,24 @@ class Candidate:
         on = [d for d in numbered_stages(plan.decisions) if isinstance(d, OnDevices)]
         groups = tuple(dict.fromkeys(d.devices for d in on)) or (tuple(range(plan.num_devices)),)
         if len({len(group) for group in groups}) > 1 or sum(map(len, groups)) != plan.num_devices:
-            raise NoPriceError(f"the groups of '{plan.name}' are not equal parts of its devices")
+            sizes = ", ".join(str(len(group)) for group in groups)
+            raise NoPriceError(
+                f"the groups of '{plan.name}' are not equal parts of its {plan.num_devices} devices (they have {sizes}); "
+                "ask jscaler.cost"
+            )
         if any(d.turned for d in on):
-            raise NoPriceError(f"parts in time of '{plan.name}' take turns on devices")
+            raise NoPriceError(f"parts in time of '{plan.name}' take turns on devices; ask jscaler.cost")
         stages = {d.stage: groups.index(d.devices) for d in on if d.stage is not None}
         if sorted(stages) != list(range(len(stages))) or len(stages) % len(groups):
-            raise NoPriceError(f"'{plan.name}' has no stages in order")
+            raise NoPriceError(
+                f"'{plan.name}' has stages {sorted(stages)} on {len(groups)} groups, not as many on each; ask jscaler.cost"
+            )
         number = {device: place for group in groups for place, device in enumerate(sorted(group))}
         reader = _Reader(plan, folded, number)
         usual = plan.accumulation.each_time
         often = {usual if d.each_time is None else d.each_time for d in plan.decisions if isinstance(d, Shard)}
         if len(often) > 1:
-            raise NoPriceError(f"'{plan.name}' reduces some gradients each time, and others once")
+            raise NoPriceError(f"'{plan.name}' reduces some gradients each time, and others once; ask jscaler.cost")
         cuts = {path: own for path, own in reader.cuts.items() if own}
         space = tuple(reader.space())
         structure = tuple(d for d in space if isinstance(d, Recompute | SaveResiduals | Fuse))
@@ -123,7 +130,7 @@ class Candidate:
             plan, len(groups[0]), space, structure, cuts, groups, ordered, _shares(on, folded), often == {True}
         )
         if ordered and found.microbatches < 2:
-            raise NoPriceError(f"'{plan.name}' has stages, and one micro-batch")
+            raise NoPriceError(f"'{plan.name}' has {len(ordered)} stages and one micro-batch; ask jscaler.cost")
         return found
 
 
@@ -148,7 +155,7 @@ class _Reader:
         self.cuts: dict[str, tuple[TimeCut, ...]] = {}
         self.assigned = {d.op for d in plan.decisions if isinstance(d, Assign)}
         self.fused = {d.path for d in plan.decisions if isinstance(d, Fuse)}
-        self.known: dict[object, object] = {}
+        self.known: dict[tuple[str, ...], object] = {}
         self.places: dict[int, tuple[Place, ...]] = {}
         for grid in self.grids.values():
             path = folded.of(grid.op)
@@ -157,13 +164,14 @@ class _Reader:
                 cuts += [TimeCut(f"chunks of {path}", a.factor, a.parts) for a in grid.chunks if a.factor is not None]
                 self.cuts[path] = tuple(cuts)
 
-    def _first(self, key: object, value: object) -> bool:
+    def _first(self, key: tuple[str, ...], value: object) -> bool:
         """Whether nothing is known of ``key``; raises LayersDifferError where that is something else."""
         if key not in self.known:
             self.known[key] = value
             return True
         if self.known[key] != value:
-            raise LayersDifferError(f"'{self.plan.name}' treats layers in several ways: {key}")
+            what, name = key[:2]
+            raise LayersDifferError(f"'{self.plan.name}' treats layers in several ways: the {what} of '{name}'")
         return False
 
     def space(self) -> Iterator[Decision]:
@@ -187,6 +195,22 @@ class _Reader:
                 leaf, devices = self.folded.of(decision.leaf), tuple(self.number[d] for d in decision.devices)
                 if self._first(("shard", leaf), (decision.dim, decision.parts, devices, decision.stored)):
                     yield replace(decision, leaf=leaf, devices=devices, each_time=None)
+            elif isinstance(decision, SaveResiduals):
+                op = self.folded.of(decision.op)
+                if self._first(("residuals", op), decision.mode):
+                    yield replace(decision, op=op)
+            elif isinstance(decision, Store):
+                leaf, devices = self.folded.of(decision.leaf), tuple(self.number[d] for d in decision.devices)
+                if len({*devices}) < len(devices):
+                    raise NoPriceError(
+                        f"'{decision.leaf}' is stored on {len(devices)} devices of several groups; ask jscaler.cost"
+                    )
+                if self._first(("store", leaf), (decision.grid, devices, decision.cuts)):
+                    yield replace(decision, leaf=leaf, devices=devices)
+            elif isinstance(decision, Fuse):
+                if any(op in self.folded.stands_for or op in self.folded.counts for op in decision.ops):
+                    raise LayersDifferError(f"'{self.plan.name}' fuses ops of layers that are one: '{decision.path}'")
+                yield decision
             elif not isinstance(decision, OF_TIME):
                 yield decision
 
@@ -196,7 +220,7 @@ class _Reader:
 
     def _grid(self, decision: Trans) -> Iterator[Trans]:
         path = self.folded.of(decision.op)
-        if self.grids[decision.op] is decision and self._in_graph(path) and self._first(("trans", path), True):
+        if self.grids[decision.op] is decision and self._in_graph(path) and self._first(("split", path), True):
             axes = tuple(axis for axis in decision.axes if not axis.time)
             if axes or decision.op in self.assigned:
                 yield replace(decision, op=path, axes=axes, chunks=())
@@ -205,9 +229,12 @@ class _Reader:
         path, axes = self.folded.of(decision.op), self.grids[decision.op].axes
         places = self._on_group(decision)
         index = tuple(box for box, axis in zip(decision.index, axes, strict=True) if not axis.time)
-        if self._in_graph(path) and self._first(("assign", path, index), places):
+        if self._in_graph(path) and self._first(("places", path, str(index)), places):
             if len(places) != math.prod(stop - start for start, stop in index) or len({*places}) < len(places):
-                raise NoPriceError(f"cells of '{decision.op}' share devices, or parts in time have their own")
+                raise NoPriceError(
+                    f"cells of '{decision.op}' share devices, or parts in time have their own ({len(places)} places); "
+                    "ask jscaler.cost"
+                )
             yield replace(decision, op=path, index=index, places=places)
 
     def _on_group(self, decision: Assign) -> tuple[Place, ...]:

@@ -33,11 +33,13 @@ class Folded:
         graph: the short one.
         stands_for: path of an op, or name of an input, of a layer that is gone -> the one that stands for it.
         counts: path of an op, or name of an input -> how many it stands for, itself included; others stand for themselves.
+        runs: the same -> the number of its run of layers.
     """
 
     graph: Graph
     stands_for: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
+    runs: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, name: str) -> str:
         """What stands in this graph for an op or an input, by its name: those of a layer, or of a range of a stack."""
@@ -46,12 +48,17 @@ class Folded:
 
     def count(self, op: Op) -> int:
         """For how many an op stands, or its forward, or what it computes again."""
+        return self.counts.get(self._counted(op), 1)
+
+    def run(self, op: Op) -> int | None:
+        """The number of the run of layers for which an op stands; None where it stands for itself."""
+        return self.runs.get(self._counted(op))
+
+    def _counted(self, op: Op) -> str:
         before: Op | None = op
-        while before is not None:
-            if before.path in self.counts:
-                return self.counts[before.path]
+        while before is not None and before.path not in self.counts:
             before = before.again or before.forward
-        return 1
+        return op.path if before is None else before.path
 
 
 def folded(captured: Captured) -> Folded:
@@ -60,12 +67,13 @@ def folded(captured: Captured) -> Folded:
     short = Folded(graph)
     if graph.leaf_parts or graph.result_parts:
         return short
-    for run in _runs(captured):
+    for number, run in enumerate(_runs(captured)):
         every = (_Layers(short.graph, rows) for rows in (run, run[:-1]))  # what stands behind the last may make it another
         layers = next((one for one in every if one.are_equal()), None)
         made = layers.folded() if layers is not None else None
         if made is not None:
-            short = Folded(made.graph, {**short.stands_for, **made.stands_for}, {**short.counts, **made.counts})
+            runs = {**short.runs, **dict.fromkeys(made.counts, number)}
+            short = Folded(made.graph, {**short.stands_for, **made.stands_for}, {**short.counts, **made.counts}, runs)
     return short
 
 

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 
 from jscaler.estimate.prices.candidate import Candidate, TimeCut
 from jscaler.estimate.prices.one_device import SOME
-from jscaler.ir import Graph, Op, PTensor
+from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.kinds import tensor_kinds
 from jscaler.ir.loop import chain_of
 
 
 @dataclass(frozen=True)
 class InTime:
-    """Attributes:
-    runs: path of an op -> in how many parts it runs, one after another.
-    cuts: path of an op -> into how many parts each of its factors is cut.
-    shares: name of a tensor -> of how many parts a device has one at a time.
-    summed: path of an op -> its results that are sums over its parts, and the first axis of the sum.
+    """How ops and tensors are cut in time.
+
+    Attributes:
+        runs: path of an op -> in how many parts it runs, one after another.
+        microbatch: the axis that cuts all ops which read the batch; "" where none does.
+        cuts: path of an op -> into how many parts each of its factors is cut.
+        shares: name of a tensor -> of how many parts a device has one at a time.
+        summed: path of an op -> its results that are sums over its parts, and the outermost cut that they are sums over.
     """
 
     runs: Mapping[str, int]
@@ -118,7 +121,7 @@ def _through_loops(graph: Graph, shares: dict[str, int]) -> None:
                 shares[one.name] = shares[other.name] = part
 
 
-def _same(loop) -> Iterator[tuple[PTensor, PTensor]]:  # type: ignore[no-untyped-def]
+def _same(loop: Loop) -> Iterator[tuple[PTensor, PTensor]]:
     yield from ((y.slice, y.stack) for y in loop.ys)
     yield from ((x.slice, x.stack) for x in loop.xs)
     for carry in loop.carries:

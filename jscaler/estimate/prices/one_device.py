@@ -146,27 +146,26 @@ class OneDevice:
     def equal_layers(self) -> list[tuple[int, int, int, int]]:
         """Buffers that the layers have, too, for which one stands: number, first and last moment, how many layers.
 
-        Between these moments all of them have it.
-
-        What a forward leaves all have until the backward of that layer begins, and gradients from its end on. In between a
-        layer after the other loses the one and gets the other.
+        Between these moments all of them have it. What a forward leaves all have until the backward of that layer begins,
+        and gradients from its end on. In between a layer after the other loses the one and gets the other.
         """
-        if not self.folded.counts:
-            return []
+        backward: dict[int, list[int]] = {}  # moments of each run of layers
+        for moment, path in enumerate(self.ops):
+            op = self.graph.by_path.get(path)
+            run = self.folded.run(op) if op is not None and op.kind == "backward" else None
+            if run is not None:
+                backward.setdefault(run, []).append(moment)
         found = []
-        kinds = [self.graph.by_path[path].kind if path in self.graph.by_path else "" for path in self.ops]
-        counts = [self.count(path) for path in self.ops]
         for n, one in enumerate(self.buffers):
-            count, op = self.count(one.op), self.graph.by_path.get(one.op)
-            if count == 1 or op is None or one.in_loop:
+            op = self.graph.by_path.get(one.op)
+            run = self.folded.run(op) if op is not None and not one.in_loop else None
+            if op is None or run not in backward:
                 continue
-            backward = [m for m in range(len(kinds)) if counts[m] == count and kinds[m] == "backward"]
-            if not backward:
-                continue
-            if op.kind == "forward" and op.again is None and one.first < self.front and one.last >= backward[0]:
-                found.append((n, one.first, backward[0] - 1, count - 1))
-            elif one.kind == "gradient" and one.last > backward[-1]:
-                found.append((n, backward[-1] + 1, one.last, count - 1))
+            begin, end = backward[run][0], backward[run][-1]
+            if op.kind == "forward" and op.again is None and one.first < self.front and one.last >= begin:
+                found.append((n, one.first, begin - 1, self.folded.count(op) - 1))
+            elif one.kind == "gradient" and one.last > end:
+                found.append((n, end + 1, one.last, self.folded.count(op) - 1))
         return found
 
     @cached_property
@@ -185,8 +184,7 @@ class OneDevice:
     @cached_property
     def update(self) -> int:
         """The moment behind the last backward op."""
-        backward = {op.path for op in self.graph.ops if op.kind == "backward"}
-        return 1 + max((moment for moment, path in enumerate(self.ops) if path in backward), default=-1)
+        return _behind_backward(self.graph, self.ops)
 
     def seconds(self, own: OpKernels, parts: Parts, held: Mapping[str, float]) -> float:
         """Of one run of an op's kernels, all iterations of loops together, where the op is split into ``parts``.
@@ -289,7 +287,7 @@ class _Rows:
         live, homes = LiveTensors(self.graph), {t.name: loop for t, loop in self.graph.homes.items()}
         tensors = {t.name: t for op in self.graph.ops for t in op.outputs}
         scratch, found = np.array(self.scratch, float), []
-        end = self._behind_backward() - 1
+        end = _behind_backward(self.graph, self.ops) - 1
         for span, var, flat in self.spans:
             scratch[span.first : span.last + 1] -= span.nbytes
             name = self.tensor_of(span.value)
@@ -307,9 +305,10 @@ class _Rows:
             found.append(Buffer(name, op, span.nbytes, wide, span.first, last, kind, home is not None))
         return tuple(found), scratch, tuple(self.ops)
 
-    def _behind_backward(self) -> int:
-        backward = {op.path for op in self.graph.ops if op.kind == "backward"}
-        return 1 + max((moment for moment, path in enumerate(self.ops) if path in backward), default=-1)
+
+def _behind_backward(graph: Graph, ops: Sequence[str]) -> int:
+    backward = {op.path for op in graph.ops if op.kind == "backward"}
+    return 1 + max((moment for moment, path in enumerate(ops) if path in backward), default=-1)
 
 
 def _forward_and_backward(flat: FlatProgram, graph: Graph) -> tuple[FlatProgram, ...]:

@@ -24,12 +24,13 @@ from jscaler.estimate.prices.folded import Folded, folded
 from jscaler.estimate.prices.in_time import InTime, iterations, source_of
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.estimate.prices.skeleton import Moved, Skeleton
-from jscaler.estimate.prices.staged import Places, Staged, Taken, Turn, turns_of
+from jscaler.estimate.prices.staged import Places, Staged, Taken
 from jscaler.ir import Graph
 from jscaler.lower.step_plan import StepPlan
 from jscaler.primitives import Decision, Plan, Shard
 from jscaler.primitives.plan import Schedule
 from jscaler.stages import Captured, lower, transform
+from jscaler.tables.simulator import Turn, turns_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Price:
     Attributes:
         seconds: of a step.
         peak: bytes on the device that holds most.
-        computing, sending: seconds of the devices that have most to do.
+        computing, sending: seconds of the devices that have most to do; hops from group to group are no part of them.
     """
 
     seconds: float
@@ -149,7 +150,10 @@ class Tables:
         if key not in self._turns:
             table = candidate.table
             if table is None or len(table.rows) != len(candidate.groups):
-                raise NoPriceError(f"the schedule of '{candidate.plan.name}' has no row for each of its groups")
+                rows, groups = 0 if table is None else len(table.rows), len(candidate.groups)
+                raise NoPriceError(
+                    f"the schedule of '{candidate.plan.name}' has {rows} rows for {groups} groups; ask jscaler.cost"
+                )
             self._turns[key] = turns_of(table)
         return self._turns[key]
 

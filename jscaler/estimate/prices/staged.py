@@ -14,9 +14,8 @@ from jscaler.estimate.prices.candidate import Candidate
 from jscaler.estimate.prices.in_time import InTime, iterations, source_of
 from jscaler.estimate.prices.one_device import OneDevice
 from jscaler.ir import Graph, Op, PTensor
-from jscaler.tables import BlockKind, Table
-from jscaler.tables.legal import chain_waits, in_order
-from jscaler.tables.table import TableCell, is_recompute
+from jscaler.tables import BlockKind
+from jscaler.tables.simulator import Turn, times_of, turn_tasks
 
 Part = dict[int, float]  # stage -> the part that it has of something
 HALF = 0.5  # of a backward op that makes a gradient of a weight and one of an activation, for each
@@ -32,30 +31,6 @@ class Taken(NamedTuple):
     path: str
     seconds: float
     often: bool
-
-
-@dataclass(frozen=True)
-class Turn:
-    """An entry of a table in the order in which entries begin; ``waits`` are places in that order, with whether they are
-    another group's."""
-
-    row: int
-    cells: tuple[TableCell, ...]
-    waits: tuple[tuple[int, bool], ...]
-
-
-def turns_of(table: Table) -> tuple[Turn, ...]:
-    """The entries of a table, each behind those that it waits for."""
-    waits = chain_waits(table)
-    row_of = {entry: number for number, row in enumerate(table.rows) for entry in row}
-    place: dict[object, int] = {}
-    found = []
-    for entry in (entry for now in in_order(table.rows, waits, aside=is_recompute) for entry in now):
-        row = row_of[entry]
-        before = tuple((place[other], row_of[other] != row) for other in waits[entry])
-        place[entry] = len(found)
-        found.append(Turn(row, entry.cells, before))
-    return tuple(found)
 
 
 class Held(NamedTuple):
@@ -97,31 +72,24 @@ class Staged:
         self.of_op, self.of_leaf, self.weights = places.of_op, places.of_leaf, places.weights
         self.kept_by_all = {number for number, *_ in program.equal_layers}
         self._hops: dict[tuple[int, int], float] = {}
-        kinds = {cell.kind for turn in turns for cell in turn.cells}
+        kinds = {cell.kind for turn in turns for cell in turn.entry.cells}
         self.kind = {op.path: _kind(op, "R" in kinds) for op in self.graph.ops}
 
     def seconds(self, taken: Iterable[Taken]) -> float:
         """Of a step: its blocks in the order of the table, and what each group does once."""
         blocks, once = self._blocks(taken)
-        ends: list[float] = []
-        free = [0.0] * len(self.candidate.groups)
-        links: dict[tuple[int, int], float] = {}  # hops between two groups follow one another
-        for turn in self.turns:
-            begin = free[turn.row]
-            for n, far in turn.waits:
-                arrived, link = ends[n], (self.turns[n].row, turn.row)
-                if far:
-                    arrived = links[link] = max(arrived, links.get(link, 0.0)) + self._hop(*link)
-                begin = max(begin, arrived)
-            ends.append(begin + sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.cells))
-            free[turn.row] = ends[-1]
-        return max(own + late for own, late in zip(free, once, strict=True))
+        rows = range(len(self.candidate.groups))
+        places = [(row,) for row in rows]
+        tasks, own = turn_tasks(self.turns, lambda cell: blocks[cell.kind].get(cell.stage, 0.0), self._hop, places)
+        times, free = times_of(tasks), dict.fromkeys(rows, 0.0)
+        free.update((turn.row, times[number][1]) for turn, number in zip(self.turns, own, strict=True))
+        return max(free[row] + once[row] for row in rows)
 
     def busiest(self, taken: Iterable[Taken]) -> float:
         """Seconds of the group that has most to do."""
         blocks, once = self._blocks(taken)
         for turn in self.turns:
-            once[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.cells)
+            once[turn.row] += sum(blocks[cell.kind].get(cell.stage, 0.0) for cell in turn.entry.cells)
         return max(once)
 
     def _blocks(self, taken: Iterable[Taken]) -> tuple[dict[str, Part], list[float]]:
@@ -187,7 +155,7 @@ class Staged:
         for stage, own in enumerate(held):
             fixed[group_of[stage]] += own.sums
         for turn in self.turns:
-            for cell in turn.cells:
+            for cell in turn.entry.cells:
                 own = held[cell.stage]
                 live[turn.row] += {"F": own.saved, "I": own.halfway}.get(cell.kind, 0.0)
                 beside = own.forward if cell.kind == "F" else own.backward

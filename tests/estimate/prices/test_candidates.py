@@ -1,21 +1,16 @@
 """A plan taken apart: what it says of space is one, whatever it says of time and of stages."""
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
 
 import jscaler
 from bench.predicted import gpt
-from jscaler.errors import PlanError
 from jscaler.estimate.prices.candidate import Candidate, LayersDifferError
 from jscaler.estimate.prices.folded import Folded, folded
-from jscaler.estimate.prices.staged import turns_of
 from jscaler.plans import by_name
 from jscaler.stages import Captured, transform
-from jscaler.tables import SCHEDULES
-from jscaler.tables.simulator import simulate_table
 
 SIZES = {"batch": 16, "hidden": 64, "heads": 4, "sequence": 16, "vocabulary": 64, "layers": 8}
 
@@ -73,21 +68,3 @@ def test_layers_that_differ_are_told_apart() -> None:
 def _other(planner: Any, devices: Any) -> None:
     for op in planner.select("block_4/mlp/up/dot", kind="forward"):
         planner.op_assign(planner.op_trans(op, jscaler.Split("b", 4)), devices)
-
-
-def test_turns_are_those_of_the_simulator() -> None:
-    """The same makespan for every published schedule, whatever blocks take."""
-    seconds = {"F": 1.0, "B": 2.5, "I": 1.25, "W": 0.75, "R": 0.5}
-    for (name, one), groups in itertools.product(SCHEDULES.items(), (2, 4)):
-        try:
-            table = one.table(groups, 8)
-        except PlanError:
-            continue
-        want, ends = simulate_table(table, seconds, hop=0.3), list[float]()
-        free = [0.0] * len(table.rows)
-        for turn in turns_of(table):
-            begin = max([free[turn.row], *(ends[n] + (0.3 if far else 0.0) for n, far in turn.waits)])
-            ends.append(begin + sum(seconds[cell.kind] for cell in turn.cells))
-            free[turn.row] = ends[-1]
-        assert max(ends) <= want.makespan + 1e-9, name
-        assert max(ends) >= 0.9 * want.makespan, name

@@ -62,3 +62,12 @@ def test_what_is_no_chain_of_equal_layers_stays(odd: Graph) -> None:
     assert found.graph is odd
     assert not found.stands_for
     assert not found.counts
+
+
+def test_runs_of_as_many_layers_are_told_apart() -> None:
+    long = graph(widths=(16,) * LAYERS + (24,) * LAYERS)
+    found = folded(Captured.of(long))
+    of_run = {run: {op.path for op in found.graph.ops if found.run(op) == run} for run in set(found.runs.values())}
+    assert len(of_run) == 2
+    assert not set.intersection(*of_run.values())
+    assert sum(map(found.count, found.graph.of_kind("backward"))) == len(long.of_kind("backward"))
