@@ -8,6 +8,7 @@ of the second.
 """
 
 from collections.abc import Set
+from dataclasses import dataclass, field
 
 from jscaler.ir import Graph, Loop, Op, PTensor
 from jscaler.ir.flow import ACYCLIC
@@ -24,32 +25,46 @@ def accumulating_loops(graph: Graph) -> frozenset[str]:
         for name in chain_of(op.loop, graph.loops):
             if name in inside:
                 inside[name].append(op)
-    of_state = _made_of_state(graph)
+    behind = _Behind(graph, _made_of_state(graph))
     ends = {
         name
         for name, ops in inside.items()
-        if any(op.forward is not None for op in ops) and not _goes_on(graph, graph.loops[name], of_state)
+        if any(op.forward is not None for op in ops) and not behind.goes_on(graph.loops[name])
     }
     forward = {op.forward.path for name in ends for op in inside[name] if op.forward is not None}
     apart = [name for name in inside if ends.isdisjoint(chain_of(name, graph.loops))]
     return frozenset(ends | {name for name in apart if any(op.path in forward for op in inside[name])})
 
 
-def _goes_on(graph: Graph, loop: Loop, of_state: Set[PTensor]) -> bool:
-    """Whether a gradient that ``loop`` leaves goes on to an op that reads an activation beside it.
+@dataclass
+class _Behind:
+    """What stands behind loops.
 
-    What is left of a backward behind the sum over parts, and the cast of a parameter, read none.
+    Attributes:
+        of_state: what is made of state alone.
     """
 
-    def readers(tensor: PTensor) -> list[Op]:
-        return [op for op in graph.consumers.get(tensor, ()) if op.kind == "backward"]
+    graph: Graph
+    of_state: Set[PTensor]
+    onward: dict[PTensor, list[PTensor]] = field(default_factory=dict)
+    beside: dict[PTensor, list[PTensor]] = field(default_factory=dict)
 
-    def onward(tensor: PTensor) -> list[PTensor]:
-        return [*graph.flow.targets(tensor, *ACYCLIC), *(t for op in readers(tensor) for t in op.outputs)]
+    def goes_on(self, loop: Loop) -> bool:
+        """Whether a gradient that ``loop`` leaves goes on to an op that reads an activation beside it.
 
-    gradients = {*closure((t for t in loop.results if t.role == "gradient"), onward)}
-    reads = (u for t in gradients for op in readers(t) if op.forward is not None for u in op.inputs)
-    return any(u.shape and u not in of_state and u not in gradients for u in reads)
+        What is left of a backward behind the sum over parts, and the cast of a parameter, read none.
+        """
+        gradients = {*closure((t for t in loop.results if t.role == "gradient"), self._onward)}
+        return any(u not in gradients for t in gradients for u in self.beside[t])
+
+    def _onward(self, tensor: PTensor) -> list[PTensor]:
+        if tensor not in self.onward:
+            readers = [op for op in self.graph.consumers.get(tensor, ()) if op.kind == "backward"]
+            behind = (t for op in readers for t in op.outputs)
+            self.onward[tensor] = list(dict.fromkeys((*self.graph.flow.targets(tensor, *ACYCLIC), *behind)))
+            read = (u for op in readers if op.forward is not None for u in op.inputs)
+            self.beside[tensor] = [u for u in dict.fromkeys(read) if u.shape and u not in self.of_state]
+        return self.onward[tensor]
 
 
 def _made_of_state(graph: Graph) -> set[PTensor]:

@@ -168,7 +168,7 @@ class Differentiator:
     ) -> tuple[list[PTensor], list[tuple[Stacked, PTensor]]]:
         source = outs[0] if outs else slices[0][1]
         copy = self._new(source.name + "@copy", source)
-        body = self.bodies.traced(lambda x: [jnp.copy(x)], [source.aval])
+        body = self.bodies.traced(lambda x: [jnp.copy(x)], [source.aval], key="copy")
         self._add(Op(source.name + "@copy@" + name, "backward", (source,), (copy,), body))
         if outs:
             return [copy, *outs[1:]], slices

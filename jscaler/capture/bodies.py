@@ -43,35 +43,34 @@ class BodyTable:
     bodies: dict[Any, Body] = field(default_factory=dict)
     backwards: dict[Any, tuple[Body, tuple[int, ...]]] = field(default_factory=dict)
     saves: dict[Any, SavedBodies] = field(default_factory=dict)
-    simple: dict[tuple[str, Any, float], Body] = field(default_factory=dict)
+    simple: dict[Any, Body] = field(default_factory=dict)
 
     def intern(self, jaxpr: core.Jaxpr) -> Body:
         """The one Body of all jaxprs that equal ``jaxpr``."""
         return self.bodies.setdefault(fingerprint(jaxpr), Body(jaxpr))
 
-    def traced(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Body:
-        return self.intern(trace_flat(fun, avals))
+    def traced(self, fun: Callable[..., Sequence[Any]], avals: Sequence[Any], key: Any = None) -> Body:
+        """The body of ``fun``; traced once for all calls of one ``key``, if there is one, and one ``avals``."""
+        if key is None:
+            return self.intern(trace_flat(fun, avals))
+        key = (key, tuple(avals))
+        if key not in self.simple:
+            self.simple[key] = self.intern(trace_flat(fun, avals))
+        return self.simple[key]
 
     def join(self, aval: Any, count: int, combiner: Combiner = "add") -> Body:
         """The n-ary add (or maximum, minimum) that joins ``count`` summands, or candidates, of one tensor."""
         both = JOIN[combiner]
         name = "join" if combiner == "add" else combiner
-        return self._known(name, aval, count, lambda *parts: [functools.reduce(both, parts)], [aval] * count)
+        return self.traced(lambda *parts: [functools.reduce(both, parts)], [aval] * count, key=name)
 
     def fill(self, aval: Any, value: float) -> Body:
         """A tensor of one value: the seed of a backward pass, or the gradient of an unused parameter."""
-        return self._known("fill", aval, value, lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
+        return self.traced(lambda: [jnp.full(aval.shape, value, aval.dtype)], [], key=("fill", aval, repr(value)))
 
     def concatenated(self, avals: Sequence[Any]) -> Body:
         """Tensors behind each other along their first dim."""
-        return self._known("concatenate", tuple(avals), 0, lambda *parts: [lax.concatenate(parts, 0)], avals)
-
-    def _known(self, kind: str, aval: Any, number: float, fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Body:
-        """The body that ``kind``, ``aval`` and ``number`` stand for: ``fun``, traced once."""
-        key = (kind, aval, number)
-        if key not in self.simple:
-            self.simple[key] = self.traced(fun, avals)
-        return self.simple[key]
+        return self.traced(lambda *parts: [lax.concatenate(parts, 0)], avals, key="concatenate")
 
     def backward(self, forward: Op, handle: Op) -> tuple[Body, tuple[int, ...]]:
         """The backward body of a forward op, and which of the handle's inputs it reads."""

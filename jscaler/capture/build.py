@@ -208,7 +208,7 @@ class _Builder:
         """A copy made here of ``tensor``."""
         path = self.names.unique(f"{name}/copy")
         copy = PTensor(f"{path}:0", tensor.aval)
-        body = self.bodies.traced(lambda x: [jnp.copy(x)], [tensor.aval])
+        body = self.bodies.traced(lambda x: [jnp.copy(x)], [tensor.aval], key="copy")
         self.ops.append(self._placed(Op(path, self._kind(call), (tensor,), (copy,), body, call=call)))
         return copy
 

@@ -37,5 +37,5 @@ def fetched_once(graph: Graph, tensors: Set[PTensor], bodies: BodyTable) -> Grap
 
 
 def _whole(tensor: PTensor, made: PTensor, bodies: BodyTable) -> Op:
-    body = bodies.traced(lambda x: [lax.optimization_barrier(x)], [tensor.aval])
+    body = bodies.traced(lambda x: [lax.optimization_barrier(x)], [tensor.aval], key="fence")
     return Op(tensor.name + "@gather", "forward", (tensor,), (made,), body, joins_shards=True)

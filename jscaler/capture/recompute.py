@@ -49,7 +49,7 @@ def with_fence_body(op: Op, bodies: BodyTable) -> Op:
     """``op`` with its body, if it is a fence."""
     if op.anywhere != "fence":
         return op
-    body = bodies.traced(lambda *xs: list(lax.optimization_barrier(xs)), [t.aval for t in op.inputs])
+    body = bodies.traced(lambda *xs: list(lax.optimization_barrier(xs)), [t.aval for t in op.inputs], key="fence")
     return dataclasses.replace(op, body=body)
 
 

@@ -1,6 +1,6 @@
 """What a program sends: bytes and seconds of every exchange, by the class of links that it crosses."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
@@ -76,8 +76,8 @@ def traffic_by_reader(segments: Iterable[Segment], cluster: Cluster) -> dict[str
 
     The links of a collective are added up: where several hosts are busy, ``leaving`` is that of the busiest in each.
     """
-    every = moved_by_reader(segments).items()
-    return {path: sum_of(traffic_of(*one, cluster) for one in moved) for path, moved in every if moved}
+    every, priced = moved_by_reader(segments).items(), _Priced(cluster)
+    return {path: sum_of(priced.of(*one) for one in moved) for path, moved in every if moved}
 
 
 def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt | Extend, int, int]]]:
@@ -97,19 +97,37 @@ def moved_by_reader(segments: Iterable[Segment]) -> dict[str, list[tuple[Adapt |
     return table
 
 
-def traffic_in(items: Iterable[Item], cluster: Cluster, times: int = 1) -> Traffic:
+def traffic_in(items: Iterable[Item], cluster: Cluster) -> Traffic:
     """What items of a flat program send, those of loops as often as these run."""
-    parts = []
+    priced = _Priced(cluster)
+    return sum_of(priced.of(one.adapt, _itemsize(one), times) for one, times in _exchanges(items, 1))
+
+
+def _exchanges(items: Iterable[Item], times: int) -> Iterator[tuple[Exchange, int]]:
+    """The exchanges among ``items`` and in their loops, and how often each runs."""
     for item in items:
         if isinstance(item, Exchange):
-            parts.append(traffic_of(item.adapt, _itemsize(item), times, cluster))
+            yield item, times
         elif isinstance(item, FlatLoop):
-            parts.append(traffic_in(item.items, cluster, times * item.loop.length))
-    return sum_of(parts)
+            yield from _exchanges(item.items, times * item.loop.length)
 
 
 def _itemsize(exchange: Exchange) -> int:
     return getattr(exchange.input.aval.dtype, "itemsize", 8)  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Priced:
+    """What adapters send, equal layers' worked out once: they share their adapters."""
+
+    cluster: Cluster
+    memo: dict[tuple[int, str | None, int], Traffic] = field(default_factory=dict)
+
+    def of(self, task: Adapt | Extend, itemsize: int, times: int) -> Traffic:
+        key = (id(task), None, itemsize) if isinstance(task, Extend) else (id(task.adapter), task.reduce_dtype, itemsize)
+        if key not in self.memo:
+            self.memo[key] = traffic_of(task, itemsize, 1, self.cluster)
+        return self.memo[key].repeated(times)
 
 
 def traffic_of(task: Adapt | Extend, itemsize: int, times: int, cluster: Cluster) -> Traffic:

@@ -22,6 +22,7 @@ from jax.extend import core, source_info_util
 
 from jscaler.capture.jaxprs import Atom, nbytes, trace_flat
 from jscaler.flat_passes.occupancy import Late, Occupancy
+from jscaler.ir.walk import grouped
 from jscaler.lax_primitives import contracts, is_fence
 from jscaler.lower.flat_program import Exchange, FlatLoop, FlatProgram, Item, Level, each_level, reads, renamed, results
 
@@ -38,6 +39,7 @@ def _with_gates(level: Level, occupied: Occupancy) -> list[Item]:
     """Without collectives nothing is put off across the fences of what is computed again."""
     items = level.items
     last = _last_reads(items, level.outputs)
+    readers = _readers(items, last)
     hides = any(isinstance(item, Exchange) for item in items)
     found: list[Item] = []
     between: list[Item] = []
@@ -45,7 +47,7 @@ def _with_gates(level: Level, occupied: Occupancy) -> list[Item]:
     made: set[core.Var] = set()
     for place, item in enumerate(items):
         if isinstance(item, FlatLoop) or (hides and is_fence(item) and not is_held(item)):
-            gate = _gated(items, between, place, last, made)
+            gate = _gated(items, between, place, last, readers, made)
             if gate is not None and not occupied.fits(items, [*late, gate.late]):
                 found += gate.items
             else:
@@ -68,6 +70,11 @@ def _last_reads(items: Sequence[Item], outputs: Sequence[Atom]) -> dict[core.Var
     return found
 
 
+def _readers(items: Sequence[Item], last: Container[core.Var]) -> Mapping[core.Var, list[int]]:
+    """The places of the items that read a variable and are needed."""
+    return grouped((v, place) for place, item in enumerate(items) if _is_needed(item, last) for v in reads(item))
+
+
 def _is_needed(item: Item, wanted: Container[core.Var]) -> bool:
     return any(v in wanted for v in results(item)) or (isinstance(item, core.JaxprEqn) and bool(item.effects))
 
@@ -81,11 +88,17 @@ class _Gated:
 
 
 def _gated(
-    level: Sequence[Item], between: Sequence[Item], place: int, last: Mapping[core.Var, int], known: Container[core.Var]
+    level: Sequence[Item],
+    between: Sequence[Item],
+    place: int,
+    last: Mapping[core.Var, int],
+    readers: Mapping[core.Var, Sequence[int]],
+    known: Container[core.Var],
 ) -> _Gated | None:
     """The gate at ``place``, and the items ``between`` the last one and it; None where it needs to wait for nothing.
 
     Args:
+        last, readers: the places of the last item, and of all, that read a variable.
         known: what was made in front of the gate.
     """
     gate = level[place]
@@ -108,8 +121,7 @@ def _gated(
     products = {v: core.Var(v.aval) for number, v in found.items() if number not in behind}  # not what is made of another
     if not products:
         return None
-    readers = (i for i in range(place + 1, len(level)) if not readable.isdisjoint(reads(level[i])))
-    until = next((i for i in readers if _is_needed(level[i], last)), len(level))
+    until = min((i for v in readable for i in readers.get(v, ()) if i > place), default=len(level))
     late = Late(place, until, sum(map(nbytes, freed)) - sum(map(nbytes, products)))
     # who reads a product reads what the fence hands on
     first = [renamed(item, {}, products) for i, item in enumerate(between) if i not in behind]

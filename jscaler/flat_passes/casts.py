@@ -39,16 +39,13 @@ def _behind_narrowing(items: Sequence[Item], outputs: Sequence[Atom]) -> list[It
         for atom in reads(item):
             readers.setdefault(atom, []).append(item)
     kept = {v for v in outputs if isinstance(v, core.Var)}
-    gone: set[int] = set()
+    gone: set[int] = set()  # casts that are made in front instead
     found: list[Item] = []
     for item in reversed(items):  # so that a cast passes several adapters in a row
-        if id(item) in gone:
-            continue
         if isinstance(item, Exchange) and _moves(item) and item.output not in kept:
             reading = readers.get(item.output, [])
             cast = reading[0] if len(reading) == 1 else None
             if isinstance(cast, core.JaxprEqn) and _narrows(cast):
-                found = [i for i in found if i is not cast]
                 gone.add(id(cast))
                 made, early = _cast_like(cast, item.input)
                 later = dataclasses.replace(item, input=made, output=cast.outvars[0])
@@ -56,7 +53,7 @@ def _behind_narrowing(items: Sequence[Item], outputs: Sequence[Atom]) -> list[It
                 _replace(readers, item, cast, early, later)
                 continue
         found.append(item)
-    return found[::-1]
+    return [item for item in reversed(found) if id(item) not in gone]
 
 
 def _replace(

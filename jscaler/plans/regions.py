@@ -39,9 +39,15 @@ def rows_of(graph: Planner, group: Sequence[Op]) -> list[list[Op]]:
     mine: dict[PTensor, int] = {}  # what the group makes -> its row
     theirs: dict[PTensor, int] = {}  # what others make of that -> the first row that may read it
     for item in inside(graph.tree, chain_of(group[0].loop, graph.loops)):
+        is_own = isinstance(item, Op) and item in own
+        if not rows and not is_own:
+            continue  # in front of all of it
+        if sum(map(len, rows.values())) == len(own):
+            break
         reads = list(reads_of(item))
         after = [theirs[t] for t in reads if t in theirs]
-        if isinstance(item, Op) and item in own:
+        if is_own:
+            assert isinstance(item, Op)
             row = max([*after, *(mine[t] for t in reads if t in mine)], default=0)
             rows.setdefault(row, []).append(item)
             mine.update(dict.fromkeys(item.outputs, row))

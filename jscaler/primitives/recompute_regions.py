@@ -85,7 +85,7 @@ def _check(graph: Graph, members: Sequence[Op]) -> str | None:
     if all(op.backward is None for op in members):
         raise PlanError(f"no gradient flows through {names}: their results are for the forward pass alone, and not saved")
     loop = _loop_around(graph, members)
-    items = _items_in(graph, loop)
+    items = _items_in(graph, loop, members)
     own = {op.path for op in members}
     for item in items:
         inside = [op.path for op in flat([item])]
@@ -115,9 +115,20 @@ def _loop_around(graph: Graph, members: Sequence[Op]) -> str | None:
     return common[-1] if common else None
 
 
-def _items_in(graph: Graph, loop: str | None) -> tuple[Item, ...]:
-    """The ops and loops that stand in ``loop`` itself."""
-    items: tuple[Item, ...] = nested(graph.ops, graph.loops)
+def _items_in(graph: Graph, loop: str | None, members: Sequence[Op]) -> tuple[Item, ...]:
+    """The ops and loops that stand in ``loop`` itself, from the first of ``members`` to the last."""
+    depth = len(chain_of(loop, graph.loops))
+
+    def inside(place: int) -> Sequence[str]:
+        return chain_of(graph.ops[place].loop, graph.loops)[depth : depth + 1]
+
+    places = [graph.position[op.path] for op in members]
+    first, last = min(places), max(places)
+    while first and inside(first) and inside(first - 1) == inside(first):
+        first -= 1
+    while last + 1 < len(graph.ops) and inside(last) and inside(last + 1) == inside(last):
+        last += 1
+    items: tuple[Item, ...] = nested(graph.ops[first : last + 1], graph.loops)
     for name in chain_of(loop, graph.loops):
         items = next(item.items for item in items if isinstance(item, Nest) and item.loop.name == name)
     return items

@@ -283,7 +283,7 @@ class _Region(RegionWriter):
             self.number_of = PTensor(self.name + ":index", _index_aval())
             stack = PTensor(self.name + ":indices", _index_aval(self.writer.count))
             count = self.writer.count
-            body = self.writer.bodies.traced(lambda: [lax.iota(jnp.int32, count)], [])
+            body = self.writer.bodies.traced(lambda: [lax.iota(jnp.int32, count)], [], key=("count", count))
             self.before.append(self.beside(self.name + ":count", (), stack, body))
             self.xs.append(Stacked(stack, self.number_of))
         return (self.number_of,)
@@ -295,7 +295,7 @@ class _Region(RegionWriter):
         stack = PTensor(
             tensor.name + "@stack", part.aval.update(shape=(self.writer.count, *part.shape), weak_type=False), tensor.role
         )
-        body = self.writer.bodies.traced(lambda x: [form.merge(x)], [stack.aval])
+        body = self.writer.bodies.traced(lambda x: [form.merge(x)], [stack.aval], key=("merge", form))
         self.after.append(self.beside(tensor.name + "@merge", (stack,), tensor, body))
         return Stacked(stack, part)
 
@@ -333,7 +333,7 @@ def _start(bodies: BodyTable, aval: Any, combiner: Combiner) -> Body:
     """What nothing has been added to yet."""
     if combiner == "add":
         return bodies.fill(aval, 0)
-    return bodies.traced(lambda: [jnp.broadcast_to(neutral(combiner, aval.dtype), aval.shape)], [])
+    return bodies.traced(lambda: [jnp.broadcast_to(neutral(combiner, aval.dtype), aval.shape)], [], key=(combiner, aval))
 
 
 def _index_aval(*shape: int) -> Any:

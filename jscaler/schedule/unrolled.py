@@ -153,7 +153,8 @@ class _Region(RegionWriter):
             form = self.forms.get(tensor)
             if isinstance(form, Ranged):
                 parts = tuple(self.writer.part_of[tensor, i] for i in range(self.writer.count))
-                body = self.writer.bodies.traced(lambda *xs, form=form: [form.merge(xs)], [t.aval for t in parts])
+                avals = [t.aval for t in parts]
+                body = self.writer.bodies.traced(lambda *xs, form=form: [form.merge(xs)], avals, key=("merge", form))
                 items.append(self.beside(tensor.name + "@merge", parts, tensor, body))
         return items
 

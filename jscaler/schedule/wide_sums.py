@@ -29,11 +29,11 @@ def wide_sum(tensor: PTensor, asked: str | None, name: str) -> PTensor | None:
 
 def add_wide(bodies: BodyTable, wide: Any, part: Any) -> Body:
     """The add of a part to what is there in more bits."""
-    return bodies.traced(lambda sofar, x: [sofar + x.astype(sofar.dtype)], [wide, part])
+    return bodies.traced(lambda sofar, x: [sofar + x.astype(sofar.dtype)], [wide, part], key="add wide")
 
 
 def cast(bodies: BodyTable, aval: Any, kind: Any) -> Body:
-    return bodies.traced(lambda x: [x.astype(kind)], [aval])
+    return bodies.traced(lambda x: [x.astype(kind)], [aval], key=("cast", jnp.dtype(kind)))
 
 
 def read_wide(graph: Graph, wide: Mapping[PTensor, PTensor], bodies: BodyTable) -> Graph:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
 from jscaler.capture.bodies import BodyTable, filled_with
 from jscaler.capture.recompute import with_fence_body
@@ -253,10 +253,11 @@ class RegionWriter(ABC):
         maker, bodies = self.writer.graph.producer.get(tensor), self.writer.bodies
         value = filled_with(maker.body.jaxpr) if maker is not None and maker.body is not None else None
         if value is not None:
-            inputs, body = (), bodies.traced(lambda: [jnp.full(aval.shape, value, aval.dtype)], [])
+            inputs, body = (), bodies.fill(aval, np.asarray(value).item())
         else:
             inputs = (whole, *self.index())
-            body = bodies.traced(lambda x, i=number: [form.take(x, i)], [t.aval for t in inputs])
+            key = ("take", form, None if len(inputs) > 1 else number)
+            body = bodies.traced(lambda x, i=number: [form.take(x, i)], [t.aval for t in inputs], key)
         kind = "backward" if reader.kind == "backward" else "forward"
         path = tensor.name + "@cut" + mark + "@" + self.name + self.mark
         items, loop = self.levels[-1] if tensor in self.made else self.levels[0]

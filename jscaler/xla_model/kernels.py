@@ -70,6 +70,7 @@ def _turns_free(steps: Sequence[BlockStep]) -> tuple[BlockStep, ...]:
 class _Fusion:
     block: Block
     aliases: Aliases = field(default_factory=Aliases)
+    buffers: list[tuple[Value, ...]] = field(default_factory=list)  # by step: what it reads, through aliases
     stored: set[Value] = field(default_factory=set)
     drawn: set[Value] = field(default_factory=set)  # made of random bits
     made: set[Value] = field(default_factory=set)  # by fused steps
@@ -85,7 +86,7 @@ class _Fusion:
         for place, step in enumerate(self.block.steps):
             if step.kind == "alias":
                 continue
-            reads, inside = self._reads(step)
+            reads, inside = self._reads(step, self.buffers[place])
             fused = tuple(inside[at] for at in sorted(inside))
             if step.kind == "reduced":
                 self.summed.update({v: set(reads) for v in step.writes})
@@ -107,12 +108,12 @@ class _Fusion:
         """What calls read, what leaves the block, and masks that were drawn and that several read."""
         times = Counter(v for step in self.block.steps for v in step.reads)
         for step in self.block.steps:
+            reads = self.aliases.all(step.reads)
+            self.buffers.append(reads)
             if step.kind == "alias":
                 self.aliases.add(step)
-                if step.is_fence:
-                    self.stored.update(self.aliases.all(step.reads))
+                self.stored.update(reads if step.is_fence else ())
                 continue
-            reads = self.aliases.all(step.reads)
             if step.kind in FUSED:
                 self.made.update(step.writes)
                 if step.kind == "drawn" or not self.drawn.isdisjoint(reads):
@@ -126,23 +127,23 @@ class _Fusion:
         self.stored.update(self.aliases.all(self.block.outputs))
 
     def _find_readers(self) -> None:
-        for step in reversed(self.block.steps):
+        for step, buffers in zip(reversed(self.block.steps), reversed(self.buffers), strict=True):
             if step.kind == "alias":
                 continue
             ends: Iterable[Value] = step.writes[:1]
             if step.kind in FUSED:
                 self.stored.update(v for v in step.writes if v in self.drawn and len(self.readers.get(v, ())) > 1)
                 ends = {e for v in step.writes for e in ([v] if v in self.stored else self.readers.get(v, ()))}
-            for value in self.aliases.all(step.reads):
+            for value in buffers:
                 known = self.readers.setdefault(value, set())
                 if len(known) < MANY:
                     known.update(ends)
 
-    def _reads(self, step: BlockStep) -> tuple[Reads, dict[int, BlockStep]]:
+    def _reads(self, step: BlockStep, buffers: Sequence[Value]) -> tuple[Reads, dict[int, BlockStep]]:
         """The buffers behind what a step reads, and the steps between, by their place."""
         found: Reads = {}
         inside: dict[int, BlockStep] = {}
-        for value in self.aliases.all(step.reads):
+        for value in buffers:
             fused = value in self.made and value not in self.stored
             inside.update(self.inside[value] if fused else ())
             for buffer, nbytes in self.behind[value].items() if fused else ((value, value.nbytes),):
