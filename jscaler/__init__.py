@@ -42,6 +42,7 @@ from jscaler.primitives import Chunk, Plan, Prefix, Replicate, Split, TimeSplit
 from jscaler.report.draw_timeline import draw_timelines
 from jscaler.report.trace_file import write_trace
 from jscaler.rules.user_rules import register_rule
+from jscaler.runtime.chunked_array import ChunkedArray
 from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.fetching import fetch
 from jscaler.tables import SCHEDULES, Table
@@ -64,6 +65,7 @@ __all__ = [
     "CaptureWarning",
     "CheckpointWarning",
     "Chunk",
+    "ChunkedArray",
     "Comparison",
     "Compiled",
     "Cost",

@@ -34,6 +34,7 @@ from jscaler.primitives import Plan
 from jscaler.report.explained import ExplainedPlan
 from jscaler.report.side_effects import repeated_effects
 from jscaler.runtime.arguments import Arguments, BoundCall
+from jscaler.runtime.chunked_array import ChunkedSharding, ChunkedStruct
 from jscaler.runtime.compiled import Compiled, Lowered
 from jscaler.runtime.devices import Devices, devices_at_hand, resolve_devices
 from jscaler.runtime.executable import executable, lowered
@@ -342,7 +343,8 @@ class Parallelized(Shown):
         """
         traced, lowered = self._plan_state(make_state, args, given, weak=False)
         shardings = _leaf_shardings(lowered, traced.names)
-        return _returned(traced, [s.update(sharding=x) for s, x in zip(traced.structs(weak=False), shardings, strict=True)])
+        structs = traced.structs(weak=False)
+        return _returned(traced, [_struct(struct, there) for struct, there in zip(structs, shardings, strict=True)])
 
     def _plan_state(
         self, make_state: Callable[..., Any], args: Any, given: dict[str, Any], weak: bool = True
@@ -558,6 +560,12 @@ def _leaf_shardings(lowered: Lowered, names: Sequence[str]) -> list[Any]:
     """The shardings of the leaves of the step arguments ``names``, in the order of ``names``."""
     owned = list(zip(lowered.call.owners, lowered.executable.in_shardings, strict=True))
     return [sharding for name in names for owner, sharding in owned if owner == name]
+
+
+def _struct(struct: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(sharding, ChunkedSharding):
+        return ChunkedStruct(struct.shape, struct.dtype, sharding)
+    return struct.update(sharding=sharding)
 
 
 def _returned(traced: TracedState, leaves: Sequence[Any]) -> Any:

@@ -25,6 +25,7 @@ from jscaler.lower.step_plan import StepPlan
 from jscaler.report.hlo import Totals, totals
 from jscaler.report.target_report import send_rows
 from jscaler.runtime.compiled import Compiled, Lowered
+from jscaler.runtime.dispatch import place
 from jscaler.runtime.executable import executable, input_structs, shardings
 from jscaler.runtime.executable import lowered as lowered_segments
 from jscaler.stages import lower
@@ -200,7 +201,7 @@ class _Loop:
 def _placed(leaves: Sequence[Any], lowered: Lowered) -> list[Any]:
     """Copies of ``leaves`` in the plan's layout (copies, since a step may consume them)."""
     shardings_ = lowered.executable.in_shardings
-    return [jax.device_put(jax.numpy.copy(x), s) for x, s in zip(leaves, shardings_, strict=True)]
+    return [place(jax.numpy.copy(x), s) for x, s in zip(leaves, shardings_, strict=True)]
 
 
 def twin(lowered: Lowered, options: Mapping[str, Any] | None = None) -> Any:

@@ -270,8 +270,7 @@ def _readers(graph: Graph, leaf: PTensor) -> Iterable[Op]:
 def _groups_of_parts(graph: Graph, lies: Mapping[PTensor, DeviceMesh]) -> dict[PTensor, DeviceMesh]:
     """The groups of the parts of leaves: moments of a stack's ranges are kept where the parameters of these are.
 
-    No two parts of a leaf may lie on the same devices. So parts of leaves in equal ranges go where those lie of which it is
-    known, if all of them agree.
+    Parts of leaves in equal ranges go where those lie of which it is known, if all of them agree.
     """
     known: dict[tuple[tuple[int, ...], int], set[DeviceMesh]] = {}
     parts: list[tuple[PTensor, tuple[tuple[int, ...], int]]] = []

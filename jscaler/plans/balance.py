@@ -23,9 +23,7 @@ from jscaler.xla_model.work import work_of
 
 BALANCED_FOR = "H100-80GB"  # whose times balance stages, where no cluster says what its devices are
 UNEVEN = 1.5  # what a slowest stage may take longer, so that fewer tensors cross
-EVEN = 1.25  # … so that a stack's ranges are equal, and each stage stores its own
 LITTLE = 0.25  # of an even share of the work: a stage with less might as well not be
-MUCH = 0.1  # of a device's memory, for stacks that every device gathers
 
 Cost = tuple[float, ...]  # compared number by number
 
@@ -53,10 +51,8 @@ def balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTen
     What all layers read alike (an encoder's result) does not count. More tensors go across where the slowest stage would
     else take half as long again.
 
-    Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their parameters then lie
-    where they are used. Others are stored in parts on all devices, which gather them once a step: of stacks that are much
-    for a device, equal ranges may cost a quarter of the slowest stage's time. If layers do not divide, the first ranges
-    have one more.
+    Equal ranges of a loop over layers are taken where that costs no more than a layer's time: their stages are one program,
+    and a parameter is one ``jax.Array``. If layers do not divide, the first ranges have one more.
     """
     across = _across(graph, units, known)
     passes = _passing_by(graph, units)
@@ -84,10 +80,7 @@ def balanced(graph: Planner, units: Sequence[Unit], stages: int, known: set[PTen
     if best is not None:
         layer = max((one for one, unit in zip(seconds, units, strict=True) if unit.of > 1), default=0.0)
         even = (cuts for cuts in _even(units, sorted(allowed), sums, nbytes, stages) if set(cuts) <= allowed)
-        stacks = {x.stack for unit in units if unit.of > 1 and isinstance(unit.item, Nest) for x in unit.item.loop.xs}
         most = slowest(best) + layer * (1 + 1e-9)
-        if sum(stack.nbytes for stack in stacks) > MUCH * device.memory:
-            most = max(most, slowest(best) * EVEN)
         return next((cuts for cuts in even if slowest(cuts) <= most), best)
     raise PlanError(
         f"pipeline: the model's forward pass is {len(units)} ops, layers and loops in a row, too few for {stages} stages "

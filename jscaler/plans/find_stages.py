@@ -33,7 +33,6 @@ def find_stages(
     at: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     batch: str = "batch",
-    in_parts: bool = True,
     passes: int = 0,
     words: Words | None = None,
 ) -> dict[str, int]:
@@ -41,7 +40,6 @@ def find_stages(
     lie in several are cut into ranges. An average over state that the step follows has none.
 
     Args:
-        in_parts: whether stacks whose ranges are of one size may lie in parts, as each group has one stage.
         passes: of a model that goes over its own output, how many stages one pass has.
         words: if the first and the last stage are the model's ends, its tables of words, with their dims of words.
 
@@ -77,7 +75,7 @@ def find_stages(
     staged: list[tuple[Item, dict[int, int]]] = []
     for item, own in itertools.groupby(zip(units, stage_of_unit, strict=True), key=lambda pair: pair[0].item):
         staged.append((item, {s: len(list(pairs)) for s, pairs in itertools.groupby(own, key=lambda pair: pair[1])}))
-    mixed = _cut_in_several_ways(staged) if in_parts else None
+    mixed = _cut_in_several_ways(staged)
     found: dict[str, int] = {}
     for item, sizes in staged:
         found.update(_staged(graph, item, sizes, mixed))
@@ -141,18 +139,18 @@ def _cut_in_several_ways(staged: Sequence[tuple[Item, Mapping[int, int]]]) -> se
     return {stack for stack, found in ways.items() if len(found) > 1}
 
 
-def _staged(graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor] | None) -> dict[str, int]:
+def _staged(graph: Planner, item: Item, sizes: Mapping[int, int], mixed: set[PTensor]) -> dict[str, int]:
     """The stage of each op of an item, so many of whose iterations lie in each; of a loop in several, of its ranges.
 
     Args:
-        mixed: stacks that cannot lie in parts; None if none can.
+        mixed: stacks that cannot lie in parts.
     """
     paths = [op.path for op in flat([item])]
     if len(sizes) == 1:
         return dict.fromkeys(paths, next(iter(sizes)))
     assert isinstance(item, Nest)
     in_order = list(sizes.items())[:: -1 if item.loop.reverse else 1]
-    apart = len(set(sizes.values())) == 1 and mixed is not None and mixed.isdisjoint(x.stack for x in item.loop.xs)
+    apart = mixed.isdisjoint(x.stack for x in item.loop.xs)
     graph.ranges(item.loop.name, [size for _, size in in_order], apart=apart)
     bounds = itertools.pairwise(itertools.accumulate((size for _, size in in_order), initial=0))
     return {path + range_mark(own): stage for (stage, _), own in zip(in_order, bounds, strict=True) for path in paths}

@@ -66,8 +66,7 @@ def pipeline(
             balanced by the seconds of their forward ops at the peaks of the cluster's devices. With
             ``"interlaced"`` the stages between the ends; or two more, which say where these are.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
-            many each, if that costs no more than a layer's time. Of ranges of other sizes the parameters lie in parts on
-            all devices, and are brought to their stages once a step.
+            many each, if that costs no more than a layer's time.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
 
     Raises (when the plan is made):
@@ -96,11 +95,10 @@ def pipeline(
         if devices.size % stages:
             legal = divisors(devices.size)
             raise PlanError(f"pipeline: {devices.size} devices do not divide into {stages} stages; legal: {legal}")
-        in_parts = len(set(lies)) == len(lies) and turned is None
         found: dict[str, int] = {}
         words = tables_of_words(graph, vocabulary) if everywhere else None
         if count > 1:
-            found = find_stages(graph, count, at, layers, batch, in_parts, stages if passes else 0, words)
+            found = find_stages(graph, count, at, layers, batch, stages if passes else 0, words)
         if count > 1 and not found:
             return  # it only follows state, and goes where that lies
 

@@ -352,8 +352,8 @@ class Planner(GraphView):
             loop: its name; ``graph.loops`` has all.
             sizes: how many layers each range takes, in the order of the layers.
             apart: whether parameters that the loop takes slices of, and their optimizer's state, lie in parts, each where
-                its range reads it. The ranges are of one size then, and lie on different devices: the step's caller has
-                each leaf as one array over all of these.
+                its range reads it. The step's caller has each leaf as one array: a ``jax.Array`` over all of these devices,
+                or a `jscaler.ChunkedArray` where ranges share devices or are of several sizes.
 
         Returns:
             The names of the loops, in the order of the layers.
@@ -379,12 +379,6 @@ class Planner(GraphView):
             raise PlanError(f"ranges: sizes are how many layers each range takes, not {shown(sizes)}")
         sizes = tuple(check_count("ranges: the number of layers", size) for size in sizes)
         if apart and len(sizes) > 1 and loop in self.graph.loops and sum(sizes) == self.graph.loops[loop].length:
-            if len(set(sizes)) > 1:
-                legal = [n for n in range(1, sum(sizes) + 1) if sum(sizes) % n == 0]
-                raise PlanError(
-                    f"the loop '{loop}' has {sum(sizes)} layers and is cut into {list(sizes)}: parts that lie apart are of "
-                    f"one size; legal sizes: {', '.join(map(str, legal))}; or leave `apart` out"
-                )
             leaves = leaves_in(self.graph, [x.stack for x in self.graph.loops[loop].xs], sizes, self._bodies)
             self._restructure(LeafParts(leaves, sizes))
         self._restructure(LoopRanges(loop, sizes))

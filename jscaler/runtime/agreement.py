@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jscaler.errors import DeviceError, ProcessError
-from jscaler.runtime.fetching import words_of
+from jscaler.runtime.gathered import words_of
 
 WIDTH = 160  # bytes of a fact that are compared and shown
 

@@ -13,6 +13,7 @@ import numpy as np
 from jscaler.capture.names import PathNames, leaf_names
 from jscaler.errors import CaptureError, DeletedArgumentError, UnknownNameError, listing, shown
 from jscaler.runtime import graph_nodes
+from jscaler.runtime.chunked_array import ChunkedArray
 
 
 class LeafType(NamedTuple):
@@ -60,7 +61,7 @@ class BoundCall:
         named = list(zip(self.names, self.leaves, strict=True))
         if shapes := [name for name, leaf in named if isinstance(leaf, jax.ShapeDtypeStruct)]:
             raise CaptureError(f"{listing(shapes)}: shapes alone, which can be lowered, not run; give arrays")
-        if gone := [name for name, leaf in named if isinstance(leaf, jax.Array) and leaf.is_deleted()]:
+        if gone := [name for name, leaf in named if isinstance(leaf, (jax.Array, ChunkedArray)) and leaf.is_deleted()]:
             raise DeletedArgumentError(gone)
 
     @property
@@ -218,7 +219,7 @@ def leaf_type(leaf: Any, name: str, tree: Any, index: int) -> LeafType:
             f"argument '{name}' is being traced: a parallelized step cannot run inside jax.jit, grad or vmap; call the "
             "undecorated function (.fun) there"
         )
-    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, ChunkedArray)):
         return LeafType(leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False)))
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         try:

@@ -28,6 +28,8 @@ from jscaler.capture.names import tree_path
 from jscaler.errors import CheckpointWarning, DataError, JscalerError, OutputError, ProcessError, warn
 from jscaler.report.written import as_path, check_folder, writing
 from jscaler.runtime.agreement import any_process
+from jscaler.runtime.chunked_array import ChunkedStruct
+from jscaler.runtime.fetching import fetched_chunks
 from jscaler.runtime.graph_nodes import from_saved_tree, module_paths, to_saved_tree
 from jscaler.runtime.out_of_memory import is_out_of_memory
 from jscaler.runtime.spreading import brought_home, spread, spread_structs
@@ -134,7 +136,7 @@ class Checkpoints:
             more = {"batches": batches, "modules": module_paths(state) or None}
             about = {"jscaler": self._about | {name: one for name, one in more.items() if one is not None}}
             saved = self._manager.save(
-                step, args=ocp.args.StandardSave(spread(to_saved_tree(state))), custom_metadata=about
+                step, args=ocp.args.StandardSave(spread(fetched_chunks(to_saved_tree(state)))), custom_metadata=about
             )
         if not saved:  # Orbax says so, and no more
             last = self._manager.latest_step()
@@ -304,7 +306,7 @@ def restore_latest(folder: Folder, target: Any) -> tuple[int, Any]:
         except DamagedError as error:
             damaged = error
         if not any_process(damaged is not None):  # before processes share out what each has read
-            return step, from_saved_tree(brought_home(found, to_saved_tree(target)), target)
+            return step, from_saved_tree(_laid_out(found, to_saved_tree(target)), target)
         damaged = damaged or DamagedError(f"the checkpoint after {step} steps in {folder} is damaged for another process")
         earlier = [n for n in steps_in(folder) if n < step]
         if not earlier:
@@ -332,7 +334,16 @@ def restore(folder: Folder, step: int, target: Any) -> Any:
         DataError: the checkpoint is of another model, of a newer jscaler, or damaged.
     """
     folder = as_path("checkpoint", folder)
-    return from_saved_tree(brought_home(_read(folder, step, target), to_saved_tree(target)), target)
+    return from_saved_tree(_laid_out(_read(folder, step, target), to_saved_tree(target)), target)
+
+
+def _laid_out(tree: Any, target: Any) -> Any:
+    """What was read, as the structs of ``target`` say that it lies; all processes call it."""
+    return jax.tree.map(
+        lambda leaf, struct: struct.chunks.placed(leaf) if isinstance(struct, ChunkedStruct) else leaf,
+        brought_home(tree, target),
+        target,
+    )
 
 
 def _read(folder: Path, step: int, target: Any) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from jscaler.errors import DeletedArgumentError
 from jscaler.runtime.arguments import BoundCall, leaf_type
+from jscaler.runtime.chunked_array import ChunkedArray, ChunkedSharding, is_equivalent
 from jscaler.runtime.failures import unchecked
 
 _AVAL, _SHARDING, _DELETED = attrgetter("aval"), attrgetter("sharding"), methodcaller("is_deleted")
@@ -27,12 +27,16 @@ def place(value: Any, sharding: Any, returned: bool = False) -> Any:
 
     What is ``returned`` untouched shares no memory with a numpy array, into which its owner may write later.
     """
-    if isinstance(value, jax.Array):
+    if isinstance(value, (jax.Array, ChunkedArray)):
         held = value.sharding
-        if held is sharding or held == sharding or held.is_equivalent_to(sharding, value.ndim):
+        if held is sharding or is_equivalent(held, sharding, value.ndim):
             return value
     elif returned and isinstance(value, np.ndarray):
         value = value.copy()
+    if isinstance(sharding, ChunkedSharding):
+        return sharding.placed(value)
+    if isinstance(value, ChunkedArray):
+        return value.whole(sharding)
     return unchecked(jax.device_put)(value, sharding)
 
 
@@ -41,19 +45,20 @@ def distinct(leaves: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
 
     Memory can be given away once; XLA refuses, or dies, where it is given twice.
     """
-    given = Counter(id(x) for x in leaves if isinstance(x, jax.Array))
+    given = Counter(id(x) for x in leaves if isinstance(x, (jax.Array, ChunkedArray)))
     if not donated or len(given) == given.total():
         return leaves
     own = list(leaves)
     for i in donated:
         if given[id(own[i])] > 1:
             given[id(own[i])] -= 1
-            own[i] = jnp.copy(own[i])
+            own[i] = own[i].copy()
     return own
 
 
 def _is_gone(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+    is_array = isinstance(leaf, (jax.Array, ChunkedArray)) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and leaf.is_deleted()
 
 
 class KnownArguments:
@@ -95,7 +100,8 @@ class KnownArguments:
         self._order = call.arguments.bind(numbered, named).leaves  # of every leaf of the step its place in ``flat``
         dynamic = set(self._order)
         self._static = [(i, x) for i, x in enumerate(flat) if i not in dynamic]
-        stays = [isinstance(x, jax.Array) and p.sharding == x.sharding for p, x in zip(placed, call.leaves, strict=True)]
+        both = zip(placed, call.leaves, strict=True)
+        stays = [isinstance(x, (jax.Array, ChunkedArray)) and p.sharding == x.sharding for p, x in both]
         settled = [i for i, same in enumerate(stays) if same]
         moved = [i for i, same in enumerate(stays) if not same]
         self._moved = [(i, call.types[i], self._shardings[i], self._returned[i]) for i in moved]

@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+
+from jscaler.runtime.chunked_array import ChunkedArray, arrays_of
+from jscaler.runtime.gathered import gathered
 
 
 def fetch(tree: Any) -> Any:
@@ -29,35 +28,16 @@ def fetch(tree: Any) -> Any:
     """
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    keys, form = jax.tree.flatten(tree)
-    leaves = list(map(words_of, keys))
-    own = list(map(_own, leaves))
-    given = [np.zeros(x.shape, x.dtype) if one is None else one for x, one in zip(leaves, own, strict=True)]
-    held, every = multihost_utils.process_allgather((np.array([one is not None for one in own]), given))
-    found = [rows[holds.argmax()] for holds, rows in zip(held.T, every, strict=True)]
-    return form.unflatten(map(_as_before, keys, found))
+    leaves, form = jax.tree.flatten(tree)
+    parts = [arrays_of(leaf) for leaf in leaves]
+    found = iter(gathered([part for own in parts for part in own]))
+    values = [[next(found) for _ in own] for own in parts]
+    return form.unflatten([own[0] if len(own) == 1 else np.concatenate(own) for own in values])
 
 
-def words_of(leaf: Any) -> Any:
-    """A leaf as numpy can have it: of a random key, its words."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+def fetched_chunks(tree: Any) -> Any:
+    """``tree`` with an ordinary array in the place of each that lies in chunks: what a library for checkpoints takes.
 
-
-def _as_before(leaf: Any, found: np.ndarray) -> Any:
-    return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(leaf)) if _is_key(leaf) else found
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _own(leaf: Any) -> Any:
-    """The whole of an array, where this process has some of it."""
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    if not leaf.addressable_shards:
-        return None
-    if not leaf.is_fully_replicated:
-        assert isinstance(leaf.sharding, NamedSharding), "on several devices a step has no other"
-        leaf = jax.block_until_ready(jax.jit(lambda x: x, out_shardings=NamedSharding(leaf.sharding.mesh, P()))(leaf))
-    return np.asarray(leaf.addressable_data(0))
+    All processes of a job call it.
+    """
+    return jax.tree.map(lambda leaf: np.concatenate(gathered(leaf.parts)) if isinstance(leaf, ChunkedArray) else leaf, tree)

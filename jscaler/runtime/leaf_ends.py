@@ -4,7 +4,9 @@
 
     kernel [12, …], NamedSharding over stages × x0     kernel[0:4] on stage 0, kernel[4:8] on stage 1, …
 
-The memory is the same: parts are taken from the leaf's shards, and put together from theirs, without a copy.
+The memory is the same: parts are taken from the leaf's shards, and put together from theirs, without a copy. Where no
+``jax.Array`` can lie as the parts do, several of them on one device or parts of several sizes, the leaf is a
+`ChunkedArray` of them.
 """
 
 import functools
@@ -18,9 +20,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jscaler.errors import PlanError
 from jscaler.ir import PTensor
-from jscaler.ir.name import without
+from jscaler.runtime.chunked_array import ChunkedArray, ChunkedSharding
 from jscaler.runtime.devices import own_devices
 
 STAGES = "stages"  # the mesh axis over which the ranges lie
@@ -33,7 +34,7 @@ class LeafEnd:
     number: int
     start: int
     shape: tuple[int, ...]
-    sharding: Any
+    sharding: NamedSharding | ChunkedSharding
     shapes: tuple[tuple[int, ...], ...]
     parts: tuple[Any, ...]
 
@@ -50,6 +51,8 @@ class LeafEnd:
 
     def taken_apart(self, leaf: Any, joined: "Joined | None" = None) -> Sequence[Any]:
         """The parts of ``leaf``, which lies as it should: the same memory; what it was joined of, where that is known."""
+        if isinstance(self.sharding, ChunkedSharding):
+            return leaf.parts
         known = joined.parts_of(leaf) if joined is not None else None
         if known is not None and known[0] == self.parts:
             return known[1]
@@ -58,6 +61,8 @@ class LeafEnd:
 
     def joined(self, parts: Sequence[Any], joined: "Joined | None" = None) -> Any:
         """The leaf of which these are the parts: the same memory."""
+        if isinstance(self.sharding, ChunkedSharding):
+            return ChunkedArray(parts, self.sharding)
         shards = [_shards(part, sharding) for part, sharding in zip(parts, self.parts, strict=True)]
         ordered = [shards[number][at] for number, at in self._order]
         leaf = jax.make_array_from_single_device_arrays(self.shape, self.sharding, ordered, dtype=parts[0].dtype)
@@ -122,11 +127,7 @@ class LeafEnds:
 
     @staticmethod
     def of(tensors: Sequence[PTensor], shardings: Sequence[Any], counts: Sequence[int]) -> "LeafEnds":
-        """From the inputs of a graph, or its outputs, and how many of them each leaf is; empty where each is one.
-
-        Raises:
-            PlanError: parts of a leaf lie on the same devices, or differently.
-        """
+        """From the inputs of a graph, or its outputs, and how many of them each leaf is; empty where each is one."""
         if not counts:
             return LeafEnds(tuple(shardings), tuple(shardings), (), tuple(range(len(tensors))))
         found, stacked, starts, start = [], [], [], 0
@@ -136,7 +137,7 @@ class LeafEnds:
                 found.append(shardings[start])
             else:
                 shapes = tuple(t.shape for t in tensors[own])
-                whole = stacked_sharding(without(tensors[start].name, "layers"), shapes[0], shardings[own])
+                whole = leaf_sharding(shapes, shardings[own])
                 shape = (sum(s[0] for s in shapes), *shapes[0][1:])
                 stacked.append(LeafEnd(number, start, shape, whole, shapes, tuple(shardings[own])))
                 found.append(whole)
@@ -178,17 +179,20 @@ class LeafEnds:
         return [*found, *values[done:]]
 
 
-def stacked_sharding(name: str, shape: tuple[int, ...], parts: Sequence[Any]) -> NamedSharding:
-    """How a leaf lies whose parts of ``shape``, along dim 0, lie so.
+def leaf_sharding(shapes: Sequence[tuple[int, ...]], parts: Sequence[Any]) -> NamedSharding | ChunkedSharding:
+    """How a leaf lies whose parts of these shapes, along dim 0, lie so."""
+    found = _of_one_array(shapes[0], parts) if len(set(shapes)) == 1 else None
+    return found or ChunkedSharding(tuple(shape[0] for shape in shapes), tuple(parts))
 
-    Raises:
-        PlanError: parts lie on the same devices, or differently.
-    """
+
+def _of_one_array(shape: tuple[int, ...], parts: Sequence[Any]) -> NamedSharding | None:
+    """The sharding of one array whose parts of ``shape`` lie so; None where parts share devices, or lie differently."""
     first = parts[0]
+    if sum(len(part.device_set) for part in parts if not _is_described(part)) > len(_devices(parts)):
+        return None
     if isinstance(first, SingleDeviceSharding):
-        devices = [next(iter(part.device_set)) for part in parts]
-        _check_apart(name, [{d} for d in devices])
-        return NamedSharding(Mesh(np.array(devices), (STAGES,)), P(STAGES))
+        alone = [next(iter(part.device_set)) for part in parts if len(part.device_set) == 1]
+        return NamedSharding(Mesh(np.array(alone), (STAGES,)), P(STAGES)) if len(alone) == len(parts) else None
     spec = first.spec
     front = spec[0] if len(spec) else None
     names = (front,) if isinstance(front, str) else tuple(front or ())
@@ -196,23 +200,25 @@ def stacked_sharding(name: str, shape: tuple[int, ...], parts: Sequence[Any]) ->
     if isinstance(first.mesh, AbstractMesh):
         sizes, axes = (len(parts), *first.mesh.axis_sizes), (STAGES, *first.mesh.axis_names)
         return NamedSharding(AbstractMesh(sizes, axes), whole)
-    _check_apart(name, [part.device_set for part in parts])
     assert isinstance(first.mesh, Mesh)
-    rows = [_dealt(name, shape, first, first.mesh, part) for part in parts]
+    rows = [_dealt(shape, first, first.mesh, part) for part in parts]
+    if any(row is None for row in rows):
+        return None
     devices = np.array(rows).reshape((len(parts), *first.mesh.devices.shape))
     return NamedSharding(Mesh(devices, (STAGES, *first.mesh.axis_names)), whole)
 
 
-def _check_apart(name: str, sets: Sequence[set[Any]]) -> None:
-    if sum(map(len, sets)) > len(set().union(*sets)):
-        raise PlanError(
-            f"'{name}' lies in parts, {len(sets)} ranges of its layers, some of which are on the same devices; put each on "
-            "devices of its own, or leave the leaf whole: graph.ranges without apart=True"
-        )
+def _is_described(sharding: Any) -> bool:
+    """Whether its devices are not at hand."""
+    return isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
-def _dealt(name: str, shape: tuple[int, ...], first: NamedSharding, mesh: Mesh, part: Any) -> list[Any]:
-    """The devices of ``part``, in the order in which those of ``first`` hold the same."""
+def _devices(parts: Sequence[Any]) -> set[Any]:
+    return set().union(*(part.device_set for part in parts if not _is_described(part)))
+
+
+def _dealt(shape: tuple[int, ...], first: NamedSharding, mesh: Mesh, part: Any) -> list[Any] | None:
+    """The devices of ``part``, in the order in which those of ``first`` hold the same; None where they do not."""
     alike = isinstance(part, NamedSharding) and (part.mesh.shape, part.spec) == (mesh.shape, first.spec)
     if alike and isinstance(part.mesh, Mesh):
         return list(part.mesh.devices.flat)
@@ -221,11 +227,8 @@ def _dealt(name: str, shape: tuple[int, ...], first: NamedSharding, mesh: Mesh, 
         held.setdefault(_key(index, shape), []).append(device)
     wanted = first.devices_indices_map(shape)
     keys = [_key(wanted[d], shape) for d in mesh.devices.flat]
-    if any(keys.count(key) != len(held.get(key, ())) for key in set(keys)):
-        raise PlanError(
-            f"the ranges of '{name}' lie differently, {first} and {part}: one array cannot; split the ops of all stages "
-            "alike, or leave the leaf whole: graph.ranges without apart=True"
-        )
+    if len(part.device_set) != len(keys) or any(keys.count(key) != len(held.get(key, ())) for key in set(keys)):
+        return None
     return [held[key].pop(0) for key in keys]
 
 

@@ -18,6 +18,8 @@ import numpy as np
 
 from jscaler.errors import CaptureError
 from jscaler.runtime import graph_nodes
+from jscaler.runtime.chunked_array import ChunkedArray, is_equivalent
+from jscaler.runtime.dispatch import place
 
 ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
@@ -93,15 +95,15 @@ class Placed:
 
     def place(self, leaf: Any, sharding: Any) -> Any:
         """``leaf`` under ``sharding``. Only jax arrays are remembered: a numpy array may change in place."""
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        if not isinstance(leaf, (jax.Array, ChunkedArray)) or isinstance(leaf, jax.core.Tracer):
             return leaf
-        if leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if is_equivalent(leaf.sharding, sharding, leaf.ndim):
             return leaf
         key = (id(leaf), sharding)
         if key not in self._found:
             found = self._found
             forget = weakref.ref(leaf, lambda _: found.pop(key, None))
-            self._found[key] = (forget, jax.device_put(leaf, sharding))
+            self._found[key] = (forget, place(leaf, sharding))
         return self._found[key][1]
 
 

@@ -20,9 +20,11 @@ from jscaler.capture.jaxprs import evaluate, open_jaxpr, without_wishes
 from jscaler.capture.names import leaf_names
 from jscaler.capture.wishes import implicit_axes, no_mesh
 from jscaler.errors import CaptureError, UnknownNameError
+from jscaler.ir.walk import grouped
 from jscaler.runtime import graph_nodes
 from jscaler.runtime.absent import absent, is_absent
 from jscaler.runtime.arguments import Arguments
+from jscaler.runtime.chunked_array import ChunkedArray, ChunkedSharding
 from jscaler.runtime.devices import devices_of
 from jscaler.runtime.process_messages import wait_on_cpus
 
@@ -66,34 +68,55 @@ class TracedState:
     @no_mesh()
     def fill(self, shardings: Sequence[Any]) -> list[Any]:
         """The leaves, each made under its sharding, by a program for each device group of this process."""
-        groups: dict[frozenset[Any], list[int]] = {}
-        for number, sharding in enumerate(shardings):
-            groups.setdefault(frozenset(sharding.device_set), []).append(number)
-        leaves: list[Any] = [None] * len(shardings)
-        avals = [v.aval for v in self.jaxpr.outvars]
-        for numbers in groups.values():
-            own = [shardings[i] for i in numbers]
+        pieces = [piece for number, sharding in enumerate(shardings) for piece in pieces_of(number, sharding)]
+        made: dict[int, list[Any]] = {number: [] for number in range(len(shardings))}
+        values: dict[int, Any] = {}
+        for group in grouped((frozenset(one.sharding.device_set), one) for one in pieces).values():
+            own = [one.sharding for one in group]
             if is_absent(own[0]):
-                made = absent([avals[i] for i in numbers], own)
+                found = absent([one.aval(self.jaxpr.outvars[one.number].aval) for one in group], own)
             else:
-                jitted, arguments = self.program(own, numbers)
-                made = jitted(*arguments)
-                if own and not own[0].is_fully_addressable:  # the next group's may span processes, too
-                    wait_on_cpus(made, devices_of(own[0]))
-            for number, leaf in zip(numbers, made, strict=True):
-                leaves[number] = leaf
-        return leaves
+                jitted, arguments = self.program(group)
+                found = jitted(*arguments)
+                if not own[0].is_fully_addressable:  # the next group's may span processes, too
+                    wait_on_cpus(found, devices_of(own[0]))
+            values.update((id(one), value) for one, value in zip(group, found, strict=True))
+        for one in pieces:
+            made[one.number].append(values[id(one)])
+        return [
+            ChunkedArray(made[number], sharding) if isinstance(sharding, ChunkedSharding) else made[number][0]
+            for number, sharding in enumerate(shardings)
+        ]
 
-    def program(self, shardings: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, tuple[Any, ...]]:
-        """The jitted program that makes the leaves ``numbers``, on devices of one group, and its arguments."""
-        target = shardings[0].device_set if shardings else set()
+    def program(self, pieces: "Sequence[StatePiece]") -> tuple[Any, tuple[Any, ...]]:
+        """The jitted program that makes some of the leaves, on devices of one group, and its arguments."""
+        target = pieces[0].sharding.device_set if pieces else set()
         consts, operands = ([_within(x, target) for x in xs] for xs in (self.consts, self.operands))
 
         def make_state(consts: list[Any], operands: list[Any]) -> list[Any]:
             made = evaluate(self.jaxpr, [*consts, *operands])
-            return [made[i] for i in numbers]
+            return [made[one.number] if one.rows is None else made[one.number][one.rows] for one in pieces]
 
-        return jax.jit(make_state, out_shardings=list(shardings)), (consts, operands)
+        return jax.jit(make_state, out_shardings=[one.sharding for one in pieces]), (consts, operands)
+
+
+@dataclass(frozen=True, eq=False)
+class StatePiece:
+    """A leaf of a state, or of one that lies in chunks the rows of a chunk."""
+
+    number: int
+    sharding: Any
+    rows: slice | None = None
+
+    def aval(self, whole: Any) -> Any:
+        """Its type, where that of the leaf is ``whole``."""
+        return whole if self.rows is None else whole.update(shape=(self.rows.stop - self.rows.start, *whole.shape[1:]))
+
+
+def pieces_of(number: int, sharding: Any) -> "list[StatePiece]":
+    if not isinstance(sharding, ChunkedSharding):
+        return [StatePiece(number, sharding)]
+    return [StatePiece(number, part, rows) for rows, part in zip(sharding.rows, sharding.parts, strict=True)]
 
 
 def _within(array: Any, devices: set[Any]) -> Any:

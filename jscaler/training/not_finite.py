@@ -3,6 +3,7 @@
 import enum
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jscaler.capture.names import leaf_names
 from jscaler.capture.wishes import no_mesh
 from jscaler.errors import JobError, NotFiniteError, listing
+from jscaler.runtime.chunked_array import arrays_of
 from jscaler.runtime.fetching import fetch
 from jscaler.runtime.graph_nodes import holds_nodes
 
@@ -148,7 +150,8 @@ class NotFinite:
 
 def not_finite(state: Any) -> dict[str, int]:
     """How many numbers are not finite in each leaf of a state that has such, on whatever devices; all processes call it."""
-    leaves, groups = jax.tree.leaves(state), dict[Any, list[int]]()
+    of_leaf = [(number, array) for number, leaf in enumerate(jax.tree.leaves(state)) for array in arrays_of(leaf)]
+    leaves, groups = [array for _, array in of_leaf], dict[Any, list[int]]()
     for number, leaf in enumerate(leaves):
         where = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
         groups.setdefault(where, []).append(number)
@@ -156,7 +159,9 @@ def not_finite(state: Any) -> dict[str, int]:
         # one after the other: on CPUs two programs of several processes at once take each other's numbers
         found = [jax.block_until_ready(_counts([leaves[n] for n in numbers])) for numbers in groups.values()]
         counts = [int(count) for group in fetch(found) for count in group]
-    known = dict(zip((n for numbers in groups.values() for n in numbers), counts, strict=True))
+    known = Counter[int]()
+    for number, count in zip((n for numbers in groups.values() for n in numbers), counts, strict=True):
+        known[of_leaf[number][0]] += count
     return {name: known[number] for number, name in enumerate(leaf_names("state", state)) if known[number]}
 
 

@@ -151,10 +151,6 @@ def test_what_cannot_be_cut_is_said() -> None:
         lower(policy("lairs", [1, 2]))
     with pytest.raises(PlanError, match=r"has 3 iterations, and ranges of \[1, 1\] are asked for, 2 in all"):
         lower(policy("first", [1, 1]))
-    with pytest.raises(PlanError, match=r"3 layers and is cut into \[1, 2\]: .* of one size; legal sizes: 1, 3; or leave"):
-        lower(policy("first", [1, 2], True))
-    with pytest.raises(PlanError, match=r"lies in parts, 3 ranges of its layers, some of which are on the same devices"):
-        lower(policy("first", [1, 1, 1], True))
 
     def named_before(graph: Any, devices: np.ndarray) -> None:
         graph.op_trans(graph.select("*/mlp/up/*")[0], Replicate(1))

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jscaler
-from jscaler.runtime.training_state import trace_state
+from jscaler.runtime.training_state import pieces_of, trace_state
 
 
 class KeyedState(TrainState):
@@ -94,7 +94,8 @@ def test_no_device_holds_a_whole_leaf_on_the_way() -> None:
         )
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
-    jitted, arguments = traced.program([split(s) for s in traced.structs()], range(len(traced.structs())))
+    pieces = [piece for i, s in enumerate(traced.structs()) for piece in pieces_of(i, split(s))]
+    jitted, arguments = traced.program(pieces)
     compiled = jitted.lower(*arguments).compile()
     assert largest_array(jax.jit(lambda: jnp.ones((1024, 64)) + 1).lower().compile().as_text()) == 1024 * 64
     assert largest_array(compiled.as_text()) == 1024 * 64 // 8
