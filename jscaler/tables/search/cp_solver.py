@@ -43,21 +43,22 @@ class Answer:
         return self.values.value(expression)
 
 
-def run(model: Any, seconds: float, seed: int, *, repair: bool = False) -> Answer:
+def run(model: Any, seconds: float, seed: int, *, linear: bool = True) -> Answer:
     """Solve ``model`` on one core.
 
     Args:
         model: a ``CpModel``.
         seconds: deterministic time, which the solver counts in steps of its search; about as long as on a clock.
         seed: of its random choices.
-        repair: whether the model's hint is nearly a solution.
+        linear: whether linear relaxations are worth their time; of many blocks with orders between them they are not.
     """
     cp_model = cp_sat()
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = max(seconds, 1e-3)
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
-    solver.parameters.repair_hint = repair
+    if not linear:
+        solver.parameters.linearization_level = 0
     status = solver.solve(model)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     closed = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)

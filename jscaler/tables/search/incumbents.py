@@ -34,11 +34,10 @@ def from_catalogue(problem: Problem) -> Iterator[Incumbent]:
         chunks = (stages - (2 if published.everywhere else 0)) // max(groups, 1)
         if groups < 1 or chunks < 1 or published.why_not(groups, problem.microbatches, chunks) is not None:
             continue
-        for marked in (published,):
-            table = in_kinds_of(problem, marked.table(groups, problem.microbatches, chunks))
-            one = incumbent(problem, table, published.name)
-            if one is not None:
-                yield one
+        table = in_kinds_of(problem, published.table(groups, problem.microbatches, chunks))
+        one = incumbent(problem, table, published.name)
+        if one is not None:
+            yield one
 
 
 def incumbent(problem: Problem, table: Table, source: str) -> Incumbent | None:

@@ -25,13 +25,13 @@ class Replay:
         seconds: of a step.
         peaks: the most bytes that each device holds.
         times: when each cell begins and ends; cells of one entry have its times.
-        started: the entries in the order in which they are started.
+        hops: when the hop from an entry to another begins and ends, where it takes time.
     """
 
     seconds: float
     peaks: tuple[float, ...]
     times: Times
-    started: tuple[Entry, ...]
+    hops: Mapping[tuple[Entry, Entry], tuple[float, float]]
 
 
 def check_table(problem: Problem, table: Table) -> None:
@@ -79,7 +79,7 @@ def replay(problem: Problem, table: Table) -> Replay:
     row_of = {entry: number for number, row in enumerate(table.rows) for entry in row}
     waits = {entry: set(hops[entry]) for entry in row_of}
     started = [e for now in in_order(table.rows, waits, devices=problem.rows, aside=is_recompute) for e in now]
-    tasks, numbers = list[Task](), dict[Entry, int]()
+    tasks, numbers, sent = list[Task](), dict[Entry, int](), dict[tuple[Entry, Entry], int]()
     for entry in started:
         row = row_of[entry]
         arrived: list[int] = []
@@ -87,13 +87,14 @@ def replay(problem: Problem, table: Table) -> Replay:
             arrived.append(numbers[other])
             if hops[entry][other]:
                 tasks.append(Task(((row_of[other], row),), hops[entry][other], (numbers[other],)))
-                arrived[-1] = len(tasks) - 1
+                arrived[-1] = sent[other, entry] = len(tasks) - 1
         numbers[entry] = len(tasks)
         tasks.append(Task(problem.rows[row], sum(blocks[cell].seconds for cell in entry.cells), tuple(arrived)))
     found = times_of(tasks)
     times = {cell: found[numbers[entry]] for cell, entry in home.items()}
     peaks = _peaks(problem, [[blocks[cell] for cell in entry.cells] for entry in started])
-    return Replay(max(end for _, end in times.values()), peaks, times, tuple(started))
+    hop_times = {pair: found[number] for pair, number in sent.items()}
+    return Replay(max(end for _, end in times.values()), peaks, times, hop_times)
 
 
 def _hops(problem: Problem, home: Mapping[TableCell, Entry]) -> dict[Entry, dict[Entry, float]]:

@@ -38,8 +38,12 @@ class InTicks:
         return float(self.tick * Fraction(ticks))
 
 
-def in_ticks(problem: Problem) -> InTicks:
+def in_ticks(problem: Problem, *, fine: bool = False) -> InTicks:
     """``problem`` in ticks.
+
+    Args:
+        problem: its seconds and hops.
+        fine: whether rounding loses next to nothing; such ticks are too many for the solver, and good for sums.
 
     Example:
         >>> from jscaler.tables.search.tessel import tessel_problem
@@ -51,7 +55,7 @@ def in_ticks(problem: Problem) -> InTicks:
     tick = common_unit([*blocks, *(edge.hop for edge in problem.edges)], _MOST_TICKS)
     exact = tick is not None
     if tick is None:
-        tick = Fraction(RESOLUTION) * Fraction(max(blocks)) / len(blocks)
+        tick = Fraction(max(blocks)) / (_MOST_UNITS if fine else len(blocks) * round(1 / RESOLUTION))
 
     def rounded(seconds: float) -> int:
         return round(Fraction(seconds) / tick) if exact else math.floor(Fraction(seconds) / tick)
