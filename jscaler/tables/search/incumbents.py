@@ -62,7 +62,10 @@ def in_kinds_of(problem: Problem, table: Table) -> Table:
     kinds: dict[int, set[BlockKind]] = {}
     for block in problem.lanes[0]:
         kinds.setdefault(block.stage, set()).add(block.kind)
-    rows = [[c for entry in row for cell in entry.cells for c in _cells(cell, kinds.get(cell.stage, set()))] for row in table.rows]
+    rows = [
+        [c for entry in row for cell in entry.cells for c in _cells(cell, kinds.get(cell.stage, set()))]
+        for row in table.rows
+    ]
     return Table(tuple(tuple(dict.fromkeys(row)) for row in rows))
 
 

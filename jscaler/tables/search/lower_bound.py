@@ -29,7 +29,7 @@ def least_makespan(model: Model) -> int:
 
 
 def least_round(model: Model) -> int:
-    """Ticks that no period of a periodic schedule is below: the load of the busiest device or link, or of the fullest memory.
+    """Ticks that no period is below: the load of the busiest device or link, or of the fullest memory.
 
     Example:
         >>> from jscaler.tables.search.activities import model_of
