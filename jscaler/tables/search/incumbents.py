@@ -26,7 +26,7 @@ def from_catalogue(problem: Problem) -> Iterator[Incumbent]:
         >>> from jscaler.tables.search.chain_problem import chain_problem, unit_costs
         >>> problem = chain_problem([unit_costs()] * 4, lies=range(4), microbatches=8, memory=4)
         >>> [(one.source, one.found.seconds) for one in from_catalogue(problem)]
-        [('1f1b', 33.0), ('zb_h1', 27.0)]
+        [('1f1b', 30.0), ('zb_h1', 27.0)]
     """
     stages = len({block.stage for block in problem.lanes[0]})
     for published in SCHEDULES.values():

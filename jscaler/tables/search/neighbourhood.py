@@ -13,7 +13,7 @@ from jscaler.tables.search.activities import Activity, Model
 from jscaler.tables.search.cp_solver import cp_sat, run
 from jscaler.tables.search.finite import Slot, Starts, lane_of
 
-_MOST_FREE = 120  # activities of a window
+_LEAST_FREE, _MOST_FREE = 60, 240  # activities of a window
 _SHARE = 0.1  # of the time, for one window
 _OVERHEAD = 2e-5  # seconds outside the solver, for each activity of the step
 
@@ -80,8 +80,8 @@ def improve(model: Model, starts: Starts, bound: int, seconds: float, seed: int 
         seed: of the solver's random choices.
     """
     best = neighbours(model, starts).earliest()
-    spent, size, idle = 0.0, min(_MOST_FREE // 2, len(best)), 0
-    while spent < seconds and makespan_of(model, best) > bound and idle < 2:
+    spent, size, idle = 0.0, min(_LEAST_FREE, len(best)), 0
+    while spent < seconds and makespan_of(model, best) > bound and idle < 3:
         came_from = _worth(model, best)
         places = range(0, max(1, len(best) - size // 2), max(1, size // 2))
         for first in places:

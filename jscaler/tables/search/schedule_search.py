@@ -70,7 +70,8 @@ def search_schedule(
             f"{problem.name}: no table within the memory limits was found in {seconds:g} s; give more of either"
         )
     best, bound = search.best, search.bound_seconds
-    bound = min(bound, best.found.seconds)  # ticks of the bound and sums of the simulator are rounded in other ways
+    assert bound <= best.found.seconds * (1 + 1e-9), "a bound is below each schedule"
+    bound = min(bound, best.found.seconds)  # sums of floats differ in their last digits
     period = search.ticks.seconds(search.period.period) if search.period is not None else None
     return FoundSchedule(best.table, best.found.seconds, bound, search.ticks.exact, period, best.found.peaks, best.source)
 
