@@ -54,6 +54,20 @@ class LaneActivities:
     lifetimes: tuple[Lifetime, ...]
 
     @cached_property
+    def before(self) -> tuple[tuple[int, ...], ...]:
+        """The activities that each waits for."""
+        return tuple(tuple(i for i, j in self.edges if j == number) for number in range(len(self.activities)))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """For each activity the most edges of a path that leads to it."""
+        found = [0] * len(self.activities)
+        for _ in self.activities:
+            for before, after in self.edges:
+                found[after] = max(found[after], found[before] + 1)
+        return tuple(found)
+
+    @cached_property
     def heads(self) -> tuple[int, ...]:
         """The least ticks before each activity."""
         return self._longest([(after, before) for before, after in self.edges])
@@ -113,14 +127,12 @@ def model_of(problem: Problem) -> Model:
     """
     links: dict[tuple[Devices, Devices], int] = {}
     sizes = [size for block in problem.lanes[0] for size in (block.held, block.freed)]
-    limits = [limit for limit in problem.memory or () if limit is not None]
     unit = unit_of_bytes(sizes) if any(sizes) else Fraction(1)
     lanes = tuple(_lane(problem, number, links, unit) for number in range(len(problem.lanes)))
     whole = tuple(
         None if problem.limit(device) is None else int(Fraction(problem.limit(device) or 0) / unit)
         for device in range(problem.devices)
     )
-    del limits
     return Model(lanes, whole, unit, problem.microbatches)
 
 
@@ -158,14 +170,14 @@ def _lifetimes(problem: Problem, number: int, unit: Fraction) -> list[Lifetime]:
                     found.append(Lifetime(device, other, place, int(taken / unit)))
             if left > Fraction(blocks[place].freed) / 10**9:
                 raise PlanError(
-                    f"{problem.name}: block '{blocks[place]}' frees {blocks[place].freed:g} bytes on device {device}, and blocks "
-                    f"before it hold {blocks[place].freed - float(left):g}; let it free no more than they hold"
+                    f"{problem.name}: block '{blocks[place]}' frees {blocks[place].freed:g} bytes on device {device}, and "
+                    f"blocks before it hold {blocks[place].freed - float(left):g}; let it free no more than they hold"
                 )
         for place, left in held.items():
             if left > Fraction(blocks[place].held) / 10**9:
                 raise PlanError(
-                    f"{problem.name}: of what block '{blocks[place]}' holds on device {device}, {float(left):g} bytes are never "
-                    "freed, so that each micro-batch would hold more; let a later block free them"
+                    f"{problem.name}: of what block '{blocks[place]}' holds on device {device}, {float(left):g} bytes are "
+                    "never freed, so that each micro-batch would hold more; let a later block free them"
                 )
     return found
 

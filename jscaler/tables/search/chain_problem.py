@@ -44,7 +44,7 @@ def unit_costs(kinds: Sequence[BlockKind] = ("F", "I", "W"), chunks: int = 1) ->
         >>> unit_costs(("F", "B"), chunks=2).seconds
         {'F': 0.5, 'B': 1.0}
     """
-    seconds = {kind: KINDS[kind].units / chunks for kind in kinds}
+    seconds: dict[BlockKind, float] = {kind: KINDS[kind].units / chunks for kind in kinds}
     return StageCosts(seconds, {"F": 1 / chunks}, {kinds[-1]: 1 / chunks})
 
 
@@ -82,7 +82,9 @@ def chain_problem(
     """
     lanes = [[_devices(own) for own in lie] for lie in ([lies] if turned is None else [lies, turned])]
     if any(len(lane) != len(stages) for lane in lanes):
-        raise PlanError(f"{name}: {len(stages)} stages lie at {[len(lane) for lane in lanes]} places; give one for each stage")
+        raise PlanError(
+            f"{name}: {len(stages)} stages lie at {[len(lane) for lane in lanes]} places; give one for each stage"
+        )
     for number, stage in enumerate(stages):
         if "F" not in stage.seconds or ("B" in stage.seconds and not {"I", "W"}.isdisjoint(stage.seconds)):
             raise PlanError(f"{name}: stage {number} has F, and B or I and W, not {shown(list(stage.seconds))}")

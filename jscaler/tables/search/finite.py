@@ -1,8 +1,8 @@
 """The exact model of a step: all blocks of all micro-batches, one start each, and the makespan made least.
 
-Micro-batches of a lane are interchangeable, so block b of one may run before block b of the next one, for every b. Nothing is
-lost: take any schedule, and for each block sort its starts. The i-th start of b is not before the i-th end of what b waits
-for, since each of the first i starts of b has such an end before it. Devices and memory see the same starts and ends as before.
+Micro-batches of a lane are interchangeable, so block b of one may run before block b of the next one, for every b. Nothing
+is lost: take any schedule, and for each block sort its starts. The i-th start of b is not before the i-th end of what b
+waits for, since each of the first i starts of b has such an end before it. Devices and memory see the same starts and ends.
 """
 
 import math
@@ -17,15 +17,6 @@ Slot = tuple[int, int]  # micro-batch and activity
 
 
 Starts = Mapping[Slot, int]
-
-
-@dataclass(frozen=True)
-class Middle:
-    """Rounds from ``first`` to ``last`` repeat the round before them ``period`` ticks later."""
-
-    first: int
-    last: int
-    period: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,6 @@ def solve_finite(
     seconds: float,
     seed: int = 0,
     hint: Starts | None = None,
-    middle: Middle | None = None,
 ) -> Finite:
     """A schedule of the least makespan, at most ``horizon``.
 
@@ -63,15 +53,11 @@ def solve_finite(
         seconds: deterministic time of the solver.
         seed: of its random choices.
         hint: starts from which the search sets out.
-        middle: rounds that repeat the one before them a period later; by default none. What is found then is a schedule, and
-            its ``bound`` stays the one given.
     """
     if horizon < bound:
         return Finite(None, bound, False, 0.0)
     cp = cp_sat().CpModel()
-    starts, fixed = _starts(cp, model, horizon), set[Slot]()
-    if middle is not None:
-        fixed = _repeat(model, starts, middle)
+    starts = _starts(cp, model, horizon)
     makespan = cp.new_int_var(bound, horizon, "")
     for (microbatch, number), start in starts.items():
         lane = lane_of(model, microbatch)
@@ -80,15 +66,14 @@ def solve_finite(
     _add_resources(cp, model, starts)
     _add_memory(cp, model, starts, horizon)
     for slot, start in (hint or {}).items():
-        if slot not in fixed:
-            cp.add_hint(starts[slot], start)
+        cp.add_hint(starts[slot], start)
     if horizon > bound:
         cp.minimize(makespan)
     answer = run(cp, seconds, seed, linear=False)
     if answer.values is None:
-        return Finite(None, horizon + 1 if answer.closed and middle is None else bound, not answer.closed, answer.spent)
+        return Finite(None, horizon + 1 if answer.closed else bound, not answer.closed, answer.spent)
     found = {slot: answer.value(start) for slot, start in starts.items()}
-    proved = math.ceil(answer.bound - 1e-6) if horizon > bound and middle is None else bound
+    proved = math.ceil(answer.bound - 1e-6) if horizon > bound else bound
     return Finite(found, max(bound, proved), True, answer.spent)
 
 
@@ -103,7 +88,7 @@ def own_of(model: Model, lane: int) -> range:
 
 
 def _starts(cp: Any, model: Model, horizon: int) -> dict[Slot, Any]:
-    """A variable for each start; of a lane the k-th copy waits for k others on each of its devices, and as many behind it."""
+    """A variable for each start; copies of an activity run one after another."""
     starts: dict[Slot, Any] = {}
     for microbatch in range(model.microbatches):
         lane, mine = lane_of(model, microbatch), own_of(model, microbatch % len(model.lanes))
@@ -113,19 +98,6 @@ def _starts(cp: Any, model: Model, horizon: int) -> dict[Slot, Any]:
             last = horizon - lane.tails[number] - (len(mine) - place) * one.ticks
             starts[microbatch, number] = cp.new_int_var(first, max(first, last), "")
     return starts
-
-
-def _repeat(model: Model, starts: dict[Slot, Any], middle: Middle) -> set[Slot]:
-    """Put the middle's starts in terms of the round before it."""
-    lanes = len(model.lanes)
-    fixed = {
-        (microbatch, number)
-        for microbatch in range(middle.first * lanes, min((middle.last + 1) * lanes, model.microbatches))
-        for number in range(len(lane_of(model, microbatch).activities))
-    }
-    for microbatch, number in sorted(fixed):
-        starts[microbatch, number] = starts[microbatch - lanes, number] + middle.period
-    return fixed
 
 
 def _add_order(cp: Any, model: Model, starts: Mapping[Slot, Any]) -> None:
@@ -150,8 +122,8 @@ def _add_resources(cp: Any, model: Model, starts: Mapping[Slot, Any]) -> None:
 
 
 def _add_memory(cp: Any, model: Model, starts: Mapping[Slot, Any], horizon: int) -> None:
-    """A lifetime is an interval that takes its units of the limit. Alone, at most ``limit // units`` of a lane stand at once:
-    so a copy so far behind begins after the earlier one has ended."""
+    """A lifetime is an interval that takes its units of the limit. Of one lane at most ``limit // units`` stand at
+    once: so a copy so far behind begins after the earlier one has ended."""
     for device, limit in enumerate(model.limits):
         kept = [(number, one) for number, lane in enumerate(model.lanes) for one in lane.lifetimes if one.device == device]
         if limit is None or not kept:

@@ -18,8 +18,8 @@ def check_memory(problem: Problem) -> None:
         limit, least = problem.limit(device), least_memory_of(problem, device)
         if limit is not None and least > limit * (1 + 1e-9):
             raise PlanError(
-                f"{problem.name}: device {device} may hold {limit:g} ({readable_bytes(limit)}), and one micro-batch at a time "
-                f"needs {least:g} ({readable_bytes(least)}) there; raise the limit of device {device}, cut the batch into more "
+                f"{problem.name}: device {device} may hold {limit:g} ({readable_bytes(limit)}), and one micro-batch at a "
+                f"time needs {least:g} ({readable_bytes(least)}) there; raise the limit, cut the batch into more "
                 "micro-batches, or compute more again"
             )
 

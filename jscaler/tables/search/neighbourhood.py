@@ -1,8 +1,8 @@
 """Large-neighbourhood search: the activities of a window of time are ordered anew, all others keep their order.
 
-What begins before the window keeps its time. What begins behind it keeps its order on each resource: so it takes as long as
-the longest path through it. The window is then a small problem with heads and tails. (Shaw, Using Constraint Programming and
-Local Search Methods, 1998; heads and tails as in Carlier, The One-Machine Sequencing Problem, 1982.)
+What begins before the window keeps its time. What begins behind it keeps its order on each resource: so it takes as long
+as the longest path through it. The window is then a small problem with heads and tails. (Shaw, Using Constraint Programming
+and Local Search Methods, 1998; heads and tails as in Carlier, The One-Machine Sequencing Problem, 1982.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,9 @@ from jscaler.tables.search.activities import Activity, Model
 from jscaler.tables.search.cp_solver import cp_sat, run
 from jscaler.tables.search.finite import Slot, Starts, lane_of
 
-_MOST_FREE = 120  # activities of a window
+_LEAST_FREE, _MOST_FREE = 60, 240  # activities of a window
 _SHARE = 0.1  # of the time, for one window
+_OVERHEAD = 2e-5  # seconds outside the solver, for each activity of the step
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,12 @@ class Neighbours:
 
 def neighbours(model: Model, starts: Starts) -> Neighbours:
     """The arcs of a schedule that has these starts."""
-    rank = [_ranks(lane.edges, len(lane.activities)) for lane in model.lanes]
-    order = sorted(starts, key=lambda slot: (starts[slot], rank[slot[0] % len(rank)][slot[1]], slot))
-    before: dict[Slot, list[Slot]] = {slot: [] for slot in order}
+    order = sorted(starts, key=lambda slot: (starts[slot], lane_of(model, slot[0]).ranks[slot[1]], slot))
+    before: dict[Slot, list[Slot]] = {}
     last: dict[int, Slot] = {}
     for slot in order:
         lane = lane_of(model, slot[0])
-        before[slot] += [(slot[0], first) for first, second in lane.edges if second == slot[1]]
+        before[slot] = [(slot[0], first) for first in lane.before[slot[1]]]
         for resource in lane.activities[slot[1]].resources:
             before[slot] += [last[resource]] if resource in last else []
             last[resource] = slot
@@ -64,21 +64,13 @@ def neighbours(model: Model, starts: Starts) -> Neighbours:
     return Neighbours(model, order, before, after)
 
 
-def _ranks(edges: Sequence[tuple[int, int]], count: int) -> list[int]:
-    found = [0] * count
-    for _ in range(count):
-        for before, after in edges:
-            found[after] = max(found[after], found[before] + 1)
-    return found
-
-
 def makespan_of(model: Model, starts: Starts) -> int:
     """Ticks from the first start to the last end."""
     return max(start + lane_of(model, slot[0]).activities[slot[1]].ticks for slot, start in starts.items())
 
 
-def improve(model: Model, starts: Starts, bound: int, seconds: float, seed: int = 0) -> Starts:
-    """A schedule that is no longer, from windows over the whole step, again and again.
+def improve(model: Model, starts: Starts, bound: int, seconds: float, seed: int = 0) -> tuple[Starts, float]:
+    """A schedule that is no longer, from windows over the whole step, again and again; and the time that this took.
 
     Args:
         model: the activities.
@@ -88,19 +80,19 @@ def improve(model: Model, starts: Starts, bound: int, seconds: float, seed: int 
         seed: of the solver's random choices.
     """
     best = neighbours(model, starts).earliest()
-    spent, size, idle = 0.0, min(_MOST_FREE // 2, len(best)), 0
-    while spent < seconds and makespan_of(model, best) > bound and idle < 2:
+    spent, size, idle = 0.0, min(_LEAST_FREE, len(best)), 0
+    while spent < seconds and makespan_of(model, best) > bound and idle < 3:
         came_from = _worth(model, best)
         places = range(0, max(1, len(best) - size // 2), max(1, size // 2))
         for first in places:
             found, used = _reorder(model, best, first, size, min(seconds - spent, _SHARE * seconds), seed)
-            spent += used + 1e-3
+            spent += used + _OVERHEAD * len(best)
             best = found if found is not None and _worth(model, found) <= _worth(model, best) else best
             if spent >= seconds or makespan_of(model, best) <= bound:
-                return best
+                return best, spent
         if _worth(model, best) == came_from:
             size, idle = min(2 * size, _MOST_FREE, len(best)), idle + 1
-    return best
+    return best, spent
 
 
 def _worth(model: Model, starts: Starts) -> tuple[int, int]:
@@ -121,7 +113,9 @@ def _reorder(model: Model, starts: Starts, first: int, size: int, seconds: float
         if not own:
             continue
         cp.add_no_overlap([cp.new_fixed_size_interval_var(begin[slot], arcs.activity(slot).ticks, "") for slot in own])
-        ready = max((starts[s] + arcs.activity(s).ticks for s in early if resource in arcs.activity(s).resources), default=0)
+        ready = max(
+            (starts[s] + arcs.activity(s).ticks for s in early if resource in arcs.activity(s).resources), default=0
+        )
         rest = next((tails[slot] for slot in late if resource in arcs.activity(slot).resources), 0)
         end = cp.new_int_var(0, horizon, "")
         ends.append(end)

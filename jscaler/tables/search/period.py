@@ -1,14 +1,14 @@
 """Periodic schedules: every micro-batch runs its blocks one period behind the micro-batch before it.
 
-This is modulo scheduling. (Rau, Iterative Modulo Scheduling, 1994; Lin et al., Tessel, HPCA 2024, section 4, calls one period
-a repetend.) Activity i of round r begins at ``(r + turn[i]) * period + offset[i]`` with an offset below the period. A round is
-one micro-batch of each lane. Two facts keep the model small::
+This is modulo scheduling. (Rau, Iterative Modulo Scheduling, 1994; Lin et al., Tessel, HPCA 2024, calls one period a
+repetend.) Activity i of round r begins at ``(r + turn[i]) * period + offset[i]`` with an offset below the period. A round
+is one micro-batch of each lane. Two facts keep the model small::
 
     between two activities of a device only their order on the circle counts:  before[i, j] = offset[i] < offset[j]
     at the beginning of p, of a lifetime from a to b stand  turn[b] - turn[a] + before[p, b] - before[p, a]  copies
 
-A schedule of some period can be stretched to any longer one: turns and orders on the circle stay. So periods that are too short
-lie below those that are feasible, and bisection finds the least.
+A schedule of some period can be stretched to any longer one: turns and orders on the circle stay. So all periods that are
+too short lie below those that are feasible, and bisection finds the least.
 """
 
 import math
@@ -17,6 +17,7 @@ from typing import Any
 
 from jscaler.tables.search.activities import Activity, Lifetime, Model
 from jscaler.tables.search.cp_solver import Answer, cp_sat, run
+from jscaler.tables.search.lower_bound import least_round
 
 Limits = tuple[int | None, ...]
 Starts = tuple[tuple[int, ...], ...]
@@ -57,22 +58,21 @@ def least_period(model: Model, seconds: float, seed: int = 0) -> Periodic | None
     Returns:
         The schedule; None where the time ends before one is found, or where no order keeps within the limits.
     """
-    low = load_bound(model)
-    bound, spent, step, found = low, 0.0, 1, None
-    high = period = low
-    while found is None or low < high:
-        answer, starts = _solve(model, period, model.limits, None, seconds - spent, seed)
-        spent += answer.spent
+    bound = low = least_round(model)
+    longest, grain = sum(map(model.load, model.resources)), max(1, low // 1000)
+    period, step, high, spent, found = low, grain, longest + 1, 0.0, None
+    while high - low >= grain and spent < seconds:
+        limit = max(seconds / 8, (seconds - spent) / 2)
+        answer, starts = _solve(model, period, model.limits, None, limit, seed)
+        spent += answer.spent + 1e-3
         if starts is not None:
             high, found = period, starts
-            period = (low + high) // 2
-            continue
-        bound = period + 1 if answer.closed and bound == period else bound
-        low = period + 1
-        longest = sum(map(model.load, model.resources))
-        if found is None and (period >= longest or spent >= seconds):
-            return None
-        period, step = (min(period + step, longest), 2 * step) if found is None else ((low + high) // 2, step)
+        else:
+            bound = period + 1 if answer.closed else bound
+            low, step = period + 1, 2 * step
+        period = (low + high) // 2 if found is not None else min(low + step // 2 - 1, longest)
+    if found is None:
+        return None
     return Periodic(high, found, high, bound, spent)
 
 
@@ -86,18 +86,15 @@ def least_latency(model: Model, period: int, memory: int, seconds: float, seed: 
     return _found(period, *_solve(model, period, (memory,) * len(model.limits), "latency", seconds, seed))
 
 
-def load_bound(model: Model) -> int:
-    """Ticks that the busiest device or link needs for a round; no period is shorter."""
-    return max(1, *map(model.load, model.resources))
-
-
 def _found(period: int, answer: Answer, starts: Starts | None) -> Periodic | None:
     if starts is None:
         return None
     return Periodic(period, starts, round(answer.objective), math.ceil(answer.bound - 1e-6), answer.spent)
 
 
-def _solve(model: Model, period: int, limits: Limits, objective: str | None, seconds: float, seed: int) -> tuple[Answer, Starts | None]:
+def _solve(
+    model: Model, period: int, limits: Limits, objective: str | None, seconds: float, seed: int
+) -> tuple[Answer, Starts | None]:
     """The solver's answer for one period, and where it has one the starts of round 0 for each lane."""
     cp = cp_sat().CpModel()
     activities = [one for lane in model.lanes for one in lane.activities]
@@ -113,8 +110,7 @@ def _solve(model: Model, period: int, limits: Limits, objective: str | None, sec
     offset = [cp.new_int_var(0, period - 1, "") for _ in activities]
     starts = [k * period + o for k, o in zip(turn, offset, strict=True)]
     for i, j in edges:
-        cp.add(starts[j] >= starts[i] + activities[i].ticks)
-        cp.add(turn[j] >= turn[i])
+        _wait(cp, (turn[i], offset[i]), (turn[j], offset[j]), activities[i].ticks, period)
     before = _orders(cp, model, activities, offset, period)
     _keep_within(cp, model, lifetimes, turn, before, limits, objective == "memory")
     if objective == "latency":
@@ -131,12 +127,25 @@ def _solve(model: Model, period: int, limits: Limits, objective: str | None, sec
 
 
 def _most_turns(activities: list[Activity], period: int) -> int:
-    """A turn that no schedule needs to exceed. If all activities behind some time could begin a period earlier, they may: so
-    a next one begins at most a period after the last one before it ends, hop included."""
+    """A turn that no schedule needs to exceed. All activities behind some time begin a period earlier if they can, which
+    holds no more: so the next one begins at most a period after one before it ends."""
     return len(activities) + sum(one.ticks for one in activities) // period
 
 
-def _orders(cp: Any, model: Model, activities: list[Activity], offset: list[Any], period: int) -> dict[tuple[int, int], Any]:
+def _wait(cp: Any, first: tuple[Any, Any], second: tuple[Any, Any], ticks: int, period: int) -> None:
+    """The second begins behind the first: in the same turn where its offset lets it, else one or two turns later.
+
+    Differences of offsets with a literal are much easier for the solver than sums of turns times the period.
+    """
+    same, next_one = cp.new_bool_var(""), cp.new_bool_var("")
+    cp.add(second[1] >= first[1] + ticks).only_enforce_if(same)
+    cp.add(second[1] >= first[1] + ticks - period).only_enforce_if(next_one)
+    cp.add(second[0] >= first[0] + 2 - same - next_one)
+
+
+def _orders(
+    cp: Any, model: Model, activities: list[Activity], offset: list[Any], period: int
+) -> dict[tuple[int, int], Any]:
     """The order of each two activities of a resource on the circle, between which they do not overlap."""
     before: dict[tuple[int, int], Any] = {}
     for resource in model.resources:
@@ -157,7 +166,13 @@ def _orders(cp: Any, model: Model, activities: list[Activity], offset: list[Any]
 
 
 def _keep_within(
-    cp: Any, model: Model, lifetimes: list[Lifetime], turn: list[Any], before: dict[tuple[int, int], Any], limits: Limits, least: bool
+    cp: Any,
+    model: Model,
+    lifetimes: list[Lifetime],
+    turn: list[Any],
+    before: dict[tuple[int, int], Any],
+    limits: Limits,
+    least: bool,
 ) -> None:
     """What stands on a device when an activity begins is within its limit, or is made ``least`` on the fullest device."""
     whole = sum(one.units for one in lifetimes) * (len(turn) + 2)
@@ -177,6 +192,6 @@ def _keep_within(
                 )
                 for one in own
             )
-            cp.add(held <= (peak if peak is not None else limit))
+            cp.add(held <= (limit if peak is None else peak))  # type: ignore[operator]
     if peak is not None:
         cp.minimize(peak)

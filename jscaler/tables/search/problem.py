@@ -107,7 +107,7 @@ class Problem:
         _check_edges(self.name, len(self.lanes[0]), self.edges)
         if self.memory is not None and len(self.memory) != self.devices:
             raise PlanError(
-                f"{self.name} has {self.devices} devices and {len(self.memory)} memory limits; give one for each device, or None"
+                f"{self.name} has {self.devices} devices and {len(self.memory)} memory limits; give one for each, or None"
             )
 
     @cached_property
@@ -165,7 +165,9 @@ def _check_block(name: str, block: SearchBlock) -> None:
         raise PlanError(f"{name}: the kind of block '{block}' is one of {', '.join(KINDS)}, not {shown(block.kind)}")
     whole = all(isinstance(device, int) and device >= 0 for device in block.devices)
     if not block.devices or not whole or len(set(block.devices)) != len(block.devices):
-        raise PlanError(f"{name}: the devices of block '{block}' are different whole numbers from 0, not {shown(block.devices)}")
+        raise PlanError(
+            f"{name}: the devices of block '{block}' are different whole numbers from 0, not {shown(block.devices)}"
+        )
     for what in ("seconds", "held", "freed"):
         value = getattr(block, what)
         if not (isinstance(value, int | float) and 0 <= value < math.inf):
@@ -189,6 +191,8 @@ def _check_edges(name: str, count: int, edges: Sequence[Edge]) -> None:
         if not (0 <= edge.before < count and 0 <= edge.after < count):
             raise PlanError(f"{name}: an edge goes from block {edge.before} to {edge.after}, and there are {count} blocks")
         if not 0 <= edge.hop < math.inf:
-            raise PlanError(f"{name}: the hop from block {edge.before} to {edge.after} is a number from 0, not {edge.hop!r}")
+            raise PlanError(
+                f"{name}: the hop from block {edge.before} to {edge.after} is a number from 0, not {edge.hop!r}"
+            )
     if len(topological(count, edges)) < count:
         raise PlanError(f"{name}: the edges form a circle; each block waits for blocks that run before it")

@@ -1,8 +1,8 @@
 """A table under the blocks of a problem: whether it is legal, when each block runs, and what each device holds.
 
 Times are those of `jscaler.tables.simulator`: entries begin in the order of `in_order`, devices and links take them in that
-order. Memory needs no times, as a device runs one entry after another: it holds what its entries so far have added, less what
-they have let go.
+order. Memory needs no times, as a device runs one entry after another: it holds what its entries so far have added, less
+what they have let go.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,9 @@ def check_table(problem: Problem, table: Table) -> None:
     names = [f"devices {', '.join(map(str, devices))}" for devices in problem.rows]
     check_cells(table, list(rows.values()), names)
     if {cell for cell, _ in problem.cells()} != set(table.cells()):
-        raise PlanError(f"the table has other kinds of blocks than {problem.name}; a B may be I and W, and R may be missing")
+        raise PlanError(
+            f"the table has other kinds of blocks than {problem.name}; a B may be I and W, and R may be missing"
+        )
     check_own_order(table)
 
 

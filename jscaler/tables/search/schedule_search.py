@@ -1,6 +1,5 @@
 """``search_schedule``: the order of given blocks with the least step time, within the memory of each device."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +7,7 @@ from jscaler.errors import PlanError
 from jscaler.tables.search import starts as in_starts
 from jscaler.tables.search.activities import Model, model_of
 from jscaler.tables.search.cp_solver import cp_sat
-from jscaler.tables.search.finite import Middle, Starts, solve_finite
+from jscaler.tables.search.finite import Starts, lane_of, solve_finite
 from jscaler.tables.search.incumbents import Incumbent, from_catalogue, in_kinds_of, incumbent
 from jscaler.tables.search.least_memory import check_memory
 from jscaler.tables.search.lower_bound import least_makespan
@@ -17,11 +16,13 @@ from jscaler.tables.search.period import Periodic, least_period
 from jscaler.tables.search.problem import Problem
 from jscaler.tables.search.replay import check_table, replay
 from jscaler.tables.search.result import FoundSchedule
+from jscaler.tables.search.swaps import share_devices, swapped
 from jscaler.tables.search.ticks import InTicks, in_ticks
 from jscaler.tables.table import Table
 
-_FOR_PERIOD, _FOR_ONE_ROUND, _FOR_ENDS, _FOR_BOUND, _FOR_LEAST = 0.1, 0.1, 0.25, 0.5, 0.5  # shares of the time left
-_MOST_EXACT = 1500  # activities of the exact model
+_FOR_ONE_ROUND, _FOR_PERIOD, _FOR_SMALL, _FOR_ENDS, _FOR_EXACT = 0.1, 0.1, 0.2, 0.5, 0.8  # shares of the time left
+_MOST_SMALL, _MOST_EXACT = 400, 1500  # activities of an exact model that is solved first, and of one that is solved at all
+_SWAPS = 50  # for each second
 
 
 def search_schedule(
@@ -29,8 +30,11 @@ def search_schedule(
 ) -> FoundSchedule:
     """The table of least step time that keeps within each device's memory, with a lower bound that is proved.
 
-    The search takes the best of the published schedules that fit, the given incumbents, a periodic schedule with its warm-up
-    and cool-down, the exact model, and windows that are ordered anew. It stops when the step time reaches the bound.
+    The search takes the best of the published schedules that fit, the given incumbents, a periodic schedule with its
+    warm-up and cool-down, the exact model, and windows that are ordered anew. It stops when the step time is the bound.
+
+    Where rows of the table share devices, `jscaler.tables.legal.in_order` decides whose entry begins first. The step time
+    follows it; the bound holds for any order, so it may not be reached.
 
     The solver runs on one core and counts deterministic time. So equal inputs and an equal seed give equal results, on a
     clock the search takes about ``seconds``, more on a slow machine.
@@ -59,14 +63,15 @@ def search_schedule(
     check_memory(problem)
     given = list(_given(problem, incumbents))
     search = _Search.of(problem, seconds, seed).better([*given, *from_catalogue(problem)])
-    for step in (_one_round, _periodic, _ends, _exact, _windows):
+    for step in (_one_round, _periodic, _small, _ends, _exact, _windows, _swaps):
         search = step(search)
     if search.best is None:
         raise PlanError(
-            f"{problem.name}: no table within the memory limits was found in {seconds:g} s; give more seconds or more memory"
+            f"{problem.name}: no table within the memory limits was found in {seconds:g} s; give more of either"
         )
     best, bound = search.best, search.bound_seconds
-    bound = min(bound, best.found.seconds)  # ticks of the bound and sums of the simulator are rounded in other ways
+    assert bound <= best.found.seconds * (1 + 1e-9), "a bound is below each schedule"
+    bound = min(bound, best.found.seconds)  # sums of floats differ in their last digits
     period = search.ticks.seconds(search.period.period) if search.period is not None else None
     return FoundSchedule(best.table, best.found.seconds, bound, search.ticks.exact, period, best.found.peaks, best.source)
 
@@ -79,6 +84,7 @@ class _Search:
     ticks: InTicks
     model: Model
     seed: int
+    seconds: float
     left: float
     bound: int
     least: float
@@ -91,7 +97,7 @@ class _Search:
         ticks, fine = in_ticks(problem), in_ticks(problem, fine=True)
         model = model_of(ticks.problem)
         least = fine.seconds(least_makespan(model_of(fine.problem)))
-        return _Search(problem, ticks, model, seed, seconds, least_makespan(model), least)
+        return _Search(problem, ticks, model, seed, seconds, seconds, least_makespan(model), least)
 
     @property
     def bound_seconds(self) -> float:
@@ -101,9 +107,9 @@ class _Search:
     @property
     def done(self) -> bool:
         """Whether nothing can be found any more."""
-        return self.best is not None and (self.starts_horizon() <= self.bound or self.left <= 0)
+        return self.best is not None and (self.horizon() <= self.bound or self.left <= 0)
 
-    def starts_horizon(self) -> int:
+    def horizon(self) -> int:
         """The makespan of the best table, in ticks."""
         assert self.best is not None
         return round(replay(self.ticks.problem, self.best.table).seconds)
@@ -150,8 +156,8 @@ def _one_round(search: _Search) -> _Search:
     if not answer.feasible:
         limits = ", ".join(f"device {device}: {search.problem.limit(device)}" for device in range(search.problem.devices))
         raise PlanError(
-            f"{search.problem.name}: no order of a single micro-batch keeps within the memory limits of all devices together "
-            f"({limits}); raise them, or cut the batch into more micro-batches"
+            f"{search.problem.name}: no order of a single micro-batch keeps within the memory limits of all devices "
+            f"together ({limits}); raise them, or cut the batch into more micro-batches"
         )
     if answer.starts is None:
         return search
@@ -173,47 +179,57 @@ def _periodic(search: _Search) -> _Search:
     return search.with_starts(in_starts.repeated(search.model, found), "periodic")
 
 
-def _ends(search: _Search) -> _Search:
-    """Warm-up and cool-down of the periodic schedule in their best order; rounds between them stay periodic."""
-    found = search.period
-    if search.done or found is None:
-        return search
-    latency = max(starts[number] + one.ticks for starts, lane in zip(found.starts, search.model.lanes, strict=True)
-                  for number, one in enumerate(lane.activities))  # fmt: skip
-    rounds = search.model.microbatches // len(search.model.lanes)
-    warm_up = math.ceil(latency / found.period)
-    if rounds <= 2 * warm_up + 2:
-        return search
-    middle = Middle(warm_up + 1, rounds - warm_up - 1, found.period)
-    hint = in_starts.repeated(search.model, found)
-    horizon = search.starts_horizon() - 1
-    answer = solve_finite(search.model, horizon, search.bound, _FOR_ENDS * search.left, search.seed, hint, middle)
-    search = search.spend(answer.spent)
-    return search if answer.starts is None else search.with_starts(answer.starts, "periodic with ends")
+def _small(search: _Search) -> _Search:
+    """The exact model with a part of the time, where it is small."""
+    return _exact_model(search, _MOST_SMALL, _FOR_SMALL)
 
 
 def _exact(search: _Search) -> _Search:
-    """The exact model: first a schedule that takes no longer than the bound, then the shortest."""
-    count = sum(len(search.model.lanes[j % len(search.model.lanes)].activities) for j in range(search.model.microbatches))
-    if count > _MOST_EXACT:
-        return search
-    for to_bound in (True, False):
+    """The exact model with most of the time."""
+    return _exact_model(search, _MOST_EXACT, _FOR_EXACT)
+
+
+def _exact_model(search: _Search, most: int, share: float) -> _Search:
+    """First a schedule that takes no longer than the bound, then the shortest, of at most so many activities."""
+    count = sum(len(lane_of(search.model, microbatch).activities) for microbatch in range(search.model.microbatches))
+    seconds = share * search.left / 2
+    for to_bound in (True, False) if count <= most else ():
         if search.done:
-            return search
-        least = search.bound
-        horizon = search.starts_horizon() - 1 if search.best is not None else 10**9
-        share, hint = (_FOR_BOUND, None) if to_bound else (_FOR_LEAST, search.starts() if search.best is not None else None)
-        most = least if to_bound else horizon
-        answer = solve_finite(search.model, most, least, share * search.left, search.seed, hint)
+            break
+        known = search.best is not None
+        shorter = search.horizon() - 1 if known else sum(search.model.load(one) for one in search.model.resources) * count
+        hint = search.starts() if known and not to_bound else None
+        horizon = min(search.bound, shorter) if to_bound else shorter
+        answer = solve_finite(search.model, horizon, search.bound, seconds, search.seed, hint)
         search = replace(search.spend(answer.spent), bound=max(search.bound, answer.bound))
         if answer.starts is not None:
             search = search.with_starts(answer.starts, "exact model")
     return search
 
 
+def _ends(search: _Search) -> _Search:
+    """Windows of the periodic schedule, above all of its warm-up and cool-down."""
+    if search.done or search.period is None:
+        return search
+    found = _improved(search, in_starts.repeated(search.model, search.period), _FOR_ENDS * search.left)
+    return found[0].with_starts(found[1], "periodic, windows")
+
+
 def _windows(search: _Search) -> _Search:
-    """Windows of the best schedule in their best order."""
+    """Windows of the best schedule."""
     if search.done or search.best is None:
         return search
-    found = improve(search.model, search.starts(), search.bound, search.left, search.seed)
-    return search.with_starts(found, "windows")
+    found = _improved(search, search.starts(), search.left)
+    return found[0].with_starts(found[1], f"{search.best.source}, windows")
+
+
+def _improved(search: _Search, starts: Starts, seconds: float) -> tuple[_Search, Starts]:
+    found, spent = improve(search.model, starts, search.bound, seconds, search.seed)
+    return search.spend(spent), found
+
+
+def _swaps(search: _Search) -> _Search:
+    """Entries of the best table in other places, where rows share devices."""
+    if search.best is None or search.best.found.seconds <= search.bound_seconds or not share_devices(search.problem.rows):
+        return search
+    return search.better([swapped(search.problem, search.best, round(_SWAPS * search.seconds), search.seed)])

@@ -1,10 +1,11 @@
 """Tessel's shapes: placements of blocks on devices for which Tessel searches schedules.
 
-V is a chain; X two chains of opposite directions; M a chain with blocks of all devices at both ends; NN one with such blocks
-in its middle, too; K two branches, each on half of the devices, that join in a block of all; mllm a chain with blocks of all
-devices at its ends and at its turn. (Lin et al., Tessel, HPCA 2024, section 5.)
+V is a chain; X two chains of opposite directions; M a chain with blocks of all devices at both ends; NN one with such
+blocks in its middle, too; K two branches, each on half of the devices, that join in a block of all; mllm a chain with
+blocks of all devices at its ends and at its turn. (Lin et al., Tessel, HPCA 2024, section 5.)
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from jscaler.errors import PlanError, UnknownNameError, check_count
@@ -48,7 +49,9 @@ def tessel_problem(
     if shape not in TESSEL_SHAPES:
         raise UnknownNameError("shape", shape, TESSEL_SHAPES)
     if check_count(f"{shape}: devices", devices, least=2) % 2:
-        raise PlanError(f"{shape}: a shape has an even number of devices, not {devices}; take {devices - 1} or {devices + 1}")
+        raise PlanError(
+            f"{shape}: a shape has an even number of devices, not {devices}; take {devices - 1} or {devices + 1}"
+        )
     one = StageCosts({"F": forward, "B": backward}, {"F": 1.0}, {"B": 1.0})
     end = StageCosts({"F": everywhere, "B": everywhere})
     limits = None if memory is None else (memory,) * devices
@@ -87,7 +90,7 @@ def _k(n: int, microbatches: int, one: StageCosts, end: StageCosts, memory: Limi
     edges = [Edge(2 * stage, 2 * stage + 1) for stage in range(n + 1)]
     for branch in branches:
         ahead = [*branch, n]
-        for first, second in zip(ahead, ahead[1:], strict=False):
+        for first, second in itertools.pairwise(ahead):
             edges += [Edge(2 * first, 2 * second), Edge(2 * second + 1, 2 * first + 1)]
     return Problem("K", (tuple(blocks),), tuple(edges), microbatches, memory)
 

@@ -1,8 +1,8 @@
 """Ticks: seconds and bytes as whole numbers, which the solver needs.
 
-Where all seconds of a problem are multiples of one unit, that unit is a tick, and nothing is rounded. Else a tick is so short
-that rounding every block of a device down takes away less than 0.1 % of its work. What is proved of the problem in ticks is
-then a lower bound of the problem itself, since no block takes longer in it.
+Where all seconds of a problem are multiples of one unit, that unit is a tick, and nothing is rounded. Else a tick is so
+short that rounding every block of a device down takes away less than 0.1 % of its work. What is proved of the problem in
+ticks is then a lower bound of the problem itself, since no block takes longer in it.
 """
 
 import dataclasses
@@ -83,7 +83,10 @@ def common_unit(values: Iterable[float], most: int) -> Fraction | None:
         (Fraction(1, 4), None)
     """
     found = [Fraction(value).limit_denominator(_FINEST) for value in values if value]
-    if any(abs(near - Fraction(value)) > Fraction(value) / 10**13 for near, value in zip(found, filter(None, values), strict=True)):
+    if any(
+        abs(near - Fraction(value)) > Fraction(value) / 10**13
+        for near, value in zip(found, filter(None, values), strict=True)
+    ):
         return None
     if not found:
         return Fraction(1)
