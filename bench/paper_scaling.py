@@ -17,7 +17,8 @@ from bench.harness import Row
 from bench.paper_models import GPUS, Model
 from bench.paper_sweep import Sweep, cluster_for
 from jscaler.clusters import Cluster
-from jscaler.estimate.query import block_seconds, hop_seconds, planned
+from jscaler.estimate.block_costs import block_seconds, hop_seconds
+from jscaler.estimate.query import planned
 from jscaler.estimate.timed_step import Sends, timed_step
 from jscaler.estimate.traffic import moved_by_reader, traffic_of
 from jscaler.lower.program import Adapt

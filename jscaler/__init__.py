@@ -35,6 +35,7 @@ from jscaler.errors import (
     VerificationError,
 )
 from jscaler.estimate.fitting import Fit, fit
+from jscaler.estimate.found_schedule import find_schedule
 from jscaler.estimate.query import Cost, cost
 from jscaler.estimate.simulation import simulate
 from jscaler.padding import pad_batch
@@ -114,6 +115,7 @@ __all__ = [
     "cost",
     "draw_timelines",
     "fetch",
+    "find_schedule",
     "fit",
     "grad",
     "nnx",

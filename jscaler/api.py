@@ -25,6 +25,7 @@ from jscaler.errors import (
 )
 from jscaler.estimate.loops_apart import between, loops_apart
 from jscaler.estimate.lost_parallelism import lost_parallelism
+from jscaler.estimate.searched_order import with_searched_schedule
 from jscaler.flat_passes.all_passes import flat_passes
 from jscaler.ir import Graph
 from jscaler.ir.overview import Overview, Shown
@@ -480,7 +481,7 @@ class Parallelized(Shown):
             plan = transform(captured, policy, num_devices, cost=self._cost)
         else:
             plan = self._following.plan(captured, policy, call, num_devices, self._name, self._cost)
-        return lower(captured, plan, self._cost, self._without)
+        return lower(captured, with_searched_schedule(captured, plan, self._cost), self._cost, self._without)
 
     @no_full_collections()
     def _lower(self, call: BoundCall) -> Lowered:

@@ -24,7 +24,7 @@ from jscaler.lower.blocks import make_programs
 from jscaler.lower.flat_program import FlatProgram, all_items
 from jscaler.lower.instructions import instructions
 from jscaler.lower.numbering import Keys, flatten
-from jscaler.lower.segment import CutProgram, Segment, in_each_block
+from jscaler.lower.segment import CutProgram, PlacedBlock, Segment, in_each_block
 from jscaler.lower.step_plan import StepPlan
 from jscaler.lower.twins import twin_key, twin_of
 from jscaler.materialize import complete
@@ -32,11 +32,13 @@ from jscaler.materialize.completed import Completed
 from jscaler.materialize.group_passes import GROUP_PASSES
 from jscaler.materialize.groups import OnGroups, on_groups
 from jscaler.primitives import Decision, Order, Plan, Store, make_plan
+from jscaler.primitives.plan import Schedule
 from jscaler.primitives.plan_matches import check_fits
 from jscaler.rules.rule_book import RuleBook
 from jscaler.schedule import ordered_ops
 from jscaler.schedule.graph_passes import TO_LAYOUTS, TO_SOURCE, Planned
 from jscaler.schedule.time_axes import orders_on_groups
+from jscaler.tables import Table
 from jscaler.tables.cuts import cuts_of
 
 
@@ -183,9 +185,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         segments.append(Segment(program, flat, blocks))
         if key is not None:
             known[key] = segments[-1]
-    number = {group: n for n, group in enumerate(completed.groups)}
-    every = [block for segment in segments for block in segment.blocks]
-    every.sort(key=lambda block: (block.phase, number[block.group], block.level, block.of_layers))  # as a group runs them
+    every = _as_groups_run_them(segments, completed)
     between = orders_on_groups(source.graph, plan) if made.spanning is not None else []
     outputs = len(graph.outputs)
     runs_as, steps = instructions(graph, every, made.transfers, made.spanning, outputs, plan.table, between)
@@ -204,6 +204,28 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
         at.has_time_axes,
         captured.graph,
     )
+
+
+def _as_groups_run_them(segments: Sequence[Segment], completed: Completed) -> list[PlacedBlock]:
+    number = {group: n for n, group in enumerate(completed.groups)}
+    every = [block for segment in segments for block in segment.blocks]
+    return sorted(every, key=lambda block: (block.phase, number[block.group], block.level, block.of_layers))
+
+
+def reordered(step: StepPlan, table: Table) -> StepPlan:
+    """``step`` with its blocks in the order of ``table``, which has the same kinds of blocks.
+
+    Raises:
+        PlanError: the table has other blocks.
+        OrderError: blocks wait for each other.
+    """
+    rest = tuple(d for d in step.plan.decisions if not isinstance(d, Schedule))
+    plan = dataclasses.replace(step.plan, decisions=(*rest, Schedule(str(table))))
+    between = orders_on_groups(step.source, plan)
+    outputs, every = len(step.graph.outputs), _as_groups_run_them(step.segments, step.completed)
+    runs_as, steps = instructions(step.graph, every, step.transfers, step.spanning, outputs, table, between)
+    assert len(runs_as) == len(step.blocks), "the table has other kinds of blocks"
+    return dataclasses.replace(step, plan=plan, instructions=steps, blocks=tuple(runs_as))
 
 
 def _num_ops(at: Planned | OnGroups) -> int:

@@ -184,7 +184,8 @@ def test_all_schedules_of_a_plan(tmp_path: Path) -> None:
     found = json.loads(run(*command, "--json"))["schedules"]
     named = {one["schedule"]: one for one in found}
     assert {"gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "chimera", "interleaved"} <= named.keys()
-    assert named["zb_h1"]["makespan"] <= named["1f1b"]["makespan"]
+    searched = min(one["makespan"] for one in found if one["schedule"] == "search")
+    assert searched <= min(named[name]["makespan"] for name in ("1f1b", "zb_h1", "zb_v")) * 1.001
     assert named["gpipe"]["devices"][0]["peak"] > named["1f1b"]["devices"][0]["peak"]
     assert "there is no schedule" not in named["zb_h2"]["why"]
     assert named["interlaced"]["why"] == ""

@@ -22,7 +22,9 @@ pytestmark = losing
 def random_region(graph: Any, rng: np.random.Generator) -> list[Op]:
     """Some ops and loops of one body, and what lies between them."""
     loops = [None, *(n for n, loop in graph.loops.items() if loop.forward is None and loop.parent is None)]
-    items = [i for i in _items_in(graph.graph, loops[rng.integers(len(loops))]) if _ops(i)[0].kind == "forward"]
+    items = [
+        i for i in _items_in(graph.graph, loops[rng.integers(len(loops))], graph.graph.ops) if _ops(i)[0].kind == "forward"
+    ]
     share = rng.choice([0.2, 0.6, 1.0])
     own = {op.path for item in items if rng.random() < share for op in _ops(item)}
     chosen = {item for item in items if _ops(item)[0].path in own}

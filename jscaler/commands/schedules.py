@@ -1,10 +1,11 @@
-"""``jscaler schedules``: every published schedule that exists for a plan's stages, simulated: which is best?"""
+"""``jscaler schedules``: which of the published schedules is best for a plan's stages; and one that is searched."""
 
 import dataclasses
 import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,9 @@ from jscaler.estimate.simulation import simulate
 from jscaler.ir import Graph
 from jscaler.report.draw_layout import refuse_picture
 from jscaler.report.draw_timeline import draw_timelines
-from jscaler.tables import SCHEDULES, Published
+from jscaler.tables import SCHEDULES
+from jscaler.tables.recomputing import MARKS
+from jscaler.tables.searched import SEARCHED
 from jscaler.tables.timeline import Timeline
 from jscaler.text.tables import table
 from jscaler.text.units import readable_bytes, readable_seconds
@@ -66,7 +69,8 @@ def schedules_(
 ) -> None:
     """Simulate a plan with every published schedule that exists for its numbers: seconds, waiting, memory, does it fit?
 
-    Needs no devices, compiles nothing, allocates no model.
+    Each is tried as it is, and with layers that are computed again in blocks of their own (+R, +R early). "search" is the
+    best order of the plan's own blocks, of one chunk and of two. Needs no devices, compiles nothing, allocates no model.
 
     Example: jscaler schedules --model gpt-1.3b --plan "megatron(tp=8, pp=4, microbatches=16)" --target 4x8xV100-32GB
 
@@ -84,9 +88,10 @@ def schedules_(
     with stages() as begin:
         begin("capturing the step")
         graph = planned_job.step.graph(*planned_job.arguments())
-        for one, chunks in _all(plan):
-            begin(f"planning and simulating {one.name}, {len(found)} done")
-            found.append(_simulated(graph, plan, one, chunks, cluster))
+        for name, chunks in _all():
+            begin(f"planning and simulating {name}, {len(found)} done")
+            found.append(_simulated(graph, plan, name, chunks, cluster))
+    found = [one for one in found if not any(_gains_nothing(one, other) for other in found)]
     best = sorted((one for one in found if one.timeline is not None), key=lambda one: one.timeline.makespan)  # type: ignore[union-attr]
     others = [one for one in found if one.timeline is None]
     if draw is not None and best:
@@ -128,32 +133,53 @@ def _reasons(others: list[Simulated]) -> dict[str, list[str]]:
     return found
 
 
-def _all(plan: str) -> Iterator[tuple[Published, int]]:
+def _all() -> Iterator[tuple[str, int]]:
+    """The name of each schedule, with how many chunks it is tried."""
     for one in SCHEDULES.values():
         if one.name == "forward_only":
             continue  # a train step has backwards
         for chunks in range(2, MOST_CHUNKS + 1, 2) if one.chunks is None else (one.chunks,):
-            yield one, chunks
+            yield from ((one.name + mark, chunks) for mark in ("", *MARKS.values()))
+    if find_spec("ortools") is not None:
+        yield from ((SEARCHED.name, chunks) for chunks in (1, 2))
 
 
-def _simulated(graph: Graph, plan: str, schedule: Published, chunks: int, cluster: Cluster) -> Simulated:
+def _gains_nothing(one: Simulated, other: Simulated) -> bool:
+    """Whether ``one`` is a schedule with recompute, and ``other`` the same without, or later, that is as good."""
+    mark = next((mark for mark in MARKS.values() if one.schedule.endswith(mark)), None)
+    if mark is None or one.chunks != other.chunks or one.schedule == other.schedule:
+        return False
+    plain = one.schedule.removesuffix(mark)
+    if other.schedule not in (plain, *((plain + MARKS["late"],) if mark == MARKS["early"] else ())):
+        return False
+    if one.timeline is None or other.timeline is None:
+        return one.timeline is None
+    return one.timeline.makespan >= other.timeline.makespan and _peak(one.timeline) >= _peak(other.timeline)
+
+
+def _simulated(graph: Graph, plan: str, name: str, chunks: int, cluster: Cluster) -> Simulated:
     try:
         more = {"chunks": chunks} if chunks > 1 else {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the schedule '.*' has", PlanWarning)  # who runs it is told
             warnings.simplefilter("error", ScheduleWarning)
-            step = planned(graph, plans.with_schedule(plan, schedule.name, **more), cluster)
+            step = planned(graph, plans.with_schedule(plan, name, **more), cluster)
     except (PlanError, ScheduleWarning) as error:
-        return Simulated(schedule.name, chunks, why=str(error))
+        return Simulated(name, chunks, why=str(error))
     if step.instructions.table is None:
         raise JscalerError(f"plan '{plan}' has no stages: give one that has, \"megatron(tp=8, pp=4, microbatches=16)\"")
-    return Simulated(schedule.name, chunks, simulate(step, cluster), simulate(step, cluster.at_peaks()).makespan)
+    return Simulated(name, chunks, simulate(step, cluster), simulate(step, cluster.at_peaks()).makespan)
+
+
+def _peak(timeline: Timeline) -> int:
+    """Bytes of the device that holds most."""
+    return max(timeline.peak(own[0]) for own in timeline.memory)
 
 
 def _row(one: Simulated) -> tuple[str, ...]:
     timeline = one.timeline
     assert timeline is not None
-    peak = max(timeline.peak(own[0]) for own in timeline.memory)
+    peak = _peak(timeline)
     fits = {True: "yes", False: "NO", None: "?"}[timeline.fits]
     times = readable_seconds(timeline.makespan), f"{timeline.bubble:.1%}", readable_seconds(timeline.exposed)
     return one.schedule, str(one.chunks), *times, readable_seconds(one.bound), readable_bytes(peak), fits

@@ -5,7 +5,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,17 @@ from jscaler import plans
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.collector import no_full_collections
 from jscaler.errors import DeviceError, PlanError, check_flag, shown
+from jscaler.estimate.block_costs import BlockCost, block_costs, hop_seconds
 from jscaler.estimate.cost import Cost, DeviceShare, OpCost, Profiled
-from jscaler.estimate.priced import ByProfile, Priced, priced_by_model
 from jscaler.estimate.profile import Profile, load_profile
+from jscaler.estimate.searched_order import with_searched_schedule
 from jscaler.estimate.timed_step import timed_step
 from jscaler.estimate.traffic import Traffic, sum_of, traffic_by_reader, traffic_in, traffic_of_hop
 from jscaler.estimate.waiting import devices_alike
-from jscaler.estimate.works import block_work, computed
+from jscaler.estimate.works import computed
 from jscaler.ir import Graph
-from jscaler.lower.instructions import Run, Send
-from jscaler.lower.segment import PlacedBlock
+from jscaler.lower.instructions import Send
 from jscaler.lower.step_plan import StepPlan, decisions_of
-from jscaler.materialize.crossing import hop_price
 from jscaler.primitives import Plan
 from jscaler.primitives.planner import Planner
 from jscaler.stages import Captured, lower, transform
@@ -79,7 +78,7 @@ def cost(
     if known is not None and on.device is None:
         raise DeviceError(f"a profile is of a kind of device, and cluster '{on.name}' does not say what its devices are")
     step = planned(graph, plan, on, devices)
-    blocks = _block_costs(step, on, known)
+    blocks = block_costs(step, on, known)
     elapsed, bound = _elapsed(step, blocks, on)
     profiled = None if known is None else _profiled(blocks)
     return Cost(step.name, on, step, _by_op(step, blocks, on), _shares(step, blocks, on), elapsed, bound, donated, profiled)
@@ -90,18 +89,6 @@ def plan_and_cluster(given: Any, plan: Any, cluster: Any) -> tuple[Any, Any]:
     if cluster is None and not isinstance(given, Graph | Captured):
         return None, plan
     return plan, cluster
-
-
-@no_full_collections()
-def block_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
-    """The seconds of one run of each block, with what is moved within its group."""
-    return [one.seconds for one in _block_costs(step, cluster)]
-
-
-def hop_seconds(step: StepPlan, cluster: Cluster) -> list[float]:
-    """The seconds of each transfer."""
-    ends = [(t.crossing.leave.target, t.crossing.arrive.source, t.tensor.itemsize) for t in step.transfers]
-    return [hop_price(*end, cluster) for end in ends]
 
 
 @no_full_collections()
@@ -130,40 +117,11 @@ def planned(graph: Any, plan: Any, cluster: Cluster, devices: int | None = None)
     if not callable(policy) and not isinstance(policy, Plan):
         raise PlanError(f"a plan is a policy, a plan's name or a Plan, not {shown(policy)}")
     count = devices or (policy.num_devices if isinstance(policy, Plan) else cluster.num_devices)
-    return lower(captured, transform(captured, policy, count, cost=cluster), cluster)
+    made = with_searched_schedule(captured, transform(captured, policy, count, cost=cluster), cluster)
+    return lower(captured, made, cluster)
 
 
-@dataclass(frozen=True)
-class _BlockCost:
-    """One block: what a run of it computes and sends, and how many runs there are."""
-
-    block: PlacedBlock
-    runs: int
-    priced: Priced
-    sent: Traffic
-
-    @property
-    def work(self) -> Work:
-        return self.priced.work
-
-    @property
-    def seconds(self) -> float:
-        return self.priced.total + self.sent.seconds
-
-
-def _block_costs(step: StepPlan, cluster: Cluster, profile: Profile | None = None) -> list[_BlockCost]:
-    runs = Counter(one.block for one in step.instructions.steps or (Run(0, (), ()),) if isinstance(one, Run))
-    device = cluster.device
-    by_profile = None if profile is None or device is None else ByProfile(step, profile, device)
-    found = []
-    for number, block in enumerate(step.blocks):
-        work = block_work(step, number, device is None or device.has_row_kernels)
-        priced = priced_by_model(work, device) if by_profile is None else by_profile.priced(number, work)
-        found.append(_BlockCost(block, runs[number], priced, traffic_in(block.flat.items, cluster)))
-    return found
-
-
-def _profiled(blocks: Sequence[_BlockCost]) -> Profiled:
+def _profiled(blocks: Sequence[BlockCost]) -> Profiled:
     every = [one.priced for one in blocks]
     by_model = sum(one.runs * one.priced.by_model for one in blocks)
     total = sum(one.runs * one.priced.total for one in blocks)
@@ -171,7 +129,7 @@ def _profiled(blocks: Sequence[_BlockCost]) -> Profiled:
     return Profiled(pieces, ops, modelled, by_model / total if total else 0.0)
 
 
-def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[float | None, float | None]:
+def _elapsed(step: StepPlan, blocks: Sequence[BlockCost], cluster: Cluster) -> tuple[float | None, float | None]:
     """Seconds of a step on several groups, and of any step at the peaks of devices and links; None where nobody knows."""
     if cluster.device is None:
         return None, None
@@ -187,7 +145,7 @@ def _elapsed(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> 
     return found[0], found[1]
 
 
-def _by_op(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> dict[str, OpCost]:
+def _by_op(step: StepPlan, blocks: Sequence[BlockCost], cluster: Cluster) -> dict[str, OpCost]:
     """Each op of the program: its kernels on each device group that runs it, and what is moved in front of it."""
     kernels: dict[str, list[KernelWork]] = {}
     taken: dict[str, float] = {}
@@ -208,7 +166,7 @@ def _by_op(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> di
     return table
 
 
-def _shares(step: StepPlan, blocks: Sequence[_BlockCost], cluster: Cluster) -> tuple[DeviceShare, ...]:
+def _shares(step: StepPlan, blocks: Sequence[BlockCost], cluster: Cluster) -> tuple[DeviceShare, ...]:
     """What the devices do, those that are of the same groups together."""
     sends = Counter(one.transfer for one in step.instructions.steps if isinstance(one, Send))
     hops = {number: traffic_of_hop(step.transfers[number], times, cluster) for number, times in sends.items()}

@@ -8,8 +8,9 @@ from typing import Any
 
 from jscaler.clusters import Cluster, find_cluster
 from jscaler.errors import PlanError, UnknownNameError, check_flag, shown
+from jscaler.estimate.block_costs import block_seconds, hop_seconds
 from jscaler.estimate.memory import memory_over_time
-from jscaler.estimate.query import block_seconds, hop_seconds, plan_and_cluster, planned
+from jscaler.estimate.query import plan_and_cluster, planned
 from jscaler.estimate.timed_step import Sends, check_sends, timed_step
 from jscaler.lower.step_plan import StepPlan, step_of
 from jscaler.tables.timeline import Timeline
@@ -52,24 +53,33 @@ def simulate(
     plan, cluster = plan_and_cluster(lowered, plan, cluster)
     on = cluster if isinstance(cluster, Cluster) or cluster is None else find_cluster(cluster)
     step = step_of("simulate", lowered) if plan is None or on is None else planned(lowered, plan, on)
-    if seconds is None and (on is None or on.device is None):
-        raise PlanError(
-            "to simulate a step, say how fast its devices are: give a cluster that has a device kind ('8xH100-80GB'), or "
-            "seconds= of each block"
-        )
-    if seconds is None:
-        assert on is not None
-        blocks = block_seconds(step, on)
-    else:
-        blocks = _by_number(step, seconds)
-    if hops is None:
-        hops = [0.0] * len(step.transfers) if on is None else hop_seconds(step, on)
-    hops = _as_many("hops", hops, [transfer.tensor.name for transfer in step.transfers], "transfers")
+    blocks, hops = block_seconds_of(step, on, seconds), hop_seconds_of(step, on, hops)
     runs, sent = timed_step(step, blocks, hops, sends)
     alone, _ = timed_step(step, blocks, [0.0] * len(hops))
     exposed = max((one.end for one in runs), default=0.0) - max((one.end for one in alone), default=0.0)
     memory = memory_over_time(step, [(one.begin, one.end) for one in runs], donated)
     return Timeline(step.name, tuple(runs), tuple(sent), memory, on.memory if on is not None else 0, exposed)
+
+
+def block_seconds_of(
+    step: StepPlan, on: Cluster | None, seconds: Mapping[str, float] | Sequence[float] | None
+) -> list[float]:
+    """Seconds of a run of each block: as given, else by the cluster; raises as `simulate`."""
+    if seconds is not None:
+        return _by_number(step, seconds)
+    if on is None or on.device is None:
+        raise PlanError(
+            f"to say how long '{step.name}' takes, say how fast its devices are: give a cluster that has a device kind "
+            "('8xH100-80GB'), or seconds= of each block"
+        )
+    return block_seconds(step, on)
+
+
+def hop_seconds_of(step: StepPlan, on: Cluster | None, hops: Sequence[float] | None) -> list[float]:
+    """Seconds of each transfer: as given, else by the cluster, or none; raises as `simulate`."""
+    if hops is None:
+        hops = [0.0] * len(step.transfers) if on is None else hop_seconds(step, on)
+    return _as_many("hops", hops, [transfer.tensor.name for transfer in step.transfers], "transfers")
 
 
 def _by_number(step: StepPlan, seconds: Mapping[str, float] | Sequence[float]) -> list[float]:

@@ -168,11 +168,15 @@ class Program:
     def names_at(self, level: Level, levels: Container[Level]) -> tuple[StageKind, ...]:
         """The names of its block at ``level``, if it has blocks at ``levels``: of a backward in halves, those of the half.
 
-        A backward whose gradient of the input nobody reads (of tokens, say) has no I: all of it is W.
+        A backward whose gradient of the input nobody reads (of tokens, say) has no I: all of it is W. So is what a
+        forward's block makes of the backward behind it for weights, where that begins at once (a loss).
         """
         names = self.names.get(level.whole if level.is_weights else level, ())
         if level.is_weights:
-            return tuple((stage, "W") for stage, kind in names if kind == "B")
+            backward = [stage for stage, kind in names if kind == "B"]
+            every = {name for own in self.names.values() for name in own}
+            behind = [stage for stage, kind in names if kind == "F" and (stage, "B") in every]
+            return tuple((stage, "W") for stage in backward or behind)
         is_halved = Level(level.number, WEIGHTS) in levels
         return tuple((stage, "I" if is_halved and kind == "B" else kind) for stage, kind in names)
 

@@ -13,7 +13,7 @@ of the micro-batches that are under way. Stages are cut where few tensors cross 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,7 +29,8 @@ from jscaler.plans.regions import recompute_rest
 from jscaler.plans.single import single
 from jscaler.plans.vocab_parallel import tables_of_words, vocab_parallel
 from jscaler.primitives import Planner, Replicate, Split
-from jscaler.tables import Published, Table, find_schedule
+from jscaler.tables import Published, Table, find_schedule, schedule_named
+from jscaler.tables.recomputing import MARKS, recomputing
 from jscaler.tables.table import cells_of
 from jscaler.text.units import counted
 
@@ -48,6 +49,7 @@ def pipeline(
     chunks: int | None = None,
     ends: Callable[..., Any] | None = None,
     vocabulary: Dims | None = None,
+    recompute: Literal["early", "late", "with"] | None = None,
 ) -> Callable[..., None]:
     """``plan`` on the devices of each stage, and micro-batches that follow each other through the stages.
 
@@ -55,7 +57,8 @@ def pipeline(
         stages: how many groups of devices; must divide the number of devices. Neighbours share a group.
         microbatches: how many; must divide each device's part of the batch.
         schedule: the name of a published one (``jscaler.tables.SCHEDULES``, docs/schedules.md); or a table, or its text or
-            file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand.
+            file, see `Table`. It says where stages lie: of a table of one's own, in whose row they stand. ``"search"``: the
+            best order for the blocks of these stages within nine tenths of a device's memory, see `find_schedule`.
         chunks: how many stages each group has, for schedules with several; else as many as the schedule has, or one. For
             ``"3f1b"`` how often the model goes over its own output. A table of one's own says it itself.
         ends: the plan for the first and the last stage where they lie on all devices (``"interlaced"``); by default
@@ -65,6 +68,9 @@ def pipeline(
         at: shell patterns of the modules with which the second stage begins, the third, and so on; by default stages are
             balanced by the seconds of their forward ops at the peaks of the cluster's devices. With
             ``"interlaced"`` the stages between the ends; or two more, which say where these are.
+        recompute: have stages compute their layers again, of which they keep what enters them: in blocks R of their own
+            right in front of each backward (``"late"``, as ``"1f1b+R"``) or one block earlier (``"early"``), or as a part
+            of each backward (``"with"``). ``"search"`` puts such blocks anywhere.
         layers: of a model whose layers are one loop (``nn.scan``, ``lax.scan``), how many each stage takes; by default as
             many each, if that costs no more than a layer's time.
         batch, accumulate_dtype, per_microbatch: as for `accumulate`.
@@ -83,12 +89,20 @@ def pipeline(
     inner = plan or single()
     check_count("pipeline: stages", stages)
     wanted = find_schedule(schedule)
+    if recompute in ("early", "late"):
+        if not isinstance(wanted, Published) or schedule_named(wanted.name + MARKS[recompute]) is None:
+            raise PlanError(
+                f"pipeline: recompute='{recompute}' puts blocks R into a published schedule that has none, and "
+                f"{'the table has its own' if isinstance(wanted, Table) else repr(wanted.name) + ' is none'}; give "
+                "recompute='with', or R in the table"
+            )
+        wanted = recomputing(wanted, recompute)
     lies = _lies(wanted, stages, microbatches, chunks)
     everywhere = isinstance(wanted, Published) and wanted.everywhere
     passes = isinstance(wanted, Published) and wanted.passes
     count = len(lies) + 2 * everywhere
     table = wanted.table(stages, microbatches, chunks) if isinstance(wanted, Published) else wanted
-    again = {cell.stage for cell in table.cells() if cell.kind == "R"}
+    again = {cell.stage for cell in table.cells() if cell.kind in ("BI" if recompute == "with" else "R")}
     turned = wanted.lies_turned(stages, 1) if isinstance(wanted, Published) and wanted.lies_turned is not None else None
 
     def policy(graph: Planner, devices: np.ndarray) -> None:
@@ -126,7 +140,8 @@ def pipeline(
         accumulate(microbatches, in_stages, batch, accumulate_dtype, per_microbatch)(graph, devices)
 
     policy.alone = Alone(per_microbatch, lambda alone: pipeline(
-        stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary
+        stages, microbatches, schedule, plan, at, layers, batch, accumulate_dtype, alone, chunks, ends, vocabulary,
+        recompute,
     ))  # fmt: skip
     policy.without_stages = plan or data_parallel(batch)  # what `jscaler.compare` puts beside it
     inside = f"data_parallel({'' if batch == 'batch' else repr(batch)})" if plan is None else "plan"

@@ -10,7 +10,8 @@ from jscaler.tables.interleaved import INTERLEAVED
 from jscaler.tables.n_f_one_b import THREE_F_ONE_B
 from jscaler.tables.one_f_one_b import EAGER_1F1B, ONE_F_ONE_B
 from jscaler.tables.published import Published
-from jscaler.tables.recomputing import MARK, recomputing
+from jscaler.tables.recomputing import MARKS, recomputing
+from jscaler.tables.searched import SEARCHED
 from jscaler.tables.zb_v import ZB_V
 from jscaler.tables.zero_bubble import ZB_H1, ZB_H2
 
@@ -20,6 +21,9 @@ SCHEDULES = {one.name: one for one in _ALL}
 
 
 def schedule_named(name: str) -> Published | None:
-    """The schedule of that name; with ``+R`` behind it the one with recompute as blocks of their own."""
-    found = SCHEDULES.get(name.removesuffix(MARK))
-    return recomputing(found) if found is not None and name.endswith(MARK) else found
+    """The schedule of that name; with ``+R`` or ``+R early`` behind it the one with recompute as blocks of their own."""
+    known = SCHEDULES | {SEARCHED.name: SEARCHED}
+    for when, mark in MARKS.items():
+        if name.endswith(mark) and name.removesuffix(mark) in known:
+            return recomputing(known[name.removesuffix(mark)], when)
+    return known.get(name)

@@ -27,7 +27,7 @@ class Published:
     Attributes:
         source: where it was published.
         make: the table for so many device groups, micro-batches and chunks (stages on each group).
-        chunks: how many a group has; None for two or more.
+        chunks: how many a group has; None for ``fewest`` or more.
         lies: the group of each stage, for so many groups and chunks.
         lies_turned: the same for every second micro-batch, if these lie elsewhere.
         problem: why it does not exist for so many groups, micro-batches and chunks; None where it does.
@@ -46,6 +46,7 @@ class Published:
     everywhere: bool = False
     passes: bool = False
     make_again: Callable[[int, int, int], Table] | None = None
+    fewest: int = 2
 
     def table(self, groups: int, microbatches: int, chunks: int | None = None) -> Table:
         """The table for ``groups`` device groups with ``chunks`` stages each.
@@ -75,14 +76,14 @@ class Published:
 
     def chunks_of(self, chunks: int | None) -> int:
         """How many a group has, where nobody says."""
-        least = 3 if self.passes else 2
+        least = 3 if self.passes else self.fewest
         return chunks if chunks is not None else least if self.chunks is None else self.chunks
 
     def why_not(self, groups: int, microbatches: int, chunks: int) -> str | None:
         """Why there is none for these numbers; None where there is."""
         if groups < 1 or microbatches < 1:
             return "groups and micro-batches are positive"
-        if chunks < 1 or (self.chunks or chunks) != chunks or (self.chunks is None and chunks < 2):
+        if chunks < 1 or (self.chunks or chunks) != chunks or (self.chunks is None and chunks < self.fewest):
             return "a group has " + (
                 "two chunks or more" if self.chunks is None else f"{self.chunks} of the model's chunks"
             )
@@ -90,7 +91,7 @@ class Published:
 
     def _nearest(self, groups: int, microbatches: int, chunks: int) -> list[Numbers]:
         """Numbers for which it exists: of micro-batches the next ones below and above, else of groups too."""
-        chunks = self.chunks if self.chunks is not None else max(2, chunks)
+        chunks = self.chunks if self.chunks is not None else max(self.fewest, chunks)
         found: list[Numbers] = []
         for near in (groups, groups - 1, groups + 1):
             legal = [(near, m, chunks) for m in _around(microbatches) if self.why_not(near, m, chunks) is None]

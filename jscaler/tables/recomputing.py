@@ -6,31 +6,51 @@
     d1    ·  1F0 1B0── 1F1 1B1──             follow their forwards at once, all is there still: such a stage has no R
 
 R waits for its F alone, and B finds done what it reads. What R makes is held until B; of F only what R reads. A schedule
-may have a table of its own for such blocks (`interlaced`).
+may have a table of its own for such blocks (`interlaced`). An *early* R runs one block earlier: it fills the time for
+which that block waits, and what it makes is held for as long.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from jscaler.tables.published import Published
-from jscaler.tables.table import Entry, Table, TableCell, cells_of
+from jscaler.tables.table import Entry, Table, TableCell, cells_of, is_recompute
 
-MARK = "+R"  # behind the name of a schedule
+When = Literal["late", "early"]
+MARKS: Mapping[When, str] = {"late": "+R", "early": "+R early"}  # behind the name of a schedule
 
 
-def recomputing(schedule: Published) -> Published:
-    """``schedule`` with R: in a table of its own, or else right in front of each backward.
+def recomputing(schedule: Published, when: When = "late") -> Published:
+    """``schedule`` with R: in a table of its own, or else right in front of each backward; or one block earlier.
 
     Example:
         >>> from jscaler.tables import SCHEDULES
         >>> print(recomputing(SCHEDULES["1f1b"]).table(2, 3))
         0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
+        >>> print(recomputing(SCHEDULES["1f1b"], "early").table(2, 3))
+        0F0 0R0 0F1 0B0 0R1 0F2 0B1 0R2 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
     """
 
     def make(groups: int, microbatches: int, chunks: int) -> Table:
-        return with_recompute(schedule.make(groups, microbatches, chunks))
+        late = schedule.make_again or (lambda *numbers: with_recompute(schedule.make(*numbers)))
+        table = late(groups, microbatches, chunks)
+        return table if when == "late" else Table(tuple(map(_one_earlier, table.rows)))
 
-    return dataclasses.replace(schedule, name=schedule.name + MARK, make=schedule.make_again or make)
+    return dataclasses.replace(schedule, name=schedule.name + MARKS[when], make=make)
+
+
+def _one_earlier(row: Sequence[Entry]) -> tuple[Entry, ...]:
+    """``row`` with each R in front of the block before it, unless that is its F."""
+    found: list[Entry] = []
+    for entry in row:
+        own = {TableCell(cell.stage, "F", cell.microbatch) for cell in entry.cells}
+        before = found[-1] if found else entry
+        early = is_recompute(entry) and not is_recompute(before) and own.isdisjoint(before.cells)
+        found.insert(len(found) - early, entry)
+    return tuple(found)
 
 
 def with_recompute(table: Table) -> Table:

@@ -15,7 +15,8 @@ from bench.paper_plans import configs
 from bench.paper_scaling import VARIANTS, fetched, step_seconds
 from bench.paper_sweep import CLOSE, Sweep, cluster_for, scaled
 from jscaler.clusters import find_cluster
-from jscaler.estimate.query import block_seconds, hop_seconds, planned
+from jscaler.estimate.block_costs import block_seconds, hop_seconds
+from jscaler.estimate.query import planned
 from jscaler.estimate.timed_step import timed_step
 from jscaler.materialize import parse_layout
 

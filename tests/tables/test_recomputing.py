@@ -126,3 +126,22 @@ def merged_row(row: Sequence[Entry]) -> tuple[Entry, ...]:
         else:
             found.append(entry)
     return tuple(found)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_early_r_runs_one_block_earlier(name: str) -> None:
+    """All else keeps its order; where the block before it is its F, the R stays."""
+    early, late = schedule_named(f"{name}+R early"), with_r(name)
+    assert early is not None
+    assert early.name == f"{name}+R early"
+    for numbers in (numbers for numbers in SMALL if early.why_not(*numbers) is None):
+        table, other = early.table(*numbers), late.table(*numbers)
+        assert strip(table) == strip(other)
+        check_chain(table, [set(map_cells(row)) for row in table.rows])
+        for row, before in zip(table.rows, other.rows, strict=True):
+            for entry in (entry for entry in before if any(cell.kind == "R" for cell in entry.cells)):
+                moved, place = row.index(entry), before.index(entry)
+                passed = [one for one in row[moved + 1 :] if one in before[:place]]
+                own = {TableCell(cell.stage, "F", cell.microbatch) for cell in entry.cells}
+                in_front = [one for one in before[:place] if not any(cell.kind == "R" for cell in one.cells)]
+                assert passed == ([] if not own.isdisjoint(in_front[-1].cells) else in_front[-1:])
