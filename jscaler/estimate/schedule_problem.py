@@ -118,7 +118,7 @@ class _Blocks:
             )
         for stage, kind in names:
             every: tuple[BlockKind, ...] = (kind, *BACKWARDS)
-            return TableCell(stage, next(one for one in every if (stage, one) in self.named), run.microbatches[0])
+            return TableCell(stage, next(one for one in every if (stage, one) in self.named), min(run.microbatches))
         return None
 
     def read(self, cell: TableCell, made: Iterable[tuple[TableCell, float]]) -> None:
