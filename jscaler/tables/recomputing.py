@@ -30,7 +30,7 @@ def recomputing(schedule: Published, when: When = "late") -> Published:
         0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
         >>> print(recomputing(SCHEDULES["1f1b"], "early").table(2, 3))
-        0F0 0R0 0F1 0B0 0R1 0F2 0B1 0R2 0B2
+        0F0 0R0 0F1 0B0 0R1 0F2 0R2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """
 
