@@ -22,7 +22,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jscaler.runtime.absent import absent, is_absent
@@ -39,10 +39,12 @@ class ChunkedSharding:
     Attributes:
         sizes: of the ranges, in rows.
         parts: a JAX sharding for each.
+        num_devices: on how many devices they lie, which need not be at hand.
     """
 
     sizes: tuple[int, ...]
     parts: tuple[Any, ...]
+    num_devices: int
 
     @functools.cached_property
     def device_set(self) -> set[Any]:
@@ -59,9 +61,11 @@ class ChunkedSharding:
 
     def everywhere(self, shape: Sequence[int]) -> NamedSharding:
         """That of an ordinary array on all of these devices: cut along the first dim that divides by their number."""
-        devices = sorted(self.device_set, key=lambda device: device.id)
-        dim = next((dim for dim, size in enumerate(shape) if size and size % len(devices) == 0), None)
+        dim = next((dim for dim, size in enumerate(shape) if size and size % self.num_devices == 0), None)
         spec = P() if dim is None else P(*(None,) * dim, EVERYWHERE)
+        if any(isinstance(getattr(part, "mesh", None), AbstractMesh) for part in self.parts):
+            return NamedSharding(AbstractMesh((self.num_devices,), (EVERYWHERE,)), spec)
+        devices = sorted(self.device_set, key=lambda device: device.id)
         return NamedSharding(Mesh(np.array(devices), (EVERYWHERE,)), spec)
 
     def placed(self, value: Any) -> "ChunkedArray":
@@ -128,7 +132,7 @@ class ChunkedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(self, parts: Sequence[jax.Array], sharding: ChunkedSharding | None = None):
         self.parts = tuple(parts)
         sizes = tuple(part.shape[0] for part in self.parts)
-        self.sharding = sharding or ChunkedSharding(sizes, tuple(part.sharding for part in self.parts))
+        self.sharding = sharding or _as_they_lie(self.parts)
         self.shape: tuple[int, ...] = (sum(sizes), *self.parts[0].shape[1:])
 
     @property
@@ -186,9 +190,10 @@ class ChunkedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return any(part.is_deleted() for part in self.parts)
 
     def delete(self) -> None:
-        """Let go of the memory of all chunks."""
+        """Let go of the memory of all chunks. (What stands for other processes' chunks has none, and is used again.)"""
         for part in self.parts:
-            part.delete()
+            if not is_absent(part.sharding):
+                part.delete()
 
     def block_until_ready(self) -> "ChunkedArray":
         """Wait for all chunks."""
@@ -245,6 +250,11 @@ class ChunkedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         chunks = counted(len(self.parts), "chunk")
         return f"ChunkedArray({self.dtype}{list(self.shape)}, {chunks} on {counted(len(self.devices()), 'device')})"
+
+
+def _as_they_lie(parts: Sequence[jax.Array]) -> ChunkedSharding:
+    devices = set().union(*(part.sharding.device_set for part in parts))
+    return ChunkedSharding(tuple(p.shape[0] for p in parts), tuple(p.sharding for p in parts), len(devices))
 
 
 def _placed(value: Any, sharding: Any) -> jax.Array:

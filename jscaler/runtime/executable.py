@@ -254,8 +254,9 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], re
     On no devices, where as many as the plan has are not at hand, it can be lowered and not compiled.
     """
     ins, outs = shardings(step, devices)
-    leaves = LeafEnds.of(step.graph.inputs, ins, step.graph.leaf_parts)
-    results = LeafEnds.of(step.graph.outputs, outs, step.graph.result_parts)
+    meshes = [step.completed.inputs[t].mesh for t in step.graph.inputs], [layout.mesh for layout in step.completed.outputs]
+    leaves = LeafEnds.of(step.graph.inputs, ins, meshes[0], step.graph.leaf_parts)
+    results = LeafEnds.of(step.graph.outputs, outs, meshes[1], step.graph.result_parts)
     donated, donate = tuple(donate), leaves.numbers(donate)
     pairs = zip(step.blocks, step.taken, strict=True)
     returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}

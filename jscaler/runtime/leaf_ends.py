@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jscaler.ir import PTensor
+from jscaler.materialize import DeviceMesh
 from jscaler.runtime.chunked_array import ChunkedArray, ChunkedSharding
 from jscaler.runtime.devices import own_devices
 
@@ -126,8 +127,14 @@ class LeafEnds:
         return len(self.of_parts)
 
     @staticmethod
-    def of(tensors: Sequence[PTensor], shardings: Sequence[Any], counts: Sequence[int]) -> "LeafEnds":
-        """From the inputs of a graph, or its outputs, and how many of them each leaf is; empty where each is one."""
+    def of(
+        tensors: Sequence[PTensor], shardings: Sequence[Any], groups: Sequence[DeviceMesh], counts: Sequence[int]
+    ) -> "LeafEnds":
+        """From the inputs of a graph, or its outputs, with their device groups.
+
+        Args:
+            counts: how many of them each leaf is; empty where each is one.
+        """
         if not counts:
             return LeafEnds(tuple(shardings), tuple(shardings), (), tuple(range(len(tensors))))
         found, stacked, starts, start = [], [], [], 0
@@ -137,7 +144,7 @@ class LeafEnds:
                 found.append(shardings[start])
             else:
                 shapes = tuple(t.shape for t in tensors[own])
-                whole = leaf_sharding(shapes, shardings[own])
+                whole = leaf_sharding(shapes, shardings[own], groups[own])
                 shape = (sum(s[0] for s in shapes), *shapes[0][1:])
                 stacked.append(LeafEnd(number, start, shape, whole, shapes, tuple(shardings[own])))
                 found.append(whole)
@@ -179,17 +186,19 @@ class LeafEnds:
         return [*found, *values[done:]]
 
 
-def leaf_sharding(shapes: Sequence[tuple[int, ...]], parts: Sequence[Any]) -> NamedSharding | ChunkedSharding:
-    """How a leaf lies whose parts of these shapes, along dim 0, lie so."""
-    found = _of_one_array(shapes[0], parts) if len(set(shapes)) == 1 else None
-    return found or ChunkedSharding(tuple(shape[0] for shape in shapes), tuple(parts))
+def leaf_sharding(
+    shapes: Sequence[tuple[int, ...]], parts: Sequence[Any], groups: Sequence[DeviceMesh]
+) -> NamedSharding | ChunkedSharding:
+    """How a leaf lies whose parts of these shapes, along dim 0, lie so on these groups."""
+    devices = [device for group in groups for device in group.devices]
+    apart = len(set(shapes)) == 1 and len(set(devices)) == len(devices)
+    found = _of_one_array(shapes[0], parts) if apart else None
+    return found or ChunkedSharding(tuple(shape[0] for shape in shapes), tuple(parts), len(set(devices)))
 
 
 def _of_one_array(shape: tuple[int, ...], parts: Sequence[Any]) -> NamedSharding | None:
-    """The sharding of one array whose parts of ``shape`` lie so; None where parts share devices, or lie differently."""
+    """The sharding of one array whose parts of ``shape`` lie so, each on its devices; None where they lie differently."""
     first = parts[0]
-    if sum(len(part.device_set) for part in parts if not _is_described(part)) > len(_devices(parts)):
-        return None
     if isinstance(first, SingleDeviceSharding):
         alone = [next(iter(part.device_set)) for part in parts if len(part.device_set) == 1]
         return NamedSharding(Mesh(np.array(alone), (STAGES,)), P(STAGES)) if len(alone) == len(parts) else None
@@ -206,15 +215,6 @@ def _of_one_array(shape: tuple[int, ...], parts: Sequence[Any]) -> NamedSharding
         return None
     devices = np.array(rows).reshape((len(parts), *first.mesh.devices.shape))
     return NamedSharding(Mesh(devices, (STAGES, *first.mesh.axis_names)), whole)
-
-
-def _is_described(sharding: Any) -> bool:
-    """Whether its devices are not at hand."""
-    return isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-
-
-def _devices(parts: Sequence[Any]) -> set[Any]:
-    return set().union(*(part.device_set for part in parts if not _is_described(part)))
 
 
 def _dealt(shape: tuple[int, ...], first: NamedSharding, mesh: Mesh, part: Any) -> list[Any] | None:

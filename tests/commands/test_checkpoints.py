@@ -73,6 +73,25 @@ def job(stop=0, by=0):
             yield np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32)
 
     return jscaler.Job(make_state, step, batches)
+
+
+def make_stack(key):
+    params = {"w": 0.3 * jax.random.normal(key, (4, 8, 8))}
+    return {"params": params, "moments": ADAM.init(params)}
+
+
+def stack_step(state, batch):
+    def loss_fn(params):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch, params["w"])
+        return (x ** 2).mean()
+
+    loss, grads = jscaler.value_and_grad(loss_fn)(state["params"])
+    updates, moments = ADAM.update(grads, state["moments"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
+
+
+def stack():
+    return jscaler.Job(make_stack, stack_step, job().batches)
 """
 
 
@@ -112,12 +131,12 @@ def train(model: Path, folder: Path, *more: str, job: str = "job", code: int = 0
     return " ".join(result.output.split())
 
 
-def state_of(folder: Path, step: int) -> list[np.ndarray]:
+def state_of(folder: Path, step: int, maker: str = "make_state") -> list[np.ndarray]:
     """The leaves of a state as they were written, from whatever devices."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     made: dict[str, Any] = {}
     exec(MODEL, made)
-    structs = jax.eval_shape(made["make_state"], jax.random.key(0))
+    structs = jax.eval_shape(made[maker], jax.random.key(0))
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), structs)
     found = jax.tree.leaves(restore(folder, step, target))
     return [np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in found]

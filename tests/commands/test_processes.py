@@ -187,17 +187,28 @@ def test_processes_of_different_commands_say_so(
 
 
 @pytest.mark.one_day_in(5)
-def test_a_pipeline_over_two_processes_is_that_of_one_and_goes_on_as_another_plan(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "first", "second"),
+    [
+        ("job", "pipeline(2, 4)", "pipeline(2, 2)"),
+        ("stack", "pipeline(2, 4, 'interleaved', chunks=2)", "pipeline(2, 2, layers=(3, 1))"),  # leaves in chunks
+    ],
+)
+def test_a_pipeline_over_two_processes_is_that_of_one_and_goes_on_as_another_plan(
+    model: Path, tmp_path: Path, job: str, first: str, second: str
+) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    words = ["--plan", "pipeline(2, 4)", "--steps", "4"]
+    words = ["--plan", first, "--steps", "4"]
     for folder, count in ((alone, "1"), (shared, "2")):
-        process = started(model, folder, *words, "--local-processes", count)
+        process = started(model, folder, *words, "--local-processes", count, job=job)
         output = ended(process)
         assert process.returncode == 0, output
-    for ours, theirs in zip(state_of(shared, 4), state_of(alone, 4), strict=True):
+    maker = "make_stack" if job == "stack" else "make_state"
+    for ours, theirs in zip(state_of(shared, 4, maker), state_of(alone, 4, maker), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-    for plan, steps, count in (("pipeline(2, 2)", 6, "2"), ("zero3", 8, "1")):
-        process = started(model, shared, "--plan", plan, "--steps", str(steps), "--local-processes", count, "--resume")
+    for plan, steps, count in ((second, 6, "2"), ("zero3", 8, "1")):
+        more = "--plan", plan, "--steps", str(steps), "--local-processes", count, "--resume"
+        process = started(model, shared, *more, job=job)
         output = ended(process)
         assert process.returncode == 0, output
     assert steps_in(shared) == [2, 4, 6, 8]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_restart import X, for_orbax, make_state, staged
+from test_restart import X, for_orbax, make_state, staged, step
 
 import jscaler
 from jscaler import ChunkedArray
@@ -22,7 +22,7 @@ WHOLE = np.arange(24.0, dtype=np.float32).reshape(6, 4)
 
 def chunked(sizes: tuple[int, ...] = (2, 1, 3), devices: tuple[int, ...] = (0, 1, 0)) -> ChunkedArray:
     parts = tuple(jax.sharding.SingleDeviceSharding(jax.devices()[d]) for d in devices)
-    return ChunkedSharding(sizes, parts).placed(WHOLE)
+    return ChunkedSharding(sizes, parts, len(set(devices))).placed(WHOLE)
 
 
 def test_it_reads_as_one_array() -> None:
@@ -136,3 +136,13 @@ def test_an_evaluation_follows_and_a_checkpoint_keeps_it(tmp_path: Path) -> None
         np.testing.assert_array_equal(ours, true)
     state[0]["layers"]["up"] = state[0]["layers"]["up"].sharding.placed(np.full((12, 4, 8), np.nan, np.float32))
     assert not_finite(state) == {"state/0/layers/up": 12 * 4 * 8}
+
+
+@pytest.mark.parametrize("more", ["'interleaved', chunks=2, ", "'zb_v', ", "'1f1b', layers=[33, *[1] * 15], "])
+def test_devices_that_are_not_at_hand(more: str) -> None:
+    """Sixteen: the state's types are there, each leaf on as many devices as run it; and the step is lowered."""
+    policy = eval(f"pipeline(16, 16, {more}batch='x')", dict(vars(jscaler.plans)))
+    far = jscaler.parallelize(policy, devices=16)(step)
+    up = far.abstract_state(make_state, 48, x=X)[0]["layers"]["up"]
+    assert (up.shape, up.sharding.mesh.size) == ((48, 4, 8), 16)
+    assert "stablehlo" in far.lower(make_state(48), X).as_text(0)
