@@ -14,11 +14,12 @@ from jscaler.plans.balance import BALANCED_FOR
 from jscaler.primitives import Plan
 from jscaler.primitives.plan import Schedule
 from jscaler.stages import Captured, lower, reordered
-from jscaler.tables import Table
+from jscaler.tables import Table, TableCell
 from jscaler.tables.recomputing import MARKS
 from jscaler.tables.search.result import FoundSchedule
 from jscaler.tables.search.schedule_search import search_schedule
 from jscaler.tables.searched import SEARCHED, in_two
+from jscaler.tables.table import cells_of
 from jscaler.text.units import readable_seconds
 
 LIMIT = 20.0  # seconds of the solver, for each kind of blocks
@@ -77,8 +78,25 @@ def searched_order(
     """
     problem, table = schedule_problem(step, blocks, hops, memory)
     found = search_schedule(problem, limit, seed, [table])
-    before, after = (_makespan(one, blocks, hops) for one in (step, reordered(step, found.table)))
-    return Searched(found.table, after, before, found)
+    best = _parts_together(step, found.table)
+    before, after = (_makespan(one, blocks, hops) for one in (step, reordered(step, best)))
+    return Searched(best, after, before, found)
+
+
+def _parts_together(step: StepPlan, table: Table) -> Table:
+    """``table`` with cells that are one block of ``step`` right behind each other, as they run.
+
+    Else a step that is planned by the table would have blocks of their own for them, which the search has not seen.
+    """
+    parts = {first: rest for first, *rest in step.instructions.names.values()}
+    moved = {name for rest in parts.values() for name in rest}
+    named = set(table.cells())
+    rows: list[list[TableCell]] = [[] for _ in table.rows]
+    for row, own in zip(rows, table.rows, strict=True):
+        for cell in (cell for cell in cells_of(own) if (cell.stage, cell.kind) not in moved):
+            behind = (TableCell(*name, cell.microbatch) for name in parts.get((cell.stage, cell.kind), ()))
+            row += [cell, *(one for one in behind if one in named)]
+    return Table(tuple(map(tuple, rows)))
 
 
 def _makespan(step: StepPlan, blocks: Sequence[float], hops: Sequence[float]) -> float:

@@ -71,7 +71,7 @@ class ChunkedSharding:
     def placed(self, value: Any) -> "ChunkedArray":
         """``value``, an array of any kind, in chunks that lie so."""
         if isinstance(value, ChunkedArray):
-            value = value.whole() if value.is_fully_addressable else np.concatenate(gathered(value.parts))
+            value = value.whole() if value.is_fully_addressable else value.on_host()
         elif isinstance(value, jax.Array) and not value.is_fully_addressable:
             (value,) = gathered([value])
         return ChunkedArray([_placed(value[own], part) for own, part in zip(self.rows, self.parts, strict=True)], self)
@@ -113,8 +113,8 @@ class ChunkedArray(np.lib.mixins.NDArrayOperatorsMixin):
         >>> leaf = jscaler.ChunkedArray([jnp.zeros((2, 3)), jnp.ones((1, 3))])
         >>> leaf.shape, float(jnp.asarray(leaf).sum()), [part.shape for part in leaf.parts]
         ((3, 3), 3.0, [(2, 3), (1, 3)])
-        >>> float((2 * leaf + 1).max()), leaf.whole().shape  # ordinary arrays
-        (3.0, (3, 3))
+        >>> float((2 * leaf + 1).max()), leaf.whole().shape, type(leaf.on_host()).__name__  # ordinary arrays
+        (3.0, (3, 3), 'ndarray')
         >>> leaf.ndim, leaf.size, leaf.itemsize, leaf.nbytes, str(leaf.dtype), str(leaf.aval)
         (2, 9, 4, 36, 'float32', 'float32[3,3]')
         >>> len(leaf.devices()), len(leaf.addressable_shards), leaf.is_fully_addressable
@@ -216,11 +216,17 @@ class ChunkedArray(np.lib.mixins.NDArrayOperatorsMixin):
             sharding: where it lies; by default in parts on all of the chunks' devices.
         """
         there = self.sharding.everywhere(self.shape) if sharding is None else sharding
-        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):  # numpy has no keys
-            first = min(self.devices(), key=lambda device: device.id)
-            return jax.device_put(jnp.concatenate([jax.device_put(part, first) for part in self.parts]), there)
-        found = np.concatenate(gathered(self.parts))
+        found = self.on_host()
+        if not isinstance(found, np.ndarray):
+            return jax.device_put(found, there)
         return jax.make_array_from_callback(self.shape, there, lambda index: found[index])
+
+    def on_host(self) -> Any:
+        """Its values as a numpy array; of random keys, which numpy does not have, as an array of JAX on one device.
+
+        All processes of a job call it.
+        """
+        return joined(gathered(self.parts))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = np.concatenate([np.asarray(part) for part in self.parts])
@@ -250,6 +256,14 @@ class ChunkedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         chunks = counted(len(self.parts), "chunk")
         return f"ChunkedArray({self.dtype}{list(self.shape)}, {chunks} on {counted(len(self.devices()), 'device')})"
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """The values of chunks behind each other."""
+    if all(isinstance(value, np.ndarray) for value in values):
+        return np.concatenate(values)
+    first = min(jax.local_devices(), key=lambda device: device.id)
+    return jnp.concatenate([jax.device_put(value, first) for value in values])
 
 
 def _as_they_lie(parts: Sequence[jax.Array]) -> ChunkedSharding:

@@ -3,9 +3,8 @@
 from typing import Any
 
 import jax
-import numpy as np
 
-from jscaler.runtime.chunked_array import ChunkedArray, arrays_of
+from jscaler.runtime.chunked_array import ChunkedArray, arrays_of, joined
 from jscaler.runtime.gathered import gathered
 
 
@@ -32,7 +31,7 @@ def fetch(tree: Any) -> Any:
     parts = [arrays_of(leaf) for leaf in leaves]
     found = iter(gathered([part for own in parts for part in own]))
     values = [[next(found) for _ in own] for own in parts]
-    return form.unflatten([own[0] if len(own) == 1 else np.concatenate(own) for own in values])
+    return form.unflatten([own[0] if len(own) == 1 else joined(own) for own in values])
 
 
 def fetched_chunks(tree: Any) -> Any:
@@ -40,4 +39,4 @@ def fetched_chunks(tree: Any) -> Any:
 
     All processes of a job call it.
     """
-    return jax.tree.map(lambda leaf: np.concatenate(gathered(leaf.parts)) if isinstance(leaf, ChunkedArray) else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf.on_host() if isinstance(leaf, ChunkedArray) else leaf, tree)

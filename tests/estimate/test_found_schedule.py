@@ -77,7 +77,10 @@ def test_it_is_never_worse_and_runs(text: str) -> None:
         graph.schedule(found.table)
 
     run = jscaler.parallelize(policy, devices=devices)(step)
-    assert run.lower(make_state(12), X).plan.instructions.table == Table.parse(str(found.table))
+    ours = run.lower(make_state(12), X).plan
+    assert ours.instructions.table == Table.parse(str(found.table))
+    assert [*ours.instructions.names.values()] == [*plan.instructions.names.values()], "the same blocks"
+    assert jscaler.simulate(ours, CLUSTER).makespan == pytest.approx(found.seconds)
     (_, loss), (_, wanted) = run(make_state(12), X), jscaler.parallelize("single", devices=1)(step)(make_state(12), X)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
 

@@ -15,6 +15,7 @@ from jscaler import ChunkedArray
 from jscaler.runtime.checkpoint import restore, save
 from jscaler.runtime.chunked_array import ChunkedSharding, is_equivalent
 from jscaler.runtime.dispatch import place
+from jscaler.runtime.fetching import fetched_chunks
 from jscaler.training.not_finite import not_finite
 
 WHOLE = np.arange(24.0, dtype=np.float32).reshape(6, 4)
@@ -48,7 +49,15 @@ def test_it_reads_as_one_array() -> None:
 def test_keys_are_chunks_too() -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     leaf = ChunkedArray([keys[:1], keys[1:]])
-    assert (jax.random.key_data(leaf.whole()) == jax.random.key_data(keys)).all()
+    apart = ChunkedSharding((3, 1), tuple(jax.sharding.SingleDeviceSharding(d) for d in jax.devices()[:2]), 2)
+    for found in (
+        leaf.whole(),
+        leaf.on_host(),
+        fetched_chunks([leaf])[0],
+        place(leaf, apart).whole(),
+        place(keys, apart)[:],
+    ):
+        assert (jax.random.key_data(found) == jax.random.key_data(keys)).all()
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 3), (1, 1, 4), (3, 3)])

@@ -124,9 +124,10 @@ class _Search:
         return replace(self, left=self.left - max(seconds, 1e-3))
 
     def better(self, found: Iterable[Incumbent | None]) -> "_Search":
-        """With the shortest of the best so far and others; of equal ones the first."""
+        """With the shortest of the best so far and others; of equal ones that whose fullest device holds least."""
         every = [one for one in (self.best, *found) if one is not None]
-        return replace(self, best=min(every, key=lambda one: one.found.seconds, default=None))
+        best = min(every, key=lambda one: (one.found.seconds, max(one.found.peaks)), default=None)
+        return replace(self, best=best)
 
     def with_starts(self, starts: Starts, source: str) -> "_Search":
         """With a schedule of the solver, if it is shorter in the simulator, too."""
