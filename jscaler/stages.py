@@ -150,7 +150,7 @@ def lower(captured: Captured, plan: Plan, cost: CostModel = FEW_STEPS, without: 
 
     Args:
         cost: what its adapters keep low.
-        without: names of passes to leave out, of those for XLA alone (`flat_passes.all_passes.FOR_XLA`).
+        without: names of passes to leave out, of those that save memory or time alone (`flat_passes.all_passes.FOR_XLA`).
 
     Raises:
         PlanError: the plan cannot be carried out; or one of ``without`` is no such pass.

@@ -1,1 +1,1 @@
-"""Passes over the flat program, some for XLA alone."""
+"""Passes over the flat program, some that save memory or time alone."""

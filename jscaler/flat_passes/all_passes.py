@@ -3,6 +3,7 @@
 from collections.abc import Sequence, Set
 
 from jscaler.errors import PlanError
+from jscaler.flat_passes.added_by_slices import added_by_slices
 from jscaler.flat_passes.before_loops import products_before_loops
 from jscaler.flat_passes.cast_at_use import casts_at_use
 from jscaler.flat_passes.casts import adapters_across_casts
@@ -17,6 +18,7 @@ from jscaler.lower.flat_program import FlatProgram
 FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
     swapped_dots,
     adapters_across_casts,
+    added_by_slices,
     pairs_together,
     products_before_loops,
     stacks_with_carries,
@@ -26,8 +28,14 @@ FLAT_PASSES: tuple[Pass[FlatProgram], ...] = (
 )
 # What is done before a program of one of several device groups is cut into blocks, too: it says what blocks keep.
 BEFORE_CUT: tuple[Pass[FlatProgram], ...] = (adapters_across_casts, casts_at_use, live)
-# What only moves XLA's scheduler or code generation: the numbers are the same without, memory or time is not.
-FOR_XLA: tuple[Pass[FlatProgram], ...] = (swapped_dots, pairs_together, products_before_loops, stacks_with_carries)
+# What only saves memory or time: the numbers are the same without.
+FOR_XLA: tuple[Pass[FlatProgram], ...] = (
+    swapped_dots,
+    added_by_slices,
+    pairs_together,
+    products_before_loops,
+    stacks_with_carries,
+)
 
 
 def flat_passes(without: Set[str] | Sequence[str] = ()) -> tuple[Pass[FlatProgram], ...]:
@@ -40,6 +48,6 @@ def flat_passes(without: Set[str] | Sequence[str] = ()) -> tuple[Pass[FlatProgra
     for name in without:
         if name not in free:
             raise PlanError(
-                f"no pass '{name}' can be left out; those that can, since they are for XLA alone: {', '.join(free)}"
+                f"no pass '{name}' can be left out; those that can, since they save memory or time alone: {', '.join(free)}"
             )
     return tuple(one for one in FLAT_PASSES if name_of(one) not in without)

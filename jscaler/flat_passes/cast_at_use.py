@@ -50,7 +50,7 @@ def _read_whole(item: Item) -> Iterator[core.Var]:
     if not isinstance(item, FlatLoop):
         yield from reads(item)
         return
-    yield from (v for v in (*(init for init, *_ in item.carries), *item.returned) if isinstance(v, core.Var))
+    yield from (v for v in (*item.whole, *item.returned) if isinstance(v, core.Var))
     for inner in item.items:
         yield from _read_whole(inner)
 

@@ -28,5 +28,6 @@ def _live(items: Sequence[Item], outputs: Iterable[Atom]) -> tuple[Item, ...]:
 
 def _pruned(loop: FlatLoop, needed: set[core.Var]) -> FlatLoop:
     """A loop without the stacks that nobody reads, nor what only they need."""
-    kept = dataclasses.replace(loop, ys=tuple((piece, stack) for piece, stack in loop.ys if stack in needed))
+    ys = tuple((piece, stack) for piece, stack in loop.ys if stack in needed)
+    kept = dataclasses.replace(loop, ys=ys, sums=tuple(one for one in loop.sums if one[-1] in needed))
     return dataclasses.replace(kept, items=_live(loop.items, kept.returned))

@@ -188,8 +188,10 @@ def _exchanged(item: Exchange, source: Any, at: _Place) -> Any:
 def _repeat(step: FlatLoop, env: dict[Any, Any], at: _Place, watch: ValueWatch | None = None, place: int = 0) -> None:
     """A loop is a ``lax.scan``, compiled once for all its iterations; collectives and all."""
     within = ValueWatch(watch.look) if watch is not None else None
+    first, step_on = np.uint32(step.loop.length - 1 if step.loop.reverse else 0), lax.sub if step.loop.reverse else lax.add
 
-    def body(carries: list[Any], slices: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+    def body(state: Any, slices: list[Any]) -> tuple[Any, tuple[list[Any], list[Any]]]:
+        carries, number, totals = state
         inner = dict(env)
         inner.update(zip((v for _, v, _, _ in step.carries), carries, strict=True))
         inner.update(zip((v for _, v in step.xs), slices, strict=True))
@@ -198,16 +200,30 @@ def _repeat(step: FlatLoop, env: dict[Any, Any], at: _Place, watch: ValueWatch |
         _run(step.items, inner, at, within)
         outs = [_like(_value(inner, out), v) for _, v, out, _ in step.carries]
         seen = [said for *_, said in within.seen] if within is not None else []
-        return outs, ([_like(_value(inner, piece), stack) for piece, stack in step.ys], seen)
+        pieces = [_value(inner, piece) for _, piece, _ in step.sums]
+        totals = [_with_added(total, number, piece) for total, piece in zip(totals, pieces, strict=True)]
+        number = step_on(number, np.uint32(1)) if step.sums else None
+        return (outs, number, totals), ([_like(_value(inner, piece), stack) for piece, stack in step.ys], seen)
 
     loop = step.loop
     inits = [_like(_value(env, init), v) for init, v, _, _ in step.carries]
     stacks = [_value(env, stack) for stack, _ in step.xs]
-    finals, (written, seen) = lax.scan(body, inits, stacks, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
-    env.update(zip(step.outvars, (*finals, *written), strict=True))
+    state = inits, first if step.sums else None, [_value(env, total) for total, *_ in step.sums]
+    (finals, _, totals), (written, seen) = lax.scan(
+        body, state, stacks, length=loop.length, reverse=loop.reverse, unroll=loop.unroll
+    )
+    env.update(zip(step.outvars, (*finals, *written, *totals), strict=True))
     if watch is not None and within is not None:
         for (var, places, _), said in zip(within.seen, seen, strict=True):
             watch.seen.append((var, (place, *places), jnp.flip(said, 0) if loop.reverse else said))
+
+
+def _with_added(total: Any, number: Any, piece: Any) -> Any:
+    """A stack to whose slice ``number`` something is added, in its own memory."""
+    start = (number, *(np.uint32(0) for _ in piece.shape))
+    before = lax.dynamic_slice(total, start, (1, *piece.shape))
+    more = lax.broadcast_in_dim(lax.convert_element_type(piece, total.dtype), before.shape, range(1, before.ndim))
+    return lax.dynamic_update_slice(total, lax.add(before, more), start)
 
 
 def _like(value: Any, var: core.Var) -> Any:

@@ -37,6 +37,8 @@ class FlatLoop:
         carries: per carry its value before the first iteration, in an iteration, at its end, and after the last.
         xs: per stack that is read the stack, and a slice.
         ys: per stack that is written a slice, and the stack.
+        sums: per stack that iterations add to, each to its slice: the stack before, what an iteration adds, and the stack
+            after the last, in the same memory.
     """
 
     loop: Loop
@@ -44,6 +46,7 @@ class FlatLoop:
     carries: tuple[tuple[Atom, core.Var, Atom, core.Var], ...]
     xs: tuple[tuple[Atom, core.Var], ...]
     ys: tuple[tuple[Atom, core.Var], ...]
+    sums: tuple[tuple[Atom, Atom, core.Var], ...] = ()
 
     @property
     def inner(self) -> list[core.Var]:
@@ -52,18 +55,28 @@ class FlatLoop:
 
     @property
     def outvars(self) -> list[core.Var]:
-        return [*(final for *_, final in self.carries), *(stack for _, stack in self.ys)]
+        return [
+            *(final for *_, final in self.carries),
+            *(stack for _, stack in self.ys),
+            *(total for *_, total in self.sums),
+        ]
 
     @property
     def returned(self) -> list[Atom]:
         """What an iteration leaves."""
-        return [*(out for _, _, out, _ in self.carries), *(piece for piece, _ in self.ys)]
+        pieces = (*(piece for piece, _ in self.ys), *(piece for _, piece, _ in self.sums))
+        return [*(out for _, _, out, _ in self.carries), *pieces]
+
+    @property
+    def whole(self) -> list[Atom]:
+        """What it takes that is no stack for its iterations to read."""
+        return [*(init for init, *_ in self.carries), *(init for init, *_ in self.sums)]
 
     @functools.cached_property
     def reads(self) -> tuple[core.Var, ...]:
         """The variables of the program around it."""
         inner = set(self.inner)
-        found: list[Atom] = [*(init for init, *_ in self.carries), *(stack for stack, _ in self.xs), *self.returned]
+        found: list[Atom] = [*self.whole, *(stack for stack, _ in self.xs), *self.returned]
         for item in self.items:
             found += reads(item)
             inner |= set(results(item))
@@ -101,6 +114,7 @@ def renamed(item: Item, read: Mapping[core.Var, Atom], made: Mapping[core.Var, c
         carries=tuple((new(init), own(inside), new(out), own(final)) for init, inside, out, final in item.carries),
         xs=tuple((new(stack), own(piece)) for stack, piece in item.xs),
         ys=tuple((new(piece), own(stack)) for piece, stack in item.ys),
+        sums=tuple((new(init), new(piece), own(total)) for init, piece, total in item.sums),
     )
 
 
@@ -191,11 +205,13 @@ class Level:
 
     Attributes:
         outputs: what is read behind them.
+        given: what the program takes, or the loop carries.
         in_time: whether they are one part of many, so that this part's temporaries are what counts.
     """
 
     items: Sequence[Item]
     outputs: Sequence[Atom]
+    given: Sequence[core.Var]
     in_time: bool = False
 
 
@@ -207,9 +223,10 @@ def each_level(program: FlatProgram, rewritten: Callable[[Level], Sequence[Item]
         return tuple(rewritten(dataclasses.replace(level, items=inside)))
 
     def _inside(loop: FlatLoop) -> FlatLoop:
-        return dataclasses.replace(loop, items=of(Level(loop.items, loop.returned, bool(loop.loop.time))))
+        carried = [inside for _, inside, _, _ in loop.carries]
+        return dataclasses.replace(loop, items=of(Level(loop.items, loop.returned, carried, bool(loop.loop.time))))
 
-    return dataclasses.replace(program, items=of(Level(program.items, program.outputs)))
+    return dataclasses.replace(program, items=of(Level(program.items, program.outputs, program.inputs)))
 
 
 def _text(program: FlatProgram) -> str:

@@ -14,6 +14,7 @@ from jscaler.capture.jaxprs import dtype, inner_jaxpr, open_jaxpr, params_key, s
 from jscaler.lax_primitives import known
 from jscaler.verification import collectives
 from jscaler.verification.local_programs import Local
+from jscaler.verification.slice_sums import slice_sums
 
 T = TypeVar("T")
 Sizes = tuple[int, ...]
@@ -127,14 +128,26 @@ class Values:
         return [self._number(("cond", args[0], made)) for made in zip(*each, strict=True)]
 
     def _scan(self, eqn: core.JaxprEqn, args: list[int]) -> list[int]:
-        parts = scan_parts(eqn)
+        parts, length, reverse = scan_parts(eqn), eqn.params["length"], eqn.params["reverse"]
         first, last = len(parts.consts), len(parts.consts) + len(parts.inits)
-        consts = [*map(self.constant, parts.body_consts), *args[:first]]
+        consts, inits = [*map(self.constant, parts.body_consts), *args[:first]], args[first:last]
+        start = self.constant(np.uint32(length - 1 if reverse else 0))
+        sums = [one for one in slice_sums(parts, reverse) if inits[one.counter] == start]
+        apart = {number: self._number(("summed", number)) for one in sums for number in (one.carry, one.counter)}
+        kept = [number for number in range(len(inits)) if number not in apart]
+        ends = [*(parts.body.outvars[n] for n in kept), *parts.body.outvars[len(inits) :], *(one.piece for one in sums)]
+        inside = parts.body.replace(outvars=ends) if sums else parts.body
 
         def body(carries: Sequence[int], slices: Sequence[int]) -> Sequence[int]:
-            return self.run(parts.body, [*consts, *carries, *slices])
+            known = dict(zip(kept, carries, strict=True)) | apart
+            return self.run(inside, [*consts, *(known[n] for n in range(len(inits))), *slices])
 
-        return self.loop((eqn.params["length"], eqn.params["reverse"]), args[first:last], args[last:], body)
+        left = self.loop((length, reverse), [inits[n] for n in kept], args[last:], body)
+        results = dict(zip(kept, left, strict=False))
+        for one, stack in zip(sums, left[len(left) - len(sums) :], strict=True):
+            results[one.carry] = self._number((("add", self._params({}), (inits[one.carry], stack)), 0))
+            results[one.counter] = self._number(("counted", start, length))
+        return [*(results[n] for n in range(len(inits))), *left[len(kept) : len(left) - len(sums)]]
 
     def loop(
         self,
@@ -176,9 +189,14 @@ class Values:
         self._depth -= 1
         finals = [symbol if i in same else self._number(("final", symbol)) for i, symbol in enumerate(symbols)]
         pieces, given = results[len(inits) :], dict(zip(slices, stacks, strict=True))
-        left = [given[piece] if piece in given else self._number(("stack", how, piece)) for piece in pieces]
-        self._pieces.update((stack, (how, piece)) for stack, piece in zip(left, pieces, strict=True) if piece not in given)
+        left = [given[piece] if piece in given else self._stack(how, piece) for piece in pieces]
         return [*finals, *left]
+
+    def _stack(self, how: Any, piece: int) -> int:
+        """What a loop leaves of the pieces that its iterations make."""
+        stack = self._number(("stack", how, piece))
+        self._pieces[stack] = how, piece
+        return stack
 
     def _unchanged(self, how: Any, inits: Sequence[int], slices: Sequence[int], body: LoopBody) -> frozenset[int]:
         """The carries that each iteration leaves as it found them: known by symbols that no others have."""
@@ -202,7 +220,11 @@ class Values:
         return number
 
     def _cast(self, params: Any, arg: int) -> int:
-        """The number of a cast. What only moves elements may be cast before or after: before is the form compared."""
+        """The number of a cast. What only moves elements may be cast before or after: before is the form compared. A stack may
+        be cast whole, or piece by piece as a loop leaves them: the latter is."""
+        if arg in self._pieces:
+            how, piece = self._pieces[arg]
+            return self._stack(how, self._cast(params, piece))
         if arg in self._moved:
             name, how, args, data = self._moved[arg]
             if arg in self._reshaped:

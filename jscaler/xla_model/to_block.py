@@ -150,7 +150,17 @@ class Blocks:
         carries = tuple((self._atom(a), self.value(b), self._atom(c), self.value(d)) for a, b, c, d in loop.carries)
         xs = tuple((self.value(stack), self.value(piece)) for stack, piece in loop.xs if isinstance(stack, core.Var))
         ys = tuple((self._atom(piece), self.value(stack)) for piece, stack in loop.ys)
+        for before, piece, after in loop.sums:
+            total = Value(self.value(after).nbytes, after.aval)
+            carries += ((self._atom(before), total, total, self.value(after)),)
+            steps += self._adding(total, self._atom(piece), piece)
         self._repeat(steps, carries, xs, ys, loop.loop.length, self._read(loop.reads))
+
+    def _adding(self, total: Value, piece: Value | None, like: Atom) -> list[BlockStep]:
+        """An iteration adds to a slice of ``total``, where it lies."""
+        before, item = Value(nbytes(like), "slice"), self.item
+        taken = BlockStep("fused", "dynamic_slice", (total,), (before,), item=item)
+        return [taken, _written((before,) if piece is None else (before, piece), item)]
 
     def _nested(self, eqn: core.JaxprEqn) -> None:
         """A scan, while or cond that is one equation."""
@@ -190,10 +200,10 @@ class Blocks:
         writing = grouped((piece, stack) for piece, stack in ys if piece is not None)
         made = {v for step in steps for v in step.writes}
         for piece, stacks in writing.items():  # what the iteration was given
-            body += [_written(piece, item) for _ in stacks if piece not in made]
+            body += [_written((piece,), item) for _ in stacks if piece not in made]
         for step in steps:
             body.append(step)
-            body += [_written(v, item) for v in step.writes for _ in writing.get(v, ())]
+            body += [_written((v,), item) for v in step.writes for _ in writing.get(v, ())]
         given = (*(inside for _, inside, _, _ in carries), *(stack for stack, _ in xs))
         block = Block(given, tuple(body), tuple(out for _, _, out, _ in carries if out is not None))
         inner = Inner(block, carries, length)
@@ -214,9 +224,9 @@ def _row(eqn: core.JaxprEqn) -> int:
     return each if last or each == 1 else 0
 
 
-def _written(piece: Value, item: Item | None) -> BlockStep:
+def _written(made_of: Sequence[Value], item: Item | None) -> BlockStep:
     """A slice on its way into its stack: computed there, if it is no buffer of its own."""
-    return BlockStep("reduced", "dynamic_update_slice", (piece,), (Value(0, "stack"),), item=item)
+    return BlockStep("reduced", "dynamic_update_slice", tuple(made_of), (Value(0, "stack"),), item=item)
 
 
 def _local_bytes(layout: Layout, itemsize: int) -> int:

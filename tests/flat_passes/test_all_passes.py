@@ -1,4 +1,4 @@
-"""The passes can be seen, looked behind, and (those for XLA alone) left out."""
+"""The passes can be seen, looked behind, and (those that save memory or time alone) left out."""
 
 import inspect
 import itertools
@@ -71,7 +71,7 @@ def test_a_pass_for_xla_can_be_left_out_and_numbers_stay(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["live", "none", "time_loops"])
 def test_a_pass_that_is_needed_cannot_be_left_out(name: str) -> None:
-    with pytest.raises(PlanError, match=f"no pass '{name}' can be left out.*swapped_dots, pairs_together"):
+    with pytest.raises(PlanError, match=f"no pass '{name}' can be left out.*swapped_dots, added_by_slices"):
         flat_passes([name])
     with pytest.raises(PlanError):
         jscaler.parallelize("single", without_passes=name)
