@@ -220,8 +220,8 @@ class Values:
         return number
 
     def _cast(self, params: Any, arg: int) -> int:
-        """The number of a cast. What only moves elements may be cast before or after: before is the form compared. A stack may
-        be cast whole, or piece by piece as a loop leaves them: the latter is."""
+        """The number of a cast. What only moves elements may be cast before or after: before is the form compared. What a
+        loop stacks up may be cast as a whole, or piece by piece: piece by piece is."""
         if arg in self._pieces:
             how, piece = self._pieces[arg]
             return self._stack(how, self._cast(params, piece))
