@@ -98,20 +98,21 @@ def joined_behind_loops(at: OnGroups) -> OnGroups:
 
 
 def joined_per_group(at: OnGroups) -> OnGroups:
-    """Gradients that several groups have for one tensor of a micro-batch are added on each first, where it has several."""
+    """Gradients that several groups have for one tensor are added on each first, where it has several."""
     home, placed = _homes(at)
     if home is None:
         return at
     found = list[Op]()
     for op in at.graph.ops:
         by_group: dict[DeviceMesh, list[PTensor]] = {}
-        for tensor in op.inputs if op.loop is not None and _is_join(op) and op.path not in placed else ():
+        for tensor in op.inputs if _is_join(op) and op.path not in placed else ():
             maker = at.graph.flow.maker(tensor)
             by_group.setdefault(home[maker.path if maker is not None else op.path], []).append(tensor)
         if 1 < len(by_group) < len(op.inputs):
             parts = list[PTensor]()
             for group, own in by_group.items():
-                found += [_join_of(op, own, _on(group), at.bodies)] if len(own) > 1 else []
+                mark = _on(group) + ("@behind" if op.loop is None else "")
+                found += [_join_of(op, own, mark, at.bodies)] if len(own) > 1 else []
                 parts += found[-1].outputs if len(own) > 1 else own
             op = _join_of(op, parts, "", at.bodies)
         found.append(op)

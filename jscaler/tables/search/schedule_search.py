@@ -22,7 +22,8 @@ from jscaler.tables.table import Table
 
 _FOR_ONE_ROUND, _FOR_PERIOD, _FOR_SMALL, _FOR_ENDS, _FOR_EXACT = 0.1, 0.1, 0.2, 0.5, 0.8  # shares of the time left
 _MOST_SMALL, _MOST_EXACT = 400, 1500  # activities of an exact model that is solved first, and of one that is solved at all
-_SWAPS = 50  # for each second
+_SWAPS = 50  # for each second, of small tables
+_MOVED = 8_000  # cells of tables that are simulated in each second
 
 
 def search_schedule(
@@ -233,4 +234,5 @@ def _swaps(search: _Search) -> _Search:
     """Entries of the best table in other places, where rows share devices."""
     if search.best is None or search.best.found.seconds <= search.bound_seconds or not share_devices(search.problem.rows):
         return search
-    return search.better([swapped(search.problem, search.best, round(_SWAPS * search.seconds), search.seed)])
+    tries = search.seconds * min(_SWAPS, _MOVED / sum(1 for _ in search.best.table.cells()))
+    return search.better([swapped(search.problem, search.best, round(tries), search.seed)])
