@@ -38,7 +38,8 @@ from jscaler.report.targets import described_devices
 
 COLUMNS = (
     "model", "gpus", "plan", "new", "fits", "peak_bytes", "memory", "step_seconds", "tflops", "speedup", "paper",
-    "stepwise", "sensitivity", "decides", "estimates", "sweep_seconds", "mfu", "published", "value",
+    "stepwise", "sensitivity", "decides", "estimates", "sweep_seconds", "mfu", "published", "of_1f1b",
+    "of_interlaced", "gap", "value",
 )  # fmt: skip
 BLOCKS, OF_BLOCKS, OVER_BLOCKS = "interlaced blocks", 1.9, 1.5  # of mBART: their speed, and what interlaced has of it
 CHANGED = {"compute -30 %": (0.7, 1.0), "compute +30 %": (1.3, 1.0), "links -30 %": (1.0, 0.7), "links +30 %": (1.0, 1.3)}
@@ -65,9 +66,10 @@ def rows(
     if anew:
         KEPT.unlink(missing_ok=True)
     if vocabulary:
-        from bench.paper_vocabulary import vocabulary_rows
+        from bench.paper_vocabulary import searched_rows, vocabulary_rows
 
         yield from vocabulary_rows(quick)
+        yield from searched_rows(quick)
         return
     if scaling:
         from bench.paper_scaling import scaling_rows
