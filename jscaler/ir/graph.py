@@ -61,6 +61,8 @@ class Graph(Shown):
         loops: the loops that some of the ops stand in, by name.
         leaf_parts, result_parts: how many consecutive inputs each leaf of the arguments is, and outputs each of the result;
             empty where each is one.
+        copy_of: inputs that are others once more, for another device group -> those; they stand behind these, as the same
+            leaf.
         memo: what others work out of this very graph, by keys of their own.
     """
 
@@ -75,6 +77,7 @@ class Graph(Shown):
     loops: Mapping[str, Loop] = field(default_factory=dict)
     leaf_parts: tuple[int, ...] = ()
     result_parts: tuple[int, ...] = ()
+    copy_of: Mapping[PTensor, PTensor] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -93,9 +93,10 @@ def with_origins(flat: FlatProgram, originals: Mapping[core.Var, core.Var]) -> F
 
 
 def uncut(program: Program, flat: FlatProgram) -> PlacedBlock:
-    """All of a program that nothing leaves or comes to: that of a step on one group."""
+    """All of a program that nothing leaves or comes to, such as that of a step on one group."""
     layouts = tuple(layout for _, layout in program.inputs), tuple(layout for _, layout in program.outputs)
-    return PlacedBlock(program.group, program.phase, START, flat, program.tensors, (), program.results, (), *layouts)
+    (level,) = program.block_levels
+    return PlacedBlock(program.group, program.phase, level, flat, program.tensors, (), program.results, (), *layouts)
 
 
 def _ends(program: Program, flat: FlatProgram) -> list[Ending]:

@@ -277,5 +277,6 @@ def _scattered(
     for tensor, dims in zip(op.outputs, rule.results, strict=True):
         cut = gradients.get(tensor)
         if cut is not None and dims[cut.dim]:
-            split = _split_further(rule, placement, chunks, dims[cut.dim][0], cut.axes)
-            yield dataclasses.replace(split, shares={a: c for a, c in split.shares.items() if a not in cut.axes})
+            axes = cut.on(placement.group)
+            split = _split_further(rule, placement, chunks, dims[cut.dim][0], axes)
+            yield dataclasses.replace(split, shares={a: c for a, c in split.shares.items() if a not in axes})

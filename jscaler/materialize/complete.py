@@ -121,7 +121,7 @@ class _Completion:
         if tensor in self.fetched and tensor not in self.at_hand.by_tensor:
             source = self.fetched[tensor]
             self._want(source, layout)
-            self.at_hand.by_tensor[tensor] = self.at_hand.by_tensor[source][:1]
+            self.at_hand.by_tensor[tensor] = self.at_hand.on_group(source, layout.mesh)[:1]
         self.at_hand.read(tensor, layout)
 
     def _visit_loop(self, nest: Nest) -> None:

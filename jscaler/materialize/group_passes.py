@@ -7,6 +7,7 @@ joined_per_group       gradients of what several groups read (an encoder's resul
 summed_per_group       scalars of all leaves (a global norm) cross as one per group
 one_of_equals          of equal results of an update one crosses
 stages_of_all          ops that the plan does not place have the stage of ops around them
+inputs_where_read      arguments that the step does not change lie on all groups that read them
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from jscaler.ir.passes import Pass
 from jscaler.ir.walk import closure, grouped
 from jscaler.lax_primitives import known
 from jscaler.materialize.groups import OnGroups
+from jscaler.materialize.inputs_where_read import inputs_where_read
 from jscaler.materialize.mesh import DeviceMesh
 from jscaler.materialize.op_stages import stages_by_neighbours
 
@@ -178,6 +180,7 @@ GROUP_PASSES: tuple[Pass[OnGroups], ...] = (
     summed_per_group,
     one_of_equals,
     stages_of_all,
+    inputs_where_read,
 )
 
 

@@ -25,8 +25,8 @@ from jscaler.materialize.mesh import (
 )
 from jscaler.materialize.op_stages import StageBy
 from jscaler.materialize.placement import Decided, check_devices, decided_placements, placed_grids
-from jscaler.materialize.shards import shard_grid
-from jscaler.materialize.stored import stored_grid, stored_inputs
+from jscaler.materialize.shards import shard_grids
+from jscaler.materialize.stored import stored_grids, stored_inputs
 from jscaler.primitives import OnDevices, Plan
 
 
@@ -38,14 +38,14 @@ class Groups:
         meshes: a mesh for each, in the order in which the plan names them; of a plan that names none, that of all devices.
         grids: where each grid of the plan lies: on the mesh of a group, or on that in another order.
         of: op path -> the mesh that the plan gives it.
-        stored: input -> the group that the plan stores it on.
+        stored: input -> the group that the plan stores it on, first, and others that have it, too.
         stages: op path -> the stage that it is of, where the plan has a schedule of these.
     """
 
     meshes: tuple[DeviceMesh, ...]
     grids: Mapping[PlacedGrid, OnMesh]
     of: Mapping[str, DeviceMesh]
-    stored: Mapping[str, DeviceMesh]
+    stored: Mapping[str, tuple[DeviceMesh, ...]]
     stages: Mapping[str, int] = field(default_factory=dict)
 
     def group_of(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -60,23 +60,27 @@ class Groups:
 def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
     """The groups on which ``plan`` places ops, and lays state."""
     grids = placed_grids(decided)
-    ordered = [*map(shard_grid, plan.shards.values()), *map(stored_grid, stored_inputs(plan))]
-    ordered += [g for p, g in grids.items() if not decided[p].any_order]
+    shards = [shard_grids(shard) for shard in plan.shards.values()]
+    elsewhere = [grid for _, *others in shards for grid in others]
+    stored = {store.leaf: stored_grids(store) for store in stored_inputs(plan)}
+    elsewhere += [grid for _, *others in stored.values() for grid in others]
+    state = [first for first, *_ in (*shards, *stored.values())]
+    ordered = [*state, *(g for p, g in grids.items() if not decided[p].any_order)]
     free = [g for p, g in grids.items() if decided[p].any_order]
     open_ = [d for d in plan.decisions if isinstance(d, OnDevices)]
-    named = dict.fromkeys((*(g.devices for g in (*ordered, *free)), *(d.devices for d in open_)))
+    named = dict.fromkeys(own.devices for own in (*ordered, *free, *open_, *elsewhere))
+    ordered += elsewhere
     sets = {devices: frozenset(devices) for devices in named}
     names = dict.fromkeys(sets.values()) or {frozenset(range(plan.num_devices)): None}
     found: dict[PlacedGrid, OnMesh] = {}
     meshes: dict[frozenset[int], list[DeviceMesh]] = {}
-    state = {*map(shard_grid, plan.shards.values()), *map(stored_grid, stored_inputs(plan))}
     lying: dict[frozenset[int], tuple[list[PlacedGrid], list[PlacedGrid]]] = {devices: ([], []) for devices in names}
     for number, which in enumerate((ordered, free)):
         for grid in which:
             lying[sets[grid.devices]][number].append(grid)
     for devices, (own, any_order) in lying.items():
         first, *others = _regular(list(dict.fromkeys(own)), tuple(sorted(devices)))
-        turned = [other for other in others if state.isdisjoint(other)]
+        turned = [other for other in others if {*state, *elsewhere}.isdisjoint(other)]
         mesh, covered = _mesh_of(first, any_order, turned, tuple(sorted(devices)))
         apart = [common_mesh(other, tuple(sorted(devices))) for other in others if other[0] not in covered]
         found |= covered
@@ -84,10 +88,10 @@ def find_groups(plan: Plan, decided: Mapping[str, Decided]) -> Groups:
         meshes[devices] = [mesh, *(own_mesh for own_mesh, _ in apart)]
     of = {path: meshes[sets[d.devices]][0] for d in open_ for path in d.ops}
     of |= {path: found[grid].mesh if grid in found else meshes[sets[grid.devices]][0] for path, grid in grids.items()}
-    stored = {store.leaf: found[stored_grid(store)].mesh for store in stored_inputs(plan)}
     scheduled = open_ if plan.table is not None else []
     stages = {path: d.stage for d in scheduled if d.stage is not None for path in d.ops}
-    return Groups(tuple(mesh for own in meshes.values() for mesh in own), found, of, stored, stages)
+    lie = {leaf: tuple(found[grid].mesh for grid in own) for leaf, own in stored.items()}
+    return Groups(tuple(mesh for own in meshes.values() for mesh in own), found, of, lie, stages)
 
 
 def _regular(grids: Sequence[PlacedGrid], devices: tuple[int, ...]) -> list[list[PlacedGrid]]:
@@ -229,7 +233,7 @@ def _groups_of_ops(
     inputs = [t for t in graph.inputs if t in at_ends]
     first = {t: next((h for r in _readers(graph, t) if (h := like(r)) is not None), None) for t in inputs}
     lies = {t: groups.group_of(home.group) for t, home in first.items() if home is not None}  # where it is read first
-    lies |= {t: groups.stored[t.name] for t in inputs if t.name in groups.stored}
+    lies |= {t: groups.stored[t.name][0] for t in inputs if t.name in groups.stored}
     by_parts = _groups_of_parts(graph, lies)
     lies |= by_parts
     for op in left:
@@ -263,8 +267,13 @@ def _groups_of_ops(
 
 
 def _readers(graph: Graph, leaf: PTensor) -> Iterable[Op]:
-    """The readers that say where a leaf, or a part of one, lies: not what puts parts together."""
-    return (op for op in graph.flow.readers(leaf) if op.ranges != "joined")
+    """The readers that say where a leaf, or a part of one, lies: those behind fences, and not what puts parts together."""
+    for op in graph.flow.readers(leaf):
+        made = dict(zip(op.inputs, op.outputs, strict=True)).get(leaf) if op.anywhere == "fence" else None
+        if made is not None:
+            yield from _readers(graph, made)
+        elif op.ranges != "joined":
+            yield op
 
 
 def _groups_of_parts(graph: Graph, lies: Mapping[PTensor, DeviceMesh]) -> dict[PTensor, DeviceMesh]:
@@ -294,6 +303,7 @@ class OnGroups:
         groups: the plan's device groups.
         homes: op path -> the group that it runs on, its stage, and why.
         pieces: path of an op that was cut -> paths of the ops that stand for it.
+        lies: inputs that are on several groups, and their copies -> the group of each.
     """
 
     graph: Graph
@@ -302,6 +312,7 @@ class OnGroups:
     homes: Mapping[str, Home]
     bodies: BodyTable = field(repr=False)
     pieces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lies: Mapping[PTensor, DeviceMesh] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return str(self.graph)
@@ -315,7 +326,8 @@ class OnGroups:
     def of_part(self) -> dict[PTensor, DeviceMesh]:
         """Part of a leaf -> the group that it lies on, that of its first reader."""
         counts = self.graph.leaf_parts
-        parts = (t for t, n in zip(self.graph.inputs, (n for n in counts for _ in range(n)), strict=False) if n > 1)
+        each = zip(self.graph.inputs, (n for n in counts for _ in range(n)), strict=False)
+        parts = (t for t, n in each if n > 1 and t not in self.lies)
         first = ((t, next(iter(_readers(self.graph, t)), None)) for t in parts)
         return {t: self.of_op[op.path] for t, op in first if op is not None}
 

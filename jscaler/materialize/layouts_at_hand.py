@@ -3,11 +3,13 @@
 A tensor is at hand in the layout in which it is made, and in each layout to which it was adapted for a reader.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jscaler.clusters import CostModel
 from jscaler.ir import Op, PTensor
+from jscaler.ir.walk import grouped
 from jscaler.materialize.adapter import find_adapter
 from jscaler.materialize.completed import OpLayouts
 from jscaler.materialize.groups import OnGroups
@@ -39,9 +41,11 @@ class LayoutsAtHand:
         self.saved = {y.stack: (y.slice, loop.length) for loop in loops for y in loop.ys if y.saved}
         self._replicated: dict[tuple[DeviceMesh, tuple[int, ...]], Layout] = {}
         self.ops: dict[str, OpLayouts] = {}
-        self.inputs = dict(stored)
+        copies = grouped((graph.copy_of.get(t, t), (t, group)) for t, group in placed.lies.items())
+        self.copies = {t: own for own in copies.values() for t, _ in own}  # with what it is a copy of, and their groups
+        self.inputs = {t: on for tensor, layout in stored.items() for t, on in self._on_groups(tensor, layout)}
         self.by_tensor = {t: tuple(self.whole(t, g) for g in self.groups.meshes) for t, _ in graph.constants}
-        self.by_tensor.update({tensor: (layout,) for tensor, layout in stored.items()})
+        self.by_tensor.update({tensor: (layout,) for tensor, layout in self.inputs.items()})
         self.waiting: dict[PTensor, Op] = {}
         self.undecided: set[PTensor] = set()
         self._tables: tuple[Any, ...] = (self.ops, self.inputs, self.by_tensor, self.waiting, self.undecided)
@@ -118,12 +122,20 @@ class LayoutsAtHand:
         elif not options or (tensor in self.of_part and tensor not in self.inputs):
             # sharded state keeps its stored layout, even if the reader cuts another dim
             as_array = storable(layout, self.groups.group_of(layout.mesh), elsewhere=tensor in self.state)
-            self.by_tensor[tensor] = (self.shards.leaf(tensor, as_array), *options)
-            if tensor in self.step_inputs:
-                self.inputs[tensor] = self.by_tensor[tensor][0]
+            for other, lying in self._on_groups(tensor, self.shards.leaf(tensor, as_array)):
+                self.by_tensor[other] = (lying, *self.by_tensor.get(other, ()))
+                if other in self.step_inputs:
+                    self.inputs[other] = lying
         self.undecided.discard(tensor)
-        if layout not in self.by_tensor.setdefault(tensor, ()):
-            self.by_tensor[tensor] += (layout,)
+        self.by_tensor.setdefault(tensor, ())
+        # what is stored in parts also arrives in parts, and is made whole where it is used
+        for found in (self.shards.leaf(tensor, layout), layout) if not self.on_group(tensor, layout.mesh) else (layout,):
+            self.by_tensor[tensor] += (found,) if found not in self.by_tensor[tensor] else ()
+
+    def _on_groups(self, tensor: PTensor, layout: Layout) -> list[tuple[PTensor, Layout]]:
+        """``tensor`` and its copies on other groups, which lie as it does in ``layout``."""
+        every = self.copies.get(tensor, [(tensor, layout.mesh)])
+        return [(other, dataclasses.replace(layout, mesh=group)) for other, group in every]
 
     def fix(self, op: Op, layouts: OpLayouts) -> None:
         """Lay out ``op`` and its outputs; it no longer waits."""

@@ -21,21 +21,29 @@ from jscaler.rules.made_of import MadeOf, made_of
 
 @dataclass(frozen=True)
 class ShardCut:
-    """A dim, and the axes of a group's mesh that cut it beyond what cuts it already."""
+    """A dim, and the axes of a group's mesh that cut it beyond what cuts it already.
+
+    Attributes:
+        elsewhere: other groups that use the tensor, each with the axes that cut it there.
+    """
 
     dim: int
     axes: Axes
     group: DeviceMesh
+    elsewhere: tuple[tuple[DeviceMesh, Axes], ...] = ()
+
+    def on(self, group: DeviceMesh) -> Axes:
+        """The axes that cut it on the devices of ``group``; none on those of another."""
+        places = ((self.group, self.axes), *self.elsewhere)
+        return next((axes for known, axes in places if known.unordered == group.unordered), ())
 
     def of(self, layout: Layout) -> Layout:
         """``layout`` with this cut, where its own parts divide; value shares along the axes are joined.
 
         Axes that cut some dim already stay where they are. What lies on other devices is not cut.
         """
-        if layout.mesh.unordered != self.group.unordered:
-            return layout
         used = {a for cuts in layout.cuts for a in cuts}
-        axes = tuple(a for a in self.axes if a not in used)
+        axes = tuple(a for a in self.on(layout.mesh) if a not in used)
         if not axes or layout.uneven:
             return layout
         values = tuple((a, c) for a, c in layout.values if a not in axes)
@@ -67,14 +75,18 @@ class Shards:
     whole: frozenset[PTensor] = frozenset()
     gradients: Mapping[PTensor, ShardCut] = field(default_factory=dict)
     made: MadeOf = field(default_factory=MadeOf)
-    axes: Mapping[PTensor, Axes] = field(default_factory=dict)
-    groups: Mapping[PTensor, DeviceMesh] = field(default_factory=dict)
+    cuts: Mapping[PTensor, ShardCut] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> dict[PTensor, Axes]:
+        """The axes that cut each parameter where it is stored."""
+        return {leaf: cut.axes for leaf, cut in self.cuts.items()}
 
     def factor(self, op: Op, group: DeviceMesh) -> tuple[str, Axes]:
         """The factor of an op on ``group`` that is made for shards alone, and the axes that split it; none of another."""
         found = self.made.factors.get(op.path)
-        here = found is not None and self.groups[found[0]].unordered == group.unordered
-        return (found[1], self.axes[found[0]]) if found is not None and here else ("", ())
+        axes = self.cuts[found[0]].on(group) if found is not None else ()
+        return (found[1], axes) if found is not None and axes else ("", ())
 
     def gradient(self, tensor: PTensor, layout: Layout) -> Layout:
         """How ``tensor``, which is made in ``layout``, comes to its readers."""
@@ -87,19 +99,21 @@ class Shards:
         return cut.of(layout) if cut is not None else layout
 
 
-def shard_grid(shard: Shard) -> PlacedGrid:
-    """The devices of a shard as the mesh sees them."""
-    return PlacedGrid("shards", (shard.parts, len(shard.devices) // shard.parts), shard.devices)
+def shard_grids(shard: Shard) -> list[PlacedGrid]:
+    """Where the parameter lies, as the meshes see it: first where it is stored, then on other stages that read it."""
+    every = (shard.devices, *shard.elsewhere)
+    return [PlacedGrid("shards", (shard.parts, len(devices) // shard.parts), devices) for devices in every]
 
 
 def find_shards(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh]) -> Shards:
     """What ``plan`` shards of ``graph``; ``grids`` says where its grids lie."""
     if not plan.shards:
         return Shards()
-    on_mesh = {leaf: grids[shard_grid(s)] for leaf, s in plan.shards.items()}
-    cuts = {
-        graph.input(leaf): ShardCut(s.dim, on_mesh[leaf].axes[0], on_mesh[leaf].mesh) for leaf, s in plan.shards.items()
-    }
+    cuts: dict[PTensor, ShardCut] = {}
+    for leaf, shard in plan.shards.items():
+        (group, axes), *others = ((grids[grid].mesh, grids[grid].axes[0]) for grid in shard_grids(shard))
+        cuts[graph.input(leaf)] = ShardCut(shard.dim, axes, group, tuple(others))
+    cuts |= {copy: cuts[tensor] for copy, tensor in graph.copy_of.items() if tensor in cuts}
     made = made_of(graph, stored_leaves(graph, plan))
     stored = {t: dataclasses.replace(cuts[leaf], dim=dim) for t, (leaf, dim) in made.dims.items()}
     gradients = _gradients(graph, cuts, stored)
@@ -112,8 +126,7 @@ def find_shards(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh]) ->
         known = _gradients(graph, own, made_often) | _made_cotangents(graph, plan, own)
         gradients |= _summands(graph, known, accumulating)
     whole = frozenset(cuts.keys() - stored.keys())
-    axes, groups = {t: cut.axes for t, cut in cuts.items()}, {t: cut.group for t, cut in cuts.items()}
-    return Shards(stored, whole, gradients, made, axes, groups)
+    return Shards(stored, whole, gradients, made, cuts)
 
 
 def _gradients(

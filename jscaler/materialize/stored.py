@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jscaler.errors import PlanError, UnknownNameError
 from jscaler.ir import Graph, PTensor
@@ -11,9 +11,9 @@ from jscaler.materialize.mesh import DeviceMesh, OnMesh, PlacedGrid
 from jscaler.primitives import Plan, Store
 
 
-def stored_grid(store: Store) -> PlacedGrid:
-    """The devices of a stored input, as a mesh has to express them; one grid for all inputs that lie on the same."""
-    return PlacedGrid("the inputs that are stored", store.grid, store.devices)
+def stored_grids(store: Store) -> list[PlacedGrid]:
+    """The devices of a stored input, as meshes have to express them; one grid for all inputs that lie on the same."""
+    return [PlacedGrid("the inputs that are stored", store.grid, own) for own in (store.devices, *store.elsewhere)]
 
 
 def stored_inputs(plan: Plan) -> list[Store]:
@@ -33,7 +33,7 @@ def stored_layouts(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh])
     for store in stored_inputs(plan):
         if store.leaf not in inputs:
             raise UnknownNameError("input", store.leaf, inputs, " (the plan stores it)")
-        tensor, (mesh, axes) = inputs[store.leaf], grids[stored_grid(store)]
+        tensor, (mesh, axes) = inputs[store.leaf], grids[stored_grids(store)[0]]
         cuts = tuple(tuple(a for i in cut for a in axes[i]) for cut in store.cuts)
         if len(cuts) != len(tensor.shape):
             raise PlanError(f"'{store.leaf}' of shape {tensor.shape} is stored as a tensor of {len(cuts)} dims: {store}")
@@ -44,14 +44,14 @@ def stored_layouts(graph: Graph, plan: Plan, grids: Mapping[PlacedGrid, OnMesh])
     return found
 
 
-def store_of(leaf: str, layout: Layout) -> Store:
-    """The decision that another plan stores input ``leaf`` in a storable ``layout``."""
+def store_of(leaf: str, layout: Layout, elsewhere: Sequence[Layout] = ()) -> Store:
+    """The decision that another plan stores input ``leaf`` in a storable ``layout``, and alike on other groups."""
     assert layout.partition_spec() is not None, f"no array can lie as {layout}"
     names = layout.mesh.names
     cuts = tuple(tuple(names.index(a) for axes in dim for a in axes) for dim in layout.by_dim)
     grid = tuple(size for _, size in layout.mesh.axes)
     assert math.prod(grid) == len(layout.mesh.devices)
-    return Store(leaf, grid, layout.mesh.devices, cuts)
+    return Store(leaf, grid, layout.mesh.devices, cuts, tuple(other.mesh.devices for other in elsewhere))
 
 
 def storable(layout: Layout, group: DeviceMesh, elsewhere: bool = False) -> Layout:

@@ -237,6 +237,8 @@ class Shard:
         stored: whether the parameter itself lies in these parts too, and is whole only where it is used.
         each_time: whether its gradient is reduced and scattered for each micro-batch, or once behind the last; None: as the
             plan's `Accumulation` says.
+        elsewhere: the devices of each other stage that reads it, in the same order: what a step has there of it, and of its
+            gradient, lies in the same parts.
     """
 
     leaf: str
@@ -245,11 +247,13 @@ class Shard:
     devices: tuple[int, ...]
     stored: bool = False
     each_time: bool | None = None
+    elsewhere: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         kept = "stored so" if self.stored else "stored whole"
         kept += "" if self.each_time is None else ", reduced each time" if self.each_time else ", reduced once"
-        return f"shard     {self.leaf} dim {self.dim} in {self.parts} over [{' '.join(map(str, self.devices))}], {kept}"
+        every = " and ".join(f"[{' '.join(map(str, own))}]" for own in (self.devices, *self.elsewhere))
+        return f"shard     {self.leaf} dim {self.dim} in {self.parts} over {every}, {kept}"
 
 
 @dataclass(frozen=True)
@@ -257,17 +261,22 @@ class Store:
     """Input ``leaf`` lies on a grid of ``devices`` (row-major), each dim cut by the grid's axes at ``cuts``, major first.
 
     Axes that cut nothing replicate it.
+
+    Attributes:
+        elsewhere: other grids of devices on which it lies once more, alike.
     """
 
     leaf: str
     grid: tuple[int, ...]
     devices: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
+    elsewhere: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         parts = "×".join(map(str, self.grid)) or "1"
         cuts = ", ".join("·".join(f"x{i}" for i in cut) or "whole" for cut in self.cuts)
-        return f"store     {self.leaf}({cuts}) on {parts} [{' '.join(map(str, self.devices))}]"
+        every = " and ".join(f"[{' '.join(map(str, own))}]" for own in (self.devices, *self.elsewhere))
+        return f"store     {self.leaf}({cuts}) on {parts} {every}"
 
 
 Decision = (

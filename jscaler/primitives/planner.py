@@ -45,6 +45,7 @@ from jscaler.primitives.plan import (
 from jscaler.primitives.recompute_regions import named, selected, with_region, with_regions
 from jscaler.primitives.restructured import restructured
 from jscaler.primitives.shard_checks import check_shard
+from jscaler.primitives.shards_on_stages import shards_on_stages
 from jscaler.primitives.stage_checks import check_on_devices, check_stages
 from jscaler.tables import Published, Table, find_schedule
 
@@ -469,7 +470,8 @@ class Planner(GraphView):
         move = _Moved(
             stage_of, devices, turned, {op: own for op, own in axes.items() if any(a.time == axis for a in own)}, axis
         )
-        self._decisions[first:] = [move(decision) for decision in kept]
+        rows = np.stack([devices] if turned is None else [devices, turned], axis=1).tolist()
+        self._decisions[first:] = [move(decision) for decision in shards_on_stages(self.graph, kept, stage_of, rows)]
         self._assigned = {decision.op for decision in self._decisions if isinstance(decision, Assign)}
 
     def schedule(self, table: Published | Table | str) -> None:
@@ -729,7 +731,7 @@ class _Moved:
             if self._turned is not None and decision.op in self._axes:
                 places = self._in_turn(decision, places, self._axes[decision.op])
             return dataclasses.replace(decision, places=places)
-        if isinstance(decision, Shard | Store):
+        if isinstance(decision, Store):
             own = self._devices[self._stage_of[decision.leaf]]
             return dataclasses.replace(decision, devices=tuple(own[d] for d in decision.devices))
         return decision

@@ -26,18 +26,19 @@ def check_shard(
     if kinds.get(tensor) != "parameter":
         raise PlanError(f"'{tensor.name}' is no parameter: no gradient is taken with respect to it")
     check_dim(tensor.name, tensor.shape, shard.dim)
-    devices = frozenset(shard.devices)
-    known = devices in groups and len(devices) == len(shard.devices)
-    if not known or shard.parts < 1 or len(devices) % shard.parts:
+    every = (shard.devices, *shard.elsewhere)
+    known = all(frozenset(own) in groups and len(frozenset(own)) == len(own) for own in every)
+    if not known or shard.parts < 1 or any(len(own) % shard.parts for own in every):
         of_stage = ", or of all that a stage has" if len(groups) > 1 else ""
         raise PlanError(
-            f"'{tensor.name}' is sharded over devices {list(shard.devices)}: give an array of all "
-            f"{max(map(len, groups))}{of_stage}, each once, whose first axis counts the parts"
+            f"'{tensor.name}' is sharded over devices {' and '.join(str([*own]) for own in every)}: give an array "
+            f"of all {max(map(len, groups))}{of_stage}, each once, whose first axis counts the parts"
         )
     if tensor.shape[shard.dim] % shard.parts:
         raise SplitError(tensor.name, f"dim {shard.dim}", tensor.shape[shard.dim], shard.parts)
 
 
 def stored_leaves(graph: Graph, plan: Plan) -> dict[PTensor, int]:
-    """The parameters that ``plan`` stores in parts, with the dim that is cut."""
-    return {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items() if shard.stored}
+    """The parameters that ``plan`` stores in parts, and their copies on other groups, with the dim that is cut."""
+    found = {graph.input(leaf): shard.dim for leaf, shard in plan.shards.items() if shard.stored}
+    return found | {copy: found[tensor] for copy, tensor in graph.copy_of.items() if tensor in found}

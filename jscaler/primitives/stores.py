@@ -16,11 +16,13 @@ def check_store(graph: Graph, store: Store, num_devices: int) -> None:
         SplitError: a dim does not divide.
     """
     tensor = graph.input(store.leaf)
-    distinct = len(set(store.devices)) == len(store.devices) == math.prod(store.grid)
-    if not distinct or min(store.grid, default=1) < 1 or not all(0 <= d < num_devices for d in store.devices):
+    every = (store.devices, *store.elsewhere)
+    distinct = all(len(set(own)) == len(own) == math.prod(store.grid) for own in every)
+    if not distinct or min(store.grid, default=1) < 1 or not all(0 <= d < num_devices for own in every for d in own):
+        on = " and ".join(str([*own]) for own in every)
         raise PlanError(
-            f"'{tensor.name}' is stored on a grid {list(store.grid)} of devices {list(store.devices)}: give as many of the "
-            f"{num_devices} as the grid has cells, each once"
+            f"'{tensor.name}' is stored on a grid {list(store.grid)} of devices {on}: give as many of the {num_devices} as "
+            "the grid has cells, each once"
         )
     if len(store.cuts) != len(tensor.shape):
         raise PlanError(f"'{tensor.name}' of shape {tensor.shape} is stored as a tensor of {len(store.cuts)} dims: {store}")

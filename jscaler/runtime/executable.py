@@ -213,7 +213,20 @@ class Executable(Shown):
         for end in self.ins.stacked:
             if end.number in self.donated:
                 given[end.number].delete()  # its parts have been given away
-        return unchecked(self.outs.joined)(slots[: self.outs.total], self.known)
+        joined = unchecked(self.outs.joined)(slots[: self.outs.total], self.known)
+        if not self.kept:
+            return joined
+        made = [*joined]
+        for result, leaf in self.kept.items():
+            made[result] = given[leaf]
+        return made
+
+    @functools.cached_property
+    def kept(self) -> dict[int, int]:
+        """The leaves of several outputs each of which is one of a leaf's inputs as it came: the leaf itself is returned."""
+        leaves = {tuple(end.places): end.number for end in self.ins.stacked}
+        found = {end.number: leaves.get(tuple(self.returned.get(i, -1) for i in end.places)) for end in self.outs.stacked}
+        return {result: leaf for result, leaf in found.items() if leaf is not None}
 
     @functools.cached_property
     def _is_one_program(self) -> bool:
@@ -255,8 +268,8 @@ def executable(step: StepPlan, devices: Sequence[Any], donate: Sequence[int], re
     """
     ins, outs = shardings(step, devices)
     meshes = [step.completed.inputs[t].mesh for t in step.graph.inputs], [layout.mesh for layout in step.completed.outputs]
-    leaves = LeafEnds.of(step.graph.inputs, ins, meshes[0], step.graph.leaf_parts)
-    results = LeafEnds.of(step.graph.outputs, outs, meshes[1], step.graph.result_parts)
+    leaves = LeafEnds.of(step.graph.inputs, ins, meshes[0], step.graph.leaf_parts, step.graph.copy_of)
+    results = LeafEnds.of(step.graph.outputs, outs, meshes[1], step.graph.result_parts, step.graph.copy_of)
     donated, donate = tuple(donate), leaves.numbers(donate)
     pairs = zip(step.blocks, step.taken, strict=True)
     returned = {i: at for block, takes in pairs for i, at in _returned(block, takes, ins, outs, donate).items()}

@@ -5,7 +5,7 @@ plan as decisions (`jscaler.primitives.Store`), before anything else is complete
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,13 @@ class Followed:
 
     Attributes:
         leaves: of a leaf that lies in ranges of its dim 0 several.
+        copied: leaves of which these are copies on several device groups.
         owners: the arguments of the step that it updates.
     """
 
     leaves: Mapping[str, tuple[tuple[PTensor, Layout], ...]]
     owners: tuple[str, ...]
+    copied: Set[str] = frozenset()
 
     @staticmethod
     def of(graph: Graph, inputs: Mapping[PTensor, Layout], call: BoundCall) -> "Followed":
@@ -38,7 +40,8 @@ class Followed:
         leaves = {name: tuple(itertools.islice(each, count)) for name, count in zip(call.names, counts, strict=True)}
         state = {graph.inputs[i] for i in graph.next_version.values()}
         updated = dict.fromkeys(o for o, own in zip(call.owners, leaves.values(), strict=True) if not state.isdisjoint(own))
-        return Followed({name: tuple((t, inputs[t]) for t in own) for name, own in leaves.items()}, tuple(updated))
+        copied = frozenset(name for name, own in leaves.items() if not graph.copy_of.keys().isdisjoint(own))
+        return Followed({name: tuple((t, inputs[t]) for t in own) for name, own in leaves.items()}, tuple(updated), copied)
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,9 @@ class Following:
             if there not in followed.leaves:
                 continue  # not the train step's: it is laid out like any other input
             matched.add(owner)
-            parts = followed.leaves[there]
+            parts, elsewhere = followed.leaves[there], list[Layout]()
+            if there in followed.copied:
+                parts, elsewhere = parts[:1], [layout for _, layout in parts[1:]]
             (tensor, _), sizes = parts[0], tuple(t.shape[0] for t, _ in parts if t.shape)
             shape = tensor.shape if len(parts) == 1 else (sum(sizes), *tensor.shape[1:])
             if (shape, tensor.dtype) != (kind.shape, kind.dtype):
@@ -132,7 +137,7 @@ class Following:
                 continue
             if len(parts) > 1:
                 in_parts.setdefault(sizes, []).append(name)
-            found += [store_of(name + part.name.removeprefix(there), layout) for part, layout in parts]
+            found += [store_of(name + part.name.removeprefix(there), layout, elsewhere) for part, layout in parts]
         for owner in paths:
             if owner not in matched:
                 raise UnknownNameError("state", paths[owner], followed.leaves, f" (of '{self.name}')")

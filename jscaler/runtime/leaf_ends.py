@@ -6,12 +6,13 @@
 
 The memory is the same: parts are taken from the leaf's shards, and put together from theirs, without a copy. Where no
 ``jax.Array`` can lie as the parts do, several of them on one device or parts of several sizes, the leaf is a
-`ChunkedArray` of them.
+`ChunkedArray` of them. Parts may be the whole leaf on one group each: the array is then replicated over ``stages``.
 """
 
 import functools
+import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,18 @@ from jax.sharding import PartitionSpec as P
 from jscaler.ir import PTensor
 from jscaler.materialize import DeviceMesh
 from jscaler.runtime.chunked_array import ChunkedArray, ChunkedSharding
-from jscaler.runtime.devices import own_devices
+from jscaler.runtime.devices import devices_of, own_devices
 
 STAGES = "stages"  # the mesh axis over which the ranges lie
 
 
 @dataclass(frozen=True)
 class LeafEnd:
-    """A leaf of the step's arguments, or of its results, that is ``count`` of its inputs, or outputs, from ``start`` on."""
+    """A leaf of the step's arguments, or of its results, that is ``count`` of its inputs, or outputs, from ``start`` on.
+
+    Attributes:
+        copies: whether each of these is the whole leaf, and no range of its dim 0.
+    """
 
     number: int
     start: int
@@ -38,6 +43,19 @@ class LeafEnd:
     sharding: NamedSharding | ChunkedSharding
     shapes: tuple[tuple[int, ...], ...]
     parts: tuple[Any, ...]
+    copies: bool = False
+
+    @property
+    def places(self) -> range:
+        """The numbers of its parts among all inputs, or outputs."""
+        return range(self.start, self.start + self.count)
+
+    @property
+    def first_rows(self) -> tuple[int, ...]:
+        """Where in dim 0 of the leaf each part begins."""
+        if self.copies:
+            return (0,) * self.count
+        return tuple(itertools.accumulate((shape[0] for shape in self.shapes[:-1]), initial=0))
 
     @property
     def count(self) -> int:
@@ -128,12 +146,17 @@ class LeafEnds:
 
     @staticmethod
     def of(
-        tensors: Sequence[PTensor], shardings: Sequence[Any], groups: Sequence[DeviceMesh], counts: Sequence[int]
+        tensors: Sequence[PTensor],
+        shardings: Sequence[Any],
+        groups: Sequence[DeviceMesh],
+        counts: Sequence[int],
+        copies: Container[PTensor] = (),
     ) -> "LeafEnds":
         """From the inputs of a graph, or its outputs, with their device groups.
 
         Args:
             counts: how many of them each leaf is; empty where each is one.
+            copies: those that are a whole leaf once more.
         """
         if not counts:
             return LeafEnds(tuple(shardings), tuple(shardings), (), tuple(range(len(tensors))))
@@ -143,10 +166,13 @@ class LeafEnds:
             if count == 1:
                 found.append(shardings[start])
             else:
-                shapes = tuple(t.shape for t in tensors[own])
-                whole = leaf_sharding(shapes, shardings[own], groups[own])
-                shape = (sum(s[0] for s in shapes), *shapes[0][1:])
-                stacked.append(LeafEnd(number, start, shape, whole, shapes, tuple(shardings[own])))
+                shapes, copied = tuple(t.shape for t in tensors[own]), tensors[start + 1] in copies
+                if copied:
+                    whole, shape = copies_sharding(shapes[0], shardings[own], groups[own]), shapes[0]
+                else:
+                    whole = leaf_sharding(shapes, shardings[own], groups[own])
+                    shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+                stacked.append(LeafEnd(number, start, shape, whole, shapes, tuple(shardings[own]), copied))
                 found.append(whole)
             starts.append(start)
             start += count
@@ -196,16 +222,35 @@ def leaf_sharding(
     return found or ChunkedSharding(tuple(shape[0] for shape in shapes), tuple(parts), len(set(devices)))
 
 
-def _of_one_array(shape: tuple[int, ...], parts: Sequence[Any]) -> NamedSharding | None:
-    """The sharding of one array whose parts of ``shape`` lie so, each on its devices; None where they lie differently."""
+def copies_sharding(shape: tuple[int, ...], parts: Sequence[Any], groups: Sequence[DeviceMesh]) -> NamedSharding:
+    """How a leaf lies that lies so, whole or cut, on each of these groups; where they share devices it is a scalar."""
+    devices = [device for group in groups for device in group.devices]
+    found = _of_one_array(shape, parts, stacked=False) if len(set(devices)) == len(devices) else None
+    if found is not None:
+        return found
+    assert not shape, "copies that are cut lie alike, on devices of their own"
+    if any(isinstance(getattr(part, "mesh", None), AbstractMesh) for part in parts):
+        return NamedSharding(AbstractMesh((len(set(devices)),), (STAGES,)), P())
+    known = dict.fromkeys(device for part in parts for device in devices_of(part))
+    return NamedSharding(Mesh(np.array([*known]), (STAGES,)), P())
+
+
+def _of_one_array(shape: tuple[int, ...], parts: Sequence[Any], stacked: bool = True) -> NamedSharding | None:
+    """The sharding of one array whose parts of ``shape`` lie so, each on its devices; None where they lie differently.
+
+    Args:
+        stacked: whether parts stand behind each other along dim 0, and are not copies.
+    """
     first = parts[0]
     if isinstance(first, SingleDeviceSharding):
         alone = [next(iter(part.device_set)) for part in parts if len(part.device_set) == 1]
-        return NamedSharding(Mesh(np.array(alone), (STAGES,)), P(STAGES)) if len(alone) == len(parts) else None
-    spec = first.spec
-    front = spec[0] if len(spec) else None
-    names = (front,) if isinstance(front, str) else tuple(front or ())
-    whole = P((STAGES, *names), *spec[1:])
+        spec = P(STAGES) if stacked else P()
+        return NamedSharding(Mesh(np.array(alone), (STAGES,)), spec) if len(alone) == len(parts) else None
+    whole = first.spec
+    if stacked:
+        front = whole[0] if len(whole) else None
+        names = (front,) if isinstance(front, str) else tuple(front or ())
+        whole = P((STAGES, *names), *whole[1:])
     if isinstance(first.mesh, AbstractMesh):
         sizes, axes = (len(parts), *first.mesh.axis_sizes), (STAGES, *first.mesh.axis_names)
         return NamedSharding(AbstractMesh(sizes, axes), whole)

@@ -210,17 +210,16 @@ class _StepCheck:
         for role, end in (*(("input", e) for e in made.ins.stacked), *(("output", e) for e in made.outs.stacked)):
             if isinstance(end.sharding, ChunkedSharding):
                 continue  # the leaf is its parts
-            whole, start = end.sharding.devices_indices_map(end.shape), 0
-            for shape, part in zip(end.shapes, end.parts, strict=True):
+            whole = end.sharding.devices_indices_map(end.shape)
+            for shape, part, first in zip(end.shapes, end.parts, end.first_rows, strict=True):
                 for device, index in part.devices_indices_map(shape).items():
                     own = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-                    own[0] = (own[0][0] + start, own[0][1] + start)
+                    own[:1] = [(start + first, stop + first) for start, stop in own[:1]]
                     found = [s.indices(n)[:2] for s, n in zip(whole[device], end.shape, strict=True)]
                     if found != own:
                         raise VerificationError(
                             f"{role} {end.number}, in parts: device {device.id} has {found} of the leaf, {own} of its part"
                         )
-                start += shape[0]
 
     def _same_values(self, segment: Segment, blocks: Sequence[EmittedBlock], flow: SlotFlow) -> None:
         """The emitted blocks compute the values of the program's tasks one after another; equal segments are one."""

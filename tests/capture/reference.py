@@ -29,10 +29,11 @@ def interpret(graph: Graph, leaves: Any) -> list[Any]:
 
 def interpret_ops(graph: Graph, leaves: Any) -> list[Any]:
     """The outputs of a graph all of whose ops have bodies, such as passes leave."""
-    values: dict[PTensor, Any] = dict(zip(graph.inputs, leaves, strict=True))
-    values |= dict(graph.constants)
+    own = [t for t in graph.inputs if t not in graph.copy_of]
+    values: dict[PTensor, Any] = dict(zip(own, leaves, strict=True))
+    values |= {copy: values[t] for copy, t in graph.copy_of.items()} | dict(graph.constants)
     _run(graph.tree, values)
-    return [values[t] for t in graph.outputs]
+    return [values[t] for t in graph.outputs if t not in graph.copy_of]
 
 
 def _run(items: Any, values: dict[PTensor, Any]) -> None:

@@ -194,7 +194,7 @@ class _Reader:
             elif isinstance(decision, Shard):
                 leaf, devices = self.folded.of(decision.leaf), tuple(self.number[d] for d in decision.devices)
                 if self._first(("shard", leaf), (decision.dim, decision.parts, devices, decision.stored)):
-                    yield replace(decision, leaf=leaf, devices=devices, each_time=None)
+                    yield replace(decision, leaf=leaf, devices=devices, each_time=None, elsewhere=())
             elif isinstance(decision, SaveResiduals):
                 op = self.folded.of(decision.op)
                 if self._first(("residuals", op), decision.mode):
@@ -206,7 +206,7 @@ class _Reader:
                         f"'{decision.leaf}' is stored on {len(devices)} devices of several groups; ask jscaler.cost"
                     )
                 if self._first(("store", leaf), (decision.grid, devices, decision.cuts)):
-                    yield replace(decision, leaf=leaf, devices=devices)
+                    yield replace(decision, leaf=leaf, devices=devices, elsewhere=())
             elif isinstance(decision, Fuse):
                 if any(op in self.folded.stands_for or op in self.folded.counts for op in decision.ops):
                     raise LayersDifferError(f"'{self.plan.name}' fuses ops of layers that are one: '{decision.path}'")
